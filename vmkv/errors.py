@@ -1,0 +1,136 @@
+"""Every exception vmkv raises, sorted by whose turn it is.
+
+    VMKVError
+     ├─ ConfigError          yours to fix: an argument, a shape or a call order is wrong
+     ├─ CapacityError        expected, not a defect: something is full (a MemoryError)
+     │   ├─ OutOfPagesError         retry after closing, trimming or evicting
+     │   ├─ OutOfAddressSpaceError  retry after closing caches, or ask for less
+     │   └─ SequenceFullError       never retry: the row ends here
+     ├─ ClosedError          your code closed this object
+     ├─ DriverError          a driver call failed; it names the call and the status
+     │   ├─ CudaDriverError
+     │   └─ HostDriverError
+     └─ InternalError        an invariant is broken: our bug
+
+Each one pickles, so it survives a process boundary with its attributes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class VMKVError(Exception):
+    """Base of everything vmkv raises on purpose."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Exceptions pickle as `cls(*args)`, which drops keyword-only attributes; carry the
+        # attributes as state instead and rebuild without calling `__init__`.
+        return (_rebuild, (type(self), self.args, self.__dict__.copy()))
+
+
+def _rebuild(cls: type[VMKVError], args: tuple[Any, ...], state: dict[str, Any]) -> VMKVError:
+    error = cls.__new__(cls)
+    error.args = args
+    error.__dict__.update(state)
+    return error
+
+
+class ConfigError(VMKVError, ValueError):
+    """An argument cannot work; the message says what was asked, what is possible, what to do.
+
+    Nothing has changed. Correct the call; retrying it as it is is useless.
+    """
+
+
+class CapacityError(VMKVError, MemoryError):
+    """Something is full. An expected answer, not a defect: state is as it was before the call."""
+
+
+class OutOfPagesError(CapacityError):
+    """The pool cannot supply the pages an operation needs.
+
+    Close, trim or evict something (or raise the budget) and call again.
+
+    Attributes:
+        needed_bytes: What the operation asked for.
+        free_bytes: What the pool could have supplied, budget and free extents together.
+        retired_bytes: What will become free once its fences have passed.
+    """
+
+    def __init__(self, message: str, *, needed_bytes: int, free_bytes: int, retired_bytes: int):
+        super().__init__(message)
+        self.needed_bytes = needed_bytes
+        self.free_bytes = free_bytes
+        self.retired_bytes = retired_bytes
+
+
+class OutOfAddressSpaceError(CapacityError):
+    """No virtual address range of the wanted size is left.
+
+    Close caches, or ask for a smaller `max_tokens` or fewer rows.
+
+    Attributes:
+        needed_bytes: The size of the range that was asked for.
+    """
+
+    def __init__(self, message: str, *, needed_bytes: int):
+        super().__init__(message)
+        self.needed_bytes = needed_bytes
+
+
+class SequenceFullError(CapacityError):
+    """A sequence would grow past the end of its row. Retrying is useless.
+
+    Attributes:
+        max_tokens: How many tokens the row holds.
+    """
+
+    def __init__(self, message: str, *, max_tokens: int):
+        super().__init__(message)
+        self.max_tokens = max_tokens
+
+
+class ClosedError(VMKVError):
+    """Your code closed this object and then used it."""
+
+
+class DriverError(VMKVError, RuntimeError):
+    """A driver call failed. The books are as they were before the operation.
+
+    Attributes:
+        call: The primitive that failed, e.g. `mem_create`.
+        status: The number the driver returned.
+        status_name: Its symbolic name, e.g. `CUDA_ERROR_OUT_OF_MEMORY`.
+        is_out_of_memory: Whether the device merely has no memory left: free some and retry.
+        num_done: How many operations of the same batch had succeeded before this one.
+    """
+
+    def __init__(
+        self,
+        call: str,
+        status: int,
+        status_name: str,
+        details: str = "",
+        *,
+        is_out_of_memory: bool = False,
+    ):
+        because = f": {details}" if details else ""
+        super().__init__(f"{call} failed with {status_name} ({status}){because}")
+        self.call = call
+        self.status = status
+        self.status_name = status_name
+        self.is_out_of_memory = is_out_of_memory
+        self.num_done = 0
+
+
+class CudaDriverError(DriverError):
+    """The CUDA driver refused a call; `status` is its CUresult."""
+
+
+class HostDriverError(DriverError):
+    """The operating system, or the host backend's own rules, refused a call; `status` is an errno."""
+
+
+class InternalError(VMKVError):
+    """An invariant of vmkv is broken. This is our bug: please report it with the message."""
