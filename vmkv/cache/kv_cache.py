@@ -1,0 +1,600 @@
+"""The cache: sequences over layer groups over one pool. Usable without transformers.
+
+    cache = KVCache("host", max_tokens=4096, max_sequences=8)
+    cache.add_layers(range(2), num_kv_heads=2, head_dim=64, dtype=torch.float16)
+    sequence = cache.open()
+    sequence.append(100)
+    sequence.keys(layer=0)[:] = ...      # [100, 2, 64], contiguous in virtual memory
+
+A growth is one transaction over all sequences and groups it names: it plans, acquires every
+extent or none, and maps in one driver batch that is undone if any call fails.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from ..backend import Access, Backend, Op, open_backend
+from ..errors import (
+    ClosedError,
+    ConfigError,
+    InternalError,
+    OutOfPagesError,
+    SequenceFullError,
+)
+from ..memory import ExtentPool, Placement, check_pool, size_classes
+from .geometry import Geometry, LayerShape, check_positive
+from .layer_group import LayerGroup, split_layers
+from .rows import Rows
+from .sequence import Sequence
+from .stats import CacheStats
+from .views import reclaimable_bytes, release_reclaimable, stream_getter, torch_device
+
+
+class _Target(NamedTuple):
+    """A sequence that must hold `num_tokens`, of which the first `num_past_tokens` are past."""
+
+    sequence: Sequence
+    num_tokens: int
+    num_past_tokens: int
+
+
+class _Step(NamedTuple):
+    """One row of one group that must grow: extents of these classes, from this page on."""
+
+    group: LayerGroup
+    row: int
+    first_page: int
+    classes: list[int]
+
+
+class KVCache:
+    """Keys and values of many sequences on one device.
+
+    Args:
+        memory: A device (`"cuda:0"`, `"host"`), a backend, or a pool to share with other caches.
+        max_tokens: The longest sequence.
+        max_sequences: How many sequences can be open or parked at once.
+        budget_bytes: Physical memory at most; by default what is free on the device now. Only
+            where `memory` is not a pool, which has its own.
+        layers_per_group: How many layers share a token row. By default all on a GPU, where
+            it costs 3 % at most and saves driver calls, and one on the host, where small
+            pages make calls cheap and interleaving costs 1.8 x in CPU attention.
+
+    Raises:
+        ConfigError: An argument is impossible, or the device's driver is missing.
+    """
+
+    def __init__(
+        self,
+        memory: str | Backend | ExtentPool,
+        *,
+        max_tokens: int,
+        max_sequences: int,
+        budget_bytes: int | None = None,
+        layers_per_group: int | None = None,
+    ):
+        check_positive("max_tokens", max_tokens)
+        check_positive("max_sequences", max_sequences)
+        if budget_bytes is not None:
+            check_positive("budget_bytes", budget_bytes)
+        if layers_per_group is not None:
+            check_positive("layers_per_group", layers_per_group)
+        self.pool = _pool_over(memory, budget_bytes)
+        self.pool.attach()
+        self.max_tokens = max_tokens
+        self.max_sequences = max_sequences
+        is_host = self.pool.backend.name == "host"
+        self._layers_per_group = 1 if layers_per_group is None and is_host else layers_per_group
+        self.groups: list[LayerGroup] = []
+        self._places: dict[int, tuple[LayerGroup, int]] = {}
+        self._rows = Rows(max_sequences)
+        self._sequences: dict[int, Sequence] = {}
+        self._current_stream = stream_getter(self.pool.backend)
+        #: Tokens past a sequence's length that a kernel may fetch; they are kept resident.
+        self.overread_tokens = 0
+        #: While true, sliding-window groups keep what has left the window (for rollback).
+        self.keeps_past = False
+        self.is_closed = False
+
+    @property
+    def device(self) -> torch.device:
+        """The device whose tensors live here."""
+        return torch_device(self.pool.backend)
+
+    # ---- layers ---------------------------------------------------------------------------
+
+    def add_layers(
+        self,
+        layers: Iterable[int],
+        *,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        v_head_dim: int | None = None,
+        num_v_heads: int | None = None,
+        window_tokens: int | None = None,
+        num_past_tokens: int = 0,
+    ) -> list[LayerGroup]:
+        """Add layers of one shape; returns the groups made for them.
+
+        Sequences that are open already get memory for the tokens they hold.
+
+        Args:
+            layers: The caller's numbers for them.
+            num_kv_heads: Key (and value) heads.
+            head_dim: Width of a key head.
+            dtype: Element type.
+            v_head_dim: Width of a value head, where it differs.
+            num_v_heads: Value heads, where they differ.
+            window_tokens: For sliding-window layers, how many tokens a query sees.
+            num_past_tokens: Where the first query will be, in sequences that are open already:
+                what lies before its window is not mapped.
+
+        Raises:
+            ConfigError: A size is impossible, or a layer was added before.
+            OutOfPagesError, OutOfAddressSpaceError: Nothing was added.
+        """
+        self.check_open()
+        wanted = list(layers)
+        taken = [layer for layer in wanted if layer in self._places]
+        if taken or not wanted or len(set(wanted)) != len(wanted):
+            raise ConfigError(f"layers {taken or wanted} are in the cache already, or none is named")
+        if window_tokens is not None:
+            check_positive("window_tokens", window_tokens)
+        shape = LayerShape(
+            num_k_heads=num_kv_heads,
+            k_dim=head_dim,
+            num_v_heads=num_kv_heads if num_v_heads is None else num_v_heads,
+            v_dim=head_dim if v_head_dim is None else v_head_dim,
+            itemsize_bytes=dtype.itemsize,
+        )
+        made: list[LayerGroup] = []
+        members: list[list[int]] = []
+        try:
+            for part in split_layers(len(wanted), self._layers_per_group):
+                geometry = Geometry(
+                    len(part), shape, self.pool.page_bytes, self.max_tokens, self.max_sequences
+                )
+                made.append(LayerGroup(self.pool, geometry, dtype, window_tokens))
+                members.append([wanted[at] for at in part])
+            targets = [
+                _Target(sequence, sequence.num_tokens, num_past_tokens)
+                for sequence in self._sequences.values()
+            ]
+            self._grow(targets, made)
+        except BaseException:
+            for group in made:
+                group.close()
+            raise
+        self.groups += made
+        for group, group_layers in zip(made, members, strict=True):
+            for at, layer in enumerate(group_layers):
+                self._places[layer] = (group, at)
+        return made
+
+    def drop_layers(self, layers: Iterable[int]) -> None:
+        """Forget layers that were added but never written.
+
+        Their room in the token row stays empty. A group with none left is closed.
+        """
+        self.check_open()
+        for layer in layers:
+            self.place(layer)
+            del self._places[layer]
+        in_use = {id(group) for group, _ in self._places.values()}
+        for group in [group for group in self.groups if id(group) not in in_use]:
+            group.close()
+            self.groups.remove(group)
+
+    def compact(self) -> bool:
+        """Close the gaps that `drop_layers` left, by moving the groups that have any.
+
+        Tensors made before do not follow: make new ones. Returns whether something moved.
+
+        Raises:
+            OutOfPagesError, OutOfAddressSpaceError: Nothing moved; the gaps stay.
+        """
+        self.check_open()
+        moved = False
+        for group in tuple(self.groups):
+            members = sorted(
+                (at, layer) for layer, (home, at) in self._places.items() if home is group
+            )
+            if len(members) < group.geometry.num_layers:
+                self._move(group, [at for at, _ in members], [layer for _, layer in members])
+                moved = True
+        return moved
+
+    def _move(self, group: LayerGroup, places: list[int], layers: list[int]) -> None:
+        """Replace `group` by one that holds only the layers at `places`, with their contents."""
+        geometry = replace(group.geometry, num_layers=len(places))
+        new = LayerGroup(self.pool, geometry, group.dtype, group.window_tokens)
+        sequences = list(self._sequences.values())
+        past = {each: group.first_mapped_token(each.row) for each in sequences}
+        try:
+            self._grow([_Target(each, each.num_tokens, past[each]) for each in sequences], [new])
+        except BaseException:
+            new.close()
+            raise
+        for sequence in sequences:
+            tokens = slice(past[sequence], sequence.num_tokens)
+            with torch.inference_mode(False), torch.no_grad():
+                for at, place in enumerate(places):
+                    for mine, theirs in (
+                        (new.views.keys, group.views.keys),
+                        (new.views.values, group.views.values),
+                    ):
+                        mine[at, sequence.row, :, tokens] = theirs[place, sequence.row, :, tokens]
+        self.groups[self.groups.index(group)] = new
+        for at, layer in enumerate(layers):
+            self._places[layer] = (new, at)
+        group.close()
+
+    def place(self, layer: int) -> tuple[LayerGroup, int]:
+        """The group of `layer`, and its index in the group.
+
+        Raises:
+            ConfigError: No such layer was added.
+        """
+        if layer not in self._places:
+            raise ConfigError(f"layer {layer} was not added; there are {sorted(self._places)}")
+        return self._places[layer]
+
+    def keys(self, layer: int) -> torch.Tensor:
+        """All rows' keys of `layer`: `[rows, row_tokens, k_heads, k_dim]`, mostly unmapped.
+
+        What kernels take that are told rows and lengths. Only tokens below a live sequence's
+        `num_tokens` (and `overread_tokens` more) may be touched.
+        """
+        self.check_open()
+        group, at = self.place(layer)
+        return group.views.keys[at].transpose(1, 2)
+
+    def values(self, layer: int) -> torch.Tensor:
+        """All rows' values of `layer`: `[rows, row_tokens, v_heads, v_dim]`, as `keys`."""
+        self.check_open()
+        group, at = self.place(layer)
+        return group.views.values[at].transpose(1, 2)
+
+    # ---- sequences ------------------------------------------------------------------------
+
+    def open(self, num_tokens: int = 0, *, row: int | None = None) -> Sequence:
+        """Begin an empty sequence.
+
+        Args:
+            num_tokens: About how long it will become: helps to choose the parked row to adopt.
+            row: Take just this row.
+
+        Raises:
+            OutOfAddressSpaceError: Every row holds a live sequence.
+            ConfigError: `row` is live, or does not exist.
+
+        Cost: no driver call. What the adopted row holds is reused as it is.
+        """
+        self.check_open()
+        if row is None:
+            row = self._rows.choose(num_tokens, self._adoptable_tokens)
+        was_parked = self._rows.is_parked(row)
+        self._rows.take(row)
+        if was_parked:
+            # Another stream may still read what this one will overwrite.
+            self.note_stream()
+            self.pool.backend.join_streams(self._current_stream())
+        sequence = self._sequences[row] = Sequence(self, row)
+        return sequence
+
+    def grow(self, wanted: Iterable[tuple[Sequence, int]]) -> None:
+        """Make each sequence hold the given number of tokens, all of them or none.
+
+        Sequences that are longer already stay as they are. Memory is mapped where it is
+        missing; parked rows and free memory give way first where the pool is short.
+
+        Raises:
+            OutOfPagesError: The pool cannot supply all pages. No sequence has changed.
+            SequenceFullError: A row ends before that. No sequence has changed.
+            ClosedError: The cache or a sequence is closed.
+        """
+        self.check_open()
+        targets = list(wanted)
+        for sequence, num_tokens in targets:
+            sequence.check_open()
+            if num_tokens > self.max_tokens:
+                raise SequenceFullError(
+                    f"the sequence in row {sequence.row} would hold {num_tokens} tokens; rows of "
+                    f"this cache end at max_tokens={self.max_tokens}: make it with a larger one",
+                    max_tokens=self.max_tokens,
+                )
+        self.note_stream()
+        self._grow([_Target(each, to, each.num_tokens) for each, to in targets], self.groups)
+        self.retire_behind_windows(sequence for sequence, _ in targets)
+        for sequence, num_tokens in targets:
+            sequence.num_tokens = max(sequence.num_tokens, num_tokens)
+
+    def resident_tokens(self, sequence: Sequence) -> int:
+        """How long `sequence` can become without another driver call."""
+        return min(
+            (group.resident_tokens(sequence.row) - self.overread_tokens for group in self.groups),
+            default=0,
+        )
+
+    def truncate(self, sequence: Sequence, num_tokens: int) -> None:
+        """See `Sequence.truncate`."""
+        self.check_open()
+        sequence.check_open()
+        if num_tokens > sequence.num_tokens:
+            raise ConfigError(
+                f"the sequence in row {sequence.row} holds {sequence.num_tokens} tokens, fewer "
+                f"than the {num_tokens} to keep"
+            )
+        for group in self.groups:
+            first_page = group.table.rows[sequence.row].first_page
+            if num_tokens and first_page > group.first_needed_page(num_tokens):
+                raise ConfigError(
+                    f"cannot go back to {num_tokens} tokens: a sliding-window layer has let go "
+                    "of what they would see (set keeps_past before appending)"
+                )
+        sequence.num_tokens = num_tokens
+        if not num_tokens:
+            self._drop_displaced(sequence.row)
+
+    def park(self, sequence: Sequence) -> None:
+        """See `Sequence.close`."""
+        sequence.is_closed = True
+        if self.is_closed:
+            return
+        del self._sequences[sequence.row]
+        self._drop_displaced(sequence.row)
+        self._rows.park(sequence.row)
+
+    def note_stream(self) -> None:
+        """Say that torch's current stream works on this cache's memory. Cost: about 0.3 µs."""
+        self.pool.backend.note_stream(self._current_stream())
+
+    # ---- memory ---------------------------------------------------------------------------
+
+    def trim(self, num_bytes: int | None = None) -> int:
+        """Give memory that no live sequence needs back to the device.
+
+        Parked rows go oldest first, then what live rows hold beyond their length, then free
+        extents. Waits for the fences of what is unmapped.
+
+        Args:
+            num_bytes: How much at least; None for all.
+
+        Returns:
+            The bytes given back.
+        """
+        self.check_open()
+        wanted = num_bytes if num_bytes is not None else 1 << 62
+        self.pool.reclaimer.poll()
+        if self.pool.stats().free_bytes < wanted:
+            self._evict_parked(wanted)
+            fence = self.pool.reclaimer.new_fence()
+            for sequence in self._sequences.values():
+                for group in self.groups:
+                    keep = sequence.num_tokens + self.overread_tokens if sequence.num_tokens else 0
+                    group.retire_from(sequence.row, keep, fence)
+            self.pool.reclaimer.wait()
+        return self.pool.trim(num_bytes)
+
+    def stats(self) -> CacheStats:
+        """The cache now. Cost: proportional to its rows."""
+        pool = self.pool.stats()
+        parked = list(self._rows.parked())
+        rows = [*self._sequences, *parked]
+        return CacheStats(
+            num_sequences=len(self._sequences),
+            reserved_bytes=sum(group.geometry.reserved_bytes for group in self.groups),
+            resident_bytes=sum(
+                group.resident_bytes(row) for group in self.groups for row in rows
+            ),
+            used_bytes=sum(
+                group.used_bytes(sequence.num_tokens)
+                for group in self.groups
+                for sequence in self._sequences.values()
+            ),
+            parked_bytes=sum(
+                group.resident_bytes(row) for group in self.groups for row in parked
+            ),
+            free_bytes=pool.free_bytes,
+            retired_bytes=pool.retired_bytes,
+            budget_bytes=pool.budget_bytes,
+            driver_calls=dict(self.pool.backend.calls),
+        )
+
+    def check(self) -> None:
+        """Check every invariant of memory, and that what live sequences need is resident.
+
+        Raises:
+            InternalError: Naming the invariant that is broken.
+        """
+        check_pool(self.pool)
+        for sequence in self._sequences.values():
+            needed = sequence.num_tokens + self.overread_tokens if sequence.num_tokens else 0
+            for group in self.groups:
+                pages = group.table.rows[sequence.row]
+                first, end = group.first_needed_page(sequence.num_tokens), group.geometry.pages_for(
+                    min(needed, group.geometry.row_tokens)
+                )
+                if needed and (pages.first_page > first or pages.end_page < end):
+                    raise _not_resident(sequence, first, end, pages.first_page, pages.end_page)
+
+    # ---- growth, step by step -------------------------------------------------------------
+
+    def _grow(self, targets: list[_Target], groups: list[LayerGroup]) -> None:
+        steps = self._plan(targets, groups, exactly=False)
+        if not steps:
+            return
+        try:
+            self._execute(steps)
+        except OutOfPagesError:
+            # Be modest, let ended sequences give way, and try once more.
+            steps = self._plan(targets, groups, exactly=True)
+            self._make_room(steps)
+            self._execute(steps)
+
+    def _plan(
+        self, targets: list[_Target], groups: list[LayerGroup], *, exactly: bool
+    ) -> list[_Step]:
+        """What to map where: pure, given the page tables."""
+        steps = []
+        for sequence, num_tokens, num_past_tokens in targets:
+            if not num_tokens:
+                continue
+            for group in groups:
+                resident_until = min(num_tokens + self.overread_tokens, group.geometry.row_tokens)
+                first_page = group.next_page(
+                    sequence.row, 0 if self.keeps_past else num_past_tokens
+                )
+                num_pages = group.pages_to_add(first_page, resident_until, exactly=exactly)
+                if num_pages:
+                    classes = list(size_classes(num_pages, group.largest_class))
+                    steps.append(_Step(group, sequence.row, first_page, classes))
+        return steps
+
+    def _execute(self, steps: list[_Step]) -> None:
+        """Map what was planned; all of it, or nothing and an error."""
+        self._wait_for_retired_at(steps)
+        extents = self.pool.acquire([size_class for step in steps for size_class in step.classes])
+        try:
+            supply = iter(extents)
+            placements = [
+                Placement(step.row, step.first_page, [next(supply) for _ in step.classes])
+                for step in steps
+            ]
+            ops: list[Op] = []
+            for step, placement in zip(steps, placements, strict=True):
+                ops += step.group.table.ops_to_map(placement, Access.READ_WRITE)
+            self.pool.backend.execute(ops)
+            for step, placement in zip(steps, placements, strict=True):
+                step.group.table.note_mapped(placement, Access.READ_WRITE)
+        finally:
+            # From here on the mappings hold the extents; after a failure nobody does.
+            self.pool.disown(extents)
+
+    def _wait_for_retired_at(self, steps: list[_Step]) -> None:
+        """Where pages were retired from the end of a row, they must be gone before new ones."""
+        reclaimer = self.pool.reclaimer
+        reclaimer.poll()
+        for step in steps:
+            table = step.group.table
+            start = table.page_address(step.row, step.first_page)
+            end = table.page_address(step.row, table.row_pages)
+            if reclaimer.has_retired_in(start, end):
+                reclaimer.wait()
+                return
+
+    def _make_room(self, steps: list[_Step]) -> None:
+        page_bytes = self.pool.page_bytes
+        needed_bytes = sum(page_bytes << each for step in steps for each in step.classes)
+        self.pool.reclaimer.wait(until_bytes=needed_bytes)
+        free_bytes = self.pool.stats().free_bytes
+        if free_bytes < needed_bytes:
+            self._evict_parked(needed_bytes - free_bytes)
+            self.pool.reclaimer.wait()
+
+    def _evict_parked(self, num_bytes: int) -> None:
+        """Retire parked rows, oldest first, until they held `num_bytes`."""
+        evicted_bytes = 0
+        for row in self._rows.parked():
+            if evicted_bytes >= num_bytes:
+                break
+            evicted_bytes += sum(group.resident_bytes(row) for group in self.groups)
+            fence = self.pool.reclaimer.new_fence()
+            for group in self.groups:
+                group.retire_from(row, 0, fence)
+            self._rows.empty(row)
+
+    def retire_behind_windows(self, sequences: Iterable[Sequence] | None = None) -> None:
+        """Retire what no later query of these sequences (or all) can see. Not if `keeps_past`."""
+        if self.keeps_past:
+            return
+        for sequence in tuple(self._sequences.values()) if sequences is None else sequences:
+            for group in self.groups:
+                if group.has_front_to_retire(sequence.row, sequence.num_tokens):
+                    fence = self.pool.reclaimer.new_fence()
+                    group.retire_front(sequence.row, sequence.num_tokens, fence)
+
+    def _drop_displaced(self, row: int) -> None:
+        """A run that a window has moved off the row's start is of no use to a new beginning."""
+        for group in self.groups:
+            if group.table.rows[row].first_page:
+                group.retire_from(row, 0, self.pool.reclaimer.new_fence())
+
+    def _adoptable_tokens(self, row: int) -> int:
+        return min((group.adoptable_tokens(row) for group in self.groups), default=0)
+
+    # ---- end ------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Wait for submitted work, unmap everything, and let the pool go. Idempotent.
+
+        Tensors over the cache must not be used afterwards: their addresses stay reserved, so
+        touching one faults rather than reads a stranger's memory.
+        """
+        if self.is_closed:
+            return
+        self.is_closed = True
+        for sequence in self._sequences.values():
+            sequence.is_closed = True
+        for group in self.groups:
+            group.close()
+        self.groups.clear()
+        self._places.clear()
+        self._sequences.clear()
+        self.pool.detach()
+
+    def has_outside_views(self) -> bool:
+        """Whether tensors that the cache gave away still live. For caches about to be closed:
+        the cache drops its own tensors to find out."""
+        return any([group.has_outside_views() for group in self.groups])
+
+    def check_open(self) -> None:
+        """Raise `ClosedError` if the cache is closed."""
+        if self.is_closed:
+            raise ClosedError("this KVCache is closed; make a new one")
+
+    def __del__(self) -> None:
+        # Only a warning: a destructor runs at any moment, and the device may still be reading.
+        if not getattr(self, "is_closed", True):
+            warnings.warn("a KVCache was never closed", ResourceWarning, stacklevel=2)
+
+    def __enter__(self) -> KVCache:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _pool_over(memory: str | Backend | ExtentPool, budget_bytes: int | None) -> ExtentPool:
+    if isinstance(memory, ExtentPool):
+        if budget_bytes is not None:
+            raise ConfigError("a shared pool has its own budget; leave budget_bytes out")
+        return memory
+    backend = open_backend(memory) if isinstance(memory, str) else memory
+    try:
+        if budget_bytes is None:
+            free_bytes = backend.free_memory_bytes() + reclaimable_bytes(backend)
+            budget_bytes = max(backend.granularity_bytes, free_bytes)
+        return ExtentPool(
+            backend,
+            budget_bytes,
+            close_when_unused=True,
+            on_pressure=lambda: release_reclaimable(backend),
+        )
+    except BaseException:
+        if isinstance(memory, str):
+            backend.close()
+        raise
+
+
+def _not_resident(sequence: Sequence, first: int, end: int, got_first: int, got_end: int) -> Exception:
+    return InternalError(
+        f"I6: {sequence} needs pages [{first}, {end}) resident, has [{got_first}, {got_end})"
+    )

@@ -1,0 +1,138 @@
+"""A layer group: layers that share a token row, a reservation, and a lifetime.
+
+Full-attention layers keep every token. Sliding-window layers need only the last ones, so
+they form a group of their own, whose front pages can leave as the window passes.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .. import _native
+from ..backend import Fence
+from ..memory import ExtentPool, PageTable
+from ..units import div_ceil
+from .geometry import Geometry
+from .growth import growth_quantum_class, largest_class_for_window, pages_to_map
+from .views import GroupViews, group_views
+
+
+class LayerGroup:
+    """The rows of one group of layers.
+
+    Args:
+        pool: Where memory comes from.
+        geometry: How the rows are laid out.
+        dtype: The element type.
+        window_tokens: How many of the last tokens a query sees, itself included; None for all.
+
+    Raises:
+        OutOfAddressSpaceError: The reservation is not to be had.
+    """
+
+    def __init__(
+        self,
+        pool: ExtentPool,
+        geometry: Geometry,
+        dtype: torch.dtype,
+        window_tokens: int | None = None,
+    ):
+        self.pool = pool
+        self.geometry = geometry
+        self.dtype = dtype
+        self.window_tokens = window_tokens
+        self.table = PageTable(pool, geometry.num_rows, geometry.row_pages)
+        self._view_counter = _native.ViewCounter()
+        self._views: GroupViews | None = group_views(
+            pool.backend, self.table.address, geometry, dtype, self._view_counter
+        )
+        self.largest_class = pool.largest_class
+        if window_tokens is not None:
+            window_pages = geometry.pages_for(window_tokens)
+            self.largest_class = largest_class_for_window(window_pages, pool.largest_class)
+
+    @property
+    def views(self) -> GroupViews:
+        """The tensors over the rows."""
+        assert self._views is not None  # Only a closed group has none, and nobody keeps those.
+        return self._views
+
+    def next_page(self, row: int, num_tokens: int) -> int:
+        """Where `row`, of a sequence that holds `num_tokens` now, grows next.
+
+        An empty row of a windowed group starts where its window does, not at the beginning.
+        """
+        pages = self.table.rows[row]
+        return pages.end_page if pages.mappings else self.first_needed_page(num_tokens)
+
+    def pages_to_add(self, first_page: int, num_tokens: int, *, exactly: bool) -> int:
+        """Pages to map from `first_page` for a row to hold `num_tokens`.
+
+        With a growth quantum unless `exactly`.
+        """
+        quantum_class = 0 if exactly else growth_quantum_class(first_page, self.largest_class)
+        return pages_to_map(
+            first_page, self.geometry.pages_for(num_tokens), self.geometry.row_pages, quantum_class
+        )
+
+    def resident_tokens(self, row: int) -> int:
+        """Tokens of `row` up to which memory is mapped."""
+        end_bytes = self.table.rows[row].end_page * self.geometry.page_bytes
+        return min(end_bytes // self.geometry.token_bytes, self.geometry.row_tokens)
+
+    def first_mapped_token(self, row: int) -> int:
+        """The first token of `row` that is mapped in full."""
+        first_bytes = self.table.rows[row].first_page * self.geometry.page_bytes
+        return div_ceil(first_bytes, self.geometry.token_bytes)
+
+    def adoptable_tokens(self, row: int) -> int:
+        """Tokens a new sequence in `row` would find mapped."""
+        return 0 if self.table.rows[row].first_page else self.resident_tokens(row)
+
+    def resident_bytes(self, row: int) -> int:
+        """Bytes mapped in `row`."""
+        return self.table.rows[row].num_pages * self.geometry.page_bytes
+
+    def used_bytes(self, num_tokens: int) -> int:
+        """Bytes that a sequence of `num_tokens` needs here."""
+        kept = num_tokens if self.window_tokens is None else min(num_tokens, self.window_tokens)
+        return kept * self.geometry.token_bytes
+
+    def first_needed_page(self, num_tokens: int) -> int:
+        """The first page of a row that a query at position `num_tokens` or later can see."""
+        if self.window_tokens is None:
+            return 0
+        return self.geometry.whole_pages_below(max(0, num_tokens - self.window_tokens + 1))
+
+    def has_front_to_retire(self, row: int, num_tokens: int) -> bool:
+        """Whether the window has passed all of the row's first extent."""
+        mappings = self.table.rows[row].mappings
+        return bool(mappings) and mappings[0].end_page <= self.first_needed_page(num_tokens)
+
+    def retire_front(self, row: int, num_tokens: int, fence: Fence) -> None:
+        """Retire what no query at position `num_tokens` or later can see."""
+        self.table.retire_front(row, self.first_needed_page(num_tokens), fence)
+
+    def retire_from(self, row: int, num_tokens: int, fence: Fence) -> None:
+        """Retire the extents that hold nothing of the first `num_tokens` tokens of `row`."""
+        self.table.retire_back(row, self.geometry.pages_for(num_tokens), fence)
+
+    def has_outside_views(self) -> bool:
+        """Whether tensors other than this group's own point into the range. Drops its own."""
+        self._views = None
+        return self._view_counter.live > 0
+
+    def close(self) -> None:
+        """Unmap everything, after its fence; free the range once no tensor points into it."""
+        self._views = None
+        counter = self._view_counter
+        self.table.close(lambda: counter.live > 0)
+
+
+def split_layers(num_layers: int, layers_per_group: int | None) -> list[range]:
+    """Divide `num_layers` layers into runs of at most `layers_per_group`, as even as possible."""
+    if layers_per_group is None or layers_per_group >= num_layers:
+        return [range(num_layers)]
+    num_groups = div_ceil(num_layers, layers_per_group)
+    bounds = [num_layers * at // num_groups for at in range(num_groups + 1)]
+    return [range(start, end) for start, end in zip(bounds, bounds[1:], strict=False)]

@@ -1,0 +1,77 @@
+"""Extents: the unit of physical memory, one driver handle of 2^k pages.
+
+Sizes are mixed because a driver call costs per mapping, not per byte: a prompt is mapped in
+a few large extents, a tail grows by small ones. An extent is always mapped whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..units import Handle
+
+
+class Extent:
+    """One physical allocation, counted by those who need it.
+
+    Invariant (I2): `num_references == num_mappings + num_owners`, where a mapping is one place
+    in some row and an owner is anybody else who wants the bytes kept. At zero the pool takes
+    the extent back; nobody else ever releases the handle.
+
+    Attributes:
+        id: Its number in the pool's free list, stable while the handle lives.
+        size_class: k, for an extent of 2^k pages.
+        num_pages: 2^k.
+        num_bytes: Its size.
+        handle: The driver's name for it.
+        num_mappings: Places it is mapped at, retired ones included.
+        num_live_mappings: Those of them that are not retired.
+        num_owners: References that are not mappings.
+    """
+
+    __slots__ = (
+        "handle",
+        "id",
+        "num_bytes",
+        "num_live_mappings",
+        "num_mappings",
+        "num_owners",
+        "num_pages",
+        "size_class",
+    )
+
+    def __init__(self, id: int, size_class: int, num_bytes: int, handle: Handle):
+        self.id = id
+        self.size_class = size_class
+        self.num_pages = 1 << size_class
+        self.num_bytes = num_bytes
+        self.handle = handle
+        self.num_mappings = 0
+        self.num_live_mappings = 0
+        self.num_owners = 0
+
+    @property
+    def num_references(self) -> int:
+        """How many need the extent; it is free exactly when nobody does."""
+        return self.num_mappings + self.num_owners
+
+    def __repr__(self) -> str:
+        return (
+            f"Extent(id={self.id}, num_pages={self.num_pages}, mappings={self.num_mappings}, "
+            f"live={self.num_live_mappings}, owners={self.num_owners})"
+        )
+
+
+def size_classes(num_pages: int, largest_class: int) -> Iterator[int]:
+    """The fewest size classes that together are exactly `num_pages`, largest first.
+
+    37 pages with 32-page extents at most: 32 + 4 + 1, so classes 5, 2, 0.
+    """
+    largest_pages = 1 << largest_class
+    for _ in range(num_pages // largest_pages):
+        yield largest_class
+    rest = num_pages % largest_pages
+    while rest:
+        size_class = rest.bit_length() - 1
+        yield size_class
+        rest -= 1 << size_class

@@ -1,0 +1,111 @@
+"""The invariants of memory, as one function that a fuzzer calls after every step.
+
+In bytes or counts, over one pool and everything built on it:
+
+    I1  created == free + resident + retired
+    I2  references(extent) == mappings(extent) + owners(extent)
+    I3  live mappings(extent) > 1  implies  no mapping of it is writable
+    I4  an extent is never both free and referenced
+    I5  a page has at most one mapping, retired ones included
+    I6  a row's pages are one run without holes
+    I7  a retired mapping is still mapped: not reissued, not unmapped, before its fence
+    I8  the backend's usage equals these books
+    I9  created <= budget
+
+Cost: proportional to everything that exists. Not for production paths.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from ..backend import Access
+from ..errors import InternalError
+from .page_table import PageTable
+from .pool import ExtentPool
+
+
+def check_pool(pool: ExtentPool) -> None:
+    """Check I1-I9 over `pool`.
+
+    Raises:
+        InternalError: Naming the invariant that does not hold, with both sides of it.
+    """
+    stats = pool.stats()
+    extents = {extent.id: extent for extent in pool.extents()}
+    retired = pool.reclaimer.retired_mappings()
+    page_bytes = pool.page_bytes
+
+    by_state: Counter[str] = Counter()
+    for extent in extents.values():
+        if not extent.num_references:
+            by_state["free"] += extent.num_bytes
+        elif extent.num_live_mappings or extent.num_owners:
+            by_state["resident"] += extent.num_bytes
+        else:
+            by_state["retired"] += extent.num_bytes
+    created = sum(extent.num_bytes for extent in extents.values())
+    _equal("I1", "created", stats.created_bytes, created)
+    _equal("I1", "free", stats.free_bytes, by_state["free"])
+    _equal("I1", "resident", stats.resident_bytes, by_state["resident"])
+    _equal("I1", "retired", stats.retired_bytes, by_state["retired"])
+
+    mappings: Counter[int] = Counter()
+    live: Counter[int] = Counter()
+    writable: Counter[int] = Counter()
+    occupied: dict[int, str] = {}
+
+    def occupy(address: int, num_bytes: int, who: str) -> None:
+        for page in range(address, address + num_bytes, page_bytes):
+            if page in occupied:
+                raise InternalError(f"I5: page {page:#x} belongs to {occupied[page]} and {who}")
+            occupied[page] = who
+
+    for table in pool.page_tables:
+        for row, pages in enumerate(table.rows):
+            _check_run(table, row)
+            for mapping in pages.mappings:
+                extent = mapping.extent
+                mappings[extent.id] += 1
+                live[extent.id] += 1
+                writable[extent.id] += mapping.access == Access.READ_WRITE
+                where = table.page_address(row, mapping.first_page)
+                occupy(where, extent.num_bytes, f"row {row} of {table.address:#x}")
+    for retired_mapping in retired:
+        mappings[retired_mapping.extent.id] += 1
+        occupy(retired_mapping.address, retired_mapping.extent.num_bytes, "the reclaimer")
+
+    for extent_id, extent in extents.items():
+        _equal("I2", f"mappings of {extent}", extent.num_mappings, mappings[extent_id])
+        _equal("I2", f"live mappings of {extent}", extent.num_live_mappings, live[extent_id])
+        if live[extent_id] > 1 and writable[extent_id]:
+            raise InternalError(f"I3: {extent} is shared and writable")
+    for extent_id in mappings:
+        if extent_id not in extents:
+            raise InternalError(f"I4: extent {extent_id} is mapped but does not exist")
+    num_free = sum(pool.count_free(size_class) for size_class in range(pool.largest_class + 1))
+    _equal("I4", "free extents", num_free, sum(not e.num_references for e in extents.values()))
+
+    usage = pool.backend.usage()
+    _equal("I8", "handles", usage.num_handles, len(extents))
+    _equal("I8", "physical bytes", usage.physical_bytes, created)
+    _equal("I7", "mappings, retired ones included", usage.num_mappings, mappings.total())
+    _equal("I8", "mapped bytes", usage.mapped_bytes, len(occupied) * page_bytes)
+    if stats.created_bytes > stats.budget_bytes:
+        raise InternalError(f"I9: created {stats.created_bytes} > budget {stats.budget_bytes}")
+
+
+def _check_run(table: PageTable, row: int) -> None:
+    pages = table.rows[row]
+    cursor = pages.first_page
+    for mapping in pages.mappings:
+        if mapping.first_page != cursor:
+            raise InternalError(f"I6: row {row} has a hole at page {cursor}")
+        cursor = mapping.end_page
+    if cursor > table.row_pages:
+        raise InternalError(f"I6: row {row} runs to page {cursor} of {table.row_pages}")
+
+
+def _equal(name: str, what: str, books: int, truth: int) -> None:
+    if books != truth:
+        raise InternalError(f"{name}: {what}: the books say {books}, the truth is {truth}")

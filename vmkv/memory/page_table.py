@@ -1,0 +1,161 @@
+"""The page table: which extents stand behind the rows of one reservation.
+
+A reservation is divided into equal rows. A row's mapped pages are one run:
+
+    row start                first_page            end_page                    row end
+        | (retired, or never)    | extent | extent | ..  |    not mapped yet      |
+
+The run grows at its end as tokens arrive and shrinks at its front when a sliding window
+passes; it never has holes (I6), so a run of pages is all the state there is. One page has at
+most one mapping (I5).
+
+This module decides *what* is mapped. *When* a mapping may go away is `reclaim.py`'s, because
+only fences know what the GPU still reads.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from ..backend import Access, AccessOp, Fence, MapOp, Op
+from ..errors import InternalError
+from ..units import Address
+from .extent import Extent
+from .pool import ExtentPool
+from .reclaim import RetiredMapping
+
+
+@dataclass
+class Mapping:
+    """An extent at a place in a row."""
+
+    first_page: int
+    extent: Extent
+    access: Access
+
+    @property
+    def end_page(self) -> int:
+        """The page after its last."""
+        return self.first_page + self.extent.num_pages
+
+
+@dataclass
+class RowPages:
+    """The run of mapped pages of one row, in order."""
+
+    mappings: deque[Mapping] = field(default_factory=deque)
+
+    @property
+    def first_page(self) -> int:
+        """Where the run starts; 0 for an empty one."""
+        return self.mappings[0].first_page if self.mappings else 0
+
+    @property
+    def end_page(self) -> int:
+        """Where the run ends, and grows; 0 for an empty one."""
+        return self.mappings[-1].end_page if self.mappings else 0
+
+    @property
+    def num_pages(self) -> int:
+        """How many pages are mapped."""
+        return self.end_page - self.first_page
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Extents to be mapped one after the other from `first_page` of `row`."""
+
+    row: int
+    first_page: int
+    extents: Sequence[Extent]
+
+
+class PageTable:
+    """The mappings of one reservation of `num_rows` rows of `row_pages` pages.
+
+    Args:
+        pool: Where extents come from and go back to.
+        num_rows: Rows in the reservation.
+        row_pages: Pages in a row.
+
+    Raises:
+        OutOfAddressSpaceError: No range of that size is left.
+    """
+
+    def __init__(self, pool: ExtentPool, num_rows: int, row_pages: int):
+        self.pool = pool
+        self.num_rows = num_rows
+        self.row_pages = row_pages
+        self.page_bytes = pool.page_bytes
+        self.row_bytes = row_pages * pool.page_bytes
+        self.reserved_bytes = num_rows * self.row_bytes
+        self.address = pool.backend.address_reserve(self.reserved_bytes)
+        self.rows = [RowPages() for _ in range(num_rows)]
+        pool.page_tables.append(self)
+
+    def page_address(self, row: int, page: int) -> Address:
+        """Where `page` of `row` starts."""
+        return Address(self.address + row * self.row_bytes + page * self.page_bytes)
+
+    # ---- mapping --------------------------------------------------------------------------
+
+    def ops_to_map(self, placement: Placement, access: Access) -> list[Op]:
+        """The driver operations that map a placement, with one set-access for its run."""
+        ops: list[Op] = []
+        start = cursor = self.page_address(placement.row, placement.first_page)
+        for extent in placement.extents:
+            ops.append(MapOp(cursor, extent.num_bytes, extent.handle))
+            cursor = Address(cursor + extent.num_bytes)
+        ops.append(AccessOp(start, cursor - start, access))
+        return ops
+
+    def note_mapped(self, placement: Placement, access: Access) -> None:
+        """Book a placement whose operations have been executed."""
+        row = self.rows[placement.row]
+        page = placement.first_page
+        if row.mappings and row.end_page != page:
+            raise InternalError(f"row {placement.row} ends at page {row.end_page}, not at {page}")
+        for extent in placement.extents:
+            row.mappings.append(Mapping(page, extent, access))
+            page += extent.num_pages
+        self.pool.note_mapped(placement.extents)
+
+    # ---- retiring -------------------------------------------------------------------------
+
+    def retire_front(self, row: int, page: int, fence: Fence) -> None:
+        """Retire the mappings of `row` that lie wholly below `page`, until `fence` passes."""
+        mappings = self.rows[row].mappings
+        taken = []
+        while mappings and mappings[0].end_page <= page:
+            taken.append(self._retired(row, mappings.popleft()))
+        self.pool.reclaimer.retire(taken, fence)
+
+    def retire_back(self, row: int, page: int, fence: Fence) -> None:
+        """Retire the mappings of `row` that lie wholly at or above `page`."""
+        mappings = self.rows[row].mappings
+        taken = []
+        while mappings and mappings[-1].first_page >= page:
+            taken.append(self._retired(row, mappings.pop()))
+        self.pool.reclaimer.retire(taken, fence)
+
+    def _retired(self, row: int, mapping: Mapping) -> RetiredMapping:
+        return RetiredMapping(self.page_address(row, mapping.first_page), mapping.extent)
+
+    # ---- end ------------------------------------------------------------------------------
+
+    def close(self, has_views: Callable[[], bool]) -> None:
+        """Retire every row, wait until all is unmapped, and free the reservation.
+
+        Args:
+            has_views: Says whether a tensor still points into the range; while one does, the
+                addresses stay reserved, empty.
+        """
+        reclaimer = self.pool.reclaimer
+        fence = reclaimer.new_fence()
+        for row in range(self.num_rows):
+            self.retire_back(row, 0, fence)
+        reclaimer.wait()
+        self.pool.page_tables.remove(self)
+        reclaimer.free_reservation(self.address, self.reserved_bytes, has_views)

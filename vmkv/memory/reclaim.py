@@ -1,0 +1,170 @@
+"""The reclaimer: the only caller of unmap, and never before the fence.
+
+A mapping goes through three states, always in this order:
+
+    mapped -> retired -> gone
+
+*Retired* means that nobody will submit new work that uses it; work submitted earlier may
+still run. A fence recorded at that moment says when that is over. Only then is the mapping
+unmapped and its extent's reference dropped. See Note [Unmap waits for the fence] in
+DESIGN.md: every system in this field has shipped the bug that this file prevents.
+
+Reservations follow the same path: one that a tensor still points into stays reserved (and
+empty) until the last tensor is gone, so a stale view faults instead of reading a stranger.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ..backend import Backend, Fence, UnmapOp
+from ..errors import DriverError
+from ..units import Address
+from .extent import Extent
+
+
+@dataclass(frozen=True)
+class RetiredMapping:
+    """A mapping that waits for its fence."""
+
+    address: Address
+    extent: Extent
+
+
+@dataclass
+class _Batch:
+    fence: Fence
+    mappings: list[RetiredMapping]
+
+
+class Reclaimer:
+    """Retired mappings, oldest first, and the reservations that outlive their owners.
+
+    Args:
+        backend: Where to unmap.
+        lock: Guards the extents' counters; the pool's.
+        unreference: Called with each extent whose mapping is gone.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        lock: threading.RLock,
+        unreference: Callable[[Extent], None],
+    ):
+        self._backend = backend
+        self._lock = lock
+        self._unreference = unreference
+        self._batches: deque[_Batch] = deque()
+        self._idle_reservations: list[tuple[Address, int, Callable[[], bool]]] = []
+
+    def new_fence(self) -> Fence:
+        """A fence after all work submitted so far, for `retire`.
+
+        Taken before the books change, so that its failure leaves them as they are.
+        """
+        return self._backend.record_fence()
+
+    def retire(self, mappings: Sequence[RetiredMapping], fence: Fence) -> None:
+        """Stop using `mappings` now; unmap them once `fence` has passed. Cannot fail."""
+        if not mappings:
+            return
+        with self._lock:
+            for mapping in mappings:
+                mapping.extent.num_live_mappings -= 1
+            self._batches.append(_Batch(fence, list(mappings)))
+
+    def poll(self) -> int:
+        """Unmap what has passed its fence; never blocks. Returns the bytes unmapped.
+
+        Raises:
+            DriverError: An unmap failed; what it concerned stays retired.
+        """
+        return self._reclaim(lambda fence: fence.has_passed())
+
+    def wait(self, until_bytes: int | None = None) -> int:
+        """Unmap everything retired, or the oldest `until_bytes`, waiting for the fences."""
+        num_bytes = 0
+
+        def may_unmap(fence: Fence) -> bool:
+            if until_bytes is not None and num_bytes >= until_bytes:
+                return False
+            fence.wait()
+            return True
+
+        while self._batches and (until_bytes is None or num_bytes < until_bytes):
+            num_bytes += self._reclaim(may_unmap, at_most_one=True)
+        return num_bytes
+
+    def _reclaim(self, may_unmap: Callable[[Fence], bool], at_most_one: bool = False) -> int:
+        num_bytes = 0
+        with self._lock:
+            while self._batches and may_unmap(self._batches[0].fence):
+                batch = self._batches[0]
+                num_bytes += self._unmap(batch)
+                self._batches.popleft()
+                if at_most_one:
+                    break
+        return num_bytes
+
+    def _unmap(self, batch: _Batch) -> int:
+        """Unmap a whole batch, one driver call a run; on failure keep what is left of it."""
+        batch.mappings.sort(key=lambda mapping: mapping.address)
+        runs: list[list[RetiredMapping]] = []
+        for mapping in batch.mappings:
+            last = runs[-1][-1] if runs else None
+            if last is not None and last.address + last.extent.num_bytes == mapping.address:
+                runs[-1].append(mapping)
+            else:
+                runs.append([mapping])
+        sizes = [sum(mapping.extent.num_bytes for mapping in run) for run in runs]
+        ops = [UnmapOp(run[0].address, size) for run, size in zip(runs, sizes, strict=True)]
+        num_done = len(runs)
+        try:
+            self._backend.execute(ops)
+        except DriverError as error:
+            num_done = error.num_done
+            raise
+        finally:
+            batch.mappings = [mapping for run in runs[num_done:] for mapping in run]
+            for run in runs[:num_done]:
+                for mapping in run:
+                    mapping.extent.num_mappings -= 1
+                    self._unreference(mapping.extent)
+        return sum(sizes)
+
+    def free_reservation(
+        self, address: Address, num_bytes: int, has_views: Callable[[], bool]
+    ) -> None:
+        """Free a reservation with nothing mapped in it, once no tensor points into it."""
+        with self._lock:
+            self._idle_reservations.append((address, num_bytes, has_views))
+        self.free_idle_reservations()
+
+    def free_idle_reservations(self) -> None:
+        """Free those of the idle reservations that no tensor points into any more."""
+        with self._lock:
+            waiting = []
+            for address, num_bytes, has_views in self._idle_reservations:
+                if has_views():
+                    waiting.append((address, num_bytes, has_views))
+                else:
+                    self._backend.address_free(address, num_bytes)
+            self._idle_reservations = waiting
+
+    @property
+    def num_idle_reservations(self) -> int:
+        """Reservations kept only because a tensor still points into them."""
+        return len(self._idle_reservations)
+
+    def retired_mappings(self) -> list[RetiredMapping]:
+        """Everything that waits for a fence."""
+        with self._lock:
+            return [mapping for batch in self._batches for mapping in batch.mappings]
+
+    def has_retired_in(self, start: Address, end: Address) -> bool:
+        """Whether something retired still occupies addresses in `[start, end)`."""
+        return any(start <= mapping.address < end for mapping in self.retired_mappings())
