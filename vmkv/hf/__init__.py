@@ -1,0 +1,3 @@
+"""transformers: the cache it takes, in virtual memory. Every version branch is in `compat.py`."""
+
+from .cache import VMKVCache as VMKVCache

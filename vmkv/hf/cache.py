@@ -1,0 +1,222 @@
+"""`VMKVCache`: a drop-in for `DynamicCache` whose sequences lie in virtual memory.
+
+    model.generate(**inputs, past_key_values=VMKVCache(config=model.config))
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
+
+from ..backend import Backend
+from ..cache import CacheStats
+from ..cache.geometry import check_positive
+from ..errors import ConfigError
+from ..memory import ExtentPool
+from . import compat, orphans
+from .defaults import default_max_tokens
+from .layers import VMKVFullLayer, VMKVSlidingLayer, _VirtualLayer
+from .store import LayerKind, Settings, Store
+
+
+class VMKVCache(DynamicCache):  # type: ignore[misc]
+    """A transformers cache that grows by mapping pages instead of copying.
+
+    Full-attention and sliding-window layers live in virtual memory; layers of other kinds
+    (linear attention, state spaces, …) stay as transformers makes them. Nothing is allocated
+    before the first update, which also tells device, dtype and shapes.
+
+    Args:
+        config: The model's configuration.
+        max_tokens: The longest sequence. Only addresses are reserved for it, which are free;
+            by default twice what the model was trained for, at least 32k.
+        max_batch_size: The largest batch, beams included; by default 256 or the first batch.
+        budget_bytes: Physical memory at most, per device; by default what is free then.
+        backend: `"host"`, `"cuda:0"`, a backend, or None to follow the model's tensors.
+        pool: Physical memory to share with other caches; excludes backend and budget_bytes.
+        layers_per_group: See `KVCache`.
+
+    Raises:
+        ConfigError: An argument is impossible, or the model cannot be served.
+
+    The cache is freed by `close()`, or at the end of a `with` block. One that is dropped is
+    freed when the next one is made, with a ResourceWarning. Not thread-safe.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        *,
+        max_tokens: int | None = None,
+        max_batch_size: int | None = None,
+        budget_bytes: int | None = None,
+        backend: str | Backend | None = None,
+        pool: ExtentPool | None = None,
+        layers_per_group: int | None = None,
+        offloading: bool = False,
+    ):
+        if offloading:
+            raise ConfigError("VMKVCache does not offload; use DynamicCache(offloading=True)")
+        if pool is not None and (backend is not None or budget_bytes is not None):
+            raise ConfigError("a pool has its own backend and budget; leave those out")
+        for name, value in (
+            ("max_tokens", max_tokens),
+            ("max_batch_size", max_batch_size),
+            ("budget_bytes", budget_bytes),
+            ("layers_per_group", layers_per_group),
+        ):
+            if value is not None:
+                check_positive(name, value)
+        orphans.collect()
+        decoder_config = compat.text_config(config)
+        if max_tokens is None:
+            default_max_tokens(decoder_config)  # Complain now rather than in the first update.
+        settings = Settings(
+            decoder_config,
+            max_tokens,
+            max_batch_size,
+            budget_bytes,
+            layers_per_group,
+            pool if pool is not None else backend,
+            bool(getattr(config, "is_encoder_decoder", False)),
+        )
+        self._begin(config, settings)
+
+    def _begin(self, config: Any, settings: Settings) -> None:
+        originals = compat.default_layers(config)
+        kinds = []
+        for index, layer in enumerate(originals):
+            is_ours, window = compat.window_of(layer)
+            if is_ours:
+                kinds.append(LayerKind(index, window))
+        self._config = config
+        self._store = Store(settings, kinds)
+        layers = list(originals)
+        for kind in kinds:
+            layer_class = VMKVFullLayer if kind.window_tokens is None else VMKVSlidingLayer
+            layers[kind.index] = layer_class(
+                kind.index, self._store, kind.window_tokens, originals[kind.index]
+            )
+        super(DynamicCache, self).__init__(layers=layers)
+        self._virtual_layers = [layer for layer in layers if isinstance(layer, _VirtualLayer)]
+        # The store does not know the cache, so that it can be handed on when the cache dies.
+        self._finalizer = weakref.finalize(self, orphans.adopt, self._store)
+        self._finalizer.atexit = False
+
+    @classmethod
+    def for_encoder_decoder(cls, config: Any, **options: Any) -> EncoderDecoderCache:
+        """The pair of caches that an encoder-decoder model wants, both in virtual memory.
+
+        Args:
+            config: The model's configuration.
+            options: As for `VMKVCache`.
+        """
+        return EncoderDecoderCache(cls(config, **options), cls(config, **options))
+
+    # ---- changes of the whole batch -------------------------------------------------------
+
+    def crop(self, argument: int) -> None:
+        """Forget the last tokens of every layer, as this transformers release means it.
+
+        Raises:
+            ValueError, RuntimeError: What the release's own layers raise. Nothing changed.
+        """
+        for layer in self._virtual_layers:
+            layer.cropped_length(argument)  # All or none.
+        super().crop(argument)
+        self._settle()
+
+    def reset(self) -> None:
+        """Forget everything; memory stays parked for the next batch, of any size."""
+        super().reset()
+        self._settle()
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each batch entry `repeats` times, next to itself."""
+        super().batch_repeat_interleave(repeats)
+        self._settle()
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the batch entries `indices`; the memory of the others is parked."""
+        super().batch_select_indices(indices)
+        self._settle()
+
+    def _settle(self) -> None:
+        self._store.settle(
+            max((layer._batch_size for layer in self._virtual_layers), default=0),
+            max((layer._length for layer in self._virtual_layers), default=0),
+        )
+
+    # ---- memory ---------------------------------------------------------------------------
+
+    def stats(self) -> CacheStats:
+        """What the cache holds now, all devices together."""
+        return self._store.stats()
+
+    def trim(self, num_bytes: int | None = None) -> int:
+        """Give memory that no token needs back to the device; returns the bytes given back."""
+        return self._store.trim(num_bytes)
+
+    def check(self) -> None:
+        """Check the invariants of all memory; raises `InternalError` where one is broken."""
+        for core in self._store.cores:
+            core.check()
+
+    def close(self) -> None:
+        """Wait for submitted work and free everything. Idempotent.
+
+        Tensors that came from the cache must not be used afterwards.
+        """
+        self._finalizer.detach()
+        self._store.close()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._store.is_closed
+
+    def __enter__(self) -> VMKVCache:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    # ---- copies ---------------------------------------------------------------------------
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> VMKVCache:
+        """A cache with the same contents and memory of its own, from the same pool.
+
+        (Copying tensor by tensor would try to read the whole reservation, mapped or not.)
+        """
+        import copy
+        from dataclasses import replace
+
+        self._store.check_open()
+        settings = self._store.settings
+        cores = self._store.cores
+        if len(cores) == 1:
+            settings = replace(settings, memory=cores[0].pool, budget_bytes=None)
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        twin._begin(self._config, settings)
+        if self._store.keeps_past:
+            twin._store.keep_past()
+        try:
+            for index, layer in enumerate(self.layers):
+                if isinstance(layer, _VirtualLayer):
+                    layer.copy_into(twin.layers[index])
+                else:
+                    twin.layers[index] = copy.deepcopy(layer, memo)
+        except BaseException:
+            twin.close()
+            raise
+        return twin
+
+    def __reduce__(self) -> Any:
+        raise ConfigError(
+            "a VMKVCache lives in one process's memory and cannot be pickled or saved; use "
+            "copy.deepcopy within the process, or save layer.keys.clone() and layer.values.clone()"
+        )

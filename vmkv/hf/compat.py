@@ -1,0 +1,97 @@
+"""Every difference between transformers releases that vmkv knows, in one file.
+
+Supported: 4.57 and 5.x. Each function names the release that forced it. Features are told by
+what the installed release has, not by its number, wherever that is possible.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+)
+
+from ..errors import ConfigError
+
+#: Since 5.17 `crop(n)` takes tokens to remove; before, a length to keep.
+_CROP_REMOVES = hasattr(CacheLayerMixin, "is_croppable")
+#: Since 5.23 a length is refused.
+_CROP_REFUSES_LENGTHS = tuple(int(part) for part in transformers.__version__.split(".")[:2]) >= (5, 18)
+#: Layer types that 4.57 puts behind plain dynamic layers, rightly.
+_PLAIN_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+
+
+def text_config(config: Any) -> Any:
+    """The decoder's part of a model's configuration.
+
+    Raises:
+        ConfigError: `config` is no transformers configuration.
+    """
+    if not hasattr(config, "get_text_config"):
+        raise ConfigError(
+            f"config={type(config).__name__} is no transformers configuration; pass model.config"
+        )
+    return config.get_text_config(decoder=True)
+
+
+def default_layers(config: Any) -> list[Any]:
+    """The layers that this release's own `DynamicCache` would use for the model.
+
+    Raises:
+        ConfigError: The release keeps such a model's state in a cache of the model's own.
+    """
+    decoder = text_config(config)
+    if not _CROP_REMOVES:
+        # Before 5.x, hybrid models had caches of their own, which DynamicCache cannot replace.
+        foreign = set(getattr(decoder, "layer_types", None) or ()) - _PLAIN_LAYER_TYPES
+        if foreign:
+            raise ConfigError(
+                f"transformers {transformers.__version__} keeps {sorted(foreign)} layers of "
+                f"{type(decoder).__name__} in a cache of the model's own; upgrade to "
+                "transformers>=5.17 to use VMKVCache with it"
+            )
+    layers = DynamicCache(config=config).layers
+    if not layers:
+        raise ConfigError(
+            f"cannot tell the layers of {type(config).__name__} (no num_hidden_layers?); pass the "
+            "configuration of a model with a key-value cache"
+        )
+    return list(layers)
+
+
+def window_of(layer: Any) -> tuple[bool, int | None]:
+    """Whether vmkv can stand in for `layer`, and the window of a sliding one.
+
+    By exact type: every other layer (linear, hybrid, indexed, …) has state of its own and
+    stays transformers'.
+    """
+    if type(layer) is DynamicLayer:
+        return True, None
+    if type(layer) is DynamicSlidingWindowLayer:
+        return True, int(layer.sliding_window)
+    return False, None
+
+
+def cropped_length(length: int, argument: int) -> int:
+    """How many of `length` tokens `crop(argument)` keeps, as this release means it.
+
+    Raises:
+        ValueError: A positive argument, since 5.23.
+    """
+    if argument < 0:
+        return max(0, length + argument)
+    if not _CROP_REMOVES:
+        return min(length, argument)
+    if argument == 0:
+        return length
+    if _CROP_REFUSES_LENGTHS:
+        raise ValueError(
+            f"crop({argument}): transformers {transformers.__version__} takes the number of "
+            "tokens to remove as a negative integer"
+        )
+    return min(length, argument)

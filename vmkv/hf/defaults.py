@@ -1,0 +1,66 @@
+"""What `VMKVCache` assumes where the user says nothing. All free: addresses cost no memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..cache.geometry import check_positive, fitting_rows
+from ..errors import ConfigError
+
+_LENGTH_NAMES = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_target_positions",
+    "max_sequence_length",
+    "seq_length",
+)
+#: Models run past the length they were trained for, and transformers lets them; so do we.
+_MAX_TOKENS_FLOOR = 32 * 1024
+_MAX_BATCH_SIZE = 256
+
+
+def default_max_tokens(decoder_config: Any) -> int:
+    """The longest sequence to reserve addresses for: twice what the model was made for.
+
+    Raises:
+        ConfigError: The configuration states a length that is no positive integer.
+    """
+    lengths = [getattr(decoder_config, name, None) for name in _LENGTH_NAMES]
+    stated = [length for length in lengths if length is not None]
+    for length in stated:
+        if isinstance(length, bool) or not isinstance(length, int) or length <= 0:
+            raise ConfigError(
+                f"the model's configuration states a length of {length!r}; pass max_tokens"
+            )
+    return max(_MAX_TOKENS_FLOOR, 2 * max(stated, default=0))
+
+
+def rows_and_tokens(
+    batch_size: int,
+    token_bytes: int,
+    max_batch_size: int | None,
+    max_tokens: int | None,
+    decoder_config: Any,
+) -> tuple[int, int]:
+    """How many rows of how many tokens to reserve, given what the first update shows.
+
+    What the user named is kept; what they left open shrinks until both fit.
+
+    Raises:
+        ConfigError: The batch is larger than the `max_batch_size` the user named.
+    """
+    for name, value in (("max_batch_size", max_batch_size), ("max_tokens", max_tokens)):
+        if value is not None:
+            check_positive(name, value)
+    if max_batch_size is not None and batch_size > max_batch_size:
+        raise ConfigError(
+            f"a batch of {batch_size} does not fit max_batch_size={max_batch_size}; make the "
+            "cache with a larger one"
+        )
+    tokens = default_max_tokens(decoder_config) if max_tokens is None else max_tokens
+    rows = max(batch_size, _MAX_BATCH_SIZE) if max_batch_size is None else max_batch_size
+    if max_batch_size is None:
+        rows = max(batch_size, fitting_rows(token_bytes, tokens, rows))
+    while max_tokens is None and tokens > 1 and fitting_rows(token_bytes, tokens, rows) < rows:
+        tokens //= 2
+    return rows, tokens

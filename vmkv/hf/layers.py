@@ -1,0 +1,335 @@
+"""The two layer classes: transformers' own, with virtual memory instead of `torch.cat`.
+
+They subclass the layers that the installed release would use, so that masks, lengths and
+flags are that release's; only where keys and values live is replaced. `keys` and `values` are
+properties, because models and transformers read them as attributes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from ..errors import ConfigError
+from . import compat
+from .store import GroupStep, Slot, Store
+
+
+class _VirtualLayer:
+    """What both kinds share; mixed in before the transformers class."""
+
+    # `_layer_type` stays None: setting it would replace transformers' layer for everybody.
+    is_compileable = False
+
+    def __init__(self, index: int, store: Store, window_tokens: int | None, original: Any):
+        # transformers' __init__ differs between releases; what it set is copied instead.
+        for name, value in vars(original).items():
+            if name not in ("keys", "values", "cumulative_length", "is_initialized"):
+                setattr(self, name, value)
+        self.is_initialized = False
+        self._index = index
+        self._store = store
+        self._window = window_tokens
+        self._length = 0
+        self._first_kept = 0
+        self._batch_size = 0
+        self._slot: Slot | None = None
+
+    # ---- update ---------------------------------------------------------------------------
+
+    def lazy_initialization(self, key_states: torch.Tensor, *value_states: torch.Tensor) -> None:
+        """Bind the layer to memory. 4.57 shows only the keys; values are then like them."""
+        values = value_states[0] if value_states else key_states
+        self._bind(key_states, values)
+
+    def _bind(
+        self, keys: torch.Tensor, values: torch.Tensor, num_past_tokens: int = 0
+    ) -> None:
+        self._slot = self._store.bind(self._index, keys, values, num_past_tokens)
+        self._batch_size = keys.shape[0]
+        self.dtype, self.device = keys.dtype, keys.device
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write new keys and values behind the old ones; return all that attention needs.
+
+        Args:
+            key_states: `[batch, kv_heads, new_tokens, k_dim]`.
+            value_states: `[batch, kv_heads, new_tokens, v_dim]`.
+            args, kwargs: Whatever this release passes along; unused.
+
+        Returns:
+            Views `[batch, kv_heads, tokens, dim]` over the cache's memory, of exact length and
+            without a copy; for a sliding layer the window before the new tokens, and those.
+
+        Raises:
+            OutOfPagesError: The pool is full. The layer is unchanged and stays usable.
+            SequenceFullError: The rows end at `max_tokens`. The layer is unchanged.
+            ConfigError: Shape, dtype or device differ from before, or gradients are wanted.
+            ClosedError: The cache is closed.
+
+        Cost: two copy launches per layer; once per step, four view calls per layer group.
+        Ordering: on torch's current stream; never waits for the device.
+        """
+        if self._length == 0:
+            self._bind(key_states, value_states)
+        slot = self._slot
+        assert slot is not None  # Bound above, or by an earlier update.
+        step, place = slot.step, slot.place
+        start = self._length
+        end = start + key_states.shape[-2]
+        if step.start != start or step.end != end or step.batch_size != self._batch_size:
+            step, place = self._begin_step(slot, key_states, value_states)
+        key_slot, value_slot = step.key_slots[place], step.value_slots[place]
+        if (
+            key_states.shape != key_slot.shape
+            or value_states.shape != value_slot.shape
+            or key_states.dtype != self.dtype
+            or value_states.dtype != self.dtype
+            or key_states.device != self.device
+        ):
+            raise self._mismatch(key_states, value_states)
+        if torch.is_grad_enabled():
+            if key_states.requires_grad or value_states.requires_grad:
+                raise ConfigError(
+                    "keys require gradients, which cannot flow through a virtual-memory cache; "
+                    "run the model under torch.no_grad() or torch.inference_mode()"
+                )
+            with torch.no_grad():
+                key_slot.copy_(key_states)
+                value_slot.copy_(value_states)
+        else:
+            key_slot.copy_(key_states)
+            value_slot.copy_(value_states)
+        self._length = end
+        self._note_update(end)
+        return step.keys[place], step.values[place]
+
+    def _begin_step(
+        self, slot: Slot, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[GroupStep, int]:
+        """This layer is the first of its group to see the step: make it resident."""
+        self._store.check_open()
+        start, num_tokens = self._length, keys.shape[-2]
+        shape = slot.step.group.geometry.shape
+        if keys.shape != (self._batch_size, shape.num_k_heads, num_tokens, shape.k_dim) or (
+            values.shape != (self._batch_size, shape.num_v_heads, num_tokens, shape.v_dim)
+        ):
+            raise self._mismatch(keys, values)
+        if start:
+            if self._store.settings.is_encoder_decoder and not self._store.has_seen_all:
+                raise ConfigError(
+                    f"layer {self._index} was updated twice in one pass: this is an "
+                    "encoder-decoder model, which needs two caches; pass "
+                    "VMKVCache.for_encoder_decoder(config) as past_key_values"
+                )
+            self._store.close_gaps()
+        first = self._visible_from(start)
+        slot.step.advance(self._batch_size, first, start, start + num_tokens)
+        return slot.step, slot.place
+
+    def _visible_from(self, start: int) -> int:
+        """The first token that a query at position `start` sees."""
+        return 0 if self._window is None else max(0, start - self._window + 1)
+
+    def _note_update(self, end: int) -> None:
+        """A sliding layer keeps only its window."""
+
+    def _mismatch(self, keys: torch.Tensor, values: torch.Tensor) -> ConfigError:
+        assert self._slot is not None
+        shape = self._slot.step.group.geometry.shape
+        return ConfigError(
+            f"layer {self._index} holds a batch of {self._batch_size} with {shape.num_k_heads} "
+            f"heads of {shape.k_dim} (values {shape.num_v_heads} of {shape.v_dim}), {self.dtype} "
+            f"on {self.device}; got keys {tuple(keys.shape)} and values {tuple(values.shape)}, "
+            f"{keys.dtype} on {keys.device}. Call reset() to start over with another batch"
+        )
+
+    # ---- contents -------------------------------------------------------------------------
+
+    def _views(self, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self._store.check_open()
+        assert self._slot is not None  # Only bound layers have views.
+        views, place = self._slot.step.group.views, self._slot.place
+        with torch.inference_mode(False), torch.no_grad():
+            return (
+                views.keys[place, : self._batch_size, :, first:end],
+                views.values[place, : self._batch_size, :, first:end],
+            )
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """What a dynamic layer would hold: `[batch, kv_heads, kept_tokens, k_dim]`, or None."""
+        if not self.is_initialized:
+            return None
+        return self._views(self._first_kept, self._length)[0]
+
+    @keys.setter
+    def keys(self, value: torch.Tensor | None) -> None:
+        self._refuse_assignment(value)
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """As `keys`."""
+        if not self.is_initialized:
+            return None
+        return self._views(self._first_kept, self._length)[1]
+
+    @values.setter
+    def values(self, value: torch.Tensor | None) -> None:
+        self._refuse_assignment(value)
+
+    def _refuse_assignment(self, value: torch.Tensor | None) -> None:
+        # transformers assigns None to mean "forget", next to what `reset` does anyway.
+        if value is not None:
+            raise ConfigError(
+                "keys and values of a VMKVCache cannot be replaced by other tensors; write into "
+                "them, or use update, crop, reorder_cache, batch_select_indices"
+            )
+
+    def get_seq_length(self, *args: Any) -> int:
+        """Tokens seen so far, as a Python int: nothing is asked of the device."""
+        self._store.check_open()
+        return self._length
+
+    # ---- changes --------------------------------------------------------------------------
+
+    def crop(self, argument: int) -> None:
+        """Forget the last tokens; the argument means what this transformers release means.
+
+        Raises:
+            ValueError: This release does not take such an argument. Nothing changed.
+        """
+        self._length = self.cropped_length(argument)
+
+    def cropped_length(self, argument: int) -> int:
+        """How many tokens `crop(argument)` would leave; raises what it would raise."""
+        self._store.check_open()
+        return compat.cropped_length(self._length, argument)
+
+    def reset(self) -> None:
+        """Forget all tokens. Memory stays for the next ones, which may be another batch."""
+        self._store.check_open()
+        self._length = self._first_kept = self._batch_size = 0
+        self.is_initialized = False
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Give batch entry i the contents of entry `beam_idx[i]`."""
+        self._gather(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each batch entry `repeats` times, next to itself."""
+        if self.is_initialized:
+            entries = torch.arange(self._batch_size, device=self.device)
+            self._gather(entries.repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the batch entries `indices`, in that order."""
+        self._gather(indices)
+
+    def _gather(self, indices: torch.Tensor) -> None:
+        """Make the batch the entries `indices` of the old one.
+
+        Costs one temporary of this layer's size, as much as transformers' own layers do.
+        """
+        self._store.check_open()
+        if not self._length:
+            return
+        assert self._slot is not None
+        first, end = self._first_kept, self._length
+        with torch.no_grad():
+            chosen = [old[indices.to(self.device)] for old in self._views(first, end)]
+            batch_size = chosen[0].shape[0]
+            if batch_size > self._batch_size:
+                self._slot.step.rows.ensure(batch_size, end)
+            self._batch_size = batch_size
+            for new, tensor in zip(self._views(first, end), chosen, strict=True):
+                new.copy_(tensor)
+
+    # ---- refusals -------------------------------------------------------------------------
+
+    def offload(self) -> None:
+        """Not supported: raises `ConfigError`."""
+        raise ConfigError("VMKVCache does not offload layers; use DynamicCache(offloading=True)")
+
+    def prefetch(self) -> None:
+        """Not supported: raises `ConfigError`."""
+        self.offload()
+
+    # ---- copies ---------------------------------------------------------------------------
+
+    def copy_into(self, other: _VirtualLayer) -> None:
+        """Give `other`, a fresh layer of another store, the contents of this one."""
+        if not self.is_initialized:
+            return
+        keys, values = self._views(self._first_kept, self._length)
+        other._bind(keys, values, self._length)
+        other._length, other._first_kept = self._length, self._first_kept
+        assert other._slot is not None
+        other._slot.step.rows.begin_at(self._batch_size, self._length)
+        with torch.no_grad():
+            for new, old in zip(
+                other._views(self._first_kept, self._length), (keys, values), strict=True
+            ):
+                new.copy_(old)
+
+
+class VMKVFullLayer(_VirtualLayer, DynamicLayer):  # type: ignore[misc]
+    """A layer whose queries see every token."""
+
+
+class VMKVSlidingLayer(_VirtualLayer, DynamicSlidingWindowLayer):  # type: ignore[misc]
+    """A layer whose queries see the last `sliding_window` tokens.
+
+    Positions only ever grow: the row is not a ring. Pages behind the window are retired.
+    """
+
+    record_past = False  # 4.57 has no such flag.
+
+    @property
+    def cumulative_length(self) -> int:
+        """Tokens seen so far; transformers computes masks from it."""
+        return self._length
+
+    def activate_past_recording(self) -> None:
+        """Keep what leaves the window until the next `crop`, so that it can be undone."""
+        self.record_past = True
+        self._store.keep_past()
+
+    def _note_update(self, end: int) -> None:
+        if not self.record_past:
+            self._first_kept = self._visible_from(end)
+
+    def cropped_length(self, argument: int) -> int:
+        """As transformers' layer: beyond the window only what was recorded can be undone."""
+        self._store.check_open()
+        if self._length >= self.sliding_window:
+            if not self.record_past:
+                raise _past_is_lost(self.sliding_window)
+            if argument > 0:
+                raise RuntimeError(
+                    "a sliding-window layer beyond its window is cropped by a negative number "
+                    "of tokens to remove"
+                )
+        return compat.cropped_length(self._length, argument)
+
+    def crop(self, argument: int) -> None:
+        """See `cropped_length`; what was recorded and left the window is forgotten as well."""
+        was_beyond_window = self._length >= self.sliding_window
+        self._length = self.cropped_length(argument)
+        if was_beyond_window:
+            self._first_kept = max(self._first_kept, self._visible_from(self._length))
+
+
+def _past_is_lost(window: int) -> Exception:
+    message = (
+        f"cannot crop beyond a sliding window of {window} tokens: call "
+        "activate_past_recording() before the tokens that are to be undone"
+    )
+    # The release's own type, which its callers may catch: ValueError before recording existed.
+    has_recording = hasattr(DynamicSlidingWindowLayer, "activate_past_recording")
+    return RuntimeError(message) if has_recording else ValueError(message)

@@ -1,0 +1,408 @@
+"""The memory behind a `VMKVCache`: one `KVCache` per device, shared by the cache's layers.
+
+A transformers cache is a list of layers, each updated on its own; a `KVCache` lays all layers
+of one kind side by side. The store joins the two: it learns shapes and devices from the first
+update (configurations lie under tensor parallelism), groups layers by kind, and gives every
+layer of a step its tensors at once, because making views one by one would cost more than
+`torch.cat` does.
+
+The store knows nothing of transformers, so that it can outlive the cache (see `orphans.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows_
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from ..backend import Backend, HostBackend, open_backend
+from ..cache import CacheStats, KVCache, LayerGroup, Sequence
+from ..cache.stats import add_stats
+from ..errors import CapacityError, ClosedError, ConfigError
+from ..memory import ExtentPool
+from .defaults import rows_and_tokens
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """What is known of a layer before its first update."""
+
+    index: int
+    window_tokens: int | None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user asked for; None where they left it to us."""
+
+    decoder_config: Any
+    max_tokens: int | None = None
+    max_batch_size: int | None = None
+    budget_bytes: int | None = None
+    layers_per_group: int | None = None
+    memory: str | Backend | ExtentPool | None = None
+    is_encoder_decoder: bool = False
+
+
+class DeviceRows:
+    """The rows of the batch on one device: row b is batch entry b, in every layer group."""
+
+    def __init__(self, core: KVCache):
+        self.core = core
+        self.sequences: list[Sequence] = []
+        self._ready_tokens = 0
+
+    def ensure(self, batch_size: int, num_tokens: int) -> None:
+        """Make the first `batch_size` rows hold `num_tokens` tokens.
+
+        Cost while the last extents have room: one comparison and one store per row.
+        """
+        if batch_size > len(self.sequences):
+            self._open_rows(batch_size)
+        if num_tokens > self._ready_tokens:
+            self.core.grow([(sequence, num_tokens) for sequence in self.sequences])
+            self._ready_tokens = min(map(self.core.resident_tokens, self.sequences))
+        for sequence in self.sequences:
+            sequence.num_tokens = num_tokens
+
+    def _open_rows(self, batch_size: int) -> None:
+        if batch_size > self.core.max_sequences:
+            raise ConfigError(
+                f"a batch of {batch_size} does not fit the {self.core.max_sequences} rows of this "
+                "cache; make it with a larger max_batch_size"
+            )
+        # A new row starts where the others are, so that a window it never saw is not mapped.
+        num_tokens = self.sequences[0].num_tokens if self.sequences else 0
+        for row in range(len(self.sequences), batch_size):
+            sequence = self.core.open(row=row)
+            sequence.num_tokens = num_tokens
+            self.sequences.append(sequence)
+        self._ready_tokens = 0
+
+    def begin_at(self, batch_size: int, num_tokens: int) -> None:
+        """Make rows as if `num_tokens` had been seen: for a copy of another cache."""
+        for row in range(len(self.sequences), batch_size):
+            self.sequences.append(self.core.open(row=row))
+        for sequence in self.sequences:
+            sequence.num_tokens = max(sequence.num_tokens, num_tokens)
+        self._ready_tokens = 0
+        self.ensure(batch_size, num_tokens)
+
+    def set_length(self, num_tokens: int) -> None:
+        """Forget tokens from `num_tokens` on, in every row."""
+        for sequence in self.sequences:
+            if num_tokens < sequence.num_tokens:
+                self.core.truncate(sequence, num_tokens)
+
+    def keep_rows(self, batch_size: int) -> None:
+        """End the rows from `batch_size` on; their memory is parked."""
+        while len(self.sequences) > batch_size:
+            self.sequences.pop().close()
+
+    def forget_growth(self) -> None:
+        """What is resident has changed: ask again before the next step."""
+        self._ready_tokens = 0
+
+
+class Signature(NamedTuple):
+    """What must not change between updates of a layer."""
+
+    k_shape: tuple[int, int]
+    v_shape: tuple[int, int]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, keys: torch.Tensor, values: torch.Tensor) -> Signature:
+        """The signature of `[batch, heads, tokens, head_dim]` tensors.
+
+        Raises:
+            ConfigError: They are not of that form, or do not agree.
+        """
+        if keys.ndim != 4 or values.ndim != 4:
+            raise ConfigError(
+                "keys and values must be [batch, heads, tokens, head_dim]; got "
+                f"{tuple(keys.shape)} and {tuple(values.shape)}"
+            )
+        if keys.dtype != values.dtype or keys.device != values.device:
+            raise ConfigError(
+                f"keys are {keys.dtype} on {keys.device}, values {values.dtype} on "
+                f"{values.device}; they must agree"
+            )
+        k, v = keys.shape, values.shape
+        return cls((k[1], k[3]), (v[1], v[3]), keys.dtype, keys.device)
+
+
+@dataclass
+class Slot:
+    """Where a layer is: the step tensors of its group, and its index among them."""
+
+    step: GroupStep
+    place: int
+
+
+class GroupStep:
+    """The tensors of one step, for every layer of a group.
+
+    A step is the tokens `[start, end)` of the first `batch_size` rows. The first layer of a
+    step to be updated makes the tensors of all of them.
+
+    Attributes:
+        key_slots, value_slots: Per layer, where the step writes: `[B, H, end - start, D]`.
+        keys, values: Per layer, what attention reads: `[B, H, end - first, D]`.
+    """
+
+    def __init__(self, rows: DeviceRows, group: LayerGroup):
+        self.rows = rows
+        self.group = group
+        self.start = self.end = self.batch_size = self.first = -1
+        self.key_slots: Rows_[torch.Tensor] = ()
+        self.value_slots: Rows_[torch.Tensor] = ()
+        self.keys: Rows_[torch.Tensor] = ()
+        self.values: Rows_[torch.Tensor] = ()
+
+    def advance(self, batch_size: int, first: int, start: int, end: int) -> None:
+        """Make the step's tokens resident and its tensors.
+
+        Raises:
+            OutOfPagesError, SequenceFullError, ConfigError, ClosedError: Nothing changed.
+        """
+        self.rows.core.check_open()
+        self.rows.core.note_stream()
+        self.rows.ensure(batch_size, end)
+        views = self.group.views
+        with torch.inference_mode(False), torch.no_grad():
+            k = views.keys[:, :batch_size]
+            v = views.values[:, :batch_size]
+            self.keys = k[:, :, :, first:end].unbind(0)
+            self.values = v[:, :, :, first:end].unbind(0)
+            self.key_slots = k[:, :, :, start:end].unbind(0)
+            self.value_slots = v[:, :, :, start:end].unbind(0)
+        self.batch_size, self.first, self.start, self.end = batch_size, first, start, end
+
+    def forget(self) -> None:
+        """Drop the tensors; the next update makes new ones."""
+        self.start = self.end = self.batch_size = self.first = -1
+        self.keys = self.values = self.key_slots = self.value_slots = ()
+
+
+class Store:
+    """Binds layers to memory on their first update.
+
+    Args:
+        settings: The user's wishes.
+        kinds: The layers that vmkv holds.
+    """
+
+    def __init__(self, settings: Settings, kinds: Rows_[LayerKind]):
+        self.settings = settings
+        self.kinds = {kind.index: kind for kind in kinds}
+        self.is_closed = False
+        self.keeps_past = False
+        self._rows: dict[torch.device, DeviceRows] = {}
+        self._slots: dict[int, Slot] = {}
+        self._signatures: dict[int, Signature] = {}
+        self._seen: set[int] = set()  # Layers whose shape is known rather than guessed.
+        self._has_gaps = False
+
+    # ---- binding --------------------------------------------------------------------------
+
+    def bind(
+        self, index: int, keys: torch.Tensor, values: torch.Tensor, num_past_tokens: int = 0
+    ) -> Slot:
+        """Where layer `index` lies, given its first keys and values.
+
+        The layers of the same kind that have not been seen yet are expected to look the same
+        and laid beside it. Where one turns out different, it and those after it form a group
+        of their own, and `close_gaps` later takes back the room they were given.
+
+        Raises:
+            ConfigError: The tensors cannot be held here.
+            OutOfPagesError, OutOfAddressSpaceError: Nothing was bound.
+        """
+        self.check_open()
+        signature = Signature.of(keys, values)
+        if self._signatures.get(index) != signature:
+            self._bind_alike(index, keys, values, signature, num_past_tokens)
+        self._seen.add(index)
+        return self._slots[index]
+
+    def _bind_alike(
+        self,
+        index: int,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        signature: Signature,
+        num_past_tokens: int,
+    ) -> None:
+        rows = self._rows_on(keys, values)
+        window = self.kinds[index].window_tokens
+        alike = [
+            other
+            for other, kind in self.kinds.items()
+            if other == index
+            or (kind.window_tokens == window and other > index and other not in self._seen)
+        ]
+        for other in alike:
+            slot = self._slots.pop(other, None)
+            self._signatures.pop(other, None)
+            if slot is not None:
+                slot.step.rows.core.drop_layers([other])
+                self._has_gaps = True
+        groups = rows.core.add_layers(
+            alike,
+            num_kv_heads=keys.shape[1],
+            head_dim=keys.shape[3],
+            num_v_heads=values.shape[1],
+            v_head_dim=values.shape[3],
+            dtype=keys.dtype,
+            window_tokens=window,
+            num_past_tokens=num_past_tokens,
+        )
+        rows.forget_growth()
+        steps = {id(group): GroupStep(rows, group) for group in groups}
+        for other in alike:
+            group, place = rows.core.place(other)
+            self._slots[other] = Slot(steps[id(group)], place)
+            self._signatures[other] = signature
+
+    def close_gaps(self) -> None:
+        """Between two forward passes: move groups together whose layers went elsewhere.
+
+        Wasteful memory is better than none: where the pool has no room for the move, the gaps
+        stay.
+        """
+        if not self._has_gaps or not self.has_seen_all:
+            return
+        self._has_gaps = False
+        for rows in self._rows.values():
+            try:
+                moved = rows.core.compact()
+            except CapacityError:
+                continue
+            if moved:
+                self._follow(rows)
+
+    def _follow(self, rows: DeviceRows) -> None:
+        """Point the slots of moved layers to where they are now."""
+        rows.forget_growth()
+        steps: dict[int, GroupStep] = {}
+        for index, slot in self._slots.items():
+            if slot.step.rows is rows:
+                group, place = rows.core.place(index)
+                if slot.step.group is not group:
+                    slot.step.forget()
+                    slot.step = steps.setdefault(id(group), GroupStep(rows, group))
+                    slot.place = place
+
+    @property
+    def has_seen_all(self) -> bool:
+        """Whether every layer has been updated since the beginning, or the last reset."""
+        return len(self._seen) == len(self.kinds)
+
+    def _rows_on(self, keys: torch.Tensor, values: torch.Tensor) -> DeviceRows:
+        """The rows on the tensors' device, made on first use."""
+        device = keys.device
+        if device not in self._rows:
+            settings = self.settings
+            if self._rows and settings.memory is not None:
+                raise ConfigError(
+                    f"keys arrived on {device}, but this cache was given one device's memory "
+                    f"({next(iter(self._rows))}); leave backend out for models spread over several"
+                )
+            heads_bytes = keys.shape[1] * keys.shape[3] + values.shape[1] * values.shape[3]
+            num_rows, max_tokens = rows_and_tokens(
+                keys.shape[0],
+                heads_bytes * keys.dtype.itemsize * len(self.kinds),
+                settings.max_batch_size,
+                settings.max_tokens,
+                settings.decoder_config,
+            )
+            core = KVCache(
+                settings.memory if settings.memory is not None else _backend_for(device),
+                max_tokens=max_tokens,
+                max_sequences=num_rows,
+                budget_bytes=settings.budget_bytes,
+                layers_per_group=settings.layers_per_group,
+            )
+            if core.device != device:
+                core.close()
+                raise ConfigError(
+                    f"keys arrived on {device}, but this cache's memory is on {core.device}; "
+                    "leave backend out, or name the model's device"
+                )
+            core.keeps_past = self.keeps_past
+            self._rows[device] = DeviceRows(core)
+        return self._rows[device]
+
+    def keep_past(self) -> None:
+        """Keep what leaves sliding windows, so that it can be rolled back to."""
+        self.keeps_past = True
+        for rows in self._rows.values():
+            rows.core.keeps_past = True
+
+    # ---- the batch ------------------------------------------------------------------------
+
+    def settle(self, batch_size: int, num_tokens: int) -> None:
+        """After layers changed their batch or length: end rows and forget tokens to match."""
+        for rows in self._rows.values():
+            rows.keep_rows(batch_size)
+            rows.set_length(num_tokens)
+            rows.core.retire_behind_windows()
+        if not batch_size:
+            self._seen.clear()  # The next batch may have other shapes.
+
+    # ---- the whole ------------------------------------------------------------------------
+
+    @property
+    def cores(self) -> list[KVCache]:
+        """The caches, one per device."""
+        return [rows.core for rows in self._rows.values()]
+
+    def trim(self, num_bytes: int | None) -> int:
+        """See `KVCache.trim`."""
+        self.check_open()
+        released_bytes = 0
+        for rows in self._rows.values():
+            rest = None if num_bytes is None else max(0, num_bytes - released_bytes)
+            released_bytes += rows.core.trim(rest)
+            rows.forget_growth()
+        return released_bytes
+
+    def stats(self) -> CacheStats:
+        """All devices together."""
+        return add_stats([core.stats() for core in self.cores])
+
+    def has_outside_views(self) -> bool:
+        """Whether tensors that the cache gave away still live. Drops the store's own."""
+        for slot in self._slots.values():
+            slot.step.forget()
+        return any([core.has_outside_views() for core in self.cores])
+
+    def close(self) -> None:
+        """Close the caches of all devices. Idempotent."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        for slot in self._slots.values():
+            slot.step.forget()
+        for core in self.cores:
+            core.close()
+
+    def check_open(self) -> None:
+        """Raise `ClosedError` if the store is closed."""
+        if self.is_closed:
+            raise ClosedError("this VMKVCache is closed; make a new one")
+
+
+def _backend_for(device: torch.device) -> Backend:
+    if device.type == "cpu":
+        return HostBackend()
+    if device.type == "cuda":
+        return open_backend(f"cuda:{device.index or 0}")
+    raise ConfigError(
+        f"vmkv has no backend for device {device}; it runs on CUDA and on the CPU: use "
+        "DynamicCache there"
+    )
