@@ -1,0 +1,109 @@
+"""What every bench shares: the record of where it ran, paired timing, and the result file."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import pathlib
+import platform
+import statistics
+import subprocess
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from typing import Any
+
+RESULTS = pathlib.Path(__file__).parent / "results"
+
+
+def environment() -> dict[str, Any]:
+    """Device, driver, versions and commit: what a reader needs to judge or repeat a result."""
+    record: dict[str, Any] = {
+        "date": datetime.date.today().isoformat(),
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "commit": _commit(),
+        "device": "cpu",
+    }
+    for package in ("vmkv", "torch", "transformers", "cuda-bindings", "flash-attn", "triton"):
+        try:
+            record[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            record[package] = None
+    import torch
+
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        record["device"] = properties.name
+        record["device_memory_bytes"] = properties.total_memory
+        record["cuda"] = torch.version.cuda
+        record["driver"] = _driver_version()
+    return record
+
+
+def _commit() -> str | None:
+    """The commit measured, marked where the tree differs from it."""
+    root = pathlib.Path(__file__).parents[1]
+    marker = root / ".commit"  # Written where the tree travels without its git folder.
+    if marker.exists():
+        return marker.read_text().strip()
+    try:
+        return subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=12"],
+            cwd=root,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _driver_version() -> str | None:
+    try:
+        return subprocess.run(
+            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.split("\n")[0]
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def write_result(
+    name: str, record: dict[str, Any], path: pathlib.Path | None = None
+) -> pathlib.Path:
+    """Write a result as JSON, to `path` or to `bench/results/NAME-DEVICE.json`."""
+    device = str(record.get("environment", {}).get("device", "cpu")).lower()
+    slug = "".join(letter if letter.isalnum() else "-" for letter in device).strip("-")
+    target = path or RESULTS / f"{name}-{slug}.json"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(json.dumps({"bench": name, **record}, indent=1) + "\n")
+    return target
+
+
+def spread(samples: Sequence[float]) -> dict[str, float]:
+    """Median and quartiles of repeated measurements."""
+    if len(samples) < 2:
+        return {"median": samples[0], "q1": samples[0], "q3": samples[0], "repeats": len(samples)}
+    q1, median, q3 = statistics.quantiles(samples, n=4, method="inclusive")
+    return {"median": median, "q1": q1, "q3": q3, "repeats": len(samples)}
+
+
+def time_on_gpu(run: Callable[[], object], repeats: int, warmup: int = 3) -> list[float]:
+    """Microseconds of `repeats` runs by CUDA events, one event pair each."""
+    import torch
+
+    for _ in range(warmup):
+        run()
+    events = [
+        (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+        for _ in range(repeats)
+    ]
+    torch.cuda.synchronize()
+    for start, end in events:
+        start.record()
+        run()
+        end.record()
+    torch.cuda.synchronize()
+    return [1e3 * start.elapsed_time(end) for start, end in events]

@@ -1,0 +1,93 @@
+/* The module definition: a table of contents.  Each entry is documented in the file it comes from,
+ * and for callers in _core.pyi. */
+#include "module.h"
+
+#include "executor.h"
+#include "host.h"
+#include "tensor.h"
+
+int vmkv_convert_u64(PyObject *object, void *result)
+{
+    PyObject *index = PyNumber_Index(object);
+    if (index == NULL)
+        return 0;
+    unsigned long long value = PyLong_AsUnsignedLongLong(index);
+    Py_DECREF(index);
+    if (value == (unsigned long long)-1 && PyErr_Occurred())
+        return 0; /* OverflowError, for negative integers too */
+    *(uint64_t *)result = value;
+    return 1;
+}
+
+void vmkv_free_instance(PyObject *self)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    freefunc tp_free = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    tp_free(self);
+    Py_DECREF(type);
+}
+
+static PyMethodDef methods[] = {
+    {"execute", (PyCFunction)(void (*)(void))vmkv_execute, METH_VARARGS | METH_KEYWORDS,
+     vmkv_execute_doc},
+    {"host_functions", vmkv_host_functions, METH_NOARGS, vmkv_host_functions_doc},
+    {"host_reserve", vmkv_host_reserve, METH_VARARGS, vmkv_host_reserve_doc},
+    {"host_free", vmkv_host_free, METH_VARARGS, vmkv_host_free_doc},
+    {"view_capsule", vmkv_view_capsule, METH_VARARGS, vmkv_view_capsule_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+static int module_exec(PyObject *module)
+{
+    vmkv_module_state *state = PyModule_GetState(module);
+    state->view_counter_type = PyType_FromModuleAndSpec(module, &vmkv_view_counter_spec, NULL);
+    if (state->view_counter_type == NULL)
+        return -1;
+    if (PyModule_AddType(module, (PyTypeObject *)state->view_counter_type) < 0)
+        return -1;
+
+    PyObject *free_list_type = PyType_FromModuleAndSpec(module, &vmkv_free_list_spec, NULL);
+    if (free_list_type == NULL)
+        return -1;
+    int added = PyModule_AddType(module, (PyTypeObject *)free_list_type);
+    Py_DECREF(free_list_type);
+    return added;
+}
+
+static int module_traverse(PyObject *module, visitproc visit, void *arg)
+{
+    vmkv_module_state *state = PyModule_GetState(module);
+    Py_VISIT(state->view_counter_type);
+    return 0;
+}
+
+static int module_clear(PyObject *module)
+{
+    vmkv_module_state *state = PyModule_GetState(module);
+    Py_CLEAR(state->view_counter_type);
+    return 0;
+}
+
+static void module_free(void *module) { module_clear(module); }
+
+static PyModuleDef_Slot slots[] = {
+    {Py_mod_exec, module_exec},
+#ifdef Py_mod_gil
+    {Py_mod_gil, Py_MOD_GIL_NOT_USED}, /* all shared state here is atomic */
+#endif
+    {0, NULL},
+};
+
+static PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "vmkv._native._core",
+    .m_doc = "The native core of vmkv: free list, plan executor, host mappings, tensor views.",
+    .m_size = sizeof(vmkv_module_state),
+    .m_methods = methods,
+    .m_slots = slots,
+    .m_traverse = module_traverse,
+    .m_clear = module_clear,
+    .m_free = module_free,
+};
+
+PyMODINIT_FUNC PyInit__core(void) { return PyModuleDef_Init(&definition); }
