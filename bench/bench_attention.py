@@ -1,0 +1,391 @@
+"""What does it cost a stock attention kernel to read vmkv's rows?
+
+Question. The same kernel, over the same sequences, in different memory: an ordinary tensor, vmkv
+rows with all layers interleaved (or 8, or one) and their pages scattered, and block tables of 16
+to 256 tokens. How much longer does it take than on the ordinary tensor?
+
+Prediction. Decode reads every key and value once: Llama-3-8B, 64 sequences of 4,096 tokens, is
+64 * 4096 * 8 heads * 2 * 128 * 2 B = 1.07 GB a layer, 250 us at the 4.3 TB/s of a copy.
+Interleaving leaves runs of 8 heads * 128 * 2 B = 2 KiB, longer than a DRAM burst, and 2 MiB pages
+are what the TLB holds anyway, so rows should cost at most 3 % over a tensor, and FlashAttention-2
+should read them at 3.6 TB/s or more. Prefill computes: a row should cost nothing (1 %), while a
+block of 16 tokens makes FlashAttention-3 compute addresses instead of using TMA: 8 % or more over
+vmkv.
+
+Method. One layout per line, all layouts of a case resident at once. A timing is one CUDA graph of
+calls that walk over layers whose keys exceed the L2 cache together (or over all there are); the
+graph excludes the host.
+Layouts take turns within each of REPEATS repeats, and a ratio is taken within its repeat; medians
+and interquartile ranges are reported. Sequences are ragged and seeded.
+
+Rivals. FlashAttention's own block tables, 16/64/128/256 tokens (FlashAttention-2 allows 256 only),
+with blocks shuffled; and a tensor whose strides are no powers of two, which is the fairer dense.
+
+Not measured. The host's cost of preparing a step (bench_block_table), growth while kernels run,
+windows and soft caps (Gemma-2 is run without), backward, anything but bfloat16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import random
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from attention_layouts import (
+    SKEW_TOKENS,
+    Layout,
+    ModelShape,
+    block_tables,
+    dense_rows,
+    vm_layer_views,
+)
+from common import environment, write_result
+
+from vmkv.attention import AttentionBatch, AttentionSpec, get, why_not
+from vmkv.backend import open_backend
+
+REPEATS = 7
+REPEAT_MS = 4.0  # about how long one timing lasts
+INPUT_BYTES = 256 * 2**20  # what a timing walks over, at least: five times the L2 cache
+KV_BYTES_MAX = 48 * 2**30  # of all layers; larger cases are skipped. All layouts: about 100 GiB
+DTYPE = torch.bfloat16
+
+SHAPES = [
+    ModelShape("Llama-3-8B", 32, 32, 8, 128),
+    ModelShape("Llama-3-70B, TP 8", 80, 8, 1, 128),
+    ModelShape("Qwen2.5-7B", 28, 28, 4, 128),
+    ModelShape("Gemma-2-9B", 42, 16, 8, 256),
+]
+SMOKE_SHAPE = ModelShape("smoke", 4, 4, 2, 16)
+BLOCKS = {"flash3": (16, 64, 128, 256), "flash2": (256,)}
+KERNELS = ("flash2", "flash3", "torch")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A batch: `batch` sequences of `shortest` to `longest` tokens, `queries` new ones each."""
+
+    phase: str
+    batch: int
+    shortest: int
+    longest: int
+    queries: int = 1
+    first_shape_only: bool = False
+
+    def lengths(self) -> list[int]:
+        """Seeded; the longest is always among them, so that capacities agree."""
+        rng = random.Random(self.batch * 1_000_003 + self.longest)
+        drawn = [rng.randint(self.shortest, self.longest) for _ in range(self.batch - 1)]
+        return [self.longest, *drawn]
+
+
+CASES = [
+    Case("decode", 1, 1024, 1024),
+    Case("decode", 1, 32768, 32768),
+    Case("decode", 8, 1024, 4096),
+    Case("decode", 8, 16384, 32768),
+    Case("decode", 32, 1024, 4096),
+    Case("decode", 64, 2048, 4096),
+    Case("decode", 64, 4096, 4096),
+    Case("decode", 256, 256, 1024),
+    Case("prefill", 1, 8192, 8192, 8192),
+    Case("prefill", 1, 32768, 32768, 32768, first_shape_only=True),
+    Case("chunk", 4, 8192, 8192, 512),
+    Case("chunk", 8, 16384, 16384, 2048, first_shape_only=True),
+]
+SMOKE_CASES = [
+    Case("decode", 3, 20, 60),
+    Case("prefill", 1, 64, 64, 64),
+    Case("chunk", 2, 60, 60, 8),
+]
+
+
+def call_rows(kernel: str, layout: Layout, query: torch.Tensor, case: Case) -> list[Callable]:
+    """One call per input, through vmkv's own backend."""
+    assert layout.rows is not None
+    backend, lengths = get(kernel), case.lengths()
+    batch = AttentionBatch.build(
+        layout.rows,
+        lengths,
+        [case.queries] * case.batch,
+        row_tokens=layout.inputs[0][0].shape[1],
+        device=query.device,
+    )
+    scale = query.shape[2] ** -0.5
+    return [
+        lambda k=keys, v=values: backend.forward(query, k, v, batch, scale=scale)
+        for keys, values in layout.inputs
+    ]
+
+
+def call_blocks(kernel: str, layout: Layout, query: torch.Tensor, case: Case) -> list[Callable]:
+    """One call per input, with a block table; not something vmkv itself offers."""
+    lengths = torch.tensor(case.lengths(), dtype=torch.int32, device=query.device)
+    packed = query.unflatten(0, (case.batch, case.queries))
+    scale = query.shape[2] ** -0.5
+    function = paged_flash2 if kernel == "flash2" else paged_flash3
+    return [
+        lambda k=keys, v=values: function(packed, k, v, lengths, layout.block_table, scale)
+        for keys, values in layout.inputs
+    ]
+
+
+def paged_flash2(query, keys, values, lengths, table, scale):
+    from flash_attn import flash_attn_with_kvcache
+
+    return flash_attn_with_kvcache(
+        query, keys, values, cache_seqlens=lengths, block_table=table, softmax_scale=scale,
+        causal=True,
+    )  # fmt: skip
+
+
+def paged_flash3(query, keys, values, lengths, table, scale):
+    try:
+        from flash_attn_interface import flash_attn_with_kvcache
+    except ImportError:
+        from vmkv.attention.flash3 import library_kernel
+
+        kernel = library_kernel()
+        return kernel(
+            query, keys, values, seqused_k=lengths, page_table=table, scale=scale, causal=True,
+            window=(-1, -1), softcap=0.0,
+        )  # fmt: skip
+    return flash_attn_with_kvcache(
+        query, keys, values, cache_seqlens=lengths, page_table=table, softmax_scale=scale,
+        causal=True,
+    )  # fmt: skip
+
+
+class Timer:
+    """Times a list of calls walked over in turn; on CUDA as one graph, without the host."""
+
+    def __init__(self, calls: list[Callable]) -> None:
+        self._calls = calls
+        self._on_cuda = torch.cuda.is_available()
+        for call in calls[:2]:
+            call()
+        one = self._elapsed(lambda: [call() for call in calls], len(calls))
+        rounds = max(1, round(REPEAT_MS / 1e3 / (one * len(calls))))
+        self._num_calls = rounds * len(calls)
+        self._graph = None
+        if self._on_cuda:
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph):
+                self._walk(rounds)
+            self._graph.replay()
+        self._rounds = rounds
+
+    def _walk(self, rounds: int) -> None:
+        for _ in range(rounds):
+            for call in self._calls:
+                call()
+
+    def _elapsed(self, work: Callable, num_calls: int) -> float:
+        """Seconds per call of `work`, which makes `num_calls`."""
+        if not self._on_cuda:
+            start = time.perf_counter()
+            work()
+            return (time.perf_counter() - start) / num_calls
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3 / num_calls
+
+    def measure(self) -> float:
+        """Seconds per call."""
+        if self._graph is not None:
+            return self._elapsed(self._graph.replay, self._num_calls)
+        return self._elapsed(lambda: self._walk(self._rounds), self._num_calls)
+
+
+def layouts_of(shape: ModelShape, case: Case, kernels: list[str], vm_backend) -> list[Layout]:
+    """Every layout of a case; the first is the dense tensor that ratios refer to."""
+    lengths, device = case.lengths(), _device()
+    per_layer = sum(lengths) * shape.layer_token_bytes(DTYPE)
+    num_inputs = min(shape.layers, max(2, -(-INPUT_BYTES // per_layer)))
+    common = {"num_inputs": num_inputs, "dtype": DTYPE}
+    overread = max(get(name).overread_tokens(shape.dim) for name in kernels)
+    made = [
+        dense_rows(shape, lengths, skew_tokens=skew, device=device, **common)
+        for skew in (0, SKEW_TOKENS)
+    ]
+    made += [
+        vm_layer_views(
+            vm_backend,
+            shape,
+            lengths,
+            layers_per_group=layers,
+            overread_tokens=overread,
+            **common,
+        )
+        for layers in dict.fromkeys((shape.layers, min(8, shape.layers), 1))
+    ]
+    blocks = {size for name in kernels for size in BLOCKS.get(name, ())}
+    made += [
+        block_tables(shape, lengths, block_tokens=size, device=device, **common)
+        for size in sorted(blocks)
+    ]
+    return made
+
+
+def run_case(shape: ModelShape, case: Case, kernels: list[str], vm_backend) -> list[dict]:
+    """All kernels over all layouts; one result per pair."""
+    layouts = layouts_of(shape, case, kernels, vm_backend)
+    query = torch.randn(
+        case.batch * case.queries, shape.query_heads, shape.dim, dtype=DTYPE, device=_device()
+    )
+    read_bytes = sum(case.lengths()) * shape.layer_token_bytes(DTYPE)
+    results = []
+    for kernel in kernels:
+        timers = {}
+        for layout in layouts:
+            if layout.block_table is None:
+                timers[layout.name] = Timer(call_rows(kernel, layout, query, case))
+            elif layout.inputs[0][0].shape[1] in BLOCKS.get(kernel, ()):
+                try:
+                    timers[layout.name] = Timer(call_blocks(kernel, layout, query, case))
+                except RuntimeError as error:  # a rival's build may lack its block tables
+                    print(f"skipped: {kernel}, {layout.name}: {error}")
+        samples: dict[str, list[float]] = {name: [] for name in timers}
+        for repeat in range(REPEATS):
+            names = list(timers)
+            # A different layout goes first each time, so that none always meets the cold clock.
+            for name in names[repeat % len(names) :] + names[: repeat % len(names)]:
+                samples[name].append(timers[name].measure())
+        for name, seconds in samples.items():
+            ratios = [a / b for a, b in zip(seconds, samples["dense"], strict=True)]
+            results.append(
+                {
+                    "shape": shape.name,
+                    "phase": case.phase,
+                    "batch": case.batch,
+                    "queries": case.queries,
+                    "tokens": [case.shortest, case.longest],
+                    "kernel": kernel,
+                    "layout": name,
+                    "median_us": 1e6 * statistics.median(seconds),
+                    "iqr_us": 1e6 * _iqr(seconds),
+                    "ratio_to_dense": statistics.median(ratios),
+                    "ratio_iqr": _iqr(ratios),
+                    "read_tb_s": read_bytes / statistics.median(seconds) / 1e12
+                    if case.phase == "decode"
+                    else None,
+                }
+            )
+        timers.clear()
+    for layout in layouts:
+        layout.close()
+    return results
+
+
+def figures(results: list[dict]) -> dict[str, float]:
+    """The few numbers that the prediction is about; those that were not measured are absent."""
+    by_key = {
+        (r["shape"], r["phase"], r["batch"], *r["tokens"], r["kernel"], r["layout"]): r
+        for r in results
+    }
+    found: dict[str, float] = {}
+    for phase in ("decode", "prefill"):
+        for kernel in KERNELS:
+            ratios = [
+                r["ratio_to_dense"]
+                for r in results
+                if (r["phase"], r["kernel"], r["layout"]) == (phase, kernel, "vmkv, all layers")
+            ]
+            if ratios:
+                found[f"{phase}, {kernel}: vmkv over dense, worst"] = max(ratios)
+    llama = SHAPES[0].name
+    wide = by_key.get((llama, "decode", 64, 4096, 4096, "flash2", "vmkv, all layers"))
+    if wide is not None:
+        found["decode, flash2, batch 64, 4k: TB/s"] = wide["read_tb_s"]
+    for tokens in (8192, 32768):
+        case = (llama, "prefill", 1, tokens, tokens, "flash3")
+        ours, paged = (
+            by_key.get((*case, "vmkv, all layers")),
+            by_key.get((*case, "block table, 16")),
+        )
+        if ours is not None and paged is not None:
+            gain = paged["median_us"] / ours["median_us"]
+            found[f"prefill of {tokens}, flash3: block table of 16 over vmkv"] = gain
+    return found
+
+
+def _iqr(values: list[float]) -> float:
+    low, _, high = statistics.quantiles(values, n=4)
+    return high - low
+
+
+def _device() -> torch.device:
+    return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+
+
+def show(result: dict) -> None:
+    rate = f"{result['read_tb_s']:.2f} TB/s" if result["read_tb_s"] is not None else ""
+    print(
+        f"{result['shape']:18} {result['phase']:8} {result['batch']:4} x "
+        f"{result['queries']:5} / {result['tokens'][0]:5}-{result['tokens'][1]:5} "
+        f"{result['kernel']:7} {result['layout']:18} {result['median_us']:9.1f} us "
+        f"+- {result['iqr_us']:6.1f}  x {result['ratio_to_dense']:.3f}  {rate}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--smoke", action="store_true", help="tiny, on any machine, no findings")
+    parser.add_argument("--json", type=Path, help="where to write the record")
+    parser.add_argument("--shape", action="append", help="only shapes whose name contains this")
+    arguments = parser.parse_args()
+
+    on_cuda = torch.cuda.is_available()
+    shapes = [SMOKE_SHAPE] if arguments.smoke else SHAPES
+    cases = SMOKE_CASES if arguments.smoke else CASES
+    if arguments.shape:
+        shapes = [s for s in shapes if any(part in s.name for part in arguments.shape)]
+    vm_backend = open_backend("cuda:0" if on_cuda else "host")
+    results, skipped = [], []
+    for position, shape in enumerate(shapes):
+        spec = AttentionSpec(
+            _device().type, DTYPE, shape.query_heads, shape.kv_heads, shape.dim, shape.dim
+        )
+        reasons = {name: why_not(name, spec) for name in KERNELS}
+        kernels = [name for name in KERNELS if reasons[name] is None] or ["sdpa"]
+        skipped += [f"{shape.name}, {name}: {why}" for name, why in reasons.items() if why]
+        for case in cases:
+            if case.first_shape_only and position:
+                continue
+            kv_bytes = sum(case.lengths()) * shape.layers * shape.layer_token_bytes(DTYPE)
+            if kv_bytes > KV_BYTES_MAX:
+                skipped.append(f"{shape.name}, {case}: {kv_bytes / 2**30:.0f} GiB of keys, values")
+                continue
+            for result in run_case(shape, case, kernels, vm_backend):
+                results.append(result)
+                show(result)
+            gc.collect()
+            if on_cuda:
+                torch.cuda.empty_cache()
+    vm_backend.close()
+    for line in skipped:
+        print(f"skipped: {line}")
+    for name, value in figures(results).items():
+        print(f"{name}: {value:.3f}")
+    record = {
+        "environment": environment(),
+        "smoke": arguments.smoke,
+        "constants": {"repeats": REPEATS, "dtype": str(DTYPE), "input_bytes": INPUT_BYTES},
+        "figures": figures(results),
+        "results": results,
+        "skipped": skipped,
+    }
+    write_result("bench_attention", record, arguments.json)
+
+
+if __name__ == "__main__":
+    main()

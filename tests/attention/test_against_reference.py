@@ -1,0 +1,256 @@
+"""Every backend against float64 attention, by flash-attention's own rule.
+
+A backend may be at most twice as far from the float64 result as plain attention in the inputs'
+dtype is (plus a hair, for cases where the latter happens to be exact). No tolerance is chosen by
+hand. Memory past each sequence's margin is NaN (see dense_rows.py), so an over-read is an error
+of infinite size; whether it also stays inside mapped memory is test_overread.py's question.
+
+CPU backends always run; `-m gpu` runs every CUDA backend that says it can serve the case, and
+requires that `flash2` or `torch` serves each half-precision case they claim to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from helpers.dense_rows import DenseRows, random_query
+
+from vmkv.attention import AttentionBatch, AttentionSpec, append, get, why_not
+from vmkv.attention.reference import ReferenceBackend
+
+NUM_ROWS = 7
+ROW_TOKENS = 600
+
+# rows are shuffled and not all used; lengths sit on both sides of the kernels' tile edges
+BATCHES = {
+    "decode": ([5, 0, 3, 6], [1, 127, 129, 400], [1, 1, 1, 1]),
+    "prefill": ([2, 6, 0], [1, 64, 257], [1, 64, 257]),
+    "chunk": ([1, 4], [300, 64], [33, 33]),
+    "ragged chunk": ([6, 2, 1], [300, 130, 17], [33, 2, 17]),
+    "mixed": ([3, 0, 6, 2], [257, 1, 400, 96], [1, 1, 150, 96]),
+}
+CPU = ["sdpa", "reference"]
+CUDA = ["flash2", "flash3", "flash4", "torch", "sdpa"]
+DEVICES = [("cpu", name) for name in CPU] + [
+    pytest.param("cuda", name, marks=pytest.mark.gpu) for name in CUDA
+]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layer's worth of options; the defaults are Llama-like."""
+
+    heads: int = 8
+    kv_heads: int = 2
+    dim: int = 64
+    v_dim: int | None = None
+    dtype: torch.dtype = torch.bfloat16
+    causal: bool = True
+    window: int | None = None
+    softcap: float = 0.0
+    sinks: bool = False
+    left_pad: bool = False
+
+    def spec(self, device: str) -> AttentionSpec:
+        """What a model would ask `select` for."""
+        return AttentionSpec(
+            device,
+            self.dtype,
+            self.heads,
+            self.kv_heads,
+            self.dim,
+            self.v_dim or self.dim,
+            window=self.window,
+            softcap=self.softcap,
+            has_sinks=self.sinks,
+            left_pad=self.left_pad,
+        )
+
+
+def run(case: Case, shape: str, device: str, name: str) -> None:
+    """Compare backend `name` with float64, or skip what it says it cannot serve."""
+    reason = why_not(name, case.spec(device))
+    if reason is not None:
+        pytest.skip(f"{name}: {reason}")
+    rows, num_tokens, queries = BATCHES[shape]
+    # Padding of every kind: none, some, all but one.
+    pads = [(0, n // 3, n - 1)[i % 3] for i, n in enumerate(num_tokens)] if case.left_pad else None
+    batch = AttentionBatch.build(
+        rows,
+        num_tokens,
+        queries,
+        row_tokens=ROW_TOKENS,
+        num_rows=NUM_ROWS,
+        left_pad=pads,
+        device=device,
+    )
+    backend = get(name)
+    generator = torch.Generator().manual_seed(0)
+    v_dim = case.v_dim or case.dim
+    dense = DenseRows(
+        NUM_ROWS, ROW_TOKENS, case.kv_heads, case.dim, v_dim, dtype=case.dtype, device=device
+    )
+    dense.fill(batch, backend.overread_tokens(case.dim, v_dim), generator)
+    query = random_query(
+        batch, case.heads, case.dim, dtype=case.dtype, device=device, generator=generator
+    )
+    sinks = torch.randn(case.heads, generator=generator).to(device) if case.sinks else None
+    options = {
+        "scale": case.dim**-0.5,
+        "causal": case.causal,
+        "window": case.window,
+        "softcap": case.softcap,
+        "sinks": sinks,
+    }
+    before = dense.live(batch)
+    out = backend.forward(query, dense.keys, dense.values, batch, **options)
+
+    assert out.shape == (query.shape[0], case.heads, v_dim)
+    assert out.dtype == case.dtype
+    for (key, value), (key_after, value_after) in zip(before, dense.live(batch), strict=True):
+        assert torch.equal(key, key_after)
+        assert torch.equal(value, value_after)
+    assert_close(out, query, dense, batch, options)
+
+
+def assert_close(out, query, dense, batch, options) -> None:
+    """The error rule; also used where the keys were appended by the kernel."""
+    exact = ReferenceBackend(torch.float64).forward(
+        query.double(), dense.keys.double(), dense.values.double(), batch, **options
+    )
+    plain = ReferenceBackend(query.dtype).forward(query, dense.keys, dense.values, batch, **options)
+    assert torch.isfinite(out).all()
+    error = (out.double() - exact).abs().max().item()
+    allowed = 2 * (plain.double() - exact).abs().max().item() + 1e-5
+    assert error <= allowed, f"error {error:.3g}, plain attention's rule allows {allowed:.3g}"
+
+
+@pytest.mark.parametrize("shape", BATCHES)
+@pytest.mark.parametrize(("device", "name"), DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_ragged_batches(device, name, dtype, shape):
+    """Decode, prefill, chunks and mixtures, in shuffled rows of ragged lengths."""
+    run(Case(dtype=dtype), shape, device, name)
+
+
+@pytest.mark.parametrize("shape", ["decode", "mixed"])
+@pytest.mark.parametrize(("device", "name"), DEVICES)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim"),
+    [(4, 4, 64), (8, 1, 64), (12, 4, 128), (6, 2, 96), (4, 2, 192), (4, 2, 256)],
+)
+def test_heads_and_head_sizes(device, name, heads, kv_heads, dim, shape):
+    """MHA, MQA, GQA with groups that are no power of two; head sizes 64 to 256."""
+    run(Case(heads=heads, kv_heads=kv_heads, dim=dim), shape, device, name)
+
+
+@pytest.mark.parametrize("shape", ["decode", "mixed"])
+@pytest.mark.parametrize(("device", "name"), DEVICES)
+@pytest.mark.parametrize(("dim", "v_dim"), [(192, 128), (64, 128)])
+def test_values_narrower_or_wider_than_keys(device, name, dim, v_dim, shape):
+    """Dv need not be Dk, as in latent attention."""
+    run(Case(dim=dim, v_dim=v_dim), shape, device, name)
+
+
+@pytest.mark.parametrize("shape", BATCHES)
+@pytest.mark.parametrize(("device", "name"), DEVICES)
+@pytest.mark.parametrize("window", [1, 32, 128, 10_000])
+def test_windows(device, name, window, shape):
+    """A window of W is the query itself and W - 1 tokens before it."""
+    run(Case(window=window), shape, device, name)
+
+
+@pytest.mark.parametrize("shape", BATCHES)
+@pytest.mark.parametrize(("device", "name"), DEVICES)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"softcap": 5.0},
+        {"sinks": True},
+        {"left_pad": True},
+        {"causal": False},
+        {"softcap": 5.0, "window": 48},
+        {"sinks": True, "window": 48},
+        {"left_pad": True, "window": 48},
+        {"left_pad": True, "sinks": True, "softcap": 5.0},
+        {"left_pad": True, "causal": False},
+    ],
+    ids=str,
+)
+def test_options(device, name, options, shape):
+    """Soft caps, sinks, left padding and no causality, alone and together."""
+    run(Case(**options), shape, device, name)
+
+
+@pytest.mark.parametrize(("device", "name"), DEVICES)
+def test_sinks_of_any_float_dtype(device, name):
+    """Models keep sinks in their own dtype; kernels without sinks take them from the lse."""
+    if why_not(name, Case(sinks=True).spec(device)) is not None:
+        pytest.skip(f"{name} cannot run here")
+    batch = AttentionBatch.build([1], [9], [9], row_tokens=ROW_TOKENS, device=device)
+    dense = DenseRows(2, ROW_TOKENS, 2, 64, dtype=torch.bfloat16, device=device)
+    generator = torch.Generator().manual_seed(0)
+    dense.fill(batch, get(name).overread_tokens(64), generator)
+    query = random_query(batch, 8, 64, dtype=torch.bfloat16, device=device, generator=generator)
+    sinks = torch.zeros(8, dtype=torch.bfloat16, device=device)
+    options = {"scale": 0.125}
+    wide = get(name).forward(query, dense.keys, dense.values, batch, sinks=sinks.float(), **options)
+    narrow = get(name).forward(query, dense.keys, dense.values, batch, sinks=sinks, **options)
+    assert torch.equal(wide, narrow)
+
+
+def test_no_sequence_changes_another():
+    """A sequence's output does not depend on what else is in the batch (CPU: to the bit)."""
+    generator = torch.Generator().manual_seed(0)
+    rows, num_tokens, queries = BATCHES["mixed"]
+    dense = DenseRows(NUM_ROWS, ROW_TOKENS, 2, 64)
+    together = AttentionBatch.build(rows, num_tokens, queries, row_tokens=ROW_TOKENS)
+    dense.fill(together, 0, generator)
+    query = random_query(together, 8, 64, dtype=torch.float32, device="cpu", generator=generator)
+    out = get("sdpa").forward(query, dense.keys, dense.values, together, scale=0.125)
+    for span in together.spans:
+        alone = AttentionBatch.build(
+            [span.row], [span.num_tokens], [span.query_end - span.query_start],
+            row_tokens=ROW_TOKENS,
+        )  # fmt: skip
+        part = slice(span.query_start, span.query_end)
+        expected = get("sdpa").forward(query[part], dense.keys, dense.values, alone, scale=0.125)
+        assert torch.equal(expected, out[part])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"left_pad": True}, {"window": 48}, {"sinks": True}])
+@pytest.mark.parametrize("shape", ["decode", "chunk"])
+def test_flash2_appends_in_its_kernel(shape, options):
+    """`append_and_attend` writes what `append` writes, and attends to it."""
+    case = Case(**options)
+    reason = why_not("flash2", case.spec("cuda"))
+    if reason is not None:
+        pytest.skip(reason)
+    rows, num_tokens, queries = BATCHES[shape]
+    pads = [n // 3 for n in num_tokens] if case.left_pad else None
+    batch = AttentionBatch.build(
+        rows, num_tokens, queries, row_tokens=ROW_TOKENS, left_pad=pads, device="cuda"
+    )
+    generator = torch.Generator().manual_seed(0)
+    expected, fused = (
+        DenseRows(NUM_ROWS, ROW_TOKENS, 2, 64, dtype=case.dtype, device="cuda") for _ in range(2)
+    )
+    expected.fill(batch, 0, generator)
+    fused.buffer.copy_(expected.buffer)
+    total = sum(queries)
+    key, value = (
+        torch.randn(total, 2, 64, generator=generator).to("cuda", case.dtype) for _ in range(2)
+    )
+    query = random_query(batch, 8, 64, dtype=case.dtype, device="cuda", generator=generator)
+    sinks = torch.randn(8, generator=generator).cuda() if case.sinks else None
+    call = {"scale": 0.125, "window": case.window, "sinks": sinks}
+    append(key, value, expected.keys, expected.values, batch)
+    out = get("flash2").append_and_attend(
+        query, key, value, fused.keys, fused.values, batch, **call
+    )
+    raw = torch.int16
+    assert torch.equal(expected.buffer.view(raw), fused.buffer.view(raw))
+    assert_close(out, query, expected, batch, {"causal": True, "softcap": 0.0} | call)

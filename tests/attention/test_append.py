@@ -1,0 +1,86 @@
+"""The fused append writes every new token to its place and nothing else.
+
+The poisoned buffer is compared bit by bit, so a stray write anywhere in it shows.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.dense_rows import DenseRows
+
+from vmkv.attention import AttentionBatch, append
+from vmkv.errors import ConfigError
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+ROW_TOKENS = 48
+
+BATCHES = {
+    "decode": ([3, 0, 5], [10, 48, 1], [1, 1, 1]),
+    "one": ([2], [7], [1]),
+    "uniform chunk": ([3, 0], [10, 48], [4, 4]),
+    "mixed": ([3, 0, 5, 1], [10, 48, 1, 30], [3, 48, 1, 1]),
+}
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """NaN compares unequal to itself; its bits do not."""
+    return tensor.contiguous().view(torch.uint8).cpu()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", BATCHES)
+@pytest.mark.parametrize(("heads", "k_dim", "v_dim"), [(8, 128, 128), (1, 64, 64), (3, 40, 24)])
+def test_append_writes_exactly_the_new_tokens(device, dtype, shape, heads, k_dim, v_dim):
+    """After an append the buffer differs from before in the new tokens' places only."""
+    rows, num_tokens, queries = BATCHES[shape]
+    batch = AttentionBatch.build(
+        rows, num_tokens, queries, row_tokens=ROW_TOKENS, num_rows=6, device=device
+    )
+    dense = DenseRows(6, ROW_TOKENS, heads, k_dim, v_dim, dtype=dtype, device=device)
+    generator = torch.Generator().manual_seed(0)
+    total = sum(queries)
+    key = torch.randn(total, heads, k_dim, generator=generator).to(device, dtype)
+    value = torch.randn(total, heads, v_dim, generator=generator).to(device, dtype)
+
+    expected = DenseRows(6, ROW_TOKENS, heads, k_dim, v_dim, dtype=dtype, device=device)
+    for row, start, end, tokens, _ in batch.spans:
+        expected.keys[row, tokens - (end - start) : tokens] = key[start:end]
+        expected.values[row, tokens - (end - start) : tokens] = value[start:end]
+
+    append(key, value, dense.keys, dense.values, batch)
+    assert torch.equal(bits(expected.buffer), bits(dense.buffer))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_append_takes_strided_input(device):
+    """Slices of a fused projection, and head-major tensors, need no copy by the caller."""
+    heads, dim, total = 2, 16, 5
+    fused = torch.randn(total, 3 * heads * dim, device=device)
+    key = fused[:, heads * dim : 2 * heads * dim].unflatten(1, (heads, dim))
+    value = torch.randn(heads, total, dim, device=device).transpose(0, 1)
+    batch = AttentionBatch.build([1, 0], [4, 9], [2, 3], row_tokens=ROW_TOKENS, device=device)
+    dense = DenseRows(2, ROW_TOKENS, heads, dim, device=device)
+    append(key, value, dense.keys, dense.values, batch)
+    assert torch.equal(key[:2], dense.keys[1, 2:4])
+    assert torch.equal(value[2:], dense.values[0, 6:9])
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        (torch.zeros(3, 2, 8), torch.zeros(2, 2, 8)),
+        (torch.zeros(2, 4, 8), torch.zeros(2, 2, 8)),
+        (torch.zeros(2, 2, 8, dtype=torch.float16), torch.zeros(2, 2, 8)),
+        (torch.zeros(2, 2, 8), torch.zeros(2, 2, 4)),
+    ],
+)
+def test_append_refuses_what_does_not_fit(key, value):
+    """Shapes and dtypes are compared before anything is written."""
+    dense = DenseRows(2, ROW_TOKENS, 2, 8)
+    batch = AttentionBatch.build([0, 1], [1, 1], [1, 1], row_tokens=ROW_TOKENS)
+    before = bits(dense.buffer)
+    with pytest.raises(ConfigError):
+        append(key, value, dense.keys, dense.values, batch)
+    assert torch.equal(before, bits(dense.buffer))

@@ -1,0 +1,75 @@
+"""The declared over-read is enough, proven where memory really ends.
+
+Each probe runs in a process of its own (helpers/overread_probe.py), because touching what is not
+mapped ends it. The fused append is part of every probe: its last write ends where memory does.
+
+Not covered: the page after the margin of a *short* row in a batch of one, which no backend can
+reach because views are cut to the longest sequence; and head sizes other than those here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from vmkv.attention import AttentionSpec, get, why_not
+
+DIMS = [64, 128, 256]
+
+
+def probe(device: str, name: str, dtype: str, dim: int, margin: int) -> subprocess.CompletedProcess:
+    """Run one probe; its exit status and last line tell."""
+    arguments = {"device": device, "name": name, "dtype": dtype, "dim": dim, "margin": margin}
+    return subprocess.run(
+        [sys.executable, "-m", "helpers.overread_probe", json.dumps(arguments)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def assert_clean(result: subprocess.CompletedProcess) -> None:
+    """Fail with the launch at fault and the end of its traceback."""
+    last = (result.stdout.splitlines() or ["(nothing ran)"])[-1]
+    assert result.returncode == 0, f"died in: {last}\n{result.stderr[-2000:]}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sdpa", "reference"])
+def test_cpu_backends_stay_inside_mapped_memory(name):
+    """On the host a touch past the end is a segmentation fault; there is none."""
+    assert_clean(probe("host", name, "float32", 64, 0))
+
+
+@pytest.mark.slow
+def test_the_probe_dies_where_memory_ends():
+    """Without memory for the last token the probe does fault, so its silence means something."""
+    result = probe("host", "sdpa", "float32", 64, -1)
+    assert result.returncode < 0, result.stdout[-200:]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("name", ["flash2", "torch", "flash3", "flash4", "sdpa"])
+def test_the_declared_overread_is_enough(name, dim):
+    """Every length up to a few tiles, in every kind of launch, with nothing past the margin."""
+    reason = why_not(name, AttentionSpec("cuda", torch.bfloat16, 4, 1, dim, dim))
+    if reason is not None:
+        pytest.skip(f"{name}: {reason}")
+    assert_clean(probe("cuda:0", name, "bfloat16", dim, get(name).overread_tokens(dim)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", DIMS)
+def test_flash3_needs_a_margin(dim):
+    """FlashAttention-3 faults without one: its declaration is no mere caution."""
+    reason = why_not("flash3", AttentionSpec("cuda", torch.bfloat16, 4, 1, dim, dim))
+    if reason is not None:
+        pytest.skip(reason)
+    assert probe("cuda:0", "flash3", "bfloat16", dim, 0).returncode != 0

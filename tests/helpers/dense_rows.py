@@ -1,0 +1,84 @@
+"""A stand-in for a cache in ordinary memory: rows of all layers interleaved, poisoned past the end.
+
+`DenseRows` lays tokens out as vmkv does, `[row, token, layer, K|V, head, dim]`, so that a layer's
+views have the strides a real cache gives them. Where a cache would have unmapped memory it holds
+NaN, so that a kernel which reads there gives itself away. In the margin that a backend declares
+as its over-read it holds large finite numbers, which a kernel may fetch but must not use.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from vmkv.attention import AttentionBatch
+
+MARGIN_FILL = 1e4
+
+
+class DenseRows:
+    """One layer's keys and values inside an interleaved, poisoned buffer.
+
+    Attributes:
+        keys: `[rows, row_tokens, H, Dk]`, a strided view.
+        values: `[rows, row_tokens, H, Dv]`, a strided view.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        row_tokens: int,
+        num_kv_heads: int,
+        k_dim: int,
+        v_dim: int | None = None,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+        layers: int = 3,
+        layer: int = 1,
+    ) -> None:
+        v_dim = k_dim if v_dim is None else v_dim
+        layer_elements = num_kv_heads * (k_dim + v_dim)
+        buffer = torch.full(
+            (rows, row_tokens, layers, layer_elements), torch.nan, dtype=dtype, device=device
+        )
+        self.buffer = buffer
+        split = num_kv_heads * k_dim
+        shape = (rows, row_tokens, num_kv_heads)
+        self.keys = buffer[:, :, layer, :split].unflatten(2, (num_kv_heads, k_dim))
+        self.values = buffer[:, :, layer, split:].unflatten(2, (num_kv_heads, v_dim))
+        assert self.keys.shape == (*shape, k_dim)
+        assert self.values.shape == (*shape, v_dim)
+        assert self.keys.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+
+    def fill(self, batch: AttentionBatch, overread: int, generator: torch.Generator) -> None:
+        """Write random tokens for `batch`, and finite garbage into its margin."""
+        for span in batch.spans:
+            for view in (self.keys, self.values):
+                live = view[span.row, : span.num_tokens]
+                noise = torch.randn(live.shape, generator=generator)
+                live.copy_(noise)
+                view[span.row, span.num_tokens : span.num_tokens + overread] = MARGIN_FILL
+
+    def live(self, batch: AttentionBatch) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Copies of each sequence's keys and values, in the batch's order."""
+        return [
+            (
+                self.keys[span.row, : span.num_tokens].clone(),
+                self.values[span.row, : span.num_tokens].clone(),
+            )
+            for span in batch.spans
+        ]
+
+
+def random_query(
+    batch: AttentionBatch,
+    heads: int,
+    dim: int,
+    *,
+    dtype: torch.dtype,
+    device: str,
+    generator: torch.Generator,
+) -> torch.Tensor:
+    """`[Tq, Hq, Dk]` of unit noise, the same on every device."""
+    total = batch.spans[-1].query_end
+    return torch.randn(total, heads, dim, generator=generator).to(device=device, dtype=dtype)

@@ -1,0 +1,39 @@
+"""Attention over rows: one protocol, several stock kernels, no block table.
+
+base        the protocol, the shapes, what a layer asks for
+batch       the ragged batch of one step
+registry    which backend serves a layer
+append      write a step's keys and values into their rows
+flash2, flash3, flash4, torch_flash, sdpa, reference    the backends, imported when first used
+
+  backend = select(AttentionSpec("cuda", torch.bfloat16, 32, 8, 128, 128))
+  batch = AttentionBatch.build(rows, lengths, queries, row_tokens=..., device="cuda")
+  append(key, value, keys, values, batch)
+  out = backend.forward(query, keys, values, batch, scale=128**-0.5)
+"""
+
+from .append import append as append
+from .base import AppendingBackend as AppendingBackend
+from .base import AttentionBackend as AttentionBackend
+from .base import AttentionSpec as AttentionSpec
+from .batch import AttentionBatch as AttentionBatch
+from .batch import Span as Span
+from .registry import backend_names as backend_names
+from .registry import get as get
+from .registry import register as register
+from .registry import select as select
+from .registry import why_not as why_not
+
+__all__ = [
+    "AppendingBackend",
+    "AttentionBackend",
+    "AttentionBatch",
+    "AttentionSpec",
+    "Span",
+    "append",
+    "backend_names",
+    "get",
+    "register",
+    "select",
+    "why_not",
+]

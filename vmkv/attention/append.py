@@ -1,0 +1,70 @@
+"""The fused append: write a step's keys and values, of every sequence, into their rows.
+
+A model produces the new keys and values packed, `[Tq, H, D]`; each token belongs at the end of
+its own row. One call writes both tensors of a layer. On CUDA that is one Triton kernel that finds
+each token's row by itself, where `index_put` takes two launches and an index vector; without
+Triton, and on CPU, two `index_copy_` over the flat view with indices shared by all layers.
+
+Only the new tokens' places are written, and nothing else is read or written: the rest of the
+view may not be mapped.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+
+import torch
+
+from ..errors import ConfigError
+from .base import check_rows, flat
+from .batch import AttentionBatch
+
+
+def append(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    batch: AttentionBatch,
+) -> None:
+    """Write new keys and values at positions `num_tokens - query_tokens + i` of their rows.
+
+    Args:
+        key: `[Tq, H, Dk]`, packed as `batch.query_starts` says; any strides whose last is 1.
+        value: `[Tq, H, Dv]`, likewise.
+        keys: `[rows, row_tokens, H, Dk]`, the layer's view; written.
+        values: `[rows, row_tokens, H, Dv]`, the layer's view; written.
+        batch: This step's batch; its `num_tokens` already count the new ones.
+
+    Raises:
+        ConfigError: Shapes, dtypes or devices do not fit. Nothing was written.
+
+    Cost: one launch on CUDA with Triton; two otherwise, and a few per batch.
+    Ordering: on the current stream, before any attention launched on it later.
+    """
+    for new, view, what in ((key, keys, "keys"), (value, values, "values")):
+        if view.ndim != 4 or new.ndim != 3 or new.shape[1:] != view.shape[2:]:
+            raise ConfigError(
+                f"new {what} {tuple(new.shape)} do not fit the view {tuple(view.shape)}"
+            )
+        if new.dtype != view.dtype or new.device != view.device:
+            raise ConfigError(
+                f"new {what} are {new.dtype} on {new.device}, "
+                f"the view is {view.dtype} on {view.device}"
+            )
+        check_rows(view, batch.row_tokens)
+    if key.shape[0] != value.shape[0]:
+        raise ConfigError(f"{key.shape[0]} new keys but {value.shape[0]} new values")
+    if key.is_cuda and _has_triton():
+        from .append_triton import append_kernel_launch
+
+        append_kernel_launch(key, value, keys, values, batch)
+    else:
+        flat(keys).index_copy_(0, batch.slots, key)
+        flat(values).index_copy_(0, batch.slots, value)
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None

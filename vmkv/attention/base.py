@@ -1,0 +1,298 @@
+"""What an attention backend is: one protocol over rows, and the shapes it speaks in.
+
+A cache layer is a pair of strided views, keys and values, in which every sequence is one
+contiguous row. A backend reads those views in place: it is told which rows, how long they are
+and where each sequence's queries lie, and no backend ever gathers, pads or copies the past.
+
+Shape letters, used in every docstring of this package:
+
+  B   sequences in the batch            Hq  query heads
+  Tq  query tokens of the whole batch   H   key/value heads (Hq is a multiple of H)
+  Dk  head size of queries and keys     Dv  head size of values
+
+The one invariant: of a live row only tokens `[0, num_tokens + overread_tokens)` are mapped
+memory. A backend that touches anything else faults, so none may reduce, copy or index over a
+whole view, and a kernel that fetches past the length must say by how much.
+
+This module holds the protocol and its argument types; `batch.py` holds the batch. Neither
+launches anything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from ..errors import ConfigError
+from .batch import AttentionBatch as AttentionBatch
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """What a layer asks of a backend; enough to decide whether one can serve it.
+
+    Attributes:
+        device_type: `"cuda"` or `"cpu"`, as in `torch.device.type`.
+        dtype: Of queries, keys and values alike.
+        num_query_heads: Hq.
+        num_kv_heads: H; divides Hq.
+        k_dim: Dk.
+        v_dim: Dv; most kernels want it equal to Dk.
+        window: A query at position p sees keys `(p - window, p]`; None means all before it.
+        softcap: Scores become `softcap * tanh(score / softcap)`; 0 means as they are.
+        has_sinks: Each query head has a logit that joins the softmax's denominator only.
+        left_pad: Some rows begin with tokens that nothing may attend to.
+
+    Raises:
+        ConfigError: The numbers contradict each other (heads that do not divide, a window of
+            less than one token, a negative soft cap).
+    """
+
+    device_type: str
+    dtype: torch.dtype
+    num_query_heads: int
+    num_kv_heads: int
+    k_dim: int
+    v_dim: int
+    window: int | None = None
+    softcap: float = 0.0
+    has_sinks: bool = False
+    left_pad: bool = False
+
+    def __post_init__(self) -> None:
+        for field in ("num_query_heads", "num_kv_heads", "k_dim", "v_dim"):
+            if getattr(self, field) < 1:
+                raise ConfigError(f"{field} must be at least 1, not {getattr(self, field)}")
+        check_heads(self.num_query_heads, self.num_kv_heads)
+        if self.window is not None and self.window < 1:
+            raise ConfigError(f"a window holds at least the query's own token, not {self.window}")
+        if self.softcap < 0:
+            raise ConfigError(f"softcap must be positive, or 0 for none, not {self.softcap}")
+
+    def __str__(self) -> str:
+        """One line for error messages."""
+        parts = [
+            f"{self.dtype} on {self.device_type}",
+            f"{self.num_query_heads} query and {self.num_kv_heads} key/value heads",
+            f"head size {self.k_dim}"
+            if self.k_dim == self.v_dim
+            else f"head sizes {self.k_dim} and {self.v_dim}",
+        ]
+        parts += [f"window {self.window}"] if self.window is not None else []
+        parts += [f"softcap {self.softcap}"] if self.softcap else []
+        parts += ["sinks"] if self.has_sinks else []
+        parts += ["left padding"] if self.left_pad else []
+        return ", ".join(parts)
+
+
+@runtime_checkable
+class AttentionBackend(Protocol):
+    """One stock attention kernel behind the call that all of vmkv uses.
+
+    A backend is stateless and shared by all layers. `forward` launches on the current stream and
+    returns without synchronising, unless its own docstring says otherwise.
+
+    Attributes:
+        name: What `select(name=...)` and error messages call it.
+    """
+
+    name: str
+
+    def overread_tokens(self, k_dim: int, v_dim: int | None = None) -> int:
+        """How many tokens past a row's length the kernel may fetch, at worst.
+
+        The cache keeps that many resident before every launch. What lies there gets a weight of
+        zero, but it is multiplied: it must be finite, as fresh pages and old keys and values
+        are. 0 means that the kernel predicates every fetch, and that anything may lie there.
+
+        Args:
+            k_dim: Head size of the keys.
+            v_dim: Head size of the values; None means the keys'.
+        """
+        ...
+
+    def why_not(self, spec: AttentionSpec) -> str | None:
+        """Why this backend cannot serve `spec`, in one clause, or None when it can.
+
+        Cost: attribute tests; the first call may import the kernel's package.
+        """
+        ...
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        batch: AttentionBatch,
+        *,
+        scale: float,
+        causal: bool = True,
+        window: int | None = None,
+        softcap: float = 0.0,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend from packed queries to the rows of one layer.
+
+        A sequence's queries are its last tokens, and its keys are already in its row: causality
+        is aligned at the bottom right. A query that may see no key at all (a padding token)
+        yields zeros.
+
+        Args:
+            query: `[Tq, Hq, Dk]`, sequence after sequence as `batch.query_starts` cuts them.
+            keys: `[rows, row_tokens, H, Dk]`, a strided view of a cache layer; read only.
+            values: `[rows, row_tokens, H, Dv]`, likewise.
+            batch: Which rows, how long.
+            scale: What scores are multiplied by, usually `Dk ** -0.5`.
+            causal: Whether a query sees only its own position and those before it.
+            window: See `AttentionSpec.window`; needs `causal`.
+            softcap: See `AttentionSpec.softcap`.
+            sinks: `[Hq]`, floating, one logit per query head, or None.
+
+        Returns:
+            `[Tq, Hq, Dv]`, a new tensor in the query's dtype, owned by the caller.
+
+        Raises:
+            ConfigError: Shapes, dtypes or options do not fit. Nothing was launched.
+        """
+        ...
+
+
+@runtime_checkable
+class AppendingBackend(AttentionBackend, Protocol):
+    """A backend whose kernel can also write the new tokens, saving a launch per layer."""
+
+    def append_and_attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        batch: AttentionBatch,
+        *,
+        scale: float,
+        causal: bool = True,
+        window: int | None = None,
+        softcap: float = 0.0,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Write `key` and `value` into their rows and attend, in one launch.
+
+        The batch must be uniform (`batch.is_uniform`). `batch.num_tokens` counts the new tokens,
+        as everywhere. Otherwise as `append` followed by `forward`.
+
+        Args:
+            query: As in `forward`.
+            key: `[Tq, H, Dk]`, the new keys, packed as the queries are.
+            value: `[Tq, H, Dv]`, likewise.
+            keys: As in `forward`, but written at the new tokens' places.
+            values: Likewise.
+            batch: As in `forward`; uniform.
+            scale: As in `forward`.
+            causal: As in `forward`.
+            window: As in `forward`.
+            softcap: As in `forward`.
+            sinks: As in `forward`.
+
+        Returns:
+            As `forward`.
+
+        Raises:
+            ConfigError: As `forward`, or the batch is not uniform. Nothing was written.
+        """
+        ...
+
+
+def check_heads(num_query_heads: int, num_kv_heads: int) -> None:
+    """Raise `ConfigError` unless every key/value head serves the same number of query heads."""
+    if num_query_heads % num_kv_heads:
+        raise ConfigError(
+            f"{num_query_heads} query heads cannot share {num_kv_heads} key/value heads evenly; "
+            "the first must be a multiple of the second"
+        )
+
+
+def check_call(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    batch: AttentionBatch,
+    *,
+    causal: bool,
+    window: int | None,
+    sinks: torch.Tensor | None,
+) -> None:
+    """Refuse what a kernel would misread, from shapes and strides alone.
+
+    It is called once per layer and step, so it compares host integers only: about 5 us, no
+    device synchronisation. Lengths were checked when the batch was built.
+
+    Raises:
+        ConfigError: See the messages.
+    """
+    if query.ndim != 3 or keys.ndim != 4 or values.ndim != 4:
+        raise ConfigError(
+            "expected query [Tq, Hq, D] and keys, values [rows, row_tokens, H, D], got "
+            f"{tuple(query.shape)}, {tuple(keys.shape)}, {tuple(values.shape)}"
+        )
+    if query.shape[2] != keys.shape[3] or keys.shape[:3] != values.shape[:3]:
+        raise ConfigError(
+            f"query {tuple(query.shape)}, keys {tuple(keys.shape)} and values "
+            f"{tuple(values.shape)} disagree on rows, heads or head size"
+        )
+    if not query.dtype == keys.dtype == values.dtype:
+        raise ConfigError(
+            f"query is {query.dtype}, keys {keys.dtype}, values {values.dtype}: must be the same"
+        )
+    if not query.device == keys.device == values.device == batch.num_tokens.device:
+        raise ConfigError(
+            f"query is on {query.device}, keys on {keys.device}, values on {values.device} and "
+            f"the batch on {batch.num_tokens.device}: must be the same"
+        )
+    check_heads(query.shape[1], keys.shape[2])
+    check_rows(keys, batch.row_tokens)
+    check_rows(values, batch.row_tokens)
+    if window is not None and (window < 1 or not causal):
+        raise ConfigError(f"window={window} needs at least one token, and causal attention")
+    if sinks is not None and sinks.shape != (query.shape[1],):
+        raise ConfigError(
+            f"sinks must hold one logit for each of {query.shape[1]} query heads, "
+            f"got {tuple(sinks.shape)}"
+        )
+    most, total = batch.batch_size * batch.max_query_tokens, query.shape[0]
+    if not batch.max_query_tokens <= total <= most:
+        raise ConfigError(
+            f"{total} query tokens cannot belong to {batch.batch_size} sequences of at most "
+            f"{batch.max_query_tokens}"
+        )
+
+
+def check_rows(view: torch.Tensor, row_tokens: int) -> None:
+    """Raise `ConfigError` unless `view` is `[rows, row_tokens, H, D]` of back-to-back rows."""
+    rows, tokens, _, dim = view.shape
+    if tokens != row_tokens:
+        raise ConfigError(f"the batch is for rows of {row_tokens} tokens, the view has {tokens}")
+    _, token_stride, head_stride, dim_stride = view.stride()
+    if (head_stride, dim_stride) != (dim, 1) and (view.shape[2] > 1 or dim_stride != 1):
+        raise ConfigError(f"heads of one token must be contiguous, got strides {view.stride()}")
+    if rows > 1 and view.stride(0) != tokens * token_stride:
+        raise ConfigError(
+            f"rows must follow each other without a gap ({tokens} tokens of {token_stride} "
+            f"elements), got strides {view.stride()}"
+        )
+
+
+def split(packed: torch.Tensor, dim: int, sizes: tuple[int, int]) -> torch.Tensor:
+    """Dimension `dim` of `packed` as two of `sizes`; never a copy."""
+    # `Tensor.unflatten` under a type: torch leaves it untyped.
+    parted: torch.Tensor = packed.unflatten(dim, sizes)  # type: ignore[no-untyped-call]
+    return parted
+
+
+def flat(view: torch.Tensor) -> torch.Tensor:
+    """`[rows, row_tokens, H, D]` as `[rows * row_tokens, H, D]`; never a copy."""
+    # `view` and not `reshape`: where the rows were not back to back, a copy of the whole
+    # reservation would fault, and an error is better.
+    return view.view(-1, *view.shape[2:])

@@ -1,0 +1,75 @@
+"""What all FlashAttention kernels share: limits, window convention, sinks from the log-sum-exp.
+
+No kernel is imported here.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..errors import ConfigError
+from .base import AttentionSpec
+
+DTYPES = (torch.float16, torch.bfloat16)
+
+
+def why_not_flash(spec: AttentionSpec, *, same_head_sizes: bool) -> str | None:
+    """The limits of every FlashAttention generation, or None when `spec` is within them.
+
+    Args:
+        spec: What is asked for.
+        same_head_sizes: Whether this generation also wants Dk and Dv equal.
+    """
+    if spec.device_type != "cuda":
+        return f"it runs on CUDA, not on {spec.device_type}"
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    if spec.dtype not in DTYPES:
+        return f"it computes in float16 and bfloat16, not in {spec.dtype}"
+    for dim in (spec.k_dim, spec.v_dim):
+        if dim % 8 or dim > 256:
+            return f"head sizes are multiples of 8 up to 256, not {dim}"
+    if same_head_sizes and spec.k_dim != spec.v_dim:
+        return f"keys and values must have one head size, not {spec.k_dim} and {spec.v_dim}"
+    return None
+
+
+def check_dtype(name: str, query: torch.Tensor) -> None:
+    """Raise `ConfigError` where a kernel would be handed what it does not compute in."""
+    if query.dtype not in DTYPES or not query.is_cuda:
+        raise ConfigError(
+            f"{name!r} computes in float16 and bfloat16 on CUDA, not in {query.dtype} on "
+            f"{query.device}; cast, or select 'sdpa'"
+        )
+
+
+def window_bounds(causal: bool, window: int | None) -> tuple[int, int]:
+    """The kernels' `(left, right)` of a window; -1 is unbounded.
+
+    Kernels count neighbours, vmkv counts visible tokens: a window of W is the query itself and
+    W - 1 before it. `causal` closes the right side by itself where there is no window.
+    """
+    if window is None:
+        return (-1, -1)
+    return (window - 1, 0 if causal else -1)
+
+
+def apply_sinks(out: torch.Tensor, logsumexp: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """Give an attention output the sinks that its kernel does not know.
+
+    A sink s joins the softmax's denominator, exp(lse), and no numerator:
+
+        out * exp(lse) / (exp(lse) + exp(s)) = out * sigmoid(lse - s)
+
+    Args:
+        out: `[Tq, Hq, Dv]`, what the kernel returned.
+        logsumexp: `[Tq, Hq] float32`, of the scaled scores.
+        sinks: `[Hq]`.
+
+    Returns:
+        `[Tq, Hq, Dv]` in the dtype of `out`. Queries that see nothing stay zero.
+
+    Cost: three elementwise launches over the output.
+    """
+    weight = torch.sigmoid(logsumexp - sinks.float())
+    return (out.float() * weight.unsqueeze(-1)).to(out.dtype)

@@ -1,0 +1,157 @@
+"""Which backend serves a layer: by capability in a fixed order, or by name.
+
+Order, and why (one H200, Llama-3-8B shape, all layers interleaved):
+
+  flash3   decode 207 us a layer against flash2's 221; prefill is where it leads by more
+  flash2   decode 221 us; no over-read, so rows need no resident margin; appends in its kernel
+  torch    FlashAttention-2 without a package, 371-376 us: its varlen kernel splits less well
+  sdpa     anything else, everywhere
+
+`flash4` and `reference` are never chosen, only named: the first is not measured yet, the second
+is an oracle. flash3's margin costs one key tile of resident tokens per row (176 at head size
+128); where memory is dearer than 7 % of decode attention, name flash2.
+
+A package can be installed and still lack the one kernel that is asked for (builds are often
+narrowed to some head sizes or options), which only a launch can tell. So a CUDA backend that
+claims to serve a layer must first prove it on one token, once per process and kind of layer.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from importlib import import_module
+
+import torch
+
+from ..errors import ConfigError
+from .base import AttentionBackend, AttentionSpec
+from .batch import AttentionBatch
+
+ORDER = ("flash3", "flash2", "torch", "sdpa")
+"""Backends tried by `select` without a name, best first."""
+
+
+def _lazy(module: str, name: str) -> Callable[[], AttentionBackend]:
+    def factory() -> AttentionBackend:
+        backend: AttentionBackend = getattr(import_module(f"vmkv.attention.{module}"), name)()
+        return backend
+
+    return functools.cache(factory)
+
+
+_FACTORIES: dict[str, Callable[[], AttentionBackend]] = {
+    "flash3": _lazy("flash3", "Flash3Backend"),
+    "flash2": _lazy("flash2", "Flash2Backend"),
+    "torch": _lazy("torch_flash", "TorchFlashBackend"),
+    "sdpa": _lazy("sdpa", "SdpaBackend"),
+    "flash4": _lazy("flash4", "Flash4Backend"),
+    "reference": _lazy("reference", "ReferenceBackend"),
+}
+
+
+def backend_names() -> tuple[str, ...]:
+    """Every name `select` and `get` know; whether one can run is for `why_not` to say."""
+    return tuple(_FACTORIES)
+
+
+def register(name: str, factory: Callable[[], AttentionBackend]) -> None:
+    """Add a backend of your own, to be selected by name.
+
+    Args:
+        name: A new name.
+        factory: Called once, at first use.
+
+    Raises:
+        ConfigError: The name is taken.
+    """
+    if name in _FACTORIES:
+        raise ConfigError(f"an attention backend named {name!r} exists already")
+    _FACTORIES[name] = functools.cache(factory)
+
+
+def get(name: str) -> AttentionBackend:
+    """The backend called `name`, whether or not it can run here.
+
+    Raises:
+        ConfigError: There is none; the message lists those there are.
+    """
+    if name not in _FACTORIES:
+        raise ConfigError(
+            f"no attention backend is called {name!r}; there are {', '.join(_FACTORIES)}"
+        )
+    return _FACTORIES[name]()
+
+
+def why_not(name: str, spec: AttentionSpec) -> str | None:
+    """Why backend `name` cannot serve `spec` on this machine, or None when it can.
+
+    Asks the backend, then has it attend to one token on CUDA, once per `spec` and process.
+
+    Raises:
+        ConfigError: There is no backend of that name.
+    """
+    backend = get(name)
+    reason = backend.why_not(spec)
+    if reason is None and spec.device_type == "cuda":
+        reason = _trial(name, spec)
+    return reason
+
+
+def select(spec: AttentionSpec, name: str | None = None) -> AttentionBackend:
+    """The backend to serve a layer with.
+
+    Args:
+        spec: What the layer asks for.
+        name: Take this backend and no other; None takes the first of `ORDER` that can.
+
+    Raises:
+        ConfigError: The named backend cannot serve it, or none can. The message says what is
+            missing, and which backend would serve it.
+
+    Cost: the first call for a kind of layer may import a package and launch a tiny kernel;
+        later ones look in a table. Call it when a model is set up, not in every step, and not
+        while a CUDA graph is captured.
+    """
+    if name is not None:
+        reason = why_not(name, spec)
+        if reason is None:
+            return get(name)
+        servers = [other for other in ORDER if other != name and why_not(other, spec) is None]
+        would = f"{servers[0]!r} would serve it" if servers else "no backend here would serve it"
+        raise ConfigError(f"{name!r} cannot serve {spec}: {reason}; {would}")
+    reasons = []
+    for candidate in ORDER:
+        reason = why_not(candidate, spec)
+        if reason is None:
+            return get(candidate)
+        reasons.append(f"{candidate!r}: {reason}")
+    raise ConfigError(f"no attention backend can serve {spec}. " + "; ".join(reasons))
+
+
+@functools.cache
+def _trial(name: str, spec: AttentionSpec) -> str | None:
+    """What the backend says when it is really asked, for one sequence of one token."""
+    backend = get(name)
+    device = torch.device("cuda", torch.cuda.current_device())
+    row_tokens = 1 + backend.overread_tokens(spec.k_dim, spec.v_dim)
+
+    def zeros(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=spec.dtype, device=device)
+
+    batch = AttentionBatch.build([0], [1], [1], row_tokens=row_tokens, num_rows=1, device=device)
+    try:
+        backend.forward(
+            zeros(1, spec.num_query_heads, spec.k_dim),
+            zeros(1, row_tokens, spec.num_kv_heads, spec.k_dim),
+            zeros(1, row_tokens, spec.num_kv_heads, spec.v_dim),
+            batch,
+            scale=1.0,
+            window=spec.window,
+            softcap=spec.softcap,
+            sinks=zeros(spec.num_query_heads) if spec.has_sinks else None,
+        )
+        torch.cuda.synchronize(device)
+    except (RuntimeError, AssertionError) as error:
+        return f"its build refuses: {(str(error) or repr(error)).splitlines()[0]}"
+    return None

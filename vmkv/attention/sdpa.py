@@ -1,0 +1,151 @@
+"""`torch.nn.functional.scaled_dot_product_attention`, sequence by sequence: works everywhere.
+
+The default on CPU and the last resort on CUDA. Every sequence is a view cut to exactly the keys
+its queries can see (its length, less left padding, less what lies before the window), so nothing
+past the mapped part is touched and the past is not copied.
+
+Three cases, from cheap to dear:
+
+  one query           all keys of the cut are visible: no mask. The query heads of one key/value
+                      head are folded into the query dimension, so its keys are read once.
+  no past, no window  SDPA's own `is_causal`, which is aligned at the top left: the same thing
+                      when there are as many queries as keys.
+  otherwise           a boolean mask aligned at the bottom right, heads folded as above.
+
+SDPA knows neither soft caps nor sinks; those go to the plain math of `reference.py`, a bounded
+number of queries at a time.
+
+Rejected: one padded SDPA call for the whole batch. It needs a gather of the past, or views over
+memory that is not mapped.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from .base import AttentionSpec, check_call, split
+from .batch import AttentionBatch
+from .reference import attend, visible_keys
+
+SCORES_AT_ONCE = 2**24
+"""How many scores the plain math materialises at most: 64 MiB in float32."""
+
+
+class SdpaBackend:
+    """SDPA as a backend; see `AttentionBackend`.
+
+    It launches once or more per sequence and reads lengths on the host: on CUDA it synchronises
+    once for a batch that was not built by `AttentionBatch.build`.
+    """
+
+    name = "sdpa"
+
+    def overread_tokens(self, k_dim: int, v_dim: int | None = None) -> int:
+        """0: rows are cut to their exact length."""
+        return 0
+
+    def why_not(self, spec: AttentionSpec) -> str | None:
+        """Only what is not floating."""
+        return None if spec.dtype.is_floating_point else f"{spec.dtype} is not floating"
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        batch: AttentionBatch,
+        *,
+        scale: float,
+        causal: bool = True,
+        window: int | None = None,
+        softcap: float = 0.0,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See `AttentionBackend.forward`."""
+        check_call(query, keys, values, batch, causal=causal, window=window, sinks=sinks)
+        needs_plain_math = bool(softcap) or sinks is not None
+        out = query.new_empty(*query.shape[:2], values.shape[3])
+        for row, start, end, num_tokens, left_pad in batch.spans:
+            queries = end - start
+            first_key = left_pad
+            if window is not None:
+                # The first query, at position `num_tokens - queries`, sees `window` keys.
+                first_key = max(left_pad, num_tokens - queries - window + 1)
+            if causal:
+                # Causal queries at padding positions see nothing.
+                blind = max(0, left_pad - (num_tokens - queries))
+                out[start : start + blind] = 0
+                start += blind
+            cut = slice(first_key, num_tokens)
+            q, k, v = query[start:end], keys[row, cut], values[row, cut]
+            if needs_plain_math:
+                out[start:end] = _plain(
+                    q, k, v, scale=scale, causal=causal, window=window, softcap=softcap, sinks=sinks
+                )
+            else:
+                out[start:end] = _sdpa(q, k, v, scale=scale, causal=causal, window=window)
+        return out
+
+
+def _sdpa(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    scale: float,
+    causal: bool,
+    window: int | None,
+) -> torch.Tensor:
+    """One sequence, `[Tq, Hq, Dk]` against `[Tk, H, D]`; every query sees at least one key."""
+    queries, heads, _ = query.shape
+    kv_heads = key.shape[1]
+    k, v = key.transpose(0, 1)[None], value.transpose(0, 1)[None]
+    if causal and window is None and queries == key.shape[0] > 1:
+        q = query.transpose(0, 1)[None]
+        out = functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=scale, enable_gqa=heads != kv_heads
+        )
+        return out[0].transpose(0, 1)
+    groups = heads // kv_heads
+    # [Tq, H * groups, D] -> [1, H, groups * Tq, D]: as many query as key heads, so that every
+    # SDPA kernel can serve it without repeating the keys.
+    q = split(query, 1, (kv_heads, groups)).permute(1, 2, 0, 3).flatten(1, 2)[None]
+    mask = None
+    if causal and queries > 1:
+        seen = visible_keys(queries, key.shape[0], causal=True, window=window, device=query.device)
+        mask = seen.repeat(groups, 1)
+    out = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    return split(out[0], 1, (groups, queries)).permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def _plain(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    scale: float,
+    causal: bool,
+    window: int | None,
+    softcap: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """One sequence in float32 (or better), some queries at a time so that scores stay small."""
+    queries, heads, _ = query.shape
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    seen = visible_keys(queries, key.shape[0], causal=causal, window=window, device=query.device)
+    step = max(1, SCORES_AT_ONCE // (heads * key.shape[0]))
+    parts = [
+        attend(
+            query[first : first + step],
+            key,
+            value,
+            seen[first : first + step],
+            scale=scale,
+            softcap=softcap,
+            sinks=sinks,
+            dtype=dtype,
+        ).to(query.dtype)
+        for first in range(0, queries, step)
+    ]
+    return torch.cat(parts)

@@ -1,0 +1,155 @@
+"""torch's own FlashAttention, for ragged batches: needs no package beyond torch.
+
+`torch.nn.attention.varlen.varlen_attn` over the flat view, with each row's start in place of a
+cumulative length and its length in `seqused_k`. Releases whose public function does not take
+`seqused_k` yet have it on the operator below, `aten::_flash_attention_forward`, with the same
+kernels behind it.
+
+They are FlashAttention-2 kernels: every fetch is predicated, `overread_tokens` is 0. torch passes
+no soft cap through. Left padding is skipped by moving the row's start, sinks come from the
+returned log-sum-exp.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+
+from ..errors import ConfigError
+from .base import AttentionSpec, check_call, flat
+from .batch import AttentionBatch
+from .flash_common import apply_sinks, check_dtype, why_not_flash
+
+Varlen = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+
+class TorchFlashBackend:
+    """torch's FlashAttention as a backend; see `AttentionBackend`."""
+
+    name = "torch"
+
+    def overread_tokens(self, k_dim: int, v_dim: int | None = None) -> int:
+        """0: the kernel predicates every key row by the sequence's length."""
+        return 0
+
+    def why_not(self, spec: AttentionSpec) -> str | None:
+        """The limits of FlashAttention-2, no soft cap, and a torch built with it."""
+        limit = why_not_flash(spec, same_head_sizes=True)
+        if limit is not None:
+            return limit
+        if torch.cuda.get_device_capability() < (8, 0):
+            return "it needs compute capability 8.0 or newer"
+        if spec.softcap:
+            return "torch passes no soft cap to its kernel"
+        if not torch.backends.cuda.is_flash_attention_available():
+            return "this torch was built without FlashAttention"
+        return None if _varlen() is not None else f"torch {torch.__version__} has no seqused_k"
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        batch: AttentionBatch,
+        *,
+        scale: float,
+        causal: bool = True,
+        window: int | None = None,
+        softcap: float = 0.0,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See `AttentionBackend.forward`."""
+        check_dtype(self.name, query)
+        check_call(query, keys, values, batch, causal=causal, window=window, sinks=sinks)
+        varlen = _varlen()
+        if softcap or varlen is None:
+            raise ConfigError(
+                "'torch' has no soft cap, and needs a torch whose FlashAttention takes seqused_k"
+            )
+        if window is not None:
+            bounds = (window - 1, 0)
+        elif causal and batch.max_query_tokens > 1:
+            bounds = (-1, 0)
+        else:
+            # A single query is the last token and sees everything. Saying so, instead of
+            # "causal", lets the kernel handle a group's query heads together and split the keys.
+            bounds = (-1, -1)
+        out, logsumexp = varlen(
+            query,
+            flat(keys),
+            flat(values),
+            batch.query_starts,
+            batch.key_starts,
+            batch.max_query_tokens,
+            batch.max_num_tokens,
+            scale=scale,
+            window_size=bounds,
+            seqused_k=batch.visible_tokens,
+        )
+        return out if sinks is None else apply_sinks(out, logsumexp.transpose(0, 1), sinks)
+
+
+@functools.cache
+def _varlen() -> Varlen | None:
+    """A function `(q, k, v, starts_q, starts_k, max_q, max_k, *, scale, window_size, seqused_k)`.
+
+    The public one where it can, the operator where it must; both return the output and the
+    log-sum-exp `[Hq, Tq]`. None where neither takes `seqused_k`.
+    """
+    public = _public_varlen()
+    if public is not None:
+        return public
+    operator = torch.ops.aten._flash_attention_forward.default
+    names = {argument.name for argument in operator._schema.arguments}
+    return _operator_varlen if "seqused_k" in names else None
+
+
+def _public_varlen() -> Varlen | None:
+    try:
+        from torch.nn.attention.varlen import AuxRequest, varlen_attn
+    except ImportError:
+        return None
+    names = inspect.signature(varlen_attn).parameters
+    if "seqused_k" not in names or "scale" not in names:
+        return None
+    options: dict[str, Any] = {"return_aux": AuxRequest(lse=True)}
+    if "enable_gqa" in names:
+        options["enable_gqa"] = True
+    return cast(Varlen, functools.partial(varlen_attn, **options))
+
+
+def _operator_varlen(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    query_starts: torch.Tensor,
+    key_starts: torch.Tensor,
+    max_queries: int,
+    max_keys: int,
+    *,
+    scale: float,
+    window_size: tuple[int, int],
+    seqused_k: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    is_causal = window_size == (-1, 0)
+    out, logsumexp, *_ = torch.ops.aten._flash_attention_forward(
+        query,
+        key,
+        value,
+        query_starts,
+        key_starts,
+        max_queries,
+        max_keys,
+        0.0,
+        is_causal,
+        return_debug_mask=False,
+        scale=scale,
+        window_size_left=window_size[0],
+        window_size_right=window_size[1],
+        seqused_k=seqused_k,
+    )
+    return out, logsumexp
