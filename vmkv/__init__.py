@@ -7,23 +7,67 @@ General layout; imports point left only, and a test proves it:
 `backend` talks to drivers, `memory` owns physical memory, `cache` gives sequences contiguous
 ranges, `attention` reads them with stock kernels, `hf` speaks transformers. `testing` is a
 public kit for those who write backends; nothing here imports it.
+
+Public names are resolved when first used: up to `memory` nothing needs torch, and nobody who
+wants only `vmkv.KVCache` should wait for transformers.
 """
 
-from .backend import Backend as Backend
-from .backend import BackendUsage as BackendUsage
-from .backend import HostBackend as HostBackend
-from .backend import open_backend as open_backend
-from .cache import CacheStats as CacheStats
-from .cache import KVCache as KVCache
-from .cache import Sequence as Sequence
-from .errors import CapacityError as CapacityError
-from .errors import ClosedError as ClosedError
-from .errors import ConfigError as ConfigError
-from .errors import DriverError as DriverError
-from .errors import InternalError as InternalError
-from .errors import OutOfAddressSpaceError as OutOfAddressSpaceError
-from .errors import OutOfPagesError as OutOfPagesError
-from .errors import SequenceFullError as SequenceFullError
-from .errors import VMKVError as VMKVError
-from .hf import VMKVCache as VMKVCache
-from .memory import ExtentPool as ExtentPool
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .backend import Backend as Backend
+    from .backend import BackendUsage as BackendUsage
+    from .backend import HostBackend as HostBackend
+    from .backend import open_backend as open_backend
+    from .cache import CacheStats as CacheStats
+    from .cache import KVCache as KVCache
+    from .cache import Sequence as Sequence
+    from .errors import CapacityError as CapacityError
+    from .errors import ClosedError as ClosedError
+    from .errors import ConfigError as ConfigError
+    from .errors import DriverError as DriverError
+    from .errors import InternalError as InternalError
+    from .errors import OutOfAddressSpaceError as OutOfAddressSpaceError
+    from .errors import OutOfPagesError as OutOfPagesError
+    from .errors import SequenceFullError as SequenceFullError
+    from .errors import VMKVError as VMKVError
+    from .hf import VMKVCache as VMKVCache
+    from .memory import ExtentPool as ExtentPool
+
+_HOMES = {
+    "backend": ("Backend", "BackendUsage", "HostBackend", "open_backend"),
+    "memory": ("ExtentPool",),
+    "cache": ("CacheStats", "KVCache", "Sequence"),
+    "hf": ("VMKVCache",),
+    "errors": (
+        "CapacityError",
+        "ClosedError",
+        "ConfigError",
+        "DriverError",
+        "InternalError",
+        "OutOfAddressSpaceError",
+        "OutOfPagesError",
+        "SequenceFullError",
+        "VMKVError",
+    ),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = sorted(_HOME_OF)
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> object:
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module 'vmkv' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{home}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME_OF})

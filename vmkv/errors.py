@@ -129,7 +129,7 @@ class CudaDriverError(DriverError):
 
 
 class HostDriverError(DriverError):
-    """The operating system, or the host backend's own rules, refused a call; `status` is an errno."""
+    """The system, or the host backend's own rules, refused a call; `status` is an errno."""
 
 
 class InternalError(VMKVError):

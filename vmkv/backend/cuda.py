@@ -12,19 +12,16 @@ copies do, so they push the device's primary context (the one torch uses) and po
 from __future__ import annotations
 
 import contextlib
-import threading
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from struct import Struct
+from collections.abc import Iterator
 from typing import Any
 
-from .. import _native
-from ..errors import ConfigError, CudaDriverError, DriverError, OutOfAddressSpaceError
+from ..errors import ConfigError, CudaDriverError, OutOfAddressSpaceError
 from ..units import Address, Handle, format_bytes
-from .base import AccessOp, Backend, BackendUsage, Fence, MapOp, Op, UnmapOp, primitive_of
+from .base import Fence
+from .booked import BookedBackend, NativeCalls
+from .books import Allocation
 
 _DLPACK_CUDA = 2
-_RECORD = Struct("=QQQQ")
 _LOCATION_DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
 _VMM_SINCE_CUDA = 10020  # The version of the entry points asked for.
 
@@ -51,7 +48,7 @@ class CudaFence(Fence):
             self._backend.recycle_event(self._events.pop())
 
 
-class CudaBackend(Backend):
+class CudaBackend(BookedBackend):
     """CUDA virtual memory management on one device.
 
     Args:
@@ -70,8 +67,6 @@ class CudaBackend(Backend):
                 'on a machine without a GPU use backend="host"'
             ) from error
         self._driver = driver
-        self._lock = threading.Lock()
-        self.calls = Counter()
         try:
             self._call("init", driver.cuInit(0))
             num_devices = self._call("init", driver.cuDeviceGetCount())
@@ -91,24 +86,19 @@ class CudaBackend(Backend):
         self._properties.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         self._properties.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         self._properties.location.id = device_index
-        self.granularity_bytes = int(
-            self._call(
-                "init",
-                driver.cuMemGetAllocationGranularity(
-                    self._properties,
-                    driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM,
-                ),
-            )
-        )
-        self._functions = tuple(
-            self._function_address(name) for name in (b"cuMemMap", b"cuMemSetAccess", b"cuMemUnmap")
+        minimum = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        granularity = driver.cuMemGetAllocationGranularity(self._properties, minimum)
+        super().__init__(int(self._call("init", granularity)))
+        self._calls = NativeCalls(
+            map=self._function_address(b"cuMemMap"),
+            set_access=self._function_address(b"cuMemSetAccess"),
+            unmap=self._function_address(b"cuMemUnmap"),
+            location_type=_LOCATION_DEVICE,
+            location_id=device_index,
         )
         self._streams: set[int] = set()
         self._events: list[Any] = []
         self._num_events = 0
-        self._reservations: dict[int, int] = {}
-        self._mappings: dict[int, tuple[int, int]] = {}  # start -> (bytes, handle)
-        self._handles: dict[int, list[int]] = {}  # handle -> [bytes, mappings, 1 if released]
         self._is_closed = False
 
     @property
@@ -123,9 +113,7 @@ class CudaBackend(Backend):
         self.calls["address_reserve"] += 1
         try:
             address = int(
-                self._call(
-                    "address_reserve", self._driver.cuMemAddressReserve(num_bytes, 0, 0, 0)
-                )
+                self._call("address_reserve", self._driver.cuMemAddressReserve(num_bytes, 0, 0, 0))
             )
         except CudaDriverError as error:
             if not error.is_out_of_memory:
@@ -136,24 +124,19 @@ class CudaBackend(Backend):
                 needed_bytes=num_bytes,
             ) from error
         with self._lock:
-            self._reservations[address] = num_bytes
+            self._books.reserve(address, num_bytes)
         return Address(address)
 
     def address_free(self, address: Address, num_bytes: int) -> None:
         """See `Backend.address_free`."""
         self.calls["address_free"] += 1
         with self._lock:
-            # The driver would accept other ranges in part; nobody may rely on that.
-            if self._reservations.get(address) != num_bytes:
-                raise CudaDriverError(
-                    "address_free", 1, "CUDA_ERROR_INVALID_VALUE", "not one whole reservation"
-                )
-            if any(address <= start < address + num_bytes for start in self._mappings):
-                raise CudaDriverError(
-                    "address_free", 1, "CUDA_ERROR_INVALID_VALUE", "something is mapped in it"
-                )
+            # The driver accepts some of what the contract refuses; nobody may rely on that.
+            refusal = self._books.why_not_free(address, num_bytes)
+            if refusal is not None:
+                raise self._refusal("address_free", refusal)
             self._call("address_free", self._driver.cuMemAddressFree(address, num_bytes))
-            del self._reservations[address]
+            self._books.unreserve(address)
 
     # ---- physical memory ------------------------------------------------------------------
 
@@ -170,53 +153,27 @@ class CudaBackend(Backend):
             )
         )
         with self._lock:
-            self._handles[handle] = [num_bytes, 0, 0]
+            self._books.allocations[handle] = Allocation(num_bytes)
         return handle
 
     def mem_release(self, handle: Handle) -> None:
         """See `Backend.mem_release`."""
         self.calls["mem_release"] += 1
         with self._lock:
-            books = self._handles.get(handle)
-            if books is None or books[2]:
-                raise CudaDriverError(
-                    "mem_release", 1, "CUDA_ERROR_INVALID_VALUE", f"handle {handle:#x} is not live"
-                )
+            allocation = self._books.allocations.get(handle)
+            if allocation is None or allocation.is_released:
+                raise self._refusal("mem_release", f"handle {handle:#x} is not live")
             self._call("mem_release", self._driver.cuMemRelease(handle))
-            books[2] = 1
-            if not books[1]:
-                del self._handles[handle]
+            allocation.is_released = True
+            if allocation.is_gone:
+                self._forget(handle)
 
-    # ---- mappings -------------------------------------------------------------------------
+    def _forget(self, handle: Handle) -> None:
+        # The driver frees the memory by itself.
+        del self._books.allocations[handle]
 
-    def _run(self, ops: Sequence[Op]) -> tuple[int, DriverError | None]:
-        plan = b"".join(_pack(op) for op in ops)
-        with self._lock:
-            num_done, status, *_ = _native.execute(
-                plan, *self._functions, _LOCATION_DEVICE, self._device_index
-            )
-            for op in ops[:num_done]:
-                self.calls[primitive_of(op)] += 1
-                self._book(op)
-        if not status:
-            return num_done, None
-        failed = ops[num_done]
-        self.calls[primitive_of(failed)] += 1
-        return num_done, self._error(primitive_of(failed), status, f"{failed}")
-
-    def _book(self, op: Op) -> None:
-        if isinstance(op, MapOp):
-            self._mappings[op.address] = (op.num_bytes, op.handle)
-            self._handles[op.handle][1] += 1
-        elif isinstance(op, UnmapOp):
-            cursor, end = int(op.address), op.address + op.num_bytes
-            while cursor < end:
-                num_bytes, handle = self._mappings.pop(cursor)
-                books = self._handles[handle]
-                books[1] -= 1
-                if books[2] and not books[1]:
-                    del self._handles[handle]
-                cursor += num_bytes
+    def _native_calls(self) -> NativeCalls:
+        return self._calls
 
     # ---- order and data -------------------------------------------------------------------
 
@@ -296,18 +253,6 @@ class CudaBackend(Backend):
 
     # ---- books ----------------------------------------------------------------------------
 
-    def usage(self) -> BackendUsage:
-        """See `Backend.usage`."""
-        with self._lock:
-            return BackendUsage(
-                num_handles=len(self._handles),
-                physical_bytes=sum(num_bytes for num_bytes, _, _ in self._handles.values()),
-                num_mappings=len(self._mappings),
-                mapped_bytes=sum(num_bytes for num_bytes, _ in self._mappings.values()),
-                num_reservations=len(self._reservations),
-                reserved_bytes=sum(self._reservations.values()),
-            )
-
     def free_memory_bytes(self) -> int:
         """What the driver says is free on the device now. Cost: about 6 µs."""
         with self._in_context():
@@ -346,16 +291,12 @@ class CudaBackend(Backend):
             is_out_of_memory=result == self._driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY,
         )
 
+    def _refusal(self, call: str, why: str) -> CudaDriverError:
+        """What the driver should have answered."""
+        return self._error(call, int(self._driver.CUresult.CUDA_ERROR_INVALID_VALUE), why)
+
     def _function_address(self, name: bytes) -> int:
         address, *_ = self._call(
             "init", self._driver.cuGetProcAddress(name, _VMM_SINCE_CUDA, 0), name.decode()
         )
         return int(address)
-
-
-def _pack(op: Op) -> bytes:
-    if isinstance(op, MapOp):
-        return _RECORD.pack(0, op.address, op.num_bytes, op.handle)
-    if isinstance(op, AccessOp):
-        return _RECORD.pack(1, op.address, op.num_bytes, op.access)
-    return _RECORD.pack(2, op.address, op.num_bytes, 0)

@@ -14,43 +14,21 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
-from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 
-from ..backend import Access, Backend, Op, open_backend
-from ..errors import (
-    ClosedError,
-    ConfigError,
-    InternalError,
-    OutOfPagesError,
-    SequenceFullError,
-)
-from ..memory import ExtentPool, Placement, check_pool, size_classes
+from ..backend import Backend
+from ..errors import ClosedError, ConfigError, InternalError, SequenceFullError
+from ..memory import ExtentPool, check_pool
+from .compaction import without_gaps
+from .device_memory import open_pool
 from .geometry import Geometry, LayerShape, check_positive
 from .layer_group import LayerGroup, split_layers
 from .rows import Rows
 from .sequence import Sequence
 from .stats import CacheStats
-from .views import reclaimable_bytes, release_reclaimable, stream_getter, torch_device
-
-
-class _Target(NamedTuple):
-    """A sequence that must hold `num_tokens`, of which the first `num_past_tokens` are past."""
-
-    sequence: Sequence
-    num_tokens: int
-    num_past_tokens: int
-
-
-class _Step(NamedTuple):
-    """One row of one group that must grow: extents of these classes, from this page on."""
-
-    group: LayerGroup
-    row: int
-    first_page: int
-    classes: list[int]
+from .transaction import Target, grow
+from .views import stream_getter, torch_device
 
 
 class KVCache:
@@ -85,7 +63,7 @@ class KVCache:
             check_positive("budget_bytes", budget_bytes)
         if layers_per_group is not None:
             check_positive("layers_per_group", layers_per_group)
-        self.pool = _pool_over(memory, budget_bytes)
+        self.pool = open_pool(memory, budget_bytes)
         self.pool.attach()
         self.max_tokens = max_tokens
         self.max_sequences = max_sequences
@@ -144,7 +122,9 @@ class KVCache:
         wanted = list(layers)
         taken = [layer for layer in wanted if layer in self._places]
         if taken or not wanted or len(set(wanted)) != len(wanted):
-            raise ConfigError(f"layers {taken or wanted} are in the cache already, or none is named")
+            raise ConfigError(
+                f"layers {taken or wanted} are in the cache already, or none is named"
+            )
         if window_tokens is not None:
             check_positive("window_tokens", window_tokens)
         shape = LayerShape(
@@ -164,7 +144,7 @@ class KVCache:
                 made.append(LayerGroup(self.pool, geometry, dtype, window_tokens))
                 members.append([wanted[at] for at in part])
             targets = [
-                _Target(sequence, sequence.num_tokens, num_past_tokens)
+                Target(sequence.row, sequence.num_tokens, num_past_tokens)
                 for sequence in self._sequences.values()
             ]
             self._grow(targets, made)
@@ -207,34 +187,14 @@ class KVCache:
                 (at, layer) for layer, (home, at) in self._places.items() if home is group
             )
             if len(members) < group.geometry.num_layers:
-                self._move(group, [at for at, _ in members], [layer for _, layer in members])
+                lengths = [(each.row, each.num_tokens) for each in self._sequences.values()]
+                new = without_gaps(group, [at for at, _ in members], lengths, self._grow)
+                self.groups[self.groups.index(group)] = new
+                for at, (_, layer) in enumerate(members):
+                    self._places[layer] = (new, at)
+                group.close()
                 moved = True
         return moved
-
-    def _move(self, group: LayerGroup, places: list[int], layers: list[int]) -> None:
-        """Replace `group` by one that holds only the layers at `places`, with their contents."""
-        geometry = replace(group.geometry, num_layers=len(places))
-        new = LayerGroup(self.pool, geometry, group.dtype, group.window_tokens)
-        sequences = list(self._sequences.values())
-        past = {each: group.first_mapped_token(each.row) for each in sequences}
-        try:
-            self._grow([_Target(each, each.num_tokens, past[each]) for each in sequences], [new])
-        except BaseException:
-            new.close()
-            raise
-        for sequence in sequences:
-            tokens = slice(past[sequence], sequence.num_tokens)
-            with torch.inference_mode(False), torch.no_grad():
-                for at, place in enumerate(places):
-                    for mine, theirs in (
-                        (new.views.keys, group.views.keys),
-                        (new.views.values, group.views.values),
-                    ):
-                        mine[at, sequence.row, :, tokens] = theirs[place, sequence.row, :, tokens]
-        self.groups[self.groups.index(group)] = new
-        for at, layer in enumerate(layers):
-            self._places[layer] = (new, at)
-        group.close()
 
     def place(self, layer: int) -> tuple[LayerGroup, int]:
         """The group of `layer`, and its index in the group.
@@ -311,7 +271,7 @@ class KVCache:
                     max_tokens=self.max_tokens,
                 )
         self.note_stream()
-        self._grow([_Target(each, to, each.num_tokens) for each, to in targets], self.groups)
+        self._grow([Target(each.row, to, each.num_tokens) for each, to in targets], self.groups)
         self.retire_behind_windows(sequence for sequence, _ in targets)
         for sequence, num_tokens in targets:
             sequence.num_tokens = max(sequence.num_tokens, num_tokens)
@@ -391,17 +351,13 @@ class KVCache:
         return CacheStats(
             num_sequences=len(self._sequences),
             reserved_bytes=sum(group.geometry.reserved_bytes for group in self.groups),
-            resident_bytes=sum(
-                group.resident_bytes(row) for group in self.groups for row in rows
-            ),
+            resident_bytes=sum(group.resident_bytes(row) for group in self.groups for row in rows),
             used_bytes=sum(
                 group.used_bytes(sequence.num_tokens)
                 for group in self.groups
                 for sequence in self._sequences.values()
             ),
-            parked_bytes=sum(
-                group.resident_bytes(row) for group in self.groups for row in parked
-            ),
+            parked_bytes=sum(group.resident_bytes(row) for group in self.groups for row in parked),
             free_bytes=pool.free_bytes,
             retired_bytes=pool.retired_bytes,
             budget_bytes=pool.budget_bytes,
@@ -419,85 +375,26 @@ class KVCache:
             needed = sequence.num_tokens + self.overread_tokens if sequence.num_tokens else 0
             for group in self.groups:
                 pages = group.table.rows[sequence.row]
-                first, end = group.first_needed_page(sequence.num_tokens), group.geometry.pages_for(
-                    min(needed, group.geometry.row_tokens)
-                )
+                first = group.first_needed_page(sequence.num_tokens)
+                end = group.geometry.pages_for(min(needed, group.geometry.row_tokens))
                 if needed and (pages.first_page > first or pages.end_page < end):
                     raise _not_resident(sequence, first, end, pages.first_page, pages.end_page)
 
-    # ---- growth, step by step -------------------------------------------------------------
+    # ---- growing, and giving way ----------------------------------------------------------
 
-    def _grow(self, targets: list[_Target], groups: list[LayerGroup]) -> None:
-        steps = self._plan(targets, groups, exactly=False)
-        if not steps:
-            return
-        try:
-            self._execute(steps)
-        except OutOfPagesError:
-            # Be modest, let ended sequences give way, and try once more.
-            steps = self._plan(targets, groups, exactly=True)
-            self._make_room(steps)
-            self._execute(steps)
+    def _grow(self, targets: list[Target], groups: list[LayerGroup]) -> None:
+        if self.keeps_past:
+            targets = [target._replace(num_past_tokens=0) for target in targets]
+        grow(self.pool, groups, targets, self.overread_tokens, self._make_room)
 
-    def _plan(
-        self, targets: list[_Target], groups: list[LayerGroup], *, exactly: bool
-    ) -> list[_Step]:
-        """What to map where: pure, given the page tables."""
-        steps = []
-        for sequence, num_tokens, num_past_tokens in targets:
-            if not num_tokens:
-                continue
-            for group in groups:
-                resident_until = min(num_tokens + self.overread_tokens, group.geometry.row_tokens)
-                first_page = group.next_page(
-                    sequence.row, 0 if self.keeps_past else num_past_tokens
-                )
-                num_pages = group.pages_to_add(first_page, resident_until, exactly=exactly)
-                if num_pages:
-                    classes = list(size_classes(num_pages, group.largest_class))
-                    steps.append(_Step(group, sequence.row, first_page, classes))
-        return steps
-
-    def _execute(self, steps: list[_Step]) -> None:
-        """Map what was planned; all of it, or nothing and an error."""
-        self._wait_for_retired_at(steps)
-        extents = self.pool.acquire([size_class for step in steps for size_class in step.classes])
-        try:
-            supply = iter(extents)
-            placements = [
-                Placement(step.row, step.first_page, [next(supply) for _ in step.classes])
-                for step in steps
-            ]
-            ops: list[Op] = []
-            for step, placement in zip(steps, placements, strict=True):
-                ops += step.group.table.ops_to_map(placement, Access.READ_WRITE)
-            self.pool.backend.execute(ops)
-            for step, placement in zip(steps, placements, strict=True):
-                step.group.table.note_mapped(placement, Access.READ_WRITE)
-        finally:
-            # From here on the mappings hold the extents; after a failure nobody does.
-            self.pool.disown(extents)
-
-    def _wait_for_retired_at(self, steps: list[_Step]) -> None:
-        """Where pages were retired from the end of a row, they must be gone before new ones."""
+    def _make_room(self, needed_bytes: int) -> None:
+        """Wait for what is retired, then let parked rows go, until `needed_bytes` are free."""
         reclaimer = self.pool.reclaimer
-        reclaimer.poll()
-        for step in steps:
-            table = step.group.table
-            start = table.page_address(step.row, step.first_page)
-            end = table.page_address(step.row, table.row_pages)
-            if reclaimer.has_retired_in(start, end):
-                reclaimer.wait()
-                return
-
-    def _make_room(self, steps: list[_Step]) -> None:
-        page_bytes = self.pool.page_bytes
-        needed_bytes = sum(page_bytes << each for step in steps for each in step.classes)
-        self.pool.reclaimer.wait(until_bytes=needed_bytes)
+        reclaimer.wait(until_bytes=needed_bytes)
         free_bytes = self.pool.stats().free_bytes
         if free_bytes < needed_bytes:
             self._evict_parked(needed_bytes - free_bytes)
-            self.pool.reclaimer.wait()
+            reclaimer.wait()
 
     def _evict_parked(self, num_bytes: int) -> None:
         """Retire parked rows, oldest first, until they held `num_bytes`."""
@@ -540,19 +437,22 @@ class KVCache:
         """
         if self.is_closed:
             return
-        self.is_closed = True
         for sequence in self._sequences.values():
             sequence.is_closed = True
-        for group in self.groups:
-            group.close()
-        self.groups.clear()
-        self._places.clear()
         self._sequences.clear()
+        self._places.clear()
+        # A failing driver call stops here, and another `close` goes on from it.
+        while self.groups:
+            self.groups[-1].close()
+            self.groups.pop()
         self.pool.detach()
+        self.is_closed = True
 
     def has_outside_views(self) -> bool:
-        """Whether tensors that the cache gave away still live. For caches about to be closed:
-        the cache drops its own tensors to find out."""
+        """Whether tensors that the cache gave away still live.
+
+        For caches about to be closed: the cache drops its own tensors to find out.
+        """
         return any([group.has_outside_views() for group in self.groups])
 
     def check_open(self) -> None:
@@ -572,29 +472,9 @@ class KVCache:
         self.close()
 
 
-def _pool_over(memory: str | Backend | ExtentPool, budget_bytes: int | None) -> ExtentPool:
-    if isinstance(memory, ExtentPool):
-        if budget_bytes is not None:
-            raise ConfigError("a shared pool has its own budget; leave budget_bytes out")
-        return memory
-    backend = open_backend(memory) if isinstance(memory, str) else memory
-    try:
-        if budget_bytes is None:
-            free_bytes = backend.free_memory_bytes() + reclaimable_bytes(backend)
-            budget_bytes = max(backend.granularity_bytes, free_bytes)
-        return ExtentPool(
-            backend,
-            budget_bytes,
-            close_when_unused=True,
-            on_pressure=lambda: release_reclaimable(backend),
-        )
-    except BaseException:
-        if isinstance(memory, str):
-            backend.close()
-        raise
-
-
-def _not_resident(sequence: Sequence, first: int, end: int, got_first: int, got_end: int) -> Exception:
+def _not_resident(
+    sequence: Sequence, first: int, end: int, got_first: int, got_end: int
+) -> Exception:
     return InternalError(
         f"I6: {sequence} needs pages [{first}, {end}) resident, has [{got_first}, {got_end})"
     )

@@ -6,6 +6,9 @@ they form a group of their own, whose front pages can leave as the window passes
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
+
 import torch
 
 from .. import _native
@@ -117,6 +120,18 @@ class LayerGroup:
         """Retire the extents that hold nothing of the first `num_tokens` tokens of `row`."""
         self.table.retire_back(row, self.geometry.pages_for(num_tokens), fence)
 
+    def copy_row(
+        self, row: int, tokens: slice, source: LayerGroup, source_places: Sequence[int]
+    ) -> None:
+        """Copy `tokens` of `row` from the layers of `source` at `source_places` to this group's."""
+        with torch.inference_mode(mode=False), torch.no_grad():
+            for mine, theirs in (
+                (self.views.keys, source.views.keys),
+                (self.views.values, source.views.values),
+            ):
+                for at, place in enumerate(source_places):
+                    mine[at, row, :, tokens] = theirs[place, row, :, tokens]
+
     def has_outside_views(self) -> bool:
         """Whether tensors other than this group's own point into the range. Drops its own."""
         self._views = None
@@ -135,4 +150,4 @@ def split_layers(num_layers: int, layers_per_group: int | None) -> list[range]:
         return [range(num_layers)]
     num_groups = div_ceil(num_layers, layers_per_group)
     bounds = [num_layers * at // num_groups for at in range(num_groups + 1)]
-    return [range(start, end) for start, end in zip(bounds, bounds[1:], strict=False)]
+    return [range(start, end) for start, end in pairwise(bounds)]

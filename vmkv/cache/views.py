@@ -74,7 +74,7 @@ def group_views(
     )
     # In inference mode torch would make an inference tensor, which later refuses to be written
     # outside that mode; the cache outlives whichever mode its first update happens in.
-    with torch.inference_mode(False), torch.no_grad():
+    with torch.inference_mode(mode=False), torch.no_grad():
         flat = torch.utils.dlpack.from_dlpack(capsule).view(dtype)
         shape = geometry.shape
         item = shape.itemsize_bytes
@@ -84,12 +84,24 @@ def group_views(
             geometry.token_bytes // item,
         )
         keys = flat.as_strided(
-            (geometry.num_layers, geometry.num_rows, shape.num_k_heads, geometry.row_tokens, shape.k_dim),
+            (
+                geometry.num_layers,
+                geometry.num_rows,
+                shape.num_k_heads,
+                geometry.row_tokens,
+                shape.k_dim,
+            ),
             (layer, row, shape.k_dim, token, 1),
             geometry.k_offset_bytes(0) // item,
         )
         values = flat.as_strided(
-            (geometry.num_layers, geometry.num_rows, shape.num_v_heads, geometry.row_tokens, shape.v_dim),
+            (
+                geometry.num_layers,
+                geometry.num_rows,
+                shape.num_v_heads,
+                geometry.row_tokens,
+                shape.v_dim,
+            ),
             (layer, row, shape.v_dim, token, 1),
             geometry.v_offset_bytes(0) // item,
         )
@@ -99,12 +111,17 @@ def group_views(
 def reclaimable_bytes(backend: Backend) -> int:
     """Memory that torch's own allocator holds on this device and does not use."""
     device = torch_device(backend)
-    if device.type != "cuda" or not torch.cuda.is_initialized():
+    if device.type != "cuda" or not _uses_cuda():
         return 0
     return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def release_reclaimable(backend: Backend) -> None:
     """Let torch's allocator give unused memory back to the device."""
-    if torch_device(backend).type == "cuda" and torch.cuda.is_initialized():
+    if torch_device(backend).type == "cuda" and _uses_cuda():
         torch.cuda.empty_cache()
+
+
+def _uses_cuda() -> bool:
+    """Whether torch has touched a GPU in this process; asking its allocator would start it."""
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]

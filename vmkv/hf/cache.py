@@ -1,6 +1,6 @@
 """`VMKVCache`: a drop-in for `DynamicCache` whose sequences lie in virtual memory.
 
-    model.generate(**inputs, past_key_values=VMKVCache(config=model.config))
+model.generate(**inputs, past_key_values=VMKVCache(config=model.config))
 """
 
 from __future__ import annotations

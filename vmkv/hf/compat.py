@@ -21,7 +21,10 @@ from ..errors import ConfigError
 #: Since 5.17 `crop(n)` takes tokens to remove; before, a length to keep.
 _CROP_REMOVES = hasattr(CacheLayerMixin, "is_croppable")
 #: Since 5.23 a length is refused.
-_CROP_REFUSES_LENGTHS = tuple(int(part) for part in transformers.__version__.split(".")[:2]) >= (5, 18)
+_CROP_REFUSES_LENGTHS = tuple(int(part) for part in transformers.__version__.split(".")[:2]) >= (
+    5,
+    18,
+)
 #: Layer types that 4.57 puts behind plain dynamic layers, rightly.
 _PLAIN_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 

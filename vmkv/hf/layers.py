@@ -44,9 +44,7 @@ class _VirtualLayer:
         values = value_states[0] if value_states else key_states
         self._bind(key_states, values)
 
-    def _bind(
-        self, keys: torch.Tensor, values: torch.Tensor, num_past_tokens: int = 0
-    ) -> None:
+    def _bind(self, keys: torch.Tensor, values: torch.Tensor, num_past_tokens: int = 0) -> None:
         self._slot = self._store.bind(self._index, keys, values, num_past_tokens)
         self._batch_size = keys.shape[0]
         self.dtype, self.device = keys.dtype, keys.device
@@ -60,7 +58,8 @@ class _VirtualLayer:
         Args:
             key_states: `[batch, kv_heads, new_tokens, k_dim]`.
             value_states: `[batch, kv_heads, new_tokens, v_dim]`.
-            args, kwargs: Whatever this release passes along; unused.
+            *args: Whatever this release passes along; unused.
+            **kwargs: Likewise.
 
         Returns:
             Views `[batch, kv_heads, tokens, dim]` over the cache's memory, of exact length and
@@ -155,7 +154,7 @@ class _VirtualLayer:
         self._store.check_open()
         assert self._slot is not None  # Only bound layers have views.
         views, place = self._slot.step.group.views, self._slot.place
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(mode=False), torch.no_grad():
             return (
                 views.keys[place, : self._batch_size, :, first:end],
                 views.values[place, : self._batch_size, :, first:end],

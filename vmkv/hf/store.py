@@ -173,7 +173,7 @@ class GroupStep:
         self.rows.core.note_stream()
         self.rows.ensure(batch_size, end)
         views = self.group.views
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(mode=False), torch.no_grad():
             k = views.keys[:, :batch_size]
             v = views.values[:, :batch_size]
             self.keys = k[:, :, :, first:end].unbind(0)

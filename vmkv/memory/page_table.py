@@ -148,14 +148,18 @@ class PageTable:
     def close(self, has_views: Callable[[], bool]) -> None:
         """Retire every row, wait until all is unmapped, and free the reservation.
 
+        After a failing driver call, call it again: it goes on where it stopped.
+
         Args:
             has_views: Says whether a tensor still points into the range; while one does, the
                 addresses stay reserved, empty.
         """
         reclaimer = self.pool.reclaimer
-        fence = reclaimer.new_fence()
-        for row in range(self.num_rows):
-            self.retire_back(row, 0, fence)
-        reclaimer.wait()
-        self.pool.page_tables.remove(self)
-        reclaimer.free_reservation(self.address, self.reserved_bytes, has_views)
+        if self in self.pool.page_tables:
+            fence = reclaimer.new_fence()
+            for row in range(self.num_rows):
+                self.retire_back(row, 0, fence)
+            reclaimer.wait()
+            self.pool.page_tables.remove(self)
+            reclaimer.free_later(self.address, self.reserved_bytes, has_views)
+        reclaimer.free_idle_reservations()

@@ -74,7 +74,11 @@ class ExtentPool:
         on_pressure: Callable[[], None] | None = None,
     ):
         page_bytes = backend.granularity_bytes if page_bytes is None else page_bytes
-        if page_bytes <= 0 or page_bytes % backend.granularity_bytes or not is_power_of_two(page_bytes):
+        if (
+            page_bytes <= 0
+            or page_bytes % backend.granularity_bytes
+            or not is_power_of_two(page_bytes)
+        ):
             raise ConfigError(
                 f"page_bytes={page_bytes} must be a power of two and a multiple of the "
                 f"granularity of {backend.name}, {backend.granularity_bytes}"
@@ -200,7 +204,9 @@ class ExtentPool:
         num_bytes = sum(self.page_bytes << size_class for size_class in size_classes)
         excess_bytes = self._created_bytes + num_bytes - self._budget_bytes
         if excess_bytes > self._free_bytes:
-            raise self._out_of_pages(needed_bytes, f"a budget of {format_bytes(self._budget_bytes)}")
+            raise self._out_of_pages(
+                needed_bytes, f"a budget of {format_bytes(self._budget_bytes)}"
+            )
         if excess_bytes > 0:
             self._release_free(excess_bytes)
         created: list[Extent] = []
@@ -341,10 +347,10 @@ class ExtentPool:
         )
 
     def _check_budget(self, budget_bytes: int) -> None:
-        if budget_bytes < self.page_bytes:
+        if not isinstance(budget_bytes, int) or budget_bytes < self.page_bytes:
             raise ConfigError(
-                f"budget_bytes={budget_bytes} holds not even one page of {self.page_bytes} bytes; "
-                "raise it"
+                f"budget_bytes={budget_bytes!r} is not an integer that holds at least one page of "
+                f"{self.page_bytes} bytes; raise it"
             )
 
     def _check_open(self) -> None:

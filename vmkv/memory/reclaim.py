@@ -136,24 +136,23 @@ class Reclaimer:
                     self._unreference(mapping.extent)
         return sum(sizes)
 
-    def free_reservation(
-        self, address: Address, num_bytes: int, has_views: Callable[[], bool]
-    ) -> None:
-        """Free a reservation with nothing mapped in it, once no tensor points into it."""
+    def free_later(self, address: Address, num_bytes: int, has_views: Callable[[], bool]) -> None:
+        """Take over a reservation with nothing mapped in it, to free it when it may go."""
         with self._lock:
             self._idle_reservations.append((address, num_bytes, has_views))
-        self.free_idle_reservations()
 
     def free_idle_reservations(self) -> None:
-        """Free those of the idle reservations that no tensor points into any more."""
+        """Free those of the idle reservations that no tensor points into any more.
+
+        Raises:
+            DriverError: One could not be freed; it and those after it stay on the list.
+        """
         with self._lock:
-            waiting = []
-            for address, num_bytes, has_views in self._idle_reservations:
-                if has_views():
-                    waiting.append((address, num_bytes, has_views))
-                else:
+            for reservation in tuple(self._idle_reservations):
+                address, num_bytes, has_views = reservation
+                if not has_views():
                     self._backend.address_free(address, num_bytes)
-            self._idle_reservations = waiting
+                    self._idle_reservations.remove(reservation)
 
     @property
     def num_idle_reservations(self) -> int:

@@ -1,0 +1,69 @@
+# Two commands do everything on a fresh machine with Python 3.10 or newer and a C compiler:
+#   make demo   sets up and runs the main job
+#   make test   sets up, lints, checks types and passes the tests
+# The rest is for those who change vmkv. Variables can be overridden: make test PYTHON=python3.12
+
+PYTHON ?= python3
+VENV ?= .venv
+# Pinned so that two runs test the same thing; any release from 2.6 on is supported.
+TORCH ?= torch==2.13.0
+TRANSFORMERS ?= transformers==5.23.0
+# The other releases that are kept working, one environment each.
+MATRIX ?= 4.57.6 5.17.0
+# Python versions whose torch-free layers are tested where the interpreter is installed.
+PYTHONS ?= 3.10 3.12 3.13
+
+BIN = $(VENV)/bin
+SOURCES = $(wildcard vmkv/_native/*.[ch]) pyproject.toml
+
+.PHONY: demo test lint types unit test-matrix test-pythons report clean
+
+demo: $(VENV)/.ready
+	$(BIN)/python examples/generate.py --out out
+
+test: lint types unit
+
+lint: $(VENV)/.ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.ready
+	$(BIN)/mypy
+
+unit: $(VENV)/.ready
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# torch goes first and alone, so that nothing pulls in another build of it.
+$(VENV)/.ready: $(SOURCES)
+	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --editable ".[dev]" "$(TRANSFORMERS)"
+	touch $@
+
+test-matrix: $(foreach version,$(MATRIX),matrix-$(version)) test-pythons
+
+matrix-%:
+	$(MAKE) unit VENV=.venv-transformers-$* TRANSFORMERS=transformers==$* \
+		PYTEST_ARGS="tests/hf $(PYTEST_ARGS)"
+
+# Up to `memory` nothing needs torch: proven by not installing it.
+test-pythons:
+	@for version in $(PYTHONS); do \
+		if ! command -v python$$version >/dev/null || ! python$$version -c "" 2>/dev/null; then \
+			echo "python$$version is not installed: skipped"; continue; \
+		fi; \
+		set -e; \
+		venv=.venv-python-$$version; \
+		test -d $$venv || python$$version -m venv $$venv; \
+		$$venv/bin/python -m pip install --quiet pytest pytest-timeout hypothesis; \
+		$$venv/bin/python -m pip install --quiet --no-deps --editable .; \
+		$$venv/bin/python -m pytest --quiet tests/native tests/backend tests/memory \
+			tests/machines/test_pool_machine.py; \
+	done
+
+report: $(VENV)/.ready
+	$(BIN)/python bench/report.py
+
+clean:
+	rm -rf .venv .venv-* build dist out *.egg-info

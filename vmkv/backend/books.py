@@ -1,0 +1,158 @@
+"""What a backend holds: reservations, allocations, and which lies behind which address.
+
+Both backends keep these books. They answer `usage()`, they say which operations the contract
+refuses, and they are what the driver's own state is checked against.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ..units import Handle
+from .base import BackendUsage, MapOp, Op, UnmapOp
+
+
+@dataclass
+class Allocation:
+    """One handle: its size, its mappings, and whether its owner has given it up."""
+
+    num_bytes: int
+    num_mappings: int = 0
+    is_released: bool = False
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether nothing keeps the memory alive any more."""
+        return self.is_released and not self.num_mappings
+
+
+@dataclass(frozen=True)
+class _Mapping:
+    num_bytes: int
+    handle: Handle
+
+
+class Books:
+    """The books of one backend. Not locked: the backend's lock guards them.
+
+    Args:
+        granularity_bytes: What sizes and addresses must be multiples of.
+    """
+
+    def __init__(self, granularity_bytes: int):
+        self._granularity_bytes = granularity_bytes
+        self._reservations: dict[int, int] = {}
+        self._reservation_starts: list[int] = []
+        self._mappings: dict[int, _Mapping] = {}
+        self._mapping_starts: list[int] = []
+        self.allocations: dict[Handle, Allocation] = {}
+
+    # ---- address ranges -------------------------------------------------------------------
+
+    def reserve(self, address: int, num_bytes: int) -> None:
+        """Note a new reservation."""
+        self._reservations[address] = num_bytes
+        insort(self._reservation_starts, address)
+
+    def why_not_free(self, address: int, num_bytes: int) -> str | None:
+        """Why `address_free` is refused, or None."""
+        if self._reservations.get(address) != num_bytes:
+            return "not one whole reservation"
+        return "something is mapped in it" if self._is_occupied(address, num_bytes) else None
+
+    def unreserve(self, address: int) -> None:
+        """Forget a reservation."""
+        del self._reservations[address]
+        del self._reservation_starts[bisect_left(self._reservation_starts, address)]
+
+    # ---- mappings -------------------------------------------------------------------------
+
+    def why_not(self, op: Op, leaving: set[int]) -> str | None:
+        """Why `op` is refused, or None.
+
+        Args:
+            op: The operation.
+            leaving: Starts of mappings that earlier operations of the batch unmap; an unmap
+                that is allowed adds to it.
+        """
+        granularity = self._granularity_bytes
+        if op.num_bytes <= 0 or op.num_bytes % granularity or op.address % granularity:
+            return f"not a positive multiple of the granularity, {granularity} bytes"
+        if isinstance(op, MapOp):
+            return self._why_not_map(op)
+        starts = self._whole_mappings(op.address, op.num_bytes)
+        if not starts or not leaving.isdisjoint(starts):
+            return "not a run of whole mappings"
+        if isinstance(op, UnmapOp):
+            leaving.update(starts)
+        return None
+
+    def _why_not_map(self, op: MapOp) -> str | None:
+        at = bisect_right(self._reservation_starts, op.address) - 1
+        start = self._reservation_starts[at] if at >= 0 else 0
+        if at < 0 or op.address + op.num_bytes > start + self._reservations[start]:
+            return "outside every reservation"
+        allocation = self.allocations.get(op.handle)
+        if allocation is None or allocation.is_released:
+            return f"handle {op.handle:#x} is not live"
+        if allocation.num_bytes != op.num_bytes:
+            return "not the whole of the handle"
+        return "something is mapped there" if self._is_occupied(op.address, op.num_bytes) else None
+
+    def _is_occupied(self, address: int, num_bytes: int) -> bool:
+        after = bisect_left(self._mapping_starts, address)
+        if after < len(self._mapping_starts) and self._mapping_starts[after] < address + num_bytes:
+            return True
+        if not after:
+            return False
+        before = self._mapping_starts[after - 1]
+        return before + self._mappings[before].num_bytes > address
+
+    def _whole_mappings(self, address: int, num_bytes: int) -> list[int]:
+        """Where the mappings start that together are exactly the range; empty if none do."""
+        starts = []
+        cursor, end = address, address + num_bytes
+        while cursor < end:
+            mapping = self._mappings.get(cursor)
+            if mapping is None:
+                return []
+            starts.append(cursor)
+            cursor += mapping.num_bytes
+        return starts if cursor == end else []
+
+    def note(self, op: Op) -> None:
+        """Book a map; the other operations change nothing here (see `note_unmapped`)."""
+        if isinstance(op, MapOp):
+            self._mappings[op.address] = _Mapping(op.num_bytes, op.handle)
+            insort(self._mapping_starts, op.address)
+            self.allocations[op.handle].num_mappings += 1
+
+    def unnote(self, op: Op) -> None:
+        """Take `note` back for an operation that was not executed."""
+        if isinstance(op, MapOp):
+            for _ in self.note_unmapped(UnmapOp(op.address, op.num_bytes)):
+                pass
+
+    def note_unmapped(self, op: UnmapOp) -> Iterator[tuple[Handle, Allocation]]:
+        """Book an unmap; yields each handle that lost a mapping."""
+        for start in self._whole_mappings(op.address, op.num_bytes):
+            handle = self._mappings.pop(start).handle
+            del self._mapping_starts[bisect_left(self._mapping_starts, start)]
+            allocation = self.allocations[handle]
+            allocation.num_mappings -= 1
+            yield handle, allocation
+
+    # ---- the whole ------------------------------------------------------------------------
+
+    def usage(self) -> BackendUsage:
+        """Everything, counted."""
+        return BackendUsage(
+            num_handles=len(self.allocations),
+            physical_bytes=sum(each.num_bytes for each in self.allocations.values()),
+            num_mappings=len(self._mappings),
+            mapped_bytes=sum(each.num_bytes for each in self._mappings.values()),
+            num_reservations=len(self._reservations),
+            reserved_bytes=sum(self._reservations.values()),
+        )
