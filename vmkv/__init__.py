@@ -35,13 +35,15 @@ if TYPE_CHECKING:
     from .errors import SequenceFullError as SequenceFullError
     from .errors import VMKVError as VMKVError
     from .hf import VMKVCache as VMKVCache
+    from .hf import generate as generate
+    from .hf import ragged_generate as ragged_generate
     from .memory import ExtentPool as ExtentPool
 
 _HOMES = {
     "backend": ("Backend", "BackendUsage", "HostBackend", "open_backend"),
     "memory": ("ExtentPool",),
     "cache": ("CacheStats", "KVCache", "Sequence"),
-    "hf": ("VMKVCache",),
+    "hf": ("VMKVCache", "generate", "ragged_generate"),
     "errors": (
         "CapacityError",
         "ClosedError",

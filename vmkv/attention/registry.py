@@ -2,14 +2,15 @@
 
 Order, and why (one H200, Llama-3-8B shape, all layers interleaved):
 
-  flash3   decode 207 us a layer against flash2's 221; prefill is where it leads by more
-  flash2   decode 221 us; no over-read, so rows need no resident margin; appends in its kernel
+  flash2   decode 221 us a layer; no over-read, so rows need no resident margin
+  flash3   decode 207 us and the faster prefill, but its over-read keeps one key tile of every row
+           resident (176 tokens at head size 128: 22 MiB a sequence of Llama-3-8B)
   torch    FlashAttention-2 without a package, 371-376 us: its varlen kernel splits less well
   sdpa     anything else, everywhere
 
-`flash4` and `reference` are never chosen, only named: the first is not measured yet, the second
-is an oracle. flash3's margin costs one key tile of resident tokens per row (176 at head size
-128); where memory is dearer than 7 % of decode attention, name flash2.
+Memory is what this project is for, so the 7 % of decode attention that flash3 would gain are
+left to those who name it. `flash4` and `reference` are never chosen, only named: the first is not
+measured yet, the second is an oracle.
 
 A package can be installed and still lack the one kernel that is asked for (builds are often
 narrowed to some head sizes or options), which only a launch can tell. So a CUDA backend that
@@ -28,7 +29,7 @@ from ..errors import ConfigError
 from .base import AttentionBackend, AttentionSpec
 from .batch import AttentionBatch
 
-ORDER = ("flash3", "flash2", "torch", "sdpa")
+ORDER = ("flash2", "flash3", "torch", "sdpa")
 """Backends tried by `select` without a name, best first."""
 
 

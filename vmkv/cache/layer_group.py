@@ -19,6 +19,10 @@ from .geometry import Geometry
 from .growth import growth_quantum_class, largest_class_for_window, pages_to_map
 from .views import GroupViews, group_views
 
+#: Kernels fetch whole key tiles, so a window's first tile may begin before the window; the
+#: widest tile of any kernel here is 256 tokens (FlashAttention-2, head size 64).
+_UNDERREAD_TOKENS = 256
+
 
 class LayerGroup:
     """The rows of one group of layers.
@@ -102,10 +106,11 @@ class LayerGroup:
         return kept * self.geometry.token_bytes
 
     def first_needed_page(self, num_tokens: int) -> int:
-        """The first page of a row that a query at position `num_tokens` or later can see."""
+        """The first page of a row that a query at `num_tokens` or later can make a kernel read."""
         if self.window_tokens is None:
             return 0
-        return self.geometry.whole_pages_below(max(0, num_tokens - self.window_tokens + 1))
+        first_seen = num_tokens - self.window_tokens + 1
+        return self.geometry.whole_pages_below(max(0, first_seen - _UNDERREAD_TOKENS))
 
     def has_front_to_retire(self, row: int, num_tokens: int) -> bool:
         """Whether the window has passed all of the row's first extent."""

@@ -1,3 +1,13 @@
-"""transformers: the cache it takes, in virtual memory. Every version branch is in `compat.py`."""
+"""transformers: the cache it takes, attention in place, and generation without padding.
 
+`cache.py` and `layers.py` the cache; `store.py` its memory; `attention.py` the implementation
+"vmkv"; `ragged.py` and `generation.py` ragged batches; `compat.py` every version branch.
+Importing this package registers "vmkv" with transformers.
+"""
+
+from .attention import register
 from .cache import VMKVCache as VMKVCache
+from .generation import generate as generate
+from .generation import ragged_generate as ragged_generate
+
+register()

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
+from ..attention import get as get_attention_backend
 from ..backend import Backend
 from ..cache import CacheStats
 from ..cache.geometry import check_positive
@@ -38,6 +39,8 @@ class VMKVCache(DynamicCache):  # type: ignore[misc]
         backend: `"host"`, `"cuda:0"`, a backend, or None to follow the model's tensors.
         pool: Physical memory to share with other caches; excludes backend and budget_bytes.
         layers_per_group: See `KVCache`.
+        attention_backend: The kernel for models that attend through `"vmkv"`: a name of
+            `vmkv.attention.backend_names()`; by default the best that can serve.
 
     Raises:
         ConfigError: An argument is impossible, or the model cannot be served.
@@ -56,6 +59,7 @@ class VMKVCache(DynamicCache):  # type: ignore[misc]
         backend: str | Backend | None = None,
         pool: ExtentPool | None = None,
         layers_per_group: int | None = None,
+        attention_backend: str | None = None,
         offloading: bool = False,
     ):
         if offloading:
@@ -70,6 +74,8 @@ class VMKVCache(DynamicCache):  # type: ignore[misc]
         ):
             if value is not None:
                 check_positive(name, value)
+        if attention_backend is not None:
+            get_attention_backend(attention_backend)  # An unknown name is refused now.
         orphans.collect()
         decoder_config = compat.text_config(config)
         if max_tokens is None:
@@ -82,6 +88,7 @@ class VMKVCache(DynamicCache):  # type: ignore[misc]
             layers_per_group,
             pool if pool is not None else backend,
             bool(getattr(config, "is_encoder_decoder", False)),
+            attention_backend,
         )
         self._begin(config, settings)
 

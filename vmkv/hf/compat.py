@@ -6,8 +6,10 @@ what the installed release has, not by its number, wherever that is possible.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
+import torch
 import transformers
 from transformers.cache_utils import (
     CacheLayerMixin,
@@ -98,3 +100,42 @@ def cropped_length(length: int, argument: int) -> int:
             "tokens to remove as a negative integer"
         )
     return min(length, argument)
+
+
+def register_attention(name: str, attention: Any, mask: Any) -> None:
+    """Put an attention function and its mask function into transformers' registries.
+
+    Both, because an attention without a mask function silently gets no mask at all.
+    """
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, mask)
+
+
+def is_plain_mask(mask_function: Any) -> bool:
+    """Whether a mask is just causal, or causal within a sliding window.
+
+    transformers composes masks from functions; those two are told by what they are made of.
+    """
+    from transformers import masking_utils
+
+    if mask_function is masking_utils.causal_mask_function:
+        return True
+    if getattr(mask_function, "__name__", "") != "and_mask":
+        return False
+    parts = inspect.getclosurevars(mask_function).nonlocals.get("mask_functions", ())
+    return (
+        len(parts) == 2
+        and parts[1] is masking_utils.causal_mask_function
+        and getattr(parts[0], "__qualname__", "").startswith("sliding_window_overlay.")
+    )
+
+
+def sdpa_mask(**arguments: Any) -> torch.Tensor | None:
+    """The mask transformers would make for SDPA: `[B, 1, Tq, T]`, or None."""
+    from transformers import masking_utils
+
+    mask: torch.Tensor | None = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](**arguments)
+    return mask

@@ -7,11 +7,13 @@ properties, because models and transformers read them as attributes.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from ..attention import AttentionBatch
 from ..errors import ConfigError
 from . import compat
 from .store import GroupStep, Slot, Store
@@ -36,6 +38,7 @@ class _VirtualLayer:
         self._first_kept = 0
         self._batch_size = 0
         self._slot: Slot | None = None
+        self._tag = weakref.ref(self)  # Weak, lest a tensor and its layer keep each other.
 
     # ---- update ---------------------------------------------------------------------------
 
@@ -106,7 +109,9 @@ class _VirtualLayer:
             value_slot.copy_(value_states)
         self._length = end
         self._note_update(end)
-        return step.keys[place], step.values[place]
+        keys = step.keys[place]
+        keys._vmkv_layer = self._tag  # type: ignore[attr-defined]
+        return keys, step.values[place]
 
     def _begin_step(
         self, slot: Slot, keys: torch.Tensor, values: torch.Tensor
@@ -147,6 +152,36 @@ class _VirtualLayer:
             f"on {self.device}; got keys {tuple(keys.shape)} and values {tuple(values.shape)}, "
             f"{keys.dtype} on {keys.device}. Call reset() to start over with another batch"
         )
+
+    # ---- attention in place -----------------------------------------------------------------
+
+    @property
+    def attention_backend(self) -> str | None:
+        """The kernel that the user named, if any."""
+        return self._store.settings.attention_backend
+
+    def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """All rows of the layer, `[rows, row_tokens, heads, dim]`, mostly unmapped."""
+        assert self._slot is not None  # Only updated layers attend.
+        return self._slot.step.all_rows(self._slot.place)
+
+    def attention_batch(
+        self, num_queries: int, padding: torch.Tensor | None
+    ) -> AttentionBatch | None:
+        """The step's batch for `vmkv.attention`, shared by the layers of the group.
+
+        None where the mask is not left padding, or belongs to other tokens.
+        """
+        assert self._slot is not None
+        step = self._slot.step
+        if step.end != self._length or num_queries != step.end - step.start:
+            return None
+        return step.attention_batch(padding)
+
+    def keep_resident(self, overread_tokens: int) -> None:
+        """Map what a kernel may fetch past the length, before it is launched."""
+        assert self._slot is not None
+        self._slot.step.rows.keep_resident(overread_tokens)
 
     # ---- contents -------------------------------------------------------------------------
 
@@ -275,6 +310,13 @@ class _VirtualLayer:
                 other._views(self._first_kept, self._length), (keys, values), strict=True
             ):
                 new.copy_(old)
+
+
+def layer_behind(keys: torch.Tensor) -> _VirtualLayer | None:
+    """The layer whose `update` returned just this tensor, or None."""
+    tag = getattr(keys, "_vmkv_layer", None)
+    layer: _VirtualLayer | None = None if tag is None else tag()
+    return layer
 
 
 class VMKVFullLayer(_VirtualLayer, DynamicLayer):  # type: ignore[misc]

@@ -1,0 +1,197 @@
+"""`"vmkv"` as an attention implementation of transformers.
+
+    model.set_attn_implementation("vmkv")
+
+With a `VMKVCache`, attention reads the rows in place through a stock kernel (`vmkv.attention`):
+no copy of the past for left-padded batches, which transformers' own flash paths copy up to
+three times per step, and no device synchronisation per layer. In a ragged batch (`ragged.py`)
+it also appends. Whatever it does not recognise (another cache, keys transformed on the way,
+bidirectional or custom masks) goes to torch's SDPA with an explicit mask: slower, and correct.
+
+The cache is found through an attribute on the keys that `update` returned, because model code
+never passes it to the attention function. A model that transforms the keys loses the attribute,
+which is just when they must not be looked up.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from ..attention import AttentionSpec, select
+from . import compat
+from .layers import layer_behind
+from .ragged import RaggedStep
+
+
+def vmkv_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    is_causal: bool | None = None,
+    vmkv_batch: RaggedStep | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """What transformers calls in every attention layer.
+
+    Args:
+        module: The layer.
+        query: `[B, Hq, Tq, D]`.
+        key: `[B, H, T, D]`: what the cache returned, or in a ragged batch the new keys.
+        value: `[B, H, T, Dv]`.
+        attention_mask: None, the padding mask `[B, T]`, or a mask `[B, 1, Tq, T]`.
+        scaling: What scores are multiplied by; by default `D ** -0.5`.
+        dropout: For training.
+        sliding_window: A query sees this many of the last tokens.
+        softcap: Scores become `softcap * tanh(score / softcap)`.
+        s_aux: `[Hq]`, attention sinks.
+        is_causal: Overrides the layer's own.
+        vmkv_batch: The step of a ragged batch; the model was called by `vmkv.generate`.
+        **kwargs: What models pass to other implementations.
+
+    Returns:
+        `[B, Tq, Hq, Dv]`, and no weights.
+    """
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    softcap = softcap or 0.0
+    if vmkv_batch is not None:
+        out = vmkv_batch.attend(
+            module,
+            query,
+            key,
+            value,
+            scale=scale,
+            window=sliding_window,
+            softcap=softcap,
+            sinks=s_aux,
+        )
+        return out, None
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    layer = layer_behind(key)
+    if layer is not None and causal and not dropout and kwargs.get("position_bias") is None:
+        batch = layer.attention_batch(query.shape[2], attention_mask)
+        if batch is not None:
+            keys, values = layer.rows()
+            spec = AttentionSpec(
+                device_type=query.device.type,
+                dtype=query.dtype,
+                num_query_heads=query.shape[1],
+                num_kv_heads=key.shape[1],
+                k_dim=key.shape[3],
+                v_dim=value.shape[3],
+                window=sliding_window,
+                softcap=softcap,
+                has_sinks=s_aux is not None,
+                left_pad=batch.left_pad is not None,
+            )
+            backend = select(spec, layer.attention_backend)
+            layer.keep_resident(backend.overread_tokens(spec.k_dim, spec.v_dim))
+            packed = query.transpose(1, 2).reshape(-1, query.shape[1], query.shape[3])
+            out = backend.forward(
+                packed,
+                keys,
+                values,
+                batch,
+                scale=scale,
+                window=sliding_window,
+                softcap=softcap,
+                sinks=s_aux,
+            )
+            return out.view(query.shape[0], query.shape[2], query.shape[1], -1), None
+    mask = attention_mask
+    if kwargs.get("position_bias") is not None or mask is None or mask.ndim != 4:
+        mask = _explicit_mask(query, key, attention_mask, causal, sliding_window)
+    bias = kwargs.get("position_bias")
+    return _plain(query, key, value, mask, bias, scale, dropout, softcap, s_aux), None
+
+
+def vmkv_mask(**arguments: Any) -> torch.Tensor | None:
+    """The mask that transformers prepares once per step for `vmkv_attention`.
+
+    A causal or sliding-window mask needs no tensor: the padding mask as it is says everything.
+    Any other one is made by transformers, as for SDPA.
+    """
+    if compat.is_plain_mask(arguments.get("mask_function")):
+        mask: torch.Tensor | None = arguments.get("attention_mask")
+        return mask
+    return compat.sdpa_mask(**arguments)
+
+
+def _explicit_mask(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    padding: torch.Tensor | None,
+    causal: bool,
+    window: int | None,
+) -> torch.Tensor | None:
+    """`[B or 1, 1, Tq, T]`, true where a query sees a key; None where all see all."""
+    num_queries, num_keys = query.shape[2], key.shape[2]
+    mask = None
+    if causal:
+        at = torch.arange(num_keys, device=query.device)
+        last = torch.arange(num_keys - num_queries, num_keys, device=query.device)[:, None]
+        mask = at <= last
+        if window is not None:
+            mask &= at > last - window
+        mask = mask[None, None]
+    if padding is not None and padding.ndim == 2:
+        kept = padding[:, None, None, -num_keys:].bool()
+        mask = kept if mask is None else mask & kept
+    return mask
+
+
+def _plain(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    scale: float,
+    dropout: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention with everything that models ask for; SDPA where it can."""
+    groups = query.shape[1] // key.shape[1]
+    if not softcap and sinks is None:
+        if bias is not None:
+            if mask is not None and mask.dtype == torch.bool:
+                bias = bias.masked_fill(~mask, torch.finfo(bias.dtype).min)
+            elif mask is not None:
+                bias = bias + mask
+            mask = bias
+        out = functional.scaled_dot_product_attention(
+            query, key, value, mask, dropout, scale=scale, enable_gqa=groups > 1
+        )
+        return out.transpose(1, 2).contiguous()
+    key = key.repeat_interleave(groups, 1)
+    value = value.repeat_interleave(groups, 1)
+    scores = (query @ key.transpose(2, 3)).float() * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias
+    if mask is not None:
+        lowest = torch.finfo(scores.dtype).min
+        scores = scores.masked_fill(~mask, lowest) if mask.dtype == torch.bool else scores + mask
+    if sinks is not None:
+        column = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        weights = torch.cat([scores, column], -1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
+    weights = functional.dropout(weights.to(value.dtype), dropout)
+    return (weights @ value).transpose(1, 2).contiguous()
+
+
+def register() -> None:
+    """Make `"vmkv"` known to transformers, as attention and as mask. Idempotent."""
+    compat.register_attention("vmkv", vmkv_attention, vmkv_mask)

@@ -1,0 +1,373 @@
+"""Generation over ragged batches: no padding, each prompt in its own row.
+
+    outputs = vmkv.generate(model, [[1, 2, 3], [4, 5], ...], max_new_tokens=64)
+    outputs = model.generate(**inputs, custom_generate=vmkv.ragged_generate)
+
+Both go through `model.generate`, so generation settings, logits processors and stopping criteria
+are transformers' own. Prompts are prefilled in packed chunks, then all sequences decode together;
+one that is finished leaves the batch, and its row is free at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ..errors import ConfigError
+from ..memory import ExtentPool
+from . import compat
+from .attention import register
+from .ragged import Piece, RaggedCache, RaggedStep
+from .store import Settings
+
+#: Tokens of one prefill pass: enough to fill a GPU, few enough that activations stay small.
+_MAX_BATCHED_TOKENS = 8192
+
+
+def generate(
+    model: Any,
+    prompts: Sequence[Sequence[int] | torch.Tensor],
+    *,
+    max_num_batched_tokens: int = _MAX_BATCHED_TOKENS,
+    attention_backend: str | None = None,
+    pool: ExtentPool | None = None,
+    budget_bytes: int | None = None,
+    streamer: Any = None,
+    **options: Any,
+) -> list[list[int]]:
+    """Continue each prompt; what `model.generate` would do for each of them alone.
+
+    Args:
+        model: A transformers causal language model.
+        prompts: Token ids, one sequence each, of any lengths.
+        max_num_batched_tokens: Tokens per prefill pass.
+        attention_backend: See `VMKVCache`.
+        pool: Physical memory to share with other caches.
+        budget_bytes: Physical memory at most, where there is no pool.
+        streamer: As for `model.generate`; for one prompt.
+        **options: Anything `model.generate` takes: `max_new_tokens`, `do_sample`,
+            `logits_processor`, `stopping_criteria`, `generation_config`, …
+
+    Returns:
+        Per prompt, its tokens and those that were generated, the end-of-sequence token included.
+
+    Raises:
+        ConfigError: No prompts, an empty one, or a way of decoding that needs more than one
+            sequence per prompt.
+        OutOfPagesError: All sequences together do not fit the budget.
+    """
+    rows = [_token_ids(prompt, at) for at, prompt in enumerate(prompts)]
+    if not rows:
+        raise ConfigError("no prompts: pass at least one list of token ids")
+    longest = max(map(len, rows))
+    device = model.get_input_embeddings().weight.device
+    pad = _pad_token(model, options)
+    input_ids = torch.tensor([[pad] * (longest - len(row)) + row for row in rows], device=device)
+    mask = torch.tensor(
+        [[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=device
+    )
+    loop = functools.partial(
+        ragged_generate,
+        vmkv_options=Settings(
+            compat.text_config(model.config),
+            max_batch_size=len(rows),
+            budget_bytes=budget_bytes,
+            memory=pool,
+            attention_backend=attention_backend,
+        ),
+        vmkv_lengths=[len(row) for row in rows],
+        vmkv_streamer=streamer,
+        vmkv_max_num_batched_tokens=max_num_batched_tokens,
+        vmkv_as_lists=True,
+    )
+    outputs: list[list[int]] = model.generate(
+        input_ids, attention_mask=mask, custom_generate=loop, **options
+    )
+    return outputs
+
+
+@torch.no_grad()
+def ragged_generate(
+    model: Any,
+    input_ids: torch.Tensor,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: Any,
+    vmkv_options: Settings | None = None,
+    vmkv_lengths: Sequence[int] | None = None,
+    vmkv_streamer: Any = None,
+    vmkv_max_num_batched_tokens: int = _MAX_BATCHED_TOKENS,
+    vmkv_as_lists: bool = False,
+    **model_kwargs: Any,
+) -> Any:
+    """The decoding loop, for `model.generate(custom_generate=vmkv.ragged_generate)`.
+
+    Args:
+        model: The model.
+        input_ids: `[B, T]`, left-padded prompts.
+        logits_processor: Prepared by transformers; sees the padded batch, as usual.
+        stopping_criteria: Prepared by transformers; likewise.
+        generation_config: Prepared by transformers.
+        vmkv_options: Memory and kernels; by default derived from the model.
+        vmkv_lengths: Prompt lengths; by default counted from the attention mask.
+        vmkv_streamer: A streamer (transformers drops its own before it gets here).
+        vmkv_max_num_batched_tokens: Tokens per prefill pass.
+        vmkv_as_lists: Return unpadded lists instead of a padded tensor.
+        **model_kwargs: What transformers would give to the model; only the mask matters.
+
+    Returns:
+        `[B, T + new]` token ids, left-padded like the input and right-padded where a sequence
+        ended early; or lists.
+    """
+    _check_mode(model, generation_config)
+    lengths = vmkv_lengths or _lengths(input_ids, model_kwargs.get("attention_mask"))
+    settings = vmkv_options or Settings(
+        compat.text_config(model.config), max_batch_size=len(lengths)
+    )
+    state = _State(input_ids, lengths, logits_processor, generation_config)
+    cache = RaggedCache(model.config, settings)
+    try:
+        with _attending_through_vmkv(model):
+            logits = _prefill(model, cache, input_ids, lengths, vmkv_max_num_batched_tokens)
+            while True:
+                tokens = state.choose(logits)
+                if vmkv_streamer is not None:
+                    vmkv_streamer.put(tokens.cpu())
+                for ended in state.stop(stopping_criteria):
+                    cache.end(ended)
+                if not state.live:
+                    break
+                logits = _decode(model, cache, state)
+    finally:
+        cache.close()
+    if vmkv_streamer is not None:
+        vmkv_streamer.end()
+    return state.as_lists() if vmkv_as_lists else state.ids
+
+
+class _State:
+    """The tokens so far, padded as transformers' processors and criteria expect them."""
+
+    def __init__(
+        self, input_ids: torch.Tensor, lengths: Sequence[int], processors: Any, config: Any
+    ):
+        self.ids = input_ids
+        self.lengths = list(lengths)  # Tokens of each sequence, without padding.
+        self.live = list(range(len(lengths)))
+        self._pads = [input_ids.shape[1] - length for length in lengths]
+        self._ends: list[int | None] = [None] * len(lengths)
+        self._processors = processors
+        self._do_sample = bool(config.do_sample)
+        pad = getattr(config, "_pad_token_tensor", None)
+        self._pad = 0 if pad is None else int(pad.flatten()[0])
+
+    def choose(self, logits: torch.Tensor) -> torch.Tensor:
+        """The next token of every sequence: `[B]`; padding for those that have ended.
+
+        Args:
+            logits: `[live, vocabulary]`, in the order of `live`.
+        """
+        scores = self._process(logits.to(dtype=torch.float32, device=self.ids.device))
+        if self._do_sample:
+            chosen = torch.multinomial(scores.softmax(-1), 1).squeeze(1)
+        else:
+            chosen = scores.argmax(-1)
+        tokens = torch.full_like(self.ids[:, 0], self._pad)
+        tokens[self.live] = chosen
+        self.ids = torch.cat([self.ids, tokens[:, None]], 1)
+        for at in self.live:
+            self.lengths[at] += 1
+        return tokens
+
+    def _process(self, scores: torch.Tensor) -> torch.Tensor:
+        """Logits processors, on the whole padded batch.
+
+        They are made for it: some keep a value per batch entry, padding lengths among them.
+        """
+        if not self._processors:
+            return scores
+        if len(self.live) < len(self.lengths):
+            live_scores = scores
+            scores = live_scores.new_zeros(len(self.lengths), live_scores.shape[1])
+            scores[self.live] = live_scores
+        processed: torch.Tensor = self._processors(self.ids, scores)
+        return processed if processed.shape[0] == len(self.live) else processed[self.live]
+
+    def stop(self, criteria: Any) -> list[int]:
+        """End the sequences that the criteria end; returns them. Asks the device once."""
+        is_done = criteria(self.ids, None).tolist()
+        ended = [row for row in self.live if is_done[row]]
+        for row in ended:
+            self._ends[row] = self.ids.shape[1]
+        self.live = [row for row in self.live if not is_done[row]]
+        return ended
+
+    def as_lists(self) -> list[list[int]]:
+        """Each sequence without padding on either side."""
+        return [
+            row[pad:end]
+            for row, pad, end in zip(self.ids.tolist(), self._pads, self._ends, strict=True)
+        ]
+
+
+# ---- passes -----------------------------------------------------------------------------------
+
+
+def _prefill(
+    model: Any,
+    cache: RaggedCache,
+    input_ids: torch.Tensor,
+    lengths: Sequence[int],
+    max_num_batched_tokens: int,
+) -> torch.Tensor:
+    """Run all prompts, in passes of at most so many tokens; logits `[B, vocabulary]`."""
+    width = input_ids.shape[1]
+    last_logits: dict[int, torch.Tensor] = {}
+    for pieces in prefill_passes(lengths, max_num_batched_tokens):
+        tokens = torch.cat(
+            [
+                input_ids[
+                    piece.sequence_id,
+                    width - lengths[piece.sequence_id] + piece.num_past_tokens :,
+                ][: piece.num_new_tokens]
+                for piece in pieces
+            ]
+        )
+        logits = _forward(model, cache, pieces, tokens)
+        for at, piece in enumerate(pieces):
+            if piece.num_tokens == lengths[piece.sequence_id]:
+                last_logits[piece.sequence_id] = logits[at]
+    return torch.stack([last_logits[at] for at in range(len(lengths))])
+
+
+def prefill_passes(lengths: Sequence[int], max_num_batched_tokens: int) -> Iterator[list[Piece]]:
+    """Cut prompts into passes of at most `max_num_batched_tokens`, in order, without gaps."""
+    pieces: list[Piece] = []
+    room = max_num_batched_tokens
+    for at, length in enumerate(lengths):
+        past = 0
+        while past < length:
+            take = min(room, length - past)
+            pieces.append(Piece(at, past, take))
+            past += take
+            room -= take
+            if not room:
+                yield pieces
+                pieces, room = [], max_num_batched_tokens
+    if pieces:
+        yield pieces
+
+
+def _decode(model: Any, cache: RaggedCache, state: _State) -> torch.Tensor:
+    """One token for every live sequence; logits `[live, vocabulary]`."""
+    pieces = [Piece(row, state.lengths[row] - 1, 1) for row in state.live]
+    return _forward(model, cache, pieces, state.ids[state.live, -1])
+
+
+def _forward(
+    model: Any, cache: RaggedCache, pieces: Sequence[Piece], tokens: torch.Tensor
+) -> torch.Tensor:
+    """Call the model on packed tokens `[Tq]`; logits `[pieces, vocabulary]` of their last ones."""
+    if all(piece.num_new_tokens == 1 for piece in pieces):
+        host_positions = [piece.num_past_tokens for piece in pieces]
+    else:
+        host_positions = [
+            at for piece in pieces for at in range(piece.num_past_tokens, piece.num_tokens)
+        ]
+    device = tokens.device
+    positions = torch.tensor(host_positions).to(device, non_blocking=True)
+    ends, total = [], 0
+    for piece in pieces:
+        total += piece.num_new_tokens
+        ends.append(total - 1)
+    # A mask of four dimensions is passed through as it is, and ours ignores it: otherwise
+    # transformers would look for packed sequences in the positions and build a dense mask.
+    placeholder = torch.empty((1, 1, 1, 1), dtype=torch.bool, device=device)
+    output = model(
+        input_ids=tokens[None],
+        position_ids=positions[None],
+        attention_mask=placeholder,
+        use_cache=False,
+        logits_to_keep=torch.tensor(ends).to(device, non_blocking=True),
+        vmkv_batch=RaggedStep(cache, pieces),
+        return_dict=True,
+    )
+    logits: torch.Tensor = output.logits[0]
+    return logits if logits.shape[0] == len(pieces) else logits[ends]
+
+
+@contextlib.contextmanager
+def _attending_through_vmkv(model: Any) -> Iterator[None]:
+    """Have the model attend through `"vmkv"`, and as before afterwards."""
+    register()
+    before = model.config._attn_implementation
+    if before == "vmkv":
+        yield
+        return
+    model.set_attn_implementation("vmkv")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+# ---- arguments --------------------------------------------------------------------------------
+
+
+def _check_mode(model: Any, config: Any) -> None:
+    if model.config.is_encoder_decoder:
+        raise ConfigError(
+            "ragged generation is for decoder-only models; use "
+            "past_key_values=VMKVCache.for_encoder_decoder(config)"
+        )
+    for name, most in (("num_beams", 1), ("num_return_sequences", 1)):
+        if (getattr(config, name, None) or 1) > most:
+            raise ConfigError(
+                f"ragged generation has one sequence per prompt; {name} must be {most}. Pass a "
+                "VMKVCache to model.generate for beam search"
+            )
+    if config.return_dict_in_generate:
+        raise ConfigError(
+            "ragged generation returns tokens only; leave return_dict_in_generate out"
+        )
+
+
+def _token_ids(prompt: Sequence[int] | torch.Tensor, at: int) -> list[int]:
+    ids = prompt.tolist() if isinstance(prompt, torch.Tensor) else list(prompt)
+    if not ids or not all(isinstance(token, int) for token in ids):
+        raise ConfigError(f"prompt {at} must be a non-empty sequence of token ids")
+    return ids
+
+
+def _pad_token(model: Any, options: dict[str, Any]) -> int:
+    """Any token will do: padding is never run. The one given keeps transformers quiet."""
+    config = options.get("generation_config") or model.generation_config
+    candidates = (options.get("pad_token_id"), config.pad_token_id, config.eos_token_id)
+    for token in candidates:
+        if token is not None:
+            return int(token[0] if isinstance(token, list) else token)
+    return 0
+
+
+def _lengths(input_ids: torch.Tensor, mask: torch.Tensor | None) -> list[int]:
+    """Prompt lengths of a left-padded batch; asks the device once.
+
+    Raises:
+        ConfigError: The mask is not left padding.
+    """
+    if mask is None:
+        return [input_ids.shape[1]] * input_ids.shape[0]
+    kept = mask.bool()
+    lengths: list[int] = kept.sum(1).tolist()
+    at = torch.arange(mask.shape[1], device=mask.device)
+    starts = torch.tensor([mask.shape[1] - length for length in lengths], device=mask.device)
+    if 0 in lengths or not bool((kept == (at >= starts[:, None])).all()):
+        raise ConfigError(
+            "the attention mask is not left padding (0 … 0 1 … 1 in every row); set the "
+            'tokenizer\'s padding_side="left"'
+        )
+    return lengths
