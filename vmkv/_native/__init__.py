@@ -1,4 +1,4 @@
-"""The native core: a lock-free free list, mapping plans run outside the GIL, and tensor views.
+"""The native core: a lock-free free list, driver calls in bulk, and tensor views.
 
 Installing vmkv builds it; it needs a C11 compiler and a POSIX system, and neither CUDA nor a GPU.
 What each name does, costs and raises is in ``_core.pyi``; why it is native, and the argument that
@@ -11,4 +11,5 @@ from ._core import execute as execute
 from ._core import host_free as host_free
 from ._core import host_functions as host_functions
 from ._core import host_reserve as host_reserve
+from ._core import launch as launch
 from ._core import view_capsule as view_capsule

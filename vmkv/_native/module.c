@@ -4,6 +4,7 @@
 
 #include "executor.h"
 #include "host.h"
+#include "launch.h"
 #include "tensor.h"
 
 int vmkv_convert_u64(PyObject *object, void *result)
@@ -33,6 +34,7 @@ static PyMethodDef methods[] = {
     {"host_functions", vmkv_host_functions, METH_NOARGS, vmkv_host_functions_doc},
     {"host_reserve", vmkv_host_reserve, METH_VARARGS, vmkv_host_reserve_doc},
     {"host_free", vmkv_host_free, METH_VARARGS, vmkv_host_free_doc},
+    {"launch", (PyCFunction)(void (*)(void))vmkv_launch, METH_FASTCALL, vmkv_launch_doc},
     {"view_capsule", vmkv_view_capsule, METH_VARARGS, vmkv_view_capsule_doc},
     {NULL, NULL, 0, NULL},
 };

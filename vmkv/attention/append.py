@@ -1,18 +1,15 @@
 """The fused append: write a step's keys and values, of every sequence, into their rows.
 
 A model produces the new keys and values packed, `[Tq, H, D]`; each token belongs at the end of
-its own row. One call writes both tensors of a layer. On CUDA that is one Triton kernel that finds
-each token's row by itself, where `index_put` takes two launches and an index vector; without
-Triton, and on CPU, two `index_copy_` over the flat view with indices shared by all layers.
+its own row. One call writes both tensors of a layer. On CUDA that is one kernel that finds each
+token's row by itself (`append_cuda.py`), where `index_put` takes two launches and an index vector;
+on CPU, two `index_copy_` over the flat view with indices shared by all layers.
 
 Only the new tokens' places are written, and nothing else is read or written: the rest of the
 view may not be mapped.
 """
 
 from __future__ import annotations
-
-import functools
-import importlib.util
 
 import torch
 
@@ -40,7 +37,7 @@ def append(
     Raises:
         ConfigError: Shapes, dtypes or devices do not fit. Nothing was written.
 
-    Cost: one launch on CUDA with Triton; two otherwise, and a few per batch.
+    Cost: one launch on CUDA; elsewhere two operations, and a few per batch.
     Ordering: on the current stream, before any attention launched on it later.
     """
     for new, view, what in ((key, keys, "keys"), (value, values, "values")):
@@ -56,15 +53,13 @@ def append(
         check_rows(view, batch.row_tokens)
     if key.shape[0] != value.shape[0]:
         raise ConfigError(f"{key.shape[0]} new keys but {value.shape[0]} new values")
-    if key.is_cuda and _has_triton():
-        from .append_triton import append_kernel_launch
+    if key.is_cuda:
+        # Imported here: it compiles for a GPU, which other machines have no tools for.
+        from .append_cuda import append_ragged
 
-        append_kernel_launch(key, value, keys, values, batch)
+        append_ragged(
+            key, value, keys, values, batch.row_indices, batch.num_tokens, batch.query_starts
+        )
     else:
         flat(keys).index_copy_(0, batch.slots, key)
         flat(values).index_copy_(0, batch.slots, value)
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None

@@ -73,7 +73,8 @@ class KVCache:
         self._places: dict[int, tuple[LayerGroup, int]] = {}
         self._rows = Rows(max_sequences)
         self._sequences: dict[int, Sequence] = {}
-        self._current_stream = stream_getter(self.pool.backend)
+        #: The raw handle of torch's current stream on the cache's device.
+        self.current_stream = stream_getter(self.pool.backend)
         #: Tokens past a sequence's length that a kernel may fetch; they are kept resident.
         self.overread_tokens = 0
         #: While true, sliding-window groups keep what has left the window (for rollback).
@@ -245,7 +246,7 @@ class KVCache:
         if was_parked:
             # Another stream may still read what this one will overwrite.
             self.note_stream()
-            self.pool.backend.join_streams(self._current_stream())
+            self.pool.backend.join_streams(self.current_stream())
         sequence = self._sequences[row] = Sequence(self, row)
         return sequence
 
@@ -314,7 +315,7 @@ class KVCache:
 
     def note_stream(self) -> None:
         """Say that torch's current stream works on this cache's memory. Cost: about 0.3 µs."""
-        self.pool.backend.note_stream(self._current_stream())
+        self.pool.backend.note_stream(self.current_stream())
 
     # ---- memory ---------------------------------------------------------------------------
 

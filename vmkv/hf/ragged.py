@@ -17,7 +17,9 @@ from ..attention import AttentionBackend, AttentionBatch, AttentionSpec, append,
 from ..cache import CacheStats, KVCache, Sequence
 from ..errors import ConfigError
 from . import compat
-from .store import DeviceRows, LayerKind, Settings, Slot, Store
+from .device_rows import DeviceRows
+from .step import Slot
+from .store import LayerKind, Settings, Store
 
 
 @dataclass(frozen=True)

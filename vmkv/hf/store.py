@@ -11,20 +11,20 @@ The store knows nothing of transformers, so that it can outlive the cache (see `
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Sequence as Rows_
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-from ..attention import AttentionBatch
 from ..backend import Backend, HostBackend, open_backend
-from ..cache import CacheStats, KVCache, LayerGroup, Sequence
+from ..cache import CacheStats, KVCache
 from ..cache.stats import add_stats
 from ..errors import CapacityError, ClosedError, ConfigError
 from ..memory import ExtentPool
 from .defaults import rows_and_tokens
+from .device_rows import DeviceRows
+from .step import GroupStep, Slot
 
 
 @dataclass(frozen=True)
@@ -47,97 +47,6 @@ class Settings:
     memory: str | Backend | ExtentPool | None = None
     is_encoder_decoder: bool = False
     attention_backend: str | None = None
-
-
-class DeviceRows:
-    """The rows of the batch on one device: row b is batch entry b, in every layer group."""
-
-    def __init__(self, core: KVCache):
-        self.core = core
-        self.sequences: list[Sequence] = []
-        self._ready_tokens = 0
-        self._padding: tuple[weakref.ref[torch.Tensor], bool, torch.Tensor | None] | None = None
-
-    def ensure(self, batch_size: int, num_tokens: int) -> None:
-        """Make the first `batch_size` rows hold `num_tokens` tokens.
-
-        Cost while the last extents have room: one comparison and one store per row.
-        """
-        if batch_size > len(self.sequences):
-            self._open_rows(batch_size)
-        if num_tokens > self._ready_tokens:
-            self.core.grow([(sequence, num_tokens) for sequence in self.sequences])
-            self._ready_tokens = min(map(self.core.resident_tokens, self.sequences))
-        for sequence in self.sequences:
-            sequence.num_tokens = num_tokens
-
-    def _open_rows(self, batch_size: int) -> None:
-        if batch_size > self.core.max_sequences:
-            raise ConfigError(
-                f"a batch of {batch_size} does not fit the {self.core.max_sequences} rows of this "
-                "cache; make it with a larger max_batch_size"
-            )
-        # A new row starts where the others are, so that a window it never saw is not mapped.
-        num_tokens = self.sequences[0].num_tokens if self.sequences else 0
-        for row in range(len(self.sequences), batch_size):
-            sequence = self.core.open(row=row)
-            sequence.num_tokens = num_tokens
-            self.sequences.append(sequence)
-        self._ready_tokens = 0
-
-    def keep_resident(self, overread_tokens: int) -> None:
-        """Have `overread_tokens` past every row's length mapped, now and from now on.
-
-        Raises:
-            OutOfPagesError: They are not to be had.
-        """
-        if overread_tokens > self.core.overread_tokens:
-            self.core.overread_tokens = overread_tokens
-            self._ready_tokens = 0
-            if self.sequences:
-                self.ensure(len(self.sequences), self.sequences[0].num_tokens)
-
-    def left_pad(self, padding: torch.Tensor, num_tokens: int) -> tuple[bool, torch.Tensor | None]:
-        """What a padding mask `[B, num_tokens]` says: whether it is left padding, and how much.
-
-        The second is `[B] int32`, leading tokens to ignore in each row, or None for none.
-        Asks the device once per mask, so once per step and not per layer.
-        """
-        if self._padding is None or self._padding[0]() is not padding:
-            answer: tuple[bool, torch.Tensor | None] = (False, None)
-            if padding.shape == (len(self.sequences), num_tokens):
-                kept = padding.bool()
-                left_pad = num_tokens - kept.sum(1, dtype=torch.int32)
-                at = torch.arange(num_tokens, device=padding.device)
-                is_left = (kept == (at >= left_pad[:, None])).all() & (left_pad < num_tokens).all()
-                is_left_padding, has_any = torch.stack([is_left, left_pad.any()]).tolist()
-                answer = (is_left_padding, left_pad if has_any else None)
-            self._padding = (weakref.ref(padding), *answer)
-        return self._padding[1], self._padding[2]
-
-    def begin_at(self, batch_size: int, num_tokens: int) -> None:
-        """Make rows as if `num_tokens` had been seen: for a copy of another cache."""
-        for row in range(len(self.sequences), batch_size):
-            self.sequences.append(self.core.open(row=row))
-        for sequence in self.sequences:
-            sequence.num_tokens = max(sequence.num_tokens, num_tokens)
-        self._ready_tokens = 0
-        self.ensure(batch_size, num_tokens)
-
-    def set_length(self, num_tokens: int) -> None:
-        """Forget tokens from `num_tokens` on, in every row."""
-        for sequence in self.sequences:
-            if num_tokens < sequence.num_tokens:
-                self.core.truncate(sequence, num_tokens)
-
-    def keep_rows(self, batch_size: int) -> None:
-        """End the rows from `batch_size` on; their memory is parked."""
-        while len(self.sequences) > batch_size:
-            self.sequences.pop().close()
-
-    def forget_growth(self) -> None:
-        """What is resident has changed: ask again before the next step."""
-        self._ready_tokens = 0
 
 
 class Signature(NamedTuple):
@@ -169,96 +78,6 @@ class Signature(NamedTuple):
         return cls((k[1], k[3]), (v[1], v[3]), keys.dtype, keys.device)
 
 
-@dataclass
-class Slot:
-    """Where a layer is: the step tensors of its group, and its index among them."""
-
-    step: GroupStep
-    place: int
-
-
-class GroupStep:
-    """The tensors of one step, for every layer of a group.
-
-    A step is the tokens `[start, end)` of the first `batch_size` rows. The first layer of a
-    step to be updated makes the tensors of all of them.
-
-    Attributes:
-        key_slots, value_slots: Per layer, where the step writes: `[B, H, end - start, D]`.
-        keys, values: Per layer, what attention reads: `[B, H, end - first, D]`.
-    """
-
-    def __init__(self, rows: DeviceRows, group: LayerGroup):
-        self.rows = rows
-        self.group = group
-        self.start = self.end = self.batch_size = self.first = -1
-        self.key_slots: Rows_[torch.Tensor] = ()
-        self.value_slots: Rows_[torch.Tensor] = ()
-        self.keys: Rows_[torch.Tensor] = ()
-        self.values: Rows_[torch.Tensor] = ()
-        self._all_rows: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._batch: tuple[torch.Tensor | None, AttentionBatch] | None = None
-
-    def advance(self, batch_size: int, first: int, start: int, end: int) -> None:
-        """Make the step's tokens resident and its tensors.
-
-        Raises:
-            OutOfPagesError, SequenceFullError, ConfigError, ClosedError: Nothing changed.
-        """
-        self.rows.core.check_open()
-        self.rows.core.note_stream()
-        self.rows.ensure(batch_size, end)
-        views = self.group.views
-        with torch.inference_mode(mode=False), torch.no_grad():
-            k = views.keys[:, :batch_size]
-            v = views.values[:, :batch_size]
-            self.keys = k[:, :, :, first:end].unbind(0)
-            self.values = v[:, :, :, first:end].unbind(0)
-            self.key_slots = k[:, :, :, start:end].unbind(0)
-            self.value_slots = v[:, :, :, start:end].unbind(0)
-        self.batch_size, self.first, self.start, self.end = batch_size, first, start, end
-        self._batch = None
-
-    def all_rows(self, place: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of the layer at `place`: `[rows, row_tokens, heads, dim]`."""
-        if not self._all_rows:
-            views = self.group.views
-            with torch.inference_mode(mode=False), torch.no_grad():
-                keys, values = views.keys.transpose(2, 3), views.values.transpose(2, 3)
-                self._all_rows = list(zip(keys.unbind(0), values.unbind(0), strict=True))
-        return self._all_rows[place]
-
-    def attention_batch(self, padding: torch.Tensor | None) -> AttentionBatch | None:
-        """This step as a batch of equally long rows; None where `padding` is not left padding."""
-        if self._batch is None or self._batch[0] is not padding:
-            left_pad = None
-            if padding is not None:
-                is_left_padding, left_pad = self.rows.left_pad(padding, self.end)
-                if not is_left_padding:
-                    return None
-            num_queries = self.end - self.start
-            device = self.rows.core.device
-            count = torch.arange(self.batch_size + 1, dtype=torch.int32, device=device)
-            batch = AttentionBatch(
-                row_indices=count[:-1],
-                num_tokens=torch.full_like(count[:-1], self.end),
-                query_starts=count * num_queries,
-                max_query_tokens=num_queries,
-                max_num_tokens=self.end,
-                row_tokens=self.group.geometry.row_tokens,
-                left_pad=left_pad,
-            )
-            self._batch = (padding, batch)
-        return self._batch[1]
-
-    def forget(self) -> None:
-        """Drop the tensors; the next update makes new ones."""
-        self.start = self.end = self.batch_size = self.first = -1
-        self.keys = self.values = self.key_slots = self.value_slots = ()
-        self._all_rows = []
-        self._batch = None
-
-
 class Store:
     """Binds layers to memory on their first update.
 
@@ -267,7 +86,7 @@ class Store:
         kinds: The layers that vmkv holds.
     """
 
-    def __init__(self, settings: Settings, kinds: Rows_[LayerKind]):
+    def __init__(self, settings: Settings, kinds: Sequence[LayerKind]):
         self.settings = settings
         self.kinds = {kind.index: kind for kind in kinds}
         self.is_closed = False

@@ -1,0 +1,143 @@
+"""One step of a batch: the tensors that all layers of a group share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..attention import AttentionBatch
+from ..attention.append_cuda import append_uniform
+from ..cache import LayerGroup
+from .device_rows import DeviceRows
+
+
+class GroupStep:
+    """The tensors of one step, for every layer of a group.
+
+    A step is the tokens `[start, end)` of the first `batch_size` rows. The first layer of a
+    step to be updated makes the tensors of all of them: one by one they would cost more than
+    `torch.cat` does.
+
+    Attributes:
+        key_shape, value_shape: What each layer writes: `[B, H, end - start, D]`.
+        keys, values: Per layer, what attention reads: `[B, H, end - first, D]`.
+    """
+
+    def __init__(self, rows: DeviceRows, group: LayerGroup):
+        self.rows = rows
+        self.group = group
+        self.start = self.end = self.batch_size = self.first = -1
+        self.key_shape = self.value_shape = torch.Size()
+        self.keys: Sequence[torch.Tensor] = ()
+        self.values: Sequence[torch.Tensor] = ()
+        self._key_slots: Sequence[torch.Tensor] = ()
+        self._value_slots: Sequence[torch.Tensor] = ()
+        self._all_rows: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._batch: tuple[torch.Tensor | None, AttentionBatch] | None = None
+        self._is_cuda = rows.core.device.type == "cuda"
+        address, geometry = group.table.address, group.geometry
+        self._addresses = [
+            (address + geometry.k_offset_bytes(at), address + geometry.v_offset_bytes(at))
+            for at in range(geometry.num_layers)
+        ]
+
+    def advance(self, batch_size: int, first: int, start: int, end: int) -> None:
+        """Make the step's tokens resident and its tensors.
+
+        Raises:
+            OutOfPagesError, SequenceFullError, ConfigError, ClosedError: Nothing changed.
+        """
+        self.rows.core.check_open()
+        self.rows.core.note_stream()
+        self.rows.ensure(batch_size, end)
+        views, shape = self.group.views, self.group.geometry.shape
+        with torch.inference_mode(mode=False), torch.no_grad():
+            k = views.keys[:, :batch_size]
+            v = views.values[:, :batch_size]
+            self.keys = k[:, :, :, first:end].unbind(0)
+            self.values = v[:, :, :, first:end].unbind(0)
+            if not self._is_cuda:
+                self._key_slots = k[:, :, :, start:end].unbind(0)
+                self._value_slots = v[:, :, :, start:end].unbind(0)
+        self.key_shape = torch.Size((batch_size, shape.num_k_heads, end - start, shape.k_dim))
+        self.value_shape = torch.Size((batch_size, shape.num_v_heads, end - start, shape.v_dim))
+        self.batch_size, self.first, self.start, self.end = batch_size, first, start, end
+        self._batch = None
+
+    def write(self, place: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Put the step's keys and values of the layer at `place` where they belong.
+
+        Args:
+            place: The layer, as the group counts.
+            keys: `key_shape`, in the group's dtype and on its device.
+            values: `value_shape`, likewise.
+        """
+        if self._is_cuda:
+            geometry = self.group.geometry
+            k_address, v_address = self._addresses[place]
+            append_uniform(
+                keys,
+                values,
+                k_address,
+                v_address,
+                geometry.row_bytes,
+                geometry.token_bytes,
+                self.start,
+                self.rows.core.current_stream(),
+            )
+        elif torch.is_grad_enabled():
+            with torch.no_grad():
+                self._key_slots[place].copy_(keys)
+                self._value_slots[place].copy_(values)
+        else:
+            self._key_slots[place].copy_(keys)
+            self._value_slots[place].copy_(values)
+
+    def all_rows(self, place: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the layer at `place`: `[rows, row_tokens, heads, dim]`."""
+        if not self._all_rows:
+            views = self.group.views
+            with torch.inference_mode(mode=False), torch.no_grad():
+                keys, values = views.keys.transpose(2, 3), views.values.transpose(2, 3)
+                self._all_rows = list(zip(keys.unbind(0), values.unbind(0), strict=True))
+        return self._all_rows[place]
+
+    def attention_batch(self, padding: torch.Tensor | None) -> AttentionBatch | None:
+        """This step as a batch of equally long rows; None where `padding` is not left padding."""
+        if self._batch is None or self._batch[0] is not padding:
+            left_pad = None
+            if padding is not None:
+                is_left_padding, left_pad = self.rows.left_pad(padding, self.end)
+                if not is_left_padding:
+                    return None
+            num_queries = self.end - self.start
+            device = self.rows.core.device
+            count = torch.arange(self.batch_size + 1, dtype=torch.int32, device=device)
+            batch = AttentionBatch(
+                row_indices=count[:-1],
+                num_tokens=torch.full_like(count[:-1], self.end),
+                query_starts=count * num_queries,
+                max_query_tokens=num_queries,
+                max_num_tokens=self.end,
+                row_tokens=self.group.geometry.row_tokens,
+                left_pad=left_pad,
+            )
+            self._batch = (padding, batch)
+        return self._batch[1]
+
+    def forget(self) -> None:
+        """Drop the tensors; the next update makes new ones."""
+        self.start = self.end = self.batch_size = self.first = -1
+        self.keys = self.values = self._key_slots = self._value_slots = ()
+        self._all_rows = []
+        self._batch = None
+
+
+@dataclass
+class Slot:
+    """Where a layer is: the step tensors of its group, and its index among them."""
+
+    step: GroupStep
+    place: int
