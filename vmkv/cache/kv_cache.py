@@ -75,7 +75,7 @@ class KVCache:
         self._sequences: dict[int, Sequence] = {}
         #: The raw handle of torch's current stream on the cache's device.
         self.current_stream = stream_getter(self.pool.backend)
-        #: Tokens past a sequence's length that a kernel may fetch; they are kept resident.
+        #: Tokens past a sequence's length that are kept resident; see `keep_resident`.
         self.overread_tokens = 0
         #: While true, sliding-window groups keep what has left the window (for rollback).
         self.keeps_past = False
@@ -273,9 +273,35 @@ class KVCache:
                 )
         self.note_stream()
         self._grow([Target(each.row, to, each.num_tokens) for each, to in targets], self.groups)
-        self.retire_behind_windows(sequence for sequence, _ in targets)
+        if not self.keeps_past:
+            self.retire_behind_windows(sequence for sequence, _ in targets)
         for sequence, num_tokens in targets:
             sequence.num_tokens = max(sequence.num_tokens, num_tokens)
+
+    def keep_resident(self, overread_tokens: int) -> None:
+        """Have `overread_tokens` past every sequence's length mapped, now and from now on.
+
+        For kernels that fetch past the length they are told. Never less than before.
+
+        Raises:
+            OutOfPagesError: They are not to be had. Nothing changed.
+        """
+        self.check_open()
+        before = self.overread_tokens
+        if overread_tokens <= before:
+            return
+        self.overread_tokens = overread_tokens
+        try:
+            self._grow(
+                [
+                    Target(each.row, each.num_tokens, each.num_tokens)
+                    for each in self._sequences.values()
+                ],
+                self.groups,
+            )
+        except BaseException:
+            self.overread_tokens = before
+            raise
 
     def resident_tokens(self, sequence: Sequence) -> int:
         """How long `sequence` can become without another driver call."""
@@ -410,9 +436,7 @@ class KVCache:
             self._rows.empty(row)
 
     def retire_behind_windows(self, sequences: Iterable[Sequence] | None = None) -> None:
-        """Retire what no later query of these sequences (or all) can see. Not if `keeps_past`."""
-        if self.keeps_past:
-            return
+        """Retire what no later query of these sequences (or all) can see."""
         for sequence in tuple(self._sequences.values()) if sequences is None else sequences:
             for group in self.groups:
                 if group.has_front_to_retire(sequence.row, sequence.num_tokens):

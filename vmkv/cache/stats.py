@@ -35,11 +35,12 @@ class CacheStats:
     driver_calls: Mapping[str, int]
 
     def __str__(self) -> str:
+        sequences = "1 sequence" if self.num_sequences == 1 else f"{self.num_sequences} sequences"
         return (
-            f"{self.num_sequences} sequences: {format_bytes(self.used_bytes)} used, "
+            f"{sequences}: {format_bytes(self.used_bytes)} used, "
             f"{format_bytes(self.resident_bytes)} resident "
             f"({format_bytes(self.parked_bytes)} parked), "
-            f"{format_bytes(self.reserved_bytes)} reserved, "
+            f"{format_bytes(self.reserved_bytes)} of addresses reserved, "
             f"{sum(self.driver_calls.values())} driver calls"
         )
 

@@ -48,7 +48,8 @@ def vmkv_attention(
         query: `[B, Hq, Tq, D]`.
         key: `[B, H, T, D]`: what the cache returned, or in a ragged batch the new keys.
         value: `[B, H, T, Dv]`.
-        attention_mask: None, the padding mask `[B, T]`, or a mask `[B, 1, Tq, T]`.
+        attention_mask: What `vmkv_mask` made, or None, a padding mask `[B, T]`, or a mask
+            `[B, 1, Tq, T]`.
         scaling: What scores are multiplied by; by default `D ** -0.5`.
         dropout: For training.
         sliding_window: A query sees this many of the last tokens.
@@ -76,10 +77,17 @@ def vmkv_attention(
         )
         return out, None
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    recipe: _Recipe | None = getattr(attention_mask, "_vmkv_recipe", None)
+    bias = kwargs.get("position_bias")
     layer = layer_behind(key)
-    if layer is not None and causal and not dropout and kwargs.get("position_bias") is None:
-        batch = layer.attention_batch(query.shape[2], attention_mask)
+    if layer is not None and causal and not dropout and bias is None:
+        padding = attention_mask if recipe is None else recipe.padding
+        batch = layer.attention_batch(query.shape[2], padding)
         if batch is not None:
+            # Some models tell their window to the mask alone.
+            mask_window = None if recipe is None else recipe.window
+            windows = (sliding_window, mask_window, layer.window_tokens)
+            window = min((each for each in windows if each is not None), default=None)
             keys, values = layer.rows()
             spec = AttentionSpec(
                 device_type=query.device.type,
@@ -88,7 +96,7 @@ def vmkv_attention(
                 num_kv_heads=key.shape[1],
                 k_dim=key.shape[3],
                 v_dim=value.shape[3],
-                window=sliding_window,
+                window=window,
                 softcap=softcap,
                 has_sinks=s_aux is not None,
                 left_pad=batch.left_pad is not None,
@@ -102,28 +110,53 @@ def vmkv_attention(
                 values,
                 batch,
                 scale=scale,
-                window=sliding_window,
+                window=window,
                 softcap=softcap,
                 sinks=s_aux,
             )
             return out.view(query.shape[0], query.shape[2], query.shape[1], -1), None
-    mask = attention_mask
-    if kwargs.get("position_bias") is not None or mask is None or mask.ndim != 4:
+    mask: torch.Tensor | None
+    if recipe is not None:
+        mask = recipe.build()
+    elif attention_mask is None or attention_mask.ndim != 4:
         mask = _explicit_mask(query, key, attention_mask, causal, sliding_window)
-    bias = kwargs.get("position_bias")
+    else:
+        mask = attention_mask
     return _plain(query, key, value, mask, bias, scale, dropout, softcap, s_aux), None
+
+
+class _Recipe:
+    """What a mask is made from, for whom it must be made after all."""
+
+    def __init__(self, window: int | None, arguments: dict[str, Any]):
+        self.window = window
+        self.padding: torch.Tensor | None = arguments.get("attention_mask")
+        self._arguments = arguments
+        self._mask: torch.Tensor | None = None
+
+    def build(self) -> torch.Tensor:
+        """The mask `[B, 1, Tq, T]`; made once for all layers that share it."""
+        if self._mask is None:
+            # A mask that may be skipped says nothing of queries that follow a past.
+            self._mask = compat.sdpa_mask(**self._arguments | {"allow_is_causal_skip": False})
+        assert self._mask is not None  # Only a mask that may be skipped can be None.
+        return self._mask
 
 
 def vmkv_mask(**arguments: Any) -> torch.Tensor | None:
     """The mask that transformers prepares once per step for `vmkv_attention`.
 
-    A causal or sliding-window mask needs no tensor: the padding mask as it is says everything.
-    Any other one is made by transformers, as for SDPA.
+    A causal or sliding-window mask needs no tensor of its own: the padding mask says everything.
+    What is returned then is no mask but carries the recipe for one, should a layer need it. Any
+    other mask is made by transformers, as for SDPA.
     """
-    if compat.is_plain_mask(arguments.get("mask_function")):
-        mask: torch.Tensor | None = arguments.get("attention_mask")
-        return mask
-    return compat.sdpa_mask(**arguments)
+    plain = compat.plain_mask(arguments.get("mask_function"))
+    if plain is None:
+        return compat.sdpa_mask(**arguments)
+    # Two dimensions, as flash attention's masks have, so that models pass it on unchanged.
+    carrier = torch.empty((int(arguments["batch_size"]), 0), dtype=torch.bool)
+    carrier._vmkv_recipe = _Recipe(plain.window, arguments)  # type: ignore[attr-defined]
+    return carrier
 
 
 def _explicit_mask(

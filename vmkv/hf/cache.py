@@ -131,10 +131,12 @@ class VMKVCache(DynamicCache):  # type: ignore[misc]
         Raises:
             ValueError, RuntimeError: What the release's own layers raise. Nothing changed.
         """
+        argument = int(argument)  # Assisted decoding may pass a tensor.
         for layer in self._virtual_layers:
             layer.cropped_length(argument)  # All or none.
         super().crop(argument)
         self._settle()
+        self._store.forget_past()
 
     def reset(self) -> None:
         """Forget everything; memory stays parked for the next batch, of any size."""
@@ -178,6 +180,7 @@ class VMKVCache(DynamicCache):  # type: ignore[misc]
         Tensors that came from the cache must not be used afterwards.
         """
         self._finalizer.detach()
+        compat.drop_shared_layers(self)
         self._store.close()
 
     @property

@@ -7,7 +7,7 @@ what the installed release has, not by its number, wherever that is possible.
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -60,7 +60,10 @@ def default_layers(config: Any) -> list[Any]:
                 f"{type(decoder).__name__} in a cache of the model's own; upgrade to "
                 "transformers>=5.17 to use VMKVCache with it"
             )
-    layers = DynamicCache(config=config).layers
+    try:
+        layers = DynamicCache(config=config).layers
+    except AttributeError:
+        layers = []
     if not layers:
         raise ConfigError(
             f"cannot tell the layers of {type(config).__name__} (no num_hidden_layers?); pass the "
@@ -114,23 +117,32 @@ def register_attention(name: str, attention: Any, mask: Any) -> None:
     AttentionMaskInterface.register(name, mask)
 
 
-def is_plain_mask(mask_function: Any) -> bool:
-    """Whether a mask is just causal, or causal within a sliding window.
+class PlainMask(NamedTuple):
+    """A mask that is just causal, within a window or without."""
+
+    window: int | None
+
+
+def plain_mask(mask_function: Any) -> PlainMask | None:
+    """What a mask function stands for, if it is just causal or causal in a sliding window.
 
     transformers composes masks from functions; those two are told by what they are made of.
     """
     from transformers import masking_utils
 
     if mask_function is masking_utils.causal_mask_function:
-        return True
+        return PlainMask(None)
     if getattr(mask_function, "__name__", "") != "and_mask":
-        return False
+        return None
     parts = inspect.getclosurevars(mask_function).nonlocals.get("mask_functions", ())
-    return (
-        len(parts) == 2
-        and parts[1] is masking_utils.causal_mask_function
-        and getattr(parts[0], "__qualname__", "").startswith("sliding_window_overlay.")
-    )
+    if (
+        len(parts) != 2
+        or parts[1] is not masking_utils.causal_mask_function
+        or not getattr(parts[0], "__qualname__", "").startswith("sliding_window_overlay.")
+    ):
+        return None
+    window = inspect.getclosurevars(parts[0]).nonlocals.get("sliding_window")
+    return PlainMask(window) if isinstance(window, int) else None
 
 
 def sdpa_mask(**arguments: Any) -> torch.Tensor | None:
@@ -139,3 +151,8 @@ def sdpa_mask(**arguments: Any) -> torch.Tensor | None:
 
     mask: torch.Tensor | None = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](**arguments)
     return mask
+
+
+def drop_shared_layers(cache: Any) -> None:
+    """Forget tensors that a model has hung onto the cache (Gemma3n's shared layers, in 4.57)."""
+    vars(cache).pop("shared_layers", None)

@@ -17,18 +17,27 @@ class DeviceRows:
         self.core = core
         self.sequences: list[Sequence] = []
         self._ready_tokens = 0
-        self._padding: tuple[weakref.ref[torch.Tensor], bool, torch.Tensor | None] | None = None
+        # What masks of the current step say; a model has one for each kind of layer.
+        self._paddings: dict[int, tuple[weakref.ref[torch.Tensor], bool, torch.Tensor | None]] = {}
+        self._padding_tokens = -1
 
     def ensure(self, batch_size: int, num_tokens: int) -> None:
         """Make the first `batch_size` rows hold `num_tokens` tokens.
 
         Cost while the last extents have room: one comparison and one store per row.
         """
-        if batch_size > len(self.sequences):
+        num_rows = len(self.sequences)
+        if batch_size > num_rows:
             self._open_rows(batch_size)
         if num_tokens > self._ready_tokens:
-            self.core.grow([(sequence, num_tokens) for sequence in self.sequences])
-            self._ready_tokens = min(map(self.core.resident_tokens, self.sequences))
+            try:
+                self.core.grow([(sequence, num_tokens) for sequence in self.sequences])
+            except BaseException:
+                self.keep_rows(num_rows)
+                raise
+            resident_tokens = min(map(self.core.resident_tokens, self.sequences))
+            # Rows end on a page, a little after what was promised.
+            self._ready_tokens = min(resident_tokens, self.core.max_tokens)
         for sequence in self.sequences:
             sequence.num_tokens = num_tokens
 
@@ -53,10 +62,8 @@ class DeviceRows:
             OutOfPagesError: They are not to be had.
         """
         if overread_tokens > self.core.overread_tokens:
-            self.core.overread_tokens = overread_tokens
+            self.core.keep_resident(overread_tokens)
             self._ready_tokens = 0
-            if self.sequences:
-                self.ensure(len(self.sequences), self.sequences[0].num_tokens)
 
     def left_pad(self, padding: torch.Tensor, num_tokens: int) -> tuple[bool, torch.Tensor | None]:
         """What a padding mask `[B, num_tokens]` says: whether it is left padding, and how much.
@@ -64,17 +71,26 @@ class DeviceRows:
         The second is `[B] int32`, leading tokens to ignore in each row, or None for none.
         Asks the device once per mask, so once per step and not per layer.
         """
-        if self._padding is None or self._padding[0]() is not padding:
-            answer: tuple[bool, torch.Tensor | None] = (False, None)
-            if padding.shape == (len(self.sequences), num_tokens):
-                kept = padding.bool()
-                left_pad = num_tokens - kept.sum(1, dtype=torch.int32)
-                at = torch.arange(num_tokens, device=padding.device)
-                is_left = (kept == (at >= left_pad[:, None])).all() & (left_pad < num_tokens).all()
-                is_left_padding, has_any = torch.stack([is_left, left_pad.any()]).tolist()
-                answer = (is_left_padding, left_pad if has_any else None)
-            self._padding = (weakref.ref(padding), *answer)
-        return self._padding[1], self._padding[2]
+        if num_tokens != self._padding_tokens:
+            self._paddings.clear()
+            self._padding_tokens = num_tokens
+        known = self._paddings.get(id(padding))
+        if known is None or known[0]() is not padding:
+            known = (weakref.ref(padding), *self._read_padding(padding, num_tokens))
+            self._paddings[id(padding)] = known
+        return known[1], known[2]
+
+    def _read_padding(
+        self, padding: torch.Tensor, num_tokens: int
+    ) -> tuple[bool, torch.Tensor | None]:
+        if padding.shape != (len(self.sequences), num_tokens):
+            return (False, None)
+        kept = padding.bool()
+        left_pad = num_tokens - kept.sum(1, dtype=torch.int32)
+        at = torch.arange(num_tokens, device=padding.device)
+        is_left = (kept == (at >= left_pad[:, None])).all() & (left_pad < num_tokens).all()
+        is_left_padding, has_any = torch.stack([is_left, left_pad.any()]).tolist()
+        return (is_left_padding, left_pad.to(self.core.device) if has_any else None)
 
     def begin_at(self, batch_size: int, num_tokens: int) -> None:
         """Make rows as if `num_tokens` had been seen: for a copy of another cache."""

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ..cache.geometry import check_positive
 from ..errors import ConfigError
 from ..memory import ExtentPool
 from . import compat
@@ -60,6 +61,7 @@ def generate(
             sequence per prompt.
         OutOfPagesError: All sequences together do not fit the budget.
     """
+    check_positive("max_num_batched_tokens", max_num_batched_tokens)
     rows = [_token_ids(prompt, at) for at, prompt in enumerate(prompts)]
     if not rows:
         raise ConfigError("no prompts: pass at least one list of token ids")
@@ -124,6 +126,7 @@ def ragged_generate(
         ended early; or lists.
     """
     _check_mode(model, generation_config)
+    check_positive("vmkv_max_num_batched_tokens", vmkv_max_num_batched_tokens)
     lengths = vmkv_lengths or _lengths(input_ids, model_kwargs.get("attention_mask"))
     settings = vmkv_options or Settings(
         compat.text_config(model.config), max_batch_size=len(lengths)
@@ -245,7 +248,12 @@ def _prefill(
 
 
 def prefill_passes(lengths: Sequence[int], max_num_batched_tokens: int) -> Iterator[list[Piece]]:
-    """Cut prompts into passes of at most `max_num_batched_tokens`, in order, without gaps."""
+    """Cut prompts into passes of at most `max_num_batched_tokens`, in order, without gaps.
+
+    Raises:
+        ConfigError: The bound is no positive integer.
+    """
+    check_positive("max_num_batched_tokens", max_num_batched_tokens)
     pieces: list[Piece] = []
     room = max_num_batched_tokens
     for at, length in enumerate(lengths):

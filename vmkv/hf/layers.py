@@ -25,6 +25,7 @@ class _VirtualLayer:
 
     # `_layer_type` stays None: setting it would replace transformers' layer for everybody.
     is_compileable = False
+    record_past = False  # Only sliding layers ever set it, and 4.57 does not know it.
 
     def __init__(self, index: int, store: Store, window_tokens: int | None, original: Any):
         # transformers' __init__ differs between releases; what it set is copied instead.
@@ -155,6 +156,11 @@ class _VirtualLayer:
         """The kernel that the user named, if any."""
         return self._store.settings.attention_backend
 
+    @property
+    def window_tokens(self) -> int | None:
+        """How many of the last tokens a query sees; None for all."""
+        return self._window
+
     def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
         """All rows of the layer, `[rows, row_tokens, heads, dim]`, mostly unmapped."""
         assert self._slot is not None  # Only updated layers attend.
@@ -233,7 +239,7 @@ class _VirtualLayer:
         Raises:
             ValueError: This release does not take such an argument. Nothing changed.
         """
-        self._length = self.cropped_length(argument)
+        self._length = self.cropped_length(int(argument))
 
     def cropped_length(self, argument: int) -> int:
         """How many tokens `crop(argument)` would leave; raises what it would raise."""
@@ -241,7 +247,10 @@ class _VirtualLayer:
         return compat.cropped_length(self._length, argument)
 
     def reset(self) -> None:
-        """Forget all tokens. Memory stays for the next ones, which may be another batch."""
+        """Forget all tokens. Memory stays for the next ones, which may be another batch.
+
+        (Layers of other kinds in the same cache may insist on the batch size they had.)
+        """
         self._store.check_open()
         self._length = self._first_kept = self._batch_size = 0
         self.is_initialized = False
@@ -293,6 +302,7 @@ class _VirtualLayer:
 
     def copy_into(self, other: _VirtualLayer) -> None:
         """Give `other`, a fresh layer of another store, the contents of this one."""
+        other.record_past = self.record_past
         if not self.is_initialized:
             return
         keys, values = self._views(self._first_kept, self._length)
@@ -324,8 +334,6 @@ class VMKVSlidingLayer(_VirtualLayer, DynamicSlidingWindowLayer):  # type: ignor
     Positions only ever grow: the row is not a ring. Pages behind the window are retired.
     """
 
-    record_past = False  # 4.57 has no such flag.
-
     @property
     def cumulative_length(self) -> int:
         """Tokens seen so far; transformers computes masks from it."""
@@ -356,7 +364,7 @@ class VMKVSlidingLayer(_VirtualLayer, DynamicSlidingWindowLayer):  # type: ignor
     def crop(self, argument: int) -> None:
         """See `cropped_length`; what was recorded and left the window is forgotten as well."""
         was_beyond_window = self._length >= self.sliding_window
-        self._length = self.cropped_length(argument)
+        self._length = self.cropped_length(int(argument))
         if was_beyond_window:
             self._first_kept = max(self._first_kept, self._visible_from(self._length))
 

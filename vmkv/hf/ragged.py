@@ -54,6 +54,12 @@ class RaggedCache:
     """
 
     def __init__(self, config: object, settings: Settings):
+        decoder = settings.decoder_config
+        if "chunked_attention" in (getattr(decoder, "layer_types", None) or ()):
+            raise ConfigError(
+                "this model attends in chunks, which no kernel here does in a ragged batch; "
+                "generate with past_key_values=VMKVCache(config) instead"
+            )
         kinds = []
         for index, layer in enumerate(compat.default_layers(config)):
             is_ours, window = compat.window_of(layer)
@@ -104,9 +110,7 @@ class RaggedCache:
         key = (id(core), spec)
         if key not in self._backends:
             backend = select(spec, self.store.settings.attention_backend)
-            overread_tokens = backend.overread_tokens(spec.k_dim, spec.v_dim)
-            core.overread_tokens = max(core.overread_tokens, overread_tokens)
-            core.grow((each, each.num_tokens) for each in self._sequences[id(core)].values())
+            core.keep_resident(backend.overread_tokens(spec.k_dim, spec.v_dim))
             self._backends[key] = backend
         return self._backends[key]
 
@@ -172,7 +176,10 @@ class RaggedStep:
         index = getattr(module, "layer_idx", None)
         if index is None:
             raise ConfigError(f"{type(module).__name__} does not say which layer it is")
-        slot = self._cache.store.bind(int(index), key, value)
+        store = self._cache.store
+        slot = store.bind(int(index), key, value)
+        if window is None:
+            window = store.kinds[int(index)].window_tokens
         core = slot.step.rows.core
         batch = self._batch(slot)
         keys, values = slot.step.all_rows(slot.place)

@@ -139,6 +139,7 @@ class Store:
             slot = self._slots.pop(other, None)
             self._signatures.pop(other, None)
             if slot is not None:
+                slot.step.forget()
                 slot.step.rows.core.drop_layers([other])
                 self._has_gaps = True
         groups = rows.core.add_layers(
@@ -237,12 +238,18 @@ class Store:
 
     def settle(self, batch_size: int, num_tokens: int) -> None:
         """After layers changed their batch or length: end rows and forget tokens to match."""
+        for slot in self._slots.values():
+            slot.step.forget()
         for rows in self._rows.values():
             rows.keep_rows(batch_size)
             rows.set_length(num_tokens)
-            rows.core.retire_behind_windows()
         if not batch_size:
             self._seen.clear()  # The next batch may have other shapes.
+
+    def forget_past(self) -> None:
+        """Let go of what has left the windows, even while past is being kept."""
+        for rows in self._rows.values():
+            rows.core.retire_behind_windows()
 
     # ---- the whole ------------------------------------------------------------------------
 

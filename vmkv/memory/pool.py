@@ -204,9 +204,7 @@ class ExtentPool:
         num_bytes = sum(self.page_bytes << size_class for size_class in size_classes)
         excess_bytes = self._created_bytes + num_bytes - self._budget_bytes
         if excess_bytes > self._free_bytes:
-            raise self._out_of_pages(
-                needed_bytes, f"a budget of {format_bytes(self._budget_bytes)}"
-            )
+            raise self._out_of_budget(needed_bytes)
         if excess_bytes > 0:
             self._release_free(excess_bytes)
         created: list[Extent] = []
@@ -234,12 +232,12 @@ class ExtentPool:
             except DriverError as second:
                 if not second.is_out_of_memory:
                     raise
-                raise self._out_of_pages(needed_bytes, f"{self.backend.name} is full") from second
+                raise self._out_of_device_memory(needed_bytes) from second
         vacant_id = self._free_ids.pop(self._vacant)
         extent_id = self._free_ids.bump() if vacant_id is None else vacant_id
         if extent_id is None:
             self.backend.mem_release(handle)
-            raise self._out_of_pages(needed_bytes, f"all {self._num_ids} extent ids are in use")
+            raise self._out_of_budget(needed_bytes)
         extent = Extent(extent_id, size_class, num_bytes, handle)
         if extent_id == len(self._extents):
             self._extents.append(extent)
@@ -334,15 +332,29 @@ class ExtentPool:
         """How many extents of `size_class` are free."""
         return self._free_ids.count(size_class)
 
-    def _out_of_pages(self, needed_bytes: int, limit: str) -> OutOfPagesError:
+    def _out_of_budget(self, needed_bytes: int) -> OutOfPagesError:
         stats = self.stats()
         return OutOfPagesError(
-            f"needs {format_bytes(needed_bytes)}, {format_bytes(self.available_bytes)} available "
-            f"({limit}; {format_bytes(stats.resident_bytes)} resident, "
+            f"needs {format_bytes(needed_bytes)}, {format_bytes(max(0, self.available_bytes))} "
+            f"left of a budget of {format_bytes(self._budget_bytes)} "
+            f"({format_bytes(stats.resident_bytes)} resident, "
             f"{format_bytes(stats.retired_bytes)} retired and waiting for fences); "
             "close or trim sequences, or raise budget_bytes",
             needed_bytes=needed_bytes,
             free_bytes=max(0, self.available_bytes),
+            retired_bytes=stats.retired_bytes,
+        )
+
+    def _out_of_device_memory(self, needed_bytes: int) -> OutOfPagesError:
+        stats = self.stats()
+        device_bytes = self.backend.free_memory_bytes()
+        return OutOfPagesError(
+            f"needs {format_bytes(needed_bytes)}, and {self.backend.name} has no more memory to "
+            f"give ({format_bytes(device_bytes)} free there; this pool holds "
+            f"{format_bytes(stats.created_bytes)}, {format_bytes(stats.resident_bytes)} of it "
+            "resident); close or trim sequences, or free memory elsewhere",
+            needed_bytes=needed_bytes,
+            free_bytes=stats.free_bytes + device_bytes,
             retired_bytes=stats.retired_bytes,
         )
 

@@ -1,0 +1,249 @@
+"""What does it cost the host to tell kernels where a decode step's sequences lie?
+
+Question. Before a decode step of one token per sequence, the host tells the device where each
+sequence lies and how long it is. What does that cost through block tables and slot mappings, and
+what through row indices and lengths?
+
+Prediction. Block tables of 256 sequences of 128k tokens are 256 * 8,192 blocks * 4 B = 8 MiB a
+step: 0.16 ms of copy at 50 GB/s, which the host only waits for where memory is not pinned;
+vectorised numpy for the slots is ten calls, 15 us; a sixteenth of the rows cross a block's end, 16
+rows of Python at 1 us; three copies to launch at 6 us: 50 us. Rows and lengths: the rows stay
+where they are, the lengths count up by one launch, 5 us: a fifth or less, up to 1,024 sequences,
+whatever the length. `AttentionBatch.build` checks every length in Python instead, some 2 us a
+sequence: 0.5 ms for 256, slower than block tables, and so is `KVCache.grow`: the price of planning
+growth in Python.
+
+Method. Host time of one step, the device idle before and waited for after, outside the clock. All
+ways decode the same sequences (equal lengths, staggered by 7 so that they do not cross blocks
+together), and take turns; median and quartiles over steps. On a machine without a GPU "uploading"
+is a copy within memory, and is the host's.
+
+Ways. "device": `num_tokens += 1` on the device and a new AttentionBatch around the same tensors.
+"upload": lengths counted in a pinned numpy array, one copy. "build": AttentionBatch.build from
+Python integers, with all its checks. "grow": KVCache.grow for all sequences where every page is
+resident.
+
+Rivals. vLLM's way (rivals.BlockTables) at its best: one pinned table no wider than the longest
+sequence of the batch will need, kept up incrementally, vectorised slots, three copies of
+preallocated buffers; blocks of 16 tokens. `check` proves that its slots are right.
+
+Not measured. What kernels do with either (bench_attention); mapping pages (bench_mapping: 0.5 us a
+token and sequence); prefix sharing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from common import spread, write_result
+from report import Figure, Row, bench_parser, make_record, on_gpu, print_figures, print_rows
+from rivals import BlockTables
+
+from vmkv import HostBackend, KVCache
+from vmkv.attention import AttentionBatch
+from vmkv.memory import ExtentPool
+from vmkv.units import KiB, MiB
+
+NUM_SEQUENCES = (1, 4, 16, 64, 256, 1024)
+PAST_TOKENS = (1024, 8192, 131072)
+STEPS = 60
+WARMUP_STEPS = 10
+STAGGER_TOKENS = 7
+INDEX_LIMIT = 2**31
+MUST_SHARE = 0.2  # of the block table's time, at 256 sequences
+
+
+def device_way(lengths: Sequence[int], row_tokens: int, device: torch.device) -> Callable:
+    """Lengths that count up where kernels read them."""
+    batch = AttentionBatch.build(
+        range(len(lengths)), lengths, [1] * len(lengths), row_tokens=row_tokens, device=device
+    )
+    longest = itertools.count(max(lengths) + 1)
+
+    def prepare_step() -> AttentionBatch:
+        batch.num_tokens.add_(1)
+        return AttentionBatch(
+            batch.row_indices, batch.num_tokens, batch.query_starts, 1, next(longest), row_tokens
+        )
+
+    return prepare_step
+
+
+def upload_way(lengths: Sequence[int], row_tokens: int, device: torch.device) -> Callable:
+    """Lengths counted on the host and copied."""
+    batch = AttentionBatch.build(
+        range(len(lengths)), lengths, [1] * len(lengths), row_tokens=row_tokens, device=device
+    )
+    host = torch.tensor(lengths, dtype=torch.int32, pin_memory=device.type == "cuda")
+    counted: np.ndarray = host.numpy()
+
+    def prepare_step() -> AttentionBatch:
+        np.add(counted, 1, out=counted)
+        batch.num_tokens.copy_(host, non_blocking=True)
+        longest = int(counted.max())
+        return AttentionBatch(
+            batch.row_indices, batch.num_tokens, batch.query_starts, 1, longest, row_tokens
+        )
+
+    return prepare_step
+
+
+def build_way(lengths: Sequence[int], row_tokens: int, device: torch.device) -> Callable:
+    """A checked batch from Python integers, anew for every step."""
+    rows, counted, queries = range(len(lengths)), list(lengths), [1] * len(lengths)
+
+    def prepare_step() -> AttentionBatch:
+        for at in rows:
+            counted[at] += 1
+        return AttentionBatch.build(rows, counted, queries, row_tokens=row_tokens, device=device)
+
+    return prepare_step
+
+
+class GrowWay:
+    """KVCache.grow on the host backend, with every page resident: only planning is left."""
+
+    def __init__(self, lengths: Sequence[int], num_steps: int):
+        self._pool = ExtentPool(HostBackend(4 * KiB), 64 * MiB)
+        end = num_steps + STAGGER_TOKENS * 16 + 1
+        self._cache = KVCache(
+            self._pool, max_tokens=end, max_sequences=len(lengths), layers_per_group=1
+        )
+        # Two bytes a token: planning costs the same for any length, and this one fits anywhere.
+        self._cache.add_layers(range(1), num_kv_heads=1, head_dim=1, dtype=torch.uint8)
+        self._sequences = [self._cache.open() for _ in lengths]
+        self._cache.grow([(sequence, end) for sequence in self._sequences])
+        for sequence in self._sequences:
+            sequence.truncate(1)
+
+    def prepare_step(self) -> None:
+        """All sequences, one token longer."""
+        self._cache.grow([(each, each.num_tokens + 1) for each in self._sequences])
+
+    def close(self) -> None:
+        self._cache.close()
+        self._pool.close()
+
+
+def host_us(work: Callable[[], object]) -> float:
+    """Host microseconds of `work`, without the device's."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    work()
+    seconds = time.perf_counter() - start
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return 1e6 * seconds
+
+
+def run(
+    device: torch.device, num_sequences: int, past_tokens: int, num_steps: int, warmup_steps: int
+) -> list[Row]:
+    """One row for each way."""
+    total_steps = num_steps + warmup_steps
+    lengths = [past_tokens + STAGGER_TOKENS * (at % 16) for at in range(num_sequences)]
+    # Rows share one index space of int32; block tables get room for just as much.
+    row_tokens = max(lengths) + total_steps
+    if num_sequences * row_tokens >= INDEX_LIMIT:
+        return []
+    tables = BlockTables(lengths, row_tokens, device)
+    grow = GrowWay(lengths, total_steps)
+    ways = {
+        "block table, 16": tables.prepare_step,
+        "vmkv, device": device_way(lengths, row_tokens, device),
+        "vmkv, upload": upload_way(lengths, row_tokens, device),
+        "vmkv, build": build_way(lengths, row_tokens, device),
+        "vmkv, grow": grow.prepare_step,
+    }
+    samples: dict[str, list[float]] = {name: [] for name in ways}
+    for step in range(total_steps):
+        names = list(ways)
+        at = step % len(names)
+        for name in names[at:] + names[:at]:
+            taken = host_us(ways[name])
+            if step >= warmup_steps:
+                samples[name].append(taken)
+    tables.check()
+    grow.close()
+    rows = []
+    for name, taken in samples.items():
+        values = spread(taken)
+        ratios = [
+            mine / theirs for mine, theirs in zip(taken, samples["block table, 16"], strict=True)
+        ]
+        row = {
+            "num_sequences": num_sequences,
+            "past_tokens": past_tokens,
+            "way": name,
+            "step_us": values["median"],
+            "step_us_q1": values["q1"],
+            "step_us_q3": values["q3"],
+            "ratio": spread(ratios)["median"],
+            "steps": len(taken),
+        }
+        if name == "block table, 16":
+            row["table_bytes"] = num_sequences * tables.max_blocks * 4
+        rows.append(row)
+    return rows
+
+
+def promised(rows: Sequence[Row], num_sequences: int) -> list[Figure]:
+    """Each way at the promised batch, in its worst length."""
+    figures = []
+    for way in ("vmkv, device", "vmkv, upload", "vmkv, build", "vmkv, grow"):
+        mine = [row for row in rows if row["way"] == way and row["num_sequences"] == num_sequences]
+        worst = max(mine, key=lambda row: row["ratio"])
+        rival = next(
+            row["step_us"]
+            for row in rows
+            if row["way"] == "block table, 16"
+            and row["num_sequences"] == num_sequences
+            and row["past_tokens"] == worst["past_tokens"]
+        )
+        is_promised = way == "vmkv, device"
+        figures.append(
+            Figure(
+                f"prepare_ratio_{way.removeprefix('vmkv, ')}",
+                f"host time to prepare a decode step of {num_sequences} sequences, relative to "
+                f"block tables, worst length ({way}: {worst['step_us']:.3g} µs)",
+                worst["ratio"],
+                "×",
+                at_most=on_gpu(MUST_SHARE) if is_promised else None,
+                rival=f"{rival:.3g} µs",
+            )
+        )
+    return figures
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, show, write."""
+    options = bench_parser(__doc__).parse_args(argv)
+    counts, lengths, num_steps, warmup_steps = (
+        ((2, 8), (64,), 4, 1)
+        if options.smoke
+        else (NUM_SEQUENCES, PAST_TOKENS, STEPS, WARMUP_STEPS)
+    )
+    use_gpu = torch.cuda.is_available() and not options.smoke
+    device = torch.device("cuda" if use_gpu else "cpu")
+    rows = []
+    for past_tokens in lengths:
+        for num_sequences in counts:
+            rows += run(device, num_sequences, past_tokens, num_steps, warmup_steps)
+    figures = promised(rows, counts[-1] if options.smoke else 256)
+    print_rows(rows)
+    print_figures(figures)
+    if options.json is not None or not options.smoke:
+        constants = {"warmup_steps": warmup_steps, "stagger_tokens": STAGGER_TOKENS}
+        record = make_record(__doc__, rows, figures, constants)
+        print("wrote", write_result("block_table", record, options.json))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

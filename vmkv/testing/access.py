@@ -1,0 +1,73 @@
+"""Reading and writing a backend's memory from a test, without torch.
+
+On the CPU an address is an address. On CUDA the driver copies, in the device's primary context,
+after everything submitted before (the legacy default stream).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Iterator
+from typing import Any
+
+from ..backend import Backend
+from ..errors import ConfigError
+
+_DLPACK_CPU = 1
+_DLPACK_CUDA = 2
+
+
+def read_bytes(backend: Backend, address: int, num_bytes: int) -> bytes:
+    """What `[address, address + num_bytes)` holds; the range is readable.
+
+    Raises:
+        ConfigError: The kit does not know how to reach this backend's kind of memory.
+    """
+    device_type, device_index = backend.dlpack_device
+    if device_type == _DLPACK_CPU:
+        return ctypes.string_at(address, num_bytes)
+    staging = ctypes.create_string_buffer(num_bytes)
+    with _cuda_context(device_type, device_index) as driver:
+        (status,) = driver.cuMemcpyDtoH(ctypes.addressof(staging), int(address), num_bytes)
+        _check(driver, status)
+    return staging.raw
+
+
+def write_bytes(backend: Backend, address: int, data: bytes) -> None:
+    """Put `data` at `address`; the range is writable.
+
+    Raises:
+        ConfigError: As `read_bytes`.
+    """
+    device_type, device_index = backend.dlpack_device
+    if device_type == _DLPACK_CPU:
+        ctypes.memmove(address, data, len(data))
+        return
+    staging = ctypes.create_string_buffer(data, len(data))
+    with _cuda_context(device_type, device_index) as driver:
+        (status,) = driver.cuMemcpyHtoD(int(address), ctypes.addressof(staging), len(data))
+        _check(driver, status)
+
+
+@contextlib.contextmanager
+def _cuda_context(device_type: int, device_index: int) -> Iterator[Any]:
+    if device_type != _DLPACK_CUDA:
+        raise ConfigError(f"cannot reach memory of DLPack device type {device_type} from here")
+    from cuda.bindings import driver
+
+    status, device = driver.cuDeviceGet(device_index)
+    _check(driver, status)
+    status, context = driver.cuDevicePrimaryCtxRetain(device)
+    _check(driver, status)
+    _check(driver, driver.cuCtxPushCurrent(context)[0])
+    try:
+        yield driver
+    finally:
+        driver.cuCtxPopCurrent()
+        driver.cuDevicePrimaryCtxRelease(device)
+
+
+def _check(driver: Any, status: Any) -> None:
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise AssertionError(f"the kit's own access to device memory failed with {status!r}")

@@ -1,0 +1,75 @@
+"""The backend contract, as numbered checks that every implementation passes.
+
+Each check states one sentence of `vmkv/backend/base.py`, uses nothing but the contract itself
+and `access.py`, and gives back all it took. A surprise met on one driver becomes a check here
+first, and is then refused by the host backend too.
+
+Not checked here, because they kill the process or the context: touching memory before access
+was granted, after it was unmapped, and writing where only reading was granted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..backend import Backend, BackendUsage
+from ..errors import VMKVError
+from . import mapping_checks, order_checks
+from .tools import expect
+
+#: The contract, in reading order. Every check leaves the backend as empty as it found it.
+BACKEND_CHECKS: tuple[Callable[[Backend], None], ...] = (
+    mapping_checks.check_identity,
+    mapping_checks.check_reservations,
+    mapping_checks.check_free_is_exact,
+    mapping_checks.check_two_reservations_are_two,
+    mapping_checks.check_free_with_mapping,
+    mapping_checks.check_address_space_ends,
+    mapping_checks.check_sizes,
+    mapping_checks.check_handles,
+    mapping_checks.check_fresh_memory_is_zero,
+    mapping_checks.check_map_and_unmap,
+    mapping_checks.check_memory_outlives_mapping,
+    mapping_checks.check_aliases,
+    mapping_checks.check_release_while_mapped,
+    mapping_checks.check_map_over_mapping,
+    mapping_checks.check_map_outside_reservation,
+    mapping_checks.check_map_is_whole,
+    mapping_checks.check_unmap_is_whole,
+    mapping_checks.check_runs,
+    mapping_checks.check_access_needs_mapping,
+    mapping_checks.check_access_can_change,
+    order_checks.check_execute_nothing,
+    order_checks.check_execute_maps_is_atomic,
+    order_checks.check_execute_unmaps_reports,
+    order_checks.check_copy,
+    order_checks.check_fences,
+    order_checks.check_calls_are_counted,
+    order_checks.check_threads,
+)
+
+
+def check_backend(make_backend: Callable[[], Backend]) -> int:
+    """Hold a backend to the contract; each check gets a fresh one, which it leaves empty.
+
+    Args:
+        make_backend: Opens the backend under test.
+
+    Returns:
+        How many checks were run.
+
+    Raises:
+        AssertionError: The first rule that is broken, by number and sentence.
+    """
+    for number, check in enumerate(BACKEND_CHECKS, 1):
+        backend = make_backend()
+        try:
+            expect(BackendUsage(), backend.usage(), "usage of a fresh backend")
+            check(backend)
+            expect(BackendUsage(), backend.usage(), "usage after everything was given back")
+            backend.close()
+            backend.close()
+        except (VMKVError, AssertionError) as error:
+            sentence = (check.__doc__ or check.__name__).strip()
+            raise AssertionError(f"check {number}: {sentence} But: {error}") from error
+    return len(BACKEND_CHECKS)

@@ -1,0 +1,174 @@
+"""The backend contract, second part: batches, data, order, counting, threads."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+
+from ..backend import AccessOp, Backend, MapOp, UnmapOp
+from ..errors import DriverError, VMKVError
+from ..units import Address
+from .access import read_bytes, write_bytes
+from .tools import RW, at_page, expect, expect_refusal, filled, mapped, reserve
+
+_STREAM = 0  # The default stream, which every device has.
+
+# ---- batches ------------------------------------------------------------------------------
+
+
+def check_execute_nothing(backend: Backend) -> None:
+    """An empty batch does nothing and succeeds."""
+    before = backend.calls.copy()
+    backend.execute([])
+    expect(before, backend.calls, "calls")
+
+
+def check_execute_maps_is_atomic(backend: Backend) -> None:
+    """A batch of maps that fails, wherever it fails, leaves nothing mapped, and can be repeated."""
+    granularity = backend.granularity_bytes
+    address, num_bytes = reserve(backend, 4)
+    handles = [backend.mem_create(granularity) for _ in range(3)]
+    good: list[MapOp | AccessOp | UnmapOp] = [
+        MapOp(at_page(backend, address, page), granularity, handle)
+        for page, handle in enumerate(handles)
+    ]
+    good.append(AccessOp(address, 3 * granularity, RW))
+    over_a_mapping = MapOp(address, granularity, handles[2])
+    over_a_hole = AccessOp(address, num_bytes, RW)
+    for fail_at, bad, call in (
+        (1, over_a_mapping, "mem_map"),
+        (2, over_a_mapping, "mem_map"),
+        (3, over_a_hole, "mem_set_access"),
+        (4, over_a_mapping, "mem_map"),
+    ):
+        before = backend.usage()
+        try:
+            backend.execute([*good[:fail_at], bad, *good[fail_at:]])
+        except DriverError as error:
+            expect(call, error.call, "the primitive that failed")
+            expect(fail_at, error.num_done, "operations before the failure")
+        else:
+            raise AssertionError(f"a batch with a wrong {call} succeeded")
+        expect(before, backend.usage(), f"usage after a batch that failed at {fail_at}")
+    backend.execute(good)
+    data = filled(backend, address, 0x66, 3 * granularity)
+    expect(data, read_bytes(backend, address, 3 * granularity), "the batch repeated")
+    backend.mem_unmap(address, 3 * granularity)
+    for handle in handles:
+        backend.mem_release(handle)
+    backend.address_free(address, num_bytes)
+
+
+def check_execute_unmaps_reports(backend: Backend) -> None:
+    """A batch of unmaps that fails says in `num_done` how many are gone; the rest stay."""
+    granularity = backend.granularity_bytes
+    address, num_bytes = reserve(backend, 4)
+    for page in (0, 1, 3):
+        backend.mem_release(mapped(backend, at_page(backend, address, page), 1))
+    data = filled(backend, at_page(backend, address, 3), 0x18, granularity)
+    ops = [UnmapOp(at_page(backend, address, page), granularity) for page in range(4)]
+    try:
+        backend.execute(ops)  # Nothing is mapped at page 2.
+    except DriverError as error:
+        expect(("mem_unmap", 2), (error.call, error.num_done), "the failure")
+    else:
+        raise AssertionError("unmapping what is not mapped succeeded in a batch")
+    expect(1, backend.usage().num_mappings, "mappings left")
+    expect(data, read_bytes(backend, at_page(backend, address, 3), granularity), "what is left")
+    backend.execute(ops[3:])
+    backend.address_free(address, num_bytes)
+
+
+# ---- order, data, books -------------------------------------------------------------------
+
+
+def check_copy(backend: Backend) -> None:
+    """A copy moves exactly its bytes, at any offset, and copies of a stream keep their order."""
+    granularity = backend.granularity_bytes
+    address, num_bytes = reserve(backend, 2)
+    backend.mem_release(mapped(backend, address, 2))
+    source, target = address, at_page(backend, address, 1)
+    write_bytes(backend, source, bytes(range(1, 200)))
+    backend.copy(Address(target + 7), Address(source + 3), 100, _STREAM)
+    wanted = bytes(7) + bytes(range(4, 104)) + bytes(93)
+    expect(wanted, read_bytes(backend, target, 200), "the copy and what is beside it")
+    backend.copy(Address(target + 500), Address(target + 7), 100, _STREAM)
+    backend.copy(target, Address(target + 500), 100, _STREAM)
+    expect(bytes(range(4, 104)), read_bytes(backend, target, 100), "a copy of a copy")
+    backend.mem_unmap(address, 2 * granularity)
+    backend.address_free(address, num_bytes)
+
+
+def check_fences(backend: Backend) -> None:
+    """A fence has passed once it was waited for, for good, and so have those before it."""
+    backend.note_stream(_STREAM)
+    backend.note_stream(_STREAM)
+    fences = [backend.record_fence() for _ in range(3)]
+    fences[2].wait()
+    expect([True] * 3, [fence.has_passed() for fence in fences], "passed")
+    for fence in fences:
+        fence.wait()
+        assert fence.has_passed(), "a fence that was waited for twice has not passed"
+    backend.join_streams(_STREAM)
+
+
+def check_calls_are_counted(backend: Backend) -> None:
+    """Each call of a primitive is counted once under its name, failed ones included."""
+    before = backend.calls.copy()
+    granularity = backend.granularity_bytes
+    address, num_bytes = reserve(backend, 2)
+    second = at_page(backend, address, 1)
+    handles = [backend.mem_create(granularity) for _ in range(2)]
+    backend.execute(
+        [
+            MapOp(address, granularity, handles[0]),
+            MapOp(second, granularity, handles[1]),
+            AccessOp(address, num_bytes, RW),
+        ]
+    )
+    backend.copy(second, address, granularity, _STREAM)
+    backend.record_fence().wait()
+    backend.execute([UnmapOp(address, granularity), UnmapOp(second, granularity)])
+    expect_refusal(
+        backend, "mem_unmap", partial(backend.mem_unmap, address, granularity), "nothing"
+    )
+    for handle in handles:
+        backend.mem_release(handle)
+    backend.address_free(address, num_bytes)
+    wanted = {
+        "address_reserve": 1,
+        "mem_create": 2,
+        "mem_map": 2,
+        "mem_set_access": 1,
+        "copy": 1,
+        "record_fence": 1,
+        "mem_unmap": 3,
+        "mem_release": 2,
+        "address_free": 1,
+    }
+    expect(wanted, dict(backend.calls - before), "calls")
+
+
+def check_threads(backend: Backend) -> None:
+    """Threads that work on ranges of their own do not disturb each other."""
+    failures: list[VMKVError | AssertionError] = []
+
+    def work(value: int) -> None:
+        try:
+            for _ in range(8):
+                address, num_bytes = reserve(backend, 2)
+                backend.mem_release(mapped(backend, address, 2))
+                data = filled(backend, address, value, num_bytes)
+                expect(data, read_bytes(backend, address, num_bytes), f"thread {value}'s memory")
+                backend.mem_unmap(address, num_bytes)
+                backend.address_free(address, num_bytes)
+        except (VMKVError, AssertionError) as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(value,)) for value in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]

@@ -1,0 +1,57 @@
+"""What the checks of a backend are written with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..backend import Access, Backend
+from ..errors import DriverError
+from ..units import Address, Handle
+from .access import write_bytes
+
+RW = Access.READ_WRITE
+
+
+def expect(wanted: object, got: object, what: str) -> None:
+    """Raise unless `wanted == got`."""
+    if wanted != got:
+        raise AssertionError(f"{what}: wanted {wanted}, got {got}")
+
+
+def expect_refusal(backend: Backend, call: str, attempt: Callable[[], object], what: str) -> None:
+    """Raise unless `attempt` ends in a `DriverError` under `call` and changes nothing."""
+    before = backend.usage()
+    try:
+        attempt()
+    except DriverError as error:
+        expect(call, error.call, f"the primitive that the refusal names ({what})")
+    else:
+        raise AssertionError(f"{call} must refuse {what}")
+    expect(before, backend.usage(), f"usage after {call} refused {what}")
+
+
+def reserve(backend: Backend, num_pages: int) -> tuple[Address, int]:
+    """A fresh reservation: its address and its size."""
+    num_bytes = num_pages * backend.granularity_bytes
+    return backend.address_reserve(num_bytes), num_bytes
+
+
+def mapped(backend: Backend, address: Address, num_pages: int, access: Access = RW) -> Handle:
+    """Fresh memory of `num_pages`, behind `address` with `access`."""
+    num_bytes = num_pages * backend.granularity_bytes
+    handle = backend.mem_create(num_bytes)
+    backend.mem_map(address, num_bytes, handle)
+    backend.mem_set_access(address, num_bytes, access)
+    return handle
+
+
+def at_page(backend: Backend, address: Address, page: int) -> Address:
+    """The address `page` pages further."""
+    return Address(address + page * backend.granularity_bytes)
+
+
+def filled(backend: Backend, address: int, value: int, num_bytes: int) -> bytes:
+    """Fill `num_bytes` at `address` with one byte value; returns what must be read there."""
+    data = bytes([value]) * num_bytes
+    write_bytes(backend, address, data)
+    return data
