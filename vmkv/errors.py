@@ -30,7 +30,8 @@ class VMKVError(Exception):
 
 
 def _rebuild(cls: type[VMKVError], args: tuple[Any, ...], state: dict[str, Any]) -> VMKVError:
-    error = cls.__new__(cls)
+    # Not `cls.__new__`: below MemoryError that is a constructor which refuses Python classes.
+    error: VMKVError = Exception.__new__(cls)
     error.args = args
     error.__dict__.update(state)
     return error

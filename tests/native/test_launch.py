@@ -53,5 +53,5 @@ def test_launch_refuses_impossible_numbers(grid: int, block: int, words: bytes) 
     """What the driver could only misread is refused before it is called."""
     function = _LAUNCH(lambda *_: 0)
     address = ctypes.cast(function, ctypes.c_void_p).value
-    with pytest.raises(ValueError, match="at most|needs"):
+    with pytest.raises(ValueError, match=r"at most|needs"):
         _native.launch(address, 1, grid, block, 0, words)

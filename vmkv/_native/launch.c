@@ -1,8 +1,8 @@
 /* launch(): a kernel launch with 64-bit arguments, at the cost of the driver call.
  *
- * Writing a token's keys and values is one launch per layer and step.  Through Triton's launcher it
- * takes 14 us of host time, through cuda-python's 8, and a decode step of an 8B model launches it 32
- * times.  The function has cuLaunchKernel's signature, spelt with C's own types.
+ * Writing a token's keys and values is one launch per layer and step.  Through Triton's launcher
+ * it takes 14 us of host time, through cuda-python's 8, and a decode step of an 8B model launches
+ * it 32 times.  The function has cuLaunchKernel's signature, spelt with C's own types.
  *
  * The GIL stays held: a launch only enqueues, and letting go of the lock costs more than the call.
  */
@@ -42,8 +42,8 @@ PyObject *vmkv_launch(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssi
     if (numbers[0] == 0 || numbers[2] == 0 || numbers[2] > UINT32_MAX || numbers[3] == 0 ||
         numbers[3] > 1024)
         return PyErr_Format(PyExc_ValueError,
-                            "a launch needs a function, a grid of 1 to 2**32 - 1 blocks and blocks "
-                            "of 1 to 1024 threads");
+                            "a launch needs a function, a grid of 1 to 2**32 - 1 blocks and "
+                            "blocks of 1 to 1024 threads");
 
     uint64_t words[MAX_WORDS];
     void *arguments[MAX_WORDS];

@@ -178,7 +178,7 @@ class Backend(abc.ABC):
         """
         if not ops:
             return
-        num_done, error = self._run(ops)
+        num_done, error = self.run_until_failure(ops)
         if error is None:
             return
         undo = [
@@ -187,7 +187,7 @@ class Backend(abc.ABC):
             if isinstance(op, MapOp)
         ]
         if undo:
-            undone, undo_error = self._run(undo)
+            undone, undo_error = self.run_until_failure(undo)
             if undo_error is not None:
                 raise InternalError(
                     f"undoing a failed mapping failed too ({undone} of {len(undo)} undone): "
@@ -197,8 +197,11 @@ class Backend(abc.ABC):
         raise error
 
     @abc.abstractmethod
-    def _run(self, ops: Sequence[Op]) -> tuple[int, DriverError | None]:
-        """Run `ops` until one fails; return how many succeeded, and the failure if any."""
+    def run_until_failure(self, ops: Sequence[Op]) -> tuple[int, DriverError | None]:
+        """Run `ops` in order until one fails: what `execute` is made of.
+
+        Returns how many succeeded, and the failure if there was one. Undoes nothing.
+        """
 
     def mem_map(self, address: Address, num_bytes: int, handle: Handle) -> None:
         """Put all of `handle` behind `address`; not readable before `mem_set_access`."""

@@ -39,7 +39,8 @@ class BookedBackend(Backend):
         self._books = Books(granularity_bytes)
         self._lock = threading.Lock()
 
-    def _run(self, ops: Sequence[Op]) -> tuple[int, DriverError | None]:
+    def run_until_failure(self, ops: Sequence[Op]) -> tuple[int, DriverError | None]:
+        """See `Backend.run_until_failure`."""
         with self._lock:
             refusal: DriverError | None = None
             leaving: set[int] = set()

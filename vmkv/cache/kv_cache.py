@@ -18,15 +18,16 @@ from collections.abc import Iterable
 import torch
 
 from ..backend import Backend
-from ..errors import ClosedError, ConfigError, InternalError, SequenceFullError
+from ..errors import ClosedError, ConfigError, SequenceFullError
 from ..memory import ExtentPool, check_pool
 from .compaction import without_gaps
 from .device_memory import open_pool
 from .geometry import Geometry, LayerShape, check_positive
 from .layer_group import LayerGroup, split_layers
+from .layer_map import LayerMap
 from .rows import Rows
 from .sequence import Sequence
-from .stats import CacheStats
+from .stats import CacheStats, collect_stats
 from .transaction import Target, grow
 from .views import stream_getter, torch_device
 
@@ -69,8 +70,7 @@ class KVCache:
         self.max_sequences = max_sequences
         is_host = self.pool.backend.name == "host"
         self._layers_per_group = 1 if layers_per_group is None and is_host else layers_per_group
-        self.groups: list[LayerGroup] = []
-        self._places: dict[int, tuple[LayerGroup, int]] = {}
+        self._layers = LayerMap()
         self._rows = Rows(max_sequences)
         self._sequences: dict[int, Sequence] = {}
         #: The raw handle of torch's current stream on the cache's device.
@@ -85,6 +85,16 @@ class KVCache:
     def device(self) -> torch.device:
         """The device whose tensors live here."""
         return torch_device(self.pool.backend)
+
+    @property
+    def groups(self) -> list[LayerGroup]:
+        """The layer groups, in the order in which they were made."""
+        return self._layers.groups
+
+    @property
+    def layers(self) -> list[int]:
+        """The layers that were added, as the caller numbers them."""
+        return self._layers.layers
 
     # ---- layers ---------------------------------------------------------------------------
 
@@ -121,11 +131,7 @@ class KVCache:
         """
         self.check_open()
         wanted = list(layers)
-        taken = [layer for layer in wanted if layer in self._places]
-        if taken or not wanted or len(set(wanted)) != len(wanted):
-            raise ConfigError(
-                f"layers {taken or wanted} are in the cache already, or none is named"
-            )
+        self._layers.check_new(wanted)
         if window_tokens is not None:
             check_positive("window_tokens", window_tokens)
         shape = LayerShape(
@@ -153,10 +159,8 @@ class KVCache:
             for group in made:
                 group.close()
             raise
-        self.groups += made
         for group, group_layers in zip(made, members, strict=True):
-            for at, layer in enumerate(group_layers):
-                self._places[layer] = (group, at)
+            self._layers.add(group, group_layers)
         return made
 
     def drop_layers(self, layers: Iterable[int]) -> None:
@@ -166,12 +170,10 @@ class KVCache:
         """
         self.check_open()
         for layer in layers:
-            self.place(layer)
-            del self._places[layer]
-        in_use = {id(group) for group, _ in self._places.values()}
-        for group in [group for group in self.groups if id(group) not in in_use]:
-            group.close()
-            self.groups.remove(group)
+            emptied = self._layers.drop(layer)
+            if emptied is not None:
+                emptied.close()
+                self.groups.remove(emptied)
 
     def compact(self) -> bool:
         """Close the gaps that `drop_layers` left, by moving the groups that have any.
@@ -184,15 +186,10 @@ class KVCache:
         self.check_open()
         moved = False
         for group in tuple(self.groups):
-            members = sorted(
-                (at, layer) for layer, (home, at) in self._places.items() if home is group
-            )
-            if len(members) < group.geometry.num_layers:
+            places = [at for at, _ in self._layers.members(group)]
+            if len(places) < group.geometry.num_layers:
                 lengths = [(each.row, each.num_tokens) for each in self._sequences.values()]
-                new = without_gaps(group, [at for at, _ in members], lengths, self._grow)
-                self.groups[self.groups.index(group)] = new
-                for at, (_, layer) in enumerate(members):
-                    self._places[layer] = (new, at)
+                self._layers.replace(group, without_gaps(group, places, lengths, self._grow))
                 group.close()
                 moved = True
         return moved
@@ -203,9 +200,7 @@ class KVCache:
         Raises:
             ConfigError: No such layer was added.
         """
-        if layer not in self._places:
-            raise ConfigError(f"layer {layer} was not added; there are {sorted(self._places)}")
-        return self._places[layer]
+        return self._layers.place(layer)
 
     def keys(self, layer: int) -> torch.Tensor:
         """All rows' keys of `layer`: `[rows, row_tokens, k_heads, k_dim]`, mostly unmapped.
@@ -241,12 +236,11 @@ class KVCache:
         self.check_open()
         if row is None:
             row = self._rows.choose(num_tokens, self._adoptable_tokens)
-        was_parked = self._rows.is_parked(row)
-        self._rows.take(row)
-        if was_parked:
+        if self._rows.is_parked(row):
             # Another stream may still read what this one will overwrite.
             self.note_stream()
             self.pool.backend.join_streams(self.current_stream())
+        self._rows.take(row)
         sequence = self._sequences[row] = Sequence(self, row)
         return sequence
 
@@ -271,8 +265,13 @@ class KVCache:
                     f"this cache end at max_tokens={self.max_tokens}: make it with a larger one",
                     max_tokens=self.max_tokens,
                 )
+        longest: dict[Sequence, int] = {}
+        for sequence, num_tokens in targets:
+            longest[sequence] = max(num_tokens, longest.get(sequence, 0))
         self.note_stream()
-        self._grow([Target(each.row, to, each.num_tokens) for each, to in targets], self.groups)
+        self._grow(
+            [Target(each.row, to, each.num_tokens) for each, to in longest.items()], self.groups
+        )
         if not self.keeps_past:
             self.retire_behind_windows(sequence for sequence, _ in targets)
         for sequence, num_tokens in targets:
@@ -319,25 +318,22 @@ class KVCache:
                 f"the sequence in row {sequence.row} holds {sequence.num_tokens} tokens, fewer "
                 f"than the {num_tokens} to keep"
             )
-        for group in self.groups:
-            first_page = group.table.rows[sequence.row].first_page
-            if num_tokens and first_page > group.first_needed_page(num_tokens):
-                raise ConfigError(
-                    f"cannot go back to {num_tokens} tokens: a sliding-window layer has let go "
-                    "of what they would see (set keeps_past before appending)"
-                )
-        sequence.num_tokens = num_tokens
+        if num_tokens and not all(group.keeps(sequence.row, num_tokens) for group in self.groups):
+            raise ConfigError(
+                f"cannot go back to {num_tokens} tokens: a sliding-window layer has let go of "
+                "what they would see (set keeps_past before appending)"
+            )
         if not num_tokens:
             self._drop_displaced(sequence.row)
+        sequence.num_tokens = num_tokens
 
     def park(self, sequence: Sequence) -> None:
         """See `Sequence.close`."""
+        if not self.is_closed:
+            self._drop_displaced(sequence.row)
+            del self._sequences[sequence.row]
+            self._rows.park(sequence.row)
         sequence.is_closed = True
-        if self.is_closed:
-            return
-        del self._sequences[sequence.row]
-        self._drop_displaced(sequence.row)
-        self._rows.park(sequence.row)
 
     def note_stream(self) -> None:
         """Say that torch's current stream works on this cache's memory. Cost: about 0.3 µs."""
@@ -372,24 +368,8 @@ class KVCache:
 
     def stats(self) -> CacheStats:
         """The cache now. Cost: proportional to its rows."""
-        pool = self.pool.stats()
-        parked = list(self._rows.parked())
-        rows = [*self._sequences, *parked]
-        return CacheStats(
-            num_sequences=len(self._sequences),
-            reserved_bytes=sum(group.geometry.reserved_bytes for group in self.groups),
-            resident_bytes=sum(group.resident_bytes(row) for group in self.groups for row in rows),
-            used_bytes=sum(
-                group.used_bytes(sequence.num_tokens)
-                for group in self.groups
-                for sequence in self._sequences.values()
-            ),
-            parked_bytes=sum(group.resident_bytes(row) for group in self.groups for row in parked),
-            free_bytes=pool.free_bytes,
-            retired_bytes=pool.retired_bytes,
-            budget_bytes=pool.budget_bytes,
-            driver_calls=dict(self.pool.backend.calls),
-        )
+        lengths = {row: sequence.num_tokens for row, sequence in self._sequences.items()}
+        return collect_stats(self.pool, self.groups, lengths, list(self._rows.parked()))
 
     def check(self) -> None:
         """Check every invariant of memory, and that what live sequences need is resident.
@@ -399,13 +379,8 @@ class KVCache:
         """
         check_pool(self.pool)
         for sequence in self._sequences.values():
-            needed = sequence.num_tokens + self.overread_tokens if sequence.num_tokens else 0
             for group in self.groups:
-                pages = group.table.rows[sequence.row]
-                first = group.first_needed_page(sequence.num_tokens)
-                end = group.geometry.pages_for(min(needed, group.geometry.row_tokens))
-                if needed and (pages.first_page > first or pages.end_page < end):
-                    raise _not_resident(sequence, first, end, pages.first_page, pages.end_page)
+                group.check_row(sequence.row, sequence.num_tokens, self.overread_tokens)
 
     # ---- growing, and giving way ----------------------------------------------------------
 
@@ -445,9 +420,11 @@ class KVCache:
 
     def _drop_displaced(self, row: int) -> None:
         """A run that a window has moved off the row's start is of no use to a new beginning."""
-        for group in self.groups:
-            if group.table.rows[row].first_page:
-                group.retire_from(row, 0, self.pool.reclaimer.new_fence())
+        displaced = [group for group in self.groups if group.table.rows[row].first_page]
+        if displaced:
+            fence = self.pool.reclaimer.new_fence()
+            for group in displaced:
+                group.retire_from(row, 0, fence)
 
     def _adoptable_tokens(self, row: int) -> int:
         return min((group.adoptable_tokens(row) for group in self.groups), default=0)
@@ -465,7 +442,7 @@ class KVCache:
         for sequence in self._sequences.values():
             sequence.is_closed = True
         self._sequences.clear()
-        self._places.clear()
+        self._layers.clear()
         # A failing driver call stops here, and another `close` goes on from it.
         while self.groups:
             self.groups[-1].close()
@@ -495,11 +472,3 @@ class KVCache:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-def _not_resident(
-    sequence: Sequence, first: int, end: int, got_first: int, got_end: int
-) -> Exception:
-    return InternalError(
-        f"I6: {sequence} needs pages [{first}, {end}) resident, has [{got_first}, {got_end})"
-    )

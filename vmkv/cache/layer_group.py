@@ -13,6 +13,7 @@ import torch
 
 from .. import _native
 from ..backend import Fence
+from ..errors import InternalError
 from ..memory import ExtentPool, PageTable
 from ..units import div_ceil
 from .geometry import Geometry
@@ -53,6 +54,7 @@ class LayerGroup:
         self._views: GroupViews | None = group_views(
             pool.backend, self.table.address, geometry, dtype, self._view_counter
         )
+        self._first_written: dict[int, int] = {}
         self.largest_class = pool.largest_class
         if window_tokens is not None:
             window_pages = geometry.pages_for(window_tokens)
@@ -92,6 +94,16 @@ class LayerGroup:
         first_bytes = self.table.rows[row].first_page * self.geometry.page_bytes
         return div_ceil(first_bytes, self.geometry.token_bytes)
 
+    def keeps(self, row: int, num_tokens: int) -> bool:
+        """Whether all that a query at position `num_tokens` sees, and reads besides, is there."""
+        first_page = self.table.rows[row].first_page
+        if first_page > self.first_needed_page(num_tokens):
+            return False
+        if self.window_tokens is None:
+            return True
+        first_seen = max(0, num_tokens - self.window_tokens + 1)
+        return self._first_written.get(row, 0) <= first_seen
+
     def adoptable_tokens(self, row: int) -> int:
         """Tokens a new sequence in `row` would find mapped."""
         return 0 if self.table.rows[row].first_page else self.resident_tokens(row)
@@ -102,7 +114,7 @@ class LayerGroup:
 
     def used_bytes(self, num_tokens: int) -> int:
         """Bytes that a sequence of `num_tokens` needs here."""
-        kept = num_tokens if self.window_tokens is None else min(num_tokens, self.window_tokens)
+        kept = num_tokens if self.window_tokens is None else min(num_tokens, self.window_tokens - 1)
         return kept * self.geometry.token_bytes
 
     def first_needed_page(self, num_tokens: int) -> int:
@@ -123,12 +135,18 @@ class LayerGroup:
 
     def retire_from(self, row: int, num_tokens: int, fence: Fence) -> None:
         """Retire the extents that hold nothing of the first `num_tokens` tokens of `row`."""
+        if not num_tokens:
+            self._first_written.pop(row, None)
         self.table.retire_back(row, self.geometry.pages_for(num_tokens), fence)
 
     def copy_row(
         self, row: int, tokens: slice, source: LayerGroup, source_places: Sequence[int]
     ) -> None:
-        """Copy `tokens` of `row` from the layers of `source` at `source_places` to this group's."""
+        """Copy `tokens` of `row` from the layers of `source` at `source_places` to this group's.
+
+        What lies before them was never written here, though it may be mapped.
+        """
+        self._first_written[row] = tokens.start
         with torch.inference_mode(mode=False), torch.no_grad():
             for mine, theirs in (
                 (self.views.keys, source.views.keys),
@@ -136,6 +154,23 @@ class LayerGroup:
             ):
                 for at, place in enumerate(source_places):
                     mine[at, row, :, tokens] = theirs[place, row, :, tokens]
+
+    def check_row(self, row: int, num_tokens: int, overread_tokens: int) -> None:
+        """Check I6 for a live row.
+
+        Raises:
+            InternalError: Something that a sequence of `num_tokens` needs is not mapped.
+        """
+        if not num_tokens:
+            return
+        pages = self.table.rows[row]
+        first = self.first_needed_page(num_tokens)
+        end = self.geometry.pages_for(min(num_tokens + overread_tokens, self.geometry.row_tokens))
+        if first < end and (pages.first_page > first or pages.end_page < end):
+            raise InternalError(
+                f"I6: row {row} of {num_tokens} tokens needs pages [{first}, {end}), has "
+                f"[{pages.first_page}, {pages.end_page})"
+            )
 
     def has_outside_views(self) -> bool:
         """Whether tensors other than this group's own point into the range. Drops its own."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ..memory import ExtentPool
 from ..units import format_bytes
+from .layer_group import LayerGroup
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,34 @@ class CacheStats:
             f"{format_bytes(self.reserved_bytes)} of addresses reserved, "
             f"{sum(self.driver_calls.values())} driver calls"
         )
+
+
+def collect_stats(
+    pool: ExtentPool,
+    groups: Sequence[LayerGroup],
+    lengths: Mapping[int, int],
+    parked: Sequence[int],
+) -> CacheStats:
+    """The stats of a cache with live rows of these `lengths` and these `parked` rows."""
+    pool_stats = pool.stats()
+
+    def resident(rows: Sequence[int]) -> int:
+        return sum(group.resident_bytes(row) for group in groups for row in rows)
+
+    parked_bytes = resident(parked)
+    return CacheStats(
+        num_sequences=len(lengths),
+        reserved_bytes=sum(group.geometry.reserved_bytes for group in groups),
+        resident_bytes=resident(list(lengths)) + parked_bytes,
+        used_bytes=sum(
+            group.used_bytes(num_tokens) for group in groups for num_tokens in lengths.values()
+        ),
+        parked_bytes=parked_bytes,
+        free_bytes=pool_stats.free_bytes,
+        retired_bytes=pool_stats.retired_bytes,
+        budget_bytes=pool_stats.budget_bytes,
+        driver_calls=dict(pool.backend.calls),
+    )
 
 
 def add_stats(stats: list[CacheStats]) -> CacheStats:

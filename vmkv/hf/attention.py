@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from ..attention import AttentionSpec, select
 from . import compat
-from .layers import layer_behind
+from .layers import VirtualLayer, layer_behind
 from .ragged import RaggedStep
 
 
@@ -81,40 +81,11 @@ def vmkv_attention(
     bias = kwargs.get("position_bias")
     layer = layer_behind(key)
     if layer is not None and causal and not dropout and bias is None:
-        padding = attention_mask if recipe is None else recipe.padding
-        batch = layer.attention_batch(query.shape[2], padding)
-        if batch is not None:
-            # Some models tell their window to the mask alone.
-            mask_window = None if recipe is None else recipe.window
-            windows = (sliding_window, mask_window, layer.window_tokens)
-            window = min((each for each in windows if each is not None), default=None)
-            keys, values = layer.rows()
-            spec = AttentionSpec(
-                device_type=query.device.type,
-                dtype=query.dtype,
-                num_query_heads=query.shape[1],
-                num_kv_heads=key.shape[1],
-                k_dim=key.shape[3],
-                v_dim=value.shape[3],
-                window=window,
-                softcap=softcap,
-                has_sinks=s_aux is not None,
-                left_pad=batch.left_pad is not None,
-            )
-            backend = select(spec, layer.attention_backend)
-            layer.keep_resident(backend.overread_tokens(spec.k_dim, spec.v_dim))
-            packed = query.transpose(1, 2).reshape(-1, query.shape[1], query.shape[3])
-            out = backend.forward(
-                packed,
-                keys,
-                values,
-                batch,
-                scale=scale,
-                window=window,
-                softcap=softcap,
-                sinks=s_aux,
-            )
-            return out.view(query.shape[0], query.shape[2], query.shape[1], -1), None
+        in_place = _in_place(
+            layer, query, key, value, attention_mask, recipe, scale, sliding_window, softcap, s_aux
+        )
+        if in_place is not None:
+            return in_place, None
     mask: torch.Tensor | None
     if recipe is not None:
         mask = recipe.build()
@@ -123,6 +94,55 @@ def vmkv_attention(
     else:
         mask = attention_mask
     return _plain(query, key, value, mask, bias, scale, dropout, softcap, s_aux), None
+
+
+def _in_place(
+    layer: VirtualLayer,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    recipe: _Recipe | None,
+    scale: float,
+    sliding_window: int | None,
+    softcap: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor | None:
+    """Attend from the rows of `layer` themselves; None where the mask does not allow it."""
+    padding = attention_mask if recipe is None else recipe.padding
+    batch = layer.attention_batch(query.shape[2], padding)
+    if batch is None:
+        return None
+    # Some models tell their window to the mask alone.
+    windows = (sliding_window, None if recipe is None else recipe.window, layer.window_tokens)
+    window = min((each for each in windows if each is not None), default=None)
+    keys, values = layer.rows()
+    spec = AttentionSpec(
+        device_type=query.device.type,
+        dtype=query.dtype,
+        num_query_heads=query.shape[1],
+        num_kv_heads=key.shape[1],
+        k_dim=key.shape[3],
+        v_dim=value.shape[3],
+        window=window,
+        softcap=softcap,
+        has_sinks=sinks is not None,
+        left_pad=batch.left_pad is not None,
+    )
+    backend = select(spec, layer.attention_backend)
+    layer.keep_resident(backend.overread_tokens(spec.k_dim, spec.v_dim))
+    packed = query.transpose(1, 2).reshape(-1, query.shape[1], query.shape[3])
+    out = backend.forward(
+        packed,
+        keys,
+        values,
+        batch,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+    )
+    return out.view(query.shape[0], query.shape[2], query.shape[1], -1)
 
 
 class _Recipe:
@@ -155,6 +175,10 @@ def vmkv_mask(**arguments: Any) -> torch.Tensor | None:
         return compat.sdpa_mask(**arguments)
     # Two dimensions, as flash attention's masks have, so that models pass it on unchanged.
     carrier = torch.empty((int(arguments["batch_size"]), 0), dtype=torch.bool)
+    # Static caches count in place; the recipe is for now.
+    for name in ("q_offset", "cache_position"):
+        if isinstance(arguments.get(name), torch.Tensor):
+            arguments[name] = arguments[name].clone()
     carrier._vmkv_recipe = _Recipe(plain.window, arguments)  # type: ignore[attr-defined]
     return carrier
 

@@ -19,7 +19,7 @@ from ..errors import ConfigError
 from ..memory import ExtentPool
 from . import compat, orphans
 from .defaults import default_max_tokens
-from .layers import VMKVFullLayer, VMKVSlidingLayer, _VirtualLayer
+from .layers import VirtualLayer, VMKVFullLayer, VMKVSlidingLayer
 from .store import LayerKind, Settings, Store
 
 
@@ -108,7 +108,7 @@ class VMKVCache(DynamicCache):  # type: ignore[misc]
                 kind.index, self._store, kind.window_tokens, originals[kind.index]
             )
         super(DynamicCache, self).__init__(layers=layers)
-        self._virtual_layers = [layer for layer in layers if isinstance(layer, _VirtualLayer)]
+        self._virtual_layers = [layer for layer in layers if isinstance(layer, VirtualLayer)]
         # The store does not know the cache, so that it can be handed on when the cache dies.
         self._finalizer = weakref.finalize(self, orphans.adopt, self._store)
         self._finalizer.atexit = False
@@ -216,7 +216,7 @@ class VMKVCache(DynamicCache):  # type: ignore[misc]
             twin._store.keep_past()
         try:
             for index, layer in enumerate(self.layers):
-                if isinstance(layer, _VirtualLayer):
+                if isinstance(layer, VirtualLayer):
                     layer.copy_into(twin.layers[index])
                 else:
                     twin.layers[index] = copy.deepcopy(layer, memo)

@@ -17,6 +17,7 @@ from transformers.cache_utils import (
     DynamicLayer,
     DynamicSlidingWindowLayer,
 )
+from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
 from ..errors import ConfigError
 
@@ -151,6 +152,32 @@ def sdpa_mask(**arguments: Any) -> torch.Tensor | None:
 
     mask: torch.Tensor | None = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](**arguments)
     return mask
+
+
+def sees_padding(processor: Any) -> bool:
+    """Whether a logits processor would take a prompt's padding for tokens that were said.
+
+    Since 5.18 or so a repetition penalty is told how much padding there is.
+    """
+    if type(processor) is not RepetitionPenaltyLogitsProcessor:
+        return False
+    parameter = inspect.signature(RepetitionPenaltyLogitsProcessor).parameters.get(
+        "prompt_ignore_length"
+    )
+    return parameter is None or "Tensor" not in str(parameter.annotation)
+
+
+def attention_settings(model: Any) -> tuple[str, dict[str, str] | str, dict[str, str] | str]:
+    """What the text model attends with, how to set "vmkv", and how to set it back.
+
+    The latter two are for `set_attn_implementation`. Vision towers and the like are left alone.
+    """
+    text = getattr(model.config, "text_config", None)
+    if text is None:
+        before = str(model.config._attn_implementation)
+        return before, "vmkv", before
+    before = str(text._attn_implementation)
+    return before, {"text_config": "vmkv"}, {"text_config": before}
 
 
 def drop_shared_layers(cache: Any) -> None:

@@ -66,6 +66,7 @@ def generate(
     if not rows:
         raise ConfigError("no prompts: pass at least one list of token ids")
     longest = max(map(len, rows))
+    max_length = _own_max_length(options, rows)
     device = model.get_input_embeddings().weight.device
     pad = _pad_token(model, options)
     input_ids = torch.tensor([[pad] * (longest - len(row)) + row for row in rows], device=device)
@@ -85,6 +86,7 @@ def generate(
         vmkv_streamer=streamer,
         vmkv_max_num_batched_tokens=max_num_batched_tokens,
         vmkv_as_lists=True,
+        vmkv_max_length=max_length,
     )
     outputs: list[list[int]] = model.generate(
         input_ids, attention_mask=mask, custom_generate=loop, **options
@@ -104,6 +106,7 @@ def ragged_generate(
     vmkv_streamer: Any = None,
     vmkv_max_num_batched_tokens: int = _MAX_BATCHED_TOKENS,
     vmkv_as_lists: bool = False,
+    vmkv_max_length: int | None = None,
     **model_kwargs: Any,
 ) -> Any:
     """The decoding loop, for `model.generate(custom_generate=vmkv.ragged_generate)`.
@@ -116,9 +119,11 @@ def ragged_generate(
         generation_config: Prepared by transformers.
         vmkv_options: Memory and kernels; by default derived from the model.
         vmkv_lengths: Prompt lengths; by default counted from the attention mask.
-        vmkv_streamer: A streamer (transformers drops its own before it gets here).
+        vmkv_streamer: A streamer. One that is given to `model.generate` gets the prompt from it
+            and nothing after; use `vmkv.generate(streamer=…)`.
         vmkv_max_num_batched_tokens: Tokens per prefill pass.
         vmkv_as_lists: Return unpadded lists instead of a padded tensor.
+        vmkv_max_length: End each sequence at this many tokens of its own.
         **model_kwargs: What transformers would give to the model; only the mask matters.
 
     Returns:
@@ -126,12 +131,16 @@ def ragged_generate(
         ended early; or lists.
     """
     _check_mode(model, generation_config)
+    if "inputs_embeds" in model_kwargs or not input_ids.shape[1]:
+        raise ConfigError("ragged generation needs token ids; inputs_embeds cannot be served")
     check_positive("vmkv_max_num_batched_tokens", vmkv_max_num_batched_tokens)
     lengths = vmkv_lengths or _lengths(input_ids, model_kwargs.get("attention_mask"))
     settings = vmkv_options or Settings(
         compat.text_config(model.config), max_batch_size=len(lengths)
     )
-    state = _State(input_ids, lengths, logits_processor, generation_config)
+    state = _State(input_ids, lengths, logits_processor, generation_config, vmkv_max_length)
+    if vmkv_streamer is not None:
+        vmkv_streamer.put(input_ids.cpu())
     cache = RaggedCache(model.config, settings)
     try:
         with _attending_through_vmkv(model):
@@ -156,7 +165,12 @@ class _State:
     """The tokens so far, padded as transformers' processors and criteria expect them."""
 
     def __init__(
-        self, input_ids: torch.Tensor, lengths: Sequence[int], processors: Any, config: Any
+        self,
+        input_ids: torch.Tensor,
+        lengths: Sequence[int],
+        processors: Any,
+        config: Any,
+        max_length: int | None,
     ):
         self.ids = input_ids
         self.lengths = list(lengths)  # Tokens of each sequence, without padding.
@@ -164,6 +178,7 @@ class _State:
         self._pads = [input_ids.shape[1] - length for length in lengths]
         self._ends: list[int | None] = [None] * len(lengths)
         self._processors = processors
+        self._max_length = max_length
         self._do_sample = bool(config.do_sample)
         pad = getattr(config, "_pad_token_tensor", None)
         self._pad = 0 if pad is None else int(pad.flatten()[0])
@@ -189,7 +204,8 @@ class _State:
     def _process(self, scores: torch.Tensor) -> torch.Tensor:
         """Logits processors, on the whole padded batch.
 
-        They are made for it: some keep a value per batch entry, padding lengths among them.
+        They are made for it: some keep a value per batch entry. One that would take padding for
+        tokens that were said is called for the sequences of each length by themselves.
         """
         if not self._processors:
             return scores
@@ -197,12 +213,23 @@ class _State:
             live_scores = scores
             scores = live_scores.new_zeros(len(self.lengths), live_scores.shape[1])
             scores[self.live] = live_scores
-        processed: torch.Tensor = self._processors(self.ids, scores)
-        return processed if processed.shape[0] == len(self.live) else processed[self.live]
+        for processor in self._processors:
+            if compat.sees_padding(processor):
+                for pad in set(self._pads):
+                    rows = [row for row, its_pad in enumerate(self._pads) if its_pad == pad]
+                    scores[rows] = processor(self.ids[rows, pad:], scores[rows])
+            else:
+                scores = processor(self.ids, scores)
+        return scores if scores.shape[0] == len(self.live) else scores[self.live]
 
     def stop(self, criteria: Any) -> list[int]:
         """End the sequences that the criteria end; returns them. Asks the device once."""
         is_done = criteria(self.ids, None).tolist()
+        if self._max_length is not None:
+            is_done = [
+                done or length >= self._max_length
+                for done, length in zip(is_done, self.lengths, strict=True)
+            ]
         ended = [row for row in self.live if is_done[row]]
         for row in ended:
             self._ends[row] = self.ids.shape[1]
@@ -295,15 +322,17 @@ def _forward(
     # A mask of four dimensions is passed through as it is, and ours ignores it: otherwise
     # transformers would look for packed sequences in the positions and build a dense mask.
     placeholder = torch.empty((1, 1, 1, 1), dtype=torch.bool, device=device)
+    step = RaggedStep(cache, pieces)
     output = model(
         input_ids=tokens[None],
         position_ids=positions[None],
         attention_mask=placeholder,
         use_cache=False,
         logits_to_keep=torch.tensor(ends).to(device, non_blocking=True),
-        vmkv_batch=RaggedStep(cache, pieces),
+        vmkv_batch=step,
         return_dict=True,
     )
+    step.check_complete()
     logits: torch.Tensor = output.logits[0]
     return logits if logits.shape[0] == len(pieces) else logits[ends]
 
@@ -312,15 +341,15 @@ def _forward(
 def _attending_through_vmkv(model: Any) -> Iterator[None]:
     """Have the model attend through `"vmkv"`, and as before afterwards."""
     register()
-    before = model.config._attn_implementation
+    before, ours, theirs = compat.attention_settings(model)
     if before == "vmkv":
         yield
         return
-    model.set_attn_implementation("vmkv")
+    model.set_attn_implementation(ours)
     try:
         yield
     finally:
-        model.set_attn_implementation(before)
+        model.set_attn_implementation(theirs)
 
 
 # ---- arguments --------------------------------------------------------------------------------
@@ -332,6 +361,8 @@ def _check_mode(model: Any, config: Any) -> None:
             "ragged generation is for decoder-only models; use "
             "past_key_values=VMKVCache.for_encoder_decoder(config)"
         )
+    if getattr(config, "prompt_lookup_num_tokens", None):
+        raise ConfigError("ragged generation does not look prompts up; use a VMKVCache for that")
     for name, most in (("num_beams", 1), ("num_return_sequences", 1)):
         if (getattr(config, name, None) or 1) > most:
             raise ConfigError(
@@ -344,11 +375,37 @@ def _check_mode(model: Any, config: Any) -> None:
         )
 
 
-def _token_ids(prompt: Sequence[int] | torch.Tensor, at: int) -> list[int]:
-    ids = prompt.tolist() if isinstance(prompt, torch.Tensor) else list(prompt)
-    if not ids or not all(isinstance(token, int) for token in ids):
-        raise ConfigError(f"prompt {at} must be a non-empty sequence of token ids")
-    return ids
+def _token_ids(prompt: Any, at: int) -> list[int]:
+    ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    if not isinstance(ids, (list, tuple)) or not ids or not all(type(each) is int for each in ids):
+        raise ConfigError(f"prompt {at} must be a non-empty sequence of token ids, not {prompt!r}")
+    return list(ids)
+
+
+def _own_max_length(options: dict[str, Any], rows: Sequence[Sequence[int]]) -> int | None:
+    """Take `max_length` out of `options`: transformers would count padding into it.
+
+    Each sequence ends at that many tokens of its own; transformers is told how many more the
+    shortest needs for that.
+
+    Raises:
+        ConfigError: A prompt is as long already, or `min_length` would count padding too.
+    """
+    if options.get("assistant_model") is not None:
+        raise ConfigError("ragged generation takes no assistant model; use a VMKVCache for that")
+    lengths = [len(row) for row in rows]
+    if options.get("min_length") and len(set(lengths)) > 1:
+        raise ConfigError("min_length means another thing for every prompt; use min_new_tokens")
+    if options.get("max_length") is None or options.get("max_new_tokens") is not None:
+        return None
+    max_length = int(options.pop("max_length"))
+    if max(lengths) >= max_length:
+        raise ConfigError(
+            f"a prompt of {max(lengths)} tokens leaves no room below max_length={max_length}; "
+            "raise it, or use max_new_tokens"
+        )
+    options["max_new_tokens"] = max_length - min(lengths)
+    return max_length
 
 
 def _pad_token(model: Any, options: dict[str, Any]) -> int:

@@ -20,7 +20,7 @@ from .step import GroupStep, Slot
 from .store import Store
 
 
-class _VirtualLayer:
+class VirtualLayer:
     """What both kinds share; mixed in before the transformers class."""
 
     # `_layer_type` stays None: setting it would replace transformers' layer for everybody.
@@ -300,7 +300,7 @@ class _VirtualLayer:
 
     # ---- copies ---------------------------------------------------------------------------
 
-    def copy_into(self, other: _VirtualLayer) -> None:
+    def copy_into(self, other: VirtualLayer) -> None:
         """Give `other`, a fresh layer of another store, the contents of this one."""
         other.record_past = self.record_past
         if not self.is_initialized:
@@ -317,18 +317,18 @@ class _VirtualLayer:
                 new.copy_(old)
 
 
-def layer_behind(keys: torch.Tensor) -> _VirtualLayer | None:
+def layer_behind(keys: torch.Tensor) -> VirtualLayer | None:
     """The layer whose `update` returned just this tensor, or None."""
     tag = getattr(keys, "_vmkv_layer", None)
-    layer: _VirtualLayer | None = None if tag is None else tag()
+    layer: VirtualLayer | None = None if tag is None else tag()
     return layer
 
 
-class VMKVFullLayer(_VirtualLayer, DynamicLayer):  # type: ignore[misc]
+class VMKVFullLayer(VirtualLayer, DynamicLayer):  # type: ignore[misc]
     """A layer whose queries see every token."""
 
 
-class VMKVSlidingLayer(_VirtualLayer, DynamicSlidingWindowLayer):  # type: ignore[misc]
+class VMKVSlidingLayer(VirtualLayer, DynamicSlidingWindowLayer):  # type: ignore[misc]
     """A layer whose queries see the last `sliding_window` tokens.
 
     Positions only ever grow: the row is not a ring. Pages behind the window are retired.

@@ -60,8 +60,14 @@ class RaggedCache:
                 "this model attends in chunks, which no kernel here does in a ragged batch; "
                 "generate with past_key_values=VMKVCache(config) instead"
             )
+        layers = compat.default_layers(config)
+        if len(layers) != getattr(decoder, "num_hidden_layers", len(layers)):
+            raise ConfigError(
+                "layers of this model share keys and values, which only a cache can hand on; "
+                "generate with past_key_values=VMKVCache(config) instead"
+            )
         kinds = []
-        for index, layer in enumerate(compat.default_layers(config)):
+        for index, layer in enumerate(layers):
             is_ours, window = compat.window_of(layer)
             if not is_ours:
                 raise ConfigError(
@@ -142,6 +148,22 @@ class RaggedStep:
         self._pieces = pieces
         self._batches: dict[tuple[int, int], AttentionBatch] = {}
         self._rows: dict[int, list[int]] = {}
+        self._attended: set[int] = set()
+
+    def check_complete(self) -> None:
+        """After the pass: every layer must have attended here.
+
+        Raises:
+            ConfigError: Some have not: the model computes attention by itself, and what it
+                returned is worthless.
+        """
+        missing = self._cache.store.kinds.keys() - self._attended
+        if missing:
+            raise ConfigError(
+                f"layers {sorted(missing)} of this model do not attend through transformers' "
+                "attention interface, so they cannot be served in a ragged batch; generate with "
+                "past_key_values=VMKVCache(config) instead"
+            )
 
     def attend(
         self,
@@ -177,6 +199,7 @@ class RaggedStep:
         if index is None:
             raise ConfigError(f"{type(module).__name__} does not say which layer it is")
         store = self._cache.store
+        self._attended.add(int(index))
         slot = store.bind(int(index), key, value)
         if window is None:
             window = store.kinds[int(index)].window_tokens

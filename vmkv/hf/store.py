@@ -113,6 +113,11 @@ class Store:
             OutOfPagesError, OutOfAddressSpaceError: Nothing was bound.
         """
         self.check_open()
+        if index not in self.kinds:
+            raise ConfigError(
+                f"layer {index} is none of those this cache holds, {sorted(self.kinds)}; was it "
+                "made from another model's configuration?"
+            )
         signature = Signature.of(keys, values)
         if self._signatures.get(index) != signature:
             self._bind_alike(index, keys, values, signature, num_past_tokens)

@@ -35,6 +35,14 @@ _LARGEST_EXTENT_BYTES = 64 * MiB
 _NUM_CLASSES_MAX = 6  # 1 … 32 pages
 
 
+class _ShortError(Exception):
+    """Memory is short. Holds what makes the error to raise, once nothing is taken any more."""
+
+    def __init__(self, make_error: Callable[[int], OutOfPagesError]):
+        super().__init__()
+        self.make_error = make_error
+
+
 @dataclass(frozen=True)
 class PoolStats:
     """A pool at one moment, in bytes: `created == free + resident + retired <= budget`."""
@@ -118,7 +126,11 @@ class ExtentPool:
         with self._lock:
             self._num_users -= 1
             if self._close_when_unused and not self._num_users:
-                self.close()
+                try:
+                    self.close()
+                except BaseException:
+                    self._num_users += 1  # Detaching again goes on where this stopped.
+                    raise
 
     # ---- acquiring ------------------------------------------------------------------------
 
@@ -145,11 +157,14 @@ class ExtentPool:
                 if extent is None
             ]
             try:
-                created = self._create_all(missing, needed_bytes)
-            except BaseException:
+                created = self._create_all(missing)
+            except BaseException as error:
                 for extent in extents:
                     if extent is not None:
                         self._push(extent)
+                if isinstance(error, _ShortError):
+                    # Only here, where nothing is taken any more, is it true what is available.
+                    raise error.make_error(needed_bytes) from error.__cause__
                 raise
             fresh = iter(created)
             granted = [extent if extent is not None else next(fresh) for extent in extents]
@@ -162,7 +177,7 @@ class ExtentPool:
         with self._lock:
             for extent in extents:
                 extent.num_owners -= 1
-                self._unreference(extent)
+            self._unreference(extents)
 
     def own(self, extents: Sequence[Extent]) -> None:
         """Keep `extents` alive beside their mappings, until `disown`."""
@@ -190,34 +205,35 @@ class ExtentPool:
         self._free_ids.push(extent.size_class, extent.id)
         self._free_bytes += extent.num_bytes
 
-    def _unreference(self, extent: Extent) -> None:
-        if extent.num_references:
-            return
-        self._push(extent)
+    def _unreference(self, extents: Sequence[Extent]) -> None:
+        for extent in dict.fromkeys(extents):
+            if not extent.num_references:
+                self._push(extent)
+        # Last, because it may fail: by now every extent is where it belongs.
         if self._keep_free_bytes is not None and self._free_bytes > self._keep_free_bytes:
             self._release_free(self._free_bytes - self._keep_free_bytes)
 
     # ---- creating and releasing -----------------------------------------------------------
 
-    def _create_all(self, size_classes: Sequence[int], needed_bytes: int) -> list[Extent]:
+    def _create_all(self, size_classes: Sequence[int]) -> list[Extent]:
         """Create one extent per class, or nothing."""
         num_bytes = sum(self.page_bytes << size_class for size_class in size_classes)
         excess_bytes = self._created_bytes + num_bytes - self._budget_bytes
         if excess_bytes > self._free_bytes:
-            raise self._out_of_budget(needed_bytes)
+            raise _ShortError(self._out_of_budget)
         if excess_bytes > 0:
             self._release_free(excess_bytes)
         created: list[Extent] = []
         try:
             for size_class in size_classes:
-                created.append(self._create(size_class, needed_bytes))
+                created.append(self._create(size_class))
         except BaseException:
             for extent in reversed(created):
                 self._release(extent)
             raise
         return created
 
-    def _create(self, size_class: int, needed_bytes: int) -> Extent:
+    def _create(self, size_class: int) -> Extent:
         num_bytes = self.page_bytes << size_class
         try:
             handle = self.backend.mem_create(num_bytes)
@@ -232,12 +248,12 @@ class ExtentPool:
             except DriverError as second:
                 if not second.is_out_of_memory:
                     raise
-                raise self._out_of_device_memory(needed_bytes) from second
+                raise _ShortError(self._out_of_device_memory) from second
         vacant_id = self._free_ids.pop(self._vacant)
         extent_id = self._free_ids.bump() if vacant_id is None else vacant_id
         if extent_id is None:
             self.backend.mem_release(handle)
-            raise self._out_of_budget(needed_bytes)
+            raise _ShortError(self._out_of_budget)
         extent = Extent(extent_id, size_class, num_bytes, handle)
         if extent_id == len(self._extents):
             self._extents.append(extent)

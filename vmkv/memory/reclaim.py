@@ -46,14 +46,14 @@ class Reclaimer:
     Args:
         backend: Where to unmap.
         lock: Guards the extents' counters; the pool's.
-        unreference: Called with each extent whose mapping is gone.
+        unreference: Called with the extents whose mappings are gone.
     """
 
     def __init__(
         self,
         backend: Backend,
         lock: threading.RLock,
-        unreference: Callable[[Extent], None],
+        unreference: Callable[[Sequence[Extent]], None],
     ):
         self._backend = backend
         self._lock = lock
@@ -130,10 +130,10 @@ class Reclaimer:
             raise
         finally:
             batch.mappings = [mapping for run in runs[num_done:] for mapping in run]
-            for run in runs[:num_done]:
-                for mapping in run:
-                    mapping.extent.num_mappings -= 1
-                    self._unreference(mapping.extent)
+            gone = [mapping.extent for run in runs[:num_done] for mapping in run]
+            for extent in gone:
+                extent.num_mappings -= 1
+            self._unreference(gone)
         return sum(sizes)
 
     def free_later(self, address: Address, num_bytes: int, has_views: Callable[[], bool]) -> None:

@@ -90,12 +90,12 @@ class FaultInjectingBackend(Backend):
         self._raise_at_turn("mem_release")
         self.upstream.mem_release(handle)
 
-    def _run(self, ops: Sequence[Op]) -> tuple[int, DriverError | None]:
+    def run_until_failure(self, ops: Sequence[Op]) -> tuple[int, DriverError | None]:
         """One operation at a time, so that each can fail."""
         for num_done, op in enumerate(ops):
             error = self._fault(primitive_of(op))
             if error is None:
-                _, error = self.upstream._run([op])
+                _, error = self.upstream.run_until_failure([op])
             if error is not None:
                 return num_done, error
         return len(ops), None

@@ -1,0 +1,199 @@
+"""Every backend, and the fault injector around it, keeps the contract; and the kit can tell.
+
+Faults (touching what may not be touched) are in test_host.py and test_cuda.py, for they kill
+the process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+
+from vmkv import Backend, HostBackend
+from vmkv.backend import Access, AccessOp, BackendUsage, Op, UnmapOp
+from vmkv.backend.books import Books
+from vmkv.errors import DriverError
+from vmkv.testing import BACKEND_CHECKS, FaultInjectingBackend, check_backend
+from vmkv.units import Address, Handle, KiB
+
+
+@pytest.mark.parametrize("check", BACKEND_CHECKS, ids=lambda check: check.__name__)
+def test_backend_keeps_the_contract(check: Callable[[Backend], None], backend: Backend) -> None:
+    """Each check of the kit passes, and leaves the backend empty."""
+    check(backend)
+
+
+@pytest.mark.parametrize("check", BACKEND_CHECKS, ids=lambda check: check.__name__)
+def test_fault_injector_without_fault_keeps_the_contract(
+    check: Callable[[Backend], None], backend: Backend
+) -> None:
+    """Wrapping changes nothing as long as no fault strikes."""
+    check(FaultInjectingBackend(backend))
+
+
+def test_check_backend_runs_every_check() -> None:
+    """The public entry point runs the whole list."""
+    assert len(BACKEND_CHECKS) == check_backend(lambda: HostBackend(4 * KiB))
+
+
+# ---- the kit can fail: host backends, each with one rule broken ---------------------------
+
+
+def _with_books(books: type[Books]) -> type[HostBackend]:
+    """A host backend that refuses what `books` refuses."""
+
+    class Mutant(HostBackend):
+        def __init__(self, granularity_bytes: int):
+            super().__init__(granularity_bytes)
+            self._books = books(granularity_bytes)
+
+    Mutant.__name__ = books.__name__
+    return Mutant
+
+
+class _FreesInexactly(Books):
+    def why_not_free(self, address: int, num_bytes: int) -> str | None:
+        return None
+
+
+class _FreesWhatIsMapped(Books):
+    def why_not_free(self, address: int, num_bytes: int) -> str | None:
+        why = super().why_not_free(address, num_bytes)
+        return None if why == "something is mapped in it" else why
+
+
+class _MapsPartOfAHandle(Books):
+    def why_not(self, op: Op, leaving: set[int]) -> str | None:
+        why = super().why_not(op, leaving)
+        return None if why == "not the whole of the handle" else why
+
+
+class _MapsOverAMapping(Books):
+    def why_not(self, op: Op, leaving: set[int]) -> str | None:
+        why = super().why_not(op, leaving)
+        return None if why == "something is mapped there" else why
+
+
+class _GrantsAccessToHoles(Books):
+    def why_not(self, op: Op, leaving: set[int]) -> str | None:
+        why = super().why_not(op, leaving)
+        is_hole = isinstance(op, AccessOp) and why == "not a run of whole mappings"
+        return None if is_hole else why
+
+
+class _UnmapsPartOfAMapping(Books):
+    def _whole_mappings(self, address: int, num_bytes: int) -> list[int]:
+        return [
+            start
+            for start in self._mapping_starts
+            if start < address + num_bytes and address < start + self._mappings[start].num_bytes
+        ]
+
+
+class _ForgetsReleasedMemory(Books):
+    def usage(self) -> BackendUsage:
+        usage = super().usage()
+        released = [each for each in self.allocations.values() if each.is_released]
+        return replace(usage, num_handles=usage.num_handles - len(released))
+
+
+class _RecyclesMemoryDirty(HostBackend):
+    def mem_release(self, handle: Handle) -> None:
+        super().mem_release(handle)
+        self._file_end_bytes = 0  # Offsets come back …
+
+    def _forget(self, handle: Handle) -> None:
+        del self._books.allocations[handle]  # … and their bytes were never dropped.
+
+
+class _CopiesInsteadOfAliasing(HostBackend):
+    """A second mapping of a handle gets memory of its own."""
+
+    def run_until_failure(self, ops: Sequence[Op]) -> tuple[int, DriverError | None]:
+        own = []
+        for op in ops:
+            allocation = self._books.allocations.get(getattr(op, "handle", None))
+            is_alias = allocation is not None and allocation.num_mappings
+            if is_alias and op.num_bytes == allocation.num_bytes:
+                own.append(op._replace(handle=self.mem_create(op.num_bytes)))
+            else:
+                own.append(op)
+        return super().run_until_failure(own)
+
+
+class _LeavesHalfABatch(HostBackend):
+    def execute(self, ops: Sequence[Op]) -> None:
+        num_done, error = self.run_until_failure(ops)
+        if error is not None:
+            error.num_done = num_done
+            raise error
+
+
+class _MiscountsUnmaps(HostBackend):
+    def execute(self, ops: Sequence[Op]) -> None:
+        try:
+            super().execute(ops)
+        except DriverError as error:
+            error.num_done = 0
+            raise
+
+
+class _UnmapsInReverse(HostBackend):
+    def run_until_failure(self, ops: Sequence[Op]) -> tuple[int, DriverError | None]:
+        is_unmap = bool(ops) and isinstance(ops[0], UnmapOp)
+        return super().run_until_failure(ops[::-1] if is_unmap else ops)
+
+
+class _CountsRefusedCallsNot(HostBackend):
+    def run_until_failure(self, ops: Sequence[Op]) -> tuple[int, DriverError | None]:
+        before = self.calls.copy()
+        num_done, error = super().run_until_failure(ops)
+        if error is not None:
+            self.calls = before
+        return num_done, error
+
+
+class _CopiesOneByteTooMany(HostBackend):
+    def copy(self, destination: Address, source: Address, num_bytes: int, stream: int) -> None:
+        super().copy(destination, source, num_bytes + 1, stream)
+
+
+class _FencesNeverPass(HostBackend):
+    def record_fence(self) -> object:
+        fence = super().record_fence()
+        fence.has_passed = lambda: False
+        return fence
+
+
+@pytest.mark.parametrize(
+    ("mutant", "sentence"),
+    [
+        (_with_books(_FreesInexactly), "Freeing part"),
+        (_with_books(_FreesWhatIsMapped), "Freeing a reservation with something mapped"),
+        (_RecyclesMemoryDirty, "Fresh memory reads as zero"),
+        (_with_books(_MapsPartOfAHandle), "Mapping part of a handle"),
+        (_with_books(_MapsOverAMapping), "Mapping over a mapping"),
+        (_with_books(_UnmapsPartOfAMapping), "Unmapping part"),
+        (_with_books(_ForgetsReleasedMemory), "A released handle's memory lives"),
+        (_LeavesHalfABatch, "A batch of maps that fails"),
+        (_MiscountsUnmaps, "A batch of"),
+        (_CountsRefusedCallsNot, "Each call of a primitive is counted"),
+        (_CopiesOneByteTooMany, "A copy moves exactly"),
+        (_with_books(_GrantsAccessToHoles), "Granting access"),
+        (_UnmapsInReverse, "A batch of unmaps that fails"),
+        (_CopiesInsteadOfAliasing, "One handle at two addresses"),
+        (_FencesNeverPass, "A fence has passed once"),
+    ],
+    ids=lambda value: value.__name__.lstrip("_") if isinstance(value, type) else "",
+)
+def test_check_backend_names_the_broken_rule(mutant: type[HostBackend], sentence: str) -> None:
+    """A backend that breaks one rule fails the check that states it."""
+    with pytest.raises(AssertionError, match=rf"check \d+: {sentence}"):
+        check_backend(lambda: mutant(4 * KiB))
+
+
+def test_access_values_are_cudas() -> None:
+    """The flags go to the driver as they are: CU_MEM_ACCESS_FLAGS_PROT_*."""
+    assert (0, 1, 3) == (Access.NONE, Access.READ, Access.READ_WRITE)

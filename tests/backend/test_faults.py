@@ -1,0 +1,129 @@
+"""The fault injector: what counts as a call, which one fails, what its caller sees."""
+
+from __future__ import annotations
+
+import pytest
+
+from vmkv import Backend, HostBackend
+from vmkv.backend import Access, AccessOp, MapOp, UnmapOp
+from vmkv.errors import DriverError
+from vmkv.testing import FaultInjectingBackend, Scenario, check_every_call_can_fail
+from vmkv.units import Address, KiB
+
+
+def _map_three(backend: Backend) -> list[MapOp | AccessOp]:
+    """Ops that map three pages in a fresh reservation, and their handles released already."""
+    page = backend.granularity_bytes
+    address = backend.address_reserve(3 * page)
+    ops: list[MapOp | AccessOp] = [
+        MapOp(Address(address + at * page), page, backend.mem_create(page)) for at in range(3)
+    ]
+    return [*ops, AccessOp(address, 3 * page, Access.READ_WRITE)]
+
+
+def _clean_up(backend: Backend, ops: list[MapOp | AccessOp]) -> None:
+    page = backend.granularity_bytes
+    for op in ops:
+        if isinstance(op, MapOp):
+            backend.mem_release(op.handle)
+    backend.address_free(ops[0].address, 3 * page)
+
+
+def test_fault_injector_counts_each_operation_of_a_batch(host: HostBackend) -> None:
+    """A reservation, three handles, three maps, an access: eight calls."""
+    backend = FaultInjectingBackend(host)
+    ops = _map_three(backend)
+    backend.execute(ops)
+    assert 8 == backend.num_calls
+    backend.mem_unmap(ops[0].address, 3 * backend.granularity_bytes)
+    _clean_up(backend, ops)
+
+
+@pytest.mark.parametrize(
+    ("fail_at", "call"), [(1, "mem_map"), (3, "mem_map"), (4, "mem_set_access")]
+)
+def test_fault_inside_a_batch_undoes_it(host: HostBackend, fail_at: int, call: str) -> None:
+    """What the batch had mapped before the fault is unmapped again."""
+    backend = FaultInjectingBackend(host)
+    ops = _map_three(backend)
+    before = backend.usage()
+    backend.arm(fail_at)
+    with pytest.raises(DriverError, match="INJECTED") as caught:
+        backend.execute(ops)
+    assert (call, fail_at - 1) == (caught.value.call, caught.value.num_done)
+    assert call == backend.failed_call
+    assert before == backend.usage()
+    _clean_up(backend, ops)
+
+
+def test_fault_is_not_forwarded(host: HostBackend) -> None:
+    """The call that fails never reaches the driver."""
+    backend = FaultInjectingBackend(host, fail_at=2)
+    handle = backend.mem_create(4 * KiB)
+    with pytest.raises(DriverError, match="mem_create"):
+        backend.mem_create(4 * KiB)
+    assert 1 == host.calls["mem_create"]
+    backend.mem_release(handle)
+
+
+def test_fault_can_say_out_of_memory(host: HostBackend) -> None:
+    """The pool treats a full device differently, so the kit must be able to play one."""
+    backend = FaultInjectingBackend(host, fail_at=1, is_out_of_memory=True)
+    with pytest.raises(DriverError) as caught:
+        backend.mem_create(4 * KiB)
+    assert caught.value.is_out_of_memory
+
+
+def test_unmaps_before_a_fault_stay_done(host: HostBackend) -> None:
+    """Unmaps cannot be taken back: `num_done` says how many are gone."""
+    backend = FaultInjectingBackend(host)
+    ops = _map_three(backend)
+    backend.execute(ops)
+    page = backend.granularity_bytes
+    unmaps = [UnmapOp(op.address, page) for op in ops[:3]]
+    backend.arm(3)
+    with pytest.raises(DriverError) as caught:
+        backend.execute(unmaps)
+    assert 2 == caught.value.num_done
+    assert 1 == backend.usage().num_mappings
+    backend.execute(unmaps[2:])
+    _clean_up(backend, ops)
+
+
+# ---- check_every_call_can_fail, on operations that are right and wrong --------------------
+
+
+def _two_creates(backend: FaultInjectingBackend, *, cleans_up: bool) -> Scenario:
+    handles: list[int] = []
+
+    def operation() -> None:
+        first = backend.mem_create(4 * KiB)
+        try:
+            second = backend.mem_create(4 * KiB)
+        except DriverError:
+            if cleans_up:
+                backend.mem_release(first)
+            raise
+        handles.extend((first, second))
+
+    def close() -> None:
+        for handle in handles:
+            backend.mem_release(handle)
+
+    return Scenario(operation, backend.usage, lambda: None, close)
+
+
+def test_check_every_call_can_fail_lists_the_calls() -> None:
+    """A right operation passes, and the answer says of what it consists."""
+    struck = check_every_call_can_fail(
+        lambda: HostBackend(4 * KiB), lambda backend: _two_creates(backend, cleans_up=True)
+    )
+    assert ["mem_create", "mem_create"] == struck
+
+
+def test_check_every_call_can_fail_finds_a_leak() -> None:
+    """An operation that forgets its first half when the second fails is caught."""
+    with pytest.raises(AssertionError, match="fault at call 2, mem_create"):
+        check_every_call_can_fail(
+            lambda: HostBackend(4 * KiB), lambda backend: _two_creates(backend, cleans_up=False)
+        )

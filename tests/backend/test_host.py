@@ -1,0 +1,285 @@
+"""What is special to memfd and mmap: real faults, memory that really goes back, held fences.
+
+Faults kill the process, so each is met in a child: a negative return code names the signal.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import signal
+import subprocess
+from collections.abc import Callable
+
+import pytest
+
+from vmkv import BackendUsage, HostBackend
+from vmkv.backend import Access, AccessOp, MapOp, UnmapOp
+from vmkv.errors import DriverError, HostDriverError
+from vmkv.testing import write_bytes
+from vmkv.units import Address, KiB, MiB
+
+RunPython = Callable[[str], "subprocess.CompletedProcess[str]"]
+
+_SETUP = """
+import ctypes, faulthandler
+from vmkv.backend import Access, HostBackend
+faulthandler.disable()
+backend = HostBackend({granularity})
+size = backend.granularity_bytes
+address = backend.address_reserve(3 * size)
+handle = backend.mem_create(size)
+def read(): return ctypes.string_at(address + size - 1, 1)
+def write(): ctypes.memset(address, 1, size)
+def map_and_grant(access):
+    backend.mem_map(address, size, handle)
+    backend.mem_set_access(address, size, access)
+"""
+
+_FAULTS = {
+    "reading reserved addresses": "read()",
+    "reading before access is granted": "backend.mem_map(address, size, handle); read()",
+    "writing before access is granted": "backend.mem_map(address, size, handle); write()",
+    "writing where reading is granted": "map_and_grant(Access.READ); read(); write()",
+    "reading after access is taken": (
+        "map_and_grant(Access.READ_WRITE); write();"
+        "backend.mem_set_access(address, size, Access.NONE); read()"
+    ),
+    "reading after unmap": (
+        "map_and_grant(Access.READ_WRITE); write(); backend.mem_unmap(address, size); read()"
+    ),
+    "reading a remapped range before access": (
+        "map_and_grant(Access.READ_WRITE); backend.mem_unmap(address, size);"
+        "backend.mem_map(address, size, handle); read()"
+    ),
+    "reading past a mapping": (
+        "map_and_grant(Access.READ_WRITE); ctypes.string_at(address + size, 1)"
+    ),
+}
+
+_NO_FAULTS = {
+    "writing where writing is granted": "map_and_grant(Access.READ_WRITE); write(); read()",
+    "reading where reading is granted": "map_and_grant(Access.READ); read()",
+    "reading a released handle's mapping": (
+        "map_and_grant(Access.READ_WRITE); backend.mem_release(handle); write(); read()"
+    ),
+}
+
+
+@pytest.mark.parametrize("granularity", [4 * KiB, 2 * MiB])
+@pytest.mark.parametrize("what", _FAULTS)
+def test_host_faults_where_cuda_would(what: str, granularity: int, run_python: RunPython) -> None:
+    """Touching what the contract forbids ends the process, as it ends a CUDA context."""
+    child = run_python(_SETUP.format(granularity=granularity) + _FAULTS[what])
+    assert child.returncode in (-signal.SIGSEGV, -signal.SIGBUS), child.stderr
+
+
+@pytest.mark.parametrize("what", _NO_FAULTS)
+def test_host_allows_what_cuda_allows(what: str, run_python: RunPython) -> None:
+    """The same script without the offence runs to its end, so the faults above are real."""
+    child = run_python(_SETUP.format(granularity=64 * KiB) + _NO_FAULTS[what])
+    assert 0 == child.returncode, child.stderr
+
+
+def _mapped(backend: HostBackend, num_bytes: int) -> Address:
+    """Memory of which only the mapping is left to hold it."""
+    address = backend.address_reserve(num_bytes)
+    handle = backend.mem_create(num_bytes)
+    backend.execute(
+        [MapOp(address, num_bytes, handle), AccessOp(address, num_bytes, Access.READ_WRITE)]
+    )
+    backend.mem_release(handle)
+    return address
+
+
+def _shared_resident_bytes() -> int:
+    """What this process has resident of memfds and the like, says the kernel."""
+    with open("/proc/self/status") as lines:
+        fields = dict(line.split(":", 1) for line in lines)
+    return int(fields["RssShmem"].split()[0]) * KiB
+
+
+def test_host_memory_goes_back_to_the_kernel(host: HostBackend) -> None:
+    """The file's blocks and the process's resident memory fall when memory is released."""
+    num_bytes = 8 * MiB
+    resident_bytes = _shared_resident_bytes()
+    address = _mapped(host, num_bytes)
+    write_bytes(host, address, b"\1" * num_bytes)
+    assert num_bytes == host.file_bytes()
+    assert resident_bytes + num_bytes <= _shared_resident_bytes()
+    host.mem_unmap(address, num_bytes)
+    assert 0 == host.file_bytes()
+    assert _shared_resident_bytes() < resident_bytes + num_bytes // 2
+    host.address_free(address, num_bytes)
+
+
+def test_host_file_holds_what_the_books_say(backend: HostBackend) -> None:
+    """`usage().physical_bytes` is not a guess: the kernel's count of blocks is the same."""
+    if not isinstance(backend, HostBackend):
+        pytest.skip("only the host's memory is a file")
+    handles = [backend.mem_create(num * backend.granularity_bytes) for num in (1, 2, 1)]
+    assert backend.usage().physical_bytes == backend.file_bytes()
+    backend.mem_release(handles.pop(1))
+    assert backend.usage().physical_bytes == backend.file_bytes()
+    for handle in handles:
+        backend.mem_release(handle)
+    assert 0 == backend.file_bytes()
+
+
+def test_host_reservation_costs_no_memory(host: HostBackend) -> None:
+    """A terabyte of addresses is free."""
+    before = _shared_resident_bytes()
+    address = host.address_reserve(1 << 40)
+    assert (0, before) == (host.file_bytes(), _shared_resident_bytes())
+    host.address_free(address, 1 << 40)
+
+
+def test_host_handles_are_never_reissued(host: HostBackend) -> None:
+    """A stale handle can reach nobody's memory: its number never comes back."""
+    seen = set()
+    for _ in range(20):
+        handle = host.mem_create(4 * KiB)
+        assert handle not in seen
+        seen.add(handle)
+        host.mem_release(handle)
+    address = host.address_reserve(4 * KiB)
+    for stale in seen:
+        with pytest.raises(HostDriverError, match="not live"):
+            host.mem_map(address, 4 * KiB, stale)
+    host.address_free(address, 4 * KiB)
+
+
+def test_host_released_handle_cannot_be_mapped_again(host: HostBackend) -> None:
+    """Released memory lives for its mappings only."""
+    address = host.address_reserve(8 * KiB)
+    handle = host.mem_create(4 * KiB)
+    host.mem_map(address, 4 * KiB, handle)
+    host.mem_release(handle)
+    with pytest.raises(HostDriverError, match="not live"):
+        host.mem_map(Address(address + 4 * KiB), 4 * KiB, handle)
+    host.mem_unmap(address, 4 * KiB)
+    host.address_free(address, 8 * KiB)
+
+
+@pytest.mark.parametrize("num_bytes", [-4096, 0, 1, 4095, 4097])
+def test_host_refusals_name_call_size_and_reason(host: HostBackend, num_bytes: int) -> None:
+    """A refusal is an EINVAL that says what was wrong."""
+    with pytest.raises(HostDriverError, match="multiple of the granularity") as caught:
+        host.mem_create(num_bytes)
+    error = caught.value
+    wanted = ("mem_create", errno.EINVAL, "EINVAL", False)
+    assert wanted == (error.call, error.status, error.status_name, error.is_out_of_memory)
+
+
+# ---- the operating system itself fails ----------------------------------------------------
+
+_UNMAP = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, ctypes.c_size_t)
+_SET_ACCESS = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_size_t
+)
+
+
+def test_host_keeps_its_books_when_the_kernel_refuses_an_unmap(host: HostBackend) -> None:
+    """Of three unmaps the second fails: the first is gone, the others are still booked."""
+    page = host.granularity_bytes
+    address = host.address_reserve(3 * page)
+    for at in range(3):
+        handle = host.mem_create(page)
+        host.mem_map(Address(address + at * page), page, handle)
+        host.mem_release(handle)
+    real_calls = host._calls
+    real_unmap = _UNMAP(real_calls.unmap)
+    stubborn = _UNMAP(
+        lambda at, size: errno.ENOMEM if at == address + page else real_unmap(at, size)
+    )
+    host._calls = real_calls._replace(unmap=ctypes.cast(stubborn, ctypes.c_void_p).value)
+    ops = [UnmapOp(Address(address + at * page), page) for at in range(3)]
+    with pytest.raises(HostDriverError) as caught:
+        host.execute(ops)
+    host._calls = real_calls
+    assert (1, True) == (caught.value.num_done, caught.value.is_out_of_memory)
+    assert (2, 2 * page) == (host.usage().num_mappings, host.usage().physical_bytes)
+    host.execute(ops[1:])
+    host.address_free(address, 3 * page)
+
+
+def test_host_undoes_a_batch_when_the_kernel_refuses_access(host: HostBackend) -> None:
+    """The maps of the batch are taken back, in the books and in the address space."""
+    page = host.granularity_bytes
+    address = host.address_reserve(2 * page)
+    handles = [host.mem_create(page) for _ in range(2)]
+    ops = [MapOp(Address(address + at * page), page, handles[at]) for at in range(2)]
+    ops.append(AccessOp(address, 2 * page, Access.READ_WRITE))
+    before = host.usage()
+    real_calls = host._calls
+    refusing = _SET_ACCESS(lambda *arguments: errno.EACCES)
+    host._calls = real_calls._replace(set_access=ctypes.cast(refusing, ctypes.c_void_p).value)
+    with pytest.raises(HostDriverError, match="EACCES") as caught:
+        host.execute(ops)
+    host._calls = real_calls
+    assert ("mem_set_access", 2) == (caught.value.call, caught.value.num_done)
+    assert before == host.usage()
+    host.execute(ops)
+    host.execute([UnmapOp(address, 2 * page)])
+    for handle in handles:
+        host.mem_release(handle)
+    host.address_free(address, 2 * page)
+
+
+# ---- fences -------------------------------------------------------------------------------
+
+
+def test_host_fences_pass_at_once_unless_held(host: HostBackend) -> None:
+    """The host works synchronously, so nothing is ever pending by itself."""
+    assert host.record_fence().has_passed()
+
+
+def test_host_held_fences_pass_when_told(host: HostBackend) -> None:
+    """Between hold and pass the host plays a busy device; earlier fences are past already."""
+    early = host.record_fence()
+    host.hold_fences()
+    held = [host.record_fence() for _ in range(2)]
+    assert [True, False, False] == [each.has_passed() for each in (early, *held)]
+    host.pass_fences()
+    assert [True, True] == [each.has_passed() for each in held]
+    assert host.record_fence().has_passed()
+
+
+def test_host_waiting_passes_a_fence_and_those_before_it(host: HostBackend) -> None:
+    """Work ends in the order of its submission."""
+    host.hold_fences()
+    first, second, third = (host.record_fence() for _ in range(3))
+    second.wait()
+    assert [True, True, False] == [each.has_passed() for each in (first, second, third)]
+    host.pass_fences()
+
+
+# ---- life ---------------------------------------------------------------------------------
+
+
+def test_host_close_gives_its_file_back() -> None:
+    """Opening and closing many backends needs one descriptor at a time."""
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(50):
+        backend = HostBackend(4 * KiB)
+        backend.close()
+        backend.close()
+    assert before == len(os.listdir("/proc/self/fd"))
+
+
+def test_host_mixed_size_run_is_unmapped_in_one_call(host: HostBackend) -> None:
+    """The reclaimer unmaps whole runs; sizes in a run differ."""
+    page = host.granularity_bytes
+    address = host.address_reserve(7 * page)
+    at = 0
+    for num_pages in (4, 1, 2):
+        handle = host.mem_create(num_pages * page)
+        host.mem_map(Address(address + at * page), num_pages * page, handle)
+        host.mem_release(handle)
+        at += num_pages
+    with pytest.raises(DriverError):
+        host.mem_unmap(address, 6 * page)  # Cuts the last mapping.
+    host.mem_unmap(address, 7 * page)
+    host.address_free(address, 7 * page)
+    assert BackendUsage() == host.usage()

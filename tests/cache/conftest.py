@@ -1,0 +1,60 @@
+"""Caches that the tests make, checked and closed when they end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from vmkv import HostBackend, KVCache
+from vmkv.cache import layer_group
+from vmkv.units import KiB
+
+
+@pytest.fixture
+def no_underread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows keep exactly what their queries see: no margin for kernels that fetch whole tiles."""
+    monkeypatch.setattr(layer_group, "_UNDERREAD_TOKENS", 0)
+
+
+@pytest.fixture
+def make_cache(host: HostBackend) -> Iterator[Callable[..., KVCache]]:
+    """Makes a cache over 4 KiB pages with two layers of 1 KiB a token: four tokens in a page.
+
+    `windows` adds a group of two more layers for each; their numbers go on from 2.
+    """
+    caches: list[KVCache] = []
+
+    def make(memory: Any = None, *, windows: tuple[int, ...] = (), **options: Any) -> KVCache:
+        if memory is None:
+            memory = host
+            options.setdefault("budget_bytes", 4096 * KiB)
+        options = {"max_tokens": 400, "max_sequences": 4, "layers_per_group": 2, **options}
+        cache = KVCache(memory, **options)
+        caches.append(cache)
+        for at, window_tokens in enumerate((None, *windows)):
+            cache.add_layers(
+                range(2 * at, 2 * at + 2),
+                num_kv_heads=2,
+                head_dim=32,
+                dtype=torch.float32,
+                window_tokens=window_tokens,
+            )
+        return cache
+
+    yield make
+    live = [cache for cache in caches if not cache.is_closed]
+    try:
+        for cache in live:
+            cache.check()
+    finally:
+        for cache in live:
+            cache.close()
+
+
+@pytest.fixture
+def cache(make_cache: Callable[..., KVCache]) -> KVCache:
+    """One group of two layers, four rows of 400 tokens, four tokens in a page."""
+    return make_cache()

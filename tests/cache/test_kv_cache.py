@@ -1,0 +1,407 @@
+"""The cache as a whole: what it is made of, what it refuses, how several share one pool."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from vmkv import (
+    ClosedError,
+    ConfigError,
+    ExtentPool,
+    HostBackend,
+    KVCache,
+    OutOfAddressSpaceError,
+    OutOfPagesError,
+)
+from vmkv.errors import InternalError
+from vmkv.units import KiB
+
+PAGE = 4 * KiB
+MakeCache = Callable[..., KVCache]
+LAYER: dict[str, Any] = {"num_kv_heads": 2, "head_dim": 32, "dtype": torch.float32}
+
+
+# ---- made from ----------------------------------------------------------------------------
+
+
+def test_cache_opens_and_closes_its_own_device() -> None:
+    """The three lines of the docstring."""
+    cache = KVCache("host", max_tokens=4096, max_sequences=8)
+    cache.add_layers(range(2), num_kv_heads=2, head_dim=64, dtype=torch.float16)
+    sequence = cache.open()
+    sequence.append(100)
+    sequence.keys(layer=0)[:] = 1
+    assert 0 < cache.stats().budget_bytes
+    cache.close()
+    with pytest.raises(ClosedError):
+        cache.pool.trim()
+
+
+def test_cache_may_be_used_as_a_context(host: HostBackend) -> None:
+    """Leaving the block closes it."""
+    with KVCache(host, max_tokens=8, max_sequences=1, budget_bytes=PAGE) as cache:
+        assert not cache.is_closed
+    assert cache.is_closed
+
+
+def test_unclosed_cache_warns_and_frees_nothing(host: HostBackend) -> None:
+    """A destructor runs at any moment, and the device may still be reading."""
+    pool = ExtentPool(host, 64 * PAGE)
+    caches = [KVCache(pool, max_tokens=8, max_sequences=1)]
+    caches[0].add_layers([0], **LAYER)
+    caches[0].open().append(4)
+    groups, mappings = caches[0].groups, host.usage().num_mappings
+    caches.clear()
+    with pytest.warns(ResourceWarning, match="never closed"):
+        gc.collect()  # A cache and its sequences refer to each other.
+    assert mappings == host.usage().num_mappings
+    for group in groups:
+        group.close()
+    pool.detach()
+    pool.close()
+
+
+def test_cache_that_failed_to_begin_does_not_warn(host: HostBackend) -> None:
+    """There is nothing to close."""
+    with pytest.raises(ConfigError):
+        KVCache(host, max_tokens=0, max_sequences=1)
+    gc.collect()
+
+
+# ---- layers -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("layers_per_group", "num_groups"), [(None, 7), (1, 7), (2, 4), (3, 3), (7, 1), (100, 1)]
+)
+def test_layers_per_group_is_a_dial(
+    host: HostBackend, layers_per_group: int | None, num_groups: int
+) -> None:
+    """On the host the default is one layer a group; each layer works wherever it lies."""
+    cache = KVCache(
+        host,
+        max_tokens=64,
+        max_sequences=2,
+        budget_bytes=256 * PAGE,
+        layers_per_group=layers_per_group,
+    )
+    assert num_groups == len(cache.add_layers(range(7), **LAYER))
+    sequence = cache.open()
+    sequence.append(20)
+    for layer in range(7):
+        sequence.keys(layer)[:] = layer
+        sequence.values(layer)[:] = -layer
+    for layer in range(7):
+        assert {float(layer)} == set(sequence.keys(layer).flatten().tolist())
+        assert {-float(layer)} == set(sequence.values(layer).flatten().tolist())
+    cache.close()
+
+
+def test_layers_may_differ_in_shape(cache: KVCache) -> None:
+    """A layer of another shape or type goes to a group of its own; numbers are the caller's."""
+    cache.add_layers([40, 10], num_kv_heads=1, head_dim=128, dtype=torch.float16)
+    sequence = cache.open()
+    sequence.append(7)
+    assert (7, 1, 128) == tuple(sequence.keys(10).shape)
+    assert cache.place(40) == (cache.groups[1], 0)
+
+
+def test_layers_added_late_get_the_length_there_is(cache: KVCache) -> None:
+    """Sequences that are open already have memory in them."""
+    sequence = cache.open()
+    sequence.append(50)
+    cache.add_layers([9], **LAYER)
+    sequence.keys(9)[:] = 2
+    cache.check()
+    assert (50, 2, 32) == tuple(sequence.keys(9).shape)
+
+
+def test_layers_that_do_not_fit_change_nothing(make_cache: MakeCache) -> None:
+    """Out of pages while adding: no layer, no reservation, no mapping more than before."""
+    cache = make_cache(budget_bytes=12 * PAGE)
+    sequence = cache.open()
+    sequence.append(40)
+    before = cache.pool.backend.usage()
+    with pytest.raises(OutOfPagesError):
+        cache.add_layers([9], **LAYER)
+    after = cache.pool.backend.usage()
+    assert (before.num_reservations, before.num_mappings) == (
+        after.num_reservations,
+        after.num_mappings,
+    )
+    with pytest.raises(ConfigError, match="layer 9 was not added"):
+        sequence.keys(9)
+
+
+def test_layers_without_addresses_change_nothing(host: HostBackend) -> None:
+    """Of several groups one finds no addresses: the others go back."""
+
+    class _FewAddresses(HostBackend):
+        def address_reserve(self, num_bytes: int) -> Any:
+            if self.usage().num_reservations == 2:
+                raise OutOfAddressSpaceError("no more", needed_bytes=num_bytes)
+            return super().address_reserve(num_bytes)
+
+    backend = _FewAddresses(PAGE)
+    cache = KVCache(backend, max_tokens=64, max_sequences=2, budget_bytes=64 * PAGE)
+    with pytest.raises(OutOfAddressSpaceError):
+        cache.add_layers(range(3), **LAYER)
+    assert (0, []) == (backend.usage().num_reservations, cache.groups)
+    cache.add_layers(range(2), **LAYER)
+    cache.close()
+
+
+def test_dropped_layers_are_forgotten(make_cache: MakeCache) -> None:
+    """A group with none left goes; the rest keep their bytes."""
+    cache = make_cache(windows=(8,))
+    sequence = cache.open()
+    sequence.append(6)
+    sequence.keys(1)[:] = 4
+    cache.drop_layers([0, 2, 3])
+    assert 1 == len(cache.groups)
+    assert {4.0} == set(sequence.keys(1).flatten().tolist())
+    with pytest.raises(ConfigError, match=r"layer 0 was not added; there are \[1\]"):
+        sequence.keys(0)
+
+
+def test_compacting_moves_content_and_closes_gaps(cache: KVCache) -> None:
+    """The kept layer's token row is its own alone; every byte is where its layer is."""
+    first, second = cache.open(), cache.open()
+    for sequence, num_tokens in ((first, 50), (second, 7)):
+        sequence.append(num_tokens)
+        sequence.keys(1)[:] = torch.arange(float(num_tokens))[:, None, None] + sequence.row
+        sequence.values(1)[:] = -sequence.row - 1
+    cache.drop_layers([0])
+    assert cache.compact()
+    assert not cache.compact()
+    cache.check()
+    group, at = cache.place(1)
+    assert (1, 0, 512) == (group.geometry.num_layers, at, group.geometry.token_bytes)
+    for sequence in (first, second):
+        wanted = torch.arange(float(sequence.num_tokens)) + sequence.row
+        assert torch.equal(wanted, sequence.keys(1)[:, 1, 5])
+        assert {-sequence.row - 1.0} == set(sequence.values(1).flatten().tolist())
+
+
+# ---- bad input ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, "8", True])
+@pytest.mark.parametrize(
+    "name", ["max_tokens", "max_sequences", "budget_bytes", "layers_per_group"]
+)
+def test_cache_refuses_what_is_no_positive_integer(
+    host: HostBackend, name: str, value: object
+) -> None:
+    """The message names the argument, and nothing was begun."""
+    options: dict[str, Any] = {"max_tokens": 8, "max_sequences": 1, "budget_bytes": PAGE}
+    with pytest.raises(ConfigError, match=f"{name}={value!r} must be a positive integer"):
+        KVCache(host, **{**options, name: value})
+
+
+def test_budget_below_a_page_is_refused(host: HostBackend) -> None:
+    """One page is the least a cache can hold."""
+    with pytest.raises(ConfigError, match=f"{PAGE}"):
+        KVCache(host, max_tokens=8, max_sequences=1, budget_bytes=PAGE - 1)
+
+
+def test_shared_pool_has_its_own_budget(host: HostBackend) -> None:
+    """Two budgets for one pool contradict each other; the pool stays usable."""
+    pool = ExtentPool(host, 8 * PAGE)
+    with pytest.raises(ConfigError, match="leave budget_bytes out"):
+        KVCache(pool, max_tokens=8, max_sequences=1, budget_bytes=PAGE)
+    pool.close()
+
+
+def test_unknown_device_is_refused() -> None:
+    """The known ones are listed."""
+    with pytest.raises(ConfigError, match='known are "host"'):
+        KVCache("npu:0", max_tokens=8, max_sequences=1)
+
+
+def test_more_positions_than_kernels_count_is_refused(host: HostBackend) -> None:
+    """2**31 positions and more: said when the layers are added, and nothing is left behind."""
+    with KVCache(host, max_tokens=1 << 25, max_sequences=64, budget_bytes=PAGE) as cache:
+        with pytest.raises(ConfigError, match=r"fewer than 2\*\*31"):
+            cache.add_layers([0], num_kv_heads=1, head_dim=8, dtype=torch.float16)
+        assert 0 == host.usage().num_reservations
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_kv_heads": 0},
+        {"num_kv_heads": -2},
+        {"head_dim": 0},
+        {"head_dim": 64.0},
+        {"v_head_dim": 0},
+        {"num_v_heads": -1},
+    ],
+    ids=str,
+)
+def test_impossible_shapes_are_refused(cache: KVCache, changes: dict[str, Any]) -> None:
+    """Nothing was added."""
+    with pytest.raises(ConfigError, match="must be a positive integer"):
+        cache.add_layers([5], **{**LAYER, **changes})
+    assert 1 == len(cache.groups)
+
+
+@pytest.mark.parametrize("layers", [[], [0], [5, 1], [5, 5]], ids=str)
+def test_layers_are_added_once(cache: KVCache, layers: list[int]) -> None:
+    """None, one that is there, or one twice: refused, and none of them was added."""
+    with pytest.raises(ConfigError, match="in the cache already, or none is named"):
+        cache.add_layers(layers, **LAYER)
+    assert 1 == len(cache.groups)
+    with pytest.raises(ConfigError, match="layer 5 was not added"):
+        cache.keys(5)
+
+
+def test_missing_driver_is_a_config_error() -> None:
+    """A machine without a GPU says what to use instead."""
+    if torch.cuda.device_count():
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(ConfigError, match='backend="host"'):
+        KVCache("cuda:0", max_tokens=8, max_sequences=1)
+
+
+# ---- the end ------------------------------------------------------------------------------
+
+
+def test_closed_cache_says_so(cache: KVCache) -> None:
+    """Closing again is nothing; everything else is `ClosedError`."""
+    sequence = cache.open()
+    cache.close()
+    cache.close()
+    for use in (
+        cache.open,
+        cache.trim,
+        lambda: cache.keys(0),
+        lambda: cache.values(0),
+        lambda: cache.add_layers([5], **LAYER),
+        lambda: cache.drop_layers([0]),
+        cache.compact,
+        lambda: cache.grow([(sequence, 1)]),
+        lambda: sequence.append(1),
+        lambda: sequence.truncate(0),
+    ):
+        with pytest.raises(ClosedError, match="closed"):
+            use()
+
+
+def test_close_gives_everything_back(make_cache: MakeCache, host: HostBackend) -> None:
+    """Live, parked and windowed, whatever was there."""
+    cache = make_cache(windows=(8,))
+    for num_tokens in (100, 3, 40):
+        cache.open().append(num_tokens)
+    cache.open(row=3).close()
+    cache.close()
+    assert (0, 0, 0) == (
+        host.usage().num_handles,
+        host.usage().num_mappings,
+        host.usage().num_reservations,
+    )
+
+
+def test_close_waits_for_the_device(make_cache: MakeCache, host: HostBackend) -> None:
+    """Work that was submitted may still read; its fence is waited for."""
+    cache = make_cache()
+    cache.open().append(40)
+    host.hold_fences()
+    cache.close()
+    assert 0 == host.usage().num_mappings
+    host.pass_fences()
+
+
+# ---- one pool, several caches -------------------------------------------------------------
+
+
+def test_two_caches_share_one_budget(make_cache: MakeCache, host: HostBackend) -> None:
+    """What one gives up the other can take; neither sees the other's bytes."""
+    pool = ExtentPool(host, 20 * PAGE)
+    first, second = make_cache(pool), make_cache(pool)
+    mine, yours = first.open(), second.open()
+    mine.append(40)
+    mine.keys(0)[:] = 1
+    yours.append(40)
+    yours.keys(0)[:] = 2
+    with pytest.raises(OutOfPagesError):
+        yours.append(4)
+    assert {1.0} == set(mine.keys(0).flatten().tolist())
+    mine.truncate(0)
+    first.trim()
+    yours.append(4)
+    assert {2.0} == set(yours.keys(0)[:40].flatten().tolist())
+    first.close()
+    assert 11 * PAGE == pool.stats().resident_bytes
+    with pytest.raises(ConfigError, match="users of this pool"):
+        pool.close()
+    second.close()
+    pool.close()
+
+
+def test_cache_on_a_shared_pool_leaves_it_open(make_cache: MakeCache, host: HostBackend) -> None:
+    """Whoever made the pool closes it; its memory serves the next cache."""
+    pool = ExtentPool(host, 20 * PAGE)
+    for _ in range(2):
+        cache = make_cache(pool)
+        cache.open().append(40)
+        cache.close()
+    assert 2 == host.calls["mem_create"]
+    pool.close()
+
+
+# ---- over-read, and the check itself ------------------------------------------------------
+
+
+def test_overread_tokens_are_resident(cache: KVCache) -> None:
+    """Kernels that fetch whole tiles may touch some tokens past the end, to the row's end."""
+    cache.overread_tokens = 30
+    sequence = cache.open()
+    for num_tokens in (1, 8, 391):
+        sequence.append(num_tokens)
+        cache.check()
+        group, _ = cache.place(0)
+        end = min(sequence.num_tokens + 30, group.geometry.row_tokens)
+        cache.keys(0)[sequence.row, :end].sum()
+        assert group.resident_tokens(sequence.row) >= end
+
+
+def test_resident_tokens_says_how_far_growth_is_free(cache: KVCache) -> None:
+    """Up to there no driver call; one further, some."""
+    sequence = cache.open()
+    sequence.append(5)
+    assert 8 == cache.resident_tokens(sequence)
+    before = sum(cache.stats().driver_calls.values())
+    sequence.append(3)
+    assert before == sum(cache.stats().driver_calls.values())
+    sequence.append(1)
+    assert before < sum(cache.stats().driver_calls.values())
+
+
+@pytest.mark.parametrize("what", ["too long", "front gone"])
+def test_check_finds_a_sequence_without_its_memory(cache: KVCache, what: str) -> None:
+    """`check` can fail: I6 broken by hand, at either end."""
+    sequence = cache.open()
+    sequence.append(40)
+    table = cache.groups[0].table
+    if what == "too long":
+        sequence.num_tokens = 60
+    else:
+        table.retire_front(sequence.row, 8, cache.pool.reclaimer.new_fence())
+    with pytest.raises(InternalError, match="I6"):
+        cache.check()
+    sequence.num_tokens = 0
+
+
+def test_check_finds_what_the_pool_finds(cache: KVCache) -> None:
+    """The pool's invariants are part of the cache's."""
+    cache.open().append(4)
+    cache.pool._free_bytes += PAGE
+    with pytest.raises(InternalError, match="I1"):
+        cache.check()
+    cache.pool._free_bytes -= PAGE

@@ -1,0 +1,204 @@
+"""Rows: parked memory is adopted by the sequence it fits best, at no driver call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vmkv import ConfigError, KVCache, OutOfAddressSpaceError
+from vmkv.cache.rows import Rows
+from vmkv.units import KiB
+
+PAGE = 4 * KiB
+MakeCache = Callable[..., KVCache]
+
+
+def _parked(sizes: Sequence[int], num_empty: int = 0) -> tuple[Rows, Callable[[int], int]]:
+    """Rows parked in this order with these sizes, and some empty ones after them."""
+    rows = Rows(len(sizes) + num_empty)
+    for row in range(len(sizes)):
+        rows.take(row)
+    for row in range(len(sizes)):
+        rows.park(row)
+    return rows, lambda row: sizes[row]
+
+
+# ---- the choice ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sizes", "num_tokens", "row"),
+    [
+        ([0, 64, 128], 50, 1),  # vAttention took the first inactive slot, though it held nothing.
+        ([0, 128, 64], 50, 2),
+        ([16, 0, 0], 50, 0),  # None is large enough: the largest, which then grows.
+        ([16, 48, 32], 50, 1),
+        ([64, 50, 51], 50, 1),
+        ([128, 64, 64], 50, 1),  # Of equals the one parked longest ago.
+        ([0, 0], 50, 0),
+    ],
+)
+def test_choose_takes_the_best_fit(sizes: list[int], num_tokens: int, row: int) -> None:
+    """The smallest that is large enough, else the largest."""
+    rows, size_of = _parked(sizes, num_empty=1)
+    assert row == rows.choose(num_tokens, size_of)
+
+
+@given(st.lists(st.integers(0, 200), min_size=1, max_size=8), st.integers(1, 200))
+def test_no_parked_row_would_have_been_better(sizes: list[int], num_tokens: int) -> None:
+    """Stated as a property: no fitting row is smaller, and none fits if the choice does not."""
+    rows, size_of = _parked(sizes, num_empty=2)
+    chosen = sizes[rows.choose(num_tokens, size_of)]
+    fitting = [size for size in sizes if size >= num_tokens]
+    assert (min(fitting) if fitting else max(sizes)) == chosen
+
+
+def test_choose_takes_the_lowest_empty_row_when_nothing_is_parked() -> None:
+    """Low rows first, so that views stay narrow."""
+    rows = Rows(3)
+    rows.take(0)
+    assert 1 == rows.choose(10, lambda row: 0)
+
+
+def test_choose_changes_nothing() -> None:
+    """Asking twice gives the same row."""
+    rows, size_of = _parked([10, 20])
+    assert rows.choose(5, size_of) == rows.choose(5, size_of)
+
+
+def test_no_row_left_is_out_of_address_space() -> None:
+    """Live rows are nobody else's."""
+    rows = Rows(2)
+    for row in range(2):
+        rows.take(row)
+    with pytest.raises(OutOfAddressSpaceError, match="all 2 rows"):
+        rows.choose(1, lambda row: 0)
+
+
+@pytest.mark.parametrize("row", [-1, 2, 0])
+def test_taking_what_is_not_free_is_refused(row: int) -> None:
+    """Row 0 is live, the others do not exist."""
+    rows = Rows(2)
+    rows.take(0)
+    with pytest.raises(ConfigError, match=f"row {row} of 2 is not free"):
+        rows.take(row)
+    assert {0} == rows.live
+
+
+def test_rows_go_round() -> None:
+    """A row is empty, live, parked, live again, parked, and empty at last."""
+    rows = Rows(2)
+    rows.take(1)
+    assert ({1}, False) == (rows.live, rows.is_parked(1))
+    rows.park(1)
+    assert (set(), [1]) == (rows.live, list(rows.parked()))
+    rows.take(1)
+    rows.park(1)
+    rows.empty(1)
+    assert ([], 0) == (list(rows.parked()), rows.choose(1, lambda row: 0))
+
+
+# ---- adoption, through the cache ----------------------------------------------------------
+
+
+def test_adoption_costs_no_driver_call(cache: KVCache) -> None:
+    """A sequence as long as the one before it: nothing reaches the driver."""
+    first = cache.open()
+    first.append(100)
+    first.close()
+    before = dict(cache.stats().driver_calls)
+    for _ in range(5):
+        sequence = cache.open(100)
+        sequence.append(60)
+        sequence.append(40)
+        sequence.keys(1)[:] = 1
+        sequence.close()
+    assert before == dict(cache.stats().driver_calls)
+
+
+def test_adopted_row_grows_from_what_it_has(cache: KVCache) -> None:
+    """A longer sequence pays for the difference only."""
+    sequence = cache.open()
+    sequence.append(40)
+    sequence.close()
+    sequence = cache.open(48)
+    sequence.append(48)
+    assert 12 * PAGE == cache.stats().resident_bytes
+
+
+def test_sequence_adopts_the_row_that_fits(cache: KVCache) -> None:
+    """Not the first one that ended, nor an empty one."""
+    sequences = [cache.open() for _ in range(4)]
+    for sequence, num_tokens in zip(sequences, (0, 200, 40, 8), strict=True):
+        sequence.append(num_tokens)
+    for sequence in sequences:
+        sequence.close()
+    assert [2, 1, 3] == [cache.open(num_tokens).row for num_tokens in (30, 30, 30)]
+
+
+def test_adopted_row_shows_nothing_of_its_past(cache: KVCache) -> None:
+    """A new sequence is empty; what it appends it writes itself."""
+    sequence = cache.open()
+    sequence.append(40)
+    sequence.keys(0)[:] = 9
+    sequence.close()
+    sequence = cache.open(40)
+    assert (0, 0) == (sequence.num_tokens, sequence.keys(0).numel())
+
+
+def test_open_takes_just_the_row_that_is_named(cache: KVCache) -> None:
+    """For callers that number rows themselves; a live one is refused and stays."""
+    sequence = cache.open(row=2)
+    sequence.append(3)
+    assert 2 == sequence.row
+    for row in (2, 4, -1):
+        with pytest.raises(ConfigError, match=f"row {row} of 4"):
+            cache.open(row=row)
+    assert (3, 1) == (sequence.num_tokens, cache.stats().num_sequences)
+
+
+def test_parked_rows_give_way_when_memory_is_short(make_cache: MakeCache) -> None:
+    """The oldest goes first, and no more of them than needed."""
+    cache = make_cache(budget_bytes=30 * PAGE)
+    sequences = [cache.open() for _ in range(4)]
+    for sequence in sequences[:3]:
+        sequence.append(40)
+        sequence.keys(0)[:] = sequence.row
+    sequences[0].close()
+    sequences[1].close()
+    sequences[3].append(20)
+    stats = cache.stats()
+    assert (10 * PAGE, 15 * PAGE) == (stats.parked_bytes, stats.resident_bytes - stats.parked_bytes)
+    assert torch.equal(torch.full((40, 2, 32), 2.0), sequences[2].keys(0))
+    assert 1 == cache.open(40).row
+
+
+def test_trim_gives_parked_rows_back(cache: KVCache) -> None:
+    """Live sequences keep what they use, to the byte they hold."""
+    live, ended = cache.open(), cache.open()
+    for sequence in (live, ended):
+        sequence.append(40)
+        sequence.keys(0)[:] = 5
+    live.truncate(10)
+    ended.close()
+    given = cache.trim()
+    stats = cache.stats()
+    assert (0, 0, 0) == (stats.parked_bytes, stats.free_bytes, stats.retired_bytes)
+    assert stats.resident_bytes == cache.pool.backend.usage().physical_bytes == 20 * PAGE - given
+    assert torch.equal(torch.full((10, 2, 32), 5.0), live.keys(0))
+
+
+def test_trim_of_some_bytes_spares_the_youngest(cache: KVCache) -> None:
+    """Parked rows go oldest first, until enough has gone back."""
+    sequences = [cache.open() for _ in range(3)]
+    for sequence in sequences:
+        sequence.append(40)
+    for sequence in sequences:
+        sequence.close()
+    assert cache.trim(12 * PAGE) >= 12 * PAGE
+    assert 10 * PAGE == cache.stats().parked_bytes
+    assert 2 == cache.open(40).row

@@ -1,0 +1,260 @@
+"""Sequences: append, truncate, close; what stays, what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from vmkv import (
+    Backend,
+    ClosedError,
+    ConfigError,
+    KVCache,
+    OutOfAddressSpaceError,
+    OutOfPagesError,
+    SequenceFullError,
+)
+from vmkv.units import KiB
+
+PAGE = 4 * KiB
+MakeCache = Callable[..., KVCache]
+
+
+def test_append_makes_room_of_exactly_that_length(cache: KVCache) -> None:
+    """Views are as long as the sequence, and writable to their end."""
+    sequence = cache.open()
+    for num_tokens in (1, 3, 0, 60):
+        sequence.append(num_tokens)
+        sequence.keys(0)[-num_tokens or 0 :] = 1
+    assert 64 == sequence.num_tokens
+    assert [(64, 2, 32)] * 2 == [tuple(sequence.keys(0).shape), tuple(sequence.values(1).shape)]
+
+
+def test_append_keeps_tokens_where_they_are(cache: KVCache) -> None:
+    """A pointer to a token is good until the sequence ends."""
+    sequence = cache.open()
+    sequence.append(5)
+    sequence.keys(1)[:] = 7
+    before = sequence.keys(1).data_ptr()
+    sequence.append(300)
+    assert before == sequence.keys(1).data_ptr()
+    assert torch.equal(torch.full((5, 2, 32), 7.0), sequence.keys(1)[:5])
+
+
+def test_append_nothing_does_nothing(cache: KVCache) -> None:
+    """Zero tokens cost no call and change no length."""
+    sequence = cache.open()
+    sequence.append(3)
+    before = dict(cache.stats().driver_calls)
+    sequence.append(0)
+    assert (3, before) == (sequence.num_tokens, dict(cache.stats().driver_calls))
+
+
+def test_append_within_the_last_page_costs_no_call(cache: KVCache) -> None:
+    """Most decode steps: the extent has room."""
+    sequence = cache.open()
+    sequence.append(1)
+    before = dict(cache.stats().driver_calls)
+    sequence.append(3)
+    assert before == dict(cache.stats().driver_calls)
+
+
+def test_new_prompt_is_one_access_call(cache: KVCache) -> None:
+    """62 pages are five extents and some (32 + 16 + 8 + 4 + 2): five maps, one access."""
+    sequence = cache.open()
+    sequence.append(62 * 4)
+    calls = cache.stats().driver_calls
+    assert (5, 1) == (calls["mem_map"], calls["mem_set_access"])
+
+
+def test_sequences_do_not_share_bytes(cache: KVCache) -> None:
+    """Each layer of each sequence is its own memory."""
+    sequences = [cache.open() for _ in range(3)]
+    tensors = []
+    for sequence in sequences:
+        sequence.append(9)
+        tensors += [sequence.keys(0), sequence.values(0), sequence.keys(1), sequence.values(1)]
+    for at, tensor in enumerate(tensors):
+        tensor[:] = at
+    for at, tensor in enumerate(tensors):
+        assert torch.equal(torch.full((9, 2, 32), float(at)), tensor)
+
+
+def test_append_runs_on_every_backend(backend: Backend) -> None:
+    """Grow, write, read, close, on each kind of memory."""
+    cache = KVCache(
+        backend, max_tokens=600, max_sequences=2, budget_bytes=16 * backend.granularity_bytes
+    )
+    cache.add_layers(range(2), num_kv_heads=2, head_dim=64, dtype=torch.float16)
+    sequence = cache.open()
+    for num_tokens in (1, 255, 256):
+        sequence.append(num_tokens)
+        for layer in range(2):
+            sequence.keys(layer)[-num_tokens:] = layer + 1
+            sequence.values(layer)[-num_tokens:] = -layer - 1
+    cache.check()
+    for layer in range(2):
+        assert (layer + 1) * 512 * 128 == sequence.keys(layer).float().sum().item()
+        assert -(layer + 1) * 512 * 128 == sequence.values(layer).float().sum().item()
+    cache.close()
+
+
+# ---- the end of a row, and of memory ------------------------------------------------------
+
+
+def test_sequence_may_fill_its_row(cache: KVCache) -> None:
+    """`max_tokens` fit; one more is `SequenceFullError` and changes nothing."""
+    sequence = cache.open()
+    sequence.append(399)
+    sequence.append(1)
+    with pytest.raises(SequenceFullError, match="max_tokens=400") as caught:
+        sequence.append(1)
+    assert (400, 400) == (caught.value.max_tokens, sequence.num_tokens)
+    sequence.keys(0)[:] = 1
+
+
+def test_out_of_pages_leaves_the_sequence_usable_at_its_old_length(make_cache: MakeCache) -> None:
+    """Exhaustion is an answer: the content stays, and a smaller wish succeeds."""
+    cache = make_cache(budget_bytes=10 * PAGE)
+    sequence = cache.open()
+    sequence.append(30)
+    sequence.keys(0)[:] = 3
+    with pytest.raises(OutOfPagesError) as caught:
+        sequence.append(20)
+    assert 5 * PAGE == caught.value.needed_bytes
+    assert 30 == sequence.num_tokens
+    assert torch.equal(torch.full((30, 2, 32), 3.0), sequence.keys(0))
+    cache.check()
+    sequence.append(10)
+    sequence.keys(0)[30:] = 4
+    assert 40 == sequence.num_tokens
+
+
+def test_tail_growth_is_modest_when_memory_is_short(make_cache: MakeCache) -> None:
+    """Where the growth quantum does not fit, a single page will do."""
+    cache = make_cache(budget_bytes=130 * PAGE, max_tokens=2000)
+    sequence = cache.open()
+    sequence.append(129 * 4)
+    sequence.append(4)  # The quantum would be two pages; one is left.
+    assert 130 * PAGE == cache.stats().resident_bytes
+
+
+def test_all_rows_live_is_said_before_anything_happens(cache: KVCache) -> None:
+    """As many sequences as rows; the next one waits until one is closed."""
+    sequences = [cache.open() for _ in range(4)]
+    with pytest.raises(OutOfAddressSpaceError, match="all 4 rows"):
+        cache.open()
+    sequences[2].close()
+    assert 2 == cache.open().row
+
+
+# ---- truncate -----------------------------------------------------------------------------
+
+
+def test_truncate_keeps_the_front_and_the_memory(cache: KVCache) -> None:
+    """Forgotten tokens' pages stay for new ones: no call, no change below."""
+    sequence = cache.open()
+    sequence.append(50)
+    sequence.keys(0)[:] = torch.arange(50.0)[:, None, None]
+    before = dict(cache.stats().driver_calls)
+    sequence.truncate(20)
+    sequence.append(25)
+    assert (45, before) == (sequence.num_tokens, dict(cache.stats().driver_calls))
+    assert torch.equal(torch.arange(20.0), sequence.keys(0)[:20, 0, 0])
+
+
+def test_truncate_to_the_same_length_is_nothing(cache: KVCache) -> None:
+    """Also at zero."""
+    sequence = cache.open()
+    sequence.truncate(0)
+    sequence.append(5)
+    sequence.truncate(5)
+    assert 5 == sequence.num_tokens
+
+
+def test_truncate_cannot_lengthen(cache: KVCache) -> None:
+    """Tokens that were never appended cannot be kept."""
+    sequence = cache.open()
+    sequence.append(5)
+    with pytest.raises(ConfigError, match="holds 5 tokens, fewer than the 6"):
+        sequence.truncate(6)
+    assert 5 == sequence.num_tokens
+
+
+@pytest.mark.parametrize("num_tokens", [-1, 1.0, "3", None, True])
+@pytest.mark.parametrize("call", ["append", "truncate"])
+def test_lengths_are_integers_from_zero(cache: KVCache, call: str, num_tokens: Any) -> None:
+    """A clear error, and the sequence as it was."""
+    sequence = cache.open()
+    sequence.append(5)
+    with pytest.raises(ConfigError, match=r"num_tokens=.* must be an integer, zero or more"):
+        getattr(sequence, call)(num_tokens)
+    assert 5 == sequence.num_tokens
+
+
+# ---- growing many at once -----------------------------------------------------------------
+
+
+def test_grow_is_one_transaction(make_cache: MakeCache) -> None:
+    """When the last sequence does not fit, the first has not grown either."""
+    cache = make_cache(budget_bytes=12 * PAGE)
+    first, second = cache.open(), cache.open()
+    cache.grow([(first, 8), (second, 8)])
+    before = cache.stats().resident_bytes
+    with pytest.raises(OutOfPagesError):
+        cache.grow([(first, 12), (second, 60)])
+    assert (8, 8, before) == (first.num_tokens, second.num_tokens, cache.stats().resident_bytes)
+    cache.grow([(first, 24), (second, 24)])
+    assert 12 * PAGE == cache.stats().resident_bytes
+
+
+def test_grow_leaves_longer_sequences_alone(cache: KVCache) -> None:
+    """A target below the length is met already."""
+    first, second = cache.open(), cache.open()
+    cache.grow([(first, 30), (second, 1)])
+    cache.grow([(first, 10), (second, 10)])
+    assert (30, 10) == (first.num_tokens, second.num_tokens)
+
+
+def test_grow_names_a_sequence_twice(cache: KVCache) -> None:
+    """The longer wish counts; nothing is mapped twice."""
+    sequence = cache.open()
+    cache.grow([(sequence, 10), (sequence, 30)])
+    assert 30 == sequence.num_tokens
+    sequence.keys(0)[:] = 1
+    cache.check()
+
+
+# ---- after the end ------------------------------------------------------------------------
+
+
+def test_closed_sequence_says_so(cache: KVCache) -> None:
+    """Everything but closing again is `ClosedError`."""
+    sequence = cache.open()
+    sequence.append(3)
+    sequence.close()
+    sequence.close()
+    for use in (
+        lambda: sequence.append(1),
+        lambda: sequence.truncate(1),
+        lambda: sequence.keys(0),
+        lambda: sequence.values(0),
+    ):
+        with pytest.raises(ClosedError, match="row 0 is closed"):
+            use()
+    assert "closed" in repr(sequence)
+
+
+def test_sequences_end_with_their_cache(cache: KVCache) -> None:
+    """Use after the cache is closed is `ClosedError`, not a fault."""
+    sequence = cache.open()
+    sequence.append(3)
+    cache.close()
+    assert sequence.is_closed
+    for use in (lambda: sequence.append(1), lambda: sequence.keys(0)):
+        with pytest.raises(ClosedError):
+            use()
+    sequence.close()

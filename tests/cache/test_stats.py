@@ -1,0 +1,116 @@
+"""Statistics: every number means what its docstring says."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+
+from vmkv import CacheStats, HostBackend, KVCache
+from vmkv.cache.stats import add_stats
+from vmkv.units import KiB
+
+PAGE = 4 * KiB
+MakeCache = Callable[..., KVCache]
+
+
+def test_stats_of_an_empty_cache_are_zero(make_cache: MakeCache) -> None:
+    """Addresses are reserved, nothing else."""
+    stats = make_cache(budget_bytes=64 * PAGE).stats()
+    assert (0, 0, 0, 0, 0, 0) == (
+        stats.num_sequences,
+        stats.resident_bytes,
+        stats.used_bytes,
+        stats.parked_bytes,
+        stats.free_bytes,
+        stats.retired_bytes,
+    )
+    assert (4 * 100 * PAGE, 64 * PAGE) == (stats.reserved_bytes, stats.budget_bytes)
+
+
+def test_stats_count_live_parked_and_free(cache: KVCache) -> None:
+    """One live sequence of 5 tokens (2 pages), one parked of 40 (10 pages), then trimmed."""
+    live, ended = cache.open(), cache.open()
+    live.append(5)
+    ended.append(40)
+    ended.close()
+    stats = cache.stats()
+    assert (1, 5 * KiB, 12 * PAGE, 10 * PAGE, 0) == (
+        stats.num_sequences,
+        stats.used_bytes,
+        stats.resident_bytes,
+        stats.parked_bytes,
+        stats.free_bytes,
+    )
+    cache.close()
+
+
+@pytest.mark.usefixtures("no_underread")
+def test_stats_reserved_resident_used_descend(make_cache: MakeCache) -> None:
+    """Reserved >= resident >= used, at every length, with and without windows."""
+    cache = make_cache(windows=(9, 64))
+    sequence = cache.open()
+    for _ in range(130):
+        sequence.append(3)
+        stats = cache.stats()
+        assert stats.reserved_bytes >= stats.resident_bytes >= stats.used_bytes > 0
+
+
+@pytest.mark.usefixtures("no_underread")
+def test_stats_used_is_at_most_resident_after_the_window_moved(make_cache: MakeCache) -> None:
+    """Also at once after what the window has passed is let go."""
+    cache = make_cache(windows=(5,))
+    sequence = cache.open()
+    for _ in range(40):
+        sequence.append(4)
+        sequence.append(0)
+        for group in cache.groups:
+            used = group.used_bytes(sequence.num_tokens)
+            assert group.resident_bytes(sequence.row) >= used
+
+
+@pytest.mark.usefixtures("no_underread")
+def test_stats_retired_waits_for_fences(make_cache: MakeCache, host: HostBackend) -> None:
+    """Between retiring and the fence bytes are neither resident nor free."""
+    cache = make_cache(windows=(8,))
+    sequence = cache.open()
+    sequence.append(64)
+    host.hold_fences()
+    sequence.append(1)
+    assert 14 * PAGE == cache.stats().retired_bytes
+    host.pass_fences()
+    cache.pool.reclaimer.poll()
+    assert (0, 14 * PAGE) == (cache.stats().retired_bytes, cache.stats().free_bytes)
+
+
+def test_stats_are_a_snapshot(cache: KVCache) -> None:
+    """Frozen, and unmoved by what happens later."""
+    stats = cache.stats()
+    before = dict(stats.driver_calls)
+    cache.open().append(40)
+    assert before == dict(stats.driver_calls)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        stats.used_bytes = 1
+
+
+def test_stats_count_driver_calls_by_primitive(cache: KVCache) -> None:
+    """A prompt of 10 pages: 8 + 2, in one access."""
+    cache.open().append(40)
+    calls = cache.stats().driver_calls
+    assert (2, 2, 1) == (calls["mem_create"], calls["mem_map"], calls["mem_set_access"])
+
+
+def test_stats_read_as_a_line(cache: KVCache) -> None:
+    """For a person at a prompt."""
+    cache.open().append(5)
+    assert str(cache.stats()).startswith("1 sequence: 5 KiB used, 8 KiB resident (0 B parked)")
+
+
+def test_stats_of_several_devices_add_up() -> None:
+    """Bytes and calls add; a sequence that spans devices is one sequence."""
+    one = CacheStats(2, 100, 50, 40, 10, 5, 3, 200, {"mem_map": 2})
+    two = CacheStats(2, 10, 5, 4, 1, 1, 1, 20, {"mem_map": 1, "mem_unmap": 4})
+    wanted = CacheStats(2, 110, 55, 44, 11, 6, 4, 220, {"mem_map": 3, "mem_unmap": 4})
+    assert wanted == add_stats([one, two])
+    assert 0 == add_stats([]).num_sequences

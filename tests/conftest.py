@@ -1,0 +1,103 @@
+"""Fixtures for every test: the backends, and a Python of its own for tests that must crash.
+
+Helpers that tests import live in `tests/helpers`; nothing is imported from here.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+from vmkv import Backend, BackendUsage, HostBackend, open_backend
+from vmkv.units import KiB, MiB
+
+# Every run of `ci` tries the same examples, so that a failure is the change's and not the day's.
+settings.register_profile(
+    "ci",
+    derandomize=True,
+    database=None,
+    deadline=None,
+    max_examples=40,
+    stateful_step_count=30,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile(
+    "nightly", settings.get_profile("ci"), derandomize=False, max_examples=2000, print_blob=True
+)
+settings.load_profile(os.environ.get("VMKV_HYPOTHESIS_PROFILE", "ci"))
+
+_MAKE_BACKEND: dict[str, Callable[[], Backend]] = {
+    "host-64KiB": lambda: HostBackend(64 * KiB),
+    "host-2MiB": lambda: HostBackend(2 * MiB),
+    "cuda": lambda: open_backend("cuda:0"),
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU where the machine says that it has none."""
+    if torch.cuda.device_count():
+        return
+    needs_gpu = pytest.mark.skip(reason="this machine has no NVIDIA GPU")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(needs_gpu)
+
+
+@pytest.fixture(params=["host-64KiB", "host-2MiB", pytest.param("cuda", marks=pytest.mark.gpu)])
+def make_backend(request: pytest.FixtureRequest) -> Callable[[], Backend]:
+    """Opens a backend; a test that asks for it runs once for each kind."""
+    return _MAKE_BACKEND[request.param]
+
+
+@pytest.fixture
+def backend(make_backend: Callable[[], Backend]) -> Iterator[Backend]:
+    """A backend of each kind, which the test leaves empty."""
+    backend = make_backend()
+    yield backend
+    usage = backend.usage()
+    backend.close()
+    assert BackendUsage() == usage, "the test left something behind"
+
+
+@pytest.fixture
+def host() -> Iterator[HostBackend]:
+    """A host backend with the smallest pages, which the test leaves empty."""
+    backend = HostBackend(4 * KiB)
+    yield backend
+    usage = backend.usage()
+    backend.close()
+    assert BackendUsage() == usage, "the test left something behind"
+
+
+# The package without its front door, which imports torch: a child starts in 0.1 s and proves by
+# the way that `backend` and `memory` need no torch.
+_PRELUDE = """
+import sys, types
+package = types.ModuleType("vmkv")
+package.__path__ = [{path!r}]
+sys.modules["vmkv"] = package
+"""
+
+
+@pytest.fixture
+def run_python() -> Callable[[str], subprocess.CompletedProcess[str]]:
+    """Runs a script in a fresh interpreter with vmkv's torch-free part; for what may crash."""
+    path = str(Path(__file__).parents[1] / "vmkv")
+
+    def run(script: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-c", _PRELUDE.format(path=path) + script],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+
+    return run

@@ -1,0 +1,337 @@
+"""Tiny transformers models with random weights, built from configurations: no downloads.
+
+Every builder works on each supported transformers release, or says why it does not. Weights
+are redrawn with a gain well above what transformers initialises with, because models that
+repeat their last token whatever the cache says would make every parity test pass
+(`test_parity_detects_a_damaged_cache` checks that they do not).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from transformers import DynamicCache, EncoderDecoderCache, PretrainedConfig, PreTrainedModel
+
+VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+VOCABULARY = 100
+WINDOW = 8  # Tokens a sliding-window layer sees: fewer than every prompt below.
+
+_BASE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+_SLIDING_AND_FULL = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+
+
+def _llama() -> PretrainedConfig:
+    return transformers.LlamaConfig(**_BASE)
+
+
+def _mistral() -> PretrainedConfig:
+    return transformers.MistralConfig(**_BASE, sliding_window=WINDOW)
+
+
+def _gemma2() -> PretrainedConfig:
+    return transformers.Gemma2Config(
+        **{**_BASE, "num_hidden_layers": 4},
+        head_dim=8,
+        query_pre_attn_scalar=8,
+        sliding_window=WINDOW,
+        layer_types=_SLIDING_AND_FULL,
+    )
+
+
+def _gemma3() -> PretrainedConfig:
+    return transformers.Gemma3TextConfig(
+        **{**_BASE, "num_hidden_layers": 4},
+        head_dim=8,
+        query_pre_attn_scalar=8,
+        sliding_window=WINDOW,
+        layer_types=_SLIDING_AND_FULL,
+    )
+
+
+def _gemma3n() -> PretrainedConfig:
+    return transformers.Gemma3nTextConfig(
+        **{**_BASE, "num_hidden_layers": 4, "intermediate_size": [48] * 4},
+        head_dim=8,
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        num_kv_shared_layers=2,  # The last two layers read the first two's keys and values.
+        vocab_size_per_layer_input=VOCABULARY,
+        hidden_size_per_layer_input=8,
+        altup_num_inputs=2,
+        altup_active_idx=0,
+        laurel_rank=4,
+        activation_sparsity_pattern=[0.0] * 4,
+    )
+
+
+def _qwen3() -> PretrainedConfig:
+    return transformers.Qwen3Config(**_BASE, head_dim=16)
+
+
+def _gpt_oss() -> PretrainedConfig:
+    return transformers.GptOssConfig(
+        **{**_BASE, "num_hidden_layers": 4},
+        head_dim=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=WINDOW,
+        layer_types=_SLIDING_AND_FULL,
+    )
+
+
+def _mixtral() -> PretrainedConfig:
+    return transformers.MixtralConfig(**_BASE, num_local_experts=4, num_experts_per_tok=2)
+
+
+def _phi3() -> PretrainedConfig:
+    return transformers.Phi3Config(**_BASE, original_max_position_embeddings=512)
+
+
+def _deepseek_v3() -> PretrainedConfig:
+    return transformers.DeepseekV3Config(
+        **{**_BASE, "num_key_value_heads": 4},
+        moe_intermediate_size=16,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=3,  # Dense: 4.57 cannot run its experts in float64.
+        kv_lora_rank=16,
+        q_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=12,  # Keys and values differ in width.
+        **({"num_mtp_layers": 0} if VERSION >= (5, 23) else {}),
+    )
+
+
+def _qwen3_next() -> PretrainedConfig:
+    return transformers.Qwen3NextConfig(
+        **{**_BASE, "num_hidden_layers": 4},
+        head_dim=16,
+        layer_types=["linear_attention", "full_attention"] * 2,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+    )
+
+
+def _t5() -> PretrainedConfig:
+    return transformers.T5Config(
+        vocab_size=VOCABULARY,
+        d_model=32,
+        d_kv=8,
+        d_ff=48,
+        num_layers=3,
+        num_heads=4,
+        tie_word_embeddings=False,
+        pad_token_id=0,
+        eos_token_id=None,
+        decoder_start_token_id=0,
+        dropout_rate=0.0,
+    )
+
+
+def _whisper() -> PretrainedConfig:
+    return transformers.WhisperConfig(
+        vocab_size=VOCABULARY,
+        num_mel_bins=8,
+        d_model=32,
+        encoder_layers=2,
+        decoder_layers=3,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=48,
+        decoder_ffn_dim=48,
+        max_source_positions=20,
+        max_target_positions=64,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=None,
+        decoder_start_token_id=2,
+        begin_suppress_tokens=None,
+        suppress_tokens=None,
+        dropout=0.0,
+    )
+
+
+_CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
+    "llama": _llama,
+    "mistral": _mistral,
+    "gemma2": _gemma2,
+    "gemma3": _gemma3,
+    "gemma3n": _gemma3n,
+    "qwen3": _qwen3,
+    "gpt_oss": _gpt_oss,
+    "mixtral": _mixtral,
+    "phi3": _phi3,
+    "deepseek_v3": _deepseek_v3,
+    "qwen3_next": _qwen3_next,
+    "t5": _t5,
+    "whisper": _whisper,
+}
+ENCODER_DECODER = ("t5", "whisper")
+DECODERS = tuple(name for name in _CONFIGS if name not in ENCODER_DECODER)
+MODELS = tuple(_CONFIGS)
+
+
+def unsupported_because(name: str) -> str | None:
+    """Why VMKVCache refuses the model on the installed transformers; None where it serves it."""
+    if name == "qwen3_next" and VERSION < (5, 0):
+        return "before 5.x Qwen3-Next's linear layers need a cache class of the model's own"
+    return None
+
+
+def tiny_config(name: str) -> PretrainedConfig:
+    """A fresh configuration."""
+    return _CONFIGS[name]()
+
+
+@functools.cache
+def tiny_model(name: str, attention: str = "eager", *, seed: int = 0) -> PreTrainedModel:
+    """The model, on the CPU, in float32 and eval mode. One per arguments: do not change it."""
+    config = tiny_config(name)
+    factory = transformers.AutoModelForCausalLM
+    if name == "t5":
+        factory = transformers.AutoModelForSeq2SeqLM
+    elif name == "whisper":
+        factory = transformers.AutoModelForSpeechSeq2Seq
+    torch.manual_seed(seed)
+    model = factory.from_config(config, attn_implementation=attention).eval().float()
+    _redraw_weights(model, seed)
+    # Lengths are part of what is compared, so nothing may end early.
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+def _redraw_weights(model: PreTrainedModel, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for module in model.modules():
+            for parameter_name, parameter in module.named_parameters(recurse=False):
+                if isinstance(module, torch.nn.Embedding):
+                    parameter.normal_(0.0, 1.0, generator=generator)
+                elif parameter.ndim >= 2:
+                    parameter.normal_(0.0, 1.5 * parameter.shape[-1] ** -0.5, generator=generator)
+                elif parameter_name in ("sinks", "e_score_correction_bias"):
+                    parameter.normal_(0.0, 1.0, generator=generator)
+
+
+def prompt(
+    name: str, *, batch_size: int = 1, num_tokens: int = 13, seed: int = 0
+) -> dict[str, Any]:
+    """Inputs for `generate`: random tokens (or a spectrogram), nothing padded."""
+    generator = torch.Generator().manual_seed(seed)
+    if name == "whisper":
+        return {"input_features": torch.randn(batch_size, 8, 40, generator=generator)}
+    ids = torch.randint(3, VOCABULARY, (batch_size, num_tokens), generator=generator)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def left_padded_prompt(*, seed: int = 0) -> dict[str, Any]:
+    """Inputs for `generate`: three sequences of 13, 9 and 4 tokens, padded on the left."""
+    inputs = prompt("llama", batch_size=3, seed=seed)
+    for row, num_padding in enumerate((0, 4, 9)):
+        inputs["input_ids"][row, :num_padding] = 0
+        inputs["attention_mask"][row, :num_padding] = 0
+    return inputs
+
+
+def make_cache(config: PretrainedConfig, **options: Any) -> Any:
+    """The cache under test for a model with `config`: a pair for encoder-decoder models."""
+    from vmkv.hf import VMKVCache
+
+    if config.is_encoder_decoder:
+        return VMKVCache.for_encoder_decoder(config, **options)
+    return VMKVCache(config, **options)
+
+
+def dynamic_cache(config: PretrainedConfig) -> Any:
+    """What transformers itself would use: the reference of every comparison."""
+    if config.is_encoder_decoder:
+        return EncoderDecoderCache(DynamicCache(config=config), DynamicCache(config=config))
+    return DynamicCache(config=config)
+
+
+def parts_of(cache: Any) -> list[Any]:
+    """The caches that `cache` is made of: two for encoder-decoder models, otherwise itself."""
+    if isinstance(cache, EncoderDecoderCache):
+        return [cache.self_attention_cache, cache.cross_attention_cache]
+    return [cache]
+
+
+def contents(cache: Any) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
+    """Copies of every layer's keys and values, as the cache itself shows them."""
+    return [
+        None
+        if getattr(layer, "keys", None) is None
+        else (layer.keys.detach().clone(), layer.values.detach().clone())
+        for part in parts_of(cache)
+        for layer in part.layers
+    ]
+
+
+def assert_same_contents(expected: Any, actual: Any) -> None:
+    """Every layer of both caches holds the same bits, in the same shape."""
+    expected_contents, actual_contents = contents(expected), contents(actual)
+    assert len(expected_contents) == len(actual_contents)
+    for index, (theirs, ours) in enumerate(zip(expected_contents, actual_contents, strict=True)):
+        if theirs is None or theirs[0].numel() == 0:
+            assert ours is None or ours[0].numel() == 0, f"layer {index} should be empty"
+            continue
+        assert ours is not None, f"layer {index} is empty"
+        for kind, their, our in zip(("keys", "values"), theirs, ours, strict=True):
+            assert their.shape == our.shape, f"layer {index}: {kind}"
+            assert torch.equal(their, our), f"layer {index}: {kind}"
+
+
+def generate(model: PreTrainedModel, inputs: dict[str, Any], cache: Any, **options: Any) -> Any:
+    """`model.generate` with seeded sampling; 20 new tokens unless told otherwise."""
+    torch.manual_seed(1234)
+    options = {"max_new_tokens": 20, "do_sample": False, "use_cache": True, **options}
+    with torch.no_grad():
+        return model.generate(**inputs, past_key_values=cache, **options)
+
+
+def forward(
+    model: PreTrainedModel,
+    tokens: torch.Tensor,
+    cache: Any,
+    attention_mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Logits of one forward pass over `tokens: [B, T]`, which are appended to `cache`."""
+    num_past = cache.get_seq_length()
+    if attention_mask is None:
+        attention_mask = torch.ones(tokens.shape[0], num_past + tokens.shape[1], dtype=torch.long)
+    options: dict[str, Any] = {}
+    if VERSION < (5, 0):
+        options["cache_position"] = torch.arange(num_past, num_past + tokens.shape[1])
+    return model(
+        input_ids=tokens,
+        attention_mask=attention_mask,
+        past_key_values=cache,
+        use_cache=True,
+        **options,
+    ).logits

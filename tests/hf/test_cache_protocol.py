@@ -1,0 +1,1101 @@
+"""What transformers and users call on a cache, one promise at a time.
+
+The reference for contents is `DynamicCache(config=...)` after the same calls; random tensors
+stand in for a model. Whole generations are in `test_generate_parity.py`, memory over time in
+`test_memory.py`.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers.tiny_models import (
+    VERSION,
+    WINDOW,
+    assert_same_contents,
+    contents,
+    dynamic_cache,
+    forward,
+    generate,
+    make_cache,
+    parts_of,
+    prompt,
+    tiny_config,
+    tiny_model,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import PretrainedConfig
+from transformers.cache_utils import DynamicSlidingWindowLayer
+
+import vmkv
+from vmkv import (
+    BackendUsage,
+    ClosedError,
+    ConfigError,
+    HostBackend,
+    OutOfPagesError,
+    SequenceFullError,
+    VMKVCache,
+)
+from vmkv.units import KiB
+
+NewCache = Callable[..., Any]
+RECORDS_PAST = hasattr(DynamicSlidingWindowLayer, "activate_past_recording")
+#: Heads and width of the tiny models' keys: what `_append` feeds.
+HEADS, WIDTH = 2, 8
+
+
+def _tensors(batch_size: int, num_tokens: int, seed: int, **options: Any) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(batch_size, HEADS, num_tokens, WIDTH, generator=generator).to(**options)
+
+
+def _append(
+    cache: Any, num_tokens: int, *, batch_size: int = 2, seed: int = 0
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """One forward pass' worth of updates; what each layer got back."""
+    with torch.no_grad():
+        return [
+            cache.update(
+                _tensors(batch_size, num_tokens, 1000 * seed + 2 * index),
+                _tensors(batch_size, num_tokens, 1000 * seed + 2 * index + 1),
+                index,
+            )
+            for index in range(len(cache.layers))
+        ]
+
+
+def _used_bytes(cache: Any, batch_size: int) -> int:
+    """What the tokens of a batch need, by the documented definition."""
+    length = cache.get_seq_length()
+    num_kept = sum(min(length, WINDOW) if sliding else length for sliding in cache.is_sliding)
+    return batch_size * num_kept * 2 * HEADS * WIDTH * 4
+
+
+def _mask_sizes(cache: Any, num_tokens: int, index: int) -> tuple[int, int]:
+    if VERSION < (5, 4):
+        start = cache.get_seq_length()
+        return cache.get_mask_sizes(torch.arange(start, start + num_tokens), index)
+    return cache.get_mask_sizes(num_tokens, index)
+
+
+# ---- update -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layers_per_group", [1, 8])
+def test_update_returns_views_of_exact_length_without_copy(
+    layers_per_group: int, new_cache: NewCache
+) -> None:
+    """Every update of a layer returns the same memory, one run longer, with unit stride last."""
+    cache = new_cache(tiny_config("llama"), layers_per_group=layers_per_group)
+    first = _append(cache, 5, seed=1)
+    second = _append(cache, 1, seed=2)
+    third = _append(cache, 40, seed=3)
+    for index, (early, late, last) in enumerate(zip(first, second, third, strict=True)):
+        for before, after, at_end in zip(early, late, last, strict=True):
+            assert before.shape == (2, HEADS, 5, WIDTH)
+            assert after.shape == (2, HEADS, 6, WIDTH)
+            assert at_end.shape == (2, HEADS, 46, WIDTH)
+            assert before.data_ptr() == after.data_ptr() == at_end.data_ptr()
+            assert before.stride() == at_end.stride()
+            assert at_end.stride(-1) == 1
+            storage = at_end.untyped_storage()
+            assert storage.data_ptr() == before.untyped_storage().data_ptr()
+            offset = at_end.data_ptr() - storage.data_ptr()
+            assert 0 <= offset < storage.nbytes() <= cache.stats().reserved_bytes
+        keys, values = last
+        layer = cache.layers[index]
+        assert keys.data_ptr() == layer.keys.data_ptr()
+        assert values.data_ptr() == layer.values.data_ptr()
+        keys[1, 1, 7, 3] = 77.0
+        assert layer.keys[1, 1, 7, 3] == 77.0, "what update returned is not the cache's memory"
+
+
+def test_update_of_one_layer_leaves_the_others(new_cache: NewCache) -> None:
+    """Neighbours in a token row do not overwrite each other."""
+    config = tiny_config("llama")
+    expected, cache = dynamic_cache(config), new_cache(config, layers_per_group=8)
+    for seed, num_tokens in enumerate((3, 1, 9, 1, 1, 30)):
+        theirs, ours = (_append(each, num_tokens, seed=seed) for each in (expected, cache))
+        for their, our in zip(theirs, ours, strict=True):
+            assert all(map(torch.equal, their, our))
+    assert_same_contents(expected, cache)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
+def test_mask_sizes_are_those_of_the_next_update(name: str, new_cache: NewCache) -> None:
+    """`get_mask_sizes` before an update tells the length that the update returns, as HF's."""
+    config = tiny_config(name)
+    expected, cache = dynamic_cache(config), new_cache(config)
+    for seed, num_tokens in enumerate((1, 3, 2, 1, 1, 5, 12, 1)):
+        sizes = [_mask_sizes(cache, num_tokens, index) for index in range(len(cache.layers))]
+        assert [
+            _mask_sizes(expected, num_tokens, index) for index in range(len(expected.layers))
+        ] == sizes
+        returned = _append(cache, num_tokens, seed=seed)
+        _append(expected, num_tokens, seed=seed)
+        assert [length for length, _ in sizes] == [keys.shape[-2] for keys, _ in returned]
+
+
+def test_lengths_are_python_integers(new_cache: NewCache) -> None:
+    """`get_seq_length` is an int, before and after updates and for every kind of layer."""
+    cache = new_cache(tiny_config("gemma2"))
+    assert cache.get_seq_length() == 0
+    _append(cache, 11)
+    for index in range(len(cache.layers)):
+        assert type(cache.get_seq_length(index)) is int
+        assert cache.get_seq_length(index) == 11
+
+
+def test_update_accepts_what_releases_pass_along(new_cache: NewCache) -> None:
+    """Extra positional and keyword arguments of other releases are accepted and ignored."""
+    cache = new_cache(tiny_config("llama"))
+    keys, values = _tensors(1, 4, 0), _tensors(1, 4, 1)
+    returned = cache.layers[0].update(keys, values, {"cache_position": torch.arange(4)}, extra=1)
+    assert torch.equal(keys, returned[0])
+    assert torch.equal(values, returned[1])
+
+
+def test_update_takes_strided_tensors(new_cache: NewCache) -> None:
+    """Keys as models give them, transposed from `[batch, tokens, heads, dim]`, arrive intact."""
+    cache = new_cache(tiny_config("llama"))
+    keys, values = (_tensors(2, HEADS, seed).transpose(1, 2).contiguous() for seed in (0, 1))
+    keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+    assert not keys.is_contiguous()
+    returned = cache.update(keys, values, 0)
+    assert torch.equal(keys, returned[0])
+    assert torch.equal(values, returned[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+def test_update_keeps_every_dtype(dtype: torch.dtype, new_cache: NewCache) -> None:
+    """The cache stores what it is given, in the type it comes in."""
+    cache = new_cache(tiny_config("llama"))
+    keys, values = _tensors(2, 6, 0, dtype=dtype), _tensors(2, 6, 1, dtype=dtype)
+    returned = cache.update(keys, values, 0)
+    assert dtype == returned[0].dtype == cache.layers[0].values.dtype
+    assert torch.equal(keys, returned[0])
+    assert torch.equal(values, returned[1])
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(torch.inference_mode, torch.no_grad), (torch.no_grad, torch.inference_mode)],
+)
+def test_inference_mode_and_no_grad_mix(
+    name: str, first: Any, second: Any, new_cache: NewCache
+) -> None:
+    """A cache filled in one mode is continued, reordered and cropped in the other."""
+    model = tiny_model(name)
+    tokens = prompt(name, batch_size=2, num_tokens=6)["input_ids"]
+    results = []
+    for cache in (dynamic_cache(model.config), new_cache(model.config)):
+        with first():
+            forward(model, tokens[:, :4], cache)
+        with second():
+            cache.reorder_cache(torch.tensor([1, 0]))
+            cache.crop(-1)
+            forward(model, tokens[:, 4:5], cache)
+        with first():
+            cache.batch_repeat_interleave(2)
+            logits = forward(model, tokens[:, 5:].repeat_interleave(2, dim=0), cache)
+        results.append(logits.clone())
+    assert torch.equal(results[0], results[1])
+
+
+# ---- the interface of transformers ------------------------------------------------------------
+
+
+def test_cache_is_a_dynamic_cache_of_the_installed_release(new_cache: NewCache) -> None:
+    """Code that asks for DynamicCache, layer kinds or compileability gets the right answers."""
+    config = tiny_config("gemma2")
+    expected, cache = dynamic_cache(config), new_cache(config)
+    assert vmkv.VMKVCache is VMKVCache
+    assert isinstance(cache, type(expected))
+    assert len(expected) == len(cache)
+    assert expected.is_sliding == cache.is_sliding
+    assert not cache.is_compileable
+    for theirs, ours in zip(expected.layers, cache.layers, strict=True):
+        assert isinstance(ours, type(theirs))
+        assert type(theirs) is not type(ours)
+    for name in ("get_max_length", "get_max_cache_shape"):
+        if hasattr(expected, name):
+            assert getattr(expected, name)() == getattr(cache, name)()
+    _append(cache, 3)
+    assert "VMKV" in repr(cache)
+    assert cache.is_initialized
+
+
+def test_transformers_own_caches_stay_theirs(new_cache: NewCache) -> None:
+    """Importing and using VMKVCache does not replace the layers of a plain DynamicCache."""
+    new_cache(tiny_config("gemma2"))
+    for layer in dynamic_cache(tiny_config("gemma2")).layers:
+        assert type(layer).__module__ == "transformers.cache_utils"
+
+
+def test_iteration_shows_what_dynamic_cache_shows(new_cache: NewCache) -> None:
+    """Iterating over the cache yields every layer's keys and values, as this release does."""
+    config = tiny_config("gemma2")
+    expected, cache = dynamic_cache(config), new_cache(config)
+    _append(expected, 12)
+    _append(cache, 12)
+    for theirs, ours in zip(list(expected), list(cache), strict=True):
+        assert len(theirs) == len(ours)
+        for their, our in zip(theirs, ours, strict=True):
+            assert (their is None) == (our is None)
+            assert their is None or torch.equal(their, our)
+
+
+@pytest.mark.skipif(VERSION >= (5, 0), reason="5.x has no indexing of caches")
+def test_indexing_shows_what_dynamic_cache_shows(new_cache: NewCache) -> None:
+    """`cache[layer]` and `to_legacy_cache` give keys and values."""
+    config = tiny_config("llama")
+    expected, cache = dynamic_cache(config), new_cache(config)
+    _append(expected, 12)
+    _append(cache, 12)
+    assert all(map(torch.equal, expected[1], cache[1]))
+    for theirs, ours in zip(expected.to_legacy_cache(), cache.to_legacy_cache(), strict=True):
+        assert all(map(torch.equal, theirs, ours))
+
+
+def test_keys_and_values_are_none_before_the_first_update(new_cache: NewCache) -> None:
+    """An unused layer has no keys, as transformers' layers have none."""
+    layer = new_cache(tiny_config("llama")).layers[0]
+    assert layer.keys is None
+    assert layer.values is None
+    assert not layer.is_initialized
+
+
+def test_keys_cannot_be_replaced_by_another_tensor(new_cache: NewCache) -> None:
+    """Assigning keys is refused, except None, which transformers uses to forget."""
+    cache = new_cache(tiny_config("llama"))
+    _append(cache, 4)
+    layer = cache.layers[0]
+    before = layer.keys.clone()
+    with pytest.raises(ConfigError, match="cannot be replaced"):
+        layer.keys = torch.zeros(2, HEADS, 4, WIDTH)
+    with pytest.raises(ConfigError, match="cannot be replaced"):
+        layer.values = torch.zeros(2, HEADS, 4, WIDTH)
+    assert torch.equal(before, layer.keys)
+
+
+# ---- crop -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("argument", [-1, -3, -10, -12, 0])
+def test_crop_forgets_the_last_tokens(argument: int, new_cache: NewCache) -> None:
+    """Negative arguments remove tokens as DynamicCache does, and the next update follows on."""
+    if argument == 0 and VERSION < (5, 0):
+        pytest.skip("before 5.x crop(0) empties a cache: test_crop_to_a_length has it")
+    config = tiny_config("llama")
+    expected, cache = dynamic_cache(config), new_cache(config)
+    for each in (expected, cache):
+        _append(each, 12)
+        each.crop(argument)
+    assert 12 + argument == cache.get_seq_length()
+    assert_same_contents(expected, cache)
+    for each in (expected, cache):
+        _append(each, 2, seed=5)
+    assert_same_contents(expected, cache)
+
+
+@pytest.mark.parametrize("argument", [0, 5, 12, 50])
+def test_crop_to_a_length_follows_the_release(argument: int, new_cache: NewCache) -> None:
+    """Positive arguments mean a length until 5.17, and are refused since."""
+    config = tiny_config("llama")
+    expected, cache = dynamic_cache(config), new_cache(config)
+    for each in (expected, cache):
+        _append(each, 12)
+    if VERSION >= (5, 23) and argument > 0:
+        for each in (expected, cache):
+            with pytest.raises(ValueError, match="negative"):
+                each.crop(argument)
+    else:
+        expected.crop(argument)
+        cache.crop(argument)
+    assert_same_contents(expected, cache)
+
+
+def test_crop_accepts_a_tensor_as_transformers_passes_it(new_cache: NewCache) -> None:
+    """5.17's assisted decoding gives a zero-dimensional tensor; lengths stay Python integers."""
+    cache = new_cache(tiny_config("gemma2"))
+    _append(cache, 6)
+    cache.crop(torch.tensor(-2))
+    assert type(cache.get_seq_length()) is int
+    assert cache.get_seq_length() == 4
+    _append(cache, 40, seed=1)
+    assert type(cache.get_seq_length(1)) is int
+    assert cache.get_seq_length(1) == 44
+
+
+def test_crop_before_the_first_update_does_nothing(new_cache: NewCache) -> None:
+    """Rolling back an empty cache is no error."""
+    cache = new_cache(tiny_config("llama"))
+    cache.crop(-1)
+    assert cache.get_seq_length() == 0
+
+
+def test_crop_within_the_window_needs_no_recording(new_cache: NewCache) -> None:
+    """While a sliding layer's window is not full, it can be rolled back on every release."""
+    config = tiny_config("mistral")
+    expected, cache = dynamic_cache(config), new_cache(config)
+    for each in (expected, cache):
+        _append(each, WINDOW - 1)
+        each.crop(-3)
+        _append(each, 2, seed=1)
+    assert_same_contents(expected, cache)
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma2"])
+def test_crop_beyond_the_window_without_recording_is_refused(
+    name: str, new_cache: NewCache
+) -> None:
+    """What a sliding layer has let go cannot come back: the release's error, nothing changed."""
+    config = tiny_config(name)
+    expected, cache = dynamic_cache(config), new_cache(config)
+    for each in (expected, cache):
+        _append(each, WINDOW + 4)
+    before = contents(cache)
+    with pytest.raises((ValueError, RuntimeError)) as theirs:
+        expected.crop(-2)
+    with pytest.raises(theirs.type, match="window"):
+        cache.crop(-2)
+    for old, new in zip(before, contents(cache), strict=True):
+        assert all(map(torch.equal, old, new))
+    assert [WINDOW + 4] * len(cache) == [cache.get_seq_length(i) for i in range(len(cache))]
+
+
+@pytest.mark.skipif(not RECORDS_PAST, reason="this release cannot record a window's past")
+@pytest.mark.parametrize("name", ["mistral", "gemma2"])
+@pytest.mark.parametrize("steps", [[(3, -2)], [(5, -5), (1, 0)], [(9, -1), (4, -4), (20, -7)]])
+def test_crop_of_a_recording_window_matches_dynamic_cache(
+    name: str, steps: list[tuple[int, int]], new_cache: NewCache
+) -> None:
+    """With past recording on, tokens beyond the window are undone as DynamicCache undoes them."""
+    config = tiny_config(name)
+    expected, cache = dynamic_cache(config), new_cache(config)
+    for each in (expected, cache):
+        each.activate_past_recording()
+        _append(each, WINDOW + 2)
+        each.crop(0)
+    assert_same_contents(expected, cache)
+    for seed, (num_tokens, argument) in enumerate(steps, 1):
+        theirs, ours = (_append(each, num_tokens, seed=seed) for each in (expected, cache))
+        for their, our in zip(theirs, ours, strict=True):
+            assert all(map(torch.equal, their, our))
+        assert_same_contents(expected, cache)
+        expected.crop(argument)
+        cache.crop(argument)
+        assert_same_contents(expected, cache)
+        assert expected.get_seq_length() == cache.get_seq_length()
+
+
+# ---- the batch --------------------------------------------------------------------------------
+
+
+def _operations() -> st.SearchStrategy[list[tuple[str, Any]]]:
+    step = st.one_of(
+        st.tuples(st.just("append"), st.integers(1, 20)),
+        st.tuples(st.just("crop"), st.integers(-6, 0)),
+        st.tuples(st.just("reorder"), st.randoms(use_true_random=False)),
+        st.tuples(st.just("repeat"), st.integers(1, 3)),
+        st.tuples(st.just("select"), st.randoms(use_true_random=False)),
+        st.tuples(st.just("copy"), st.none()),
+        st.tuples(st.just("reset"), st.none()),
+    )
+    return st.lists(step, min_size=1, max_size=12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
+@pytest.mark.parametrize("records_past", [False, True])
+@given(operations=_operations(), layers_per_group=st.sampled_from([1, 2, 8]))
+def test_any_sequence_of_operations_matches_dynamic_cache(
+    name: str, records_past: bool, operations: list[tuple[str, Any]], layers_per_group: int
+) -> None:
+    """After every step of any history, contents, lengths and errors are DynamicCache's."""
+    if records_past and not RECORDS_PAST:
+        return
+    config = tiny_config(name)
+    backend = HostBackend(4 * KiB)
+    expected = dynamic_cache(config)
+    cache = make_cache(config, backend=backend, layers_per_group=layers_per_group)
+    closing = [cache]
+    batch_size = 2
+    if records_past:
+        expected.activate_past_recording()
+        cache.activate_past_recording()
+    try:
+        for seed, (operation, argument) in enumerate([("append", 6), *operations]):
+            if operation == "append":
+                theirs = _append(expected, argument, batch_size=batch_size, seed=seed)
+                ours = _append(cache, argument, batch_size=batch_size, seed=seed)
+                for their, our in zip(theirs, ours, strict=True):
+                    # A release may return more than its own mask covers: the end is what counts.
+                    length = our[0].shape[-2]
+                    assert torch.equal(their[0][:, :, -length:], our[0])
+                    assert torch.equal(their[1][:, :, -length:], our[1])
+            elif operation == "crop":
+                if VERSION < (5, 0) and argument == 0:
+                    continue  # Means "empty" there, and leaves a sliding layer half empty.
+                if -argument >= expected.get_seq_length():
+                    continue  # transformers' slices wrap around there.
+                try:
+                    expected.crop(argument)
+                except (ValueError, RuntimeError) as error:
+                    before = contents(cache)
+                    with pytest.raises(type(error)):
+                        cache.crop(argument)
+                    for old, new in zip(before, contents(cache), strict=True):
+                        assert all(map(torch.equal, old, new))
+                    return  # The reference may be half cropped now.
+                cache.crop(argument)
+            elif operation == "reorder":
+                indices = torch.tensor([argument.randrange(batch_size) for _ in range(batch_size)])
+                expected.reorder_cache(indices)
+                cache.reorder_cache(indices)
+            elif operation == "repeat":
+                if batch_size * argument > 24 or not expected.get_seq_length():
+                    continue
+                batch_size *= argument
+                expected.batch_repeat_interleave(argument)
+                cache.batch_repeat_interleave(argument)
+            elif operation == "select":
+                if not expected.get_seq_length():
+                    continue
+                chosen = [argument.randrange(batch_size) for _ in range(1 + seed % 4)]
+                batch_size = len(chosen)
+                expected.batch_select_indices(torch.tensor(chosen))
+                cache.batch_select_indices(torch.tensor(chosen))
+            elif operation == "copy":
+                twin = copy.deepcopy(cache)
+                closing.append(twin)
+                assert_same_contents(cache, twin)
+                cache = twin
+            else:
+                cache.reset()
+                # Before 5.23 transformers' full layers keep zeros of the old length instead.
+                expected = dynamic_cache(config)
+                if records_past:
+                    expected.activate_past_recording()
+                batch_size = 1 + seed % 3
+            assert_same_contents(expected, cache)
+            assert expected.get_seq_length() == cache.get_seq_length()
+            assert _used_bytes(cache, batch_size) == cache.stats().used_bytes
+            cache.check()
+        theirs = ours = their = our = None  # Views would keep addresses reserved.
+    finally:
+        for each in closing:
+            each.close()
+    assert BackendUsage() == backend.usage()
+
+
+def test_batch_select_accepts_a_mask(new_cache: NewCache) -> None:
+    """A boolean mask selects batch entries as it does in DynamicCache."""
+    config = tiny_config("llama")
+    expected, cache = dynamic_cache(config), new_cache(config)
+    for each in (expected, cache):
+        _append(each, 5, batch_size=4)
+        each.batch_select_indices(torch.tensor([True, False, False, True]))
+    assert_same_contents(expected, cache)
+
+
+def test_batch_grows_up_to_max_batch_size(new_cache: NewCache) -> None:
+    """Repeating fills the rows there are; one more is refused and changes nothing."""
+    cache = new_cache(tiny_config("llama"), max_batch_size=6)
+    _append(cache, 5, batch_size=2)
+    cache.batch_repeat_interleave(3)
+    before = contents(cache)
+    with pytest.raises(ConfigError, match="max_batch_size"):
+        cache.batch_repeat_interleave(2)
+    for old, new in zip(before, contents(cache), strict=True):
+        assert all(map(torch.equal, old, new))
+    _append(cache, 5, batch_size=6)
+
+
+# ---- reset and reuse --------------------------------------------------------------------------
+
+
+def test_reset_parks_memory_and_reuse_adopts_it(new_cache: NewCache) -> None:
+    """A second batch of the same size as the first needs no new memory and no new mapping."""
+    cache = new_cache(tiny_config("llama"))
+    _append(cache, 100)
+    before = cache.stats()
+    cache.reset()
+    parked = cache.stats()
+    assert cache.get_seq_length() == 0
+    assert parked.used_bytes == 0
+    assert parked.parked_bytes == parked.resident_bytes == before.resident_bytes > 0
+    _append(cache, 100, seed=1)
+    after = cache.stats()
+    for call in ("mem_create", "mem_map", "mem_unmap", "mem_release"):
+        assert before.driver_calls.get(call, 0) == after.driver_calls.get(call, 0), call
+    assert after.used_bytes == before.used_bytes
+    assert after.parked_bytes == 0
+
+
+@pytest.mark.parametrize("undo", ["reset", "crop"])
+def test_step_repeated_after_undoing_it_is_a_step(undo: str, new_cache: NewCache) -> None:
+    """The same tokens, appended again after they were undone, are as resident as the first."""
+    config = tiny_config("llama")
+    expected, cache = dynamic_cache(config), new_cache(config)
+    _append(cache, 70)
+    if undo == "reset":
+        cache.reset()
+    else:
+        cache.crop(-70)
+    for each in (expected, cache):
+        _append(each, 70, seed=1)
+    assert cache.stats().used_bytes == 2 * 70 * 3 * 2 * HEADS * WIDTH * 4
+    cache.trim()  # Had the step only seemed to happen, this would take its memory.
+    cache.check()
+    assert_same_contents(expected, cache)
+
+
+def test_reset_allows_another_shape_and_dtype(new_cache: NewCache) -> None:
+    """Nothing of the first model is left after a reset."""
+    cache = new_cache(tiny_config("llama"))
+    _append(cache, 9)
+    cache.reset()
+    keys = torch.randn(3, 5, 4, 16).half()
+    returned = cache.update(keys, keys + 1, 0)
+    assert torch.equal(keys, returned[0])
+    assert torch.equal(keys + 1, returned[1])
+
+
+def test_select_parks_the_memory_of_dropped_entries(new_cache: NewCache) -> None:
+    """A smaller batch uses less, and what it no longer needs waits for the next entry."""
+    cache = new_cache(tiny_config("llama"))
+    _append(cache, 64, batch_size=4)
+    before = cache.stats()
+    cache.batch_select_indices(torch.tensor([2]))
+    after = cache.stats()
+    assert before.used_bytes == 4 * after.used_bytes
+    assert after.parked_bytes > 0
+    calls = after.driver_calls
+    cache.batch_repeat_interleave(4)
+    assert calls["mem_map"] == cache.stats().driver_calls["mem_map"]
+
+
+# ---- encoder-decoder --------------------------------------------------------------------------
+
+
+def test_encoder_decoder_pair_is_two_virtual_caches(new_cache: NewCache) -> None:
+    """`for_encoder_decoder` makes the pair that T5 takes; the cross part holds the encoder's."""
+    model = tiny_model("t5")
+    cache = new_cache(model.config)
+    assert all(isinstance(part, VMKVCache) for part in parts_of(cache))
+    generate(model, prompt("t5", batch_size=2, num_tokens=13), cache, max_new_tokens=6)
+    assert cache.get_seq_length() == 6
+    assert cache.cross_attention_cache.layers[0].keys.shape == (2, 4, 13, 8)
+    cache.crop(-2)
+    assert cache.get_seq_length() == 4
+
+
+def test_encoder_decoder_pair_follows_the_batch(new_cache: NewCache) -> None:
+    """Both parts are repeated, selected and reordered together."""
+    model = tiny_model("t5")
+    inputs = prompt("t5", batch_size=2)
+    caches = dynamic_cache(model.config), new_cache(model.config)
+    for cache in caches:
+        generate(model, inputs, cache, max_new_tokens=6)
+        cache.batch_repeat_interleave(3)
+        cache.reorder_cache(torch.tensor([5, 4, 3, 2, 1, 0]))
+        cache.batch_select_indices(torch.tensor([1, 3]))
+    assert_same_contents(*caches)
+
+
+# ---- refusals ---------------------------------------------------------------------------------
+
+
+def test_pickle_and_save_are_refused(new_cache: NewCache) -> None:
+    """Memory of one process cannot be pickled: one clear error, not a crash or a huge file."""
+    cache = new_cache(tiny_config("llama"))
+    _append(cache, 4)
+    with pytest.raises(ConfigError, match="deepcopy"):
+        pickle.dumps(cache)
+    with pytest.raises(ConfigError, match="deepcopy"):
+        torch.save(cache, io.BytesIO())
+    with pytest.raises(ConfigError, match="deepcopy"):
+        copy.copy(cache)
+
+
+def test_offloading_is_refused(new_cache: NewCache) -> None:
+    """Neither the constructor nor the layers offload."""
+    with pytest.raises(ConfigError, match="offload"):
+        VMKVCache(tiny_config("llama"), offloading=True)
+    cache = new_cache(tiny_config("llama"))
+    _append(cache, 4)
+    with pytest.raises(ConfigError, match="offload"):
+        cache.layers[0].offload()
+    with pytest.raises(ConfigError, match="offload"):
+        cache.layers[0].prefetch()
+
+
+def test_keys_that_require_gradients_are_refused(new_cache: NewCache) -> None:
+    """Training through the cache is refused before anything is written."""
+    cache = new_cache(tiny_config("llama"))
+    keys = _tensors(1, 4, 0).requires_grad_()
+    with pytest.raises(ConfigError, match="gradient"):
+        cache.update(keys, _tensors(1, 4, 1), 0)
+    assert cache.get_seq_length() == 0
+    with torch.no_grad():
+        assert torch.equal(keys, cache.update(keys, keys, 0)[0])
+
+
+def test_model_in_training_mode_is_refused(new_cache: NewCache) -> None:
+    """A forward pass that records gradients meets one clear error."""
+    model = tiny_model("llama")
+    cache = new_cache(model.config)
+    with pytest.raises(ConfigError, match=r"no_grad|inference_mode"):
+        forward(model, prompt("llama")["input_ids"], cache)
+
+
+def _changed(what: str) -> tuple[torch.Tensor, torch.Tensor]:
+    keys, values = _tensors(2, 1, 8), _tensors(2, 1, 9)
+    return {
+        "dtype": (keys.double(), values.double()),
+        "values' dtype": (keys, values.half()),
+        "heads": (keys[:, :1], values[:, :1]),
+        "width": (keys[..., :4], values[..., :4]),
+        "values' width": (keys, values[..., :4]),
+        "values' length": (keys, torch.cat([values, values], dim=-2)),
+        "smaller batch": (keys[:1], values[:1]),
+        "larger batch": (keys.repeat(2, 1, 1, 1), values.repeat(2, 1, 1, 1)),
+        "values' batch": (keys, values[:1]),
+        "device": (keys.to("meta"), values.to("meta")),
+        "values' device": (keys, values.to("meta")),
+        "rank": (keys[0], values[0]),
+    }[what]
+
+
+_CHANGES = [
+    "dtype",
+    "values' dtype",
+    "heads",
+    "width",
+    "values' width",
+    "values' length",
+    "smaller batch",
+    "larger batch",
+    "values' batch",
+    "device",
+    "values' device",
+    "rank",
+]
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("what", _CHANGES)
+def test_tensors_that_change_between_updates_are_refused(
+    what: str, layer: int, new_cache: NewCache
+) -> None:
+    """A layer keeps its shape, type and device; after the error it goes on as before."""
+    config = tiny_config("llama")
+    expected, cache = dynamic_cache(config), new_cache(config)
+    _append(expected, 7)
+    _append(cache, 7)
+    if layer == 1:  # The first layer has begun the step: the second one meets ready tensors.
+        for each in (expected, cache):
+            each.update(_tensors(2, 1, 0), _tensors(2, 1, 1), 0)
+    with pytest.raises(ConfigError):
+        cache.update(*_changed(what), layer)
+    assert cache.get_seq_length(layer) == 7
+    assert_same_contents(expected, cache)
+    for index in range(layer, len(cache)):
+        for each in (expected, cache):
+            each.update(_tensors(2, 1, 2 * index), _tensors(2, 1, 2 * index + 1), index)
+    assert_same_contents(expected, cache)
+
+
+@pytest.mark.parametrize(
+    "what", ["values' dtype", "values' length", "values' batch", "device", "values' device", "rank"]
+)
+def test_tensors_that_disagree_are_refused_at_first(what: str, new_cache: NewCache) -> None:
+    """A first update that cannot be held is refused, and a good one follows as if nothing was."""
+    cache = new_cache(tiny_config("llama"))
+    with pytest.raises(ConfigError):
+        cache.update(*_changed(what), 0)
+    assert cache.get_seq_length() == 0
+    _append(cache, 5)
+    assert cache.get_seq_length() == 5
+
+
+@pytest.mark.parametrize(
+    "name", ["max_tokens", "max_batch_size", "budget_bytes", "layers_per_group"]
+)
+@pytest.mark.parametrize("value", [0, -1, 2.5, True, "8", float("nan")])
+def test_sizes_that_are_no_positive_integers_are_refused(name: str, value: Any) -> None:
+    """The error names the argument and the value."""
+    with pytest.raises(ConfigError, match=name):
+        VMKVCache(tiny_config("llama"), **{name: value})
+
+
+@pytest.mark.parametrize("config", [None, "meta-llama/Llama-3-8B", {"num_hidden_layers": 2}, 7])
+def test_something_that_is_no_config_is_refused(config: Any) -> None:
+    """The error says what to pass."""
+    with pytest.raises(ConfigError, match=r"model\.config"):
+        VMKVCache(config)
+
+
+def test_config_without_layers_is_refused() -> None:
+    """A configuration that does not say how many layers there are is unreadable."""
+    with pytest.raises(ConfigError, match=r"layers"):
+        VMKVCache(PretrainedConfig())
+
+
+def test_config_with_an_impossible_length_is_refused() -> None:
+    """A stated length that is no length is refused when the cache is made."""
+    config = tiny_config("llama")
+    config.max_position_embeddings = -5
+    with pytest.raises(ConfigError, match="max_tokens"):
+        VMKVCache(config)
+
+
+def test_batch_above_max_batch_size_is_refused(new_cache: NewCache) -> None:
+    """A first batch that does not fit is refused and leaves the cache empty and usable."""
+    cache = new_cache(tiny_config("llama"), max_batch_size=2)
+    with pytest.raises(ConfigError, match="max_batch_size"):
+        _append(cache, 3, batch_size=3)
+    assert cache.get_seq_length() == 0
+    _append(cache, 3, batch_size=2)
+
+
+def test_budget_below_one_page_is_refused() -> None:
+    """A budget that holds no page can never work: the first update says so."""
+    backend = HostBackend(4 * KiB)
+    with VMKVCache(tiny_config("llama"), backend=backend, budget_bytes=100) as cache:
+        with pytest.raises(ConfigError, match="budget_bytes"):
+            _append(cache, 1)
+        assert cache.get_seq_length() == 0
+    assert BackendUsage() == backend.usage()
+
+
+def test_second_device_is_refused_where_memory_was_named() -> None:
+    """A cache told to use one device's memory does not silently take another's tensors."""
+    with VMKVCache(tiny_config("llama"), backend=HostBackend(4 * KiB)) as cache:
+        _append(cache, 2)
+        with pytest.raises(ConfigError, match=r"meta"):
+            cache.update(*_changed("device"), 1)
+
+
+def test_pool_excludes_backend_and_budget() -> None:
+    """A shared pool comes with its own memory and budget."""
+    pool = vmkv.ExtentPool(HostBackend(4 * KiB), 64 * KiB)
+    for options in ({"backend": "host"}, {"budget_bytes": 1 << 20}):
+        with pytest.raises(ConfigError, match="pool"):
+            VMKVCache(tiny_config("llama"), pool=pool, **options)
+    pool.close()
+
+
+# ---- capacity ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_exhausted_budget_leaves_every_sequence_at_its_length(name: str) -> None:
+    """`OutOfPagesError` says what was missing; all layers stay in step and go on from there."""
+    config = tiny_config(name)
+    expected = dynamic_cache(config)
+    backend = HostBackend(4 * KiB)
+    with VMKVCache(config, backend=backend, budget_bytes=24 * 4 * KiB) as cache:
+        _append(expected, 20)
+        _append(cache, 20)
+        with pytest.raises(OutOfPagesError) as error:
+            _append(cache, 3000, seed=1)
+        assert isinstance(error.value, MemoryError)
+        assert error.value.needed_bytes > error.value.free_bytes >= 0
+        assert "budget" in str(error.value)
+        assert [20] * len(cache) == [cache.get_seq_length(i) for i in range(len(cache))]
+        assert_same_contents(expected, cache)
+        cache.check()
+        for each in (expected, cache):
+            _append(each, 1, seed=2)
+        assert_same_contents(expected, cache)
+        cache.reset()
+        _append(cache, 10, seed=3)
+    assert BackendUsage() == backend.usage()
+
+
+def test_exhausted_budget_while_the_batch_grows_changes_nothing() -> None:
+    """Repeating a batch beyond the budget fails as a whole: no layer has the larger batch."""
+    config = tiny_config("llama")
+    expected = dynamic_cache(config)
+    backend = HostBackend(4 * KiB)
+    with VMKVCache(config, backend=backend, budget_bytes=24 * 4 * KiB) as cache:
+        _append(expected, 60)
+        _append(cache, 60)
+        with pytest.raises(OutOfPagesError):
+            cache.batch_repeat_interleave(16)
+        assert_same_contents(expected, cache)
+        cache.check()
+        for each in (expected, cache):
+            _append(each, 1, seed=2)
+        assert_same_contents(expected, cache)
+    assert BackendUsage() == backend.usage()
+
+
+def test_exhausted_budget_is_met_by_a_whole_model() -> None:
+    """A prompt too long for the budget raises through `generate`; a shorter one then works."""
+    model = tiny_model("llama")
+    backend = HostBackend(4 * KiB)
+    with VMKVCache(model.config, backend=backend, budget_bytes=12 * 4 * KiB) as cache:
+        with pytest.raises(OutOfPagesError):
+            generate(model, prompt("llama", num_tokens=400), cache)
+        cache.reset()
+        inputs = prompt("llama")
+        expected = generate(model, inputs, dynamic_cache(model.config))
+        assert expected.tolist() == generate(model, inputs, cache).tolist()
+    assert BackendUsage() == backend.usage()
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+def test_max_tokens_exceeded_leaves_the_sequence_usable(layer: int, new_cache: NewCache) -> None:
+    """The row ends where it was told to; tokens up to there still fit."""
+    config = tiny_config("llama")
+    expected, cache = dynamic_cache(config), new_cache(config, max_tokens=16)
+    for each in (expected, cache):
+        _append(each, 12)
+    with pytest.raises(SequenceFullError, match="max_tokens=16") as error:
+        cache.update(_tensors(2, 5, 0), _tensors(2, 5, 1), layer)
+    assert error.value.max_tokens == 16
+    assert_same_contents(expected, cache)
+    for each in (expected, cache):
+        _append(each, 4, seed=1)
+    assert cache.get_seq_length() == 16
+    assert_same_contents(expected, cache)
+
+
+# ---- copies -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
+def test_deepcopy_has_memory_of_its_own(name: str, new_cache: NewCache) -> None:
+    """Writing into a copy does not show in the original, nor the other way round."""
+    cache = new_cache(tiny_config(name))
+    _append(cache, 21)
+    before = contents(cache)
+    with copy.deepcopy(cache) as twin:
+        assert type(twin) is VMKVCache
+        assert_same_contents(cache, twin)
+        for layer in twin.layers:
+            layer.keys.zero_()
+            layer.values.zero_()
+        _append(twin, 3, seed=4)
+        for old, new in zip(before, contents(cache), strict=True):
+            assert all(map(torch.equal, old, new))
+        assert twin.get_seq_length() == 24
+        del layer
+    assert cache.get_seq_length() == 21
+    _append(cache, 1, seed=5)
+
+
+@pytest.mark.skipif(not RECORDS_PAST, reason="this release cannot record a window's past")
+def test_deepcopy_goes_on_recording_the_past(new_cache: NewCache) -> None:
+    """A copy of a recording cache can be rolled back beyond its window like the original."""
+    config = tiny_config("gemma2")
+    expected, cache = dynamic_cache(config), new_cache(config)
+    for each in (expected, cache):
+        each.activate_past_recording()
+        _append(each, WINDOW + 5)
+        each.crop(0)
+    with copy.deepcopy(cache) as twin:
+        for each in (expected, twin):
+            _append(each, 6, seed=1)
+            each.crop(-5)
+        assert_same_contents(expected, twin)
+
+
+def test_deepcopy_costs_what_is_used_not_what_is_reserved(new_cache: NewCache) -> None:
+    """A copy of a short sequence in a huge reservation is small."""
+    cache = new_cache(tiny_config("llama"), max_tokens=1 << 18)
+    _append(cache, 30)
+    with copy.deepcopy(cache) as twin:
+        assert twin.stats().resident_bytes <= cache.stats().resident_bytes
+        assert twin.stats().reserved_bytes > 100 * twin.stats().resident_bytes
+
+
+def test_deepcopy_of_an_unused_cache_is_an_unused_cache(new_cache: NewCache) -> None:
+    """A copy taken before the first update serves as any new cache."""
+    cache = new_cache(tiny_config("llama"))
+    with copy.deepcopy(cache) as twin:
+        _append(twin, 3)
+        assert twin.get_seq_length() == 3
+    assert cache.get_seq_length() == 0
+
+
+def test_deepcopy_without_pages_fails_whole() -> None:
+    """A copy that does not fit the budget raises, and leaves nothing behind."""
+    backend = HostBackend(4 * KiB)
+    with VMKVCache(tiny_config("llama"), backend=backend, budget_bytes=14 * 4 * KiB) as cache:
+        _append(cache, 50)
+        before = contents(cache)
+        usage = backend.usage()
+        with pytest.raises(OutOfPagesError):
+            copy.deepcopy(cache)
+        assert usage.num_reservations == backend.usage().num_reservations
+        for old, new in zip(before, contents(cache), strict=True):
+            assert all(map(torch.equal, old, new))
+        cache.check()
+    assert BackendUsage() == backend.usage()
+
+
+# ---- end --------------------------------------------------------------------------------------
+
+
+_USES: dict[str, Callable[[Any], Any]] = {
+    "update": lambda cache: _append(cache, 1),
+    "get_seq_length": lambda cache: cache.get_seq_length(),
+    "keys": lambda cache: cache.layers[0].keys,
+    "crop": lambda cache: cache.crop(-1),
+    "reset": lambda cache: cache.reset(),
+    "reorder_cache": lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
+    "batch_repeat_interleave": lambda cache: cache.batch_repeat_interleave(2),
+    "batch_select_indices": lambda cache: cache.batch_select_indices(torch.tensor([0])),
+    "deepcopy": copy.deepcopy,
+    "trim": lambda cache: cache.trim(),
+}
+
+
+@pytest.mark.parametrize("use", _USES)
+def test_use_after_close_is_refused(use: str, new_cache: NewCache) -> None:
+    """Every call on a closed cache raises `ClosedError`, and closing again does nothing."""
+    cache = new_cache(tiny_config("gemma2"))
+    _append(cache, 4)
+    cache.close()
+    cache.close()
+    assert cache.is_closed
+    with pytest.raises(ClosedError):
+        _USES[use](cache)
+
+
+@pytest.mark.parametrize("use", ["update", "crop", "reset", "deepcopy"])
+def test_use_after_close_is_refused_for_an_unused_cache(use: str, new_cache: NewCache) -> None:
+    """A cache that was closed before its first update is closed as well."""
+    cache = new_cache(tiny_config("gemma2"))
+    cache.close()
+    with pytest.raises(ClosedError):
+        _USES[use](cache)
+
+
+def _fail_in_with_block(backend: HostBackend) -> None:
+    with VMKVCache(tiny_config("llama"), backend=backend) as cache:
+        _append(cache, 4)
+        raise ClosedError("raised by the test")
+
+
+def test_with_block_closes(new_cache: NewCache) -> None:
+    """Leaving the block gives everything back, also by an exception."""
+    backend = HostBackend(4 * KiB)
+    with VMKVCache(tiny_config("llama"), backend=backend) as cache:
+        _append(cache, 4)
+        assert backend.usage().physical_bytes > 0
+    assert BackendUsage() == backend.usage()
+    backend = HostBackend(4 * KiB)
+    with pytest.raises(ClosedError, match="by the test"):
+        _fail_in_with_block(backend)
+    assert BackendUsage() == backend.usage()
+
+
+def _drop(caches: list[Any]) -> None:
+    caches.clear()
+    gc.collect()
+
+
+def test_unclosed_cache_warns_and_is_freed_by_the_next_one(new_cache: NewCache) -> None:
+    """A dropped cache frees nothing from its destructor; the next cache gives its memory back."""
+    backend = HostBackend(4 * KiB)
+    caches = [VMKVCache(tiny_config("llama"), backend=backend)]
+    _append(caches[0], 30)
+    held = backend.usage()
+    with pytest.warns(ResourceWarning, match="never closed"):
+        _drop(caches)
+    assert held == backend.usage(), "a destructor freed memory"
+    new_cache(tiny_config("llama"))
+    assert BackendUsage() == backend.usage()
+
+
+def test_unclosed_cache_with_live_views_is_not_pulled_from_under_them(
+    new_cache: NewCache,
+) -> None:
+    """While a tensor still points into a dropped cache, its memory stays readable."""
+    backend = HostBackend(4 * KiB)
+    caches = [VMKVCache(tiny_config("llama"), backend=backend)]
+    keys = _append(caches[0], 30)[1][0]
+    expected = keys.clone()
+    with pytest.warns(ResourceWarning, match="never closed"):
+        _drop(caches)
+    new_cache(tiny_config("llama"))
+    assert torch.equal(expected, keys)
+    del keys
+    new_cache(tiny_config("llama"))
+    assert BackendUsage() == backend.usage()
+
+
+def test_unclosed_cache_that_was_never_used_holds_nothing() -> None:
+    """Making a cache allocates nothing, so dropping an unused one leaks nothing."""
+    backend = HostBackend(4 * KiB)
+    cache = VMKVCache(tiny_config("llama"), backend=backend)
+    assert BackendUsage() == backend.usage()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        del cache
+        gc.collect()
+    assert BackendUsage() == backend.usage()
+    backend.close()
+
+
+def test_closed_cache_does_not_warn(new_cache: NewCache) -> None:
+    """A cache that was closed is dropped in silence (warnings are errors here)."""
+    cache = VMKVCache(tiny_config("llama"), backend=HostBackend(4 * KiB))
+    _append(cache, 3)
+    cache.close()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        del cache
+        gc.collect()
+    assert not [each for each in caught if each.category is ResourceWarning]
+
+
+# ---- statistics -------------------------------------------------------------------------------
+
+
+def test_stats_add_up(new_cache: NewCache) -> None:
+    """Used within resident within reserved; the numbers are those of the tokens."""
+    cache = new_cache(tiny_config("llama"))
+    empty = cache.stats()
+    assert 0 == empty.used_bytes == empty.resident_bytes == empty.reserved_bytes
+    _append(cache, 50)
+    stats = cache.stats()
+    token_bytes = 3 * 2 * HEADS * WIDTH * 4  # layers * (K and V) * heads * width * float32
+    assert 2 * 50 * token_bytes == stats.used_bytes
+    assert stats.used_bytes <= stats.resident_bytes <= stats.reserved_bytes
+    assert stats.parked_bytes == 0
+    assert stats.num_sequences == 2
+    assert stats.driver_calls["mem_create"] > 0
+    assert stats.driver_calls["mem_map"] > 0
+    with pytest.raises(AttributeError):
+        stats.used_bytes = 0
+
+
+def test_trim_gives_parked_memory_back(new_cache: NewCache) -> None:
+    """`trim` returns what no token needs, and the cache goes on afterwards."""
+    cache = new_cache(tiny_config("llama"))
+    _append(cache, 200)
+    cache.reset()
+    parked_bytes = cache.stats().parked_bytes
+    assert parked_bytes > 0
+    assert parked_bytes <= cache.trim()
+    assert cache.stats().resident_bytes == 0
+    _append(cache, 20)
+    assert cache.get_seq_length() == 20
+    cache.check()

@@ -1,0 +1,237 @@
+"""What a cache costs over time: physical memory follows tokens, and none is left at the end.
+
+Every test leaves its backend empty (`new_cache`). Figures on a GPU are in `bench/`.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers.tiny_models import (
+    DECODERS,
+    VERSION,
+    WINDOW,
+    assert_same_contents,
+    dynamic_cache,
+    generate,
+    make_cache,
+    parts_of,
+    prompt,
+    tiny_config,
+    tiny_model,
+    unsupported_because,
+)
+
+from vmkv import BackendUsage, ExtentPool, HostBackend, VMKVCache
+from vmkv.units import KiB, MiB
+
+NewCache = Callable[..., Any]
+HEADS, WIDTH = 2, 8
+LAYER_TOKEN_BYTES = 2 * HEADS * WIDTH * 4
+PAGE_BYTES = 4 * KiB
+#: A sliding layer keeps its window, the tile before it that a kernel may fetch along (256 tokens),
+#: a page not wholly passed at either end, and the new page that comes before an old one leaves.
+SLIDING_LAYER_BYTES = (WINDOW + 256) * LAYER_TOKEN_BYTES + 3 * PAGE_BYTES
+
+
+def _append(cache: Any, num_tokens: int, *, batch_size: int = 1) -> None:
+    keys = torch.randn(batch_size, HEADS, num_tokens, WIDTH)
+    with torch.no_grad():
+        for index in range(len(cache.layers)):
+            cache.update(keys, keys, index)
+
+
+def test_new_cache_takes_no_memory() -> None:
+    """Before the first update nothing is reserved, created or mapped."""
+    backend = HostBackend(PAGE_BYTES)
+    with VMKVCache(tiny_config("llama"), backend=backend):
+        assert BackendUsage() == backend.usage()
+
+
+@pytest.mark.parametrize("layers_per_group", [1, 8])
+def test_resident_follows_tokens(layers_per_group: int) -> None:
+    """Resident memory covers what is used, and exceeds it by a few pages per row and group."""
+    backend = HostBackend(PAGE_BYTES)
+    with VMKVCache(
+        tiny_config("llama"), backend=backend, layers_per_group=layers_per_group
+    ) as cache:
+        num_groups = 3 if layers_per_group == 1 else 1
+        num_tokens = 0
+        resident_bytes = 0
+        for step in (1, 1, 40, 1, 300, 1, 1000, 1, 1):
+            _append(cache, step, batch_size=2)
+            num_tokens += step
+            stats = cache.stats()
+            assert 2 * 3 * num_tokens * LAYER_TOKEN_BYTES == stats.used_bytes
+            assert stats.resident_bytes == backend.usage().mapped_bytes
+            assert stats.resident_bytes >= max(stats.used_bytes, resident_bytes)
+            # A page at the end, and growth ahead of need: 1/64 of the row, to a power of two.
+            spare_bytes = 2 * num_groups * 2 * PAGE_BYTES + stats.used_bytes / 32
+            assert stats.resident_bytes <= stats.used_bytes + spare_bytes
+            resident_bytes = stats.resident_bytes
+        assert backend.file_bytes() <= backend.usage().physical_bytes
+    assert BackendUsage() == backend.usage()
+    assert backend.usage().physical_bytes == 0
+
+
+def test_growth_keeps_addresses_and_costs_few_calls(new_cache: NewCache) -> None:
+    """Four thousand decode steps move nothing, and map far less often than they append."""
+    cache = new_cache(tiny_config("llama"))
+    _append(cache, 1)
+    address = cache.layers[1].values.data_ptr()
+    for _ in range(4000):
+        _append(cache, 1)
+    assert address == cache.layers[1].values.data_ptr()
+    stats = cache.stats()
+    assert stats.driver_calls["mem_map"] < 4000 // 16 * 3
+    assert not stats.driver_calls.get("mem_unmap", 0)
+
+
+def test_addresses_are_reserved_for_long_sequences_without_cost(new_cache: NewCache) -> None:
+    """A reservation for a million tokens holds no memory."""
+    cache = new_cache(tiny_config("llama"), max_tokens=1 << 20, max_batch_size=8)
+    _append(cache, 3)
+    stats = cache.stats()
+    assert stats.reserved_bytes >= 8 * (1 << 20) * 3 * LAYER_TOKEN_BYTES
+    assert stats.resident_bytes <= 3 * 2 * PAGE_BYTES
+
+
+def test_sliding_layers_stay_flat_over_a_long_decode(new_cache: NewCache) -> None:
+    """Pages behind the window return: residency after 3,000 tokens is that after 300."""
+    cache = new_cache(tiny_config("mistral"))
+    _append(cache, 100)
+    resident_bytes = []
+    for _ in range(3000):
+        _append(cache, 1)
+        resident_bytes.append(cache.stats().resident_bytes)
+    assert max(resident_bytes[300:]) <= max(resident_bytes[:300])
+    assert max(resident_bytes) <= 3 * SLIDING_LAYER_BYTES
+    assert cache.stats().used_bytes == WINDOW * 3 * LAYER_TOKEN_BYTES
+    cache.check()
+
+
+def test_sliding_layers_are_flat_while_full_layers_grow(new_cache: NewCache) -> None:
+    """In a model of both kinds only the full layers cost memory per token."""
+    cache = new_cache(tiny_config("gemma2"))
+    _append(cache, 1000)
+    before = cache.stats().resident_bytes
+    for _ in range(1000):
+        _append(cache, 1)
+    grown_bytes = cache.stats().resident_bytes - before
+    full_bytes = 2 * 1000 * LAYER_TOKEN_BYTES  # Two of four layers.
+    assert full_bytes - 4 * PAGE_BYTES <= grown_bytes <= full_bytes * 1.1 + 8 * PAGE_BYTES
+
+
+@pytest.mark.skipif(VERSION < (5, 0), reason="4.57 cannot record a window's past")
+def test_recording_window_returns_memory_at_crop(new_cache: NewCache) -> None:
+    """What is recorded for a rollback is given back by `crop`, step after step."""
+    cache = new_cache(tiny_config("mistral"))
+    cache.activate_past_recording()
+    _append(cache, 100)
+    cache.crop(0)
+    resident_bytes = []
+    for _ in range(600):
+        _append(cache, 5)
+        cache.crop(-2)
+        resident_bytes.append(cache.stats().resident_bytes)
+    assert max(resident_bytes[150:]) <= max(resident_bytes[:150])
+    cache.check()
+
+
+def test_long_decode_of_a_sliding_model_fits_a_small_budget() -> None:
+    """A budget of a few pages is enough for any length: memory behind the window is reused."""
+    backend = HostBackend(PAGE_BYTES)
+    config = tiny_config("mistral")
+    expected = dynamic_cache(config)
+    with VMKVCache(config, backend=backend, budget_bytes=3 * SLIDING_LAYER_BYTES) as cache:
+        torch.manual_seed(0)
+        for _ in range(1500):
+            keys = torch.randn(1, HEADS, 1, WIDTH)
+            for index in range(3):
+                expected.update(keys, -keys, index)
+                cache.update(keys, -keys, index)
+        assert_same_contents(expected, cache)
+    assert BackendUsage() == backend.usage()
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_generation_leaves_no_memory_behind(name: str) -> None:
+    """After `close` the backend holds nothing: no handle, mapping or reservation."""
+    if unsupported_because(name):
+        pytest.skip("refused on this release")
+    model = tiny_model(name)
+    backend = HostBackend(PAGE_BYTES)
+    cache = make_cache(model.config, backend=backend)
+    generate(model, prompt(name, batch_size=2), cache, num_beams=4)
+    assert backend.usage().physical_bytes > 0
+    cache.close()
+    assert BackendUsage() == backend.usage()
+
+
+def test_encoder_decoder_pair_leaves_no_memory_behind() -> None:
+    """Both caches of a pair are closed on their own, and return all."""
+    model = tiny_model("t5")
+    backend = HostBackend(PAGE_BYTES)
+    pool = ExtentPool(backend, 16 * MiB)
+    cache = make_cache(model.config, pool=pool)
+    generate(model, prompt("t5"), cache)
+    for part in parts_of(cache):
+        part.close()
+    pool.close()
+    assert BackendUsage() == backend.usage()
+
+
+def test_loop_of_unclosed_caches_does_not_accumulate() -> None:
+    """Calls of `generate` with a fresh cache each, never closed, hold the memory of about one."""
+    model = tiny_model("llama")
+    backend = HostBackend(PAGE_BYTES)
+    pool = ExtentPool(backend, 16 * MiB)
+    physical_bytes = []
+
+    def generate_and_forget() -> None:
+        generate(model, prompt("llama"), make_cache(model.config, pool=pool))
+        gc.collect()
+
+    for _ in range(6):
+        with pytest.warns(ResourceWarning, match="never closed"):
+            generate_and_forget()
+        physical_bytes.append(backend.usage().physical_bytes)
+    assert len(set(physical_bytes)) == 1
+    make_cache(model.config).close()  # Collects the last one.
+    pool.close()
+    assert BackendUsage() == backend.usage()
+
+
+def test_caches_of_one_pool_reuse_each_others_memory(new_cache: NewCache) -> None:
+    """What one cache gave back serves the next: nothing new is created."""
+    config = tiny_config("llama")
+    first = new_cache(config)
+    _append(first, 500)
+    created = first.stats().driver_calls["mem_create"]
+    first.close()
+    second = new_cache(config)
+    _append(second, 500)
+    assert created == second.stats().driver_calls["mem_create"]
+
+
+def test_trim_during_generation_does_not_change_tokens(new_cache: NewCache) -> None:
+    """Memory can be taken back between steps; what live tokens need stays."""
+    model = tiny_model("gemma2")
+    inputs = prompt("gemma2", batch_size=2)
+    expected_cache, cache = dynamic_cache(model.config), new_cache(model.config)
+    expected = generate(model, inputs, expected_cache)
+    original = cache.update
+
+    def update_and_trim(*args: Any, **kwargs: Any) -> Any:
+        if args[2] == 0:
+            cache.trim()
+        return original(*args, **kwargs)
+
+    cache.update = update_and_trim
+    assert expected.tolist() == generate(model, inputs, cache).tolist()
+    assert_same_contents(expected_cache, cache)
+    del cache.update

@@ -1,0 +1,225 @@
+"""The cache never waits for the device, and `update` copies nothing but the new tokens.
+
+On the CPU the operations that torch dispatches are recorded: whatever reads a value back
+(`.item()`, `nonzero`, `equal`, …) would be among them. On a GPU, torch itself is told to raise.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from helpers.tiny_models import (
+    dynamic_cache,
+    forward,
+    generate,
+    prompt,
+    tiny_config,
+    tiny_model,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from vmkv import VMKVCache
+
+NewCache = Callable[..., Any]
+HEADS, WIDTH = 2, 8
+#: What makes a view, and what writes the new tokens.
+VIEWS = {"slice", "select", "unbind", "as_strided", "alias", "view", "detach", "unsqueeze"}
+#: What reads a value back from the device, or needs one to know its own shape.
+SYNCS = {
+    "_local_scalar_dense",
+    "item",
+    "nonzero",
+    "equal",
+    "is_nonzero",
+    "masked_select",
+    "unique",
+    "_unique2",
+    "unique_dim",
+    "repeat_interleave",
+}
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _recorded() -> Iterator[Counter[str]]:
+    with torch.no_grad(), _Recorder() as recorder:
+        yield recorder.calls
+
+
+def _append(cache: Any, keys: torch.Tensor) -> None:
+    for index in range(len(cache.layers)):
+        cache.update(keys, keys, index)
+
+
+@pytest.mark.parametrize("layers_per_group", [1, 8])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
+def test_update_only_makes_views_and_copies_new_tokens(
+    name: str, layers_per_group: int, new_cache: NewCache
+) -> None:
+    """Of all operations in 200 decode steps, only two copies per layer move data."""
+    cache = new_cache(tiny_config(name), layers_per_group=layers_per_group)
+    prefill, decode = torch.randn(2, HEADS, 50, WIDTH), torch.randn(2, HEADS, 1, WIDTH)
+    with _recorded() as calls:
+        _append(cache, prefill)
+        for _ in range(200):
+            _append(cache, decode)
+    num_copies = calls.pop("copy_")
+    # Nothing else that copies or reads back, such as cat, clone, index or item.
+    assert set(calls) <= VIEWS, calls
+    assert 201 * len(cache.layers) * 2 == num_copies
+
+
+def test_update_makes_views_once_per_step_and_group(new_cache: NewCache) -> None:
+    """With all layers in one group, a step costs few view calls however many layers there are."""
+    cache = new_cache(tiny_config("llama"), layers_per_group=8)
+    decode = torch.randn(1, HEADS, 1, WIDTH)
+    _append(cache, decode)
+    with _recorded() as calls:
+        _append(cache, decode)
+    del calls["copy_"]
+    assert sum(calls.values()) <= 16, calls
+
+
+def test_growth_copies_nothing(new_cache: NewCache) -> None:
+    """The step that maps new pages dispatches what every other step does."""
+    cache = new_cache(tiny_config("llama"))
+    decode = torch.randn(1, HEADS, 1, WIDTH)
+    _append(cache, decode)
+    seen, has_grown = set(), False
+    for _ in range(300):
+        maps = cache.stats().driver_calls["mem_map"]
+        with _recorded() as calls:
+            _append(cache, decode)
+        has_grown |= cache.stats().driver_calls["mem_map"] > maps
+        seen.add(tuple(sorted(calls.items())))
+    assert has_grown
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda cache: cache.get_seq_length(),
+        lambda cache: cache.crop(-1),
+        lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
+        lambda cache: cache.batch_select_indices(torch.tensor([1])),
+        lambda cache: cache.batch_repeat_interleave(2),
+        lambda cache: cache.reset(),
+        lambda cache: cache.stats(),
+        lambda cache: cache.trim(),
+        lambda cache: cache.check(),
+        lambda cache: cache.layers[0].keys,
+    ],
+    ids=[
+        "length",
+        "crop",
+        "reorder",
+        "select",
+        "repeat",
+        "reset",
+        "stats",
+        "trim",
+        "check",
+        "keys",
+    ],
+)
+def test_changes_of_the_cache_read_nothing_back(
+    name: str, change: Callable[[Any], Any], new_cache: NewCache
+) -> None:
+    """Beam steps, rollback, batch changes and statistics ask no value of the device."""
+    cache = new_cache(tiny_config(name))
+    with torch.no_grad():
+        _append(cache, torch.randn(2, HEADS, 5, WIDTH))
+    with _recorded() as calls:
+        change(cache)
+    assert not SYNCS & set(calls), calls
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
+def test_model_reads_back_no_more_than_with_dynamic_cache(
+    name: str, attention: str, new_cache: NewCache
+) -> None:
+    """A decode step through the model dispatches no cat, and no read-back of the cache's own."""
+    model = tiny_model(name, attention)
+    tokens = prompt(name, batch_size=2)["input_ids"]
+    recorded = []
+    for cache in (dynamic_cache(model.config), new_cache(model.config)):
+        with torch.no_grad():
+            forward(model, tokens[:, :-1], cache)
+        with _recorded() as calls:
+            forward(model, tokens[:, -1:], cache)
+        recorded.append(calls)
+    theirs, ours = recorded
+    assert ours["cat"] == theirs["cat"] - 2 * len(model.model.layers)
+    for sync in SYNCS:
+        assert ours[sync] <= theirs[sync], sync
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
+def test_update_does_not_synchronise_the_gpu(name: str) -> None:
+    """Decode steps, beam reorders and rollbacks run while torch forbids synchronisation."""
+    with VMKVCache(tiny_config(name)) as cache, torch.no_grad():
+        _append(cache, torch.randn(4, HEADS, 50, WIDTH, device="cuda"))
+        decode = torch.randn(4, HEADS, 1, WIDTH, device="cuda")
+        order = torch.tensor([3, 0, 0, 1], device="cuda")
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for _ in range(3000):
+                _append(cache, decode)
+            cache.reorder_cache(order)
+            if name == "llama":
+                cache.crop(-1)
+            _append(cache, decode)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        cache.check()
+
+
+@pytest.mark.gpu
+def test_decode_step_of_a_model_does_not_synchronise_the_gpu() -> None:
+    """A whole forward pass through the default code path runs while torch forbids it."""
+    model = copy.deepcopy(tiny_model("llama", "sdpa")).cuda()
+    tokens = prompt("llama")["input_ids"].cuda()
+    with VMKVCache(model.config) as cache, torch.no_grad():
+        options = {"past_key_values": cache, "use_cache": True, "attention_mask": None}
+        model(tokens[:, :-1], **options)
+        model(tokens[:, -1:], **options)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for _ in range(200):
+                model(tokens[:, -1:], **options)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
+@pytest.mark.parametrize("num_beams", [1, 4])
+def test_generate_on_the_gpu_matches_dynamic_cache(name: str, num_beams: int) -> None:
+    """The same tokens as DynamicCache on the same GPU, with nothing said but the config."""
+    model = copy.deepcopy(tiny_model(name)).cuda()
+    inputs = {key: value.cuda() for key, value in prompt(name, batch_size=2).items()}
+    expected = generate(model, inputs, dynamic_cache(model.config), num_beams=num_beams)
+    with VMKVCache(model.config) as cache:
+        actual = generate(model, inputs, cache, num_beams=num_beams)
+    assert expected.tolist() == actual.tolist()

@@ -1,0 +1,782 @@
+"""`vmkv.generate`: many prompts at once give what `model.generate` gives for each alone.
+
+The reference is `model.generate` of the same eager model, one prompt at a time, on a
+`DynamicCache`. All memory comes from one pool of host pages, whose books are checked when each
+test ends: nothing may be left, errors included.
+
+Not covered: GPU kernels (`tests/attention`), speed (`bench/`).
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from helpers.tiny_models import (
+    VERSION,
+    VOCABULARY,
+    left_padded_prompt,
+    tiny_config,
+    tiny_model,
+)
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+from transformers.generation.streamers import BaseStreamer
+
+import vmkv
+from vmkv import BackendUsage, ConfigError, ExtentPool, HostBackend, OutOfPagesError
+from vmkv.hf import generation, ragged
+from vmkv.units import KiB, MiB
+
+FAMILIES = (
+    "llama",
+    "mistral",
+    "gemma2",
+    "gemma3",
+    "qwen3",
+    "gpt_oss",
+    "mixtral",
+    "phi3",
+    "deepseek_v3",
+)
+NEW_TOKENS = 12
+
+
+def _prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randint(3, VOCABULARY, (length,), generator=generator).tolist() for length in lengths
+    ]
+
+
+PROMPTS = _prompts(13, 1, 30, 4, 9)  # Some shorter, some longer than the window of 8.
+
+
+def _alone(model: Any, prompt: list[int], **options: Any) -> list[int]:
+    ids = torch.tensor([prompt])
+    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, **options}
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0].tolist()
+
+
+@functools.cache
+def _expected(name: str) -> list[list[int]]:
+    return [_alone(tiny_model(name), prompt) for prompt in PROMPTS]
+
+
+@pytest.fixture
+def pool() -> Iterator[ExtentPool]:
+    """Host memory in 4 KiB pages; nothing of it may be in use when the test ends."""
+    backend = HostBackend(4 * KiB)
+    pool = ExtentPool(backend, 64 * MiB)
+    yield pool
+    assert pool.stats().resident_bytes == pool.stats().retired_bytes == 0
+    pool.close()
+    assert BackendUsage() == backend.usage(), "the test left something behind"
+
+
+def _generate(model: Any, prompts: Any, pool: ExtentPool, **options: Any) -> list[list[int]]:
+    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, **options}
+    return vmkv.generate(model, prompts, pool=pool, **options)
+
+
+# ---- the same tokens ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_num_batched_tokens", [8192, 7, 1])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_many_prompts_give_what_each_gives_alone(
+    name: str, max_num_batched_tokens: int, pool: ExtentPool
+) -> None:
+    """Prompts of 1 to 30 tokens, prefilled whole or in chunks that cut them, are token-exact."""
+    model = tiny_model(name)
+    actual = _generate(model, PROMPTS, pool, max_num_batched_tokens=max_num_batched_tokens)
+    assert _expected(name) == actual
+    assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_one_prompt_alone_is_served(name: str, pool: ExtentPool) -> None:
+    """A batch of one, and one of a single token."""
+    model = tiny_model(name)
+    assert [_expected(name)[0]] == _generate(model, PROMPTS[:1], pool)
+    assert [_expected(name)[1]] == _generate(model, PROMPTS[1:2], pool)
+
+
+def test_prompts_may_be_tensors(pool: ExtentPool) -> None:
+    """Prompts as one-dimensional tensors, or as the rows of one tensor."""
+    model = tiny_model("llama")
+    as_tensors = [torch.tensor(prompt) for prompt in PROMPTS]
+    assert _expected("llama") == _generate(model, as_tensors, pool)
+    pair = torch.tensor(_prompts(6, 6, seed=3))
+    assert [_alone(model, row) for row in pair.tolist()] == _generate(model, pair, pool)
+
+
+def test_a_model_that_attends_through_vmkv_already_is_left_so(pool: ExtentPool) -> None:
+    """The attention implementation afterwards is the one before, whichever it was."""
+    model = tiny_model("llama", "vmkv")
+    assert _expected("llama") == _generate(model, PROMPTS, pool)
+    assert model.config._attn_implementation == "vmkv"
+
+
+def test_a_second_call_reuses_memory_but_not_its_contents(pool: ExtentPool) -> None:
+    """Other prompts over the first call's dirty pages, and other models, are exact too."""
+    others = _prompts(3, 25, 8, seed=5)
+    for name in ("llama", "gemma2", "llama"):
+        model = tiny_model(name)
+        assert _expected(name) == _generate(model, PROMPTS, pool)
+        expected = [_alone(model, prompt) for prompt in others]
+        assert expected == _generate(model, others, pool, max_num_batched_tokens=5)
+
+
+# ---- rows that end early ------------------------------------------------------------------------
+
+
+class _Watched(generation.RaggedCache):
+    """A ragged cache that notes what it holds around every end and in every step."""
+
+    made: list[_Watched]
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.steps: list[tuple[int, ...]] = []
+        self.ends: list[tuple[int, Any, Any]] = []
+        type(self).made.append(self)
+
+    def rows_for(self, rows: Any, pieces: Any) -> Any:
+        sequences = super().rows_for(rows, pieces)
+        self.steps.append(tuple(piece.sequence_id for piece in pieces))
+        self.check()
+        return sequences
+
+    def end(self, sequence_id: int) -> None:
+        before = self.stats()
+        super().end(sequence_id)
+        self.ends.append((sequence_id, before, self.stats()))
+        self.check()
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> list[_Watched]:
+    """The caches that generation makes from now on."""
+    _Watched.made = []
+    monkeypatch.setattr(generation, "RaggedCache", _Watched)
+    return _Watched.made
+
+
+@functools.cache
+def _ends_early(name: str) -> tuple[list[int], list[int]]:
+    """End-of-sequence tokens that prompts say at different times; and how long each becomes."""
+    continuations = [
+        tokens[len(prompt) :] for tokens, prompt in zip(_expected(name), PROMPTS, strict=True)
+    ]
+    ends = [continuations[0][2], continuations[2][6]]
+
+    def stop(tokens: list[int]) -> int:
+        return next((at + 1 for at, each in enumerate(tokens) if each in ends), NEW_TOKENS)
+
+    return ends, [stop(tokens) for tokens in continuations]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "deepseek_v3"])
+def test_a_row_is_free_as_soon_as_its_sequence_ends(
+    name: str, pool: ExtentPool, watched: list[_Watched]
+) -> None:
+    """Finished sequences leave the batch at once, their rows are parked, the rest goes on."""
+    model = tiny_model(name)
+    ends, lengths = _ends_early(name)
+    assert len(set(lengths)) >= 3, "all ended together: the test proves nothing"
+    actual = _generate(model, PROMPTS, pool, eos_token_id=ends)
+    assert [_alone(model, prompt, eos_token_id=ends) for prompt in PROMPTS] == actual
+    assert lengths == [len(a) - len(prompt) for a, prompt in zip(actual, PROMPTS, strict=True)]
+
+    (cache,) = watched
+    # The prefill, then one step for every token but a sequence's last, which is not run.
+    assert [length - 1 for length in lengths] == [
+        sum(row in step for step in cache.steps[1:]) for row in range(len(PROMPTS))
+    ]
+    assert sorted(row for row, _, _ in cache.ends) == list(range(len(PROMPTS)))
+    for _, before, after in cache.ends:
+        assert after.num_sequences == before.num_sequences - 1
+        assert after.parked_bytes > before.parked_bytes
+        assert after.used_bytes < before.used_bytes
+        assert after.resident_bytes == before.resident_bytes
+    assert cache.ends[-1][2].num_sequences == cache.ends[-1][2].used_bytes == 0
+
+
+@pytest.fixture
+def no_faults(watched: list[_Watched], monkeypatch: pytest.MonkeyPatch) -> None:
+    """An append to pages that are not mapped fails the test, rather than the process."""
+
+    def append(*arguments: Any) -> None:
+        (core,) = watched[-1].store.cores
+        for row, first, end, num_tokens, _ in arguments[4].spans:
+            for group in core.groups:
+                pages, geometry = group.table.rows[row], group.geometry
+                first_page = geometry.pages_for(num_tokens - (end - first) + 1) - 1
+                if first_page < pages.first_page or pages.end_page < geometry.pages_for(num_tokens):
+                    # Without a traceback, which would print (and so read) the tensors.
+                    pytest.fail("written where nothing is mapped", pytrace=False)
+        ragged_append(*arguments)
+
+    ragged_append = ragged.append
+    monkeypatch.setattr(ragged, "append", append)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("max_num_batched_tokens", [8192, 70])
+def test_prompts_of_many_pages_are_exact(
+    name: str,
+    max_num_batched_tokens: int,
+    pool: ExtentPool,
+    no_faults: None,
+) -> None:
+    """Prompts that span pages, most of which leave the window, are written and read right."""
+    model = tiny_model(name)
+    prompts = _prompts(300, 3, 150, seed=4)
+    expected = [_alone(model, prompt) for prompt in prompts]
+    options = {"max_num_batched_tokens": max_num_batched_tokens}
+    assert expected == _generate(model, prompts, pool, **options)
+
+
+def test_only_real_tokens_are_resident(pool: ExtentPool, watched: list[_Watched]) -> None:
+    """One long prompt beside short ones costs pages for the long one only."""
+    model = tiny_model("llama")
+    prompts = [*_prompts(300), *([[5]] * 7)]
+    _generate(model, prompts, pool, max_new_tokens=2)
+    (cache,) = watched
+    most = max(before.resident_bytes for _, before, _ in cache.ends)
+    token_bytes = 2 * 2 * 8 * 4 * model.config.num_hidden_layers
+    # A page (of 32 tokens) per row and layer at the end, and growth by powers of two.
+    assert most <= token_bytes * (2 * 300 + 8 * 64)
+    assert most < token_bytes * 8 * 300 // 2
+
+
+# ---- inside model.generate ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("is_padded", [True, False])
+def test_custom_generate_matches_padded_generate(name: str, is_padded: bool) -> None:
+    """`model.generate(custom_generate=…)` returns the tensor that padding would have given."""
+    model = tiny_model(name)
+    inputs = left_padded_prompt()
+    if not is_padded:
+        del inputs["attention_mask"]
+    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+    expected = model.generate(**inputs, **options)
+    actual = model.generate(**inputs, **options, custom_generate=vmkv.ragged_generate)
+    assert torch.equal(expected, actual)
+
+
+def test_custom_generate_pads_where_sequences_end_early() -> None:
+    """Rows that end early are filled with the padding token, as transformers fills them."""
+    model, inputs = tiny_model("llama"), left_padded_prompt()
+    options: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+    plain = model.generate(**inputs, **options)
+    options |= {"eos_token_id": [int(plain[0, 15]), int(plain[1, 19])], "pad_token_id": 2}
+    expected = model.generate(**inputs, **options)
+    assert (expected[:, 13:] == 2).any(), "nothing ended early: the test proves nothing"
+    actual = model.generate(**inputs, **options, custom_generate=vmkv.ragged_generate)
+    assert torch.equal(expected, actual)
+
+
+def test_custom_generate_takes_memory_of_the_callers(pool: ExtentPool) -> None:
+    """Its own arguments pass through `model.generate`."""
+    from vmkv.hf.store import Settings
+
+    model, inputs = tiny_model("llama"), left_padded_prompt()
+    calls = pool.backend.calls["mem_map"]
+    model.generate(
+        **inputs,
+        max_new_tokens=2,
+        do_sample=False,
+        custom_generate=vmkv.ragged_generate,
+        vmkv_options=Settings(model.config, max_batch_size=3, memory=pool),
+        vmkv_max_num_batched_tokens=5,
+    )
+    assert pool.backend.calls["mem_map"] > calls
+
+
+# ---- what transformers brings to generation -----------------------------------------------------
+
+
+class _Forbids(LogitsProcessor):
+    """Forbids one token, and notes how many rows it saw."""
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+        self.shapes: set[tuple[int, int]] = set()
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.shapes.add((input_ids.shape[0], scores.shape[0]))
+        scores = scores.clone()
+        scores[:, self.token] = -torch.inf
+        return scores
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"repetition_penalty": 1.7},
+        {"no_repeat_ngram_size": 1},
+        {"bad_words_ids": [[5], [7, 8], [15]]},
+        {"suppress_tokens": list(range(10, 60))},
+        {"begin_suppress_tokens": list(range(50))},
+        {"forced_eos_token_id": 9},
+        {"sequence_bias": [[[5], 6.0], [[15, 9], -8.0]]},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_logits_processors_are_honoured(options: dict[str, Any], pool: ExtentPool) -> None:
+    """Each setting changes some prompt's tokens, and to what they are alone."""
+    model = tiny_model("llama")
+    expected = [_alone(model, prompt, **options) for prompt in PROMPTS]
+    assert expected != _expected("llama"), "the setting does nothing: the test proves nothing"
+    assert expected == _generate(model, PROMPTS, pool, **options)
+
+
+def test_min_new_tokens_is_honoured_while_others_end(pool: ExtentPool) -> None:
+    """No sequence ends before its minimum, though it would have."""
+    model = tiny_model("llama")
+    ends, lengths = _ends_early("llama")
+    options = {"eos_token_id": ends, "min_new_tokens": 5}
+    assert min(lengths) < 5
+    expected = [_alone(model, prompt, **options) for prompt in PROMPTS]
+    assert expected == _generate(model, PROMPTS, pool, **options)
+
+
+def test_a_custom_logits_processor_sees_the_whole_batch(pool: ExtentPool) -> None:
+    """It is called with every row, ended ones included, because it may keep state per row."""
+    model = tiny_model("llama")
+    ends, _ = _ends_early("llama")
+    forbids = _Forbids(_expected("llama")[0][len(PROMPTS[0])])
+    options = {"logits_processor": LogitsProcessorList([forbids]), "eos_token_id": ends}
+    actual = _generate(model, PROMPTS, pool, **options)
+    assert {(len(PROMPTS), len(PROMPTS))} == forbids.shapes
+    assert [_alone(model, prompt, **options) for prompt in PROMPTS] == actual
+    assert actual[0] != _expected("llama")[0]
+
+
+@pytest.mark.xfail(
+    VERSION < (5, 18), strict=True, reason="processors see padding as if it had been said"
+)
+def test_padding_does_not_count_as_repetition(pool: ExtentPool) -> None:
+    """A short prompt is not penalised for the padding that stands before it."""
+    model = tiny_model("llama")
+    padding = _expected("llama")[1][1]  # What the prompt of one token says first.
+    options = {"repetition_penalty": 50.0, "pad_token_id": padding}
+    assert _alone(model, PROMPTS[1], **options)[1] == padding
+    expected = [_alone(model, prompt, **options) for prompt in PROMPTS]
+    assert expected == _generate(model, PROMPTS, pool, **options)
+
+
+_LENGTHS_OF_PADDED_ROWS = "lengths are counted with padding: short prompts get fewer tokens"
+
+
+@pytest.mark.xfail(strict=True, reason=_LENGTHS_OF_PADDED_ROWS)
+def test_max_length_counts_each_prompts_own_tokens(pool: ExtentPool) -> None:
+    """With `max_length` a short prompt gets as many tokens as it gets alone."""
+    model = tiny_model("llama")
+    options = {"max_length": 32, "max_new_tokens": None}
+    expected = [_alone(model, prompt, **options) for prompt in PROMPTS]
+    assert expected == _generate(model, PROMPTS, pool, **options)
+
+
+@pytest.mark.xfail(strict=True, reason=_LENGTHS_OF_PADDED_ROWS)
+def test_min_length_counts_each_prompts_own_tokens(pool: ExtentPool) -> None:
+    """With `min_length` a short prompt may not end earlier than it may alone."""
+    model = tiny_model("llama")
+    ends, _ = _ends_early("llama")
+    options = {"min_length": 22, "eos_token_id": ends}
+    expected = [_alone(model, prompt, **options) for prompt in PROMPTS]
+    assert expected == _generate(model, PROMPTS, pool, **options)
+
+
+def test_max_length_of_equally_long_prompts_is_honoured(pool: ExtentPool) -> None:
+    """Where nothing is padded, `max_length` bounds prompt and continuation."""
+    model = tiny_model("llama")
+    prompts = _prompts(7, 7, seed=2)
+    options = {"max_length": 12, "max_new_tokens": None}
+    expected = [_alone(model, prompt, **options) for prompt in prompts]
+    assert [len(tokens) for tokens in expected] == [12, 12]
+    assert expected == _generate(model, prompts, pool, **options)
+
+
+def test_a_generation_config_object_is_honoured(pool: ExtentPool) -> None:
+    """Settings may come in an object; keywords override it."""
+    model = tiny_model("llama")
+    config = GenerationConfig(max_new_tokens=5, do_sample=False, pad_token_id=0)
+    actual = vmkv.generate(model, PROMPTS, pool=pool, generation_config=config)
+    assert [
+        tokens[: len(prompt) + 5]
+        for tokens, prompt in zip(_expected("llama"), PROMPTS, strict=True)
+    ] == actual
+    actual = vmkv.generate(
+        model, PROMPTS[:1], pool=pool, generation_config=config, max_new_tokens=2
+    )
+    assert [_expected("llama")[0][:15]] == actual
+
+
+class _StopsAfter(StoppingCriteria):
+    """Ends row i after `counts[i]` new tokens."""
+
+    def __init__(self, width: int, counts: list[int]) -> None:
+        self.width, self.counts = width, torch.tensor(counts)
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        return input_ids.shape[1] - self.width >= self.counts
+
+
+def test_stopping_criteria_end_each_row_on_its_own(
+    pool: ExtentPool, watched: list[_Watched]
+) -> None:
+    """A criterion of the caller's may end rows at different times, or all at once."""
+    model = tiny_model("llama")
+    for counts in ([3, 1, 7, 12, 2], [4] * 5):
+        criteria = StoppingCriteriaList([_StopsAfter(max(map(len, PROMPTS)), counts)])
+        actual = _generate(model, PROMPTS, pool, stopping_criteria=criteria)
+        assert actual == [
+            tokens[: len(prompt) + count]
+            for tokens, prompt, count in zip(_expected("llama"), PROMPTS, counts, strict=True)
+        ]
+        assert len(watched[-1].steps) == max(counts)
+
+
+# ---- sampling -----------------------------------------------------------------------------------
+
+
+def test_seeded_sampling_is_reproducible(pool: ExtentPool) -> None:
+    """The same seed gives the same tokens, another one others."""
+    model = tiny_model("llama")
+    drawn = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        drawn.append(_generate(model, PROMPTS, pool, do_sample=True, temperature=2.0))
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_sampled_tokens_are_among_the_top_k(pool: ExtentPool) -> None:
+    """Every sampled token is one of the k likeliest after what came before it."""
+    model = tiny_model("gemma2")
+    torch.manual_seed(0)
+    drawn = _generate(model, PROMPTS, pool, do_sample=True, top_k=3, temperature=5.0)
+    ranks = Counter()
+    for tokens, prompt in zip(drawn, PROMPTS, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([tokens]), use_cache=False).logits[0]
+        for at in range(len(prompt), len(tokens)):
+            likeliest = logits[at - 1].topk(3).indices.tolist()
+            assert tokens[at] in likeliest
+            ranks[likeliest.index(tokens[at])] += 1
+    assert set(ranks) == {0, 1, 2}
+
+
+def test_sampled_tokens_follow_the_models_distribution(pool: ExtentPool) -> None:
+    """Over 1,000 rows of one prompt, frequencies are within four deviations of softmax."""
+    model, count = tiny_model("llama"), 1000
+    torch.manual_seed(0)
+    drawn = _generate(
+        model,
+        PROMPTS[1:2] * count,
+        pool,
+        do_sample=True,
+        top_k=4,
+        temperature=0.5,
+        max_new_tokens=1,
+    )
+    with torch.no_grad():
+        logits = model(torch.tensor(PROMPTS[1:2]), use_cache=False).logits[0, -1]
+    likeliest = (logits / 0.5).topk(4)
+    seen = Counter(tokens[-1] for tokens in drawn)
+    for token, p in zip(likeliest.indices.tolist(), likeliest.values.softmax(0), strict=True):
+        deviation = float((p * (1 - p) * count).sqrt())
+        assert abs(seen.pop(token, 0) - float(p) * count) <= 4 * deviation
+    assert not seen
+
+
+# ---- streaming ----------------------------------------------------------------------------------
+
+
+class _Collects(BaseStreamer):
+    def __init__(self) -> None:
+        self.got: list[list[int]] = []
+        self.num_ends = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        assert not self.num_ends
+        self.got.append(value.flatten().tolist())
+
+    def end(self) -> None:
+        self.num_ends += 1
+
+
+def test_a_streamer_gets_every_new_token(pool: ExtentPool) -> None:
+    """Tokens come one by one, each once and in order, and then the end."""
+    model, streamer = tiny_model("llama"), _Collects()
+    _generate(model, PROMPTS[:1], pool, streamer=streamer)
+    new = [[token] for token in _expected("llama")[0][len(PROMPTS[0]) :]]
+    assert new == streamer.got[-NEW_TOKENS:]
+    assert streamer.num_ends == 1
+
+
+@pytest.mark.xfail(
+    strict=True, reason="the prompt is not put: TextStreamer(skip_prompt=True) loses a token"
+)
+def test_a_streamer_gets_what_transformers_gives_it(pool: ExtentPool) -> None:
+    """The prompt is put first, as `model.generate` does and as `skip_prompt` counts on."""
+    model = tiny_model("llama")
+    theirs, ours = _Collects(), _Collects()
+    _alone(model, PROMPTS[0], streamer=theirs)
+    _generate(model, PROMPTS[:1], pool, streamer=ours)
+    assert (theirs.got, theirs.num_ends) == (ours.got, ours.num_ends)
+
+
+# ---- what is refused ----------------------------------------------------------------------------
+
+
+def _assert_refused(model: Any, message: str, call: Callable[[], Any]) -> None:
+    before = model.config._attn_implementation
+    with pytest.raises(ConfigError, match=message):
+        call()
+    assert before == model.config._attn_implementation
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ([], "no prompts"),
+        ([[5], []], "prompt 1 must be a non-empty sequence"),
+        ([torch.tensor([], dtype=torch.long)], "prompt 0 must be a non-empty"),
+        ([[5], [5.0]], "prompt 1"),
+        ([torch.tensor([5.0])], "prompt 0"),
+        (["text"], "prompt 0"),
+        ([[[5, 6]]], "prompt 0"),
+        ([[None]], "prompt 0"),
+    ],
+)
+def test_prompts_that_are_none_are_refused(prompts: Any, message: str, pool: ExtentPool) -> None:
+    """Each prompt must be token ids, one at least."""
+    model = tiny_model("llama")
+    _assert_refused(model, message, lambda: _generate(model, prompts, pool))
+
+
+@pytest.mark.xfail(strict=True, raises=TypeError, reason="TypeError: 'int' object is not iterable")
+@pytest.mark.parametrize("prompts", [[5, 6, 7], [torch.tensor(5)]], ids=["flat", "scalar"])
+def test_one_flat_prompt_is_refused(prompts: Any, pool: ExtentPool) -> None:
+    """A single prompt that is not in a list is the likeliest mistake; it is named."""
+    model = tiny_model("llama")
+    _assert_refused(model, "prompt 0", lambda: _generate(model, prompts, pool))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_beams": 2}, "num_beams must be 1"),
+        ({"num_return_sequences": 2, "do_sample": True}, "num_return_sequences must be 1"),
+        ({"return_dict_in_generate": True}, "return_dict_in_generate"),
+        ({"attention_backend": "nonesuch"}, "nonesuch"),
+        ({"attention_backend": "flash2"}, "'sdpa' would serve it"),
+        ({"budget_bytes": MiB}, "budget"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_options_that_cannot_be_served_are_refused(
+    options: dict[str, Any], message: str, pool: ExtentPool
+) -> None:
+    """Decoding that needs several sequences per prompt, and kernels that cannot run here."""
+    model = tiny_model("llama")
+    _assert_refused(model, message, lambda: _generate(model, PROMPTS, pool, **options))
+
+
+@pytest.mark.parametrize("most", [0, -3])
+def test_an_impossible_number_of_batched_tokens_is_refused(most: int, pool: ExtentPool) -> None:
+    """A pass holds one token at least."""
+    model = tiny_model("llama")
+    options = {"max_num_batched_tokens": most}
+    _assert_refused(
+        model, "max_num_batched_tokens", lambda: _generate(model, PROMPTS, pool, **options)
+    )
+
+
+def test_encoder_decoder_models_are_refused(pool: ExtentPool) -> None:
+    """The error names what would serve them."""
+    model = tiny_model("t5")
+    _assert_refused(model, "for_encoder_decoder", lambda: _generate(model, PROMPTS, pool))
+
+
+def test_hybrid_models_are_refused(pool: ExtentPool) -> None:
+    """State that is not keys and values cannot be packed."""
+    model = tiny_model("qwen3_next")
+    _assert_refused(model, "state|upgrade", lambda: _generate(model, PROMPTS, pool))
+
+
+@pytest.mark.xfail(VERSION < (5, 18), strict=True, reason="KeyError: 2, the first shared layer")
+def test_models_whose_layers_share_keys_are_refused(pool: ExtentPool) -> None:
+    """Gemma3n's last layers have no keys of their own."""
+    model = tiny_model("gemma3n")
+    _assert_refused(model, "layer 2", lambda: _generate(model, PROMPTS, pool))
+
+
+def _without_interface(name: str) -> Any:
+    base = {"vocab_size": VOCABULARY, "eos_token_id": None, "pad_token_id": 0}
+    decoder = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    if name == "gptj":
+        return transformers.GPTJConfig(
+            **base, n_embd=32, n_layer=2, n_head=4, rotary_dim=4, n_positions=128
+        )
+    if name == "falcon":
+        return transformers.FalconConfig(**base, **decoder)
+    return transformers.StableLmConfig(**base, **decoder, intermediate_size=48)
+
+
+@pytest.mark.xfail(strict=True, reason="attention never sees the step: silently wrong tokens")
+@pytest.mark.parametrize("name", ["gptj", "falcon", "stablelm"])
+def test_models_with_attention_of_their_own_are_refused(name: str, pool: ExtentPool) -> None:
+    """Where the layers do not call the registered attention, there must be no answer."""
+    torch.manual_seed(0)
+    config = _without_interface(name)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model.eval()
+    _assert_refused(model, "attention", lambda: _generate(model, PROMPTS, pool))
+
+
+def test_models_with_chunked_attention_are_refused_or_exact(pool: ExtentPool) -> None:
+    """Llama 4 attends within chunks, which is neither causal nor a sliding window."""
+    config = transformers.Llama4TextConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        intermediate_size_mlp=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        attention_chunk_size=8,
+        num_local_experts=2,
+        layer_types=["chunked_attention"] * 2,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    generator = torch.Generator().manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with torch.no_grad():
+        for parameter in model.eval().parameters():
+            if parameter.ndim >= 2:
+                scale = 1.5 * parameter.shape[-1] ** -0.5
+                parameter.normal_(0.0, scale, generator=generator)
+    try:
+        actual = _generate(model, PROMPTS, pool)
+    except ConfigError:
+        return
+    assert [_alone(model, prompt) for prompt in PROMPTS] == actual
+
+
+@pytest.mark.parametrize("mask", [[1, 1, 1, 0], [1, 0, 1, 1], [0, 1, 0, 1], [0, 0, 0, 0]], ids=str)
+def test_masks_that_are_not_left_padding_are_refused(mask: list[int]) -> None:
+    """Right padding, holes and empty prompts are refused before anything runs."""
+    model = tiny_model("llama")
+    inputs = {
+        "input_ids": torch.tensor([[5, 6, 7, 8], [5, 6, 7, 8]]),
+        "attention_mask": torch.tensor([[1, 1, 1, 1], mask]),
+    }
+    options = {"max_new_tokens": 2, "custom_generate": vmkv.ragged_generate}
+    _assert_refused(model, "left padding", lambda: model.generate(**inputs, **options))
+
+
+@pytest.mark.xfail(strict=True, reason="a KeyError, or a RuntimeError of the model's")
+def test_embeddings_instead_of_tokens_are_refused() -> None:
+    """There are no tokens to pack."""
+    model = tiny_model("llama")
+    options = {"max_new_tokens": 2, "custom_generate": vmkv.ragged_generate}
+    embeddings = torch.randn(1, 3, model.config.hidden_size)
+    _assert_refused(
+        model, "inputs_embeds", lambda: model.generate(inputs_embeds=embeddings, **options)
+    )
+
+
+# ---- errors on the way --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options"),
+    [
+        (_prompts(*[200] * 8), {}),
+        (_prompts(*[200] * 8), {"max_num_batched_tokens": 64}),
+        (_prompts(5, 5), {"max_new_tokens": 400}),
+    ],
+    ids=["prefill", "later chunk", "decode"],
+)
+def test_too_small_a_budget_is_an_error_that_gives_everything_back(
+    prompts: list[list[int]], options: dict[str, Any]
+) -> None:
+    """The pool is whole, the model attends as before, and less still fits."""
+    backend = HostBackend(4 * KiB)
+    pool = ExtentPool(backend, 30 * 4 * KiB)
+    model = tiny_model("llama")
+    with pytest.raises(OutOfPagesError):
+        _generate(model, prompts, pool, **options)
+    assert model.config._attn_implementation == "eager"
+    assert pool.stats().resident_bytes == pool.stats().retired_bytes == 0
+    assert _expected("llama")[:2] == _generate(model, PROMPTS[:2], pool)
+    pool.close()
+    assert BackendUsage() == backend.usage()
+
+
+class _Fails(LogitsProcessor):
+    """Raises in its third step."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        if self.num_calls == 3:
+            raise ZeroDivisionError
+        return scores
+
+
+def test_an_error_of_the_callers_gives_everything_back(pool: ExtentPool) -> None:
+    """Whatever is raised in the loop leaves neither memory nor the attention behind."""
+    model = tiny_model("llama")
+    with pytest.raises(ZeroDivisionError):
+        _generate(model, PROMPTS, pool, logits_processor=LogitsProcessorList([_Fails()]))
+    assert model.config._attn_implementation == "eager"
+    assert pool.stats().resident_bytes == 0
+    assert _expected("llama") == _generate(model, PROMPTS, pool)
+
+
+@pytest.mark.xfail(strict=True, reason="the text model's name is given to the vision tower too")
+def test_every_part_of_a_model_attends_as_before_afterwards(pool: ExtentPool) -> None:
+    """A model whose parts attend differently gets back what each of them had."""
+    config = transformers.Gemma3Config(
+        text_config=tiny_config("gemma3"),
+        vision_config=transformers.SiglipVisionConfig(
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            image_size=28,
+            patch_size=14,
+        ),
+        mm_tokens_per_image=4,
+    )
+    parts = {"text_config": "sdpa", "vision_config": "eager"}
+    model = transformers.Gemma3ForConditionalGeneration._from_config(
+        config, attn_implementation=copy.copy(parts)
+    ).eval()
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    expected = [_alone(model, prompt) for prompt in PROMPTS]
+    assert expected == _generate(model, PROMPTS, pool)
+    assert parts == {name: getattr(model.config, name)._attn_implementation for name in parts}

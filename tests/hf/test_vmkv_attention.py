@@ -1,0 +1,713 @@
+"""The attention implementation "vmkv": the right tokens for every model, in place where it can be.
+
+Which path was taken is asked of a spy, an attention backend registered as a user would register
+one: it is called exactly when a layer is attended in place. Numbers are compared with `eager`
+over a `DynamicCache`, which knows nothing of vmkv.
+
+Not covered: GPU kernels (`tests/attention`), ragged batches (`test_ragged_generate.py`).
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from helpers.tiny_models import (
+    VERSION,
+    VOCABULARY,
+    dynamic_cache,
+    forward,
+    generate,
+    left_padded_prompt,
+    prompt,
+    tiny_config,
+    tiny_model,
+)
+from torch.overrides import TorchFunctionMode
+from transformers import AttentionInterface, DynamicCache, StaticCache, masking_utils
+from transformers.masking_utils import AttentionMaskInterface
+
+import vmkv.hf
+from vmkv import ConfigError
+from vmkv.attention import AttentionBatch, AttentionSpec, get, register, registry
+from vmkv.hf import attention as hf_attention
+from vmkv.hf import compat
+
+NewCache = Callable[..., Any]
+
+#: Every family that is attended in place.
+IN_PLACE = (
+    "llama",
+    "mistral",
+    "gemma2",
+    "gemma3",
+    "gemma3n",
+    "qwen3",
+    "gpt_oss",
+    "mixtral",
+    "phi3",
+)
+FAMILIES = (*IN_PLACE, "deepseek_v3")
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "beams": {"num_beams": 3},
+    "sampling": {"do_sample": True, "temperature": 1.5, "top_k": 50},
+}
+
+
+class _Spy:
+    """An attention backend that notes its calls and has `sdpa` answer them."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.overread = 0
+        self.specs: list[AttentionSpec] = []
+        self.batches: list[AttentionBatch] = []
+        self.windows: list[int | None] = []
+        self.before_launch: Callable[[], None] = lambda: None
+        self.is_busy = False
+
+    def overread_tokens(self, k_dim: int, v_dim: int | None = None) -> int:
+        return self.overread
+
+    def why_not(self, spec: AttentionSpec) -> str | None:
+        self.specs.append(spec)
+        return None
+
+    def forward(self, *arguments: Any, window: int | None = None, **options: Any) -> torch.Tensor:
+        self.before_launch()
+        self.batches.append(arguments[3])
+        self.windows.append(window)
+        self.is_busy = True  # What `sdpa` asks of the device is its own business.
+        out = get("sdpa").forward(*arguments, window=window, **options)
+        self.is_busy = False
+        return out
+
+
+@pytest.fixture
+def spy() -> Iterator[_Spy]:
+    """A registered backend; forgotten after the test, for which there is no public way."""
+    spy = _Spy("spy-of-hf-attention")
+    register(spy.name, lambda: spy)
+    yield spy
+    del registry._FACTORIES[spy.name]
+
+
+def _unpadded(batch_size: int = 3) -> dict[str, Any]:
+    return prompt("llama", batch_size=batch_size)
+
+
+INPUTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "padded": left_padded_prompt,
+    "unpadded": _unpadded,
+    "alone": lambda: prompt("llama", batch_size=1),
+    "unmasked": lambda: {"input_ids": _unpadded()["input_ids"]},
+}
+
+
+# ---- generate ---------------------------------------------------------------------------------
+
+
+@functools.cache
+def _expected(name: str, kind: str, strategy: str) -> list[list[int]]:
+    model = tiny_model(name, "eager")
+    tokens = generate(model, INPUTS[kind](), dynamic_cache(model.config), **STRATEGIES[strategy])
+    return tokens.tolist()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("kind", ["padded", "unpadded"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_generate_matches_eager_with_a_dynamic_cache(
+    name: str, kind: str, strategy: str, new_cache: NewCache
+) -> None:
+    """Every family and decoding strategy gives the tokens of eager attention."""
+    model = tiny_model(name, "vmkv")
+    actual = generate(model, INPUTS[kind](), new_cache(model.config), **STRATEGIES[strategy])
+    assert _expected(name, kind, strategy) == actual.tolist()
+
+
+@pytest.mark.parametrize("kind", ["alone", "unmasked"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
+def test_batches_without_padding_or_mask_match_eager(
+    name: str, kind: str, new_cache: NewCache
+) -> None:
+    """A single sequence, and a batch for which no mask was given."""
+    model = tiny_model(name, "vmkv")
+    actual = generate(model, INPUTS[kind](), new_cache(model.config))
+    assert _expected(name, kind, "greedy") == actual.tolist()
+
+
+@pytest.mark.parametrize("kind", ["padded", "unpadded"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_another_cache_matches_eager(name: str, kind: str) -> None:
+    """With a DynamicCache, which vmkv cannot read in place, the tokens are the same."""
+    model = tiny_model(name, "vmkv")
+    actual = generate(model, INPUTS[kind](), dynamic_cache(model.config))
+    assert _expected(name, kind, "greedy") == actual.tolist()
+
+
+@pytest.mark.xfail(
+    strict=True, reason="keys of a StaticCache are longer than what was seen: wrong, or a crash"
+)
+@pytest.mark.parametrize("kind", ["padded", "unpadded"])
+def test_a_static_cache_matches_eager(kind: str) -> None:
+    """A cache whose keys reach past the tokens seen is masked as transformers masks it."""
+    model = tiny_model("llama", "vmkv")
+    cache = StaticCache(config=model.config, max_cache_len=64)
+    actual = generate(model, INPUTS[kind](), cache, disable_compile=True)
+    assert _expected("llama", kind, "greedy") == actual.tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("t5", "unpadded"), ("t5", "padded"), ("whisper", "unpadded")]
+)
+def test_encoder_decoder_models_match_eager(name: str, kind: str, new_cache: NewCache) -> None:
+    """Bidirectional, cross and biased attention fall back, and give the same tokens."""
+    inputs = INPUTS[kind]() if name == "t5" else prompt(name, batch_size=2)
+    reference, model = tiny_model(name, "eager"), tiny_model(name, "vmkv")
+    expected = generate(reference, inputs, dynamic_cache(reference.config))
+    for cache in (new_cache(model.config), dynamic_cache(model.config)):
+        assert expected.tolist() == generate(model, inputs, cache).tolist()
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
+@pytest.mark.parametrize("means", ["assistant", "prompt-lookup"])
+def test_assisted_decoding_matches_eager(name: str, means: str, new_cache: NewCache) -> None:
+    """Drafts are verified and rolled back over rows that are read in place."""
+    if VERSION < (5, 0) and name != "llama":
+        pytest.skip("before 5.x a sliding-window cache cannot be rolled back")
+    model, inputs = tiny_model(name, "vmkv"), INPUTS["alone"]()
+    options: dict[str, Any] = {
+        "prompt_lookup_num_tokens": 3,
+        "eos_token_id": VOCABULARY,  # Never said; 4.57 cannot look up without one.
+    }
+    if means == "assistant":
+        draft = copy.deepcopy(tiny_model(name, "eager"))
+        noise = torch.Generator().manual_seed(7)
+        with torch.no_grad():
+            for parameter in draft.parameters():
+                if parameter.ndim >= 2:
+                    drawn = torch.randn(parameter.shape, generator=noise)
+                    parameter.add_(drawn * parameter.std() * 0.1)
+        options = {"assistant_model": draft}
+    actual = generate(model, inputs, new_cache(model.config), **options)
+    assert _expected(name, "alone", "greedy") == actual.tolist()
+
+
+def test_cropping_by_a_tensor_leaves_a_length_that_is_an_int(new_cache: NewCache) -> None:
+    """Assisted decoding of 5.17 crops by a tensor; lengths stay integers, known on the host."""
+    model = tiny_model("llama", "vmkv")
+    cache = new_cache(model.config)
+    with torch.no_grad():
+        forward(model, _unpadded()["input_ids"], cache)
+    cache.crop(torch.tensor(-2))
+    assert type(cache.get_seq_length()) is int
+    assert cache.get_seq_length() == 11
+
+
+@pytest.mark.parametrize("kind", ["padded", "unpadded"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
+def test_prefill_in_chunks_matches_eager(name: str, kind: str, new_cache: NewCache) -> None:
+    """Chunks of a prompt attend to a longer past; real positions have eager's logits."""
+    inputs = INPUTS[kind]()
+    real = inputs["attention_mask"].bool()
+    logits = {}
+    for attention in ("eager", "vmkv"):
+        model = tiny_model(name, attention)
+        cache = dynamic_cache(model.config) if attention == "eager" else new_cache(model.config)
+        parts = []
+        with torch.no_grad():
+            for first, end in ((0, 5), (5, 6), (6, 13)):
+                mask = inputs["attention_mask"][:, :end]
+                parts.append(forward(model, inputs["input_ids"][:, first:end], cache, mask))
+        logits[attention] = torch.cat(parts, 1)[real]
+    torch.testing.assert_close(logits["vmkv"], logits["eager"], rtol=1e-4, atol=1e-4)
+
+
+def test_a_mask_for_tokens_to_come_matches_eager(new_cache: NewCache) -> None:
+    """A mask for the whole prompt, given with its first chunk, means that chunk's part of it."""
+    inputs = left_padded_prompt()
+    real = inputs["attention_mask"][:, :6].bool()
+    logits = {}
+    for attention in ("eager", "vmkv"):
+        model = tiny_model("llama", attention)
+        cache = dynamic_cache(model.config) if attention == "eager" else new_cache(model.config)
+        with torch.no_grad():
+            out = forward(model, inputs["input_ids"][:, :6], cache, inputs["attention_mask"])
+        logits[attention] = out[real]
+    torch.testing.assert_close(logits["vmkv"], logits["eager"], rtol=1e-4, atol=1e-4)
+
+
+# ---- models that tell attention less than all ---------------------------------------------------
+
+
+def _from_config(config: Any, attention: str) -> Any:
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    model = model.eval().float()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                scale = 1.5 * parameter.shape[-1] ** -0.5
+                parameter.normal_(0.0, scale, generator=generator)
+    return model
+
+
+@pytest.mark.parametrize("has_our_cache", [True, False])
+@pytest.mark.skipif(VERSION < (5, 0), reason="4.57's Qwen2-MoE has attention of its own")
+def test_a_window_that_only_the_mask_knows_is_kept(
+    has_our_cache: bool, new_cache: NewCache
+) -> None:
+    """A sliding layer whose model does not pass `sliding_window` still sees its window only."""
+    config = transformers.Qwen2MoeConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        use_sliding_window=True,
+        sliding_window=4,
+        max_window_layers=0,
+        layer_types=["sliding_attention"] * 2,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+        num_experts=2,
+        num_experts_per_tok=1,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    logits = {}
+    for attention in ("eager", "vmkv"):
+        ours = has_our_cache and attention == "vmkv"
+        cache = new_cache(config) if ours else DynamicCache(config=config)
+        with torch.no_grad():
+            logits[attention] = forward(
+                _from_config(config, attention), _unpadded()["input_ids"], cache
+            )
+    torch.testing.assert_close(logits["vmkv"], logits["eager"], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["padded", "unpadded"])
+def test_gpt2_matches_eager(kind: str, new_cache: NewCache) -> None:
+    """A model that says by `is_causal` whether its mask is already causal is not misread."""
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=64, eos_token_id=None
+    )
+    inputs = INPUTS[kind]()
+    real = inputs["attention_mask"].bool()
+    logits = {}
+    for attention in ("eager", "vmkv"):
+        cache = new_cache(config) if attention == "vmkv" else DynamicCache(config=config)
+        model = _from_config(config, attention)
+        with torch.no_grad():
+            out = forward(model, inputs["input_ids"], cache, inputs["attention_mask"])
+        logits[attention] = out[real]
+    torch.testing.assert_close(logits["vmkv"], logits["eager"], rtol=1e-4, atol=1e-4)
+
+
+# ---- in place, or not ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["padded", "unpadded", "alone", "unmasked"])
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_every_layer_of_every_step_is_attended_in_place(
+    name: str, kind: str, spy: _Spy, new_cache: NewCache
+) -> None:
+    """Prefill and decode read the rows through the chosen backend, in each layer."""
+    model = tiny_model(name, "vmkv")
+    cache = new_cache(model.config, attention_backend=spy.name)
+    generate(model, INPUTS[kind](), cache, max_new_tokens=4)
+    assert len(spy.batches) == 4 * model.config.num_hidden_layers
+    assert {spec.left_pad for spec in spy.specs} == {kind == "padded"}
+    if kind == "padded":
+        assert {tuple(batch.left_pad.tolist()) for batch in spy.batches} == {(0, 4, 9)}
+
+
+def test_models_that_transform_their_keys_are_not(spy: _Spy, new_cache: NewCache) -> None:
+    """DeepSeek expands what the cache returned (since 5.17), so its rows are not attended."""
+    model = tiny_model("deepseek_v3", "vmkv")
+    cache = new_cache(model.config, attention_backend=spy.name)
+    generate(model, left_padded_prompt(), cache, max_new_tokens=3)
+    keeps_latents = tuple(cache.layers[0].keys.shape[1::2]) == (1, 16)
+    assert bool(spy.batches) != keeps_latents
+
+
+def _right_padded() -> torch.Tensor:
+    mask = torch.ones(3, 13, dtype=torch.long)
+    mask[1, 8:] = 0
+    mask[2, 12:] = 0
+    return mask
+
+
+def _holey() -> torch.Tensor:
+    mask = left_padded_prompt()["attention_mask"]
+    mask[0, 5] = 0
+    mask[1, 7:9] = 0
+    return mask
+
+
+def _causal_but(hidden: int) -> torch.Tensor:
+    mask = torch.ones(13, 13, dtype=torch.bool).tril()
+    mask[hidden + 1 :, hidden] = False
+    return mask[None, None].expand(3, 1, 13, 13)
+
+
+def _additive(mask: torch.Tensor) -> torch.Tensor:
+    zeros = torch.zeros(mask.shape)
+    return zeros.masked_fill(~mask, torch.finfo(torch.float32).min)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", "gemma2"])
+@pytest.mark.parametrize("form", ["right-padded", "holey", "bool-4d", "float-4d"])
+def test_other_masks_fall_back_to_the_right_numbers(
+    name: str, form: str, spy: _Spy, new_cache: NewCache
+) -> None:
+    """Right padding, holes and ready-made masks are not attended in place, and match eager."""
+    ids = _unpadded()["input_ids"]
+    if form in ("right-padded", "holey"):
+        theirs = ours = _right_padded() if form == "right-padded" else _holey()
+        real = ours.bool()
+    else:
+        theirs = _additive(_causal_but(3))  # What eager adds to its scores.
+        ours = _causal_but(3) if form == "bool-4d" else theirs
+        real = torch.ones_like(ids, dtype=torch.bool)
+    reference, model = tiny_model(name, "eager"), tiny_model(name, "vmkv")
+    with torch.no_grad():
+        expected = forward(reference, ids, dynamic_cache(reference.config), theirs)
+        cache = new_cache(model.config, attention_backend=spy.name)
+        actual = forward(model, ids, cache, ours)
+    torch.testing.assert_close(actual[real], expected[real], rtol=1e-4, atol=1e-4)
+    assert not spy.batches
+
+
+def test_decoding_after_right_padding_matches_eager(spy: _Spy, new_cache: NewCache) -> None:
+    """The hole that right padding leaves in the past is not attended to in later steps."""
+    ids, mask = _unpadded()["input_ids"], _right_padded()
+    after = torch.cat([mask, torch.ones(3, 1, dtype=torch.long)], 1)
+    out = {}
+    for attention in ("eager", "vmkv"):
+        model = tiny_model("llama", attention)
+        ours = attention == "vmkv"
+        cache = (
+            new_cache(model.config, attention_backend=spy.name)
+            if ours
+            else dynamic_cache(model.config)
+        )
+        with torch.no_grad():
+            forward(model, ids, cache, mask)
+            out[attention] = forward(model, ids[:, :1], cache, after)
+    torch.testing.assert_close(out["vmkv"], out["eager"], rtol=1e-4, atol=1e-4)
+    assert not spy.batches
+
+
+def _mask_of_transformers(model: Any, ids: torch.Tensor, cache: Any, **overlay: Any) -> Any:
+    """What the model itself would have transformers make, with an overlay of the caller's."""
+    embeddings = model.get_input_embeddings()(ids)
+    parameters = inspect.signature(masking_utils.create_causal_mask).parameters
+    known: dict[str, Any] = {
+        "config": model.config,
+        "input_embeds": embeddings,
+        "inputs_embeds": embeddings,
+        "attention_mask": torch.ones_like(ids),
+        "past_key_values": cache,
+        "position_ids": None,
+        "cache_position": torch.arange(ids.shape[1]),
+    }
+    arguments = {name: value for name, value in known.items() if name in parameters}
+    if "inputs_embeds" in arguments:
+        arguments.pop("input_embeds", None)
+    return masking_utils.create_causal_mask(**arguments, **overlay)
+
+
+def _sees_backwards(batch_idx: int, head_idx: int, q_idx: int, kv_idx: int) -> bool:
+    """Tokens 2 to 6 see each other in both directions, as an image's tokens do."""
+    return (q_idx >= 2) & (q_idx <= 6) & (kv_idx >= 2) & (kv_idx <= 6)
+
+
+def _sees_no_third(batch_idx: int, head_idx: int, q_idx: int, kv_idx: int) -> bool:
+    return (kv_idx != 3) | (q_idx == 3)
+
+
+@pytest.mark.parametrize(
+    "overlay", [{"or_mask_function": _sees_backwards}, {"and_mask_function": _sees_no_third}]
+)
+def test_overlays_fall_back_to_the_right_numbers(
+    overlay: dict[str, Any], spy: _Spy, new_cache: NewCache
+) -> None:
+    """A mask that a model composes from its own functions is made in full, and obeyed."""
+    ids = _unpadded()["input_ids"]
+    out = {}
+    for attention in ("eager", "vmkv"):
+        model = tiny_model("llama", attention)
+        ours = attention == "vmkv"
+        cache = (
+            new_cache(model.config, attention_backend=spy.name)
+            if ours
+            else dynamic_cache(model.config)
+        )
+        with torch.no_grad():
+            mask = _mask_of_transformers(model, ids, cache, **overlay)
+            assert mask.ndim == 4
+            out[attention] = forward(model, ids, cache, mask)
+            plain = forward(model, ids, dynamic_cache(model.config))
+        assert not torch.allclose(out[attention], plain, atol=1e-2)  # The overlay matters.
+    torch.testing.assert_close(out["vmkv"], out["eager"], rtol=1e-4, atol=1e-4)
+    assert not spy.batches
+
+
+@pytest.mark.parametrize("kind", ["padded", "unpadded"])
+def test_bidirectional_encoders_match_eager(kind: str) -> None:
+    """A model whose tokens see what follows them is not made causal."""
+    config = transformers.BertConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+    )
+    torch.manual_seed(0)
+    model = transformers.BertModel._from_config(config, attn_implementation="eager").eval()
+    inputs = INPUTS[kind]()
+    real = inputs["attention_mask"].bool()
+    with torch.no_grad():
+        expected = model(**inputs).last_hidden_state[real]
+        model.set_attn_implementation("vmkv")
+        actual = model(**inputs).last_hidden_state[real]
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_packed_sequences_without_a_cache_match_eager(name: str) -> None:
+    """Sequences packed into one row, told by their positions, do not see each other."""
+    ids = _unpadded(1)["input_ids"]
+    positions = torch.tensor([[*range(6), *range(7)]])
+    out = {}
+    for attention in ("eager", "vmkv"):
+        with torch.no_grad():
+            out[attention] = tiny_model(name, attention)(
+                input_ids=ids, position_ids=positions, use_cache=False
+            ).logits
+            alone = tiny_model(name, attention)(input_ids=ids[:, 6:], use_cache=False).logits
+        torch.testing.assert_close(out[attention][:, 6:], alone, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(out["vmkv"], out["eager"], rtol=1e-4, atol=1e-4)
+
+
+# ---- what it asks of the device -----------------------------------------------------------------
+
+_QUESTIONS = {"item", "tolist", "__bool__", "__int__", "__float__", "__index__", "nonzero"}
+
+
+class _Questions(TorchFunctionMode):
+    """Counts reads of a tensor's value, by code of vmkv and not by the spy's `sdpa`."""
+
+    def __init__(self, spy: _Spy) -> None:
+        super().__init__()
+        self.spy = spy
+        self.count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in _QUESTIONS and not self.spy.is_busy:
+            caller = sys._getframe(1)
+            self.count += "/vmkv/hf/" in caller.f_code.co_filename
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("layers_per_group", [1, 64])
+@pytest.mark.parametrize(
+    ("name", "num_masks"),
+    [
+        ("llama", 1),
+        ("mistral", 1),
+        # Sliding and full layers get masks of their own, one after the other.
+        ("gemma2", 2),
+    ],
+)
+def test_the_device_is_asked_once_per_step_and_mask(
+    name: str,
+    num_masks: int,
+    layers_per_group: int,
+    spy: _Spy,
+    new_cache: NewCache,
+) -> None:
+    """What a padding mask says is read once, however many layers use it."""
+    model = tiny_model(name, "vmkv")
+    options = {"attention_backend": spy.name, "layers_per_group": layers_per_group}
+    cache = new_cache(model.config, **options)
+    inputs = left_padded_prompt()
+    mask = inputs["attention_mask"]
+    counts = []
+    with torch.no_grad():
+        forward(model, inputs["input_ids"], cache, mask)
+        for _ in range(4):
+            mask = torch.cat([mask, torch.ones(3, 1, dtype=torch.long)], 1)
+            with _Questions(spy) as questions:
+                forward(model, inputs["input_ids"][:, :1], cache, mask)
+            counts.append(questions.count)
+    assert spy.batches  # In place, and the counter is not blind:
+    assert all(1 <= count <= num_masks for count in counts), counts
+
+
+# ---- over-read ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_what_a_kernel_may_fetch_is_resident_before_it_is_launched(
+    name: str, spy: _Spy, new_cache: NewCache
+) -> None:
+    """The pages of the declared over-read are mapped at every launch, the first one included."""
+    spy.overread = 300
+    model = tiny_model(name, "vmkv")
+    cache = new_cache(model.config, attention_backend=spy.name)
+    ends = []
+
+    def check_pages() -> None:
+        (core,) = cache._store.cores
+        for sequence in core._sequences.values():
+            for group in core.groups:
+                table, geometry = group.table.rows[sequence.row], group.geometry
+                wanted = min(sequence.num_tokens + spy.overread, geometry.row_tokens)
+                assert table.first_page <= group.first_needed_page(sequence.num_tokens)
+                assert table.end_page >= geometry.pages_for(wanted)
+                ends.append(table.end_page)
+
+    spy.before_launch = check_pages
+    generate(model, left_padded_prompt(), cache, max_new_tokens=40)
+    assert len(set(ends)) > 1  # Growth happened in between.
+
+
+def test_without_over_read_nothing_more_is_mapped(spy: _Spy, new_cache: NewCache) -> None:
+    """A kernel that fetches nothing past the length costs no memory past it."""
+    model = tiny_model("llama", "vmkv")
+    caches = []
+    for overread in (0, 300):
+        spy.overread = overread
+        caches.append(new_cache(model.config, attention_backend=spy.name))
+        generate(model, left_padded_prompt(), caches[-1], max_new_tokens=4)
+    assert caches[0].stats().resident_bytes < caches[1].stats().resident_bytes
+
+
+# ---- names --------------------------------------------------------------------------------------
+
+
+def test_it_is_registered_as_attention_and_as_mask() -> None:
+    """An attention without a mask function would silently get no mask."""
+    hf_attention.register()  # Idempotent.
+    assert AttentionInterface()["vmkv"] is hf_attention.vmkv_attention
+    assert AttentionMaskInterface()["vmkv"] is hf_attention.vmkv_mask
+
+
+def test_a_model_can_be_switched_back_and_forth(new_cache: NewCache) -> None:
+    """`set_attn_implementation` takes the name, and the model is eager again afterwards."""
+    model = copy.deepcopy(tiny_model("llama", "eager"))
+    inputs = left_padded_prompt()
+    expected = _expected("llama", "padded", "greedy")
+    model.set_attn_implementation("vmkv")
+    assert model.config._attn_implementation == "vmkv"
+    assert expected == generate(model, inputs, new_cache(model.config)).tolist()
+    model.set_attn_implementation("eager")
+    assert expected == generate(model, inputs, new_cache(model.config)).tolist()
+
+
+def test_a_backend_that_cannot_serve_is_refused_before_launch(new_cache: NewCache) -> None:
+    """Float32 on a flash kernel is an error that names what would serve."""
+    model = tiny_model("llama", "vmkv")
+    cache = new_cache(model.config, attention_backend="flash2")
+    with pytest.raises(ConfigError, match="'sdpa' would serve it"):
+        generate(model, left_padded_prompt(), cache)
+
+
+def test_an_unknown_backend_is_refused_when_the_cache_is_made() -> None:
+    """A misspelt name does not wait for the first forward pass."""
+    with pytest.raises(ConfigError, match="nonesuch"):
+        vmkv.hf.VMKVCache(tiny_config("llama"), attention_backend="nonesuch")
+
+
+# ---- which masks are plain ----------------------------------------------------------------------
+
+
+def _chunked() -> Any:
+    padding = torch.zeros(1, dtype=torch.int32)
+    return masking_utils.chunked_causal_mask_function(4, padding)
+
+
+def _and_mask(batch_idx: int, head_idx: int, q_idx: int, kv_idx: int) -> bool:
+    return True
+
+
+def _sees_all(batch_idx: int, head_idx: int, q_idx: int, kv_idx: int) -> bool:
+    return q_idx >= 0
+
+
+if hasattr(masking_utils, "bidirectional_mask_function"):  # Not in 4.57.
+    _sees_all = masking_utils.bidirectional_mask_function
+_and_mask.__name__ = "and_mask"
+_causal = masking_utils.causal_mask_function
+_window = masking_utils.sliding_window_overlay(4)
+
+NOT_PLAIN: dict[str, Any] = {
+    "nothing": None,
+    "a function of the caller's": _sees_backwards,
+    "one that is only called like them": _and_mask,
+    "chunked": _chunked(),
+    "everything": _sees_all,
+    "everything within a window": masking_utils.and_masks(_window, _sees_all),
+    "causal or something": masking_utils.or_masks(_causal, _sees_backwards),
+    "a window or causal": masking_utils.or_masks(_window, _causal),
+    "causal and something": masking_utils.and_masks(_sees_no_third, _causal),
+    "a window and something": masking_utils.and_masks(
+        masking_utils.sliding_window_causal_mask_function(4), _sees_no_third
+    ),
+    "three parts": masking_utils.and_masks(_window, _causal, _sees_no_third),
+    "two windows": masking_utils.and_masks(_window, _window),
+    "packed": masking_utils.and_masks(
+        _causal, masking_utils.packed_sequence_mask_function(torch.zeros(1, 4, dtype=torch.long))
+    ),
+    "shifted": masking_utils.add_offsets_to_mask_function(_causal, 3, 0),
+}
+
+
+@pytest.mark.parametrize("what", NOT_PLAIN)
+def test_no_other_mask_is_taken_for_a_plain_one(what: str) -> None:
+    """Whatever is not just causal, or causal within a window, is made in full."""
+    assert compat.plain_mask(NOT_PLAIN[what]) is None
+
+
+@pytest.mark.parametrize("window", [1, 4, 4096])
+def test_causal_and_sliding_masks_are_plain(window: int) -> None:
+    """The two masks that need no tensor, as this release composes them, and their window."""
+    causal = compat.plain_mask(masking_utils.causal_mask_function)
+    assert causal is not None
+    assert causal.window is None
+    sliding = compat.plain_mask(masking_utils.sliding_window_causal_mask_function(window))
+    assert sliding is not None
+    assert window == sliding.window
+
+
+@pytest.mark.parametrize(("num_queries", "num_keys"), [(1, 3), (3, 3), (1, 9), (3, 9)])
+@pytest.mark.parametrize("window", [None, 2])
+def test_the_explicit_mask_is_what_its_words_say(
+    num_queries: int, num_keys: int, window: int | None
+) -> None:
+    """The fallback's mask: causal at the bottom right, within the window, without padding."""
+    query, key = torch.empty(2, 1, num_queries, 1), torch.empty(2, 1, num_keys, 1)
+    padding = torch.ones(2, num_keys, dtype=torch.long)
+    padding[1, 0] = 0
+    mask = hf_attention._explicit_mask(query, key, padding, True, window)
+    assert mask is not None
+    for row, at, other in itertools.product(range(2), range(num_queries), range(num_keys)):
+        position = num_keys - num_queries + at
+        is_seen = other <= position and bool(padding[row, other])
+        is_seen &= window is None or other > position - window
+        assert is_seen == bool(mask[row, 0, at, other])

@@ -1,0 +1,312 @@
+"""Histories of the cache, with content as the oracle.
+
+Every token written carries a stamp that is unique to that write, in keys and values of every
+layer. After any history of opening, growing, shrinking, closing, adopting, trimming, held fences
+and failing driver calls, each live sequence must read exactly its own stamps. That one comparison
+finds aliasing, memory reused too early, pages off by one, and rows adopted while in use.
+
+After every step the invariants I1-I9 are checked as well. Not played here: several threads (one
+thread works on a cache), and kernels that read asynchronously (the GPU tests do).
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from vmkv import (
+    BackendUsage,
+    ConfigError,
+    ExtentPool,
+    HostBackend,
+    KVCache,
+    OutOfAddressSpaceError,
+    OutOfPagesError,
+    Sequence,
+    SequenceFullError,
+)
+from vmkv.cache import layer_group
+from vmkv.errors import DriverError
+from vmkv.testing import FaultInjectingBackend, ModelCache
+from vmkv.units import KiB
+
+PAGE = 4 * KiB
+MAX_TOKENS = 60
+BUDGET_PAGES = 48
+lengths = st.one_of(st.integers(0, 5), st.integers(0, MAX_TOKENS + 5))
+picks = st.integers(0, 3)  # Of the live sequences, in the order of their opening.
+has_sequences = precondition(lambda self: self.by_id)
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """One cache of a full and a windowed group beside a model of its content."""
+
+    #: Tokens of a windowed layer that a query sees; varied by the initial rule.
+    windows: ClassVar[list[int]] = [1, 3, 8, 20]
+
+    @initialize(
+        window_tokens=st.sampled_from(windows),
+        underread_tokens=st.sampled_from([0, 0, 10]),
+        keep_free=st.sampled_from([None, 0, 2]),
+    )
+    def make(self, window_tokens: int, underread_tokens: int, keep_free: int | None) -> None:
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(layer_group, "_UNDERREAD_TOKENS", underread_tokens)
+        self.host = HostBackend(PAGE)
+        self.backend = FaultInjectingBackend(self.host)
+        pool = ExtentPool(
+            self.backend,
+            BUDGET_PAGES * PAGE,
+            keep_free_bytes=None if keep_free is None else keep_free * PAGE,
+            close_when_unused=True,
+        )
+        self.cache = KVCache(pool, max_tokens=MAX_TOKENS, max_sequences=4, layers_per_group=2)
+        self.window_tokens = window_tokens
+        # A token of 2 layers x 1 head x (24 + 8) x 8 B is 512 B; 48 + 16 leave gaps on purpose.
+        shape = {"num_kv_heads": 1, "head_dim": 24, "v_head_dim": 8, "dtype": torch.int64}
+        self.cache.add_layers([0, 1], **shape)
+        self.cache.add_layers([2, 3], **shape, window_tokens=window_tokens)
+        self.model = ModelCache()
+        self.by_id: dict[int, Sequence] = {}
+        self.num_rows_free = 4
+        self.unmaps_at_hold: int | None = None
+
+    # ---- tools ------------------------------------------------------------------------
+
+    def _picked(self, pick: int) -> int:
+        keys = sorted(self.by_id)
+        return keys[pick % len(keys)]
+
+    def _stamp(self, stamp: int, layer: int, value: int) -> int:
+        return stamp * 16 + layer * 2 + value
+
+    def _write(self, key: int, start: int, stamps: list[int]) -> None:
+        sequence = self.by_id[key]
+        self.cache.check()  # Before writing: where memory is missing, that would be a fault.
+        for layer in self.cache.layers:
+            for value, tensor in enumerate((sequence.keys(layer), sequence.values(layer))):
+                fresh = [self._stamp(stamp, layer, value) for stamp in stamps]
+                tensor[start:] = torch.tensor(fresh, dtype=torch.int64)[:, None, None]
+
+    def _fault(self, fail_at: int) -> None:
+        """Let a driver call of the next operation fail (0: none)."""
+        self.backend.arm(fail_at)
+        if fail_at:
+            self.unmaps_at_hold = None  # Undoing a failed batch unmaps, rightly.
+
+    def _end_fault(self) -> bool:
+        """Whether the fault struck."""
+        struck = self.backend.failed_call is not None
+        self.backend.arm(0)
+        return struck
+
+    def _must_fit(self, key: int, num_tokens: int) -> bool:
+        """Whether the pool can supply the growth even if live rows give nothing back."""
+        stats = self.cache.stats()
+        missing = 0
+        for group in self.cache.groups:
+            pages = group.table.rows[self.by_id[key].row]
+            missing += max(0, group.geometry.pages_for(num_tokens) - pages.end_page)
+        live_bytes = stats.resident_bytes - stats.parked_bytes
+        return live_bytes + missing * PAGE <= BUDGET_PAGES * PAGE
+
+    # ---- sequences --------------------------------------------------------------------
+
+    @rule(hint=lengths)
+    def open(self, hint: int) -> None:
+        try:
+            sequence = self.cache.open(hint)
+        except OutOfAddressSpaceError:
+            assert 0 == self.num_rows_free
+            return
+        self.num_rows_free -= 1
+        self.by_id[self.model.open()] = sequence
+        assert 0 == sequence.num_tokens
+
+    @has_sequences
+    @rule(pick=picks, num_tokens=lengths, fail_at=st.sampled_from([0, 0, 0, 1, 2, 3, 5]))
+    def append(self, pick: int, num_tokens: int, fail_at: int) -> None:
+        key = self._picked(pick)
+        sequence = self.by_id[key]
+        start = sequence.num_tokens
+        must_fit = self._must_fit(key, start + num_tokens)
+        self._fault(fail_at)
+        try:
+            sequence.append(num_tokens)
+        except SequenceFullError:
+            self._end_fault()
+            assert start + num_tokens > MAX_TOKENS
+        except OutOfPagesError:
+            assert not self._end_fault()
+            assert not must_fit
+        except DriverError:
+            assert self._end_fault()
+        else:
+            self._end_fault()
+            assert start + num_tokens <= MAX_TOKENS
+            self._write(key, start, self.model.append(key, num_tokens))
+        assert len(self.model.stamps[key]) == sequence.num_tokens
+
+    @has_sequences
+    @rule(num_tokens=lengths)
+    def append_to_all(self, num_tokens: int) -> None:
+        keys = sorted(self.by_id)
+        before = [self.by_id[key].num_tokens for key in keys]
+        wanted = [(self.by_id[key], self.by_id[key].num_tokens + num_tokens) for key in keys]
+        try:
+            self.cache.grow(wanted)
+        except (SequenceFullError, OutOfPagesError):
+            assert before == [self.by_id[key].num_tokens for key in keys]
+            return
+        for key, start in zip(keys, before, strict=True):
+            self._write(key, start, self.model.append(key, num_tokens))
+
+    @has_sequences
+    @rule(pick=picks, share=st.floats(0, 1.1), fail_at=st.sampled_from([0, 0, 1]))
+    def truncate(self, pick: int, share: float, fail_at: int) -> None:
+        key = self._picked(pick)
+        sequence = self.by_id[key]
+        num_tokens = int(sequence.num_tokens * share)
+        self._fault(fail_at)
+        try:
+            sequence.truncate(num_tokens)
+        except ConfigError:
+            self._end_fault()
+            # Too long, or what the window has let go of.
+            lost = sequence.num_tokens - num_tokens > 0 and num_tokens > 0
+            assert num_tokens > sequence.num_tokens or lost
+        except DriverError:
+            assert self._end_fault()
+        else:
+            self._end_fault()
+            self.model.truncate(key, num_tokens)
+        assert len(self.model.stamps[key]) == sequence.num_tokens
+
+    @has_sequences
+    @rule(pick=picks, fail_at=st.sampled_from([0, 0, 0, 1]))
+    def close(self, pick: int, fail_at: int) -> None:
+        key = self._picked(pick)
+        self._fault(fail_at)
+        try:
+            self.by_id[key].close()
+        except DriverError:
+            assert self._end_fault()
+            assert not self.by_id[key].is_closed
+            self.by_id[key].close()
+        self._end_fault()
+        self.model.close(key)
+        del self.by_id[key]
+        self.num_rows_free += 1
+
+    # ---- memory -----------------------------------------------------------------------
+
+    @rule(num_pages=st.none() | st.integers(0, 20), fail_at=st.sampled_from([0, 0, 1, 2, 4]))
+    def trim(self, num_pages: int | None, fail_at: int) -> None:
+        self._fault(fail_at)
+        try:
+            self.cache.trim(None if num_pages is None else num_pages * PAGE)
+        except DriverError:
+            assert self._end_fault()
+        else:
+            if num_pages is None:
+                stats = self.cache.stats()
+                assert (0, 0, 0) == (stats.parked_bytes, stats.free_bytes, stats.retired_bytes)
+        self._end_fault()
+
+    @rule()
+    def hold_fences(self) -> None:
+        self.cache.pool.reclaimer.poll()
+        self.host.hold_fences()
+        self.unmaps_at_hold = self.host.calls["mem_unmap"]
+        self.passed_at_hold = self.host.last_passed_fence
+
+    @rule()
+    def pass_fences(self) -> None:
+        self.host.pass_fences()
+        self.unmaps_at_hold = None
+
+    @precondition(lambda self: len(self.cache.groups) == 2)
+    @rule()
+    def drop_a_layer_and_compact(self) -> None:
+        """Layer 2 moves to a group of its own, with its content; layer 3 comes back, unwindowed."""
+        self.unmaps_at_hold = None
+        try:
+            self.cache.drop_layers([3])
+            self.cache.compact()
+        except OutOfPagesError:
+            pass  # The gap stays.
+        self.cache.check()
+        shape = {"num_kv_heads": 1, "head_dim": 24, "v_head_dim": 8, "dtype": torch.int64}
+        try:
+            self.cache.add_layers([3], **shape)
+        except OutOfPagesError:
+            return  # Layer 3 is gone for good.
+        self._rewrite_layer_3()
+
+    def _rewrite_layer_3(self) -> None:
+        for key, sequence in self.by_id.items():
+            stamps = self.model.stamps[key]
+            for value, tensor in enumerate((sequence.keys(3), sequence.values(3))):
+                fresh = [self._stamp(stamp, 3, value) for stamp in stamps]
+                tensor[:] = torch.tensor(fresh, dtype=torch.int64)[:, None, None]
+
+    # ---- always -----------------------------------------------------------------------
+
+    @invariant()
+    def invariants_hold(self) -> None:
+        self.cache.check()
+
+    @invariant()
+    def content_is_the_models(self) -> None:
+        for key, sequence in self.by_id.items():
+            stamps = self.model.stamps[key]
+            assert len(stamps) == sequence.num_tokens
+            for layer in self.cache.layers:
+                group, _ = self.cache.place(layer)
+                window = group.window_tokens
+                first = 0 if window is None else max(0, len(stamps) - window + 1)
+                for value, tensor in enumerate((sequence.keys(layer), sequence.values(layer))):
+                    wanted = [self._stamp(stamp, layer, value) for stamp in stamps[first:]]
+                    assert wanted == tensor[first:, 0, 0].tolist()
+                    assert wanted == tensor[first:, 0, -1].tolist()
+
+    @invariant()
+    def books_are_the_models(self) -> None:
+        stats = self.cache.stats()
+        assert len(self.by_id) == stats.num_sequences
+        assert self.num_rows_free == 4 - len(self.cache._rows.live)
+        assert stats.resident_bytes >= stats.parked_bytes
+        assert self.host.usage().physical_bytes == self.host.file_bytes()
+
+    @invariant()
+    def nothing_is_unmapped_before_its_fence(self) -> None:
+        """Unless something waited, which lets the device catch up."""
+        if self.unmaps_at_hold is None:
+            return
+        if self.host.last_passed_fence == self.passed_at_hold:
+            assert self.unmaps_at_hold == self.host.calls["mem_unmap"]
+
+    def teardown(self) -> None:
+        if not hasattr(self, "cache"):
+            return
+        self.patch.undo()
+        self.backend.arm(0)
+        self.cache.close()
+        assert BackendUsage() == self.host.usage()
+
+
+TestCacheMachine = CacheMachine.TestCase
+TestCacheMachine.settings = settings(
+    max_examples=3 * settings().max_examples, stateful_step_count=40
+)

@@ -1,0 +1,45 @@
+"""Extents: their sizes add up, their references count."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vmkv.memory import Extent, size_classes
+from vmkv.units import Handle
+
+
+def test_size_classes_example_of_the_docstring() -> None:
+    """37 pages with 32-page extents at most are 32 + 4 + 1."""
+    assert [5, 2, 0] == list(size_classes(37, 5))
+
+
+def test_size_classes_of_nothing_is_nothing() -> None:
+    """Zero pages need no extent."""
+    assert [] == list(size_classes(0, 5))
+
+
+@given(st.integers(0, 5000), st.integers(0, 6))
+def test_size_classes_cover_exactly_and_descend(num_pages: int, largest_class: int) -> None:
+    """The extents are exactly the pages, largest first, none too large."""
+    classes = list(size_classes(num_pages, largest_class))
+    assert num_pages == sum(1 << size_class for size_class in classes)
+    assert sorted(classes, reverse=True) == classes
+    assert all(0 <= size_class <= largest_class for size_class in classes)
+
+
+@given(st.integers(1, 5000), st.integers(0, 6))
+def test_size_classes_are_the_fewest(num_pages: int, largest_class: int) -> None:
+    """As many as the largest class forces, plus one per bit of the rest: each is a driver call."""
+    largest_pages = 1 << largest_class
+    fewest = num_pages // largest_pages + (num_pages % largest_pages).bit_count()
+    assert fewest == len(list(size_classes(num_pages, largest_class)))
+
+
+def test_extent_is_referenced_by_mappings_and_owners() -> None:
+    """I2, in one object."""
+    extent = Extent(id=3, size_class=2, num_bytes=4 * 4096, handle=Handle(7))
+    assert (4, 0) == (extent.num_pages, extent.num_references)
+    extent.num_mappings, extent.num_owners = 2, 1
+    assert 3 == extent.num_references
+    assert "id=3" in repr(extent)

@@ -1,0 +1,156 @@
+"""Each invariant, broken by hand, is found: `check_pool` can fail."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from vmkv import ExtentPool, HostBackend, InternalError, _native
+from vmkv.backend import Access
+from vmkv.memory import PageTable, Placement, check_pool
+from vmkv.memory.page_table import Mapping
+from vmkv.units import Address, KiB
+
+PAGE = 4 * KiB
+
+
+@pytest.fixture
+def pool() -> Iterator[ExtentPool]:
+    """A pool with a table of two rows, extents mapped, free and retired; left as it falls."""
+    backend = HostBackend(PAGE)
+    pool = ExtentPool(backend, 64 * PAGE)
+    table = PageTable(pool, num_rows=2, row_pages=8)
+    for row in range(2):
+        extents = pool.acquire([1, 0, 0])
+        placement = Placement(row, 0, extents)
+        backend.execute(table.ops_to_map(placement, Access.READ_WRITE))
+        table.note_mapped(placement, Access.READ_WRITE)
+        pool.disown(extents)
+    pool.disown(pool.acquire([0, 2]))
+    backend.hold_fences()
+    table.retire_back(1, 3, pool.reclaimer.new_fence())
+    check_pool(pool)
+    yield pool
+    # Whatever the test broke: mappings die with their addresses, memory with its file.
+    _native.host_free(table.address, table.reserved_bytes)
+    backend.close()
+
+
+def _mapping(pool: ExtentPool, row: int = 0, at: int = 0) -> Mapping:
+    return pool.page_tables[0].rows[row].mappings[at]
+
+
+@pytest.mark.parametrize("books", ["_created_bytes", "_free_bytes"])
+def test_i1_created_is_free_resident_and_retired(pool: ExtentPool, books: str) -> None:
+    """A page too many in the books of what exists, or of what is free."""
+    setattr(pool, books, getattr(pool, books) + PAGE)
+    with pytest.raises(InternalError, match="I1"):
+        check_pool(pool)
+
+
+def test_i1_lost_retired_batch(pool: ExtentPool) -> None:
+    """An extent whose only mapping the reclaimer forgot belongs nowhere."""
+    pool.reclaimer._batches.clear()
+    with pytest.raises(InternalError, match=r"I1|I2"):
+        check_pool(pool)
+
+
+@pytest.mark.parametrize("count", ["num_mappings", "num_live_mappings"])
+@pytest.mark.parametrize("delta", [-1, 1])
+def test_i2_references_are_counted(pool: ExtentPool, count: str, delta: int) -> None:
+    """An extent that counts a mapping too many would never be free; one too few, too early."""
+    extent = _mapping(pool).extent
+    pool.own([extent])  # Keeps I1 out of it.
+    setattr(extent, count, getattr(extent, count) + delta)
+    with pytest.raises(InternalError, match="I2"):
+        check_pool(pool)
+
+
+def test_i3_shared_extent_is_writable(pool: ExtentPool) -> None:
+    """Two rows may not both write to one memory."""
+    table = pool.page_tables[0]
+    placement = Placement(0, 4, [_mapping(pool, row=1, at=0).extent])
+    pool.backend.execute(table.ops_to_map(placement, Access.READ))
+    table.note_mapped(placement, Access.READ)
+    with pytest.raises(InternalError, match="I3"):
+        check_pool(pool)
+    _mapping(pool, row=1, at=0).access = Access.READ
+    check_pool(pool)
+
+
+def test_i4_free_extent_is_mapped(pool: ExtentPool) -> None:
+    """An extent on a free list that a row still shows."""
+    extent = _mapping(pool, at=1).extent
+    pool._free_ids.push(extent.size_class, extent.id)
+    with pytest.raises(InternalError, match="I4"):
+        check_pool(pool)
+
+
+def test_i4_mapped_extent_does_not_exist(pool: ExtentPool) -> None:
+    """A row shows an extent whose handle was released."""
+    extent = _mapping(pool, at=1).extent
+    pool._extents[extent.id] = None
+    pool._created_bytes -= extent.num_bytes
+    with pytest.raises(InternalError, match="I4"):
+        check_pool(pool)
+
+
+def test_i5_page_is_mapped_twice(pool: ExtentPool) -> None:
+    """A live mapping at an address where a retired one still is."""
+    extents = pool.acquire([0])
+    pool.page_tables[0].note_mapped(Placement(1, 3, extents), Access.READ_WRITE)
+    with pytest.raises(InternalError, match="I5"):
+        check_pool(pool)
+
+
+def test_i6_row_has_a_hole(pool: ExtentPool) -> None:
+    """Mappings of a row follow each other."""
+    _mapping(pool, at=2).first_page += 1
+    with pytest.raises(InternalError, match="I6: row 0 has a hole at page 3"):
+        check_pool(pool)
+
+
+def test_i6_row_runs_past_its_end(pool: ExtentPool) -> None:
+    """A row's last page is followed by another row's first."""
+    pool.page_tables[0].row_pages = 3
+    with pytest.raises(InternalError, match="I6: row 0 runs to page 4 of 3"):
+        check_pool(pool)
+
+
+def test_i7_retired_mapping_is_unmapped_already(pool: ExtentPool) -> None:
+    """Somebody unmapped what still waits for its fence."""
+    (retired,) = pool.reclaimer.retired_mappings()
+    pool.backend.mem_unmap(retired.address, retired.extent.num_bytes)
+    with pytest.raises(InternalError, match="I7"):
+        check_pool(pool)
+
+
+def test_i8_backend_holds_more_than_the_books(pool: ExtentPool) -> None:
+    """A handle that the pool does not know is a leak."""
+    pool.backend.mem_create(PAGE)
+    with pytest.raises(InternalError, match="I8"):
+        check_pool(pool)
+
+
+def test_i8_backend_maps_more_than_the_books(pool: ExtentPool) -> None:
+    """So is a mapping that no table knows."""
+    handle = _mapping(pool, at=1).extent.handle
+    address = Address(pool.page_tables[0].page_address(0, 6))
+    pool.backend.mem_map(address, PAGE, handle)
+    with pytest.raises(InternalError, match=r"I7|I8"):
+        check_pool(pool)
+
+
+def test_i9_budget_is_exceeded(pool: ExtentPool) -> None:
+    """More exists than may."""
+    pool._budget_bytes = pool.stats().created_bytes - PAGE
+    with pytest.raises(InternalError, match="I9"):
+        check_pool(pool)
+
+
+def test_messages_name_both_sides(pool: ExtentPool) -> None:
+    """Whoever reads the report sees what the books say and what is true."""
+    pool._free_bytes += PAGE
+    with pytest.raises(InternalError, match=r"the books say \d+, the truth is \d+"):
+        check_pool(pool)

@@ -1,0 +1,153 @@
+"""The page table: where extents are mapped, one run per row, and what leaves it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from vmkv import ExtentPool, HostBackend, InternalError, OutOfAddressSpaceError
+from vmkv.backend import Access, AccessOp, MapOp
+from vmkv.memory import PageTable, Placement, RowPages, check_pool
+from vmkv.testing import read_bytes, write_bytes
+from vmkv.units import KiB
+
+PAGE = 4 * KiB
+MakePool = Callable[..., ExtentPool]
+
+
+def _map(table: PageTable, row: int, *classes: int) -> None:
+    """Map fresh extents of these classes at the end of `row`."""
+    extents = table.pool.acquire(classes)
+    placement = Placement(row, table.rows[row].end_page, extents)
+    table.pool.backend.execute(table.ops_to_map(placement, Access.READ_WRITE))
+    table.note_mapped(placement, Access.READ_WRITE)
+    table.pool.disown(extents)
+
+
+def test_table_reserves_all_rows_at_once(pool: ExtentPool) -> None:
+    """One reservation, rows side by side, and no memory yet."""
+    table = PageTable(pool, num_rows=3, row_pages=4)
+    usage = pool.backend.usage()
+    assert (1, 12 * PAGE, 0) == (usage.num_reservations, usage.reserved_bytes, usage.num_handles)
+    assert table.address + 2 * 4 * PAGE + 3 * PAGE == table.page_address(2, 3)
+
+
+def test_table_larger_than_the_address_space_is_refused(pool: ExtentPool) -> None:
+    """The refusal leaves no table behind."""
+    with pytest.raises(OutOfAddressSpaceError) as caught:
+        PageTable(pool, num_rows=1 << 20, row_pages=1 << 20)
+    assert PAGE << 40 == caught.value.needed_bytes
+    assert [] == pool.page_tables
+
+
+def test_empty_row_has_an_empty_run() -> None:
+    """Everything is zero where nothing is mapped."""
+    pages = RowPages()
+    assert (0, 0, 0) == (pages.first_page, pages.end_page, pages.num_pages)
+
+
+def test_placement_is_one_access_for_its_run(pool: ExtentPool) -> None:
+    """Extents of mixed size lie one after the other; access is granted once, to all."""
+    table = PageTable(pool, num_rows=2, row_pages=8)
+    extents = pool.acquire([1, 0, 1])
+    ops = table.ops_to_map(Placement(1, 2, extents), Access.READ)
+    start = table.page_address(1, 2)
+    assert [
+        MapOp(start, 2 * PAGE, extents[0].handle),
+        MapOp(start + 2 * PAGE, PAGE, extents[1].handle),
+        MapOp(start + 3 * PAGE, 2 * PAGE, extents[2].handle),
+        AccessOp(start, 5 * PAGE, Access.READ),
+    ] == ops
+    pool.disown(extents)
+
+
+def test_mappings_hold_their_extents(pool: ExtentPool) -> None:
+    """After the owner lets go the mapping alone keeps the memory."""
+    table = PageTable(pool, num_rows=1, row_pages=8)
+    _map(table, 0, 2, 0)
+    assert (0, 5) == (pool.stats().free_bytes, table.rows[0].num_pages)
+    check_pool(pool)
+
+
+def test_row_grows_at_its_end_only(pool: ExtentPool) -> None:
+    """A placement that would leave a hole is a bug of ours, and said so."""
+    table = PageTable(pool, num_rows=1, row_pages=8)
+    _map(table, 0, 1)
+    extents = pool.acquire([0])
+    with pytest.raises(InternalError, match="ends at page 2, not at 3"):
+        table.note_mapped(Placement(0, 3, extents), Access.READ_WRITE)
+    pool.disown(extents)
+
+
+def test_retire_back_takes_whole_extents_only(pool: ExtentPool) -> None:
+    """An extent that begins before the page stays, for it is mapped whole."""
+    table = PageTable(pool, num_rows=1, row_pages=8)
+    _map(table, 0, 1, 1, 0)
+    table.retire_back(0, 3, pool.reclaimer.new_fence())
+    assert 4 == table.rows[0].end_page
+    pool.reclaimer.poll()
+    assert PAGE == pool.stats().free_bytes
+
+
+def test_retire_front_takes_whole_extents_only(pool: ExtentPool) -> None:
+    """An extent that the window still touches stays."""
+    table = PageTable(pool, num_rows=1, row_pages=8)
+    _map(table, 0, 1, 1, 0)
+    table.retire_front(0, 3, pool.reclaimer.new_fence())
+    assert (2, 5) == (table.rows[0].first_page, table.rows[0].end_page)
+    pool.reclaimer.poll()
+    assert 2 * PAGE == pool.stats().free_bytes
+
+
+def test_rows_are_separate_memory(pool: ExtentPool) -> None:
+    """What is written in one row appears in no other."""
+    table = PageTable(pool, num_rows=2, row_pages=2)
+    for row in range(2):
+        _map(table, row, 1)
+        write_bytes(pool.backend, table.page_address(row, 0), bytes([row + 1]) * 2 * PAGE)
+    for row in range(2):
+        data = read_bytes(pool.backend, table.page_address(row, 0), 2 * PAGE)
+        assert bytes([row + 1]) * 2 * PAGE == data
+
+
+def test_close_gives_everything_back(host: HostBackend, make_pool: MakePool) -> None:
+    """Extents become free, the reservation is gone."""
+    pool = make_pool(64)
+    table = PageTable(pool, num_rows=2, row_pages=8)
+    _map(table, 0, 2)
+    _map(table, 1, 0, 0)
+    table.close(lambda: False)
+    assert (6 * PAGE, 0) == (pool.stats().free_bytes, host.usage().reserved_bytes)
+    assert [] == pool.page_tables
+
+
+def test_close_waits_for_the_device(host: HostBackend, make_pool: MakePool) -> None:
+    """A busy device is waited for, not pulled from under."""
+    pool = make_pool(64)
+    table = PageTable(pool, num_rows=1, row_pages=8)
+    _map(table, 0, 2)
+    host.hold_fences()
+    table.close(lambda: False)
+    assert 0 == host.usage().num_mappings
+    assert (
+        host.record_fence().has_passed() is False
+    )  # The device is still held; ours was waited for.
+    host.pass_fences()
+
+
+def test_reservation_outlives_close_while_a_tensor_points_into_it(
+    host: HostBackend, make_pool: MakePool
+) -> None:
+    """The addresses stay reserved and empty, so that a stale view faults; later they are freed."""
+    pool = make_pool(64)
+    views = [True, False]
+    tables = [PageTable(pool, num_rows=1, row_pages=8) for _ in range(2)]
+    for table, alive in zip(tables, views, strict=True):
+        _map(table, 0, 0)
+        table.close(lambda alive=alive: alive and views[0])
+    assert 1 == pool.reclaimer.num_idle_reservations
+    assert (1, 0) == (host.usage().num_reservations, host.usage().num_mappings)
+    views[0] = False
+    pool.trim()
+    assert (0, 0) == (pool.reclaimer.num_idle_reservations, host.usage().num_reservations)

@@ -1,0 +1,401 @@
+"""The pool: a budget that holds, all or nothing, any size from any memory, and many threads.
+
+What happens when a driver call fails is test_every_call_can_fail.py's; histories are
+machines/test_pool_machine.py's.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from vmkv import (
+    ClosedError,
+    ConfigError,
+    ExtentPool,
+    HostBackend,
+    OutOfPagesError,
+)
+from vmkv.memory import check_pool
+from vmkv.testing import FaultInjectingBackend
+from vmkv.units import KiB, MiB
+
+PAGE = 4 * KiB
+MakePool = Callable[..., ExtentPool]
+
+
+# ---- acquiring ----------------------------------------------------------------------------
+
+
+def test_acquire_gives_one_extent_per_class_with_one_owner(pool: ExtentPool) -> None:
+    """What was asked for, in the order asked."""
+    extents = pool.acquire([2, 0, 1])
+    assert [4, 1, 2] == [extent.num_pages for extent in extents]
+    assert [1, 1, 1] == [extent.num_owners for extent in extents]
+    stats = pool.stats()
+    assert (7 * PAGE, 7 * PAGE, 0) == (
+        stats.created_bytes,
+        stats.resident_bytes,
+        stats.free_bytes,
+    )
+    pool.disown(extents)
+
+
+def test_acquire_nothing_gives_nothing(pool: ExtentPool) -> None:
+    """Zero classes are no call and no error."""
+    assert [] == pool.acquire([])
+    assert 0 == pool.backend.calls["mem_create"]
+
+
+def test_acquire_reuses_free_extents_of_the_class(pool: ExtentPool) -> None:
+    """A steady state creates nothing."""
+    for _ in range(5):
+        extents = pool.acquire([1, 0, 1])
+        check_pool(pool)
+        pool.disown(extents)
+    assert 3 == pool.backend.calls["mem_create"]
+    assert 0 == pool.backend.calls["mem_release"]
+
+
+def test_acquire_spends_the_budget_to_the_last_page(make_pool: MakePool) -> None:
+    """Exactly the budget fits; one page more is `OutOfPagesError` and changes nothing."""
+    pool = make_pool(7)
+    extents = pool.acquire([2, 1, 0])
+    before = pool.stats()
+    with pytest.raises(OutOfPagesError) as caught:
+        pool.acquire([0])
+    error = caught.value
+    assert (PAGE, 0, 0) == (error.needed_bytes, error.free_bytes, error.retired_bytes)
+    assert before == pool.stats()
+    pool.disown(extents)
+
+
+def test_acquire_is_all_or_nothing(make_pool: MakePool) -> None:
+    """Half of what was asked for is never kept, whether reused or created."""
+    pool = make_pool(8)
+    held = pool.acquire([0, 0, 0, 0])
+    pool.disown(held[2:])
+    before = pool.stats()
+    with pytest.raises(OutOfPagesError) as caught:
+        pool.acquire([0, 0, 2, 0])  # 7 pages: two are free, four may be created.
+    assert (7 * PAGE, 6 * PAGE) == (caught.value.needed_bytes, caught.value.free_bytes)
+    assert before == pool.stats()
+    assert 2 == pool.count_free(0)
+    check_pool(pool)
+    pool.disown(held[:2])
+
+
+def test_out_of_pages_is_a_memory_error_that_says_what_to_do(make_pool: MakePool) -> None:
+    """Generic code can catch it; a person can act on it."""
+    pool = make_pool(1)
+    with pytest.raises(MemoryError, match=r"needs 8 KiB, 4 KiB left .*raise budget_bytes"):
+        pool.acquire([1])
+
+
+@pytest.mark.parametrize(
+    ("free_classes", "wanted"), [([3], [0] * 8), ([0] * 8, [3]), ([2, 2], [1, 1, 2])]
+)
+def test_acquire_converts_between_classes(
+    make_pool: MakePool, free_classes: list[int], wanted: list[int]
+) -> None:
+    """Free memory of one class serves any other: the pool cannot fragment."""
+    pool = make_pool(8)
+    pool.disown(pool.acquire(free_classes))
+    assert 8 * PAGE == pool.stats().free_bytes
+    extents = pool.acquire(wanted)
+    assert 8 * PAGE == pool.stats().resident_bytes
+    check_pool(pool)
+    pool.disown(extents)
+
+
+def test_conversion_releases_no_more_than_needed(make_pool: MakePool) -> None:
+    """Memory that fits beside the new extent stays for the next sequence."""
+    pool = make_pool(8)
+    pool.disown(pool.acquire([0] * 8))
+    extents = pool.acquire([1])
+    assert (6, 2) == (pool.count_free(0), pool.backend.calls["mem_release"])
+    pool.disown(extents)
+
+
+def test_ids_of_released_extents_are_used_again(make_pool: MakePool) -> None:
+    """A pool that converts for ever does not run out of ids (it has 1,024 at least)."""
+    pool = make_pool(1)
+    for _ in range(1500):
+        pool.disown(pool.acquire([0]))
+        pool.trim()
+    assert [] == pool.extents()
+
+
+def test_owners_keep_an_extent(pool: ExtentPool) -> None:
+    """An extent is free when its last owner lets go, not before."""
+    extents = pool.acquire([0])
+    pool.own(extents)
+    pool.disown(extents)
+    assert 0 == pool.count_free(0)
+    pool.disown(extents)
+    assert 1 == pool.count_free(0)
+
+
+# ---- a full device ------------------------------------------------------------------------
+
+
+class _SmallDevice(HostBackend):
+    """A host backend that has `device_pages` and no more, as a GPU does."""
+
+    device_pages = 8
+
+    def mem_create(self, num_bytes: int) -> Any:
+        if self.usage().physical_bytes + num_bytes > self.device_pages * PAGE:
+            backend = FaultInjectingBackend(self, fail_at=1, is_out_of_memory=True)
+            return backend.mem_create(num_bytes)
+        return super().mem_create(num_bytes)
+
+
+def test_full_device_is_met_by_releasing_free_memory() -> None:
+    """Where the budget promises more than the device has, free extents go first."""
+    pool = ExtentPool(_SmallDevice(PAGE), 100 * PAGE)
+    pool.disown(pool.acquire([0] * 8))
+    extents = pool.acquire([3])
+    check_pool(pool)
+    assert 8 * PAGE == pool.stats().resident_bytes
+    pool.disown(extents)
+    pool.close()
+
+
+def test_full_device_is_out_of_pages_and_changes_nothing_in_use() -> None:
+    """`needed_bytes` is what the whole acquisition needed; what it had created is given back."""
+    backend = _SmallDevice(PAGE)
+    pool = ExtentPool(backend, 100 * PAGE)
+    held = pool.acquire([1])
+    with pytest.raises(OutOfPagesError, match="host has no more memory") as caught:
+        pool.acquire([2, 1, 0])
+    assert 7 * PAGE == caught.value.needed_bytes
+    assert 2 * PAGE == pool.stats().resident_bytes
+    check_pool(pool)
+    pool.disown(held)
+    pool.close()
+
+
+def test_pressure_is_announced_once_before_the_second_attempt() -> None:
+    """`on_pressure` lets other allocators give way; here it does."""
+    backend = _SmallDevice(PAGE)
+    strangers = [backend.mem_create(4 * PAGE)]
+    announced = []
+
+    def give_way() -> None:
+        announced.append(backend.usage().physical_bytes)
+        backend.mem_release(strangers.pop())
+
+    pool = ExtentPool(backend, 100 * PAGE, on_pressure=give_way)
+    extents = pool.acquire([2, 1])
+    assert ([8 * PAGE], [4, 2]) == (announced, [extent.num_pages for extent in extents])
+    pool.disown(extents)
+    pool.close()
+
+
+# ---- giving back --------------------------------------------------------------------------
+
+
+def test_trim_gives_everything_free_back(pool: ExtentPool) -> None:
+    """After `trim` only what is in use exists."""
+    held = pool.acquire([0])
+    pool.disown(pool.acquire([3, 1]))
+    assert 10 * PAGE == pool.trim()
+    assert PAGE == pool.backend.usage().physical_bytes
+    assert 0 == pool.trim()
+    pool.disown(held)
+
+
+def test_trim_of_some_bytes_gives_back_at_least_those(pool: ExtentPool) -> None:
+    """Extents go whole, so it may be more."""
+    pool.disown(pool.acquire([2, 2, 0]))
+    assert 4 * PAGE == pool.trim(PAGE)
+    assert 5 * PAGE == pool.stats().free_bytes
+
+
+@pytest.mark.parametrize(("keep_pages", "left_pages"), [(0, 0), (3, 3), (100, 12)])
+def test_keep_free_bytes_is_a_watermark(
+    make_pool: MakePool, keep_pages: int, left_pages: int
+) -> None:
+    """Free memory above the watermark goes back to the device at once."""
+    pool = make_pool(64, keep_free_bytes=keep_pages * PAGE)
+    pool.disown(pool.acquire([0] * 12))
+    assert left_pages * PAGE == pool.stats().free_bytes
+    check_pool(pool)
+
+
+# ---- the budget ---------------------------------------------------------------------------
+
+
+def test_budget_can_grow_and_then_serves_more(make_pool: MakePool) -> None:
+    """A raised limit takes effect at once (a bug of the field: it did not)."""
+    pool = make_pool(2)
+    held = pool.acquire([1])
+    with pytest.raises(OutOfPagesError):
+        pool.acquire([0])
+    pool.set_budget(3 * PAGE)
+    held += pool.acquire([0])
+    assert 3 * PAGE == pool.stats().resident_bytes
+    pool.disown(held)
+
+
+def test_budget_restored_after_shrinking_serves_again(make_pool: MakePool) -> None:
+    """Down and up again is where limits get stuck."""
+    pool = make_pool(8)
+    pool.disown(pool.acquire([3]))
+    pool.set_budget(2 * PAGE)
+    assert 0 == pool.stats().created_bytes
+    with pytest.raises(OutOfPagesError):
+        pool.acquire([2])
+    pool.set_budget(8 * PAGE)
+    pool.disown(pool.acquire([3]))
+
+
+def test_budget_below_what_is_in_use_is_refused(pool: ExtentPool) -> None:
+    """The caller closes sequences first; nothing changed, no unsigned number wrapped."""
+    held = pool.acquire([2])
+    before = pool.stats()
+    with pytest.raises(ConfigError, match=r"below the 16 KiB in use"):
+        pool.set_budget(3 * PAGE)
+    assert before == pool.stats()
+    assert 60 * PAGE == pool.available_bytes
+    pool.disown(held)
+
+
+def test_budget_of_exactly_what_is_in_use_leaves_nothing(pool: ExtentPool) -> None:
+    """Available memory ends at zero."""
+    held = pool.acquire([2])
+    pool.set_budget(4 * PAGE)
+    assert 0 == pool.available_bytes
+    pool.disown(held)
+
+
+# ---- bad input ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget_bytes", [0, -1, PAGE - 1])
+def test_budget_smaller_than_a_page_is_refused(host: HostBackend, budget_bytes: int) -> None:
+    """No page, no pool; the message names both numbers."""
+    with pytest.raises(ConfigError, match=rf"budget_bytes={budget_bytes} .*{PAGE}"):
+        ExtentPool(host, budget_bytes)
+
+
+@pytest.mark.parametrize("page_bytes", [0, -PAGE, 1, PAGE + 1, PAGE // 2, 3 * PAGE])
+def test_page_that_is_no_multiple_of_the_granularity_is_refused(
+    host: HostBackend, page_bytes: int
+) -> None:
+    """A page is a power of two and a multiple of what the driver maps."""
+    with pytest.raises(ConfigError, match=f"page_bytes={page_bytes} "):
+        ExtentPool(host, 1 * MiB, page_bytes=page_bytes)
+
+
+@pytest.mark.parametrize("budget_bytes", [2.5 * PAGE, "1 MiB", None])
+def test_budget_that_is_no_integer_is_refused(host: HostBackend, budget_bytes: Any) -> None:
+    """Wrong kinds are a clear error, not a crash later."""
+    with pytest.raises((ConfigError, TypeError), match="budget_bytes"):
+        ExtentPool(host, budget_bytes)
+
+
+def test_page_may_be_larger_than_the_granularity(host: HostBackend) -> None:
+    """`page_bytes` is a dial above the driver's granularity."""
+    pool = ExtentPool(host, 64 * PAGE, page_bytes=4 * PAGE)
+    extents = pool.acquire([1])
+    assert 8 * PAGE == extents[0].num_bytes
+    pool.disown(extents)
+    pool.close()
+
+
+def test_largest_extent_is_64_mib_or_32_pages() -> None:
+    """Larger ones save little and trim badly."""
+    sizes = {}
+    for page_bytes in (4 * KiB, 2 * MiB, 32 * MiB, 128 * MiB):
+        backend = HostBackend(page_bytes)
+        pool = ExtentPool(backend, 256 * MiB)
+        sizes[page_bytes] = page_bytes << pool.largest_class
+        pool.close()
+    wanted = {4 * KiB: 128 * KiB, 2 * MiB: 64 * MiB, 32 * MiB: 64 * MiB, 128 * MiB: 128 * MiB}
+    assert wanted == sizes
+
+
+# ---- life ---------------------------------------------------------------------------------
+
+
+def test_closed_pool_says_so(host: HostBackend) -> None:
+    """Every call after `close` is `ClosedError`; closing again is nothing."""
+    pool = ExtentPool(host, 4 * PAGE)
+    pool.close()
+    pool.close()
+    for use in (lambda: pool.acquire([0]), pool.trim, lambda: pool.set_budget(PAGE), pool.attach):
+        with pytest.raises(ClosedError):
+            use()
+
+
+def test_pool_with_users_cannot_be_closed(host: HostBackend) -> None:
+    """Caches over the pool close first; then it closes."""
+    pool = ExtentPool(host, 4 * PAGE)
+    pool.attach()
+    with pytest.raises(ConfigError, match="1 users"):
+        pool.close()
+    pool.detach()
+    pool.close()
+
+
+def test_pool_closes_with_its_last_user(host: HostBackend) -> None:
+    """`close_when_unused` counts users."""
+    pool = ExtentPool(host, 4 * PAGE, close_when_unused=True)
+    pool.attach()
+    pool.attach()
+    pool.detach()
+    pool.disown(pool.acquire([0]))
+    pool.detach()
+    with pytest.raises(ClosedError):
+        pool.acquire([0])
+
+
+# ---- threads ------------------------------------------------------------------------------
+
+
+def test_eight_threads_share_one_pool(make_pool: MakePool) -> None:
+    """No extent is given twice, nothing is lost, and the budget holds, under contention."""
+    pool = make_pool(32)
+    owners: dict[int, int] = {}
+    guard = threading.Lock()
+    failures: list[BaseException] = []
+    start = threading.Barrier(8)
+
+    def work(number: int) -> None:
+        choose = random.Random(number)
+        try:
+            start.wait()
+            for _ in range(60):
+                wanted = [choose.randrange(3) for _ in range(choose.randrange(1, 4))]
+                try:
+                    extents = pool.acquire(wanted)
+                except OutOfPagesError:
+                    continue
+                with guard:
+                    for extent in extents:
+                        assert extent.handle not in owners, "one handle for two threads"
+                        owners[extent.handle] = number
+                assert pool.backend.usage().physical_bytes <= 32 * PAGE
+                with guard:
+                    for extent in extents:
+                        del owners[extent.handle]
+                pool.disown(extents)
+        except BaseException as error:
+            failures.append(error)
+            raise
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [] == failures
+    check_pool(pool)
+    stats = pool.stats()
+    assert stats.created_bytes == stats.free_bytes

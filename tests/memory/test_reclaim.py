@@ -1,0 +1,295 @@
+"""The reclaimer: nothing is unmapped, and nothing reissued, before its fence.
+
+The device is a host backend whose fences the test holds back, so "work still running" lasts for
+as long as the test likes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from vmkv import ExtentPool, HostBackend, OutOfPagesError
+from vmkv.backend import Access
+from vmkv.errors import DriverError
+from vmkv.memory import PageTable, Placement, RetiredMapping, check_pool
+from vmkv.testing import FaultInjectingBackend, read_bytes, write_bytes
+from vmkv.units import Address, KiB
+
+PAGE = 4 * KiB
+MakePool = Callable[..., ExtentPool]
+
+
+def _table(pool: ExtentPool, *classes: int) -> PageTable:
+    """A table whose only row has these extents mapped, each filled with its place in the row."""
+    table = PageTable(pool, num_rows=1, row_pages=32)
+    extents = pool.acquire(classes)
+    placement = Placement(0, 0, extents)
+    pool.backend.execute(table.ops_to_map(placement, Access.READ_WRITE))
+    table.note_mapped(placement, Access.READ_WRITE)
+    pool.disown(extents)
+    for page in range(table.rows[0].end_page):
+        write_bytes(pool.backend, table.page_address(0, page), bytes([page + 1]) * PAGE)
+    return table
+
+
+def _retire_all(table: PageTable) -> None:
+    table.retire_back(0, 0, table.pool.reclaimer.new_fence())
+
+
+def test_retired_mapping_stays_readable_until_its_fence(
+    host: HostBackend, make_pool: MakePool
+) -> None:
+    """What a running kernel reads is still there, and unchanged, whatever the pool is asked."""
+    pool = make_pool(8)
+    table = _table(pool, 1, 0)
+    host.hold_fences()
+    _retire_all(table)
+    assert 0 == pool.reclaimer.poll()
+    pool.trim()
+    pool.disown(pool.acquire([0, 1]))
+    pool.reclaimer.poll()
+    assert (0, 2) == (host.calls["mem_unmap"], len(pool.reclaimer.retired_mappings()))
+    for page in range(3):
+        data = read_bytes(host, table.page_address(0, page), PAGE)
+        assert bytes([page + 1]) * PAGE == data
+    host.pass_fences()
+    assert 3 * PAGE == pool.reclaimer.poll()
+
+
+def test_retired_extent_is_not_reissued_before_its_fence(
+    host: HostBackend, make_pool: MakePool
+) -> None:
+    """I7: with all memory retired the pool is exhausted, and says what is coming."""
+    pool = make_pool(4)
+    table = _table(pool, 2)
+    handle = table.rows[0].mappings[0].extent.handle
+    host.hold_fences()
+    _retire_all(table)
+    with pytest.raises(OutOfPagesError) as caught:
+        pool.acquire([2])
+    assert (0, 4 * PAGE) == (caught.value.free_bytes, caught.value.retired_bytes)
+    host.pass_fences()
+    pool.reclaimer.poll()
+    extents = pool.acquire([2])
+    assert [handle] == [extent.handle for extent in extents]
+    pool.disown(extents)
+
+
+def test_states_add_up_at_every_step(host: HostBackend, make_pool: MakePool) -> None:
+    """I1: resident, then retired, then free; created does not change."""
+    pool = make_pool(8)
+    table = _table(pool, 1)
+    states = []
+
+    def note() -> None:
+        stats = pool.stats()
+        states.append((stats.resident_bytes, stats.retired_bytes, stats.free_bytes))
+        check_pool(pool)
+
+    note()
+    host.hold_fences()
+    _retire_all(table)
+    note()
+    host.pass_fences()
+    pool.reclaimer.poll()
+    note()
+    assert [(2 * PAGE, 0, 0), (0, 2 * PAGE, 0), (0, 0, 2 * PAGE)] == states
+
+
+def test_fences_pass_in_the_order_of_retiring(host: HostBackend, make_pool: MakePool) -> None:
+    """What was retired first goes first, as far as the device has come."""
+    pool = make_pool(8)
+    table = _table(pool, 0, 0, 0)
+    host.hold_fences()
+    fences = []
+    for page in (2, 1, 0):
+        fences.append(pool.reclaimer.new_fence())
+        table.retire_back(0, page, fences[-1])
+    fences[1].wait()
+    assert 2 * PAGE == pool.reclaimer.poll()
+    left = [mapping.address for mapping in pool.reclaimer.retired_mappings()]
+    assert [table.page_address(0, 0)] == left
+    host.pass_fences()
+
+
+def test_mapping_shared_with_a_live_one_frees_nothing_yet(pool: ExtentPool) -> None:
+    """An extent with a second place stays resident while that place lives."""
+    table = _table(pool, 0)
+    other = PageTable(pool, num_rows=1, row_pages=1)
+    extent = table.rows[0].mappings[0].extent
+    placement = Placement(0, 0, [extent])
+    table.rows[0].mappings[0].access = Access.READ  # A shared extent is writable nowhere.
+    pool.backend.mem_set_access(table.page_address(0, 0), PAGE, Access.READ)
+    pool.backend.execute(other.ops_to_map(placement, Access.READ))
+    other.note_mapped(placement, Access.READ)
+    check_pool(pool)
+    _retire_all(table)
+    pool.reclaimer.poll()
+    assert (PAGE, 0) == (pool.stats().resident_bytes, pool.stats().free_bytes)
+    assert bytes([1]) * PAGE == read_bytes(pool.backend, other.page_address(0, 0), PAGE)
+
+
+def test_owned_extent_survives_its_last_mapping(pool: ExtentPool) -> None:
+    """Unmapping is not releasing."""
+    table = _table(pool, 0)
+    extent = table.rows[0].mappings[0].extent
+    pool.own([extent])
+    _retire_all(table)
+    pool.reclaimer.poll()
+    assert (0, PAGE) == (pool.stats().free_bytes, pool.stats().resident_bytes)
+    pool.disown([extent])
+    assert PAGE == pool.stats().free_bytes
+
+
+def test_neighbours_are_unmapped_in_one_call(pool: ExtentPool) -> None:
+    """A run costs one call, a hole a second one."""
+    table = _table(pool, 0, 1, 0, 0, 0)
+    fence = pool.reclaimer.new_fence()
+    table.retire_front(0, 3, fence)
+    table.retire_back(0, 4, fence)
+    before = pool.backend.calls["mem_unmap"]
+    pool.reclaimer.poll()
+    assert 2 == pool.backend.calls["mem_unmap"] - before
+    _retire_all(table)
+    pool.reclaimer.poll()
+    assert 3 == pool.backend.calls["mem_unmap"] - before
+
+
+# ---- waiting ------------------------------------------------------------------------------
+
+
+def test_wait_unmaps_everything(host: HostBackend, make_pool: MakePool) -> None:
+    """It waits for the fences it needs, and for no other work."""
+    pool = make_pool(8)
+    table = _table(pool, 0, 1)
+    host.hold_fences()
+    _retire_all(table)
+    later = host.record_fence()
+    assert 3 * PAGE == pool.reclaimer.wait()
+    assert [] == pool.reclaimer.retired_mappings()
+    assert not later.has_passed()
+    host.pass_fences()
+
+
+def test_wait_for_some_bytes_stops_early(host: HostBackend, make_pool: MakePool) -> None:
+    """Only as many fences are waited for as memory is needed; at least that much is freed."""
+    pool = make_pool(8)
+    table = _table(pool, 0, 0, 0, 0)
+    host.hold_fences()
+    for page in (3, 2, 1, 0):
+        table.retire_back(0, page, pool.reclaimer.new_fence())
+    assert 2 * PAGE == pool.reclaimer.wait(until_bytes=PAGE + 1)
+    assert 2 == len(pool.reclaimer.retired_mappings())
+    host.pass_fences()
+
+
+def test_wait_with_nothing_retired_is_nothing(pool: ExtentPool) -> None:
+    """Zero bytes, no call."""
+    assert (0, 0) == (pool.reclaimer.wait(), pool.reclaimer.poll())
+    assert 0 == pool.backend.calls["mem_unmap"]
+
+
+def test_has_retired_in_sees_ranges(host: HostBackend, make_pool: MakePool) -> None:
+    """Growth asks before it maps where something was retired."""
+    pool = make_pool(8)
+    table = _table(pool, 0, 0)
+    host.hold_fences()
+    table.retire_back(0, 1, pool.reclaimer.new_fence())
+    has_retired_in = pool.reclaimer.has_retired_in
+    start = table.page_address(0, 0)
+    assert [False, True, True, False] == [
+        has_retired_in(Address(start + first * PAGE), Address(start + end * PAGE))
+        for first, end in ((0, 1), (1, 2), (0, 2), (2, 4))
+    ]
+    host.pass_fences()
+
+
+# ---- failing unmaps -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fail_at", [1, 2, 3])
+@pytest.mark.parametrize("how", ["poll", "wait"])
+@pytest.mark.parametrize("is_one_batch", [True, False])
+def test_failed_unmap_keeps_the_books(
+    host: HostBackend, make_pool: MakePool, fail_at: int, how: str, is_one_batch: bool
+) -> None:
+    """What was unmapped before the failure is free, the rest stays retired and goes next time."""
+    backend = FaultInjectingBackend(host)
+    pool = make_pool(16, backend)
+    # One page in each row of two: three runs, which take three calls.
+    table = PageTable(pool, num_rows=3, row_pages=2)
+    for row in range(3):
+        placement = Placement(row, 0, pool.acquire([0]))
+        backend.execute(table.ops_to_map(placement, Access.READ_WRITE))
+        table.note_mapped(placement, Access.READ_WRITE)
+        pool.disown(placement.extents)
+    fence = pool.reclaimer.new_fence()
+    taken = [
+        RetiredMapping(table.page_address(row, 0), table.rows[row].mappings.popleft().extent)
+        for row in range(3)
+    ]
+    for batch in [taken] if is_one_batch else [[each] for each in taken]:
+        pool.reclaimer.retire(batch, fence)
+    backend.arm(fail_at)
+    with pytest.raises(DriverError, match="mem_unmap"):
+        getattr(pool.reclaimer, how)()
+    backend.arm(0)
+    assert taken[fail_at - 1 :] == pool.reclaimer.retired_mappings()
+    check_pool(pool)
+    pool.reclaimer.wait()
+    assert [] == pool.reclaimer.retired_mappings()
+    assert 3 * PAGE == pool.stats().free_bytes
+
+
+def test_failed_release_while_reclaiming_keeps_the_books(
+    host: HostBackend, make_pool: MakePool
+) -> None:
+    """With a watermark of zero, unmapping releases handles at once; a release may fail as well."""
+    backend = FaultInjectingBackend(host)
+    pool = make_pool(16, backend, keep_free_bytes=0)
+    table = _table(pool, 0, 0, 0)
+    _retire_all(table)
+    backend.arm(2)  # The unmap is the first call.
+    with pytest.raises(DriverError, match="mem_release"):
+        pool.reclaimer.poll()
+    backend.arm(0)
+    check_pool(pool)
+    pool.reclaimer.wait()
+    pool.trim()
+    assert [] == pool.extents()
+
+
+def test_failed_release_while_disowning_keeps_the_books(
+    host: HostBackend, make_pool: MakePool
+) -> None:
+    """Every extent given back counts as given back, also behind the one that failed."""
+    backend = FaultInjectingBackend(host)
+    pool = make_pool(16, backend, keep_free_bytes=0)
+    extents = pool.acquire([0, 0, 0])
+    backend.arm(1)
+    with pytest.raises(DriverError, match="mem_release"):
+        pool.disown(extents)
+    backend.arm(0)
+    assert [0, 0, 0] == [extent.num_owners for extent in extents]
+    check_pool(pool)
+
+
+def test_failed_free_of_a_reservation_can_be_repeated(
+    host: HostBackend, make_pool: MakePool
+) -> None:
+    """Of two idle reservations the second cannot be freed: the first is gone, the second waits."""
+    backend = FaultInjectingBackend(host)
+    pool = make_pool(16, backend)
+    has_views = True
+    for _ in range(2):
+        PageTable(pool, num_rows=1, row_pages=2).close(lambda: has_views)
+    has_views = False
+    backend.arm(2)
+    with pytest.raises(DriverError, match="address_free"):
+        pool.reclaimer.free_idle_reservations()
+    backend.arm(0)
+    assert (1, 1) == (pool.reclaimer.num_idle_reservations, host.usage().num_reservations)
+    pool.reclaimer.free_idle_reservations()
+    assert 0 == host.usage().num_reservations

@@ -1,0 +1,122 @@
+"""Every bench runs, and its record becomes a page.
+
+Smoke runs only: nothing here looks at a time or a size, because those are findings and no
+promises. Not covered: the GPU paths, and whether a plot is readable (look at it).
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).resolve().parents[1] / "bench"
+BENCHES = sorted(BENCH.glob("bench_*.py"))
+MARKERS = "<!-- figures:start -->\n<!-- figures:end -->\n"
+
+pytestmark = pytest.mark.slow
+
+
+def run(script: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run a script of the bench folder as a user would."""
+    return subprocess.run(
+        [sys.executable, script, *map(str, arguments)], capture_output=True, text=True, timeout=240
+    )
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The records of all benches, run small."""
+    folder = tmp_path_factory.mktemp("bench") / "results"
+
+    def smoke(bench: Path) -> subprocess.CompletedProcess[str]:
+        return run(bench, "--smoke", "--json", folder / f"{bench.stem}-cpu.json")
+
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        for bench, done in zip(BENCHES, pool.map(smoke, BENCHES), strict=True):
+            assert done.returncode == 0, f"{bench.name}: {done.stderr}"
+    return folder
+
+
+@pytest.fixture
+def report(monkeypatch: pytest.MonkeyPatch):
+    """The module that reads records."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    import report
+
+    return report
+
+
+@pytest.mark.parametrize("bench", BENCHES, ids=lambda path: path.stem)
+def test_bench_states_its_case(results: Path, report, bench: Path) -> None:
+    """A record holds what a reader needs: question, prediction, what was measured, and where."""
+    loaded = {result.stem: result for result in report.load(results)}
+    result = loaded[f"{bench.stem}-cpu"]
+    assert result.record["question"].endswith("?")
+    assert result.record["prediction"]
+    assert result.record["environment"]["torch"]
+    assert "commit" in result.record["environment"]
+    assert result.rows
+    for row in result.rows:
+        assert not any(isinstance(value, dict) for value in row.values())
+
+
+def test_report_makes_pages(results: Path, tmp_path: Path) -> None:
+    """A section and a plot for each record, the same bytes each time; a check notices changes."""
+    root = tmp_path / "ROOT.md"
+    root.write_text(f"before\n{MARKERS}after\n")
+    places = [
+        "--results", results, "--readme", results.parent / "README.md", "--root-readme", root,
+    ]  # fmt: skip
+    assert run(BENCH / "report.py", "--check", *places).returncode == 1
+    written = run(BENCH / "report.py", *places)
+    assert written.returncode == 0, written.stderr
+
+    page = (results.parent / "README.md").read_text()
+    for bench in BENCHES:
+        assert f"## {bench.stem}-cpu" in page
+        assert f"(results/{bench.stem}-cpu.png)" in page
+        assert (results / f"{bench.stem}-cpu.png").stat().st_size > 1000
+    assert root.read_text().startswith("before\n<!-- figures:start -->\n| bench |")
+    assert root.read_text().endswith("<!-- figures:end -->\nafter\n")
+    plots = {path: path.read_bytes() for path in results.glob("*.png")}
+    assert run(BENCH / "report.py", *places).returncode == 0
+    assert plots == {path: path.read_bytes() for path in results.glob("*.png")}
+    assert run(BENCH / "report.py", "--check", *places).returncode == 0
+
+    path = results / "bench_waste-cpu.json"
+    changed = json.loads(path.read_text())
+    changed["rows"][0]["waste_share"] += 1
+    path.write_text(json.dumps(changed))
+    assert run(BENCH / "report.py", "--check", *places).returncode == 1
+
+
+def test_committed_pages_are_up_to_date() -> None:
+    """bench/README.md and the README's table say what the committed results say."""
+    if not (BENCH / "README.md").exists():
+        pytest.skip("no results have been committed yet")
+    done = run(BENCH / "report.py", "--check")
+    assert done.returncode == 0, done.stdout
+
+
+def test_figure_knows_whether_it_is_met(report) -> None:
+    """A bound is kept at equality; without a bound there is nothing to keep."""
+    assert report.Figure("a", "a", 2.0, "ms", at_most=2.0).is_met
+    assert not report.Figure("a", "a", 2.1, "ms", at_most=2.0).is_met
+    assert report.Figure("a", "a", 1.08, "×", at_least=1.08).is_met
+    assert report.Figure("a", "a", 1.0, "×").is_met is None
+
+
+def test_rival_block_tables_are_right(report) -> None:
+    """The rival's slots follow its tables across many block ends, from any lengths."""
+    import torch
+    from rivals import BlockTables
+
+    tables = BlockTables([1, 15, 16, 17, 40], max_tokens=120, device=torch.device("cpu"))
+    for _ in range(64):
+        tables.prepare_step()
+        tables.check()

@@ -1,0 +1,227 @@
+"""Every example runs, says what it is to say, closes what it opened; README.md's code runs too.
+
+Each in a process of its own, as a reader would run it. Not covered here: how long they take.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import matplotlib.image
+import numpy as np
+import pytest
+import tokenizers
+import transformers
+
+ROOT = Path(__file__).parents[1]
+
+#: What a reader must see, in this order.
+KEY_LINES = {
+    "map_a_page.py": ["1. reserve", "physical 0 B", "b'hello'", "7. free the addresses"],
+    "two_addresses_one_page.py": [
+        "allowed: READ_WRITE",
+        "allowed: READ\n",
+        "b'one page'",
+        "the page is not: b'one page'",
+        "both are gone: 0 B",
+    ],
+    "without_transformers.py": ["prompt of 500", "same address: True", "closed", "adopted"],
+    "ragged_rows.py": ["row tokens", "padded to the longest", "resident", "of padded"],
+}
+OWN_BACKEND_LINES = [
+    "SmallDevice passes all",
+    "HelpfulDevice fails check",
+    "cannot grow: needs",
+    "host has no more memory",
+    "It is as it was",
+]
+SMALL = ["--layers=2", "--width=128", "--batch=2", "--prompt-tokens=20", "--new-tokens=24"]
+
+DEVICES = ["host", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def start_script(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run a script to its end, well or not, without network and display."""
+    environment = os.environ | {
+        "HF_HUB_OFFLINE": "1",
+        "MPLBACKEND": "Agg",
+        "OMP_NUM_THREADS": "1",  # Two processes' threads on two cores wait for each other.
+        "PYTHONPATH": str(ROOT),
+    }
+    return subprocess.run(
+        [sys.executable, "-W", "always::ResourceWarning", *arguments],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+def run_script(*arguments: str, cwd: Path) -> str:
+    """What a script prints, its spaces squeezed; it ends well and leaves nothing unclosed."""
+    done = start_script(*arguments, cwd=cwd)
+    assert done.returncode == 0, done.stderr
+    assert "ResourceWarning" not in done.stderr, done.stderr
+    return re.sub(" +", " ", done.stdout)
+
+
+def check_lines(output: str, key_lines: list[str]) -> None:
+    """Each of `key_lines` appears, after the one before."""
+    at = 0
+    for line in key_lines:
+        found = output.find(line, at)
+        assert found >= 0, f"{line!r} is missing, or comes too early, in:\n{output}"
+        at = found + len(line)
+
+
+def check_plot(path: Path) -> None:
+    """The plot is there, of a size to read, and the curves of both caches are in it."""
+    pixels = matplotlib.image.imread(path)[..., :3]
+    height, width, _ = pixels.shape
+    assert height > 500
+    assert width > 800
+    for color in ((0x00, 0x72, 0xB2), (0xD5, 0x5E, 0x00)):
+        distance = np.abs(pixels - np.array(color) / 255).sum(axis=-1)
+        assert (distance < 0.05).sum() > 200, f"no curve in {color}"
+
+
+# ---- examples -----------------------------------------------------------------------------
+
+
+def test_all_examples_are_run():
+    """A new example comes with its key lines here."""
+    names = {path.name for path in (ROOT / "examples").glob("*.py")}
+    assert {*KEY_LINES, "your_own_backend.py", "generate.py"} == names
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", KEY_LINES)
+def test_example_says_what_it_shows(name, device, tmp_path):
+    """It ends well, and its key lines are there."""
+    output = run_script(str(ROOT / "examples" / name), "--device", device, cwd=tmp_path)
+    check_lines(output, KEY_LINES[name])
+
+
+@pytest.mark.slow
+def test_own_backend_is_judged(tmp_path):
+    """The good backend passes, the bad one is caught, and a cache on the small one gets full."""
+    output = run_script(str(ROOT / "examples/your_own_backend.py"), cwd=tmp_path)
+    check_lines(output, OWN_BACKEND_LINES)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.name)
+def test_example_is_short(path):
+    """One idea each: 60 lines at most, but for the main one."""
+    assert len(path.read_text().splitlines()) <= (250 if path.name == "generate.py" else 60)
+
+
+# ---- the main one -------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [
+        ("cpu", "float32"),
+        ("cpu", "bfloat16"),
+        pytest.param("cuda", "float32", marks=pytest.mark.gpu),
+    ],
+)
+def test_generate_compares_and_plots(device, dtype, tmp_path):
+    """Equal tokens, a table of three caches, and a plot where it says."""
+    output = run_script(
+        str(ROOT / "examples/generate.py"),
+        *("--device", device, "--dtype", dtype, "--out", "plots"),
+        *SMALL,
+        cwd=tmp_path,
+    )
+    check_lines(
+        output,
+        [
+            "Generating 24 tokens for 2 prompts",
+            # Half precision may differ, and says so; it is equal on most machines.
+            "The tokens are equal, all 88 of them" if dtype == "float32" else "bfloat16",
+            "held at end",
+            "DynamicCache",
+            "23 times",
+            "VMKVCache",
+            "0 B 0 times",
+            "StaticCache",
+            "not run",
+            "reserved",
+            str(tmp_path / "plots" / "generate.png"),
+            "Below:",
+        ],
+    )
+    check_plot(tmp_path / "plots" / "generate.png")
+
+
+@pytest.mark.slow
+def test_generate_takes_a_local_model(tmp_path):
+    """With `--model`, weights and tokenizer come from the folder, and prompts are padded."""
+    words = ["<pad>", "</s>", "<unk>", "Once", "A", "cache", "is", "The", "memory", "of", "a"]
+    vocabulary = tokenizers.models.WordLevel({word: at for at, word in enumerate(words)}, "<unk>")
+    tokenizer = tokenizers.Tokenizer(vocabulary)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    folder = tmp_path / "model"
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>"
+    ).save_pretrained(folder)
+    config = transformers.LlamaConfig(
+        num_hidden_layers=2,
+        hidden_size=32,
+        intermediate_size=32,
+        num_attention_heads=2,
+        vocab_size=len(words),
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    output = run_script(
+        str(ROOT / "examples/generate.py"),
+        *("--model", str(folder), "--device", "cpu", "--batch", "3", "--new-tokens", "12"),
+        cwd=tmp_path,
+    )
+    check_lines(output, [f"with {folder} on", "The tokens are equal", "generate.png"])
+    check_plot(tmp_path / "out" / "generate.png")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bad", ["--width=100", "--new-tokens=1", "--batch=0"])
+def test_generate_refuses_bad_sizes(bad, tmp_path):
+    """A size that cannot work ends in one line that says so, not in a traceback."""
+    done = start_script(str(ROOT / "examples/generate.py"), bad, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "must be" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+# ---- the README ---------------------------------------------------------------------------
+
+
+def readme_blocks() -> list[object]:
+    """The README's Python, block by block, without those that say what they need."""
+    path = ROOT / "README.md"
+    text = path.read_text() if path.exists() else ""
+    blocks = []
+    for match in re.finditer(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+        block = match.group(1)
+        if not block.lstrip().startswith("# needs"):
+            line = text.count("\n", 0, match.start()) + 1
+            blocks.append(pytest.param(block, id=f"line-{line}"))
+    return blocks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", readme_blocks())
+def test_readme_block_runs(block, tmp_path):
+    """What the README shows can be pasted and works."""
+    script = tmp_path / "block.py"
+    script.write_text(block)
+    done = start_script(str(script), cwd=tmp_path)  # An unclosed cache may warn: it is a README.
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,115 @@
+"""Public names exist, are documented, and document errors that exist."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+import vmkv
+import vmkv.errors
+import vmkv.testing
+
+ROOT = Path(vmkv.__file__).parent
+PUBLIC = {
+    name: getattr(module, name)
+    for module in (vmkv, vmkv.testing)
+    for name in dir(module)
+    if not name.startswith("_") and not inspect.ismodule(getattr(module, name))
+}
+SOURCES = sorted(path for path in ROOT.rglob("*.py"))
+# "Raises:" of a docstring: lines like "    OutOfPagesError, DriverError: When."
+_RAISES = re.compile(r"^[ ]*Raises:\n((?:[ ]+.*\n|\n)*)", re.MULTILINE)
+_NAMES = re.compile(r"^[ ]*((?:[A-Z]\w*(?:Error|Exception))(?:, [A-Z]\w*)*):", re.MULTILINE)
+
+Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def _public_nodes(path: Path) -> list[tuple[str, Documented]]:
+    """The module and its public classes, functions and methods."""
+    tree = ast.parse(path.read_text())
+    found: list[tuple[str, Documented]] = [(path.stem, tree)]
+
+    def walk(body: list[ast.stmt], prefix: str) -> None:
+        for node in body:
+            is_documented = isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+            if is_documented and not node.name.startswith("_"):
+                found.append((f"{prefix}{node.name}", node))
+                if isinstance(node, ast.ClassDef):
+                    walk(node.body, f"{prefix}{node.name}.")
+
+    walk(tree.body, f"{path.stem}.")
+    return found
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_public_objects_have_docstrings(path: Path) -> None:
+    """Each public module, class, function and method says what it does, in a sentence."""
+    undocumented = [
+        name
+        for name, node in _public_nodes(path)
+        if not (ast.get_docstring(node) or "").strip() and not _is_overload(node)
+    ]
+    assert [] == undocumented
+
+
+def _is_overload(node: Documented) -> bool:
+    decorators = getattr(node, "decorator_list", [])
+    return any(isinstance(each, ast.Name) and each.id == "overload" for each in decorators)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_documented_errors_exist(path: Path) -> None:
+    """What a `Raises:` section names is a class of vmkv.errors or Python's own."""
+    unknown = []
+    for name, node in _public_nodes(path):
+        for section in _RAISES.findall((ast.get_docstring(node) or "") + "\n"):
+            for names in _NAMES.findall(section):
+                for error in names.split(", "):
+                    if not (hasattr(vmkv.errors, error) or hasattr(builtins, error)):
+                        unknown.append(f"{name}: {error}")
+    assert [] == unknown
+
+
+def test_exported_names_are_the_projects_own() -> None:
+    """Nothing slips out by an import of the front door."""
+    foreign = [
+        name
+        for name, value in PUBLIC.items()
+        if name != "annotations" and not getattr(value, "__module__", "vmkv").startswith("vmkv")
+    ]
+    assert [] == foreign
+
+
+def test_every_error_is_exported() -> None:
+    """Whoever catches should not need to know in which file a class lives.
+
+    But for the two of single drivers: one catches `DriverError`.
+    """
+    errors = {
+        name
+        for name, value in vars(vmkv.errors).items()
+        if inspect.isclass(value) and issubclass(value, vmkv.errors.VMKVError)
+    }
+    assert errors - {"CudaDriverError", "HostDriverError"} <= set(PUBLIC)
+
+
+@pytest.mark.parametrize(
+    ("error", "bases"),
+    [
+        (vmkv.ConfigError, ValueError),
+        (vmkv.CapacityError, MemoryError),
+        (vmkv.OutOfPagesError, vmkv.CapacityError),
+        (vmkv.OutOfAddressSpaceError, vmkv.CapacityError),
+        (vmkv.SequenceFullError, vmkv.CapacityError),
+        (vmkv.DriverError, RuntimeError),
+    ],
+)
+def test_errors_are_what_generic_code_expects(error: type, bases: type) -> None:
+    """`except MemoryError` catches exhaustion, `except ValueError` a wrong argument."""
+    assert issubclass(error, bases)
+    assert issubclass(error, vmkv.VMKVError)

@@ -1,0 +1,79 @@
+"""Everything imports on a machine with no GPU, no driver, and no optional package.
+
+Run in a child, so that what other tests have imported does not help.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from vmkv import ConfigError
+from vmkv.backend.cuda import CudaBackend
+
+ROOT = Path(__file__).parents[1] / "vmkv"
+MODULES = sorted(
+    ".".join(("vmkv", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
+    for path in ROOT.rglob("*.py")
+    if path.name != "__main__.py"
+)
+# Modules named after an optional kernel library need it; everything else must do without.
+_SCRIPT = """
+import importlib, sys, warnings
+warnings.simplefilter("error", ResourceWarning)
+for absent in {absent}:
+    sys.modules[absent] = None
+for name in {names}:
+    importlib.import_module(name)
+import torch
+assert not torch.cuda.is_initialized(), "an import initialised CUDA"
+print("imported", len(sys.modules))
+"""
+
+
+def _import_all(names: list[str], absent: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", _SCRIPT.format(names=names, absent=absent)],
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+def test_every_module_imports_without_optional_packages() -> None:
+    """flash-attn, Triton and cuda-python are asked for when used, not when imported."""
+    absent = ["flash_attn", "flash_attn_interface", "cuda", "cuda.bindings"]
+    # Triton is absent on CPU builds of torch; its one module is imported by who uses it.
+    names = [name for name in MODULES if not name.endswith("_triton")]
+    child = _import_all(names, absent)
+    assert 0 == child.returncode, child.stderr
+
+
+@pytest.mark.slow
+def test_front_door_imports_no_transformers() -> None:
+    """`import vmkv` costs torch, not transformers; only vmkv.hf needs that."""
+    child = _import_all(["vmkv", "vmkv.testing"], ["transformers"])
+    assert 0 == child.returncode, child.stderr
+
+
+def test_cuda_backend_without_driver_is_a_config_error() -> None:
+    """It says what is missing, and what runs anywhere."""
+    if torch.cuda.device_count():
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(ConfigError, match='use backend="host"'):
+        CudaBackend()
+
+
+def test_cuda_backend_without_its_package_is_a_config_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """cuda-python missing is said with the command that installs it."""
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    with pytest.raises(ConfigError, match="pip install cuda-python"):
+        CudaBackend()

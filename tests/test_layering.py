@@ -1,0 +1,127 @@
+"""Imports point left only, and everything up to `memory` is free of torch.
+
+    errors, units <- _native <- backend <- memory <- cache <- attention <- hf <- serve
+
+An import inside a function or under TYPE_CHECKING counts like any other: a cycle that only types
+see is still one in the reader's head. Within one package modules may import each other.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1] / "vmkv"
+LAYERS = ["errors", "units", "_native", "backend", "memory", "cache", "attention", "hf", "serve"]
+TORCH_FREE = {*LAYERS[: LAYERS.index("cache")], "testing"}
+FILES = sorted(ROOT.rglob("*.py"))
+
+# What `testing` may use: the layers that need no torch.
+TESTING_MAY_IMPORT = {"testing", "errors", "units", "_native", "backend", "memory"}
+# Third parties, and the layers that may know them.
+HOMES_OF = {
+    "transformers": {"hf"},
+    "cuda": {"backend", "attention", "testing"},
+    "triton": {"attention"},
+    "flash_attn": {"attention"},
+    "flash_attn_interface": {"attention"},
+}
+
+
+def imports(path: Path, root: Path = ROOT) -> Iterator[str]:
+    """The dotted names that a file imports, relative ones made absolute."""
+    package = path.relative_to(root.parent).parts[:-1]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            prefix = package[: len(package) - node.level + 1] if node.level else ()
+            module = ".".join((*prefix, *([node.module] if node.module else [])))
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def layer_of(path: Path, root: Path = ROOT) -> str:
+    """`backend` for vmkv/backend/host.py, `errors` for vmkv/errors.py."""
+    return path.relative_to(root).with_suffix("").parts[0]
+
+
+def violations(path: Path, root: Path = ROOT) -> list[str]:
+    """What a file imports and should not."""
+    layer = layer_of(path, root)
+    found = []
+    for name in imports(path, root):
+        top, *rest = name.split(".")
+        if top == "vmkv" and rest:
+            if layer in ("__init__", "__main__"):
+                is_allowed = rest[0] != "testing"
+            elif layer == "testing":
+                is_allowed = rest[0] in TESTING_MAY_IMPORT
+            elif rest[0] in LAYERS and layer in LAYERS:
+                is_allowed = LAYERS.index(rest[0]) <= LAYERS.index(layer)
+            else:
+                is_allowed = False
+        elif top == "torch":
+            is_allowed = layer not in TORCH_FREE
+        else:
+            # A command may ask what is installed.
+            is_allowed = layer in HOMES_OF.get(top, {layer}) | {"__main__"}
+        if not is_allowed:
+            found.append(name)
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_point_left(path: Path) -> None:
+    """No file imports from its right, nor the test kit, nor a stranger outside its home."""
+    assert [] == violations(path)
+
+
+def test_every_package_has_a_place_in_the_order() -> None:
+    """A new package decides where it stands."""
+    packages = {layer_of(path) for path in FILES}
+    assert packages <= {*LAYERS, "__init__", "__main__", "testing"}
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "found"),
+    [
+        ("memory/pool.py", "from ..cache import views", ["vmkv.cache.views"]),
+        ("memory/pool.py", "from vmkv import cache", ["vmkv.cache"]),
+        ("memory/pool.py", "def f():\n    import vmkv.hf.cache", ["vmkv.hf.cache"]),
+        ("memory/pool.py", "if TYPE_CHECKING:\n    from ..hf import x", ["vmkv.hf.x"]),
+        ("memory/pool.py", "import torch.nn", ["torch.nn"]),
+        ("memory/pool.py", "from ..testing import models", ["vmkv.testing.models"]),
+        ("cache/views.py", "import torch\nfrom ..memory import pool\nfrom . import rows", []),
+        ("cache/views.py", "import transformers", ["transformers"]),
+        ("memory/pool.py", "import cuda.bindings", ["cuda.bindings"]),
+        ("testing/faults.py", "import torch", ["torch"]),
+    ],
+)
+def test_violations_are_found(tmp_path: Path, file: str, text: str, found: list[str]) -> None:
+    """The check above can fail, on every way to write an import."""
+    path = tmp_path / "vmkv" / file
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    assert found == violations(path, tmp_path / "vmkv")
+
+
+def test_memory_runs_without_torch(
+    run_python: Callable[[str], subprocess.CompletedProcess[str]],
+) -> None:
+    """Not only does nothing import it: a pool works where torch cannot be imported."""
+    child = run_python(
+        "sys.modules['torch'] = None\n"
+        "from vmkv.backend import open_backend\n"
+        "from vmkv.memory import ExtentPool, check_pool\n"
+        "from vmkv.testing import check_backend\n"
+        "pool = ExtentPool(open_backend('host'), 1 << 20)\n"
+        "pool.disown(pool.acquire([0, 1]))\n"
+        "check_pool(pool)\n"
+        "pool.close()\n"
+        "assert check_backend(lambda: open_backend('host'))\n"
+    )
+    assert 0 == child.returncode, child.stderr
