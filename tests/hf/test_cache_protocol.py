@@ -77,7 +77,7 @@ def _append(
 def _used_bytes(cache: Any, batch_size: int) -> int:
     """What the tokens of a batch need, by the documented definition."""
     length = cache.get_seq_length()
-    num_kept = sum(min(length, WINDOW) if sliding else length for sliding in cache.is_sliding)
+    num_kept = sum(min(length, WINDOW - 1) if sliding else length for sliding in cache.is_sliding)
     return batch_size * num_kept * 2 * HEADS * WIDTH * 4
 
 

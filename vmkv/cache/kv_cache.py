@@ -30,6 +30,7 @@ from .sequence import Sequence
 from .stats import CacheStats, collect_stats
 from .transaction import Target, grow
 from .views import stream_getter, torch_device
+from .windows import drop_displaced, retire_behind
 
 
 class KVCache:
@@ -60,10 +61,9 @@ class KVCache:
     ):
         check_positive("max_tokens", max_tokens)
         check_positive("max_sequences", max_sequences)
-        if budget_bytes is not None:
-            check_positive("budget_bytes", budget_bytes)
-        if layers_per_group is not None:
-            check_positive("layers_per_group", layers_per_group)
+        for name, value in (("budget_bytes", budget_bytes), ("layers_per_group", layers_per_group)):
+            if value is not None:
+                check_positive(name, value)
         self.pool = open_pool(memory, budget_bytes)
         self.pool.attach()
         self.max_tokens = max_tokens
@@ -116,11 +116,11 @@ class KVCache:
 
         Args:
             layers: The caller's numbers for them.
-            num_kv_heads: Key (and value) heads.
-            head_dim: Width of a key head.
+            num_kv_heads: Key heads, and value heads unless `num_v_heads` says otherwise.
+            head_dim: Width of a key head, and of a value head unless `v_head_dim` does.
             dtype: Element type.
-            v_head_dim: Width of a value head, where it differs.
-            num_v_heads: Value heads, where they differ.
+            v_head_dim: See `head_dim`.
+            num_v_heads: See `num_kv_heads`.
             window_tokens: For sliding-window layers, how many tokens a query sees.
             num_past_tokens: Where the first query will be, in sequences that are open already:
                 what lies before its window is not mapped.
@@ -265,13 +265,12 @@ class KVCache:
                     f"this cache end at max_tokens={self.max_tokens}: make it with a larger one",
                     max_tokens=self.max_tokens,
                 )
-        longest: dict[Sequence, int] = {}
+        longest: dict[Sequence, int] = {}  # One may be named twice.
         for sequence, num_tokens in targets:
             longest[sequence] = max(num_tokens, longest.get(sequence, 0))
         self.note_stream()
-        self._grow(
-            [Target(each.row, to, each.num_tokens) for each, to in longest.items()], self.groups
-        )
+        wanted_rows = [Target(each.row, to, each.num_tokens) for each, to in longest.items()]
+        self._grow(wanted_rows, self.groups)
         if not self.keeps_past:
             self.retire_behind_windows(sequence for sequence, _ in targets)
         for sequence, num_tokens in targets:
@@ -291,13 +290,8 @@ class KVCache:
             return
         self.overread_tokens = overread_tokens
         try:
-            self._grow(
-                [
-                    Target(each.row, each.num_tokens, each.num_tokens)
-                    for each in self._sequences.values()
-                ],
-                self.groups,
-            )
+            lengths = [(each.row, each.num_tokens) for each in self._sequences.values()]
+            self._grow([Target(row, to, to) for row, to in lengths], self.groups)
         except BaseException:
             self.overread_tokens = before
             raise
@@ -324,13 +318,13 @@ class KVCache:
                 "what they would see (set keeps_past before appending)"
             )
         if not num_tokens:
-            self._drop_displaced(sequence.row)
+            drop_displaced(self.groups, sequence.row, self.pool.reclaimer)
         sequence.num_tokens = num_tokens
 
     def park(self, sequence: Sequence) -> None:
         """See `Sequence.close`."""
         if not self.is_closed:
-            self._drop_displaced(sequence.row)
+            drop_displaced(self.groups, sequence.row, self.pool.reclaimer)
             del self._sequences[sequence.row]
             self._rows.park(sequence.row)
         sequence.is_closed = True
@@ -342,16 +336,10 @@ class KVCache:
     # ---- memory ---------------------------------------------------------------------------
 
     def trim(self, num_bytes: int | None = None) -> int:
-        """Give memory that no live sequence needs back to the device.
+        """Give memory that no live sequence needs back: `num_bytes` at least, or all of it.
 
         Parked rows go oldest first, then what live rows hold beyond their length, then free
-        extents. Waits for the fences of what is unmapped.
-
-        Args:
-            num_bytes: How much at least; None for all.
-
-        Returns:
-            The bytes given back.
+        extents. Waits for the fences of what is unmapped. Returns the bytes given back.
         """
         self.check_open()
         wanted = num_bytes if num_bytes is not None else 1 << 62
@@ -372,11 +360,7 @@ class KVCache:
         return collect_stats(self.pool, self.groups, lengths, list(self._rows.parked()))
 
     def check(self) -> None:
-        """Check every invariant of memory, and that what live sequences need is resident.
-
-        Raises:
-            InternalError: Naming the invariant that is broken.
-        """
+        """Check every invariant of memory; raises `InternalError` where one is broken."""
         check_pool(self.pool)
         for sequence in self._sequences.values():
             for group in self.groups:
@@ -412,19 +396,9 @@ class KVCache:
 
     def retire_behind_windows(self, sequences: Iterable[Sequence] | None = None) -> None:
         """Retire what no later query of these sequences (or all) can see."""
-        for sequence in tuple(self._sequences.values()) if sequences is None else sequences:
-            for group in self.groups:
-                if group.has_front_to_retire(sequence.row, sequence.num_tokens):
-                    fence = self.pool.reclaimer.new_fence()
-                    group.retire_front(sequence.row, sequence.num_tokens, fence)
-
-    def _drop_displaced(self, row: int) -> None:
-        """A run that a window has moved off the row's start is of no use to a new beginning."""
-        displaced = [group for group in self.groups if group.table.rows[row].first_page]
-        if displaced:
-            fence = self.pool.reclaimer.new_fence()
-            for group in displaced:
-                group.retire_from(row, 0, fence)
+        chosen = tuple(self._sequences.values()) if sequences is None else sequences
+        lengths = ((each.row, each.num_tokens) for each in chosen)
+        retire_behind(self.groups, lengths, self.pool.reclaimer)
 
     def _adoptable_tokens(self, row: int) -> int:
         return min((group.adoptable_tokens(row) for group in self.groups), default=0)

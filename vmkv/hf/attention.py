@@ -21,6 +21,7 @@ import torch
 from torch.nn import functional
 
 from ..attention import AttentionSpec, select
+from ..errors import ConfigError
 from . import compat
 from .layers import VirtualLayer, layer_behind
 from .ragged import RaggedStep
@@ -76,6 +77,12 @@ def vmkv_attention(
             sinks=s_aux,
         )
         return out, None
+    if getattr(attention_mask, "_vmkv_placeholder", False):
+        raise ConfigError(
+            f"{type(module).__name__} hands its attention less than the model is called with, so "
+            "it cannot be served in a ragged batch; generate with "
+            "past_key_values=VMKVCache(config) instead"
+        )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     recipe: _Recipe | None = getattr(attention_mask, "_vmkv_recipe", None)
     bias = kwargs.get("position_bias")
@@ -171,14 +178,18 @@ def vmkv_mask(**arguments: Any) -> torch.Tensor | None:
     other mask is made by transformers, as for SDPA.
     """
     plain = compat.plain_mask(arguments.get("mask_function"))
-    if plain is None:
+    if plain is None or isinstance(arguments.get("q_offset"), torch.Tensor):
+        # A tensor is a static cache's count, which goes on counting: the mask is made now.
         return compat.sdpa_mask(**arguments)
-    # Two dimensions, as flash attention's masks have, so that models pass it on unchanged.
-    carrier = torch.empty((int(arguments["batch_size"]), 0), dtype=torch.bool)
-    # Static caches count in place; the recipe is for now.
-    for name in ("q_offset", "cache_position"):
-        if isinstance(arguments.get(name), torch.Tensor):
-            arguments[name] = arguments[name].clone()
+    padding = arguments.get("attention_mask")
+    if isinstance(padding, torch.Tensor) and hasattr(padding, "_vmkv_recipe"):
+        return padding  # Made by `generate` already, and passed in again.
+    # Two dimensions, as flash attention's masks have, so that models pass it on unchanged; on the
+    # right device, because a move would lose what it carries.
+    like = arguments.get("cache_position")
+    device = like.device if isinstance(like, torch.Tensor) else arguments.get("device")
+    shape = (int(arguments["batch_size"]), 0)
+    carrier = torch.empty(shape, dtype=torch.bool, device=device)
     carrier._vmkv_recipe = _Recipe(plain.window, arguments)  # type: ignore[attr-defined]
     return carrier
 

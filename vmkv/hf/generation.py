@@ -322,6 +322,7 @@ def _forward(
     # A mask of four dimensions is passed through as it is, and ours ignores it: otherwise
     # transformers would look for packed sequences in the positions and build a dense mask.
     placeholder = torch.empty((1, 1, 1, 1), dtype=torch.bool, device=device)
+    placeholder._vmkv_placeholder = True  # type: ignore[attr-defined]
     step = RaggedStep(cache, pieces)
     output = model(
         input_ids=tokens[None],

@@ -205,6 +205,7 @@ class VirtualLayer:
 
     @keys.setter
     def keys(self, value: torch.Tensor | None) -> None:
+        """Only None may be assigned."""
         self._refuse_assignment(value)
 
     @property
@@ -216,6 +217,7 @@ class VirtualLayer:
 
     @values.setter
     def values(self, value: torch.Tensor | None) -> None:
+        """Only None may be assigned."""
         self._refuse_assignment(value)
 
     def _refuse_assignment(self, value: torch.Tensor | None) -> None:
