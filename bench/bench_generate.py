@@ -49,7 +49,6 @@ from vmkv import VMKVCache
 
 CHUNK_TOKENS = 512
 DECODE_STEPS = 48
-ROUNDS = 2  # A B A B
 SEED = 0
 DTYPE = torch.bfloat16
 ALLOCATOR_SLUG = "other_allocator"  # in names, where PYTORCH_CUDA_ALLOC_CONF is set
@@ -63,6 +62,7 @@ class Case:
     batch: int
     prompt_tokens: int
     caches: tuple[str, ...] = ("DynamicCache", "VMKVCache")
+    rounds: int = 2  # A B A B
 
     @property
     def name(self) -> str:
@@ -70,7 +70,8 @@ class Case:
         return f"{self.batch}x{self.prompt_tokens}"
 
 
-CASES = (Case("flash_attention_2", 16, 8192), Case("flash_attention_2", 32, 8192))
+# The smaller case is bound by the host, whose speed wanders by 10 %: it takes more rounds.
+CASES = (Case("flash_attention_2", 16, 8192, rounds=6), Case("flash_attention_2", 32, 8192))
 SDPA_CASES = (Case("sdpa", 16, 8192, ("DynamicCache", "VMKVCache", "StaticCache")),)
 SMOKE_CASES = (Case("sdpa", 2, 24, ("DynamicCache", "VMKVCache", "StaticCache")),)
 #: By case: memory over the KV, decode and prefill over DynamicCache, at most.
@@ -222,7 +223,7 @@ def run_case(model: LlamaForCausalLM, case: Case, chunk: int, steps: int) -> lis
     failures: dict[str, str] = {}
     for name in case.caches:
         run(model, warmup, name, chunk, 2)
-    for _ in range(ROUNDS):
+    for _ in range(case.rounds):
         for name in case.caches:
             try:
                 runs[name].append(run(model, case, name, chunk, steps))

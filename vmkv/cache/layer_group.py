@@ -51,9 +51,7 @@ class LayerGroup:
         self.window_tokens = window_tokens
         self.table = PageTable(pool, geometry.num_rows, geometry.row_pages)
         self._view_counter = _native.ViewCounter()
-        self._views: GroupViews | None = group_views(
-            pool.backend, self.table.address, geometry, dtype, self._view_counter
-        )
+        self._views: dict[bool, GroupViews] = {}
         self._first_written: dict[int, int] = {}
         self.largest_class = pool.largest_class
         if window_tokens is not None:
@@ -62,9 +60,21 @@ class LayerGroup:
 
     @property
     def views(self) -> GroupViews:
-        """The tensors over the rows."""
-        assert self._views is not None  # Only a closed group has none, and nobody keeps those.
-        return self._views
+        """The tensors over the rows, usable in every mode."""
+        return self.views_in(inference=False)
+
+    def views_in(self, *, inference: bool) -> GroupViews:
+        """The tensors over the rows; see `group_views` for what `inference` is good for."""
+        if inference not in self._views:
+            self._views[inference] = group_views(
+                self.pool.backend,
+                self.table.address,
+                self.geometry,
+                self.dtype,
+                self._view_counter,
+                inference=inference,
+            )
+        return self._views[inference]
 
     def next_page(self, row: int, num_tokens: int) -> int:
         """Where `row`, of a sequence that holds `num_tokens` now, grows next.
@@ -174,12 +184,12 @@ class LayerGroup:
 
     def has_outside_views(self) -> bool:
         """Whether tensors other than this group's own point into the range. Drops its own."""
-        self._views = None
+        self._views.clear()
         return self._view_counter.live > 0
 
     def close(self) -> None:
         """Unmap everything, after its fence; free the range once no tensor points into it."""
-        self._views = None
+        self._views.clear()
         counter = self._view_counter
         self.table.close(lambda: counter.live > 0)
 

@@ -34,7 +34,7 @@ class GroupStep:
         self.values: Sequence[torch.Tensor] = ()
         self._key_slots: Sequence[torch.Tensor] = ()
         self._value_slots: Sequence[torch.Tensor] = ()
-        self._all_rows: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._all_rows: dict[bool, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._batch: tuple[torch.Tensor | None, AttentionBatch] | None = None
         self._is_cuda = rows.core.device.type == "cuda"
         address, geometry = group.table.address, group.geometry
@@ -52,8 +52,9 @@ class GroupStep:
         self.rows.core.check_open()
         self.rows.core.note_stream()
         self.rows.ensure(batch_size, end)
-        views, shape = self.group.views, self.group.geometry.shape
-        with torch.inference_mode(mode=False), torch.no_grad():
+        inference = torch.is_inference_mode_enabled()
+        views, shape = self.group.views_in(inference=inference), self.group.geometry.shape
+        with torch.no_grad():
             k = views.keys[:, :batch_size]
             v = views.values[:, :batch_size]
             self.keys = k[:, :, :, first:end].unbind(0)
@@ -97,12 +98,14 @@ class GroupStep:
 
     def all_rows(self, place: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the layer at `place`: `[rows, row_tokens, heads, dim]`."""
-        if not self._all_rows:
-            views = self.group.views
-            with torch.inference_mode(mode=False), torch.no_grad():
+        inference = torch.is_inference_mode_enabled()
+        if inference not in self._all_rows:
+            views = self.group.views_in(inference=inference)
+            with torch.no_grad():
                 keys, values = views.keys.transpose(2, 3), views.values.transpose(2, 3)
-                self._all_rows = list(zip(keys.unbind(0), values.unbind(0), strict=True))
-        return self._all_rows[place]
+                pairs = zip(keys.unbind(0), values.unbind(0), strict=True)
+                self._all_rows[inference] = list(pairs)
+        return self._all_rows[inference][place]
 
     def attention_batch(self, padding: torch.Tensor | None) -> AttentionBatch | None:
         """This step as a batch of equally long rows; None where `padding` is not left padding."""
@@ -131,7 +134,7 @@ class GroupStep:
         """Drop the tensors; the next update makes new ones."""
         self.start = self.end = self.batch_size = self.first = -1
         self.keys = self.values = self._key_slots = self._value_slots = ()
-        self._all_rows = []
+        self._all_rows = {}
         self._batch = None
 
 
