@@ -173,6 +173,7 @@ def test_model_reads_back_no_more_than_with_dynamic_cache(
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
 def test_update_does_not_synchronise_the_gpu(name: str) -> None:
     """Decode steps, beam reorders and rollbacks run while torch forbids synchronisation."""
@@ -195,6 +196,7 @@ def test_update_does_not_synchronise_the_gpu(name: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_decode_step_of_a_model_does_not_synchronise_the_gpu() -> None:
     """A whole forward pass through the default code path runs while torch forbids it."""
     model = copy.deepcopy(tiny_model("llama", "sdpa")).cuda()

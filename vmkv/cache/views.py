@@ -59,7 +59,7 @@ def group_views(
     dtype: torch.dtype,
     counter: _native.ViewCounter,
     *,
-    inference: bool,
+    inference: bool = False,
 ) -> GroupViews:
     """Tensors over the reservation at `address`.
 
