@@ -36,7 +36,10 @@ HEADLINES = (
     "decode_growth_us",
     "waste_share",
     "memory_ratio_16x8192",
+    "decode_ratio_16x8192",
     "decode_ratio_32x8192",
+    "ragged_seconds",
+    "decode_flash2_over_dense",
     "steady_waste_share",
 )
 _SECTION = re.compile(r"(Question|Prediction|Verdict|Method|Rivals|Not measured)[.:]\s+")
@@ -256,15 +259,17 @@ def markdown_table(names: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     )
 
 
-def figures_table(results: Sequence[Result], only: Sequence[str] | None = None) -> str:
-    """What was promised and what came of it, all benches together."""
+def figures_table(
+    results: Sequence[Result], only: Sequence[str] | None = None, page_path: str = ""
+) -> str:
+    """What was promised and what came of it, all benches together; links lead to `page_path`."""
     lines = []
     for result in results:
         env = result.record.get("environment", {})
         for figure in result.figures:
             met = {True: "yes", False: "**no**", None: "–"}[figure["is_met"]]
             line = [
-                f"[{result.bench}](#{result.stem})",
+                f"[{result.bench}]({page_path}#{result.stem})",
                 figure["what"],
                 show_bound(figure),
                 show_got(figure),
@@ -322,7 +327,7 @@ def with_headlines(readme: str, results: Sequence[Result]) -> str | None:
         return None
     on_gpu = [each for each in results if each.record.get("environment", {}).get("device") != "cpu"]
     head = readme[: start + len(MARKERS[0])]
-    return f"{head}\n{figures_table(on_gpu, HEADLINES)}\n{readme[end:]}"
+    return f"{head}\n{figures_table(on_gpu, HEADLINES, 'bench/README.md')}\n{readme[end:]}"
 
 
 # ---- plots ------------------------------------------------------------------------------------

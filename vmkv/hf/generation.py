@@ -324,15 +324,21 @@ def _forward(
     placeholder = torch.empty((1, 1, 1, 1), dtype=torch.bool, device=device)
     placeholder._vmkv_placeholder = True  # type: ignore[attr-defined]
     step = RaggedStep(cache, pieces)
-    output = model(
-        input_ids=tokens[None],
-        position_ids=positions[None],
-        attention_mask=placeholder,
-        use_cache=False,
-        logits_to_keep=torch.tensor(ends).to(device, non_blocking=True),
-        vmkv_batch=step,
-        return_dict=True,
-    )
+    try:
+        output = model(
+            input_ids=tokens[None],
+            position_ids=positions[None],
+            attention_mask=placeholder,
+            use_cache=False,
+            logits_to_keep=torch.tensor(ends).to(device, non_blocking=True),
+            vmkv_batch=step,
+            return_dict=True,
+        )
+    except RuntimeError:
+        # A model that attends by itself trips over the placeholder: say that instead.
+        if not step.has_attended:
+            step.check_complete()
+        raise
     step.check_complete()
     logits: torch.Tensor = output.logits[0]
     return logits if logits.shape[0] == len(pieces) else logits[ends]

@@ -150,6 +150,11 @@ class RaggedStep:
         self._rows: dict[int, list[int]] = {}
         self._attended: set[int] = set()
 
+    @property
+    def has_attended(self) -> bool:
+        """Whether any layer has attended here."""
+        return bool(self._attended)
+
     def check_complete(self) -> None:
         """After the pass: every layer must have attended here.
 
