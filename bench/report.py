@@ -496,6 +496,17 @@ def plot_free_list(canvas: Any, rows: Sequence[Row]) -> None:
     finish(axes, "one pop and one push", "ns")
 
 
+def plot_ragged(canvas: Any, rows: Sequence[Row]) -> None:
+    colours = ours_first(rows, "way")
+    rows = [{**row, "kv_gib": row["kv_bytes"] / 2**30} for row in rows]
+    panels = canvas.subplots(1, 2)
+    for axes, value, title, unit in zip(
+        panels, ("seconds", "kv_gib"), ("all prompts", "keys and values"), ("s", "GiB"), strict=True
+    ):
+        grouped_bars(axes, rows, ["prompts"], "way", value, colours)
+        finish(axes, title, unit)
+
+
 PLOTS: dict[str, tuple[Callable[[Any, Sequence[Row]], None], float]] = {
     "mapping": (plot_mapping, 12),
     "waste": (plot_waste, 11),
@@ -505,6 +516,7 @@ PLOTS: dict[str, tuple[Callable[[Any, Sequence[Row]], None], float]] = {
     "block_table": (plot_block_table, 12),
     "attention": (plot_attention, 13),
     "free_list": (plot_free_list, 7),
+    "ragged": (plot_ragged, 9),
 }
 
 
