@@ -5,6 +5,7 @@ Helpers that tests import live in `tests/helpers`; nothing is imported from here
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -12,7 +13,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
 
 from vmkv import Backend, BackendUsage, HostBackend, open_backend
@@ -40,9 +40,18 @@ _MAKE_BACKEND: dict[str, Callable[[], Backend]] = {
 }
 
 
+def _has_gpu() -> bool:
+    # Up to `memory` nothing needs torch, and its tests run where it is not installed.
+    if importlib.util.find_spec("torch") is None:
+        return False
+    import torch
+
+    return torch.cuda.device_count() > 0
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what needs a GPU where the machine says that it has none."""
-    if torch.cuda.device_count():
+    if _has_gpu():
         return
     needs_gpu = pytest.mark.skip(reason="this machine has no NVIDIA GPU")
     for item in items:
