@@ -157,7 +157,7 @@ def sdpa_mask(**arguments: Any) -> torch.Tensor | None:
 def sees_padding(processor: Any) -> bool:
     """Whether a logits processor would take a prompt's padding for tokens that were said.
 
-    Since 5.18 or so a repetition penalty is told how much padding there is.
+    5.17 and older do not tell a repetition penalty how much padding there is; 5.23 does.
     """
     if type(processor) is not RepetitionPenaltyLogitsProcessor:
         return False
