@@ -47,11 +47,9 @@ def _import_all(names: list[str], absent: list[str]) -> subprocess.CompletedProc
 
 @pytest.mark.slow
 def test_every_module_imports_without_optional_packages() -> None:
-    """flash-attn, Triton and cuda-python are asked for when used, not when imported."""
+    """flash-attn and cuda-python are asked for when used, not when imported."""
     absent = ["flash_attn", "flash_attn_interface", "cuda", "cuda.bindings"]
-    # Triton is absent on CPU builds of torch; its one module is imported by who uses it.
-    names = [name for name in MODULES if not name.endswith("_triton")]
-    child = _import_all(names, absent)
+    child = _import_all(MODULES, absent)
     assert 0 == child.returncode, child.stderr
 
 

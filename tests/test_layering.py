@@ -26,7 +26,6 @@ TESTING_MAY_IMPORT = {"testing", "errors", "units", "_native", "backend", "memor
 HOMES_OF = {
     "transformers": {"hf"},
     "cuda": {"backend", "attention", "testing"},
-    "triton": {"attention"},
     "flash_attn": {"attention"},
     "flash_attn_interface": {"attention"},
 }

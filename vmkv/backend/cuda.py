@@ -98,7 +98,6 @@ class CudaBackend(BookedBackend):
         )
         self._streams: set[int] = set()
         self._events: list[Any] = []
-        self._num_events = 0
         self._is_closed = False
 
     @property
@@ -186,12 +185,16 @@ class CudaBackend(BookedBackend):
     def record_fence(self) -> Fence:
         """See `Backend.record_fence`. Cost: one event per noted stream, about 2 µs each."""
         self.calls["record_fence"] += 1
-        events = []
+        events: list[Any] = []
         with self._in_context():
-            for stream in tuple(self._streams):
-                event = self._new_event()
-                events.append(event)
-                self._call("record_fence", self._driver.cuEventRecord(event, stream))
+            try:
+                for stream in tuple(self._streams):
+                    events.append(self._new_event())
+                    self._call("record_fence", self._driver.cuEventRecord(events[-1], stream))
+            except BaseException:
+                for event in events:
+                    self.recycle_event(event)
+                raise
         return CudaFence(self, events)
 
     def join_streams(self, stream: int) -> None:
@@ -202,10 +205,12 @@ class CudaBackend(BookedBackend):
         with self._in_context():
             for other in others:
                 event = self._new_event()
-                self._call("record_fence", self._driver.cuEventRecord(event, other))
-                self._call("record_fence", self._driver.cuStreamWaitEvent(stream, event, 0))
-                # The wait holds what it needs of the event, so it can be used again at once.
-                self.recycle_event(event)
+                try:
+                    self._call("record_fence", self._driver.cuEventRecord(event, other))
+                    self._call("record_fence", self._driver.cuStreamWaitEvent(stream, event, 0))
+                finally:
+                    # The wait holds what it needs of the event: it can be used again at once.
+                    self.recycle_event(event)
 
     def copy(self, destination: Address, source: Address, num_bytes: int, stream: int) -> None:
         """See `Backend.copy`."""
@@ -239,7 +244,6 @@ class CudaBackend(BookedBackend):
         with self._lock:
             if self._events:
                 return self._events.pop()
-            self._num_events += 1
         flags = self._driver.CUevent_flags.CU_EVENT_DISABLE_TIMING
         return self._call("record_fence", self._driver.cuEventCreate(flags))
 
