@@ -8,8 +8,11 @@ It overrides two primitives; a backend from scratch implements the abstract ones
 import torch
 
 from vmkv import DriverError, HostBackend, KVCache, OutOfPagesError
+from vmkv.backend import MemoryLocation
 from vmkv.testing import check_backend
 from vmkv.units import Handle, KiB, MiB, align_up
+
+DEVICE = MemoryLocation.DEVICE
 
 
 class SmallDevice(HostBackend):
@@ -19,11 +22,13 @@ class SmallDevice(HostBackend):
         super().__init__(granularity_bytes=64 * KiB)
         self.capacity_bytes = capacity_bytes
 
-    def mem_create(self, num_bytes: int) -> Handle:
+    def mem_create(
+        self, num_bytes: int, location: MemoryLocation = DEVICE, *, shareable: bool = False
+    ) -> Handle:
         """Refuse what does not fit, the way a driver does: say so, and change nothing."""
-        if num_bytes > self.free_memory_bytes():
+        if location is DEVICE and num_bytes > self.free_memory_bytes():
             raise DriverError("mem_create", 2, "OUT_OF_MEMORY", is_out_of_memory=True)
-        return super().mem_create(num_bytes)
+        return super().mem_create(num_bytes, location, shareable=shareable)
 
     def free_memory_bytes(self) -> int:
         return self.capacity_bytes - self.usage().physical_bytes
@@ -32,8 +37,8 @@ class SmallDevice(HostBackend):
 class HelpfulDevice(SmallDevice):
     """The same, but kind to callers whose sizes are odd. A driver is not, so this is a bug."""
 
-    def mem_create(self, num_bytes: int) -> Handle:
-        return super().mem_create(align_up(num_bytes, self.granularity_bytes))
+    def mem_create(self, num_bytes: int, *where: MemoryLocation, **options: bool) -> Handle:
+        return super().mem_create(align_up(num_bytes, self.granularity_bytes), *where, **options)
 
 
 print(f"SmallDevice passes all {check_backend(SmallDevice)} checks of the contract.")

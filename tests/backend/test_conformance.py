@@ -6,13 +6,14 @@ the process.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
 
 from vmkv import Backend, HostBackend
-from vmkv.backend import Access, AccessOp, BackendUsage, Op, UnmapOp
+from vmkv.backend import Access, AccessOp, BackendUsage, CopyOp, MemoryLocation, Op, UnmapOp
 from vmkv.backend.books import Books
 from vmkv.errors import DriverError
 from vmkv.testing import BACKEND_CHECKS, FaultInjectingBackend, check_backend
@@ -102,7 +103,7 @@ class _ForgetsReleasedMemory(Books):
 class _RecyclesMemoryDirty(HostBackend):
     def mem_release(self, handle: Handle) -> None:
         super().mem_release(handle)
-        self._file_end_bytes = 0  # Offsets come back …
+        self._files[MemoryLocation.DEVICE].end_bytes = 0  # Offsets come back …
 
     def _forget(self, handle: Handle) -> None:
         del self._books.allocations[handle]  # … and their bytes were never dropped.
@@ -167,6 +168,77 @@ class _FencesNeverPass(HostBackend):
         return fence
 
 
+class _CopiesManyInReverse(HostBackend):
+    def copy_many(self, ops: Sequence[CopyOp], stream: int) -> None:
+        super().copy_many(ops[::-1], stream)
+
+
+class _FillsOneByteTooFew(HostBackend):
+    def fill(self, address: Address, num_bytes: int, byte: int, stream: int) -> None:
+        super().fill(address, num_bytes - 1, byte, stream)
+
+
+class _KeepsDestroyedStreams(HostBackend):
+    def stream_destroy(self, stream: int) -> None:
+        super().stream_destroy(stream)
+        self._books.streams.add(stream)
+
+
+class _MixesLocationsUp(HostBackend):
+    def mem_create(self, num_bytes: int, *_: object, **options: bool) -> Handle:
+        return super().mem_create(num_bytes, **options)
+
+
+class _GrantsLessThanAsked(HostBackend):
+    """Who asks to write what is shared gets to read it, and no error."""
+
+    def run_until_failure(self, ops: Sequence[Op]) -> tuple[int, DriverError | None]:
+        num_done, error = super().run_until_failure(ops)
+        if error is None or "can only be read" not in str(error):
+            return num_done, error
+        less = ops[num_done]._replace(access=Access.READ)
+        return super().run_until_failure([less, *ops[num_done + 1 :]])
+
+
+class _LetsTheCpuReachTheDevice(Books):
+    def why_not(self, op: Op, leaving: set[int]) -> str | None:
+        why = super().why_not(op, leaving)
+        return None if why == "the CPU cannot reach the device's memory" else why
+
+
+class _FillsOneLocation(Books):
+    """Where a fill spans both locations, all but the first piece is forgotten."""
+
+    def fill_pieces(self, address: int, num_bytes: int) -> list[tuple[int, int]] | None:
+        pieces = super().fill_pieces(address, num_bytes)
+        return pieces and pieces[:1]
+
+
+class _ExportsACopy(HostBackend):
+    """What is imported is a snapshot, and not the exporter's memory."""
+
+    def mem_export(self, handle: Handle) -> int:
+        own = super().mem_export(handle)
+        size = os.fstat(own).st_size
+        snapshot = self.mem_create(size, shareable=True)
+        os.pwrite(self._own_files[snapshot], os.pread(own, size, 0), 0)
+        os.close(own)
+        try:
+            return super().mem_export(snapshot)
+        finally:
+            self.mem_release(snapshot)
+
+
+class _ImportsAnySize(HostBackend):
+    def mem_import(self, fd: int, num_bytes: int) -> Handle:
+        try:
+            return super().mem_import(fd, num_bytes)
+        except DriverError as error:
+            if "bytes, not" not in str(error):
+                raise
+            return super().mem_import(fd, os.fstat(fd).st_size)
+
+
 @pytest.mark.parametrize(
     ("mutant", "sentence"),
     [
@@ -185,6 +257,15 @@ class _FencesNeverPass(HostBackend):
         (_UnmapsInReverse, "A batch of unmaps that fails"),
         (_CopiesInsteadOfAliasing, "One handle at two addresses"),
         (_FencesNeverPass, "A fence has passed once"),
+        (_CopiesManyInReverse, "A batch of copies"),
+        (_FillsOneByteTooFew, "A fill sets exactly"),
+        (_KeepsDestroyedStreams, "Streams are made"),
+        (_MixesLocationsUp, "Memory of the host"),
+        (_GrantsLessThanAsked, "Nobody gets write access"),
+        (_with_books(_LetsTheCpuReachTheDevice), "The CPU can be granted"),
+        (_with_books(_FillsOneLocation), "A fill spans mappings of both"),
+        (_ExportsACopy, "An import is the exporter's memory"),
+        (_ImportsAnySize, "Importing a wrong size"),
     ],
     ids=lambda value: value.__name__.lstrip("_") if isinstance(value, type) else "",
 )

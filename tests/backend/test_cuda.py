@@ -6,6 +6,7 @@ correctness only; its speed is bench/bench_driver_calls.py's.
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
 import threading
@@ -15,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from vmkv import Backend, BackendUsage, open_backend
-from vmkv.backend import Access, AccessOp, MapOp, UnmapOp
+from vmkv import Backend, BackendUsage, _native, open_backend
+from vmkv.backend import Access, AccessOp, CopyOp, MapOp, MemoryLocation, UnmapOp
 from vmkv.errors import CudaDriverError, DriverError
 from vmkv.testing import read_bytes, write_bytes
 from vmkv.units import Address, GiB, MiB
@@ -179,3 +180,87 @@ def test_cuda_thread_maps_beside_torch(cuda: Any) -> None:
     assert [] == failures
     assert torch.equal(value, product)
     cuda.address_free(address, 64 * size)
+
+
+def test_cuda_memory_of_the_host_leaves_the_device_alone(cuda: Any) -> None:
+    """A gigabyte in `HOST` costs the device nothing, and is given back."""
+    before, host_before = cuda.free_memory_bytes(), cuda.free_host_memory_bytes()
+    handle = cuda.mem_create(1 * GiB, MemoryLocation.HOST)
+    assert (0, 1 * GiB) == (cuda.usage().physical_bytes, cuda.usage().host_bytes)
+    assert cuda.free_memory_bytes() >= before - 64 * MiB
+    assert cuda.free_host_memory_bytes() <= host_before - GiB // 2
+    cuda.mem_release(handle)
+    assert cuda.free_host_memory_bytes() >= host_before - GiB // 2
+
+
+def test_cuda_kernels_and_cpu_read_memory_of_the_host(cuda: Any) -> None:
+    """Torch computes on a view of it, and the CPU reads the same bytes at the same address."""
+    size = cuda.granularity_bytes
+    address = cuda.address_reserve(2 * size)
+    for at, location in enumerate(MemoryLocation):
+        handle = cuda.mem_create(size, location)
+        cuda.mem_map(Address(address + at * size), size, handle)
+        cuda.mem_release(handle)
+    cuda.mem_set_access(address, 2 * size, Access.READ_WRITE)
+    capsule = _native.view_capsule(address, 2 * size, *cuda.dlpack_device, _native.ViewCounter())
+    view = torch.utils.dlpack.from_dlpack(capsule)
+    view.copy_(torch.arange(2 * size, device="cuda") % 251)
+    wanted = torch.arange(2 * size, device="cuda") % 251
+    assert torch.equal(wanted.to(torch.uint8), view)
+    assert cuda.host_location_is_cpu_readable
+    cuda.mem_set_access(Address(address + size), size, Access.READ_WRITE, for_cpu=True)
+    torch.cuda.synchronize()
+    assert bytes(wanted[size:].to(torch.uint8).cpu().numpy()) == ctypes.string_at(
+        address + size, size
+    )
+    ctypes.memset(address + size, 7, size)
+    assert 7 * size == int(view[size:].sum(dtype=torch.int64))
+    cuda.mem_unmap(address, 2 * size)
+    cuda.address_free(address, 2 * size)
+
+
+def test_cuda_copies_do_not_wait(cuda: Any) -> None:
+    """Copies to memory of the host, and fills, only queue behind what their stream holds."""
+    size = 64 * MiB
+    address = cuda.address_reserve(2 * size)
+    second = Address(address + size)
+    for at, location in ((address, MemoryLocation.DEVICE), (second, MemoryLocation.HOST)):
+        handle = cuda.mem_create(size, location)
+        cuda.execute([MapOp(at, size, handle), AccessOp(at, size, Access.READ_WRITE)])
+        cuda.mem_release(handle)
+    busy = torch.cuda.Stream()
+    cuda.note_stream(busy.cuda_stream)
+    side = cuda.new_stream()
+    with torch.cuda.stream(busy):
+        torch.cuda._sleep(1_000_000_000)
+    cuda.stream_wait(side, busy.cuda_stream)
+    cuda.fill(address, size, 0x41, side)
+    cuda.copy(second, address, size, side)
+    cuda.fill(address, size, 0x42, side)
+    cuda.copy_many([CopyOp(address, second, size // 2)], side)
+    assert not busy.query(), "a call waited for the stream"
+    fence = cuda.record_fence()
+    assert not fence.has_passed()
+    fence.wait()
+    wanted = b"\x41" * (size // 2) + b"\x42" * (size // 2)
+    assert wanted == read_bytes(cuda, address, size)
+    cuda.stream_destroy(side)
+    cuda.mem_unmap(address, 2 * size)
+    cuda.address_free(address, 2 * size)
+
+
+def test_cuda_destroying_a_stream_waits_for_its_work(cuda: Any) -> None:
+    """After it, no fence is needed for what the stream did."""
+    size = cuda.granularity_bytes
+    address = cuda.address_reserve(size)
+    _map(cuda, address, size)
+    busy = torch.cuda.Stream()
+    with torch.cuda.stream(busy):
+        torch.cuda._sleep(500_000_000)
+    side = cuda.new_stream()
+    cuda.stream_wait(side, busy.cuda_stream)
+    cuda.fill(address, size, 0x17, side)
+    cuda.stream_destroy(side)
+    assert busy.query()
+    cuda.mem_unmap(address, size)
+    cuda.address_free(address, size)

@@ -264,7 +264,7 @@ def test_execute_refuses_part_of_a_record(num_bytes):
 @pytest.mark.parametrize(
     ("bad_record", "reason"),
     [
-        ((3, 0, 0, 0), "record 1 of the plan has the unknown op 3"),
+        ((4, 0, 0, 0), "record 1 of the plan has the unknown op 4"),
         ((2**64 - 1, 0, 0, 0), "unknown op 18446744073709551615"),
         ((SET_ACCESS, 0, 0, 2**31), "record 1 of the plan has access flags 2147483648"),
     ],

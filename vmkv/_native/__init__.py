@@ -12,4 +12,5 @@ from ._core import host_free as host_free
 from ._core import host_functions as host_functions
 from ._core import host_reserve as host_reserve
 from ._core import launch as launch
+from ._core import transfer as transfer
 from ._core import view_capsule as view_capsule

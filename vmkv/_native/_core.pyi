@@ -9,11 +9,13 @@ from typing import TypedDict, final
 from typing_extensions import CapsuleType  # a stub may import it; nothing does at run time
 
 class HostFunctions(TypedDict):
-    """Addresses of the host's mapping calls, as integers for ``execute``."""
+    """Addresses of the host's calls, as integers for ``execute`` and ``transfer``."""
 
     map: int
     set_access: int
     unmap: int
+    copy: int
+    fill: int
 
 @final
 class FreeList:
@@ -115,18 +117,21 @@ def execute(
     unmap_fn: int,
     location_type: int,
     location_id: int,
+    cpu_location_type: int = 0,
+    cpu_location_id: int = 0,
 ) -> tuple[int, int, int, int, int]:
     """Run mapping calls in order, in one crossing and outside the GIL, up to the first failure.
 
     A plan is a sequence of records of four native-endian uint64, ``struct`` format ``=4Q``:
 
-    ============== ======= ====== ==================================================
-    op             address bytes  argument
-    ============== ======= ====== ==================================================
-    0 (map)        yes     yes    handle, mapped from its offset 0
-    1 (set_access) yes     yes    0 no access, 1 read, 3 read and write
-    2 (unmap)      yes     yes    not looked at
-    ============== ======= ====== ==================================================
+    ================== ======= ====== ==============================================
+    op                 address bytes  argument
+    ================== ======= ====== ==============================================
+    0 (map)            yes     yes    handle, mapped from its offset 0
+    1 (set_access)     yes     yes    0 no access, 1 read, 3 read and write
+    2 (unmap)          yes     yes    not looked at
+    3 (set_cpu_access) yes     yes    as set_access, for the other location
+    ================== ======= ====== ==============================================
 
     An empty plan does nothing and succeeds.
 
@@ -137,6 +142,8 @@ def execute(
         unmap_fn: Likewise ``cuMemUnmap``. An address that no record needs may be 0.
         location_type: ``CUmemLocationType`` that every set_access names (1 is a device).
         location_id: The device's ordinal.
+        cpu_location_type: ``CUmemLocationType`` that every set_cpu_access names.
+        cpu_location_id: The NUMA node's number, say.
 
     Returns:
         ``(num_done, status, map_ns, set_access_ns, unmap_ns)``: how many records succeeded, the
@@ -153,12 +160,45 @@ def execute(
         disjoint is theirs to ensure. An address that is not such a function crashes the process.
     """
 
-def host_functions() -> HostFunctions:
-    """The three functions that ``execute`` needs, implemented with mmap and mprotect.
+def transfer(plan: bytes, copy_fn: int, fill_fn: int, stream: int, /) -> tuple[int, int]:
+    """Submit copies and fills to a stream in order, outside the GIL, up to the first failure.
 
-    They return 0 or an errno. Ranges must be whole pages of the operating system. ``map`` takes
-    the handle ``fd << 40 | file_offset >> 12`` and maps with no access; ``unmap`` leaves the
-    addresses reserved. They trust the address: what was mapped there before is replaced.
+    A plan is a sequence of records of four native-endian uint64, ``struct`` format ``=4Q``:
+
+    ======== =========== ====== =======
+    op       address     bytes  argument
+    ======== =========== ====== =======
+    0 (copy) destination yes    source
+    1 (fill) yes         yes    byte
+    ======== =========== ====== =======
+
+    Args:
+        plan: The records, back to back.
+        copy_fn: Address of a function with the signature of ``cuMemcpyAsync``.
+        fill_fn: Likewise ``cuMemsetD8Async``. An address that no record needs may be 0.
+        stream: The stream's raw handle; 0 is the default one.
+
+    Returns:
+        ``(num_done, status)``: how many records succeeded, and the status of the one after them
+        (0 when all succeeded). Records before a failure stay submitted.
+
+    Raises:
+        ValueError: The plan is not a whole number of records, or a record has an unknown op, needs
+            an address that is 0, or fills with what is no byte. No call was made.
+
+    Cost: that of the driver's calls.
+    Ordering: the functions' own. CUDA's need the device's context current on this thread, and
+        return when the work is queued; the host's when it is done.
+    """
+
+def host_functions() -> HostFunctions:
+    """The functions that ``execute`` and ``transfer`` need, made of mmap, mprotect and memmove.
+
+    They return 0 or an errno. Ranges that are mapped must be whole pages of the operating system.
+    ``map`` takes the handle ``fd << 40 | file_offset >> 12`` and maps with no access; ``unmap``
+    leaves the addresses reserved; ``set_access`` does nothing for a location type other than 0,
+    since there is no CPU beside the device; ``copy`` and ``fill`` are done when they return. They
+    all trust the address: what was mapped there before is replaced.
     """
 
 def host_reserve(num_bytes: int, alignment: int, /) -> int:

@@ -1,8 +1,10 @@
-/* The three calls that change a mapping, as function types, and the loop that runs a list of them.
+/* The calls that change a mapping or move bytes, as function types, and loops that run lists of
+ * them.
  *
- * The signatures are those of cuMemMap, cuMemSetAccess and cuMemUnmap in the CUDA driver API, spelt
- * with C's own types so that no CUDA header is needed.  host.c implements the same three for memory
- * of the operating system; whoever holds the addresses cannot tell which they are.
+ * The signatures are those of cuMemMap, cuMemSetAccess, cuMemUnmap, cuMemcpyAsync and
+ * cuMemsetD8Async in the CUDA driver API, spelt with C's own types so that no CUDA header is
+ * needed.  host.c implements the same five for memory of the operating system; whoever holds the
+ * addresses cannot tell which they are.
  */
 #ifndef VMKV_EXECUTOR_H
 #define VMKV_EXECUTOR_H
@@ -29,8 +31,14 @@ typedef int (*vmkv_map_fn)(uint64_t address, size_t num_bytes, size_t offset, ui
 typedef int (*vmkv_set_access_fn)(uint64_t address, size_t num_bytes, const vmkv_access *accesses,
                                   size_t num_accesses);
 typedef int (*vmkv_unmap_fn)(uint64_t address, size_t num_bytes);
+typedef int (*vmkv_copy_fn)(uint64_t destination, uint64_t source, size_t num_bytes,
+                            uint64_t stream);
+typedef int (*vmkv_fill_fn)(uint64_t address, unsigned char byte, size_t num_bytes,
+                            uint64_t stream);
 
 extern const char vmkv_execute_doc[];
+extern const char vmkv_transfer_doc[];
 PyObject *vmkv_execute(PyObject *module, PyObject *args, PyObject *kwargs);
+PyObject *vmkv_transfer(PyObject *module, PyObject *args);
 
 #endif

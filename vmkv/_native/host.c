@@ -1,9 +1,11 @@
-/* The host backend's mapping calls: mmap and mprotect in the clothes of the CUDA driver.
+/* The host backend's calls: mmap, mprotect and memmove in the clothes of the CUDA driver.
  *
  *     driver              here
  *     cuMemMap            mmap the file shared at a fixed address, with no access yet
  *     cuMemSetAccess      mprotect
  *     cuMemUnmap          mmap an inaccessible anonymous mapping over it: the reservation survives
+ *     cuMemcpyAsync       memmove, done when it returns; there is one stream, whatever its name
+ *     cuMemsetD8Async     memset, likewise
  *
  * A handle names bytes of a file (a memfd) from an offset on, in one integer:
  *
@@ -22,6 +24,7 @@
 
 #include <errno.h>
 #include <stdbool.h>
+#include <string.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -55,8 +58,10 @@ static int host_map(uint64_t address, size_t num_bytes, size_t offset, uint64_t 
 static int host_set_access(uint64_t address, size_t num_bytes, const vmkv_access *accesses,
                            size_t num_accesses)
 {
-    if (!is_whole_pages(num_bytes) || num_accesses != 1) /* there is one location: this process */
+    if (!is_whole_pages(num_bytes) || num_accesses != 1)
         return EINVAL;
+    if (accesses[0].location_type != 0) /* the CPU: here it is the device, and has what that has */
+        return 0;
     int protection;
     switch (accesses[0].flags) {
     case VMKV_ACCESS_NONE:
@@ -84,21 +89,41 @@ static int host_unmap(uint64_t address, size_t num_bytes)
     return mapped == MAP_FAILED ? errno : 0;
 }
 
-/* The types above are what the executor will call these through; a mismatch must not compile. */
+static int host_copy(uint64_t destination, uint64_t source, size_t num_bytes, uint64_t stream)
+{
+    (void)stream;
+    /* memmove: ranges that overlap are the caller's mistake, and must not become ours. */
+    memmove((void *)(uintptr_t)destination, (const void *)(uintptr_t)source, num_bytes);
+    return 0;
+}
+
+static int host_fill(uint64_t address, unsigned char byte, size_t num_bytes, uint64_t stream)
+{
+    (void)stream;
+    memset((void *)(uintptr_t)address, byte, num_bytes);
+    return 0;
+}
+
+/* The types in executor.h are what these will be called through; a mismatch must not compile. */
 static const vmkv_map_fn map_entry = host_map;
 static const vmkv_set_access_fn set_access_entry = host_set_access;
 static const vmkv_unmap_fn unmap_entry = host_unmap;
+static const vmkv_copy_fn copy_entry = host_copy;
+static const vmkv_fill_fn fill_entry = host_fill;
 
 const char vmkv_host_functions_doc[] =
     "host_functions($module, /)\n--\n\n"
-    "Addresses of the host's map, set_access and unmap, for execute().";
+    "Addresses of the host's map, set_access and unmap, for execute(), and of its copy and fill, "
+    "for transfer().";
 
 PyObject *vmkv_host_functions(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused))
 {
-    return Py_BuildValue("{s:K,s:K,s:K}",
+    return Py_BuildValue("{s:K,s:K,s:K,s:K,s:K}",
                          "map", (unsigned long long)(uintptr_t)map_entry,
                          "set_access", (unsigned long long)(uintptr_t)set_access_entry,
-                         "unmap", (unsigned long long)(uintptr_t)unmap_entry);
+                         "unmap", (unsigned long long)(uintptr_t)unmap_entry,
+                         "copy", (unsigned long long)(uintptr_t)copy_entry,
+                         "fill", (unsigned long long)(uintptr_t)fill_entry);
 }
 
 /* Reserves more than asked for, then gives back both ends: mmap has no argument for alignment.

@@ -35,6 +35,7 @@ static PyMethodDef methods[] = {
     {"host_reserve", vmkv_host_reserve, METH_VARARGS, vmkv_host_reserve_doc},
     {"host_free", vmkv_host_free, METH_VARARGS, vmkv_host_free_doc},
     {"launch", (PyCFunction)(void (*)(void))vmkv_launch, METH_FASTCALL, vmkv_launch_doc},
+    {"transfer", vmkv_transfer, METH_VARARGS, vmkv_transfer_doc},
     {"view_capsule", vmkv_view_capsule, METH_VARARGS, vmkv_view_capsule_doc},
     {NULL, NULL, 0, NULL},
 };

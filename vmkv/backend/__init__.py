@@ -7,8 +7,10 @@ from .base import Access as Access
 from .base import AccessOp as AccessOp
 from .base import Backend as Backend
 from .base import BackendUsage as BackendUsage
+from .base import CopyOp as CopyOp
 from .base import Fence as Fence
 from .base import MapOp as MapOp
+from .base import MemoryLocation as MemoryLocation
 from .base import Op as Op
 from .base import UnmapOp as UnmapOp
 from .base import primitive_of as primitive_of

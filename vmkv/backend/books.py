@@ -9,18 +9,28 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 from ..units import Handle
-from .base import BackendUsage, MapOp, Op, UnmapOp
+from .base import Access, AccessOp, BackendUsage, MapOp, MemoryLocation, Op, UnmapOp
 
 
 @dataclass
 class Allocation:
-    """One handle: its size, its mappings, and whether its owner has given it up."""
+    """One handle: its size and kind, its mappings, and whether its owner has given it up."""
 
     num_bytes: int
+    location: MemoryLocation = MemoryLocation.DEVICE
+    is_shareable: bool = False
+    is_exported: bool = False
+    is_imported: bool = False
     num_mappings: int = 0
     is_released: bool = False
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether another process may be reading, so that nobody may begin to write."""
+        return self.is_exported or self.is_imported
 
     @property
     def is_gone(self) -> bool:
@@ -48,6 +58,7 @@ class Books:
         self._mappings: dict[int, _Mapping] = {}
         self._mapping_starts: list[int] = []
         self.allocations: dict[Handle, Allocation] = {}
+        self.streams: set[int] = set()
 
     # ---- address ranges -------------------------------------------------------------------
 
@@ -85,17 +96,53 @@ class Books:
         starts = self._whole_mappings(op.address, op.num_bytes)
         if not starts or not leaving.isdisjoint(starts):
             return "not a run of whole mappings"
-        if isinstance(op, UnmapOp):
-            leaving.update(starts)
+        if isinstance(op, AccessOp):
+            return self._why_not_access(op, starts)
+        leaving.update(starts)
         return None
+
+    def _why_not_access(self, op: AccessOp, starts: list[int]) -> str | None:
+        allocations = [self.allocations[self._mappings[start].handle] for start in starts]
+        if op.access == Access.READ_WRITE and any(each.is_frozen for each in allocations):
+            return "memory that is shared with other processes can only be read"
+        if op.for_cpu and any(each.location is MemoryLocation.DEVICE for each in allocations):
+            return "the CPU cannot reach the device's memory"
+        return None
+
+    def fill_pieces(self, address: int, num_bytes: int) -> list[tuple[int, int]] | None:
+        """Address and bytes of what may be filled in one go each; None where a hole is in between.
+
+        CUDA fills over any number of mappings in the device's memory at once, but over no two in
+        the host's (seen on driver 580).
+        """
+        pieces: list[tuple[int, int]] = []
+        was_device = False
+        cursor, end = address, address + num_bytes
+        at = max(0, bisect_right(self._mapping_starts, address) - 1)
+        for start in islice(self._mapping_starts, at, None):
+            mapping = self._mappings[start]
+            piece_end = min(end, start + mapping.num_bytes)
+            if cursor >= end or start > cursor:
+                break
+            if piece_end <= cursor:
+                continue
+            is_device = self.allocations[mapping.handle].location is MemoryLocation.DEVICE
+            if is_device and was_device:
+                first, _ = pieces.pop()
+                pieces.append((first, piece_end - first))
+            else:
+                pieces.append((cursor, piece_end - cursor))
+            was_device = is_device
+            cursor = piece_end
+        return pieces if cursor >= end else None
 
     def _why_not_map(self, op: MapOp) -> str | None:
         at = bisect_right(self._reservation_starts, op.address) - 1
         start = self._reservation_starts[at] if at >= 0 else 0
         if at < 0 or op.address + op.num_bytes > start + self._reservations[start]:
             return "outside every reservation"
-        allocation = self.allocations.get(op.handle)
-        if allocation is None or allocation.is_released:
+        allocation = self.live(op.handle)
+        if allocation is None:
             return f"handle {op.handle:#x} is not live"
         if allocation.num_bytes != op.num_bytes:
             return "not the whole of the handle"
@@ -144,15 +191,39 @@ class Books:
             allocation.num_mappings -= 1
             yield handle, allocation
 
+    # ---- physical memory ------------------------------------------------------------------
+
+    def live(self, handle: Handle) -> Allocation | None:
+        """The allocation of a handle that was not released."""
+        allocation = self.allocations.get(handle)
+        return None if allocation is None or allocation.is_released else allocation
+
+    def why_not_export(self, handle: Handle) -> str | None:
+        """Why `mem_export` is refused, or None."""
+        allocation = self.live(handle)
+        if allocation is None:
+            return f"handle {handle:#x} is not live"
+        return None if allocation.is_shareable else f"handle {handle:#x} is not shareable"
+
     # ---- the whole ------------------------------------------------------------------------
 
     def usage(self) -> BackendUsage:
         """Everything, counted."""
         return BackendUsage(
             num_handles=len(self.allocations),
-            physical_bytes=sum(each.num_bytes for each in self.allocations.values()),
+            physical_bytes=self._created_bytes(MemoryLocation.DEVICE),
+            host_bytes=self._created_bytes(MemoryLocation.HOST),
+            imported_bytes=sum(e.num_bytes for e in self.allocations.values() if e.is_imported),
             num_mappings=len(self._mappings),
             mapped_bytes=sum(each.num_bytes for each in self._mappings.values()),
             num_reservations=len(self._reservations),
             reserved_bytes=sum(self._reservations.values()),
+            num_streams=len(self.streams),
+        )
+
+    def _created_bytes(self, location: MemoryLocation) -> int:
+        return sum(
+            each.num_bytes
+            for each in self.allocations.values()
+            if each.location is location and not each.is_imported
         )

@@ -12,17 +12,21 @@ copies do, so they push the device's primary context (the one torch uses) and po
 from __future__ import annotations
 
 import contextlib
+import os
+import stat
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 from ..errors import ConfigError, CudaDriverError, OutOfAddressSpaceError
 from ..units import Address, Handle, format_bytes
-from .base import Fence
-from .booked import BookedBackend, NativeCalls
+from .base import Fence, MemoryLocation
+from .booked import BookedBackend, NativeCalls, describe
 from .books import Allocation
 
 _DLPACK_CUDA = 2
 _LOCATION_DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
+_LOCATION_HOST_NUMA = 3  # CU_MEM_LOCATION_TYPE_HOST_NUMA
 _VMM_SINCE_CUDA = 10020  # The version of the entry points asked for.
 
 
@@ -82,20 +86,35 @@ class CudaBackend(BookedBackend):
         self._device_index = device_index
         self._device = self._call("init", driver.cuDeviceGet(device_index))
         self._context = self._call("init", driver.cuDevicePrimaryCtxRetain(self._device))
-        self._properties = driver.CUmemAllocationProp()
-        self._properties.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-        self._properties.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-        self._properties.location.id = device_index
+        attribute = driver.CUdevice_attribute
+        # -1 where the machine has no NUMA nodes to speak of.
+        numa_node = max(0, self._attribute(attribute.CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID))
+        self._locations = {
+            MemoryLocation.DEVICE: (_LOCATION_DEVICE, device_index),
+            MemoryLocation.HOST: (_LOCATION_HOST_NUMA, numa_node),
+        }
+        self.host_location_is_cpu_readable = bool(
+            self._attribute(
+                attribute.CU_DEVICE_ATTRIBUTE_HOST_NUMA_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
+            )
+        )
         minimum = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
-        granularity = driver.cuMemGetAllocationGranularity(self._properties, minimum)
+        properties = self._properties(MemoryLocation.DEVICE, False)
+        granularity = driver.cuMemGetAllocationGranularity(properties, minimum)
         super().__init__(int(self._call("init", granularity)))
         self._calls = NativeCalls(
             map=self._function_address(b"cuMemMap"),
             set_access=self._function_address(b"cuMemSetAccess"),
             unmap=self._function_address(b"cuMemUnmap"),
+            copy=self._function_address(b"cuMemcpyAsync"),
+            fill=self._function_address(b"cuMemsetD8Async"),
             location_type=_LOCATION_DEVICE,
             location_id=device_index,
+            host_location_type=_LOCATION_HOST_NUMA,
+            host_location_id=numa_node,
         )
+        # A stream must not be destroyed while a fence is recorded on it.
+        self._stream_lock = threading.Lock()
         self._streams: set[int] = set()
         self._events: list[Any] = []
         self._is_closed = False
@@ -139,21 +158,94 @@ class CudaBackend(BookedBackend):
 
     # ---- physical memory ------------------------------------------------------------------
 
-    def mem_create(self, num_bytes: int) -> Handle:
-        """See `Backend.mem_create`. Cost: 10 µs for 2 MiB, 16 µs for 64 MiB."""
+    def _properties(self, location: MemoryLocation, shareable: bool) -> Any:
+        driver = self._driver
+        properties = driver.CUmemAllocationProp()
+        properties.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        location_type, location_id = self._locations[location]
+        properties.location.type = driver.CUmemLocationType(location_type)
+        properties.location.id = location_id
+        if shareable:
+            properties.requestedHandleTypes = self._descriptor_type()
+        return properties
+
+    def _descriptor_type(self) -> Any:
+        return self._driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+
+    def mem_create(
+        self,
+        num_bytes: int,
+        location: MemoryLocation = MemoryLocation.DEVICE,
+        *,
+        shareable: bool = False,
+    ) -> Handle:
+        """See `Backend.mem_create`.
+
+        Cost: 10 µs for 2 MiB, 16 µs for 64 MiB; in `HOST` 0.1 to 0.6 ms for 2 MiB, 10 for 64.
+        """
         self.calls["mem_create"] += 1
-        handle = Handle(
-            int(
-                self._call(
-                    "mem_create",
-                    self._driver.cuMemCreate(num_bytes, self._properties, 0),
-                    format_bytes(num_bytes),
-                )
-            )
-        )
+        properties = self._properties(location, shareable)
+        answer = self._driver.cuMemCreate(num_bytes, properties, 0)
+        handle = Handle(int(self._call("mem_create", answer, describe(num_bytes, location))))
         with self._lock:
-            self._books.allocations[handle] = Allocation(num_bytes)
+            self._books.allocations[handle] = Allocation(
+                num_bytes, location, is_shareable=shareable
+            )
         return handle
+
+    def mem_export(self, handle: Handle) -> int:
+        """See `Backend.mem_export`."""
+        self.calls["mem_export"] += 1
+        with self._lock:
+            allocation = self._exportable(handle)
+            answer = self._driver.cuMemExportToShareableHandle(handle, self._descriptor_type(), 0)
+            fd = int(self._call("mem_export", answer))
+            os.set_inheritable(fd, False)
+            allocation.is_exported = True
+        return fd
+
+    def mem_import(self, fd: int, num_bytes: int) -> Handle:
+        """See `Backend.mem_import`. Cost: some 100 µs, most of it to find out the size."""
+        self.calls["mem_import"] += 1
+        self._check_size("mem_import", num_bytes)
+        try:
+            # The driver asks the kernel about whatever it is given: ask what it is before.
+            is_device_file = fd >= 0 and stat.S_ISCHR(os.fstat(fd).st_mode)
+        except OSError:
+            is_device_file = False
+        if not is_device_file:
+            raise self._refusal("mem_import", f"descriptor {fd} is no exported memory")
+        answer = self._driver.cuMemImportFromShareableHandle(fd, self._descriptor_type())
+        native_handle = int(self._call("mem_import", answer, f"descriptor {fd}"))
+        try:
+            location = self._location_of(native_handle)
+            self._try_mapping(native_handle, num_bytes)
+        except BaseException:
+            self._driver.cuMemRelease(native_handle)
+            raise
+        with self._lock:
+            allocation = Allocation(num_bytes, location, is_imported=True)
+            return self._book_under_own_number(native_handle, allocation)
+
+    def _location_of(self, native_handle: int) -> MemoryLocation:
+        answer = self._driver.cuMemGetAllocationPropertiesFromHandle(native_handle)
+        found = self._call("mem_import", answer).location
+        if int(found.type) == _LOCATION_HOST_NUMA:
+            return MemoryLocation.HOST
+        if (int(found.type), int(found.id)) == self._locations[MemoryLocation.DEVICE]:
+            return MemoryLocation.DEVICE
+        raise self._refusal("mem_import", f"the memory lies elsewhere: {found.type}, {found.id}")
+
+    def _try_mapping(self, native_handle: int, num_bytes: int) -> None:
+        """Map the handle and unmap it: the driver tells its size in no other way."""
+        driver = self._driver
+        address = self._call("mem_import", driver.cuMemAddressReserve(num_bytes, 0, 0, 0))
+        try:
+            mapped = driver.cuMemMap(address, num_bytes, 0, native_handle, 0)
+            self._call("mem_import", mapped, f"the memory is not of {format_bytes(num_bytes)}")
+            self._call("mem_import", driver.cuMemUnmap(address, num_bytes))
+        finally:
+            driver.cuMemAddressFree(address, num_bytes)
 
     def mem_release(self, handle: Handle) -> None:
         """See `Backend.mem_release`."""
@@ -162,13 +254,15 @@ class CudaBackend(BookedBackend):
             allocation = self._books.allocations.get(handle)
             if allocation is None or allocation.is_released:
                 raise self._refusal("mem_release", f"handle {handle:#x} is not live")
-            self._call("mem_release", self._driver.cuMemRelease(handle))
+            native_handle = self._native_handles.get(handle, handle)
+            self._call("mem_release", self._driver.cuMemRelease(native_handle))
             allocation.is_released = True
             if allocation.is_gone:
                 self._forget(handle)
 
     def _forget(self, handle: Handle) -> None:
         # The driver frees the memory by itself.
+        self._native_handles.pop(handle, None)
         del self._books.allocations[handle]
 
     def _native_calls(self) -> NativeCalls:
@@ -179,16 +273,16 @@ class CudaBackend(BookedBackend):
     def note_stream(self, stream: int) -> None:
         """See `Backend.note_stream`."""
         if stream not in self._streams:
-            with self._lock:
+            with self._stream_lock:
                 self._streams.add(stream)
 
     def record_fence(self) -> Fence:
         """See `Backend.record_fence`. Cost: one event per noted stream, about 2 µs each."""
         self.calls["record_fence"] += 1
         events: list[Any] = []
-        with self._in_context():
+        with self._in_context(), self._stream_lock:
             try:
-                for stream in tuple(self._streams):
+                for stream in self._streams:
                     events.append(self._new_event())
                     self._call("record_fence", self._driver.cuEventRecord(events[-1], stream))
             except BaseException:
@@ -199,27 +293,51 @@ class CudaBackend(BookedBackend):
 
     def join_streams(self, stream: int) -> None:
         """See `Backend.join_streams`. Nothing where only one stream is in use."""
-        others = [other for other in tuple(self._streams) if other != stream]
-        if not others:
+        if not self._streams - {stream}:
             return
-        with self._in_context():
-            for other in others:
-                event = self._new_event()
-                try:
-                    self._call("record_fence", self._driver.cuEventRecord(event, other))
-                    self._call("record_fence", self._driver.cuStreamWaitEvent(stream, event, 0))
-                finally:
-                    # The wait holds what it needs of the event: it can be used again at once.
-                    self.recycle_event(event)
+        with self._in_context(), self._stream_lock:
+            for other in self._streams - {stream}:
+                self._wait_for("record_fence", stream, other)
 
-    def copy(self, destination: Address, source: Address, num_bytes: int, stream: int) -> None:
-        """See `Backend.copy`."""
-        self.calls["copy"] += 1
+    def stream_wait(self, stream: int, other: int) -> None:
+        """See `Backend.stream_wait`. Cost: about 4 µs."""
+        self.calls["stream_wait"] += 1
         with self._in_context():
-            self._call(
-                "copy",
-                self._driver.cuMemcpyAsync(int(destination), int(source), num_bytes, stream),
-            )
+            self._wait_for("stream_wait", stream, other)
+
+    def _wait_for(self, call: str, stream: int, other: int) -> None:
+        event = self._new_event()
+        try:
+            self._call(call, self._driver.cuEventRecord(event, other))
+            self._call(call, self._driver.cuStreamWaitEvent(stream, event, 0))
+        finally:
+            # The wait holds what it needs of the event: it can be used again at once.
+            self.recycle_event(event)
+
+    def new_stream(self) -> int:
+        """See `Backend.new_stream`. It does not wait for the legacy default stream either."""
+        self.calls["new_stream"] += 1
+        flags = self._driver.CUstream_flags.CU_STREAM_NON_BLOCKING
+        with self._in_context():
+            stream = int(self._call("new_stream", self._driver.cuStreamCreate(flags)))
+        self.note_stream(stream)
+        with self._lock:
+            self._books.streams.add(stream)
+        return stream
+
+    def stream_destroy(self, stream: int) -> None:
+        """See `Backend.stream_destroy`."""
+        self.calls["stream_destroy"] += 1
+        with self._lock:
+            if stream not in self._books.streams:
+                raise self._refusal("stream_destroy", f"{stream:#x} is no stream of this backend")
+        with self._in_context():
+            self._call("stream_destroy", self._driver.cuStreamSynchronize(stream))
+            with self._stream_lock:
+                self._call("stream_destroy", self._driver.cuStreamDestroy(stream))
+                self._streams.discard(stream)
+        with self._lock:
+            self._books.streams.discard(stream)
 
     def has_event_passed(self, event: Any) -> bool:
         """Whether the work before `event` is done."""
@@ -298,6 +416,9 @@ class CudaBackend(BookedBackend):
     def _refusal(self, call: str, why: str) -> CudaDriverError:
         """What the driver should have answered."""
         return self._error(call, int(self._driver.CUresult.CUDA_ERROR_INVALID_VALUE), why)
+
+    def _attribute(self, which: Any) -> int:
+        return int(self._call("init", self._driver.cuDeviceGetAttribute(which, self._device)))
 
     def _function_address(self, name: bytes) -> int:
         address, *_ = self._call(

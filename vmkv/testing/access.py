@@ -1,7 +1,9 @@
 """Reading and writing a backend's memory from a test, without torch.
 
 On the CPU an address is an address. On CUDA the driver copies, in the device's primary context,
-after everything submitted before (the legacy default stream).
+after everything submitted before (the legacy default stream). It goes by way of a buffer in the
+device's memory: between the CPU's memory and memory of the host it would have the CPU copy, which
+has no access to the latter unless granted (seen on driver 580, as a segmentation fault).
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from ..errors import ConfigError
 
 _DLPACK_CPU = 1
 _DLPACK_CUDA = 2
+_STREAM = 0  # The legacy default one.
 
 
 def read_bytes(backend: Backend, address: int, num_bytes: int) -> bytes:
@@ -28,9 +31,10 @@ def read_bytes(backend: Backend, address: int, num_bytes: int) -> bytes:
     if device_type == _DLPACK_CPU:
         return ctypes.string_at(address, num_bytes)
     staging = ctypes.create_string_buffer(num_bytes)
-    with _cuda_context(device_type, device_index) as driver:
-        (status,) = driver.cuMemcpyDtoH(ctypes.addressof(staging), int(address), num_bytes)
-        _check(driver, status)
+    with _cuda_buffer(device_type, device_index, num_bytes) as (driver, buffer):
+        _check(driver, driver.cuMemcpyAsync(buffer, int(address), num_bytes, _STREAM)[0])
+        _check(driver, driver.cuStreamSynchronize(_STREAM)[0])
+        _check(driver, driver.cuMemcpyDtoH(ctypes.addressof(staging), buffer, num_bytes)[0])
     return staging.raw
 
 
@@ -45,9 +49,21 @@ def write_bytes(backend: Backend, address: int, data: bytes) -> None:
         ctypes.memmove(address, data, len(data))
         return
     staging = ctypes.create_string_buffer(data, len(data))
+    with _cuda_buffer(device_type, device_index, len(data)) as (driver, buffer):
+        _check(driver, driver.cuMemcpyHtoD(buffer, ctypes.addressof(staging), len(data))[0])
+        _check(driver, driver.cuMemcpyAsync(int(address), buffer, len(data), _STREAM)[0])
+        _check(driver, driver.cuStreamSynchronize(_STREAM)[0])
+
+
+@contextlib.contextmanager
+def _cuda_buffer(device_type: int, device_index: int, num_bytes: int) -> Iterator[tuple[Any, int]]:
     with _cuda_context(device_type, device_index) as driver:
-        (status,) = driver.cuMemcpyHtoD(int(address), ctypes.addressof(staging), len(data))
+        status, buffer = driver.cuMemAlloc(num_bytes)
         _check(driver, status)
+        try:
+            yield driver, int(buffer)
+        finally:
+            driver.cuMemFree(buffer)
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from ..backend import Backend, BackendUsage
 from ..errors import VMKVError
-from . import mapping_checks, order_checks
+from . import mapping_checks, order_checks, sharing_checks
 from .tools import expect
 
 #: The contract, in reading order. Every check leaves the backend as empty as it found it.
@@ -43,9 +43,20 @@ BACKEND_CHECKS: tuple[Callable[[Backend], None], ...] = (
     order_checks.check_execute_maps_is_atomic,
     order_checks.check_execute_unmaps_reports,
     order_checks.check_copy,
+    order_checks.check_copy_many,
+    order_checks.check_fill,
     order_checks.check_fences,
+    order_checks.check_streams,
     order_checks.check_calls_are_counted,
     order_checks.check_threads,
+    sharing_checks.check_locations,
+    sharing_checks.check_cpu_access,
+    sharing_checks.check_fill_spans_locations,
+    sharing_checks.check_swap_in_place,
+    sharing_checks.check_import_reads_export,
+    sharing_checks.check_shared_memory_is_frozen,
+    sharing_checks.check_export_is_for_shareable,
+    sharing_checks.check_import_is_exact,
 )
 
 

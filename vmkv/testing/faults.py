@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ..backend import Backend, BackendUsage, Fence, Op, primitive_of
+from ..backend import Backend, BackendUsage, Fence, MemoryLocation, Op, primitive_of
 from ..errors import CapacityError, DriverError
 from ..units import Address, Handle
 
@@ -34,6 +34,7 @@ class FaultInjectingBackend(Backend):
         self.name = upstream.name
         self.granularity_bytes = upstream.granularity_bytes
         self.calls = upstream.calls
+        self.host_location_is_cpu_readable = upstream.host_location_is_cpu_readable
         self.num_calls = 0
         self.failed_call: str | None = None
         self._fail_at = fail_at
@@ -80,15 +81,31 @@ class FaultInjectingBackend(Backend):
         self._raise_at_turn("address_free")
         self.upstream.address_free(address, num_bytes)
 
-    def mem_create(self, num_bytes: int) -> Handle:
+    def mem_create(
+        self,
+        num_bytes: int,
+        location: MemoryLocation = MemoryLocation.DEVICE,
+        *,
+        shareable: bool = False,
+    ) -> Handle:
         """See `Backend.mem_create`."""
         self._raise_at_turn("mem_create")
-        return self.upstream.mem_create(num_bytes)
+        return self.upstream.mem_create(num_bytes, location, shareable=shareable)
 
     def mem_release(self, handle: Handle) -> None:
         """See `Backend.mem_release`."""
         self._raise_at_turn("mem_release")
         self.upstream.mem_release(handle)
+
+    def mem_export(self, handle: Handle) -> int:
+        """See `Backend.mem_export`."""
+        self._raise_at_turn("mem_export")
+        return self.upstream.mem_export(handle)
+
+    def mem_import(self, fd: int, num_bytes: int) -> Handle:
+        """See `Backend.mem_import`."""
+        self._raise_at_turn("mem_import")
+        return self.upstream.mem_import(fd, num_bytes)
 
     def run_until_failure(self, ops: Sequence[Op]) -> tuple[int, DriverError | None]:
         """One operation at a time, so that each can fail."""
@@ -114,10 +131,32 @@ class FaultInjectingBackend(Backend):
         self._raise_at_turn("join_streams")
         self.upstream.join_streams(stream)
 
+    def new_stream(self) -> int:
+        """See `Backend.new_stream`."""
+        self._raise_at_turn("new_stream")
+        return self.upstream.new_stream()
+
+    def stream_destroy(self, stream: int) -> None:
+        """See `Backend.stream_destroy`."""
+        self._raise_at_turn("stream_destroy")
+        self.upstream.stream_destroy(stream)
+
+    def stream_wait(self, stream: int, other: int) -> None:
+        """See `Backend.stream_wait`."""
+        self._raise_at_turn("stream_wait")
+        self.upstream.stream_wait(stream, other)
+
+    # `copy_many` is inherited: one copy at a time, so that each can fail.
+
     def copy(self, destination: Address, source: Address, num_bytes: int, stream: int) -> None:
         """See `Backend.copy`."""
         self._raise_at_turn("copy")
         self.upstream.copy(destination, source, num_bytes, stream)
+
+    def fill(self, address: Address, num_bytes: int, byte: int, stream: int) -> None:
+        """See `Backend.fill`."""
+        self._raise_at_turn("fill")
+        self.upstream.fill(address, num_bytes, byte, stream)
 
     def usage(self) -> BackendUsage:
         """The upstream's."""
@@ -126,6 +165,10 @@ class FaultInjectingBackend(Backend):
     def free_memory_bytes(self) -> int:
         """The upstream's."""
         return self.upstream.free_memory_bytes()
+
+    def free_host_memory_bytes(self) -> int:
+        """The upstream's."""
+        return self.upstream.free_host_memory_bytes()
 
     def close(self) -> None:
         """Close the upstream."""

@@ -90,6 +90,18 @@ class ModelCache:
         self.stamps[self._num_sequences] = []
         return self._num_sequences
 
+    def fork(self, sequence: int, num_tokens: int) -> int:
+        """A new sequence's id, with the first `num_tokens` stamps of another."""
+        fork = self.open()
+        self.stamps[fork] = self.stamps[sequence][:num_tokens]
+        return fork
+
+    def reorder(self, sequences: list[int], sources: list[int]) -> None:
+        """Each of `sequences` goes on from the one that `sources` names, by index."""
+        before = [list(self.stamps[sequence]) for sequence in sequences]
+        for sequence, source in zip(sequences, sources, strict=True):
+            self.stamps[sequence] = list(before[source])
+
     def append(self, sequence: int, num_tokens: int) -> list[int]:
         """The stamps to write for `num_tokens` new tokens."""
         fresh = list(range(self._num_stamps + 1, self._num_stamps + num_tokens + 1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from functools import partial
 
-from ..backend import AccessOp, Backend, MapOp, UnmapOp
+from ..backend import AccessOp, Backend, CopyOp, MapOp, UnmapOp
 from ..errors import DriverError, VMKVError
 from ..units import Address
 from .access import read_bytes, write_bytes
@@ -99,6 +99,85 @@ def check_copy(backend: Backend) -> None:
     backend.address_free(address, num_bytes)
 
 
+def check_copy_many(backend: Backend) -> None:
+    """A batch of copies is submitted in order, and each of them is counted."""
+    granularity = backend.granularity_bytes
+    address, num_bytes = reserve(backend, 4)
+    for page in range(4):
+        backend.mem_release(mapped(backend, at_page(backend, address, page), 1))
+    data = filled(backend, address, 0x61, granularity)
+    before = backend.calls.copy()
+    backend.copy_many([], _STREAM)
+    ops = [
+        CopyOp(at_page(backend, address, page + 1), at_page(backend, address, page), granularity)
+        for page in range(3)
+    ]
+    backend.copy_many(ops, _STREAM)
+    expect({"copy": 3}, dict(backend.calls - before), "calls")
+    expect(data * 4, read_bytes(backend, address, num_bytes), "the page handed on three times")
+    backend.copy(at_page(backend, address, 2), address, 2 * granularity, _STREAM)
+    expect(data * 4, read_bytes(backend, address, num_bytes), "a copy over two mappings at once")
+    backend.mem_unmap(address, num_bytes)
+    backend.address_free(address, num_bytes)
+
+
+def check_fill(backend: Backend) -> None:
+    """A fill sets exactly its bytes, over mappings and at any offset, in the stream's order."""
+    granularity = backend.granularity_bytes
+    address, num_bytes = reserve(backend, 2)
+    for page in (0, 1):
+        backend.mem_release(mapped(backend, at_page(backend, address, page), 1))
+    filled(backend, address, 0x15, num_bytes)
+    backend.fill(Address(address + 3), num_bytes - 5, 0xFF, _STREAM)
+    wanted = b"\x15" * 3 + b"\xff" * (num_bytes - 5) + b"\x15" * 2
+    expect(wanted, read_bytes(backend, address, num_bytes), "the fill and what is beside it")
+    backend.copy(Address(address + 100), address, 10, _STREAM)
+    backend.fill(address, granularity, 0, _STREAM)
+    backend.copy(address, Address(address + granularity), 1, _STREAM)
+    wanted = b"\xff" + bytes(granularity - 1)
+    expect(wanted, read_bytes(backend, address, granularity), "copies and fills of one stream")
+    for size, byte in ((granularity, -1), (granularity, 256), (-1, 0)):
+        attempt = partial(backend.fill, address, size, byte, _STREAM)
+        expect_refusal(backend, "fill", attempt, f"{size} bytes of {byte}")
+    copy = partial(backend.copy, Address(address + granularity), address, -1, _STREAM)
+    expect_refusal(backend, "copy", copy, "less than nothing")
+    backend.mem_unmap(address, num_bytes)
+    backend.address_free(address, num_bytes)
+
+
+def check_streams(backend: Backend) -> None:
+    """Streams are made, wait for each other, are covered by fences, and are destroyed once."""
+    granularity = backend.granularity_bytes
+    address, num_bytes = reserve(backend, 3)
+    for page in range(3):
+        backend.mem_release(mapped(backend, at_page(backend, address, page), 1))
+    data = filled(backend, address, 0x2E, granularity)
+    first, second = backend.new_stream(), backend.new_stream()
+    expect(3, len({first, second, _STREAM}), "streams that differ")
+    expect(2, backend.usage().num_streams, "streams")
+    pages = [at_page(backend, address, page) for page in range(3)]
+    for _ in range(20):
+        backend.fill(pages[1], granularity, 0, first)
+        backend.copy(pages[1], pages[0], granularity, first)
+        backend.stream_wait(second, first)
+        backend.copy(pages[2], pages[1], granularity, second)
+        backend.stream_wait(first, second)
+    backend.fill(pages[0], granularity, 0x2F, first)
+    backend.record_fence().wait()
+    wanted = b"\x2f" * granularity + data * 2
+    expect(wanted, read_bytes(backend, address, num_bytes), "what went from stream to stream")
+    for stream in (first, second):
+        backend.stream_destroy(stream)
+        destroy = partial(backend.stream_destroy, stream)
+        expect_refusal(backend, "stream_destroy", destroy, "a stream twice")
+    destroy = partial(backend.stream_destroy, _STREAM)
+    expect_refusal(backend, "stream_destroy", destroy, "the default stream")
+    expect(0, backend.usage().num_streams, "streams after the last was destroyed")
+    backend.record_fence().wait()
+    backend.mem_unmap(address, num_bytes)
+    backend.address_free(address, num_bytes)
+
+
 def check_fences(backend: Backend) -> None:
     """A fence has passed once it was waited for, for good, and so have those before it."""
     backend.note_stream(_STREAM)
@@ -126,7 +205,11 @@ def check_calls_are_counted(backend: Backend) -> None:
             AccessOp(address, num_bytes, RW),
         ]
     )
+    stream = backend.new_stream()
     backend.copy(second, address, granularity, _STREAM)
+    backend.fill(address, granularity, 0, _STREAM)
+    backend.stream_wait(stream, _STREAM)
+    backend.stream_destroy(stream)
     backend.record_fence().wait()
     backend.execute([UnmapOp(address, granularity), UnmapOp(second, granularity)])
     expect_refusal(
@@ -140,7 +223,11 @@ def check_calls_are_counted(backend: Backend) -> None:
         "mem_create": 2,
         "mem_map": 2,
         "mem_set_access": 1,
+        "new_stream": 1,
         "copy": 1,
+        "fill": 1,
+        "stream_wait": 1,
+        "stream_destroy": 1,
         "record_fence": 1,
         "mem_unmap": 3,
         "mem_release": 2,

@@ -1,0 +1,310 @@
+"""Memory shared between two real processes, and what the kernel enforces of it.
+
+The exporter is a child, which is killed: what it shared must live on here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from vmkv import Backend, HostBackend, open_backend
+from vmkv.backend import Access, AccessOp, CopyOp, MapOp, MemoryLocation
+from vmkv.backend.books import Allocation
+from vmkv.errors import DriverError, HostDriverError
+from vmkv.testing import read_bytes
+from vmkv.units import Address, KiB
+
+RunPython = Callable[[str], "subprocess.CompletedProcess[str]"]
+
+_EXPORTER = """
+import os, socket, sys
+from vmkv.backend import Access, AccessOp, MapOp, MemoryLocation, open_backend
+device, location, descriptor = sys.argv[1:]
+backend = open_backend(device)
+size = 2 * backend.granularity_bytes
+address = backend.address_reserve(size)
+handle = backend.mem_create(size, MemoryLocation(location), shareable=True)
+backend.execute([MapOp(address, size, handle), AccessOp(address, size, Access.READ_WRITE)])
+backend.fill(address, size, 0x5E, 0)
+backend.record_fence().wait()
+fd = backend.mem_export(handle)
+with socket.socket(fileno=int(descriptor)) as other:
+    backend.note_stream(0)
+    other.settimeout(60)
+    socket.send_fds(other, [str(size).encode()], [fd])
+    other.recv(1)
+    backend.fill(address, size, 0x5F, 0)  # Through the mapping from before the export.
+    backend.record_fence().wait()
+    other.send(b".")
+    other.recv(1)  # Until it is killed.
+"""
+
+
+@pytest.fixture(params=["host", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+def importer(request: pytest.FixtureRequest) -> Iterator[Backend]:
+    """A backend of this process, which the test leaves empty."""
+    backend = open_backend(request.param)
+    yield backend
+    usage = backend.usage()
+    backend.close()
+    assert 0 == usage.num_handles + usage.num_mappings + usage.num_reservations
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("location", MemoryLocation)
+def test_import_reads_another_process_and_outlives_it(
+    importer: Backend, location: MemoryLocation
+) -> None:
+    """What the exporter wrote is read here, before and after it is killed."""
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, "-c", _EXPORTER, importer.name, location.value]
+    with ours, theirs:
+        ours.settimeout(60)
+        child = subprocess.Popen(
+            [*command, str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+        )
+        try:
+            theirs.close()
+            message, (fd,), *_ = socket.recv_fds(ours, 64, 1)
+            size = int(message)
+            with pytest.raises(DriverError, match="mem_import"):
+                importer.mem_import(fd, size // 2)
+            handle = importer.mem_import(fd, size)
+            os.close(fd)
+            address = importer.address_reserve(size)
+            importer.mem_map(address, size, handle)
+            with pytest.raises(DriverError, match="can only be read"):
+                importer.mem_set_access(address, size, Access.READ_WRITE)
+            importer.mem_set_access(address, size, Access.READ)
+            assert b"\x5e" * size == read_bytes(importer, address, size)
+            ours.send(b".")
+            assert b"." == ours.recv(1)
+            assert b"\x5f" * size == read_bytes(importer, address, size)
+        finally:
+            child.kill()
+            returncode = child.wait(timeout=60)
+    assert -signal.SIGKILL == returncode
+    assert b"\x5f" * size == read_bytes(importer, address, size)
+    importer.mem_unmap(address, size)
+    importer.mem_release(handle)
+    importer.address_free(address, size)
+
+
+# ---- what the kernel enforces on the host -------------------------------------------------
+
+
+@pytest.fixture
+def exported(host: HostBackend) -> Iterator[int]:
+    """A descriptor of two exported pages."""
+    handle = host.mem_create(8 * KiB, shareable=True)
+    fd = host.mem_export(handle)
+    yield fd
+    os.close(fd)
+    host.mem_release(handle)
+
+
+def _refused(attempt: Callable[[], object]) -> int | None:
+    try:
+        attempt()
+    except OSError as error:
+        return error.errno
+    return None
+
+
+def test_exported_descriptor_cannot_be_written(exported: int) -> None:
+    """Neither as it is, nor opened anew for writing, which its owner may do."""
+    assert errno.EBADF == _refused(lambda: os.write(exported, b"x"))
+    assert errno.EACCES == _refused(lambda: mmap.mmap(exported, 4096))
+    writable = os.open(f"/proc/self/fd/{exported}", os.O_RDWR)
+    try:
+        assert errno.EPERM == _refused(lambda: os.write(writable, b"x"))
+        assert errno.EPERM == _refused(lambda: mmap.mmap(writable, 4096))
+        assert errno.EPERM == _refused(lambda: os.ftruncate(writable, 4096))
+        assert errno.EPERM == _refused(lambda: os.ftruncate(writable, 1 << 20))
+    finally:
+        os.close(writable)
+    mmap.mmap(exported, 8 * KiB, prot=mmap.PROT_READ).close()
+
+
+def test_kernel_refuses_write_access_where_the_books_forget_to(
+    host: HostBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Freezing does not rest on our books: with them blinded, it is the kernel that says no."""
+    monkeypatch.setattr(Allocation, "is_frozen", False)
+    handle = host.mem_create(4 * KiB, shareable=True)
+    fd = host.mem_export(handle)
+    imported = host.mem_import(fd, 4 * KiB)
+    os.close(fd)
+    address = host.address_reserve(4 * KiB)
+    for each in (handle, imported):
+        host.mem_map(address, 4 * KiB, each)
+        with pytest.raises(HostDriverError, match="EACCES"):
+            host.mem_set_access(address, 4 * KiB, Access.READ_WRITE)
+        host.mem_unmap(address, 4 * KiB)
+        host.mem_release(each)
+    host.address_free(address, 4 * KiB)
+
+
+def test_exported_file_holds_nothing_else(host: HostBackend, exported: int) -> None:
+    """An export gives away its own bytes: no other handle's are in the same file."""
+    handles = [host.mem_create(4 * KiB, location) for location in MemoryLocation]
+    common = {os.fstat(file.fd).st_ino for file in host._files.values()}
+    assert 2 == len(common)
+    assert os.fstat(exported).st_ino not in common
+    assert 8 * KiB == os.fstat(exported).st_size
+    for handle in handles:
+        host.mem_release(handle)
+
+
+def test_exported_descriptors_are_not_inherited(exported: int) -> None:
+    """A child of the exporter gets what it is given, and nothing by accident."""
+    assert not os.get_inheritable(exported)
+
+
+def test_import_refuses_memory_that_its_owner_could_cut(host: HostBackend) -> None:
+    """A file without the seals could be truncated under the reader, which ends its process."""
+    for seals in (0, 0x02 | 0x04, 0x01 | 0x02 | 0x04):
+        fd = os.memfd_create("stranger", os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC)
+        os.ftruncate(fd, 8 * KiB)
+        if seals:
+            fcntl.fcntl(fd, 1033, seals)
+        with pytest.raises(HostDriverError, match="no exported memory"):
+            host.mem_import(fd, 8 * KiB)
+        os.close(fd)
+    with pytest.raises(HostDriverError, match="EBADF"):
+        host.mem_import(fd, 8 * KiB)
+
+
+def test_import_names_both_sizes(host: HostBackend, exported: int) -> None:
+    """Geometry that differs is told as such."""
+    with pytest.raises(HostDriverError, match="has 8192 bytes, not 4096"):
+        host.mem_import(exported, 4 * KiB)
+
+
+def test_shared_memory_goes_back_with_its_last_holder(host: HostBackend) -> None:
+    """Descriptors are counted, so that thousands of exports do not use them up."""
+    before = len(os.listdir("/proc/self/fd"))
+    address = host.address_reserve(4 * KiB)
+    numbers = set()
+    for _ in range(30):
+        handle = host.mem_create(4 * KiB, shareable=True)
+        fd = host.mem_export(handle)
+        imported = host.mem_import(fd, 4 * KiB)
+        os.close(fd)
+        numbers |= {handle, imported}
+        host.execute([MapOp(address, 4 * KiB, imported), AccessOp(address, 4 * KiB, Access.READ)])
+        assert host.usage().physical_bytes == host.file_bytes()
+        host.mem_release(handle)
+        host.mem_release(imported)
+        host.mem_unmap(address, 4 * KiB)
+    assert 60 == len(numbers), "a stale handle reaches nobody's memory: no number comes back"
+    assert before == len(os.listdir("/proc/self/fd"))
+    host.address_free(address, 4 * KiB)
+
+
+def test_host_files_tell_the_locations_apart(backend: Backend) -> None:
+    """The kernel's count of blocks is the books', for both locations, shareable or not."""
+    if not isinstance(backend, HostBackend):
+        pytest.skip("only the host's memory is a file")
+    size = backend.granularity_bytes
+    handles = [
+        backend.mem_create(num_pages * size, location, shareable=shareable)
+        for num_pages, (location, shareable) in enumerate(
+            ((location, shareable) for location in MemoryLocation for shareable in (False, True)),
+            start=1,
+        )
+    ]
+    usage = backend.usage()
+    assert (3 * size, 7 * size) == (usage.physical_bytes, usage.host_bytes)
+    assert usage.physical_bytes == backend.file_bytes()
+    assert usage.host_bytes == backend.file_bytes(MemoryLocation.HOST)
+    for handle in handles:
+        backend.mem_release(handle)
+    assert [0, 0] == [backend.file_bytes(location) for location in MemoryLocation]
+
+
+def test_running_out_of_descriptors_says_how_to_get_more(run_python: RunPython) -> None:
+    """Each shareable handle is a file; a process has 1,024 by default. Nothing is left behind."""
+    child = run_python(
+        "import os, resource\n"
+        "from vmkv.backend import HostBackend\n"
+        "from vmkv.errors import DriverError\n"
+        "backend = HostBackend(4096)\n"
+        "num_open = len(os.listdir('/proc/self/fd'))\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))\n"
+        "handles = []\n"
+        "try:\n"
+        "    while len(handles) < 100:\n"
+        "        handles.append(backend.mem_create(4096, shareable=True))\n"
+        "except DriverError as error:\n"
+        "    assert 'EMFILE' in str(error) and 'ulimit -n' in str(error), error\n"
+        "    assert not error.is_out_of_memory\n"
+        "usage = backend.usage()\n"
+        "assert 0 < usage.num_handles == len(handles) < 40\n"
+        "try:\n"
+        "    backend.mem_export(handles[0])\n"
+        "except DriverError as error:\n"
+        "    assert error.status_name == 'EMFILE', error\n"
+        "backend.mem_release(handles.pop())\n"
+        "os.close(backend.mem_export(handles[0]))\n"
+        "for handle in handles:\n"
+        "    backend.mem_release(handle)\n"
+        "assert num_open == len(os.listdir('/proc/self/fd'))\n"
+    )
+    assert 0 == child.returncode, child.stderr
+
+
+@pytest.mark.parametrize("location", MemoryLocation)
+@pytest.mark.parametrize("shareable", [False, True])
+def test_more_than_the_machine_has_is_out_of_memory(
+    host: HostBackend, location: MemoryLocation, shareable: bool
+) -> None:
+    """Refused at once, naming where it did not fit; nothing of it stays."""
+    num_descriptors = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(HostDriverError, match=f"8 TiB in {location.value} memory") as caught:
+        host.mem_create(8 << 40, location, shareable=shareable)
+    assert caught.value.is_out_of_memory
+    assert 0 == host.file_bytes(location)
+    assert num_descriptors == len(os.listdir("/proc/self/fd"))
+
+
+_COPY = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_uint64
+)
+
+
+def test_batch_of_copies_that_the_driver_ends_says_how_far_it_came(host: HostBackend) -> None:
+    """Copies before the failure are submitted, and counted with the one that failed."""
+    handle = host.mem_create(4 * KiB)
+    address = host.address_reserve(4 * KiB)
+    host.execute([MapOp(address, 4 * KiB, handle), AccessOp(address, 4 * KiB, Access.READ_WRITE)])
+    host.fill(address, 1, 0x61, 0)
+    real_calls = host._calls
+    real_copy = _COPY(real_calls.copy)
+    stubborn = _COPY(
+        lambda to, source, size, stream: (
+            errno.EIO if to == address + 2 else real_copy(to, source, size, stream)
+        )
+    )
+    host._calls = real_calls._replace(copy=ctypes.cast(stubborn, ctypes.c_void_p).value)
+    ops = [CopyOp(Address(address + at), address, 1) for at in (1, 2, 3)]
+    with pytest.raises(HostDriverError, match="copy failed with EIO") as caught:
+        host.copy_many(ops, 0)
+    host._calls = real_calls
+    assert (1, 2) == (caught.value.num_done, host.calls["copy"])
+    assert b"aa\0\0" == read_bytes(host, address, 4)
+    host.mem_unmap(address, 4 * KiB)
+    host.mem_release(handle)
+    host.address_free(address, 4 * KiB)

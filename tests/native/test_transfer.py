@@ -1,0 +1,121 @@
+"""transfer(), and what execute() tells the CPU's location: on real memory and on spies.
+
+Not covered: the CUDA driver behind the same signatures.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable
+
+import pytest
+
+from vmkv import _native
+
+COPY, FILL = 0, 1
+SET_ACCESS, SET_CPU_ACCESS = 1, 3
+HOST = _native.host_functions()
+
+_COPY = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_uint64
+)
+_FILL = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_uint64, ctypes.c_ubyte, ctypes.c_size_t, ctypes.c_uint64
+)
+_SET_ACCESS = ctypes.CFUNCTYPE(
+    ctypes.c_int,
+    ctypes.c_uint64,
+    ctypes.c_size_t,
+    ctypes.POINTER(ctypes.c_int * 3),
+    ctypes.c_size_t,
+)
+
+
+def _plan(*records: tuple[int, int, int, int]) -> bytes:
+    return b"".join(struct.pack("=4Q", *record) for record in records)
+
+
+def _address(function: Callable[..., int]) -> int:
+    return ctypes.cast(function, ctypes.c_void_p).value
+
+
+def test_transfer_copies_and_fills_in_order() -> None:
+    """Each record sees what those before it did."""
+    memory = ctypes.create_string_buffer(b"abcdefgh", 8)
+    start = ctypes.addressof(memory)
+    plan = _plan((COPY, start + 4, 2, start), (FILL, start, 2, 0x7A), (COPY, start + 6, 2, start))
+    assert (3, 0) == _native.transfer(plan, HOST["copy"], HOST["fill"], 0)
+    assert b"zzcdabzz" == memory.raw
+
+
+def test_transfer_hands_over_every_argument() -> None:
+    """Addresses, bytes, the byte and the stream arrive where the driver expects them."""
+    seen: list[tuple[object, ...]] = []
+    copy = _COPY(lambda *arguments: seen.append(("copy", *arguments)) or 0)
+    fill = _FILL(lambda *arguments: seen.append(("fill", *arguments)) or 0)
+    plan = _plan((COPY, 2**63, 2**40, 2**62), (FILL, 2**61, 2**41, 255))
+    assert (2, 0) == _native.transfer(plan, _address(copy), _address(fill), 2**50)
+    assert [("copy", 2**63, 2**62, 2**40, 2**50), ("fill", 2**61, 255, 2**41, 2**50)] == seen
+
+
+def test_transfer_stops_at_the_first_failure() -> None:
+    """The status comes back with the number of records before it; those after it are not tried."""
+    seen: list[int] = []
+
+    def fail_at_two(destination: int, source: int, num_bytes: int, stream: int) -> int:
+        seen.append(destination)
+        return 700 if destination == 2 else 0
+
+    copy = _COPY(fail_at_two)
+    plan = _plan(*((COPY, at, 1, 9) for at in (1, 2, 3)))
+    assert (1, 700) == _native.transfer(plan, _address(copy), 0, 0)
+    assert [1, 2] == seen
+
+
+def test_transfer_nothing() -> None:
+    """An empty plan succeeds and needs no function."""
+    assert (0, 0) == _native.transfer(b"", 0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (b"1234", "whole number of 32-byte records"),
+        (_plan((2, 0, 1, 0)), "record 0 of the plan has the op 2"),
+        (_plan((COPY, 1, 1, 1), (FILL, 1, 1, 1)), "record 1 .* no function"),
+        (_plan((COPY, 1, 1, 1), (FILL, 1, 1, 256)), "record 1 .* no byte|no function"),
+    ],
+)
+def test_transfer_refuses_a_malformed_plan_whole(plan: bytes, message: str) -> None:
+    """Nothing is called when any record is wrong."""
+    copy = _COPY(lambda *_: pytest.fail("called"))
+    with pytest.raises(ValueError, match=message):
+        _native.transfer(plan, _address(copy), 0, 0)
+
+
+def test_transfer_refuses_what_is_no_byte() -> None:
+    """A fill of 256 would be a fill of 0."""
+    with pytest.raises(ValueError, match="fills with 256"):
+        _native.transfer(_plan((FILL, 1, 1, 256)), HOST["copy"], HOST["fill"], 0)
+
+
+def test_execute_names_the_location_that_the_record_asks_for() -> None:
+    """set_access names the device, set_cpu_access the other location, each with its flags."""
+    seen: list[tuple[int, ...]] = []
+
+    def receive(address: int, num_bytes: int, accesses: object, num_accesses: int) -> int:
+        seen.append((address, num_bytes, num_accesses, *accesses[0]))
+        return 0
+
+    function = _SET_ACCESS(receive)
+    plan = _plan((SET_ACCESS, 8, 16, 1), (SET_CPU_ACCESS, 8, 16, 3))
+    num_done, status, *_ = _native.execute(plan, 0, _address(function), 0, 1, 5, 3, 2)
+    assert (2, 0) == (num_done, status)
+    assert [(8, 16, 1, 1, 5, 1), (8, 16, 1, 3, 2, 3)] == seen
+
+
+def test_execute_refuses_cpu_access_without_a_function() -> None:
+    """It is the same function that set_access needs."""
+    with pytest.raises(ValueError, match="record 0 of the plan needs set_access_fn"):
+        _native.execute(_plan((SET_CPU_ACCESS, 0, 4096, 1)), 1, 0, 1, 0, 0)
