@@ -193,12 +193,13 @@ def test_trim_gives_parked_rows_back(cache: KVCache) -> None:
 
 
 def test_trim_of_some_bytes_spares_the_youngest(cache: KVCache) -> None:
-    """Parked rows go oldest first, until enough has gone back."""
+    """Parked rows go oldest first and from their ends, until enough has gone back."""
     sequences = [cache.open() for _ in range(3)]
     for sequence in sequences:
         sequence.append(40)
     for sequence in sequences:
         sequence.close()
     assert cache.trim(12 * PAGE) >= 12 * PAGE
-    assert 10 * PAGE == cache.stats().parked_bytes
+    assert 18 * PAGE == cache.stats().parked_bytes
+    assert [0, 8, 10] == [cache.groups[0].table.rows[row].num_pages for row in range(3)]
     assert 2 == cache.open(40).row

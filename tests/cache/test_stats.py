@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from dataclasses import fields
 
 import pytest
 
 from vmkv import CacheStats, HostBackend, KVCache
-from vmkv.cache.stats import add_stats
+from vmkv.cache.stats import SharingStats, add_stats
 from vmkv.units import KiB
 
 PAGE = 4 * KiB
@@ -109,8 +110,25 @@ def test_stats_read_as_a_line(cache: KVCache) -> None:
 
 def test_stats_of_several_devices_add_up() -> None:
     """Bytes and calls add; a sequence that spans devices is one sequence."""
-    one = CacheStats(2, 100, 50, 40, 10, 5, 3, 200, {"mem_map": 2})
-    two = CacheStats(2, 10, 5, 4, 1, 1, 1, 20, {"mem_map": 1, "mem_unmap": 4})
-    wanted = CacheStats(2, 110, 55, 44, 11, 6, 4, 220, {"mem_map": 3, "mem_unmap": 4})
+    names = [each.name for each in fields(CacheStats)]
+    numbers = names[1:-2]  # Without the sequences before, the counters behind.
+    one = CacheStats(
+        num_sequences=2,
+        sharing=SharingStats(num_forks=1, copied_bytes=4),
+        driver_calls={"mem_map": 2},
+        **{name: 100 * at for at, name in enumerate(numbers)},
+    )
+    two = CacheStats(
+        num_sequences=2,
+        sharing=SharingStats(aliased_bytes=8, copied_bytes=2),
+        driver_calls={"mem_map": 1, "mem_unmap": 4},
+        **{name: at for at, name in enumerate(numbers)},
+    )
+    wanted = CacheStats(
+        num_sequences=2,
+        sharing=SharingStats(num_forks=1, aliased_bytes=8, copied_bytes=6),
+        driver_calls={"mem_map": 3, "mem_unmap": 4},
+        **{name: 101 * at for at, name in enumerate(numbers)},
+    )
     assert wanted == add_stats([one, two])
     assert 0 == add_stats([]).num_sequences

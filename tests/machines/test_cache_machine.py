@@ -1,8 +1,8 @@
 """Histories of the cache, with content as the oracle.
 
 Every token written carries a stamp that is unique to that write, in keys and values of every
-layer. After any history of opening, growing, shrinking, closing, adopting, trimming, held fences
-and failing driver calls, each live sequence must read exactly its own stamps. That one comparison
+layer. After any history of opening, growing, shrinking, closing, adopting, forking, reordering,
+starting from found prefixes, trimming, held fences and failing driver calls, each live sequence must read exactly its own stamps. That one comparison
 finds aliasing, memory reused too early, pages off by one, and rows adopted while in use.
 
 After every step the invariants I1-I9 are checked as well. Not played here: several threads (one
@@ -36,7 +36,8 @@ from vmkv import (
     Sequence,
     SequenceFullError,
 )
-from vmkv.cache import layer_group
+from vmkv.cache import layer_group, prefix
+from vmkv.cache.cost import CostModel
 from vmkv.errors import DriverError
 from vmkv.testing import FaultInjectingBackend, ModelCache
 from vmkv.units import KiB
@@ -44,6 +45,7 @@ from vmkv.units import KiB
 PAGE = 4 * KiB
 MAX_TOKENS = 60
 BUDGET_PAGES = 48
+NUM_ROWS = 5
 lengths = st.one_of(st.integers(0, 5), st.integers(0, MAX_TOKENS + 5))
 picks = st.integers(0, 3)  # Of the live sequences, in the order of their opening.
 has_sequences = precondition(lambda self: self.by_id)
@@ -59,10 +61,20 @@ class CacheMachine(RuleBasedStateMachine):
         window_tokens=st.sampled_from(windows),
         underread_tokens=st.sampled_from([0, 0, 10]),
         keep_free=st.sampled_from([None, 0, 2]),
+        protects_shared=st.booleans(),
+        always_aliases=st.booleans(),
     )
-    def make(self, window_tokens: int, underread_tokens: int, keep_free: int | None) -> None:
+    def make(
+        self,
+        window_tokens: int,
+        underread_tokens: int,
+        keep_free: int | None,
+        protects_shared: bool,
+        always_aliases: bool,
+    ) -> None:
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(layer_group, "_UNDERREAD_TOKENS", underread_tokens)
+        self.patch.setattr(prefix, "BLOCK_TOKENS", 4)
         self.host = HostBackend(PAGE)
         self.backend = FaultInjectingBackend(self.host)
         pool = ExtentPool(
@@ -70,8 +82,15 @@ class CacheMachine(RuleBasedStateMachine):
             BUDGET_PAGES * PAGE,
             keep_free_bytes=None if keep_free is None else keep_free * PAGE,
             close_when_unused=True,
+            protects_shared=protects_shared,
         )
-        self.cache = KVCache(pool, max_tokens=MAX_TOKENS, max_sequences=4, layers_per_group=2)
+        self.cache = KVCache(
+            pool,
+            max_tokens=MAX_TOKENS,
+            max_sequences=NUM_ROWS,
+            layers_per_group=2,
+            cost_model=CostModel(map_us=0, unmap_us=0) if always_aliases else None,
+        )
         self.window_tokens = window_tokens
         # A token of 2 layers x 1 head x (24 + 8) x 8 B is 512 B; 48 + 16 leave gaps on purpose.
         shape = {"num_kv_heads": 1, "head_dim": 24, "v_head_dim": 8, "dtype": torch.int64}
@@ -79,7 +98,8 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache.add_layers([2, 3], **shape, window_tokens=window_tokens)
         self.model = ModelCache()
         self.by_id: dict[int, Sequence] = {}
-        self.num_rows_free = 4
+        self.said: dict[int, list[int]] = {}  # What was recorded, and may be found again.
+        self.num_rows_free = NUM_ROWS
         self.unmaps_at_hold: int | None = None
 
     # ---- tools ------------------------------------------------------------------------
@@ -117,6 +137,8 @@ class CacheMachine(RuleBasedStateMachine):
         missing = 0
         for group in self.cache.groups:
             pages = group.table.rows[self.by_id[key].row]
+            if pages.shared_end_page:
+                return False  # May need copies of what it shares.
             missing += max(0, group.geometry.pages_for(num_tokens) - pages.end_page)
         live_bytes = stats.resident_bytes - stats.parked_bytes
         return live_bytes + missing * PAGE <= BUDGET_PAGES * PAGE
@@ -209,6 +231,78 @@ class CacheMachine(RuleBasedStateMachine):
         del self.by_id[key]
         self.num_rows_free += 1
 
+    # ---- sharing ----------------------------------------------------------------------
+
+    @has_sequences
+    @rule(pick=picks, share=st.floats(0, 1), fail_at=st.sampled_from([0, 0, 0, 1, 2, 3, 4, 6]))
+    def fork(self, pick: int, share: float, fail_at: int) -> None:
+        key = self._picked(pick)
+        source = self.by_id[key]
+        num_tokens = int(source.num_tokens * share)
+        self._fault(fail_at)
+        try:
+            fork = source.fork(num_tokens)
+        except OutOfAddressSpaceError:
+            assert 0 == self.num_rows_free
+        except ConfigError:
+            assert 0 < num_tokens < source.num_tokens  # The window has let go of it.
+        except OutOfPagesError:
+            assert not self._end_fault()
+        except DriverError:
+            assert self._end_fault()
+        else:
+            self.num_rows_free -= 1
+            self.by_id[self.model.fork(key, num_tokens)] = fork
+            assert num_tokens == fork.num_tokens
+        self._end_fault()
+
+    @has_sequences
+    @rule(pick=picks, sources=st.lists(picks, min_size=NUM_ROWS, max_size=NUM_ROWS))
+    def reorder(self, pick: int, sources: list[int]) -> None:
+        """All sequences as long as the picked one take over from each other."""
+        length = self.by_id[self._picked(pick)].num_tokens
+        keys = [key for key in sorted(self.by_id) if self.by_id[key].num_tokens == length]
+        chosen = [source % len(keys) for source in sources[: len(keys)]]
+        try:
+            self.cache.reorder([self.by_id[key] for key in keys], chosen)
+        except OutOfPagesError:
+            return
+        self.unmaps_at_hold = None  # An exchange waits for the device.
+        self.model.reorder(keys, chosen)
+
+    @has_sequences
+    @rule(pick=picks)
+    def record(self, pick: int) -> None:
+        """Stamps serve as token ids: equal ones mean equal content."""
+        key = self._picked(pick)
+        sequence = self.by_id[key]
+        known = self.cache.prefixes.num_recorded(sequence.row)
+        sequence.record(self.model.stamps[key][known:])
+        if key not in self.said:
+            self.said[key] = []
+        self.said[key] = list(self.model.stamps[key])
+
+    @precondition(lambda self: self.said)
+    @rule(pick=st.integers(0, 30), num_new=st.integers(0, 9), share=st.floats(0, 1))
+    def open_with_prompt(self, pick: int, num_new: int, share: float) -> None:
+        """A prompt that begins as something said before, whether that still lives or not."""
+        said = self.said[sorted(self.said)[pick % len(self.said)]]
+        prompt = said[: int(len(said) * share)] + [-1 - at for at in range(num_new + 1)]
+        before = self.cache.prefixes.num_hits
+        try:
+            sequence = self.cache.open(prompt=prompt)
+        except OutOfAddressSpaceError:
+            return
+        except OutOfPagesError:
+            return
+        self.num_rows_free -= 1
+        key = self.model.open()
+        self.model.stamps[key] = prompt[: sequence.num_tokens]
+        assert sequence.num_cached_tokens == sequence.num_tokens < len(prompt)
+        assert min(self.model.stamps[key], default=0) >= 0
+        assert self.cache.prefixes.num_hits - before == bool(sequence.num_tokens)
+        self.by_id[key] = sequence
+
     # ---- memory -----------------------------------------------------------------------
 
     @rule(num_pages=st.none() | st.integers(0, 20), fail_at=st.sampled_from([0, 0, 1, 2, 4]))
@@ -255,6 +349,8 @@ class CacheMachine(RuleBasedStateMachine):
         self._rewrite_layer_3()
 
     def _rewrite_layer_3(self) -> None:
+        for row in range(NUM_ROWS):  # What was recorded there has no layer 3.
+            self.cache.prefixes.truncate(row)
         for key, sequence in self.by_id.items():
             stamps = self.model.stamps[key]
             for value, tensor in enumerate((sequence.keys(3), sequence.values(3))):
@@ -285,7 +381,7 @@ class CacheMachine(RuleBasedStateMachine):
     def books_are_the_models(self) -> None:
         stats = self.cache.stats()
         assert len(self.by_id) == stats.num_sequences
-        assert self.num_rows_free == 4 - len(self.cache._rows.live)
+        assert self.num_rows_free == NUM_ROWS - len(self.cache._rows.live)
         assert stats.resident_bytes >= stats.parked_bytes
         assert self.host.usage().physical_bytes == self.host.file_bytes()
 

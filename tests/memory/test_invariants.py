@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from vmkv import ExtentPool, HostBackend, InternalError, _native
-from vmkv.backend import Access
+from vmkv.backend import Access, MemoryLocation
 from vmkv.memory import PageTable, Placement, check_pool
 from vmkv.memory.page_table import Mapping
 from vmkv.units import Address, KiB
@@ -41,10 +41,11 @@ def _mapping(pool: ExtentPool, row: int = 0, at: int = 0) -> Mapping:
     return pool.page_tables[0].rows[row].mappings[at]
 
 
-@pytest.mark.parametrize("books", ["_created_bytes", "_free_bytes"])
+@pytest.mark.parametrize("books", ["created_bytes", "free_bytes"])
 def test_i1_created_is_free_resident_and_retired(pool: ExtentPool, books: str) -> None:
     """A page too many in the books of what exists, or of what is free."""
-    setattr(pool, books, getattr(pool, books) + PAGE)
+    shelf = pool._shelves[MemoryLocation.DEVICE]
+    setattr(shelf, books, getattr(shelf, books) + PAGE)
     with pytest.raises(InternalError, match="I1"):
         check_pool(pool)
 
@@ -68,21 +69,29 @@ def test_i2_references_are_counted(pool: ExtentPool, count: str, delta: int) -> 
 
 
 def test_i3_shared_extent_is_writable(pool: ExtentPool) -> None:
-    """Two rows may not both write to one memory."""
+    """Two rows may not both write to one memory; where shared memory is protected, none may."""
     table = pool.page_tables[0]
     placement = Placement(0, 4, [_mapping(pool, row=1, at=0).extent])
     pool.backend.execute(table.ops_to_map(placement, Access.READ))
     table.note_mapped(placement, Access.READ)
+    check_pool(pool)
+    pool.protects_shared = True
     with pytest.raises(InternalError, match="I3"):
         check_pool(pool)
+    pool.protects_shared = False
+    _mapping(pool, row=0, at=3).access = Access.READ_WRITE
+    with pytest.raises(InternalError, match="I3"):
+        check_pool(pool)
+    _mapping(pool, row=0, at=3).access = Access.READ
     _mapping(pool, row=1, at=0).access = Access.READ
+    pool.protects_shared = True
     check_pool(pool)
 
 
 def test_i4_free_extent_is_mapped(pool: ExtentPool) -> None:
     """An extent on a free list that a row still shows."""
     extent = _mapping(pool, at=1).extent
-    pool._free_ids.push(extent.size_class, extent.id)
+    pool._shelves[MemoryLocation.DEVICE]._free_ids.push(extent.size_class, extent.id)
     with pytest.raises(InternalError, match="I4"):
         check_pool(pool)
 
@@ -90,8 +99,9 @@ def test_i4_free_extent_is_mapped(pool: ExtentPool) -> None:
 def test_i4_mapped_extent_does_not_exist(pool: ExtentPool) -> None:
     """A row shows an extent whose handle was released."""
     extent = _mapping(pool, at=1).extent
-    pool._extents[extent.id] = None
-    pool._created_bytes -= extent.num_bytes
+    shelf = pool._shelves[MemoryLocation.DEVICE]
+    shelf._extents[extent.id] = None
+    shelf.created_bytes -= extent.num_bytes
     with pytest.raises(InternalError, match="I4"):
         check_pool(pool)
 
@@ -144,13 +154,13 @@ def test_i8_backend_maps_more_than_the_books(pool: ExtentPool) -> None:
 
 def test_i9_budget_is_exceeded(pool: ExtentPool) -> None:
     """More exists than may."""
-    pool._budget_bytes = pool.stats().created_bytes - PAGE
+    pool._shelves[MemoryLocation.DEVICE].budget_bytes = pool.stats().created_bytes - PAGE
     with pytest.raises(InternalError, match="I9"):
         check_pool(pool)
 
 
 def test_messages_name_both_sides(pool: ExtentPool) -> None:
     """Whoever reads the report sees what the books say and what is true."""
-    pool._free_bytes += PAGE
+    pool._shelves[MemoryLocation.DEVICE].free_bytes += PAGE
     with pytest.raises(InternalError, match=r"the books say \d+, the truth is \d+"):
         check_pool(pool)

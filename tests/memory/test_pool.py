@@ -148,11 +148,11 @@ class _SmallDevice(HostBackend):
 
     device_pages = 8
 
-    def mem_create(self, num_bytes: int) -> Any:
+    def mem_create(self, num_bytes: int, *args: Any, **options: Any) -> Any:
         if self.usage().physical_bytes + num_bytes > self.device_pages * PAGE:
             backend = FaultInjectingBackend(self, fail_at=1, is_out_of_memory=True)
             return backend.mem_create(num_bytes)
-        return super().mem_create(num_bytes)
+        return super().mem_create(num_bytes, *args, **options)
 
 
 def test_full_device_is_met_by_releasing_free_memory() -> None:

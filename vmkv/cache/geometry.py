@@ -150,6 +150,10 @@ class Geometry:
         """Pages that hold the first `num_tokens` tokens of a row."""
         return div_ceil(num_tokens * self.token_bytes, self.page_bytes)
 
+    def whole_tokens_below(self, page: int) -> int:
+        """Tokens that lie wholly before `page`."""
+        return page * self.page_bytes // self.token_bytes
+
     def whole_pages_below(self, token: int) -> int:
         """Pages that hold nothing but tokens before `token`."""
         return token * self.token_bytes // self.page_bytes

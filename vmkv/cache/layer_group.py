@@ -59,6 +59,18 @@ class LayerGroup:
             self.largest_class = largest_class_for_window(window_pages, pool.largest_class)
 
     @property
+    def layout(self) -> tuple[object, ...]:
+        """What two groups must agree on to map each other's extents."""
+        geometry = self.geometry
+        return (
+            geometry.num_layers,
+            geometry.shape,
+            geometry.page_bytes,
+            self.dtype,
+            self.window_tokens,
+        )
+
+    @property
     def views(self) -> GroupViews:
         """The tensors over the rows, usable in every mode."""
         return self.views_in(inference=False)
@@ -115,8 +127,19 @@ class LayerGroup:
         return self._first_written.get(row, 0) <= first_seen
 
     def adoptable_tokens(self, row: int) -> int:
-        """Tokens a new sequence in `row` would find mapped."""
-        return 0 if self.table.rows[row].first_page else self.resident_tokens(row)
+        """Tokens a new sequence in `row` would find mapped, for itself alone."""
+        pages = self.table.rows[row]
+        if pages.first_page:
+            return 0
+        shared_end = pages.shared_end_page
+        for mapping in self.table.overlapping(row, 0, shared_end):
+            if mapping.extent.is_shared:
+                return self.token_at(mapping.first_page)
+        return self.resident_tokens(row)
+
+    def token_at(self, page: int) -> int:
+        """The token that `page` of a row begins in, or with."""
+        return self.geometry.whole_tokens_below(page)
 
     def resident_bytes(self, row: int) -> int:
         """Bytes mapped in `row`."""
@@ -148,6 +171,20 @@ class LayerGroup:
         if not num_tokens:
             self._first_written.pop(row, None)
         self.table.retire_back(row, self.geometry.pages_for(num_tokens), fence)
+
+    def note_fork(self, source: LayerGroup, source_row: int, row: int) -> None:
+        """`row` begins with what `source_row` of `source` holds."""
+        self._first_written.pop(row, None)
+        if source_row in source._first_written:
+            self._first_written[row] = source._first_written[source_row]
+
+    def note_taken_over(self, moves: Sequence[tuple[int, int]], num_tokens: int) -> None:
+        """Of each `(source, target)` row, the target holds what a query after `num_tokens` sees."""
+        first_page = self.first_needed_page(num_tokens)
+        first_token = div_ceil(first_page * self.geometry.page_bytes, self.geometry.token_bytes)
+        before = dict(self._first_written)
+        for source, target in moves:
+            self._first_written[target] = max(first_token, before.get(source, 0))
 
     def copy_row(
         self, row: int, tokens: slice, source: LayerGroup, source_places: Sequence[int]

@@ -1,10 +1,11 @@
 """Which rows are live, parked or empty, and which one a new sequence gets.
 
     empty --open--> live --close--> parked --adopt--> live
-      ^------------------trim---------'
+      ^------------evict, trim--------'
 
 A *parked* row's sequence has ended and its memory is still mapped. A new sequence adopts the
-parked row that fits best and pays no driver call: in steady state, none at all.
+parked row that fits best and pays no driver call: in steady state, none at all. A parked row that
+holds a *prefix* others may want is adopted by a stranger last.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from ..errors import ConfigError, OutOfAddressSpaceError
 
 
 class Rows:
-    """The states of `num_rows` rows."""
+    """The states of `num_rows` rows. Guarded by the pool's lock."""
 
     def __init__(self, num_rows: int):
         self.num_rows = num_rows
         self._empty = list(range(num_rows))  # A heap: low rows first, so views stay narrow.
-        self._parked: dict[int, None] = {}  # Ordered: parked longest ago first.
+        self._parked: dict[int, int] = {}  # When each was last used; parked longest ago first.
         self._live: set[int] = set()
 
     @property
@@ -30,30 +31,60 @@ class Rows:
         return self._live
 
     def parked(self) -> Iterator[int]:
-        """Parked rows, oldest first."""
+        """Parked rows, parked longest ago first."""
         return iter(tuple(self._parked))
 
     def is_parked(self, row: int) -> bool:
         """Whether `row` holds memory of an ended sequence."""
         return row in self._parked
 
-    def choose(self, num_tokens: int, adoptable_tokens: Callable[[int], int]) -> int:
-        """The row for a sequence of about `num_tokens`, not taken yet.
+    def last_used(self, row: int) -> int:
+        """When a parked `row` was parked, or last started from."""
+        return self._parked[row]
 
-        The smallest parked row that is large enough; else the largest parked one, which then
-        grows; else the first empty one.
+    def touch(self, row: int, now: int) -> None:
+        """A sequence has started from `row`, if it is parked."""
+        if row in self._parked:
+            self._parked[row] = now
+
+    def choose(
+        self,
+        num_tokens: int,
+        adoptable_tokens: Callable[[int], int],
+        has_prefix: Callable[[int], bool] = lambda row: False,
+    ) -> int:
+        """The row for a sequence of about `num_tokens` that starts from nothing, not taken yet.
+
+        Of the parked rows that hold no prefix, the smallest that is large enough, else the
+        largest, which then grows; else the first empty one; else the one whose prefix was used
+        longest ago.
 
         Raises:
             OutOfAddressSpaceError: Every row is live.
         """
-        if self._parked:
-            sizes = {row: adoptable_tokens(row) for row in self._parked}
-            fitting = [row for row in self._parked if sizes[row] >= num_tokens]
-            if fitting:
-                return min(fitting, key=lambda row: sizes[row])
-            return max(self._parked, key=lambda row: sizes[row])
+        plain = [row for row in self._parked if not has_prefix(row)]
+        sizes = {row: adoptable_tokens(row) for row in plain}
+        fitting = [row for row in plain if sizes[row] >= max(1, num_tokens)]
+        if fitting:
+            return min(fitting, key=lambda row: sizes[row])
+        if plain:
+            return max(plain, key=lambda row: sizes[row])
+        return self.choose_unneeded()
+
+    def choose_unneeded(self, but: int | None = None) -> int:
+        """A row for a sequence that brings its own memory: empty, or parked longest unused.
+
+        Args:
+            but: Not this one.
+
+        Raises:
+            OutOfAddressSpaceError: Every row is live.
+        """
         if self._empty:
             return self._empty[0]
+        parked = [row for row in self._parked if row != but]
+        if parked:
+            return min(parked, key=lambda row: self._parked[row])
         raise OutOfAddressSpaceError(
             f"all {self.num_rows} rows hold live sequences; close one, or make the cache with "
             "more rows",
@@ -75,10 +106,10 @@ class Rows:
             heapq.heapify(self._empty)
         self._live.add(row)
 
-    def park(self, row: int) -> None:
+    def park(self, row: int, now: int = 0) -> None:
         """`row`'s sequence has ended; its memory stays."""
         self._live.remove(row)
-        self._parked[row] = None
+        self._parked[row] = now
 
     def empty(self, row: int) -> None:
         """A parked `row`'s memory has been retired."""

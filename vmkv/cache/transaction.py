@@ -7,12 +7,12 @@ driver batch that undoes itself if any call fails. So no failure leaves anything
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..backend import Access, Op
-from ..errors import OutOfPagesError
+from ..errors import DriverError, OutOfPagesError
 from ..memory import ExtentPool, Placement, size_classes
 from .layer_group import LayerGroup
 
@@ -23,6 +23,7 @@ class Target(NamedTuple):
     row: int
     num_tokens: int
     num_past_tokens: int
+    tenant: object = None
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,12 @@ class Step:
     row: int
     first_page: int
     classes: Sequence[int]
+    tenant: object = None
+
+    @property
+    def num_pages(self) -> int:
+        """Pages to map."""
+        return sum(1 << size_class for size_class in self.classes)
 
 
 def grow(
@@ -40,7 +47,7 @@ def grow(
     groups: Sequence[LayerGroup],
     targets: Sequence[Target],
     overread_tokens: int,
-    make_room: Callable[[int], None],
+    stream: int,
 ) -> None:
     """Map what `targets` lack in `groups`.
 
@@ -49,8 +56,10 @@ def grow(
         groups: The groups to grow in.
         targets: The rows, each once.
         overread_tokens: Tokens past the end that must be mapped as well.
-        make_room: Called with the bytes that are needed when the pool is short, before the
-            second and last attempt, which maps only what is needed.
+        stream: The stream on which new memory is scrubbed.
+
+    Where the pool is short, parked rows of all its caches give way, and only what is needed is
+    mapped.
 
     Raises:
         OutOfPagesError: The pool cannot supply everything. Nothing was mapped.
@@ -60,11 +69,21 @@ def grow(
     if not steps:
         return
     try:
-        _execute(pool, steps)
+        _execute(pool, steps, stream)
+        return
+    except OutOfPagesError as error:
+        free_bytes = error.free_bytes
+    steps = plan(groups, targets, overread_tokens, exactly=True)
+    needed_bytes = pool.page_bytes * sum(step.num_pages for step in steps)
+    if needed_bytes > free_bytes:
+        pool.make_room(needed_bytes - free_bytes)
+    try:
+        _execute(pool, steps, stream)
+        return
     except OutOfPagesError:
-        steps = plan(groups, targets, overread_tokens, exactly=True)
-        make_room(sum(pool.page_bytes << each for step in steps for each in step.classes))
-        _execute(pool, steps)
+        # A device that is shared has less than it said.
+        pool.make_room(needed_bytes)
+    _execute(pool, steps, stream)
 
 
 def plan(
@@ -79,7 +98,7 @@ def plan(
     With `exactly`, only what is needed; else a growth quantum at least (see `growth.py`).
     """
     steps = []
-    for row, num_tokens, num_past_tokens in targets:
+    for row, num_tokens, num_past_tokens, tenant in targets:
         if not num_tokens:
             continue
         for group in groups:
@@ -88,11 +107,11 @@ def plan(
             num_pages = group.pages_to_add(first_page, resident_until, exactly=exactly)
             if num_pages:
                 classes = tuple(size_classes(num_pages, group.largest_class))
-                steps.append(Step(group, row, first_page, classes))
+                steps.append(Step(group, row, first_page, classes, tenant))
     return steps
 
 
-def _execute(pool: ExtentPool, steps: Sequence[Step]) -> None:
+def _execute(pool: ExtentPool, steps: Sequence[Step], stream: int) -> None:
     _wait_for_retired_at(pool, steps)
     extents = pool.acquire([size_class for step in steps for size_class in step.classes])
     try:
@@ -107,9 +126,26 @@ def _execute(pool: ExtentPool, steps: Sequence[Step]) -> None:
         pool.backend.execute(ops)
         for step, placement in zip(steps, placements, strict=True):
             step.group.table.note_mapped(placement, Access.READ_WRITE)
+        _scrub(pool, steps, placements, stream)
     finally:
         # From here on the mappings hold the extents; after a failure nobody does.
         pool.disown(extents)
+
+
+def _scrub(
+    pool: ExtentPool, steps: Sequence[Step], placements: Sequence[Placement], stream: int
+) -> None:
+    """Overwrite what the new extents may still hold of others; note for whom they are now."""
+    try:
+        for step, placement in zip(steps, placements, strict=True):
+            address = step.group.table.page_address(step.row, placement.first_page)
+            pool.prepare(placement.extents, address, step.tenant, stream)
+    except DriverError:
+        # Fills may be under way, so it cannot simply be unmapped.
+        fence = pool.reclaimer.new_fence()
+        for step in steps:
+            step.group.table.retire_back(step.row, step.first_page, fence)
+        raise
 
 
 def _wait_for_retired_at(pool: ExtentPool, steps: Sequence[Step]) -> None:
@@ -118,7 +154,5 @@ def _wait_for_retired_at(pool: ExtentPool, steps: Sequence[Step]) -> None:
     for step in steps:
         table = step.group.table
         start = table.page_address(step.row, step.first_page)
-        end = table.page_address(step.row, table.row_pages)
-        if pool.reclaimer.has_retired_in(start, end):
-            pool.reclaimer.wait()
-            return
+        end = table.page_address(step.row, step.first_page + step.num_pages)
+        pool.reclaimer.wait_for_range(start, end)

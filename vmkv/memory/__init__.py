@@ -1,9 +1,12 @@
 """Ownership of physical memory and of mappings. Free of torch.
 
-`extent.py` what is owned; `pool.py` by whom, within which budget; `page_table.py` where it is
-mapped; `reclaim.py` when it may go; `invariants.py` what always holds.
+`extent.py` what is owned; `pool.py` by whom; `shelf.py` where it comes from, within which budget;
+`page_table.py` where it is mapped; `reclaim.py` when it may go; `pressure.py` who gives way;
+`scrub.py` what is left in it; `invariants.py` what always holds.
 """
 
+from .exchange import Exchange as Exchange
+from .exchange import exchange as exchange
 from .extent import Extent as Extent
 from .extent import size_classes as size_classes
 from .invariants import check_pool as check_pool
@@ -13,5 +16,10 @@ from .page_table import Placement as Placement
 from .page_table import RowPages as RowPages
 from .pool import ExtentPool as ExtentPool
 from .pool import PoolStats as PoolStats
+from .pressure import EvictionPolicy as EvictionPolicy
+from .pressure import LeastRecentlyUsed as LeastRecentlyUsed
+from .pressure import Pressure as Pressure
+from .pressure import Victim as Victim
 from .reclaim import Reclaimer as Reclaimer
 from .reclaim import RetiredMapping as RetiredMapping
+from .scrub import Scrub as Scrub

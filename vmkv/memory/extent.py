@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ..backend import MemoryLocation
 from ..units import Handle
 
 
@@ -27,20 +28,36 @@ class Extent:
         num_mappings: Places it is mapped at, retired ones included.
         num_live_mappings: Those of them that are not retired.
         num_owners: References that are not mappings.
+        location: Where its memory lies.
+        tenant: For whom it was last written; None for nobody in particular.
+        is_dirty: Whether it may hold anything but zeros.
+        is_recyclable: Whether it may be given to somebody else once nobody needs it. What another
+            process can see may not: its handle is released instead.
     """
 
     __slots__ = (
         "handle",
         "id",
+        "is_dirty",
+        "is_recyclable",
+        "location",
         "num_bytes",
         "num_live_mappings",
         "num_mappings",
         "num_owners",
         "num_pages",
         "size_class",
+        "tenant",
     )
 
-    def __init__(self, id: int, size_class: int, num_bytes: int, handle: Handle):
+    def __init__(
+        self,
+        id: int,
+        size_class: int,
+        num_bytes: int,
+        handle: Handle,
+        location: MemoryLocation = MemoryLocation.DEVICE,
+    ):
         self.id = id
         self.size_class = size_class
         self.num_pages = 1 << size_class
@@ -49,6 +66,15 @@ class Extent:
         self.num_mappings = 0
         self.num_live_mappings = 0
         self.num_owners = 0
+        self.location = location
+        self.tenant: object = None
+        self.is_dirty = False
+        self.is_recyclable = True
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether others need what it holds, or may read it unseen, so that nobody may write."""
+        return self.num_live_mappings + self.num_owners > 1 or not self.is_recyclable
 
     @property
     def num_references(self) -> int:

@@ -4,13 +4,16 @@ In bytes or counts, over one pool and everything built on it:
 
     I1  created == free + resident + retired
     I2  references(extent) == mappings(extent) + owners(extent)
-    I3  live mappings(extent) > 1  implies  no mapping of it is writable
+    I3  live mappings(extent) > 1  implies  at most one of them is writable, the writer's own;
+        none where the pool protects what is shared
     I4  an extent is never both free and referenced
     I5  a page has at most one mapping, retired ones included
     I6  a row's pages are one run without holes
     I7  a retired mapping is still mapped: not reissued, not unmapped, before its fence
     I8  the backend's usage equals these books
     I9  created <= budget
+
+I1, I4 and I9 hold for device memory and for host memory, each by itself.
 
 Cost: proportional to everything that exists. Not for production paths.
 """
@@ -19,7 +22,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from ..backend import Access
+from ..backend import Access, MemoryLocation
 from ..errors import InternalError
 from .page_table import PageTable
 from .pool import ExtentPool
@@ -31,24 +34,15 @@ def check_pool(pool: ExtentPool) -> None:
     Raises:
         InternalError: Naming the invariant that does not hold, with both sides of it.
     """
-    stats = pool.stats()
-    extents = {extent.id: extent for extent in pool.extents()}
+    extents = {
+        id(extent): extent
+        for found in (*map(pool.extents, MemoryLocation), pool.imported_extents())
+        for extent in found
+    }
     retired = pool.reclaimer.retired_mappings()
     page_bytes = pool.page_bytes
-
-    by_state: Counter[str] = Counter()
-    for extent in extents.values():
-        if not extent.num_references:
-            by_state["free"] += extent.num_bytes
-        elif extent.num_live_mappings or extent.num_owners:
-            by_state["resident"] += extent.num_bytes
-        else:
-            by_state["retired"] += extent.num_bytes
-    created = sum(extent.num_bytes for extent in extents.values())
-    _equal("I1", "created", stats.created_bytes, created)
-    _equal("I1", "free", stats.free_bytes, by_state["free"])
-    _equal("I1", "resident", stats.resident_bytes, by_state["resident"])
-    _equal("I1", "retired", stats.retired_bytes, by_state["retired"])
+    for location in MemoryLocation:
+        _check_location(pool, location)
 
     mappings: Counter[int] = Counter()
     live: Counter[int] = Counter()
@@ -66,31 +60,56 @@ def check_pool(pool: ExtentPool) -> None:
             _check_run(table, row)
             for mapping in pages.mappings:
                 extent = mapping.extent
-                mappings[extent.id] += 1
-                live[extent.id] += 1
-                writable[extent.id] += mapping.access == Access.READ_WRITE
+                mappings[id(extent)] += 1
+                live[id(extent)] += 1
+                writable[id(extent)] += mapping.access == Access.READ_WRITE
                 where = table.page_address(row, mapping.first_page)
                 occupy(where, extent.num_bytes, f"row {row} of {table.address:#x}")
     for retired_mapping in retired:
-        mappings[retired_mapping.extent.id] += 1
+        mappings[id(retired_mapping.extent)] += 1
         occupy(retired_mapping.address, retired_mapping.extent.num_bytes, "the reclaimer")
 
     for extent_id, extent in extents.items():
         _equal("I2", f"mappings of {extent}", extent.num_mappings, mappings[extent_id])
         _equal("I2", f"live mappings of {extent}", extent.num_live_mappings, live[extent_id])
-        if live[extent_id] > 1 and writable[extent_id]:
-            raise InternalError(f"I3: {extent} is shared and writable")
+        allowed = 0 if pool.protects_shared else 1
+        if live[extent_id] > 1 and writable[extent_id] > allowed:
+            raise InternalError(f"I3: {extent} is shared and writable in {writable[extent_id]}")
     for extent_id in mappings:
         if extent_id not in extents:
             raise InternalError(f"I4: extent {extent_id} is mapped but does not exist")
-    num_free = sum(pool.count_free(size_class) for size_class in range(pool.largest_class + 1))
-    _equal("I4", "free extents", num_free, sum(not e.num_references for e in extents.values()))
 
     usage = pool.backend.usage()
+    imported_bytes = sum(extent.num_bytes for extent in pool.imported_extents())
     _equal("I8", "handles", usage.num_handles, len(extents))
-    _equal("I8", "physical bytes", usage.physical_bytes, created)
+    _equal("I8", "physical bytes", usage.physical_bytes, pool.stats().created_bytes)
+    _equal("I8", "host bytes", usage.host_bytes, pool.stats(MemoryLocation.HOST).created_bytes)
+    _equal("I8", "imported bytes", usage.imported_bytes, imported_bytes)
     _equal("I7", "mappings, retired ones included", usage.num_mappings, mappings.total())
     _equal("I8", "mapped bytes", usage.mapped_bytes, len(occupied) * page_bytes)
+
+
+def _check_location(pool: ExtentPool, location: MemoryLocation) -> None:
+    """I1, I4 and I9 for the memory of one location."""
+    stats = pool.stats(location)
+    extents = pool.extents(location)
+    by_state: Counter[str] = Counter()
+    for extent in extents:
+        if not extent.num_references:
+            by_state["free" if extent.is_recyclable else "retired"] += extent.num_bytes
+        elif extent.num_live_mappings or extent.num_owners:
+            by_state["resident"] += extent.num_bytes
+        else:
+            by_state["retired"] += extent.num_bytes
+    created = sum(extent.num_bytes for extent in extents)
+    _equal("I1", "created", stats.created_bytes, created)
+    _equal("I1", "free", stats.free_bytes, by_state["free"])
+    _equal("I1", "resident", stats.resident_bytes, by_state["resident"])
+    _equal("I1", "retired", stats.retired_bytes, by_state["retired"])
+    classes = range(pool.largest_class + 1)
+    num_free = sum(pool.count_free(size_class, location) for size_class in classes)
+    unneeded = [each for each in extents if not each.num_references and each.is_recyclable]
+    _equal("I4", "free extents", num_free, len(unneeded))
     if stats.created_bytes > stats.budget_bytes:
         raise InternalError(f"I9: created {stats.created_bytes} > budget {stats.budget_bytes}")
 

@@ -7,7 +7,7 @@ A reservation is divided into equal rows. A row's mapped pages are one run:
 
 The run grows at its end as tokens arrive and shrinks at its front when a sliding window
 passes; it never has holes (I6), so a run of pages is all the state there is. One page has at
-most one mapping (I5).
+most one mapping (I5). An extent may be mapped in several rows (I3 says who may write then).
 
 This module decides *what* is mapped. *When* a mapping may go away is `reclaim.py`'s, because
 only fences know what the GPU still reads.
@@ -43,9 +43,15 @@ class Mapping:
 
 @dataclass
 class RowPages:
-    """The run of mapped pages of one row, in order."""
+    """The run of mapped pages of one row, in order.
+
+    Attributes:
+        mappings: The run.
+        shared_end_page: No page from here on is shared: what is written there needs no look.
+    """
 
     mappings: deque[Mapping] = field(default_factory=deque)
+    shared_end_page: int = 0
 
     @property
     def first_page(self) -> int:
@@ -99,6 +105,14 @@ class PageTable:
         """Where `page` of `row` starts."""
         return Address(self.address + row * self.row_bytes + page * self.page_bytes)
 
+    def overlapping(self, row: int, first_page: int, end_page: int) -> list[Mapping]:
+        """The mappings of `row` that reach into `[first_page, end_page)`, in order."""
+        return [
+            mapping
+            for mapping in self.rows[row].mappings
+            if mapping.end_page > first_page and mapping.first_page < end_page
+        ]
+
     # ---- mapping --------------------------------------------------------------------------
 
     def ops_to_map(self, placement: Placement, access: Access) -> list[Op]:
@@ -122,6 +136,34 @@ class PageTable:
             page += extent.num_pages
         self.pool.note_mapped(placement.extents)
 
+    def ops_to_set_access(self, row: int, mappings: Sequence[Mapping], access: Access) -> list[Op]:
+        """The operations that give mappings of `row` this access, one for each run of them."""
+        ops: list[Op] = []
+        for mapping in mappings:
+            address = self.page_address(row, mapping.first_page)
+            last = ops[-1] if ops else None
+            if last is not None and last.address + last.num_bytes == address:
+                ops.pop()
+                address, num_bytes = last.address, last.num_bytes + mapping.extent.num_bytes
+            else:
+                num_bytes = mapping.extent.num_bytes
+            ops.append(AccessOp(address, num_bytes, access))
+        return ops
+
+    def splice(self, row: int, first_page: int, old: Sequence[Mapping], new: list[Mapping]) -> None:
+        """Put `new` where the run `old`, which starts at `first_page`, is in the books of `row`.
+
+        The caller has done, or will do, what the driver must.
+        """
+        mappings = list(self.rows[row].mappings)
+        at = next(
+            (at for at, each in enumerate(mappings) if each.first_page >= first_page), len(mappings)
+        )
+        if mappings[at : at + len(old)] != list(old):
+            raise InternalError(f"row {row} does not hold {old} at page {first_page}")
+        mappings[at : at + len(old)] = new
+        self.rows[row].mappings = deque(mappings)
+
     # ---- retiring -------------------------------------------------------------------------
 
     def retire_front(self, row: int, page: int, fence: Fence) -> None:
@@ -129,7 +171,7 @@ class PageTable:
         mappings = self.rows[row].mappings
         taken = []
         while mappings and mappings[0].end_page <= page:
-            taken.append(self._retired(row, mappings.popleft()))
+            taken.append(self.retired(row, mappings.popleft()))
         self.pool.reclaimer.retire(taken, fence)
 
     def retire_back(self, row: int, page: int, fence: Fence) -> None:
@@ -137,10 +179,17 @@ class PageTable:
         mappings = self.rows[row].mappings
         taken = []
         while mappings and mappings[-1].first_page >= page:
-            taken.append(self._retired(row, mappings.pop()))
+            taken.append(self.retired(row, mappings.pop()))
+        self.rows[row].shared_end_page = min(self.rows[row].shared_end_page, page)
         self.pool.reclaimer.retire(taken, fence)
 
-    def _retired(self, row: int, mapping: Mapping) -> RetiredMapping:
+    def wait_until_empty(self, row: int) -> None:
+        """Wait until what was retired from `row`, which shows nothing any more, is unmapped."""
+        start = self.page_address(row, 0)
+        self.pool.reclaimer.wait_for_range(start, self.page_address(row, self.row_pages))
+
+    def retired(self, row: int, mapping: Mapping) -> RetiredMapping:
+        """`mapping` as the reclaimer wants it."""
         return RetiredMapping(self.page_address(row, mapping.first_page), mapping.extent)
 
     # ---- end ------------------------------------------------------------------------------
@@ -163,3 +212,17 @@ class PageTable:
             self.pool.page_tables.remove(self)
             reclaimer.free_later(self.address, self.reserved_bytes, has_views)
         reclaimer.free_idle_reservations()
+
+    def close_behind(self, fence: Fence) -> None:
+        """Retire every row until `fence` has passed, and free the reservation some time later.
+
+        Never waits, and cannot fail: `Reclaimer.free_idle_reservations` does the rest.
+        """
+        for row in range(self.num_rows):
+            self.retire_back(row, 0, fence)
+        self.pool.page_tables.remove(self)
+        start, end = self.address, self.page_address(self.num_rows, 0)
+        has_retired_in = self.pool.reclaimer.has_retired_in
+        self.pool.reclaimer.free_later(
+            self.address, self.reserved_bytes, lambda: has_retired_in(start, end)
+        )

@@ -19,6 +19,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from operator import is_
 
 from ..backend import Backend, Fence, UnmapOp
 from ..errors import DriverError
@@ -77,6 +79,16 @@ class Reclaimer:
                 mapping.extent.num_live_mappings -= 1
             self._batches.append(_Batch(fence, list(mappings)))
 
+    def reinstate(self, mapping: RetiredMapping) -> bool:
+        """Take back a `retire`, if the mapping is still there. Returns whether it was."""
+        with self._lock:
+            for batch in self._batches:
+                if mapping in batch.mappings:
+                    batch.mappings.remove(mapping)
+                    mapping.extent.num_live_mappings += 1
+                    return True
+            return False
+
     def poll(self) -> int:
         """Unmap what has passed its fence; never blocks. Returns the bytes unmapped.
 
@@ -86,28 +98,37 @@ class Reclaimer:
         return self._reclaim(lambda fence: fence.has_passed())
 
     def wait(self, until_bytes: int | None = None) -> int:
-        """Unmap everything retired, or the oldest `until_bytes`, waiting for the fences."""
+        """Unmap everything retired, or the oldest `until_bytes`, waiting for the fences.
+
+        The pool's lock is free while this waits.
+        """
         num_bytes = 0
-
-        def may_unmap(fence: Fence) -> bool:
-            if until_bytes is not None and num_bytes >= until_bytes:
-                return False
+        while until_bytes is None or num_bytes < until_bytes:
+            fence = self._oldest_fence()
+            if fence is None:
+                break
             fence.wait()
-            return True
-
-        while self._batches and (until_bytes is None or num_bytes < until_bytes):
-            num_bytes += self._reclaim(may_unmap, at_most_one=True)
+            num_bytes += self._reclaim(partial(is_, fence))
         return num_bytes
 
-    def _reclaim(self, may_unmap: Callable[[Fence], bool], at_most_one: bool = False) -> int:
+    def wait_for_range(self, start: Address, end: Address) -> None:
+        """Unmap what is retired in `[start, end)`, and what was retired before it."""
+        while self.has_retired_in(start, end):
+            fence = self._oldest_fence()
+            if fence is not None:
+                fence.wait()
+                self._reclaim(partial(is_, fence))
+
+    def _oldest_fence(self) -> Fence | None:
+        with self._lock:
+            return self._batches[0].fence if self._batches else None
+
+    def _reclaim(self, may_unmap: Callable[[Fence], bool]) -> int:
         num_bytes = 0
         with self._lock:
             while self._batches and may_unmap(self._batches[0].fence):
-                batch = self._batches[0]
-                num_bytes += self._unmap(batch)
+                num_bytes += self._unmap(self._batches[0])
                 self._batches.popleft()
-                if at_most_one:
-                    break
         return num_bytes
 
     def _unmap(self, batch: _Batch) -> int:

@@ -1,0 +1,222 @@
+"""Beams: every row of a batch takes over what another one holds, at its own addresses.
+
+What two rows have in common already costs nothing. Large extents beyond that are mapped again;
+the rest, a tail that the beams have written since they parted, is copied through a buffer,
+because a row may be read and overwritten at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..backend import Access, CopyOp
+from ..memory import Exchange, Extent, Mapping, exchange, size_classes
+from ..units import Address
+from .access import make_writable, protect
+from .cost import CostModel
+from .layer_group import LayerGroup
+from .stats import SharingStats
+
+if TYPE_CHECKING:
+    from .rowed import RowedCache
+
+
+@dataclass(frozen=True)
+class Move:
+    """What one row takes from another in one group.
+
+    Attributes:
+        group: The group.
+        source: The row to take from.
+        target: The row that takes.
+        old: Mappings of the target that give way, one run.
+        aliased: Mappings of the source that come first in their place.
+        classes: Fresh extents that come behind those.
+        readonly: Mappings of the target that stay, and must become writable.
+        copy_first_page: From where on contents are copied.
+        copied_bytes: How many.
+    """
+
+    group: LayerGroup
+    source: int
+    target: int
+    old: Sequence[Mapping]
+    aliased: Sequence[Mapping]
+    classes: Sequence[int]
+    readonly: Sequence[Mapping]
+    copy_first_page: int
+    copied_bytes: int
+
+    def address(self, row: int) -> Address:
+        """Where the copied bytes start in `row`."""
+        return self.group.table.page_address(row, self.copy_first_page)
+
+
+def plan_move(
+    group: LayerGroup, source: int, target: int, num_tokens: int, cost: CostModel
+) -> Move:
+    """How `target` comes to hold the `num_tokens` tokens of `source`. Changes nothing."""
+    table, geometry = group.table, group.geometry
+    page, theirs, mine = _after_common(group, source, target, num_tokens)
+    aliased: list[Mapping] = []
+    # Both rows must have a boundary where the exchange begins.
+    if theirs and mine and theirs[0].first_page == mine[0].first_page:
+        full_end_page = geometry.whole_pages_below(num_tokens)
+        for mapping in theirs:
+            is_worth = cost.prefers_alias_in_reorder(mapping.extent.num_bytes)
+            if mapping.end_page > full_end_page or not is_worth:
+                break
+            aliased.append(mapping)
+    page = aliased[-1].end_page if aliased else page
+    behind = [mapping for mapping in mine if mapping.end_page > page]
+    # What is copied into must be the target's own.
+    shared = [mapping for mapping in behind if mapping.extent.is_shared]
+    old: list[Mapping] = []
+    if aliased or shared:
+        first = aliased[0].first_page if aliased else shared[0].first_page
+        old = table.overlapping(target, first, shared[-1].end_page if shared else page)
+    fresh_page = aliased[-1].end_page if aliased else old[0].first_page if old else page
+    num_fresh_pages = old[-1].end_page - fresh_page if old else 0
+    if shared and not aliased:
+        page = min(page, max(fresh_page, table.rows[source].first_page))
+    return Move(
+        group,
+        source,
+        target,
+        old,
+        aliased,
+        tuple(size_classes(num_fresh_pages, group.largest_class)),
+        [each for each in behind if each not in old and each.access is Access.READ],
+        page,
+        max(0, num_tokens * geometry.token_bytes - page * geometry.page_bytes),
+    )
+
+
+def _after_common(
+    group: LayerGroup, source: int, target: int, num_tokens: int
+) -> tuple[int, list[Mapping], list[Mapping]]:
+    """Where the rows begin to differ: the page, and the mappings of each from there on."""
+    theirs = list(group.table.rows[source].mappings)
+    mine = list(group.table.rows[target].mappings)
+    at, page = 0, group.first_needed_page(num_tokens)
+    for their, my in zip(theirs, mine, strict=False):
+        if their.extent is not my.extent or their.first_page != my.first_page:
+            break
+        at, page = at + 1, max(page, their.end_page)
+    return page, theirs[at:], mine[at:]
+
+
+def reorder(
+    cache: RowedCache,
+    moves: Sequence[tuple[int, int]],
+    num_tokens: int,
+    tenants: dict[int, object],
+    sharing: SharingStats,
+) -> None:
+    """Give each target row what its source row holds now.
+
+    Args:
+        cache: The cache.
+        moves: `(source, target)` rows, each target once; all live and `num_tokens` long.
+        num_tokens: Their length.
+        tenants: For whom each target row is.
+        sharing: Counts what was aliased and copied.
+
+    Raises:
+        OutOfPagesError: Nothing changed.
+        DriverError: Nothing changed, unless a copy failed: then the targets' tails are undefined.
+
+    Cost: copies on the current stream; where extents are exchanged, a wait for the device.
+    """
+    pool, stream = cache.pool, cache.current_stream()
+    plans = [
+        plan_move(group, source, target, num_tokens, cache.cost_model)
+        for group in cache.groups
+        for source, target in moves
+    ]
+    kept = [mapping.extent for plan in plans for mapping in plan.aliased]
+    pool.own(kept)
+    try:
+        fresh = pool.acquire([each for plan in plans for each in plan.classes])
+        try:
+            copies = _through_buffer(cache, plans, stream)
+            _exchange(cache, plans, fresh, tenants, stream)
+            pool.backend.copy_many(copies.second_half, stream)
+        finally:
+            pool.disown(fresh)
+    finally:
+        pool.disown(kept)
+    for group in cache.groups:
+        group.note_taken_over(moves, num_tokens)
+    sharing.aliased_bytes += sum(extent.num_bytes for extent in kept)
+    sharing.copied_bytes += sum(plan.copied_bytes for plan in plans)
+
+
+@dataclass(frozen=True)
+class _Copies:
+    second_half: list[CopyOp]
+    buffer: torch.Tensor | None  # Lives until the copies are submitted.
+
+
+def _through_buffer(cache: RowedCache, plans: Sequence[Move], stream: int) -> _Copies:
+    """Save what will be overwritten before it is read; returns the copies to make afterwards."""
+    targets = {plan.target for plan in plans}
+    num_bytes = sum(plan.copied_bytes for plan in plans if plan.source in targets)
+    buffer = None
+    if num_bytes:
+        # Torch's allocator keeps the buffer for this stream until the copies are through.
+        buffer = torch.empty(num_bytes, dtype=torch.uint8, device=cache.device)
+    at = Address(buffer.data_ptr() if buffer is not None else 0)
+    saves, copies = [], []
+    for plan in plans:
+        if not plan.copied_bytes:
+            continue
+        source = plan.address(plan.source)
+        if plan.source in targets:
+            saves.append(CopyOp(at, source, plan.copied_bytes))
+            source = at
+            at = Address(at + plan.copied_bytes)
+        copies.append(CopyOp(plan.address(plan.target), source, plan.copied_bytes))
+    cache.pool.backend.copy_many(saves, stream)
+    return _Copies(copies, buffer)
+
+
+def _exchange(
+    cache: RowedCache,
+    plans: Sequence[Move],
+    fresh: Sequence[Extent],
+    tenants: dict[int, object],
+    stream: int,
+) -> None:
+    """Map the sources' extents in the targets' place, with a copy-on-write boundary behind."""
+    pool = cache.pool
+    supply = iter(fresh)
+    exchanges, filled = [], []
+    for plan in plans:
+        make_writable(plan.group.table, plan.target, plan.readonly)
+        if not plan.old:
+            continue
+        new = [(mapping.extent, Access.READ) for mapping in plan.aliased]
+        behind = [next(supply) for _ in plan.classes]
+        new += [(extent, Access.READ_WRITE) for extent in behind]
+        first_page = plan.old[0].first_page
+        exchanges.append(Exchange(plan.group.table, plan.target, first_page, plan.old, new))
+        behind_page = first_page + sum(each.extent.num_pages for each in plan.aliased)
+        address = plan.group.table.page_address(plan.target, behind_page)
+        filled.append((behind, address, tenants.get(plan.target)))
+    if not exchanges:
+        return
+    if pool.protects_shared:
+        protect(pool, ((plan.group.table, plan.source, plan.aliased) for plan in plans))
+    exchange(pool, exchanges)
+    for plan in plans:
+        for mapping in plan.aliased:
+            for row in (plan.source, plan.target):
+                pages = plan.group.table.rows[row]
+                pages.shared_end_page = max(pages.shared_end_page, mapping.end_page)
+    for extents, address, tenant in filled:
+        pool.prepare(extents, address, tenant, stream)

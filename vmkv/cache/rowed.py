@@ -1,0 +1,334 @@
+"""Where sequences begin and end: which row they get, what is there already, what they leave.
+
+What `KVCache` is without growth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as List_
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+from ..backend import Access
+from ..errors import ConfigError, OutOfPagesError
+from ..memory import Victim
+from .cost import CostModel
+from .forking import fork_row
+from .layer_group import LayerGroup
+from .layered import LayeredCache
+from .prefix import PrefixIndex
+from .rows import Rows
+from .sequence import Sequence
+from .stats import SharingStats
+from .swap import Transfer, begin_swap_out, swap_in
+from .transaction import Target
+from .unshare import unshare
+from .victims import victim_of
+from .windows import drop_displaced
+
+if TYPE_CHECKING:
+    from .kv_cache import KVCache
+
+
+class RowedCache(LayeredCache):
+    """Rows that sequences take, share and leave. Args: as of `KVCache`."""
+
+    def __init__(self, *memory: Any, cost_model: CostModel | None, **options: Any):
+        super().__init__(*memory, **options)
+        self.cost_model = cost_model or CostModel.of(self.pool.backend)
+        self.prefixes = PrefixIndex()
+        self.sharing = SharingStats()
+        self._rows = Rows(self.max_sequences)
+        self._moving: list[Sequence] = []
+        self.pool.pressure.add_source(self._victims)
+
+    # ---- beginning ------------------------------------------------------------------------
+
+    def open(
+        self,
+        num_tokens: int = 0,
+        *,
+        row: int | None = None,
+        prompt: List_[int] | None = None,
+        tenant: str | None = None,
+    ) -> Sequence:
+        """Begin a sequence: empty, or with what the cache still holds of its prompt.
+
+        Args:
+            num_tokens: About how long it will become: helps to choose the parked row to adopt.
+            row: Take just this row; it starts empty.
+            prompt: The tokens it will begin with. The longest beginning that a live or parked row
+                holds (see `Sequence.record`), short of the last token, is there already: the
+                sequence's `num_tokens` says how much.
+            tenant: Whose it is: prefixes of other tenants are not found, and memory is scrubbed
+                between tenants where the pool says so.
+
+        Raises:
+            OutOfAddressSpaceError: Every row holds a live sequence.
+            ConfigError: `row` is live, or does not exist; or the prompt is none.
+            OutOfPagesError, DriverError: The tail of a prefix could not be copied. No sequence.
+
+        Cost: no driver call where a parked row is adopted, with its prefix or without. A prefix
+            that other rows hold costs what a fork does.
+        """
+        self.check_open()
+        self.note_stream()
+        with self.pool.lock:
+            if prompt is not None and row is None:
+                sequence = self._open_with_prefix(prompt, num_tokens, tenant)
+                if sequence is not None:
+                    return sequence
+            if row is None:
+                has_prefix = self.prefixes.num_recorded
+                row = self._rows.choose(
+                    num_tokens, self._adoptable_tokens, lambda row: has_prefix(row) > 0
+                )
+            return self._adopt(row, 0, tenant)
+
+    def _open_with_prefix(
+        self, prompt: List_[int], num_tokens: int, tenant: str | None
+    ) -> Sequence | None:
+        """A sequence that begins with the longest prefix found; None if there is none."""
+        for match in self.prefixes.matches(prompt[: len(prompt) - 1], tenant):
+            holders = [row for row in match.rows if self._keeps(row, match.num_tokens)]
+            if not holders:
+                continue
+            parked = [row for row in holders if self._rows.is_parked(row)]
+            # Its memory is all there. What else it holds is lost, so it should not be much.
+            whole = [
+                row
+                for row in parked
+                if self.prefixes.num_recorded(row) <= 2 * match.num_tokens
+                and self._can_extend(row, match.num_tokens)
+            ]
+            if whole:
+                row = min(whole, key=self.prefixes.num_recorded)
+                sequence = self._adopt(row, match.num_tokens, tenant)
+            else:
+                row = max(holders, key=lambda row: self._whole_bytes(row, match.num_tokens))
+                sequence = self._fork(self, row, match.num_tokens, tenant)
+                self._rows.touch(row, self.pool.pressure.tick())
+            self.prefixes.note_hit(row, match.num_tokens)
+            sequence.num_cached_tokens = match.num_tokens
+            return sequence
+        self.prefixes.note_miss()
+        return None
+
+    def _adopt(self, row: int, num_tokens: int, tenant: str | None) -> Sequence:
+        """Make an empty or parked row live, with the first `num_tokens` tokens that it holds."""
+        if self._rows.is_parked(row):
+            # Another stream may still read what this one will overwrite.
+            self.pool.backend.join_streams(self.current_stream())
+            if not num_tokens:
+                drop_displaced(self.groups, row, self.pool.reclaimer)
+            self._scrub(row, num_tokens, tenant)
+        self._rows.take(row)
+        self.prefixes.truncate(row, num_tokens)
+        return self._begun(row, num_tokens, tenant)
+
+    def fork(self, source: Sequence, num_tokens: int, *, row: int | None = None) -> Sequence:
+        """See `Sequence.fork`. `source` may be of another cache of the same pool and layers."""
+        self.check_open()
+        origin = source.cache
+        source.check_open()
+        if num_tokens > source.num_tokens:
+            raise ConfigError(f"{source} cannot be forked at {num_tokens} tokens: it holds fewer")
+        self.note_stream()
+        with self.pool.lock:
+            if num_tokens and not origin._keeps(source.row, num_tokens):
+                raise ConfigError(
+                    f"cannot fork at {num_tokens} tokens: a sliding-window layer has let go of "
+                    "what they would see"
+                )
+            return self._fork(origin, source.row, num_tokens, source.tenant, row)
+
+    def _fork(
+        self,
+        origin: RowedCache,
+        source_row: int,
+        num_tokens: int,
+        tenant: str | None,
+        row: int | None = None,
+    ) -> Sequence:
+        if row is None:
+            row = self._rows.choose_unneeded(but=source_row if origin is self else None)
+        if self._rows.is_parked(row):
+            self._retire_parked(row, 0)
+        self._rows.take(row)
+        try:
+            if num_tokens:
+                self.pool.backend.join_streams(self.current_stream())
+                forks = fork_row(origin, self, (source_row, row), num_tokens, tenant)
+                self.sharing.note_fork(forks)
+        except BaseException:
+            self._rows.park(row, self.pool.pressure.tick())
+            self._rows.empty(row)
+            raise
+        if origin is self:
+            self.prefixes.copy(source_row, row, num_tokens)
+        return self._begun(row, num_tokens, tenant)
+
+    def _begun(self, row: int, num_tokens: int, tenant: str | None) -> Sequence:
+        cache = cast("KVCache", self)  # The only class that is ever made of this one.
+        sequence = self._sequences[row] = Sequence(cache, row, num_tokens, tenant)
+        return sequence
+
+    def record(self, sequence: Sequence, token_ids: List_[int]) -> None:
+        """See `Sequence.record`."""
+        sequence.check_open()
+        recorded = self.prefixes.num_recorded(sequence.row)
+        if recorded + len(token_ids) > sequence.num_tokens:
+            raise ConfigError(
+                f"{sequence} cannot have {len(token_ids)} tokens recorded after {recorded}: "
+                "append first"
+            )
+        self.prefixes.record(sequence.row, token_ids, sequence.tenant)
+
+    # ---- ending ---------------------------------------------------------------------------
+
+    def park(self, sequence: Sequence) -> None:
+        """See `Sequence.close`."""
+        if not self.is_closed:
+            self._drop_swapped(sequence)
+            with self.pool.lock:
+                if not self.prefixes.num_recorded(sequence.row):
+                    drop_displaced(self.groups, sequence.row, self.pool.reclaimer)
+                del self._sequences[sequence.row]
+                self._rows.park(sequence.row, self.pool.pressure.tick())
+        sequence.is_closed = True
+
+    # ---- swapping -------------------------------------------------------------------------
+
+    def swap_out(self, sequence: Sequence, wait: bool) -> Transfer | None:
+        """See `Sequence.swap_out`."""
+        self.note_stream()
+        sequence.transfer = begin_swap_out(self, sequence.row, sequence.num_tokens)
+        self._moving.append(sequence)
+        if wait:
+            self.finish_transfer(sequence)
+        return sequence.transfer
+
+    def finish_transfer(self, sequence: Sequence) -> None:
+        """Wait until a moving sequence is swapped out, and free its device memory."""
+        if sequence.transfer is not None:
+            sequence.swapped = sequence.transfer.finish()
+            self.sharing.swapped_out_bytes += sequence.swapped.num_bytes
+            sequence.transfer = None
+            self._moving.remove(sequence)
+
+    def cancel_transfer(self, sequence: Sequence) -> None:
+        """Leave a moving sequence where it is."""
+        if sequence.transfer is not None:
+            sequence.transfer.cancel()
+            sequence.transfer = None
+            self._moving.remove(sequence)
+
+    def swap_in(self, sequence: Sequence) -> None:
+        """See `Sequence.swap_in`."""
+        self.cancel_transfer(sequence)
+        if sequence.swapped is not None:
+            self.note_stream()
+            swap_in(self, sequence.swapped, sequence.tenant)
+            self.sharing.swapped_in_bytes += sequence.swapped.num_bytes
+            sequence.swapped = None
+
+    def _drop_swapped(self, sequence: Sequence) -> None:
+        """Let go of what a sequence has in host memory, or is sending there."""
+        self.cancel_transfer(sequence)
+        if sequence.swapped is not None:
+            self.pool.disown(sequence.swapped.extents)
+            sequence.swapped = None
+            self.prefixes.truncate(sequence.row, self._resident_tokens(sequence.row))
+
+    def _resident_sequences(self) -> list[Sequence]:
+        return [each for each in self._sequences.values() if each.is_resident]
+
+    def _grow(self, targets: list[Target], groups: list[LayerGroup]) -> None:
+        try:
+            super()._grow(targets, groups)
+        except OutOfPagesError:
+            if not self._moving:
+                raise
+            for sequence in tuple(self._moving):
+                self.finish_transfer(sequence)
+            super()._grow(targets, groups)
+
+    # ---- what rows share, and give back ---------------------------------------------------
+
+    def _unshare(self, sequence: Sequence) -> None:
+        """Make what `sequence` will write its own."""
+        for group in self.groups:
+            if group.table.rows[sequence.row].shared_end_page:
+                self.sharing.copied_on_write_bytes += unshare(
+                    group,
+                    sequence.row,
+                    sequence.num_tokens,
+                    tenant=sequence.tenant,
+                    stream=self.current_stream(),
+                )
+
+    def _victims(self) -> Iterable[Victim]:
+        """What parked rows could give back."""
+        for row in self._rows.parked():
+            yield victim_of(
+                self.groups,
+                row,
+                last_used=self._rows.last_used(row),
+                num_hits=self.prefixes.hits_of(row),
+                num_prefix_tokens=self.prefixes.num_recorded(row),
+                retire=partial(self._retire_parked, row),
+            )
+
+    def _retire_parked(self, row: int, num_tokens: int) -> None:
+        """Retire what a parked row holds behind its first `num_tokens` tokens."""
+        fence = self.pool.reclaimer.new_fence()
+        for group in self.groups:
+            group.retire_from(row, num_tokens, fence)
+        self.prefixes.truncate(row, num_tokens)
+        if not num_tokens:
+            self._rows.empty(row)
+
+    def _keeps(self, row: int, num_tokens: int) -> bool:
+        """Whether `row` has all that a query after `num_tokens` tokens sees."""
+        return all(
+            group.keeps(row, num_tokens) and group.resident_tokens(row) >= num_tokens
+            for group in self.groups
+        )
+
+    def _adoptable_tokens(self, row: int) -> int:
+        return min((group.adoptable_tokens(row) for group in self.groups), default=0)
+
+    def _resident_tokens(self, row: int) -> int:
+        return min((group.resident_tokens(row) for group in self.groups), default=0)
+
+    def _can_extend(self, row: int, num_tokens: int) -> bool:
+        """Whether `row` can be written from `num_tokens` on without a copy."""
+        return not any(
+            mapping.extent.is_shared
+            for group in self.groups
+            for mapping in group.table.overlapping(
+                row,
+                group.geometry.whole_pages_below(num_tokens),
+                group.geometry.pages_for(num_tokens),
+            )
+        )
+
+    def _whole_bytes(self, row: int, num_tokens: int) -> int:
+        """What a fork of `row` at `num_tokens` need not copy."""
+        total_bytes = 0
+        for group in self.groups:
+            end_page = group.geometry.whole_pages_below(num_tokens)
+            for mapping in group.table.overlapping(row, 0, end_page):
+                total_bytes += mapping.extent.num_bytes if mapping.end_page <= end_page else 0
+        return total_bytes
+
+    def _scrub(self, row: int, num_tokens: int, tenant: str | None) -> None:
+        """Overwrite what an adopted row still holds of others behind `num_tokens` tokens."""
+        for group in self.groups:
+            first_page = group.geometry.pages_for(num_tokens)
+            for mapping in group.table.overlapping(row, first_page, group.table.row_pages):
+                is_own = mapping.access is Access.READ_WRITE and not mapping.extent.is_shared
+                if is_own and mapping.first_page >= first_page:
+                    address = group.table.page_address(row, mapping.first_page)
+                    self.pool.prepare([mapping.extent], address, tenant, self.current_stream())

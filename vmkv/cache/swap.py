@@ -1,0 +1,276 @@
+"""Swapping: a sequence's memory to the host and back, at the same addresses.
+
+    resident --swap_out--> moving --finish--> swapped --swap_in--> resident
+                              '-----cancel----> resident
+
+The copies run on a stream of their own, beside the compute stream's work: outwards behind what
+that was given so far, inwards before what it is given next. Because addresses stay, views of the
+sequence and CUDA graphs captured over it are valid again after `swap_in`. What a sequence shares
+stays where it is: it costs nothing as long as others hold it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..backend import Access, Fence, MemoryLocation, Op
+from ..errors import OutOfPagesError
+from ..memory import Extent, PageTable, Placement, size_classes
+from ..units import Address
+
+if TYPE_CHECKING:
+    from .layer_group import LayerGroup
+    from .rowed import RowedCache
+
+
+@dataclass(frozen=True)
+class Part:
+    """The pages of one group's row that move: a run to the end of what the sequence holds.
+
+    Attributes:
+        group: The group.
+        row: The row.
+        first_page: Where the run starts.
+        num_pages: Its length.
+        num_bytes: How much of it holds tokens.
+    """
+
+    group: LayerGroup
+    row: int
+    first_page: int
+    num_pages: int
+    num_bytes: int
+
+    @property
+    def address(self) -> Address:
+        """Where it lies."""
+        return self.group.table.page_address(self.row, self.first_page)
+
+
+def parts_to_move(
+    groups: Sequence[LayerGroup], row: int, num_tokens: int, overread_tokens: int
+) -> list[Part]:
+    """What swapping a row of `num_tokens` tokens out moves: all behind what it shares."""
+    parts = []
+    for group in groups:
+        end_tokens = min(num_tokens + overread_tokens, group.geometry.row_tokens)
+        end_page = group.geometry.pages_for(end_tokens) if num_tokens else 0
+        mappings = group.table.overlapping(row, 0, end_page)
+        own = next((each for each in mappings if not each.extent.is_shared), None)
+        if own is not None:
+            start_bytes = own.first_page * group.geometry.page_bytes
+            num_bytes = num_tokens * group.geometry.token_bytes - start_bytes
+            num_pages = end_page - own.first_page
+            parts.append(Part(group, row, own.first_page, num_pages, max(0, num_bytes)))
+    return parts
+
+
+@dataclass(frozen=True)
+class Swapped:
+    """Where the moved parts of a sequence are now.
+
+    Attributes:
+        parts: What moved.
+        extents: Host memory that holds it, part after part, each starting on a page; owned.
+    """
+
+    parts: Sequence[Part]
+    extents: Sequence[Extent]
+
+    @property
+    def num_pages(self) -> int:
+        """Device pages that swapping in takes."""
+        return sum(part.num_pages for part in self.parts)
+
+    @property
+    def num_bytes(self) -> int:
+        """What is copied."""
+        return sum(part.num_bytes for part in self.parts)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """One host extent, and what of a part it holds."""
+
+    extent: Extent
+    staging_page: int
+    address: Address
+    num_bytes: int
+
+
+def _pieces(swapped: Swapped) -> Iterator[_Piece]:
+    supply = iter(swapped.extents)
+    staging_page = 0
+    for part in swapped.parts:
+        page = 0
+        while page < part.num_pages:
+            extent = next(supply)
+            start_bytes = page * part.group.geometry.page_bytes
+            num_bytes = max(0, min(extent.num_bytes, part.num_bytes - start_bytes))
+            yield _Piece(extent, staging_page, Address(part.address + start_bytes), num_bytes)
+            page += extent.num_pages
+            staging_page += extent.num_pages
+
+
+class Transfer:
+    """A sequence on its way to host memory. Its device memory is held until `finish`.
+
+    Attributes:
+        swapped: What moves, and where to.
+    """
+
+    def __init__(self, cache: RowedCache, swapped: Swapped, staging: PageTable, fence: Fence):
+        self.swapped = swapped
+        self._cache = cache
+        self._staging = staging
+        self._fence = fence
+
+    def has_arrived(self) -> bool:
+        """Whether the copies are through. Never blocks."""
+        return self._fence.has_passed()
+
+    def finish(self) -> Swapped:
+        """Wait for the copies, and let the device memory go.
+
+        Raises:
+            DriverError: Call it again.
+        """
+        self._fence.wait()
+        # Once more: what others were given meanwhile may still be reading neighbours.
+        fence = self._cache.pool.reclaimer.new_fence()
+        if self._staging in self._cache.pool.page_tables:
+            self._staging.close_behind(fence)
+        for part in self.swapped.parts:
+            part.group.table.retire_back(part.row, part.first_page, fence)
+        return self.swapped
+
+    def cancel(self) -> None:
+        """Leave the sequence where it is; its copy is dropped.
+
+        Raises:
+            DriverError: Call it again.
+        """
+        fence = self._cache.pool.reclaimer.new_fence()
+        self._staging.close_behind(fence)
+        self._cache.pool.disown(self.swapped.extents)
+
+
+def begin_swap_out(cache: RowedCache, row: int, num_tokens: int) -> Transfer:
+    """Start copying a row's own memory to the host.
+
+    Raises:
+        OutOfPagesError: No host memory is left. Nothing changed.
+        OutOfAddressSpaceError, DriverError: Nothing changed.
+
+    Cost: a mapping and an asynchronous copy per extent; host memory that the pool has to create
+        first costs ten times what it costs to fill (10 ms for 64 MiB).
+    """
+    pool, backend = cache.pool, cache.pool.backend
+    parts = parts_to_move(cache.groups, row, num_tokens, cache.overread_tokens)
+    extents = pool.acquire(_classes(parts, pool.largest_class), MemoryLocation.HOST)
+    swapped = Swapped(parts, extents)
+    try:
+        staging = PageTable(pool, 1, max(1, swapped.num_pages))
+        try:
+            side = cache.side_stream()
+            backend.stream_wait(side, cache.current_stream())
+            for piece in _pieces(swapped):
+                at = _stage(staging, piece)
+                if piece.num_bytes:
+                    backend.copy(at, piece.address, piece.num_bytes, side)
+            fence = pool.reclaimer.new_fence()
+        except BaseException:
+            staging.close(lambda: False)
+            raise
+    except BaseException:
+        pool.disown(extents)
+        raise
+    return Transfer(cache, swapped, staging, fence)
+
+
+def _stage(staging: PageTable, piece: _Piece) -> Address:
+    """Map a piece's extent. One by one, because mapping the next costs less than copying this."""
+    placement = Placement(0, piece.staging_page, [piece.extent])
+    staging.pool.backend.execute(staging.ops_to_map(placement, Access.READ_WRITE))
+    staging.note_mapped(placement, Access.READ_WRITE)
+    return staging.page_address(0, piece.staging_page)
+
+
+def swap_in(cache: RowedCache, swapped: Swapped, tenant: object) -> None:
+    """Map new device memory where a row's was, and copy its contents back.
+
+    The current stream waits for the copies, the caller does not.
+
+    Raises:
+        OutOfPagesError: No device memory is left, even if parked rows give way. Nothing changed.
+        OutOfAddressSpaceError, DriverError: Nothing changed.
+    """
+    pool, backend = cache.pool, cache.pool.backend
+    classes = _classes(swapped.parts, pool.largest_class)
+    try:
+        fresh = pool.acquire(classes)
+    except OutOfPagesError as error:
+        pool.make_room(error.needed_bytes - error.free_bytes)
+        fresh = pool.acquire(classes)
+    try:
+        _map(swapped.parts, fresh)
+        staging: PageTable | None = None
+        try:
+            pool.reclaimer.free_idle_reservations()
+            staging = PageTable(pool, 1, max(1, swapped.num_pages))
+            side, current = cache.side_stream(), cache.current_stream()
+            _prepare(swapped.parts, fresh, tenant, side)
+            for piece in _pieces(swapped):
+                at = _stage(staging, piece)
+                if piece.num_bytes:
+                    backend.copy(piece.address, at, piece.num_bytes, side)
+            fence = pool.reclaimer.new_fence()
+            backend.stream_wait(current, side)
+        except BaseException:
+            if staging is not None:
+                staging.close(lambda: False)  # Waits: no copy is under way any more.
+            fence = pool.reclaimer.new_fence()
+            for part in swapped.parts:
+                part.group.table.retire_back(part.row, part.first_page, fence)
+            raise
+        staging.close_behind(fence)
+    finally:
+        pool.disown(fresh)
+    pool.disown(swapped.extents)
+
+
+def _classes(parts: Sequence[Part], largest_class: int) -> list[int]:
+    """Extents for the parts, none of which is shared between two."""
+    return [
+        size_class for part in parts for size_class in size_classes(part.num_pages, largest_class)
+    ]
+
+
+def _placements(parts: Sequence[Part], extents: Sequence[Extent]) -> Iterator[Placement]:
+    supply = iter(extents)
+    for part in parts:
+        chosen: list[Extent] = []
+        while sum(extent.num_pages for extent in chosen) < part.num_pages:
+            chosen.append(next(supply))
+        yield Placement(part.row, part.first_page, chosen)
+
+
+def _map(parts: Sequence[Part], extents: Sequence[Extent]) -> None:
+    """Map device extents where the parts were, all or none."""
+    ops: list[Op] = []
+    placements = list(_placements(parts, extents))
+    for part, placement in zip(parts, placements, strict=True):
+        end = part.group.table.page_address(part.row, part.first_page + part.num_pages)
+        part.group.pool.reclaimer.wait_for_range(part.address, end)
+        ops += part.group.table.ops_to_map(placement, Access.READ_WRITE)
+    if ops:
+        parts[0].group.pool.backend.execute(ops)
+    for part, placement in zip(parts, placements, strict=True):
+        part.group.table.note_mapped(placement, Access.READ_WRITE)
+
+
+def _prepare(parts: Sequence[Part], extents: Sequence[Extent], tenant: object, stream: int) -> None:
+    for part, placement in zip(parts, _placements(parts, extents), strict=True):
+        part.group.pool.prepare(placement.extents, part.address, tenant, stream)

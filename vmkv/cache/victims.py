@@ -1,0 +1,58 @@
+"""Parked rows as victims: what memory they could give back, extent by extent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ..memory import Victim
+from .layer_group import LayerGroup
+
+
+def victim_of(
+    groups: Sequence[LayerGroup],
+    row: int,
+    *,
+    last_used: int,
+    num_hits: int,
+    num_prefix_tokens: int,
+    retire: Callable[[int], None],
+) -> Victim:
+    """The parked `row` as a victim.
+
+    Args:
+        groups: The cache's groups.
+        row: The row.
+        last_used: When it was parked, or last matched.
+        num_hits: How often a sequence has started from it.
+        num_prefix_tokens: Tokens of it that a new sequence could start from.
+        retire: Retires what the row holds from so many tokens on.
+    """
+    # A prefix loses its end first: what is left of it still serves.
+    extents = sorted(
+        (
+            (group.token_at(mapping.first_page), mapping.extent.num_bytes)
+            for group in groups
+            for mapping in group.table.rows[row].mappings
+            if mapping.extent.num_references == 1
+        ),
+        reverse=True,
+    )
+
+    def evict(num_bytes: int) -> int:
+        evicted_bytes, keep_tokens = 0, None
+        for first_token, extent_bytes in extents:
+            if evicted_bytes >= num_bytes and first_token != keep_tokens:
+                break
+            evicted_bytes += extent_bytes
+            keep_tokens = first_token
+        if keep_tokens is not None:
+            retire(keep_tokens)
+        return evicted_bytes
+
+    return Victim(
+        last_used=last_used,
+        freeable_bytes=sum(extent_bytes for _, extent_bytes in extents),
+        num_hits=num_hits,
+        num_tokens=num_prefix_tokens,
+        evict=evict,
+    )

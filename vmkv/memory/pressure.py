@@ -1,0 +1,89 @@
+"""Who gives memory back when it is short, and in which order.
+
+A *victim* is memory that no live sequence needs: a parked row, with the prefix it may hold.
+Every cache over a pool names its victims, so that two models on one device borrow from each
+other: the one that idles gives way. The order is a policy, an object that a user can replace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+from weakref import WeakMethod
+
+
+@dataclass(frozen=True)
+class Victim:
+    """Memory that could be given back.
+
+    Attributes:
+        last_used: When it was last used; larger is later. Counts over all caches of a pool.
+        freeable_bytes: What retiring all of it would free: extents that nobody shares.
+        num_hits: How often a new sequence has started from it.
+        num_tokens: Tokens of a prefix that it holds for others to find; 0 for none.
+        evict: Retire its last extents until so many bytes have been retired; returns how many.
+            What is kept stays usable.
+    """
+
+    last_used: int
+    freeable_bytes: int
+    num_hits: int
+    num_tokens: int
+    evict: Callable[[int], int]
+
+
+class EvictionPolicy(Protocol):
+    """In which order victims go. Pure: it is given the victims and returns them sorted."""
+
+    def order(self, victims: Sequence[Victim]) -> Iterable[Victim]:
+        """The victims, the first to go first. Those left out are never taken."""
+
+
+class LeastRecentlyUsed:
+    """The default: what was used longest ago goes first, whether it holds a prefix or not."""
+
+    def order(self, victims: Sequence[Victim]) -> Iterable[Victim]:
+        """See `EvictionPolicy`."""
+        return sorted(victims, key=lambda victim: victim.last_used)
+
+
+class Pressure:
+    """The victims of all caches over one pool.
+
+    Args:
+        policy: In which order they go.
+    """
+
+    def __init__(self, policy: EvictionPolicy | None = None):
+        self.policy: EvictionPolicy = LeastRecentlyUsed() if policy is None else policy
+        # Weak: a cache that nobody holds any more has nothing to say.
+        self._sources: list[WeakMethod[Callable[[], Iterable[Victim]]]] = []
+        self._clock = 0
+
+    def tick(self) -> int:
+        """The next point in time, for `Victim.last_used`."""
+        self._clock += 1
+        return self._clock
+
+    def add_source(self, victims: Callable[[], Iterable[Victim]]) -> None:
+        """Ask this method for victims from now on, as long as its object lives."""
+        self._sources.append(WeakMethod(victims))
+
+    def remove_source(self, victims: Callable[[], Iterable[Victim]]) -> None:
+        """Ask it no more. Idempotent."""
+        self._sources = [each for each in self._sources if each() not in (victims, None)]
+
+    def evict(self, num_bytes: int, only: Callable[[], Iterable[Victim]] | None = None) -> int:
+        """Retire victims, of one source `only` or of all, until `num_bytes` have been retired.
+
+        Returns the bytes retired. They are free once their fences have passed.
+        """
+        sources = [each() for each in self._sources] if only is None else [only]
+        victims = [each for source in sources if source for each in source() if each.freeable_bytes]
+        evicted_bytes = 0
+        for victim in self.policy.order(victims):
+            if evicted_bytes >= num_bytes:
+                break
+            evicted_bytes += victim.evict(num_bytes - evicted_bytes)
+        return evicted_bytes

@@ -1,0 +1,278 @@
+"""A shelf: the extents of one memory location, created within a budget and kept in free lists.
+
+Free extents of one class cannot serve another, but releasing a handle and creating smaller
+ones costs microseconds and needs no contiguous physical memory: the shelf converts when it
+must, so it cannot fragment. See Note [The pool cannot fragment] in DESIGN.md.
+
+Not locked: the pool's lock guards it. What extents are for is the pool's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from .._native import FreeList
+from ..backend import Backend, MemoryLocation
+from ..errors import ConfigError, DriverError, OutOfPagesError
+from ..units import Handle, format_bytes
+from .extent import Extent
+
+if TYPE_CHECKING:
+    from .pool import PoolStats
+
+
+class _ShortError(Exception):
+    """Memory is short. Holds what makes the error to raise, once nothing is taken any more."""
+
+    def __init__(self, make_error: Callable[[int], OutOfPagesError]):
+        super().__init__()
+        self.make_error = make_error
+
+
+class Shelf:
+    """Extents of one location.
+
+    Args:
+        backend: The device.
+        location: Where its memory lies.
+        page_bytes: The unit of account.
+        largest_class: Extents have 2^0 to 2^largest_class pages.
+        budget_bytes: What may be created at most.
+        is_shareable: Create memory that other processes can be given.
+        on_pressure: Called once when the location is out of memory, before the second attempt.
+        stats: The pool's figures for this location, for messages.
+
+    Attributes:
+        created_bytes: What exists.
+        free_bytes: The part of it that nobody references.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        location: MemoryLocation,
+        page_bytes: int,
+        largest_class: int,
+        budget_bytes: int,
+        *,
+        is_shareable: bool,
+        on_pressure: Callable[[], None] | None,
+        stats: Callable[[MemoryLocation], PoolStats],
+    ):
+        self.location = location
+        self.budget_bytes = budget_bytes
+        self.created_bytes = 0
+        self.free_bytes = 0
+        self._backend = backend
+        self._page_bytes = page_bytes
+        self._largest_class = largest_class
+        self._is_shareable = is_shareable
+        self._on_pressure = on_pressure
+        self._stats = stats
+        # Ids are 32-bit; one for every page that the budget could ever hold is plenty and cheap
+        # (12 bytes each), and `set_budget` may not outgrow it.
+        num_ids = min(1 << 24, max(1024, 4 * budget_bytes // page_bytes))
+        self._vacant = largest_class + 1  # The class of ids whose handle was released.
+        self._free_ids = FreeList(num_ids, self._vacant + 1)
+        self._extents: list[Extent | None] = []
+
+    # ---- taking and giving back -----------------------------------------------------------
+
+    def take(self, size_classes: Sequence[int]) -> list[Extent]:
+        """One extent of each size class, from the free lists or new; all of them or none.
+
+        Raises:
+            OutOfPagesError: Budget or device cannot supply all. Nothing changed, except that
+                free memory of other classes may have gone back to the device.
+            DriverError: The driver failed otherwise. Nothing changed.
+        """
+        extents = [self._pop(size_class) for size_class in size_classes]
+        missing = [
+            size_class
+            for size_class, extent in zip(size_classes, extents, strict=True)
+            if extent is None
+        ]
+        try:
+            created = self._create_all(missing)
+        except BaseException as error:
+            for extent in extents:
+                if extent is not None:
+                    self.put_back(extent)
+            if isinstance(error, _ShortError):
+                # Only here, where nothing is taken any more, is it true what is available.
+                needed_bytes = sum(self._page_bytes << each for each in size_classes)
+                raise error.make_error(needed_bytes) from error.__cause__
+            raise
+        fresh = iter(created)
+        return [extent if extent is not None else next(fresh) for extent in extents]
+
+    def put_back(self, extent: Extent) -> None:
+        """`extent`, which nobody references any more, becomes free. Cannot fail."""
+        self._free_ids.push(extent.size_class, extent.id)
+        self.free_bytes += extent.num_bytes
+
+    def _pop(self, size_class: int) -> Extent | None:
+        extent_id = self._free_ids.pop(size_class)
+        if extent_id is None:
+            return None
+        extent = self._extents[extent_id]
+        assert extent is not None  # A free id always has its extent.
+        self.free_bytes -= extent.num_bytes
+        return extent
+
+    # ---- creating and releasing -----------------------------------------------------------
+
+    @property
+    def available_bytes(self) -> int:
+        """What `take` could still supply by the budget, free extents included."""
+        return self.budget_bytes - self.created_bytes + self.free_bytes
+
+    def extents(self) -> list[Extent]:
+        """Every extent that exists, free ones included."""
+        return [extent for extent in self._extents if extent is not None]
+
+    def count_free(self, size_class: int) -> int:
+        """How many extents of `size_class` are free."""
+        return self._free_ids.count(size_class)
+
+    def _create_all(self, size_classes: Sequence[int]) -> list[Extent]:
+        """Create one extent per class, or nothing."""
+        num_bytes = sum(self._page_bytes << size_class for size_class in size_classes)
+        excess_bytes = self.created_bytes + num_bytes - self.budget_bytes
+        if excess_bytes > self.free_bytes:
+            raise _ShortError(self._out_of_budget)
+        if excess_bytes > 0:
+            self.release_free(excess_bytes)
+        created: list[Extent] = []
+        try:
+            for size_class in size_classes:
+                created.append(self._create(size_class))
+        except BaseException:
+            for extent in reversed(created):
+                self.release(extent)
+            raise
+        return created
+
+    def _create(self, size_class: int) -> Extent:
+        num_bytes = self._page_bytes << size_class
+        try:
+            handle = self._create_handle(num_bytes)
+        except DriverError as error:
+            if not error.is_out_of_memory:
+                raise
+            if self._on_pressure is not None:
+                self._on_pressure()
+            self.release_free(self.free_bytes)
+            try:
+                handle = self._create_handle(num_bytes)
+            except DriverError as second:
+                if not second.is_out_of_memory:
+                    raise
+                raise _ShortError(self._out_of_device_memory) from second
+        vacant_id = self._free_ids.pop(self._vacant)
+        extent_id = self._free_ids.bump() if vacant_id is None else vacant_id
+        if extent_id is None:
+            self._backend.mem_release(handle)
+            raise _ShortError(self._out_of_budget)
+        extent = Extent(extent_id, size_class, num_bytes, handle, self.location)
+        if extent_id == len(self._extents):
+            self._extents.append(extent)
+        else:
+            self._extents[extent_id] = extent
+        self.created_bytes += num_bytes
+        return extent
+
+    def _create_handle(self, num_bytes: int) -> Handle:
+        return self._backend.mem_create(
+            num_bytes, location=self.location, shareable=self._is_shareable
+        )
+
+    def release(self, extent: Extent) -> None:
+        """Give an extent that nobody references, and that is on no list, back to the device.
+
+        Raises:
+            DriverError: The extent is free instead.
+        """
+        try:
+            self.release_unlisted(extent)
+        except DriverError:
+            self.put_back(extent)
+            raise
+
+    def release_unlisted(self, extent: Extent) -> None:
+        """As `release`, but after a failure the extent is nowhere: the caller keeps it."""
+        self._backend.mem_release(extent.handle)
+        self._extents[extent.id] = None
+        self._free_ids.push(self._vacant, extent.id)
+        self.created_bytes -= extent.num_bytes
+
+    def release_free(self, num_bytes: int) -> int:
+        """Release free extents, large ones first, until `num_bytes` are gone or none is left."""
+        released_bytes = 0
+        for size_class in range(self._largest_class, -1, -1):
+            while released_bytes < num_bytes:
+                extent = self._pop(size_class)
+                if extent is None:
+                    break
+                self.release(extent)
+                released_bytes += extent.num_bytes
+        return released_bytes
+
+    def set_budget(self, budget_bytes: int) -> None:
+        """Change the budget; free memory above it goes back at once.
+
+        Raises:
+            ConfigError: The budget is below what is in use now. Nothing changed.
+        """
+        in_use_bytes = self.created_bytes - self.free_bytes
+        if budget_bytes < in_use_bytes:
+            raise ConfigError(
+                f"budget_bytes={budget_bytes} is below the {format_bytes(in_use_bytes)} in "
+                "use; close or trim sequences first"
+            )
+        if self.created_bytes > budget_bytes:
+            self.release_free(self.created_bytes - budget_bytes)
+        self.budget_bytes = budget_bytes
+
+    # ---- errors ---------------------------------------------------------------------------
+
+    def _out_of_budget(self, needed_bytes: int) -> OutOfPagesError:
+        stats = self._stats(self.location)
+        free_bytes = max(0, self.available_bytes)
+        return OutOfPagesError(
+            f"needs {format_bytes(needed_bytes)}, "
+            f"{format_bytes(free_bytes)} left of a {self._kind}budget of "
+            f"{format_bytes(self.budget_bytes)} "
+            f"({format_bytes(stats.resident_bytes)} resident, "
+            f"{format_bytes(stats.retired_bytes)} retired and waiting for fences); "
+            f"close or trim sequences, or raise {self._budget_name}",
+            needed_bytes=needed_bytes,
+            free_bytes=free_bytes,
+            retired_bytes=stats.retired_bytes,
+        )
+
+    def _out_of_device_memory(self, needed_bytes: int) -> OutOfPagesError:
+        stats = self._stats(self.location)
+        is_device = self.location is MemoryLocation.DEVICE
+        backend = self._backend
+        left_bytes = backend.free_memory_bytes() if is_device else backend.free_host_memory_bytes()
+        where = backend.name if is_device else "the host"
+        return OutOfPagesError(
+            f"needs {format_bytes(needed_bytes)}, and {where} has no more memory to "
+            f"give ({format_bytes(left_bytes)} free there; this pool holds "
+            f"{format_bytes(stats.created_bytes)}, {format_bytes(stats.resident_bytes)} of it "
+            "resident); close or trim sequences, or free memory elsewhere",
+            needed_bytes=needed_bytes,
+            free_bytes=stats.free_bytes + left_bytes,
+            retired_bytes=stats.retired_bytes,
+        )
+
+    @property
+    def _kind(self) -> str:
+        return "" if self.location is MemoryLocation.DEVICE else "host memory "
+
+    @property
+    def _budget_name(self) -> str:
+        is_device = self.location is MemoryLocation.DEVICE
+        return "budget_bytes" if is_device else "host_budget_bytes"
