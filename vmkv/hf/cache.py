@@ -143,19 +143,48 @@ class VMKVCache(DynamicCache):  # type: ignore[misc]
         super().reset()
         self._settle()
 
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Give batch entry i the contents of entry `beam_idx[i]`: the step of a beam search.
+
+        What entries have in common is shared, not copied: see `KVCache.reorder`.
+
+        Raises:
+            OutOfPagesError: Nothing changed.
+
+        Cost: asks the device for the indices; copies what the beams wrote since they parted.
+        """
+        self._rearrange("reorder_cache", beam_idx, beam_idx)
+
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each batch entry `repeats` times, next to itself."""
-        super().batch_repeat_interleave(repeats)
-        self._settle()
+        """Repeat each batch entry `repeats` times, next to itself; the new ones are forks."""
+        entries = torch.arange(self._batch_size).repeat_interleave(repeats)
+        self._rearrange("batch_repeat_interleave", repeats, entries)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the batch entries `indices`; the memory of the others is parked."""
-        super().batch_select_indices(indices)
+        self._rearrange("batch_select_indices", indices, indices)
+
+    @property
+    def _batch_size(self) -> int:
+        return max((layer._batch_size for layer in self._virtual_layers), default=0)
+
+    def _rearrange(self, method: str, argument: Any, sources: torch.Tensor) -> None:
+        """Have the store rearrange its rows, and the other layers do as transformers does."""
+        if self._batch_size:
+            chosen = sources.nonzero().flatten() if sources.dtype == torch.bool else sources
+            entries: list[int] = chosen.tolist()
+            self._store.take_over([entry % self._batch_size for entry in entries])
+            for layer in self._virtual_layers:
+                if layer.is_initialized:
+                    layer.set_batch_size(len(entries))
+        for layer in self.layers:
+            if not isinstance(layer, VirtualLayer):
+                getattr(layer, method)(argument)
         self._settle()
 
     def _settle(self) -> None:
         self._store.settle(
-            max((layer._batch_size for layer in self._virtual_layers), default=0),
+            self._batch_size,
             max((layer._length for layer in self._virtual_layers), default=0),
         )
 
@@ -197,9 +226,10 @@ class VMKVCache(DynamicCache):  # type: ignore[misc]
     # ---- copies ---------------------------------------------------------------------------
 
     def __deepcopy__(self, memo: dict[int, Any]) -> VMKVCache:
-        """A cache with the same contents and memory of its own, from the same pool.
+        """A cache with the same contents, from the same pool, each batch entry a fork.
 
-        (Copying tensor by tensor would try to read the whole reservation, mapped or not.)
+        What is written to either is not seen by the other. Where the two cannot share memory
+        (a model spread over devices, or layers that went elsewhere), contents are copied.
         """
         import copy
         from dataclasses import replace
@@ -217,9 +247,12 @@ class VMKVCache(DynamicCache):  # type: ignore[misc]
         try:
             for index, layer in enumerate(self.layers):
                 if isinstance(layer, VirtualLayer):
-                    layer.copy_into(twin.layers[index])
+                    layer.bind_alike(twin.layers[index])
                 else:
                     twin.layers[index] = copy.deepcopy(layer, memo)
+            if not twin._store.fork_from(self._store):
+                for layer, other in zip(self._virtual_layers, twin._virtual_layers, strict=True):
+                    layer.copy_into(other)
         except BaseException:
             twin.close()
             raise

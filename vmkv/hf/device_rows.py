@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence as Sequence_
 
 import torch
 
@@ -43,10 +44,7 @@ class DeviceRows:
 
     def _open_rows(self, batch_size: int) -> None:
         if batch_size > self.core.max_sequences:
-            raise ConfigError(
-                f"a batch of {batch_size} does not fit the {self.core.max_sequences} rows of this "
-                "cache; make it with a larger max_batch_size"
-            )
+            raise self._too_large(batch_size)
         # A new row starts where the others are, so that a window it never saw is not mapped.
         num_tokens = self.sequences[0].num_tokens if self.sequences else 0
         for row in range(len(self.sequences), batch_size):
@@ -54,6 +52,12 @@ class DeviceRows:
             sequence.num_tokens = num_tokens
             self.sequences.append(sequence)
         self._ready_tokens = 0
+
+    def _too_large(self, batch_size: int) -> ConfigError:
+        return ConfigError(
+            f"a batch of {batch_size} does not fit the {self.core.max_sequences} rows of this "
+            "cache; make it with a larger max_batch_size"
+        )
 
     def keep_resident(self, overread_tokens: int) -> None:
         """Have `overread_tokens` past every row's length mapped, now and from now on.
@@ -92,6 +96,41 @@ class DeviceRows:
         is_left_padding, has_any = torch.stack([is_left, left_pad.any()]).tolist()
         return (is_left_padding, left_pad.to(self.core.device) if has_any else None)
 
+    def take_over(self, sources: Sequence_[int]) -> None:
+        """Make the batch the entries `sources` of what it is now, in that order.
+
+        New entries are forks; entries that stay take over what their source holds, without a copy
+        of what the two have in common.
+
+        Raises:
+            OutOfPagesError, ConfigError: The batch is as it was.
+        """
+        before = len(self.sequences)
+        if len(sources) > self.core.max_sequences:
+            raise self._too_large(len(sources))
+        self._ready_tokens = 0
+        try:
+            for row in range(before, len(sources)):
+                source = self.sequences[sources[row]]
+                self.sequences.append(self.core.fork(source, source.num_tokens, row=row))
+            stay = list(range(before))
+            stay[: len(sources)] = sources[:before]
+            self.core.reorder(self.sequences[:before], stay)
+        except BaseException:
+            self.keep_rows(before)
+            raise
+        self.keep_rows(len(sources))
+
+    def fork_from(self, other: DeviceRows) -> None:
+        """Begin with the batch of `other`, whose memory is shared with it from now on.
+
+        Raises:
+            OutOfPagesError, DriverError: Some rows have begun; end them.
+        """
+        for row, sequence in enumerate(other.sequences):
+            self.sequences.append(self.core.fork(sequence, sequence.num_tokens, row=row))
+        self._ready_tokens = 0
+
     def begin_at(self, batch_size: int, num_tokens: int) -> None:
         """Make rows as if `num_tokens` had been seen: for a copy of another cache."""
         for row in range(len(self.sequences), batch_size):
@@ -106,6 +145,7 @@ class DeviceRows:
         for sequence in self.sequences:
             if num_tokens < sequence.num_tokens:
                 self.core.truncate(sequence, num_tokens)
+                self._ready_tokens = 0  # What is written next may be shared: ask again.
 
     def keep_rows(self, batch_size: int) -> None:
         """End the rows from `batch_size` on; their memory is parked."""

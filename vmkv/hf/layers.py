@@ -258,37 +258,20 @@ class VirtualLayer:
         self.is_initialized = False
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Give batch entry i the contents of entry `beam_idx[i]`."""
-        self._gather(beam_idx)
+        """Not for one layer: raises `ConfigError`."""
+        raise _needs_all_layers("reorder_cache")
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each batch entry `repeats` times, next to itself."""
-        if self.is_initialized:
-            entries = torch.arange(self._batch_size, device=self.device)
-            self._gather(entries.repeat_interleave(repeats))
+        """Not for one layer: raises `ConfigError`."""
+        raise _needs_all_layers("batch_repeat_interleave")
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the batch entries `indices`, in that order."""
-        self._gather(indices)
+        """Not for one layer: raises `ConfigError`."""
+        raise _needs_all_layers("batch_select_indices")
 
-    def _gather(self, indices: torch.Tensor) -> None:
-        """Make the batch the entries `indices` of the old one.
-
-        Costs one temporary of this layer's size, as much as transformers' own layers do.
-        """
-        self._store.check_open()
-        if not self._length:
-            return
-        assert self._slot is not None
-        first, end = self._first_kept, self._length
-        with torch.no_grad():
-            chosen = [old[indices.to(self.device)] for old in self._views(first, end)]
-            batch_size = chosen[0].shape[0]
-            if batch_size > self._batch_size:
-                self._slot.step.rows.ensure(batch_size, end)
-            self._batch_size = batch_size
-            for new, tensor in zip(self._views(first, end), chosen, strict=True):
-                new.copy_(tensor)
+    def set_batch_size(self, batch_size: int) -> None:
+        """The store has made the batch another one, of this size."""
+        self._batch_size = batch_size
 
     # ---- refusals -------------------------------------------------------------------------
 
@@ -302,21 +285,34 @@ class VirtualLayer:
 
     # ---- copies ---------------------------------------------------------------------------
 
-    def copy_into(self, other: VirtualLayer) -> None:
-        """Give `other`, a fresh layer of another store, the contents of this one."""
+    def bind_alike(self, other: VirtualLayer) -> None:
+        """Give `other`, a fresh layer of another store, the state of this one, without contents."""
         other.record_past = self.record_past
         if not self.is_initialized:
             return
         keys, values = self._views(self._first_kept, self._length)
         other._bind(keys, values, self._length)
         other._length, other._first_kept = self._length, self._first_kept
+
+    def copy_into(self, other: VirtualLayer) -> None:
+        """Give `other`, bound alike, the contents of this one in memory of its own."""
+        if not self.is_initialized:
+            return
         assert other._slot is not None
         other._slot.step.rows.begin_at(self._batch_size, self._length)
         with torch.no_grad():
             for new, old in zip(
-                other._views(self._first_kept, self._length), (keys, values), strict=True
+                other._views(self._first_kept, self._length),
+                self._views(self._first_kept, self._length),
+                strict=True,
             ):
                 new.copy_(old)
+
+
+def _needs_all_layers(method: str) -> ConfigError:
+    return ConfigError(
+        f"{method} concerns all layers of a VMKVCache, which lie side by side; call it on the cache"
+    )
 
 
 def layer_behind(keys: torch.Tensor) -> VirtualLayer | None:

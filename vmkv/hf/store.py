@@ -251,6 +251,36 @@ class Store:
         if not batch_size:
             self._seen.clear()  # The next batch may have other shapes.
 
+    def take_over(self, sources: Sequence[int]) -> None:
+        """Make the batch the entries `sources` of what it is now, on every device.
+
+        Raises:
+            OutOfPagesError, ConfigError: Nothing changed, or on no other device than the first.
+        """
+        self.check_open()
+        for slot in self._slots.values():
+            slot.step.forget()
+        for rows in self._rows.values():
+            rows.take_over(sources)
+
+    def fork_from(self, other: Store) -> bool:
+        """Share the contents of `other`, whose layers this store has bound alike.
+
+        Returns whether that was possible: it takes one pool, and the same layout.
+        """
+        if not any(rows.sequences for rows in other._rows.values()):
+            return True
+        if self._rows.keys() != other._rows.keys() or any(
+            mine.core.pool is not theirs.core.pool
+            or [each.layout for each in mine.core.groups]
+            != [each.layout for each in theirs.core.groups]
+            for mine, theirs in zip(self._rows.values(), other._rows.values(), strict=True)
+        ):
+            return False
+        for mine, theirs in zip(self._rows.values(), other._rows.values(), strict=True):
+            mine.fork_from(theirs)
+        return True
+
     def forget_past(self) -> None:
         """Let go of what has left the windows, even while past is being kept."""
         for rows in self._rows.values():

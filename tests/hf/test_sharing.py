@@ -1,0 +1,171 @@
+"""A VMKVCache shares what its batch entries, and its copies, have in common."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers.tiny_models import (
+    assert_same_contents,
+    dynamic_cache,
+    forward,
+    generate,
+    prompt,
+    tiny_config,
+    tiny_model,
+)
+
+from vmkv import ConfigError, HostBackend
+from vmkv.units import KiB
+
+NewCache = Callable[..., Any]
+PAGE = 4 * KiB
+
+
+def _append(caches: list[Any], num_tokens: int, *, batch_size: int, seed: int = 0) -> None:
+    config = tiny_config("llama")
+    generator = torch.Generator().manual_seed(seed)
+    heads, dim = config.num_key_value_heads, config.head_dim
+    for layer in range(config.num_hidden_layers):
+        keys = torch.randn(batch_size, heads, num_tokens, dim, generator=generator)
+        values = torch.randn(batch_size, heads, num_tokens, dim, generator=generator)
+        for cache in caches:
+            cache.update(keys, values, layer)
+
+
+@pytest.mark.parametrize("num_beams", [2, 4])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "mistral"])
+def test_beam_search_says_what_it_says_with_dynamic_cache(
+    name: str, num_beams: int, new_cache: NewCache
+) -> None:
+    """Long prompts, so that beams have whole extents in common."""
+    model = tiny_model(name)
+    inputs = prompt(name, batch_size=2)
+    inputs["input_ids"] = inputs["input_ids"].repeat(1, 70)
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    options = {"num_beams": num_beams, "max_new_tokens": 12}
+    expected = generate(model, inputs, dynamic_cache(model.config), **options)
+    cache = new_cache(model.config)
+    assert expected.tolist() == generate(model, inputs, cache, **options).tolist()
+    cache.check()
+    # A model of sliding windows alone holds too little to map.
+    assert (cache.stats().sharing.aliased_bytes > 0) == (name != "mistral")
+
+
+def test_reordering_to_one_beam_leaves_one_prompt(new_cache: NewCache) -> None:
+    """The first step of a beam search: all beams go on from the first, and hold its memory."""
+    cache, expected = new_cache(tiny_config("llama")), dynamic_cache(tiny_config("llama"))
+    _append([cache, expected], 3200, batch_size=4)
+    before = cache.stats()
+    for each in (cache, expected):
+        each.reorder_cache(torch.zeros(4, dtype=torch.long))
+    cache._store.cores[0].pool.reclaimer.wait()
+    after = cache.stats()
+    assert after.resident_bytes <= 0.35 * before.resident_bytes
+    assert_same_contents(expected, cache)
+    calls = dict(after.driver_calls)
+    for seed in range(5):
+        _append([cache, expected], 1, batch_size=4, seed=seed)
+        order = torch.randint(4, (4,), generator=torch.Generator().manual_seed(seed))
+        for each in (cache, expected):
+            each.reorder_cache(order)
+        assert_same_contents(expected, cache)
+        cache.check()
+    assert calls["mem_unmap"] == cache.stats().driver_calls["mem_unmap"], "tails are copied"
+
+
+def test_repeated_entries_are_forks(new_cache: NewCache) -> None:
+    """Beams and `num_return_sequences` begin with one prompt in memory."""
+    cache, expected = new_cache(tiny_config("llama")), dynamic_cache(tiny_config("llama"))
+    _append([cache, expected], 3200, batch_size=2)
+    before = cache.stats()
+    for each in (cache, expected):
+        each.batch_repeat_interleave(3)
+    assert cache.stats().resident_bytes < 1.35 * before.resident_bytes
+    assert_same_contents(expected, cache)
+    _append([cache, expected], 3, batch_size=6)
+    assert_same_contents(expected, cache)
+
+
+def test_crop_into_what_is_shared_and_go_on(new_cache: NewCache) -> None:
+    """Copy-on-write below transformers: what a twin still sees is not overwritten."""
+    cache, expected = new_cache(tiny_config("llama")), dynamic_cache(tiny_config("llama"))
+    _append([cache, expected], 3200, batch_size=2)
+    with copy.deepcopy(cache) as twin:
+        unchanged = copy.deepcopy(expected)
+        assert twin.stats().sharing.num_forks == 2
+        for each in (cache, expected):
+            each.crop(-1700)
+        _append([cache, expected], 20, batch_size=2, seed=3)
+        assert_same_contents(expected, cache)
+        assert_same_contents(unchanged, twin)
+        for each in (twin, unchanged):
+            each.crop(-900)
+        _append([twin, unchanged], 5, batch_size=2, seed=4)
+        assert_same_contents(unchanged, twin)
+        assert_same_contents(expected, cache)
+        cache.check()
+
+
+@torch.no_grad()
+def test_a_prompt_cache_serves_many_continuations(new_cache: NewCache) -> None:
+    """transformers' documented way to reuse a prompt: a copy of its cache for each."""
+    model = tiny_model("llama")
+    ids = torch.randint(5, 100, (1, 3000), generator=torch.Generator().manual_seed(1))
+    cache = new_cache(model.config)
+    forward(model, ids, cache)
+    one = cache.stats().resident_bytes
+    for seed in range(6):
+        question = torch.randint(5, 100, (1, 4), generator=torch.Generator().manual_seed(seed))
+        expected_cache = dynamic_cache(model.config)
+        forward(model, ids, expected_cache)
+        expected = forward(model, question, expected_cache)
+        with copy.deepcopy(cache) as twin:
+            assert torch.equal(expected, forward(model, question, twin))
+            stats = twin.stats()
+            assert stats.resident_bytes - stats.shared_bytes <= 1.1 * one
+            assert twin.stats().sharing.copied_bytes < 0.2 * one
+
+
+def test_the_pool_holds_a_prompt_once_for_all_copies(new_cache: NewCache) -> None:
+    """Six copies of a prompt of 3200 tokens take one prompt and six tails."""
+    cache = new_cache(tiny_config("llama"))
+    _append([cache], 3200, batch_size=1)
+    pool = cache._store.cores[0].pool
+    one = pool.stats().resident_bytes
+    twins = [copy.deepcopy(cache) for _ in range(6)]
+    assert pool.stats().resident_bytes < 1.5 * one
+    for twin in twins:
+        twin.close()
+    assert pool.stats().resident_bytes == one
+
+
+@pytest.mark.parametrize("method", ["reorder_cache", "batch_select_indices"])
+def test_one_layer_cannot_be_rearranged(method: str, new_cache: NewCache) -> None:
+    """All layers of an entry lie in one row; the error says whom to ask."""
+    cache = new_cache(tiny_config("llama"))
+    _append([cache], 8, batch_size=2)
+    with pytest.raises(ConfigError, match="call it on the cache"):
+        getattr(cache.layers[0], method)(torch.tensor([1, 0]))
+    cache.check()
+
+
+def test_reorder_without_memory_for_the_boundary_changes_nothing() -> None:
+    """Out of pages in a step of a beam search: the beams are as they were."""
+    from helpers.tiny_models import make_cache
+
+    backend = HostBackend(PAGE)
+    config = tiny_config("llama")
+    cache = make_cache(config, backend=backend, budget_bytes=4096 * PAGE)
+    expected = dynamic_cache(config)
+    _append([cache, expected], 10, batch_size=3)
+    pool = cache._store.cores[0].pool
+    pool.set_budget(pool.stats().created_bytes)
+    for each in (cache, expected):
+        each.reorder_cache(torch.tensor([2, 2, 0]))
+    assert_same_contents(expected, cache)
+    cache.check()
+    cache.close()
