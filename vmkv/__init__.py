@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     from .backend import HostBackend as HostBackend
     from .backend import open_backend as open_backend
     from .cache import CacheStats as CacheStats
+    from .cache import CostModel as CostModel
     from .cache import KVCache as KVCache
     from .cache import Sequence as Sequence
+    from .cache import call_with_room as call_with_room
     from .errors import CapacityError as CapacityError
     from .errors import ClosedError as ClosedError
     from .errors import ConfigError as ConfigError
@@ -37,12 +39,16 @@ if TYPE_CHECKING:
     from .hf import VMKVCache as VMKVCache
     from .hf import generate as generate
     from .hf import ragged_generate as ragged_generate
+    from .memory import EvictionPolicy as EvictionPolicy
     from .memory import ExtentPool as ExtentPool
+    from .memory import LeastRecentlyUsed as LeastRecentlyUsed
+    from .memory import Scrub as Scrub
+    from .memory import Victim as Victim
 
 _HOMES = {
     "backend": ("Backend", "BackendUsage", "HostBackend", "open_backend"),
-    "memory": ("ExtentPool",),
-    "cache": ("CacheStats", "KVCache", "Sequence"),
+    "memory": ("EvictionPolicy", "ExtentPool", "LeastRecentlyUsed", "Scrub", "Victim"),
+    "cache": ("CacheStats", "CostModel", "KVCache", "Sequence", "call_with_room"),
     "hf": ("VMKVCache", "generate", "ragged_generate"),
     "errors": (
         "CapacityError",

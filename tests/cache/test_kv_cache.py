@@ -18,6 +18,7 @@ from vmkv import (
     OutOfAddressSpaceError,
     OutOfPagesError,
 )
+from vmkv.backend import MemoryLocation
 from vmkv.errors import InternalError
 from vmkv.units import KiB
 

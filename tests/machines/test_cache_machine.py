@@ -2,8 +2,9 @@
 
 Every token written carries a stamp that is unique to that write, in keys and values of every
 layer. After any history of opening, growing, shrinking, closing, adopting, forking, reordering,
-starting from found prefixes, trimming, held fences and failing driver calls, each live sequence must read exactly its own stamps. That one comparison
-finds aliasing, memory reused too early, pages off by one, and rows adopted while in use.
+starting from found prefixes, swapping, spilling, trimming, held fences and failing driver calls,
+each live sequence must read exactly its own stamps. That one comparison finds aliasing, memory
+reused too early, pages off by one, and rows adopted while in use.
 
 After every step the invariants I1-I9 are checked as well. Not played here: several threads (one
 thread works on a cache), and kernels that read asynchronously (the GPU tests do).
@@ -11,6 +12,7 @@ thread works on a cache), and kernels that read asynchronously (the GPU tests do
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import ClassVar
 
 import pytest
@@ -36,6 +38,7 @@ from vmkv import (
     Sequence,
     SequenceFullError,
 )
+from vmkv.backend import MemoryLocation
 from vmkv.cache import layer_group, prefix
 from vmkv.cache.cost import CostModel
 from vmkv.errors import DriverError
@@ -46,6 +49,7 @@ PAGE = 4 * KiB
 MAX_TOKENS = 60
 BUDGET_PAGES = 48
 NUM_ROWS = 5
+HOST_PAGES = 20
 lengths = st.one_of(st.integers(0, 5), st.integers(0, MAX_TOKENS + 5))
 picks = st.integers(0, 3)  # Of the live sequences, in the order of their opening.
 has_sequences = precondition(lambda self: self.by_id)
@@ -83,6 +87,7 @@ class CacheMachine(RuleBasedStateMachine):
             keep_free_bytes=None if keep_free is None else keep_free * PAGE,
             close_when_unused=True,
             protects_shared=protects_shared,
+            host_budget_bytes=HOST_PAGES * PAGE,
         )
         self.cache = KVCache(
             pool,
@@ -118,6 +123,14 @@ class CacheMachine(RuleBasedStateMachine):
             for value, tensor in enumerate((sequence.keys(layer), sequence.values(layer))):
                 fresh = [self._stamp(stamp, layer, value) for stamp in stamps]
                 tensor[start:] = torch.tensor(fresh, dtype=torch.int64)[:, None, None]
+
+    def _refuses_if_swapped(self, sequence: Sequence, use: Callable[[], object]) -> bool:
+        """Whether `sequence` is swapped out; then `use` must be refused, and change nothing."""
+        if sequence.is_resident:
+            return False
+        with pytest.raises(ConfigError, match="swapped out"):
+            use()
+        return True
 
     def _fault(self, fail_at: int) -> None:
         """Let a driver call of the next operation fail (0: none)."""
@@ -161,6 +174,8 @@ class CacheMachine(RuleBasedStateMachine):
     def append(self, pick: int, num_tokens: int, fail_at: int) -> None:
         key = self._picked(pick)
         sequence = self.by_id[key]
+        if self._refuses_if_swapped(sequence, lambda: sequence.append(num_tokens)):
+            return
         start = sequence.num_tokens
         must_fit = self._must_fit(key, start + num_tokens)
         self._fault(fail_at)
@@ -183,7 +198,7 @@ class CacheMachine(RuleBasedStateMachine):
     @has_sequences
     @rule(num_tokens=lengths)
     def append_to_all(self, num_tokens: int) -> None:
-        keys = sorted(self.by_id)
+        keys = [key for key in sorted(self.by_id) if self.by_id[key].is_resident]
         before = [self.by_id[key].num_tokens for key in keys]
         wanted = [(self.by_id[key], self.by_id[key].num_tokens + num_tokens) for key in keys]
         try:
@@ -199,6 +214,8 @@ class CacheMachine(RuleBasedStateMachine):
     def truncate(self, pick: int, share: float, fail_at: int) -> None:
         key = self._picked(pick)
         sequence = self.by_id[key]
+        if self._refuses_if_swapped(sequence, lambda: sequence.truncate(0)):
+            return
         num_tokens = int(sequence.num_tokens * share)
         self._fault(fail_at)
         try:
@@ -238,6 +255,8 @@ class CacheMachine(RuleBasedStateMachine):
     def fork(self, pick: int, share: float, fail_at: int) -> None:
         key = self._picked(pick)
         source = self.by_id[key]
+        if self._refuses_if_swapped(source, source.fork):
+            return
         num_tokens = int(source.num_tokens * share)
         self._fault(fail_at)
         try:
@@ -261,7 +280,11 @@ class CacheMachine(RuleBasedStateMachine):
     def reorder(self, pick: int, sources: list[int]) -> None:
         """All sequences as long as the picked one take over from each other."""
         length = self.by_id[self._picked(pick)].num_tokens
-        keys = [key for key in sorted(self.by_id) if self.by_id[key].num_tokens == length]
+        keys = [
+            key
+            for key, each in sorted(self.by_id.items())
+            if each.num_tokens == length and each.is_resident
+        ]
         chosen = [source % len(keys) for source in sources[: len(keys)]]
         try:
             self.cache.reorder([self.by_id[key] for key in keys], chosen)
@@ -276,6 +299,8 @@ class CacheMachine(RuleBasedStateMachine):
         """Stamps serve as token ids: equal ones mean equal content."""
         key = self._picked(pick)
         sequence = self.by_id[key]
+        if self._refuses_if_swapped(sequence, lambda: sequence.record([1])):
+            return
         known = self.cache.prefixes.num_recorded(sequence.row)
         sequence.record(self.model.stamps[key][known:])
         if key not in self.said:
@@ -302,6 +327,74 @@ class CacheMachine(RuleBasedStateMachine):
         assert min(self.model.stamps[key], default=0) >= 0
         assert self.cache.prefixes.num_hits - before == bool(sequence.num_tokens)
         self.by_id[key] = sequence
+
+    # ---- host memory ------------------------------------------------------------------
+
+    @has_sequences
+    @rule(pick=picks, wait=st.booleans(), fail_at=st.sampled_from([0, 0, 0, 1, 2, 3, 5, 7]))
+    def swap_out(self, pick: int, wait: bool, fail_at: int) -> None:
+        sequence = self.by_id[self._picked(pick)]
+        was_resident = sequence.is_resident
+        self._fault(fail_at)
+        try:
+            sequence.swap_out(wait=wait)
+        except ConfigError:
+            assert not was_resident
+        except OutOfPagesError:
+            assert sequence.is_resident
+        except DriverError:
+            assert self._end_fault()
+            # Failing before its memory went, or when that was to go: it is still whole.
+            assert sequence.is_resident or sequence.transfer is not None
+        else:
+            assert not sequence.is_resident
+            assert (sequence.transfer is None) == wait
+        self._end_fault()
+
+    @has_sequences
+    @rule(pick=picks, fail_at=st.sampled_from([0, 0, 0, 1, 2, 3, 5, 7, 9]))
+    def swap_in(self, pick: int, fail_at: int) -> None:
+        key = self._picked(pick)
+        sequence = self.by_id[key]
+        was_resident = sequence.is_resident
+        address = self.cache.keys(0)[sequence.row].data_ptr()
+        self._fault(fail_at)
+        try:
+            sequence.swap_in()
+        except OutOfPagesError:
+            assert (False, False) == (was_resident, sequence.is_resident)
+        except DriverError:
+            assert self._end_fault()
+            assert was_resident == sequence.is_resident
+        else:
+            assert sequence.is_resident
+            assert address == self.cache.keys(0)[sequence.row].data_ptr()
+        self._end_fault()
+
+    @has_sequences
+    @rule(pick=picks, num_pages=st.integers(0, 12), fail_at=st.sampled_from([0, 0, 1, 2, 4, 6, 8]))
+    def spill(self, pick: int, num_pages: int, fail_at: int) -> None:
+        self._relocate(pick, lambda sequence: sequence.spill(num_pages * PAGE), fail_at)
+
+    @has_sequences
+    @rule(pick=picks, fail_at=st.sampled_from([0, 0, 1, 2, 4, 6, 8]))
+    def unspill(self, pick: int, fail_at: int) -> None:
+        self._relocate(pick, lambda sequence: sequence.unspill(), fail_at)
+
+    def _relocate(self, pick: int, move: Callable[[Sequence], int], fail_at: int) -> None:
+        sequence = self.by_id[self._picked(pick)]
+        was_resident = sequence.is_resident
+        self.unmaps_at_hold = None  # An exchange waits for the device.
+        self._fault(fail_at)
+        try:
+            move(sequence)
+        except ConfigError:
+            assert not was_resident
+        except OutOfPagesError:
+            pass
+        except DriverError:
+            assert self._end_fault()
+        self._end_fault()
 
     # ---- memory -----------------------------------------------------------------------
 
@@ -330,7 +423,8 @@ class CacheMachine(RuleBasedStateMachine):
         self.host.pass_fences()
         self.unmaps_at_hold = None
 
-    @precondition(lambda self: len(self.cache.groups) == 2)
+    @precondition(lambda self: len(self.cache.groups) == 2 and 3 in self.cache.layers)
+    @precondition(lambda self: all(each.is_resident for each in self.by_id.values()))
     @rule()
     def drop_a_layer_and_compact(self) -> None:
         """Layer 2 moves to a group of its own, with its content; layer 3 comes back, unwindowed."""
@@ -368,6 +462,8 @@ class CacheMachine(RuleBasedStateMachine):
         for key, sequence in self.by_id.items():
             stamps = self.model.stamps[key]
             assert len(stamps) == sequence.num_tokens
+            if not sequence.is_resident:
+                continue
             for layer in self.cache.layers:
                 group, _ = self.cache.place(layer)
                 window = group.window_tokens
@@ -383,7 +479,10 @@ class CacheMachine(RuleBasedStateMachine):
         assert len(self.by_id) == stats.num_sequences
         assert self.num_rows_free == NUM_ROWS - len(self.cache._rows.live)
         assert stats.resident_bytes >= stats.parked_bytes
-        assert self.host.usage().physical_bytes == self.host.file_bytes()
+        usage = self.host.usage()
+        assert usage.physical_bytes == self.host.file_bytes()
+        assert usage.host_bytes == self.host.file_bytes(MemoryLocation.HOST)
+        assert usage.host_bytes <= HOST_PAGES * PAGE
 
     @invariant()
     def nothing_is_unmapped_before_its_fence(self) -> None:

@@ -32,7 +32,7 @@ def without_gaps(
     """
     geometry = replace(group.geometry, num_layers=len(places))
     new = LayerGroup(group.pool, geometry, group.dtype, group.window_tokens)
-    first = {row: group.first_mapped_token(row) for row, _ in lengths}
+    first = {row: group.first_mapped_token(row, num_tokens) for row, num_tokens in lengths}
     try:
         grow([Target(row, num_tokens, first[row]) for row, num_tokens in lengths], [new])
     except BaseException:
@@ -40,6 +40,6 @@ def without_gaps(
         raise
     for row, num_tokens in lengths:
         # The new row starts on another page boundary; both hold what is still needed.
-        start = max(first[row], new.first_mapped_token(row))
+        start = max(first[row], new.first_mapped_token(row, num_tokens))
         new.copy_row(row, slice(start, num_tokens), group, places)
     return new

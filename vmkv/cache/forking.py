@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..backend import Access, CopyOp, Op
-from ..errors import ConfigError, DriverError, OutOfPagesError
-from ..memory import Extent, Mapping, Placement, size_classes
+from ..errors import ConfigError, DriverError
+from ..memory import Extent, ExtentPool, Mapping, Placement, size_classes
 from ..units import Address
 from .access import protect
 from .cost import CostModel
@@ -40,7 +40,7 @@ class GroupFork:
         first_page: Where the target's run begins.
         first_fresh_page: Where the aliased ones end, and fresh extents begin.
         end_page: Where those end.
-        copy_end_bytes: Up to where in the row the source holds what the fork needs.
+        num_tokens: What the fork begins with.
     """
 
     source: LayerGroup
@@ -51,7 +51,7 @@ class GroupFork:
     first_page: int
     first_fresh_page: int
     end_page: int
-    copy_end_bytes: int
+    num_tokens: int
 
     @property
     def classes(self) -> tuple[int, ...]:
@@ -59,10 +59,16 @@ class GroupFork:
         return tuple(size_classes(self.end_page - self.first_fresh_page, self.target.largest_class))
 
     @property
+    def needed(self) -> list[Mapping]:
+        """The mappings of the source that are mapped again, or copied from."""
+        end_page = self.source.geometry.pages_for(self.num_tokens)
+        return self.source.table.overlapping(self.source_row, self.first_page, end_page)
+
+    @property
     def copied_bytes(self) -> int:
         """What the copy moves."""
         start_bytes = self.first_fresh_page * self.target.geometry.page_bytes
-        return max(0, self.copy_end_bytes - start_bytes)
+        return max(0, self.num_tokens * self.target.geometry.token_bytes - start_bytes)
 
 
 def plan_fork(
@@ -107,7 +113,7 @@ def plan_fork(
         first_page,
         first_fresh_page,
         max(geometry.pages_for(end_tokens), first_fresh_page),
-        num_tokens * geometry.token_bytes,
+        num_tokens,
     )
 
 
@@ -137,32 +143,24 @@ def fork_row(
     Cost: a map and access call per extent, a copy of the tail on the current stream; where the
         pool protects what is shared, a wait for the device as well.
     """
-    _check_alike(origin, cache)
+    _check_alike(origin, cache, num_tokens)
     pool, stream = cache.pool, cache.current_stream()
-
-    def plans() -> list[GroupFork]:
-        return [
-            plan_fork(theirs, mine, rows, num_tokens, cache.overread_tokens, cache.cost_model)
-            for theirs, mine in zip(origin.groups, cache.groups, strict=True)
-        ]
-
-    forks = plans()
-    # Nobody may take away what is about to be mapped again, even if room must be made.
-    kept = [mapping.extent for each in forks for mapping in each.aliased]
+    forks = [
+        plan_fork(theirs, mine, rows, num_tokens, cache.overread_tokens, cache.cost_model)
+        for theirs, mine in zip(origin.groups, cache.groups, strict=True)
+    ]
+    # Nobody may take away what is about to be mapped again or copied, even if room must be made
+    # and the source is a parked row.
+    kept = [mapping.extent for each in forks for mapping in each.needed]
     pool.own(kept)
     try:
         if pool.protects_shared:
             protect(pool, ((each.source.table, each.source_row, each.aliased) for each in forks))
-        classes = [size_class for each in forks for size_class in each.classes]
-        try:
-            fresh = pool.acquire(classes)
-        except OutOfPagesError as error:
-            pool.make_room(error.needed_bytes - error.free_bytes)
-            fresh = pool.acquire(classes)
+        fresh = pool.acquire_or_evict([each for fork in forks for each in fork.classes])
         try:
             for group in cache.groups:
                 group.table.wait_until_empty(rows[1])
-            _map(forks, fresh)
+            _map(pool, forks, fresh)
             _fill(cache, forks, fresh, tenant, stream)
         finally:
             pool.disown(fresh)
@@ -177,16 +175,21 @@ def fork_row(
     return forks
 
 
-def _check_alike(origin: RowedCache, cache: RowedCache) -> None:
+def _check_alike(origin: RowedCache, cache: RowedCache, num_tokens: int) -> None:
     if origin.pool is not cache.pool:
         raise ConfigError("only caches over the same pool can share memory")
     if origin is not cache and [each.layout for each in origin.groups] != [
         each.layout for each in cache.groups
     ]:
         raise ConfigError("the caches lay their layers out differently, so neither can hold both")
+    if num_tokens > cache.max_tokens:
+        raise ConfigError(
+            f"{num_tokens} tokens do not fit: rows of the fork's cache end at "
+            f"max_tokens={cache.max_tokens}"
+        )
 
 
-def _map(forks: Sequence[GroupFork], fresh: Sequence[Extent]) -> None:
+def _map(pool: ExtentPool, forks: Sequence[GroupFork], fresh: Sequence[Extent]) -> None:
     """Map the aliased and the fresh extents of all groups in one batch, and book them."""
     supply = iter(fresh)
     placements = []
@@ -201,7 +204,7 @@ def _map(forks: Sequence[GroupFork], fresh: Sequence[Extent]) -> None:
                 placement = Placement(each.target_row, page, extents)
                 ops += each.target.table.ops_to_map(placement, access)
                 placements.append((each.target.table, placement, access))
-    forks[0].target.pool.backend.execute(ops)
+    pool.backend.execute(ops)
     for table, placement, access in placements:
         table.note_mapped(placement, access)
 

@@ -12,14 +12,17 @@ extent or none, and maps in one driver batch that is undone if any call fails.
 
 from __future__ import annotations
 
+import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from collections.abc import Sequence as List_
 
 from ..backend import Backend
 from ..errors import ConfigError, SequenceFullError
 from ..memory import ExtentPool, check_pool
 from .cost import CostModel
+from .disk import load
+from .process import import_prefix
 from .reorder import reorder
 from .rowed import RowedCache
 from .sequence import Sequence
@@ -190,6 +193,62 @@ class KVCache(RowedCache):
             drop_displaced(self.groups, sequence.row, self.pool.reclaimer)
         self.prefixes.truncate(sequence.row, num_tokens)
         sequence.num_tokens = num_tokens
+
+    # ---- from elsewhere -------------------------------------------------------------------
+
+    def load(self, path: str | os.PathLike[str], *, tenant: str | None = None) -> Sequence:
+        """A sequence as `Sequence.save` wrote it, with the tokens that were recorded.
+
+        Args:
+            path: The file.
+            tenant: Whose it is from now on.
+
+        Raises:
+            ConfigError: The file is truncated, corrupt, of another kind, or of other layers than
+                this cache's, or longer than its rows. It was checked to its end before a row was
+                taken: nothing changed.
+            OSError: It cannot be read. Nothing changed.
+            OutOfPagesError, OutOfAddressSpaceError: No memory for it, or no row. No sequence.
+            ClosedError, DriverError.
+
+        Cost: about 1 s per GiB, for the checksum; then a copy.
+        """
+        return load(self, path, tenant)
+
+    def import_prefix(
+        self,
+        socket_path: str | os.PathLike[str],
+        *,
+        tenant: str | None = None,
+        allowed_uids: Collection[int] | None = None,
+        timeout_s: float = 10.0,
+    ) -> Sequence:
+        """A sequence that begins with what another process exports (see `Sequence.export`).
+
+        Its memory is that process's, mapped read-only and outside this pool's budget; it lives on
+        if that process ends. The sequence goes on, forks and is found as a prefix like any other.
+
+        Args:
+            socket_path: Where the exporter listens.
+            tenant: Whose it is here.
+            allowed_uids: Users that the exporter may run as; by default only the one of this
+                process.
+            timeout_s: How long all of it may take.
+
+        Raises:
+            ConfigError: The exporter is of another user, refuses, does not speak the protocol, or
+                offers what this cache cannot map.
+            TimeoutError, ConnectionError, OSError: It is not there, too slow, or ended midway.
+            OutOfPagesError, OutOfAddressSpaceError: No memory behind the prefix, or no row.
+            DriverError: A descriptor is no memory of the size it should have, or the driver failed.
+            ClosedError: The cache is closed.
+            In every case there is no sequence, and nothing of it is held.
+
+        Cost: some 100 µs for each extent on a GPU; no copy.
+        """
+        return import_prefix(
+            self, socket_path, tenant=tenant, allowed_uids=allowed_uids, timeout_s=timeout_s
+        )
 
     # ---- memory ---------------------------------------------------------------------------
 

@@ -111,8 +111,10 @@ class LayerGroup:
         end_bytes = self.table.rows[row].end_page * self.geometry.page_bytes
         return min(end_bytes // self.geometry.token_bytes, self.geometry.row_tokens)
 
-    def first_mapped_token(self, row: int) -> int:
-        """The first token of `row` that is mapped in full."""
+    def first_mapped_token(self, row: int, num_tokens: int) -> int:
+        """The first of `num_tokens` tokens of `row` that is mapped in full; else `num_tokens`."""
+        if not self.table.rows[row].mappings:
+            return num_tokens  # A window of one token sees nothing that was before.
         first_bytes = self.table.rows[row].first_page * self.geometry.page_bytes
         return div_ceil(first_bytes, self.geometry.token_bytes)
 

@@ -168,6 +168,7 @@ def _digest(parent: bytes, data: bytes) -> bytes:
 
 def _as_array(token_ids: Sequence[int]) -> array[int]:
     try:
-        return array("q", token_ids)
+        # Iterated, because an array would take bytes for the memory of other integers.
+        return array("q", iter(token_ids))
     except (TypeError, OverflowError) as error:
         raise ConfigError(f"token ids must be integers: {error}") from error

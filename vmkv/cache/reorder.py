@@ -7,7 +7,7 @@ because a row may be read and overwritten at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -56,25 +56,59 @@ class Move:
         return self.group.table.page_address(row, self.copy_first_page)
 
 
-def plan_move(
+def plan_moves(
+    group: LayerGroup, moves: Sequence[tuple[int, int]], num_tokens: int, cost: CostModel
+) -> list[Move]:
+    """How each target row comes to hold the `num_tokens` tokens of its source.
+
+    Changes nothing.
+
+    Args:
+        group: The group.
+        moves: `(source, target)` rows.
+        num_tokens: The length of all.
+        cost: Decides what is mapped again and what is copied.
+    """
+    aliased = [_to_alias(group, *move, num_tokens, cost) for move in moves]
+    # What a row gives to another it shares with it afterwards, and may not write either.
+    given = {id(mapping.extent) for mappings in aliased for mapping in mappings}
+    return [
+        _plan_move(group, *move, num_tokens, its, given)
+        for move, its in zip(moves, aliased, strict=True)
+    ]
+
+
+def _to_alias(
     group: LayerGroup, source: int, target: int, num_tokens: int, cost: CostModel
-) -> Move:
-    """How `target` comes to hold the `num_tokens` tokens of `source`. Changes nothing."""
-    table, geometry = group.table, group.geometry
-    page, theirs, mine = _after_common(group, source, target, num_tokens)
+) -> list[Mapping]:
+    """The mappings of `source`, behind what it has in common with `target`, to map there too."""
+    _, theirs, mine = _after_common(group, source, target, num_tokens)
     aliased: list[Mapping] = []
     # Both rows must have a boundary where the exchange begins.
     if theirs and mine and theirs[0].first_page == mine[0].first_page:
-        full_end_page = geometry.whole_pages_below(num_tokens)
+        full_end_page = group.geometry.whole_pages_below(num_tokens)
         for mapping in theirs:
             is_worth = cost.prefers_alias_in_reorder(mapping.extent.num_bytes)
             if mapping.end_page > full_end_page or not is_worth:
                 break
             aliased.append(mapping)
+    return aliased
+
+
+def _plan_move(
+    group: LayerGroup,
+    source: int,
+    target: int,
+    num_tokens: int,
+    aliased: Sequence[Mapping],
+    given: Container[int],
+) -> Move:
+    table, geometry = group.table, group.geometry
+    page, _, mine = _after_common(group, source, target, num_tokens)
     page = aliased[-1].end_page if aliased else page
     behind = [mapping for mapping in mine if mapping.end_page > page]
     # What is copied into must be the target's own.
-    shared = [mapping for mapping in behind if mapping.extent.is_shared]
+    shared = [each for each in behind if each.extent.is_shared or id(each.extent) in given]
     old: list[Mapping] = []
     if aliased or shared:
         first = aliased[0].first_page if aliased else shared[0].first_page
@@ -134,14 +168,14 @@ def reorder(
     """
     pool, stream = cache.pool, cache.current_stream()
     plans = [
-        plan_move(group, source, target, num_tokens, cache.cost_model)
+        plan
         for group in cache.groups
-        for source, target in moves
+        for plan in plan_moves(group, moves, num_tokens, cache.cost_model)
     ]
     kept = [mapping.extent for plan in plans for mapping in plan.aliased]
     pool.own(kept)
     try:
-        fresh = pool.acquire([each for plan in plans for each in plan.classes])
+        fresh = pool.acquire_or_evict([each for plan in plans for each in plan.classes])
         try:
             copies = _through_buffer(cache, plans, stream)
             _exchange(cache, plans, fresh, tenants, stream)

@@ -5,12 +5,12 @@ What `KVCache` is without growth.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as List_
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-from ..backend import Access
+from ..backend import Access, MemoryLocation
 from ..errors import ConfigError, OutOfPagesError
 from ..memory import Victim
 from .cost import CostModel
@@ -20,6 +20,7 @@ from .layered import LayeredCache
 from .prefix import PrefixIndex
 from .rows import Rows
 from .sequence import Sequence
+from .spill import oldest, relocate, spilled
 from .stats import SharingStats
 from .swap import Transfer, begin_swap_out, swap_in
 from .transaction import Target
@@ -153,21 +154,51 @@ class RowedCache(LayeredCache):
     ) -> Sequence:
         if row is None:
             row = self._rows.choose_unneeded(but=source_row if origin is self else None)
-        if self._rows.is_parked(row):
-            self._retire_parked(row, 0)
-        self._rows.take(row)
-        try:
+
+        def fill(row: int) -> None:
             if num_tokens:
                 self.pool.backend.join_streams(self.current_stream())
                 forks = fork_row(origin, self, (source_row, row), num_tokens, tenant)
                 self.sharing.note_fork(forks)
-        except BaseException:
-            self._rows.park(row, self.pool.pressure.tick())
-            self._rows.empty(row)
-            raise
+
+        sequence = self.begin(num_tokens, tenant, fill, row=row)
         if origin is self:
             self.prefixes.copy(source_row, row, num_tokens)
+        return sequence
+
+    def begin(
+        self,
+        num_tokens: int,
+        tenant: str | None,
+        fill: Callable[[int], None],
+        *,
+        row: int | None = None,
+    ) -> Sequence:
+        """A sequence of `num_tokens` tokens, which `fill` brings into a row without memory.
+
+        Raises:
+            OutOfAddressSpaceError: Every row holds a live sequence.
+            ConfigError: `row` is live, or does not exist.
+            VMKVError: Whatever `fill` raises; what it mapped in the row goes. No sequence.
+        """
+        with self.pool.lock:
+            if row is None:
+                row = self._rows.choose_unneeded()
+            if self._rows.is_parked(row):
+                self._retire_parked(row, 0)
+            self._rows.take(row)
+        try:
+            fill(row)
+        except BaseException:
+            with self.pool.lock:
+                self._rows.park(row, self.pool.pressure.tick())
+                self._retire_parked(row, 0)
+            raise
         return self._begun(row, num_tokens, tenant)
+
+    def map_row(self, row: int, num_tokens: int, tenant: str | None) -> None:
+        """Map what a row lacks of `num_tokens` tokens, for `begin`; raises what `append` does."""
+        self._grow([Target(row, num_tokens, num_tokens, tenant)], self.groups)
 
     def _begun(self, row: int, num_tokens: int, tenant: str | None) -> Sequence:
         cache = cast("KVCache", self)  # The only class that is ever made of this one.
@@ -191,6 +222,7 @@ class RowedCache(LayeredCache):
         """See `Sequence.close`."""
         if not self.is_closed:
             self._drop_swapped(sequence)
+            self._drop_spilled(sequence.row)
             with self.pool.lock:
                 if not self.prefixes.num_recorded(sequence.row):
                     drop_displaced(self.groups, sequence.row, self.pool.reclaimer)
@@ -232,6 +264,29 @@ class RowedCache(LayeredCache):
             swap_in(self, sequence.swapped, sequence.tenant)
             self.sharing.swapped_in_bytes += sequence.swapped.num_bytes
             sequence.swapped = None
+
+    def spill(self, sequence: Sequence, num_bytes: int) -> int:
+        """See `Sequence.spill`."""
+        self.note_stream()
+        chosen = oldest(self.groups, sequence.row, sequence.num_tokens, num_bytes)
+        return relocate(self, sequence.row, chosen, MemoryLocation.HOST, sequence.tenant)
+
+    def unspill(self, sequence: Sequence) -> int:
+        """See `Sequence.unspill`."""
+        self.note_stream()
+        chosen = spilled(self.groups, sequence.row)
+        return relocate(self, sequence.row, chosen, MemoryLocation.DEVICE, sequence.tenant)
+
+    def _drop_spilled(self, row: int) -> None:
+        """Retire what a row that ends has in host memory, and what comes behind it."""
+        tokens = [
+            group.token_at(mapping.first_page) for group, mapping in spilled(self.groups, row)
+        ]
+        if tokens:
+            fence = self.pool.reclaimer.new_fence()
+            for group in self.groups:
+                group.retire_from(row, min(tokens), fence)
+            self.prefixes.truncate(row, min(tokens))
 
     def _drop_swapped(self, sequence: Sequence) -> None:
         """Let go of what a sequence has in host memory, or is sending there."""

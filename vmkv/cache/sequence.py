@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Collection
 from collections.abc import Sequence as List_
 from typing import TYPE_CHECKING
 
 import torch
 
 from ..errors import ClosedError, ConfigError
+from .disk import save
+from .process import PrefixExporter
 
 if TYPE_CHECKING:
     from .kv_cache import KVCache
@@ -142,6 +146,69 @@ class Sequence:
         if self.is_closed:
             raise ClosedError(f"the sequence in row {self.row} is closed")
         self.cache.swap_in(self)
+
+    def spill(self, num_bytes: int) -> int:
+        """Move the oldest extents to host memory, `num_bytes` at least, where kernels read them.
+
+        The sequence stays as usable as before, and slower: what is spilled is read over the bus.
+        What it shares, and the extents at its end, are not moved.
+
+        Returns:
+            The bytes moved; less than asked for where there is no more to move.
+
+        Raises:
+            OutOfPagesError: No host memory is left (`host_budget_bytes`).
+            ConfigError, ClosedError, OutOfAddressSpaceError, DriverError.
+            In every case the sequence is as it was.
+
+        Cost: a copy over the bus and a wait for the device.
+        """
+        self.check_open()
+        return self.cache.spill(self, _checked(num_bytes))
+
+    def unspill(self) -> int:
+        """Bring back what was spilled; returns the bytes moved. Raises what `spill` does."""
+        self.check_open()
+        return self.cache.unspill(self)
+
+    # ---- other processes ------------------------------------------------------------------
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the sequence to a file, from which `KVCache.load` restores it in any process.
+
+        It may be swapped out, and may be closed afterwards. Its memory is not changed. The file
+        is readable by this user alone, and takes its name when it is complete.
+
+        Raises:
+            ClosedError: The sequence or its cache is closed.
+            OSError: The file cannot be written; what was there before is still there.
+            OutOfPagesError, OutOfAddressSpaceError, DriverError: Likewise.
+
+        Cost: about 1 s per GiB, for the checksum and the disk; 1 MiB of memory.
+        Ordering: behind what the current stream and others were given so far; host-synchronous.
+        """
+        save(self, path)
+
+    def export(
+        self,
+        socket_path: str | os.PathLike[str],
+        num_tokens: int | None = None,
+        *,
+        allowed_uids: Collection[int] | None = None,
+        timeout_s: float = 10.0,
+    ) -> PrefixExporter:
+        """Share the first `num_tokens` tokens (or all) with processes that call `import_prefix`.
+
+        Only whole extents are shared. From now on they can only be read, here as well: whoever
+        truncates into them copies first. See `PrefixExporter` for arguments and errors.
+        """
+        return PrefixExporter(
+            self,
+            socket_path,
+            num_tokens=None if num_tokens is None else _checked(num_tokens),
+            allowed_uids=allowed_uids,
+            timeout_s=timeout_s,
+        )
 
     @property
     def is_resident(self) -> bool:

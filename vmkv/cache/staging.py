@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from ..backend import Access
+from ..errors import DriverError
 from ..memory import Extent, ExtentPool, PageTable, Placement
 
 
@@ -38,4 +39,8 @@ def staged(pool: ExtentPool, extents: Sequence[Extent]) -> Iterator[PageTable]:
     try:
         yield table
     finally:
-        table.close(lambda: False)
+        try:
+            table.close(lambda: False)
+        except DriverError:
+            pool.close_later(table)
+            raise

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..backend import Access, Fence, MemoryLocation, Op
-from ..errors import OutOfPagesError
 from ..memory import Extent, PageTable, Placement, size_classes
 from ..units import Address
 
@@ -208,12 +207,7 @@ def swap_in(cache: RowedCache, swapped: Swapped, tenant: object) -> None:
         OutOfAddressSpaceError, DriverError: Nothing changed.
     """
     pool, backend = cache.pool, cache.pool.backend
-    classes = _classes(swapped.parts, pool.largest_class)
-    try:
-        fresh = pool.acquire(classes)
-    except OutOfPagesError as error:
-        pool.make_room(error.needed_bytes - error.free_bytes)
-        fresh = pool.acquire(classes)
+    fresh = pool.acquire_or_evict(_classes(swapped.parts, pool.largest_class))
     try:
         _map(swapped.parts, fresh)
         staging: PageTable | None = None

@@ -6,6 +6,8 @@ into what it shares, or where a parked row that others started from is used for 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ..backend import Access
 from ..memory import Exchange, Mapping, exchange, size_classes
 from .access import make_writable
@@ -44,8 +46,24 @@ def unshare(group: LayerGroup, row: int, num_tokens: int, *, tenant: object, str
             group.table.retire_back(row, shared.first_page, fence)
         concerned = group.table.overlapping(row, first_page, pages.end_page)
     make_writable(group.table, row, concerned)
+    _scrub(group, row, concerned, num_tokens, tenant, stream)
     pages.shared_end_page = min(pages.shared_end_page, first_page)
     return copied_bytes
+
+
+def _scrub(
+    group: LayerGroup,
+    row: int,
+    mappings: Sequence[Mapping],
+    num_tokens: int,
+    tenant: object,
+    stream: int,
+) -> None:
+    """Overwrite what the row holds of others: while that was shared, nobody could."""
+    for mapping in mappings:
+        if mapping.first_page >= group.geometry.pages_for(num_tokens):
+            address = group.table.page_address(row, mapping.first_page)
+            group.pool.prepare([mapping.extent], address, tenant, stream)
 
 
 def _replace(
@@ -61,7 +79,7 @@ def _replace(
     start_bytes = shared.first_page * pool.page_bytes
     copied_bytes = num_tokens * group.geometry.token_bytes - start_bytes
     num_pages = group.geometry.pages_for(num_tokens) - shared.first_page
-    fresh = pool.acquire(tuple(size_classes(num_pages, group.largest_class)))
+    fresh = pool.acquire_or_evict(tuple(size_classes(num_pages, group.largest_class)))
     try:
         # The block ends when the copy has: then the addresses go, and the extents are still ours.
         with staged(pool, fresh) as staging:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
-from ..memory import Victim
+from ..backend import MemoryLocation
+from ..memory import Extent, Victim
 from .layer_group import LayerGroup
 
 
@@ -28,19 +29,27 @@ def victim_of(
         retire: Retires what the row holds from so many tokens on.
     """
     # A prefix loses its end first: what is left of it still serves.
-    extents = sorted(
+    held = sorted(
         (
-            (group.token_at(mapping.first_page), mapping.extent.num_bytes)
+            (group.token_at(mapping.first_page), mapping.extent)
             for group in groups
             for mapping in group.table.rows[row].mappings
-            if mapping.extent.num_references == 1
         ),
+        key=lambda each: each[0],
         reverse=True,
     )
+    # Retired mappings do not count: they go by themselves.
+    own = [
+        (first_token, extent.num_bytes)
+        for first_token, extent in held
+        if extent.num_live_mappings == 1
+        and not extent.num_owners
+        and extent.location is MemoryLocation.DEVICE
+    ]
 
     def evict(num_bytes: int) -> int:
         evicted_bytes, keep_tokens = 0, None
-        for first_token, extent_bytes in extents:
+        for first_token, extent_bytes in own:
             if evicted_bytes >= num_bytes and first_token != keep_tokens:
                 break
             evicted_bytes += extent_bytes
@@ -49,10 +58,15 @@ def victim_of(
             retire(keep_tokens)
         return evicted_bytes
 
+    def let_go(extents: Collection[Extent]) -> None:
+        retire(min(first_token for first_token, extent in held if extent in extents))
+
     return Victim(
         last_used=last_used,
-        freeable_bytes=sum(extent_bytes for _, extent_bytes in extents),
+        freeable_bytes=sum(extent_bytes for _, extent_bytes in own),
         num_hits=num_hits,
         num_tokens=num_prefix_tokens,
         evict=evict,
+        shared=[extent for _, extent in held if extent.num_live_mappings > 1],
+        let_go=let_go,
     )

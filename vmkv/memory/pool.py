@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..backend import Backend, MemoryLocation
-from ..errors import ClosedError, ConfigError
+from ..errors import ClosedError, ConfigError, OutOfPagesError
 from ..units import Address, Handle, MiB, is_power_of_two
 from .extent import Extent
 from .pressure import EvictionPolicy, Pressure
@@ -132,6 +132,7 @@ class ExtentPool:
             )
         }
         self._imported: list[Extent] = []
+        self._stranded: list[PageTable] = []
         self._leaving: list[Extent] = []  # Unneeded, and not to be recycled.
         self.page_tables: list[PageTable] = []
         self.reclaimer = Reclaimer(backend, self.lock, self._unreference)
@@ -180,6 +181,20 @@ class ExtentPool:
             for extent in granted:
                 extent.num_owners = 1
             return granted
+
+    def acquire_or_evict(self, size_classes: Sequence[int]) -> list[Extent]:
+        """`acquire` device memory; where it is short, parked rows of any cache give way first.
+
+        Raises:
+            OutOfPagesError, DriverError: As `acquire`. Parked rows may have lost memory.
+        """
+        try:
+            return self.acquire(size_classes)
+        except OutOfPagesError as error:
+            missing_bytes = error.needed_bytes - error.free_bytes
+            # A device that is shared may have less than it said.
+            self.make_room(missing_bytes if missing_bytes > 0 else error.needed_bytes)
+        return self.acquire(size_classes)
 
     def disown(self, extents: Sequence[Extent]) -> None:
         """Drop the ownership that `acquire` (or `own`) gave; an unneeded extent becomes free."""
@@ -260,21 +275,49 @@ class ExtentPool:
         """
         with self.lock:
             self._check_open()
+            self._close_stranded()
             self.reclaimer.poll()
             self.reclaimer.free_idle_reservations()
             self._release_leaving()
             shelf = self._shelves[location]
             return shelf.release_free(shelf.free_bytes if num_bytes is None else num_bytes)
 
+    def close_later(self, table: PageTable) -> None:
+        """Take over a table without views that could not be closed; `trim` and `close` do it."""
+        with self.lock:
+            self._stranded.append(table)
+
+    def _close_stranded(self) -> None:
+        while self._stranded:
+            self._stranded[-1].close(lambda: False)
+            self._stranded.pop()
+
+    def give_back(self, num_bytes: int | None = None) -> int:
+        """Return device memory that no live sequence needs: `num_bytes` at least, or all of it.
+
+        Parked rows of every cache give way, in the policy's order; waits for their fences.
+        Returns the bytes given back, less than asked for where there is no more.
+        """
+        wanted_bytes = self.stats().created_bytes if num_bytes is None else num_bytes
+        missing_bytes = wanted_bytes - self.stats().free_bytes
+        if missing_bytes > 0:
+            with self.lock:
+                self.pressure.evict(missing_bytes)
+            self.reclaimer.wait()
+        return self.trim(num_bytes)
+
     def make_room(self, num_bytes: int) -> None:
         """Have parked rows of any cache give `num_bytes` back, and wait until they are free.
 
         What is retired already is waited for first. Frees less where there is no more to be had.
         """
-        freed_bytes = self.reclaimer.wait(until_bytes=num_bytes)
-        if freed_bytes < num_bytes:
+        # Not what `wait` unmaps is counted: some of it may be mapped elsewhere as well.
+        goal_bytes = self.available_bytes + num_bytes
+        while self.available_bytes < goal_bytes and self.reclaimer.wait(until_bytes=1):
+            pass
+        if self.available_bytes < goal_bytes:
             with self.lock:
-                self.pressure.evict(num_bytes - freed_bytes)
+                self.pressure.evict(goal_bytes - self.available_bytes)
             self.reclaimer.wait()
 
     # ---- budget and books -----------------------------------------------------------------
@@ -363,6 +406,7 @@ class ExtentPool:
         with self.lock:
             if self._is_closed:
                 return
+            self._close_stranded()
             if self._num_users or self.page_tables:
                 raise ConfigError(
                     f"{max(self._num_users, len(self.page_tables))} users of this pool are still "

@@ -7,10 +7,13 @@ other: the one that idles gives way. The order is a policy, an object that a use
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 from weakref import WeakMethod
+
+from .extent import Extent
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,8 @@ class Victim:
         num_tokens: Tokens of a prefix that it holds for others to find; 0 for none.
         evict: Retire its last extents until so many bytes have been retired; returns how many.
             What is kept stays usable.
+        shared: Those of its extents that others map as well.
+        let_go: Retire its mappings from the first of these extents on, which others still map.
     """
 
     last_used: int
@@ -31,6 +36,8 @@ class Victim:
     num_hits: int
     num_tokens: int
     evict: Callable[[int], int]
+    shared: Sequence[Extent] = ()
+    let_go: Callable[[Collection[Extent]], None] = lambda extents: None
 
 
 class EvictionPolicy(Protocol):
@@ -80,10 +87,31 @@ class Pressure:
         Returns the bytes retired. They are free once their fences have passed.
         """
         sources = [each() for each in self._sources] if only is None else [only]
-        victims = [each for source in sources if source for each in source() if each.freeable_bytes]
         evicted_bytes = 0
-        for victim in self.policy.order(victims):
-            if evicted_bytes >= num_bytes:
-                break
-            evicted_bytes += victim.evict(num_bytes - evicted_bytes)
-        return evicted_bytes
+        while True:
+            victims = [each for source in sources if source for each in source()]
+            freeable = [each for each in victims if each.freeable_bytes]
+            for victim in self.policy.order(freeable):
+                if evicted_bytes >= num_bytes:
+                    return evicted_bytes
+                evicted_bytes += victim.evict(num_bytes - evicted_bytes)
+            if evicted_bytes >= num_bytes or not self._part_one(victims):
+                return evicted_bytes
+
+    def _part_one(self, victims: Sequence[Victim]) -> bool:
+        """Let one victim give up what it shares with other victims only; the others have it still.
+
+        The last one that holds it can then be evicted by extents. Returns whether there was one.
+        """
+        sharing = list(self.policy.order([each for each in victims if each.shared]))
+        num_mappings = Counter(extent for each in sharing for extent in each.shared)
+        idle = {
+            extent
+            for extent, count in num_mappings.items()
+            if count == extent.num_live_mappings and not extent.num_owners
+        }
+        for victim in sharing:
+            if not idle.isdisjoint(victim.shared):
+                victim.let_go(idle)
+                return True
+        return False
