@@ -5,7 +5,9 @@ to layer and never finds its keys in the L2 cache:
 
   dense           one torch tensor [B, T, H, D] per layer and per K and V
   dense, skewed   the same with rows 17 tokens longer, so that no stride is a power of two
+  dense, interleaved   one torch tensor [B, T, layers, 2, H, D]: rows' strides without rows
   vmkv, n layers  rows of a vmkv reservation, n layers side by side, pages scattered
+  vmkv, +2 KiB    all layers side by side, and 2 KiB of padding after each token
   block table     [blocks, tokens, H, D] per layer, blocks shuffled, and an int32 table
 """
 
@@ -14,6 +16,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
@@ -23,6 +26,7 @@ from vmkv.cache.geometry import Geometry, LayerShape
 from vmkv.cache.views import group_views
 
 PAGE_BYTES = 2 * 2**20
+PAD_BYTES = 2048
 SKEW_TOKENS = 17
 
 
@@ -43,6 +47,18 @@ class ModelShape:
     def chosen_layers(self, num_inputs: int) -> list[int]:
         """`num_inputs` layers, evenly spread over the model."""
         return [i * self.layers // num_inputs for i in range(num_inputs)]
+
+
+@dataclass(frozen=True)
+class PaddedGeometry(Geometry):
+    """Token rows with some bytes behind them, so that their stride is no power of two."""
+
+    pad_bytes: int = 0
+
+    @cached_property
+    def token_bytes(self) -> int:
+        """Bytes from one token to the next."""
+        return super().token_bytes + self.pad_bytes
 
 
 @dataclass
@@ -135,6 +151,7 @@ def vm_layer_views(
     num_inputs: int,
     overread_tokens: int,
     dtype: torch.dtype,
+    pad_bytes: int = 0,
     seed: int = 0,
 ) -> Layout:
     """Vmkv rows for sequences of `num_tokens`, as a cache lays them out.
@@ -147,12 +164,13 @@ def vm_layer_views(
     for row, tokens in zip(rows, num_tokens, strict=True):
         mapped[row] = tokens + overread_tokens
     layer_shape = LayerShape(shape.kv_heads, shape.dim, shape.kv_heads, shape.dim, dtype.itemsize)
-    geometry = Geometry(
+    geometry = PaddedGeometry(
         num_layers=layers_per_group,
         shape=layer_shape,
         page_bytes=max(PAGE_BYTES, backend.granularity_bytes),
         max_tokens=max(mapped),
         num_rows=len(rows),
+        pad_bytes=pad_bytes,
     )
     groups: dict[int, VirtualRows] = {}
     inputs = []
@@ -162,6 +180,8 @@ def vm_layer_views(
             groups[group] = VirtualRows(backend, geometry, dtype, mapped, rng)
         inputs.append(groups[group].layer(index))
     name = "vmkv, all layers" if layers_per_group == shape.layers else f"vmkv, {layers_per_group}"
+    if pad_bytes:
+        name = f"vmkv, +{pad_bytes // 1024} KiB"
     layout = Layout(name, inputs, rows, owners=list(groups.values()))
     _fill_rows(layout, num_tokens)
     return layout
@@ -184,6 +204,24 @@ def dense_rows(
     ]
     name = "dense, skewed" if skew_tokens else "dense"
     layout = Layout(name, inputs, list(range(len(num_tokens))))
+    _fill_rows(layout, num_tokens)
+    return layout
+
+
+def dense_interleaved(
+    shape: ModelShape,
+    num_tokens: Sequence[int],
+    *,
+    num_inputs: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Layout:
+    """One ordinary tensor of all layers, token by token: what vmkv's rows are, without vmkv."""
+    size = (len(num_tokens), max(num_tokens), shape.layers, 2, shape.kv_heads, shape.dim)
+    whole = torch.empty(size, dtype=dtype, device=device)
+    layers = shape.chosen_layers(num_inputs)
+    inputs = [(whole[:, :, layer, 0], whole[:, :, layer, 1]) for layer in layers]
+    layout = Layout("dense, interleaved", inputs, list(range(len(num_tokens))))
     _fill_rows(layout, num_tokens)
     return layout
 

@@ -7,21 +7,25 @@ what through row indices and lengths?
 Prediction. Block tables of 256 sequences of 128k tokens are 256 * 8,192 blocks * 4 B = 8 MiB a
 step: 0.16 ms of copy at 50 GB/s, which the host only waits for where memory is not pinned;
 vectorised numpy for the slots is ten calls, 15 us; a sixteenth of the rows cross a block's end, 16
-rows of Python at 1 us; three copies to launch at 6 us: 50 us. Rows and lengths: the rows stay
-where they are, the lengths count up by one launch, 5 us: a fifth or less, up to 1,024 sequences,
-whatever the length. `AttentionBatch.build` checks every length in Python instead, some 2 us a
-sequence: 0.5 ms for 256, slower than block tables, and so is `KVCache.grow`: the price of planning
-growth in Python.
+rows of Python at 1 us; three copies to launch at 6 us: 50 us. Rows and lengths, steady: the rows
+stay where they are, lengths and positions count up by one launch, 5 us, and two look-ups in Python
+find that no sequence needs memory, 1 us: 6 us, an eighth, up to 1,024 sequences, whatever the
+length. Where a sixteenth of the sequences grow in every step, planning costs 2 us for each and
+mapping 4 on the host: 0.1 ms. What is done once, when sequences come or go, is dearer:
+`AttentionBatch.build` checks every length in Python, some 1 us a sequence: 0.3 ms for 256, slower
+than block tables, and so is `KVCache.grow` for all: the price of planning growth in Python.
 
 Method. Host time of one step, the device idle before and waited for after, outside the clock. All
 ways decode the same sequences (equal lengths, staggered by 7 so that they do not cross blocks
 together), and take turns; median and quartiles over steps. On a machine without a GPU "uploading"
 is a copy within memory, and is the host's.
 
-Ways. "device": `num_tokens += 1` on the device and a new AttentionBatch around the same tensors.
-"upload": lengths counted in a pinned numpy array, one copy. "build": AttentionBatch.build from
-Python integers, with all its checks. "grow": KVCache.grow for all sequences where every page is
-resident.
+Ways. "steady": all that vmkv.generate does before each step while the same sequences decode
+(SteadyDecode.advance: lengths, positions, batch, growth), every page resident, as the block
+tables' blocks are. "steady, growing": the same with 16 tokens a page, none resident yet, so that a
+sixteenth of the sequences are grown and mapped in every step (on the host backend). "upload":
+lengths counted in a pinned numpy array, one copy. "build": AttentionBatch.build from Python
+integers, with all its checks. "grow": KVCache.grow for all sequences where every page is resident.
 
 Rivals. vLLM's way (rivals.BlockTables) at its best: one pinned table no wider than the longest
 sequence of the batch will need, kept up incrementally, vectorised slots, three copies of
@@ -33,7 +37,6 @@ token and sequence); prefix sharing.
 
 from __future__ import annotations
 
-import itertools
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -45,7 +48,7 @@ from report import Figure, Row, bench_parser, make_record, on_gpu, print_figures
 from rivals import BlockTables
 
 from vmkv import HostBackend, KVCache
-from vmkv.attention import AttentionBatch
+from vmkv.attention import AttentionBatch, SteadyDecode
 from vmkv.memory import ExtentPool
 from vmkv.units import KiB, MiB
 
@@ -55,23 +58,8 @@ STEPS = 60
 WARMUP_STEPS = 10
 STAGGER_TOKENS = 7
 INDEX_LIMIT = 2**31
+RIVAL = "block table, 16"
 MUST_SHARE = 0.2  # of the block table's time, at 256 sequences
-
-
-def device_way(lengths: Sequence[int], row_tokens: int, device: torch.device) -> Callable:
-    """Lengths that count up where kernels read them."""
-    batch = AttentionBatch.build(
-        range(len(lengths)), lengths, [1] * len(lengths), row_tokens=row_tokens, device=device
-    )
-    longest = itertools.count(max(lengths) + 1)
-
-    def prepare_step() -> AttentionBatch:
-        batch.num_tokens.add_(1)
-        return AttentionBatch(
-            batch.row_indices, batch.num_tokens, batch.query_starts, 1, next(longest), row_tokens
-        )
-
-    return prepare_step
 
 
 def upload_way(lengths: Sequence[int], row_tokens: int, device: torch.device) -> Callable:
@@ -105,29 +93,71 @@ def build_way(lengths: Sequence[int], row_tokens: int, device: torch.device) -> 
     return prepare_step
 
 
-class GrowWay:
-    """KVCache.grow on the host backend, with every page resident: only planning is left."""
+class Rows:
+    """Sequences of a KVCache on the host backend; two bytes a token, so that any batch fits.
 
-    def __init__(self, lengths: Sequence[int], num_steps: int):
-        self._pool = ExtentPool(HostBackend(4 * KiB), 64 * MiB)
+    Planning costs the same for any length and size.
+
+    Args:
+        lengths: Only how many there are matters, and how they are staggered.
+        num_steps: They can grow so much.
+        page_tokens: Tokens that a page holds.
+        is_resident: Whether all pages are mapped already.
+    """
+
+    def __init__(
+        self, lengths: Sequence[int], num_steps: int, page_tokens: int = 2048, *, is_resident: bool
+    ):
+        self._pool = ExtentPool(HostBackend(4 * KiB), 256 * MiB)
         end = num_steps + STAGGER_TOKENS * 16 + 1
-        self._cache = KVCache(
+        self.core = KVCache(
             self._pool, max_tokens=end, max_sequences=len(lengths), layers_per_group=1
         )
-        # Two bytes a token: planning costs the same for any length, and this one fits anywhere.
-        self._cache.add_layers(range(1), num_kv_heads=1, head_dim=1, dtype=torch.uint8)
-        self._sequences = [self._cache.open() for _ in lengths]
-        self._cache.grow([(sequence, end) for sequence in self._sequences])
-        for sequence in self._sequences:
-            sequence.truncate(1)
+        dim = 2 * KiB // page_tokens
+        self.core.add_layers(range(1), num_kv_heads=1, head_dim=dim, dtype=torch.uint8)
+        self.sequences = [self.core.open() for _ in lengths]
+        staggered = [1 + length - min(lengths) for length in lengths]
+        if is_resident:
+            self.core.grow([(sequence, end) for sequence in self.sequences])
+            for sequence, length in zip(self.sequences, staggered, strict=True):
+                sequence.truncate(length)
+        else:
+            self.core.grow(zip(self.sequences, staggered, strict=True))
 
-    def prepare_step(self) -> None:
+    def grow_all(self) -> None:
         """All sequences, one token longer."""
-        self._cache.grow([(each, each.num_tokens + 1) for each in self._sequences])
+        self.core.grow([(each, each.num_tokens + 1) for each in self.sequences])
 
     def close(self) -> None:
-        self._cache.close()
+        self.core.close()
         self._pool.close()
+
+
+class SteadyWay:
+    """What vmkv.generate does before a step, while the same sequences decode."""
+
+    def __init__(self, lengths: Sequence[int], row_tokens: int, device: torch.device, rows: Rows):
+        self._lengths = list(lengths)
+        self._steady = SteadyDecode(lengths)
+        self._batch = self._steady.batch(range(len(lengths)), row_tokens=row_tokens, device=device)
+        self._positions = self._steady.counts(device).positions
+        self._steady.keep_grown(rows.core, rows.sequences)
+        self._num_steps = 0
+
+    def prepare_step(self) -> None:
+        self._steady.advance()
+        self._num_steps += 1
+
+    def check(self) -> None:
+        """The device counts what the host does.
+
+        Raises:
+            AssertionError: Then the time means nothing.
+        """
+        now = [length + self._num_steps for length in self._lengths]
+        assert self._batch.num_tokens.tolist() == now
+        assert self._positions.tolist() == [length - 1 for length in now]
+        assert self._batch.max_num_tokens == max(now)
 
 
 def host_us(work: Callable[[], object]) -> float:
@@ -153,13 +183,19 @@ def run(
     if num_sequences * row_tokens >= INDEX_LIMIT:
         return []
     tables = BlockTables(lengths, row_tokens, device)
-    grow = GrowWay(lengths, total_steps)
+    resident, growing, grow = (
+        Rows(lengths, total_steps, is_resident=True),
+        Rows(lengths, total_steps, page_tokens=16, is_resident=False),
+        Rows(lengths, total_steps, is_resident=True),
+    )
+    steady = [SteadyWay(lengths, row_tokens, device, rows) for rows in (resident, growing)]
     ways = {
-        "block table, 16": tables.prepare_step,
-        "vmkv, device": device_way(lengths, row_tokens, device),
+        RIVAL: tables.prepare_step,
+        "vmkv, steady": steady[0].prepare_step,
+        "vmkv, steady, growing": steady[1].prepare_step,
         "vmkv, upload": upload_way(lengths, row_tokens, device),
         "vmkv, build": build_way(lengths, row_tokens, device),
-        "vmkv, grow": grow.prepare_step,
+        "vmkv, grow": grow.grow_all,
     }
     samples: dict[str, list[float]] = {name: [] for name in ways}
     for step in range(total_steps):
@@ -169,14 +205,14 @@ def run(
             taken = host_us(ways[name])
             if step >= warmup_steps:
                 samples[name].append(taken)
-    tables.check()
-    grow.close()
+    for each in (tables, *steady):
+        each.check()
+    for each in (resident, growing, grow):
+        each.close()
     rows = []
     for name, taken in samples.items():
         values = spread(taken)
-        ratios = [
-            mine / theirs for mine, theirs in zip(taken, samples["block table, 16"], strict=True)
-        ]
+        ratios = [mine / theirs for mine, theirs in zip(taken, samples[RIVAL], strict=True)]
         row = {
             "num_sequences": num_sequences,
             "past_tokens": past_tokens,
@@ -187,7 +223,7 @@ def run(
             "ratio": spread(ratios)["median"],
             "steps": len(taken),
         }
-        if name == "block table, 16":
+        if name == RIVAL:
             row["table_bytes"] = num_sequences * tables.max_blocks * 4
         rows.append(row)
     return rows
@@ -196,20 +232,20 @@ def run(
 def promised(rows: Sequence[Row], num_sequences: int) -> list[Figure]:
     """Each way at the promised batch, in its worst length."""
     figures = []
-    for way in ("vmkv, device", "vmkv, upload", "vmkv, build", "vmkv, grow"):
+    for way in dict.fromkeys(row["way"] for row in rows if row["way"] != RIVAL):
         mine = [row for row in rows if row["way"] == way and row["num_sequences"] == num_sequences]
         worst = max(mine, key=lambda row: row["ratio"])
         rival = next(
             row["step_us"]
             for row in rows
-            if row["way"] == "block table, 16"
+            if row["way"] == RIVAL
             and row["num_sequences"] == num_sequences
             and row["past_tokens"] == worst["past_tokens"]
         )
-        is_promised = way == "vmkv, device"
+        is_promised = way == "vmkv, steady"
         figures.append(
             Figure(
-                f"prepare_ratio_{way.removeprefix('vmkv, ')}",
+                f"prepare_ratio_{way.removeprefix('vmkv, ').replace(', ', '_')}",
                 f"host time to prepare a decode step of {num_sequences} sequences, relative to "
                 f"block tables, worst length ({way}: {worst['step_us']:.3g} µs)",
                 worst["ratio"],

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vmkv.attention import AttentionBatch, AttentionSpec
-from vmkv.attention.base import check_call
+from vmkv.attention.base import Call, check_call
 from vmkv.errors import ConfigError
 
 ROW_TOKENS = 32
@@ -144,8 +144,8 @@ def test_bad_specs_are_refused(spoilt):
 def call(**spoilt):
     """A valid `check_call`, spoilt by keyword."""
     rows = torch.zeros(5, ROW_TOKENS, 2, 8)
-    arguments = {"query": torch.zeros(36, 4, 8), "keys": rows, "values": rows, "batch": build()}
-    check_call(**(arguments | {"causal": True, "window": None, "sinks": None} | spoilt))
+    good = Call(torch.zeros(36, 4, 8), rows, rows, build(), 1.0, True, None, 0.0, None)
+    check_call(good._replace(**spoilt))
 
 
 def test_a_good_call_passes():

@@ -149,6 +149,7 @@ class _Watched(generation.RaggedCache):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.steps: list[tuple[int, ...]] = []
+        self.num_advanced = 0
         self.ends: list[tuple[int, Any, Any]] = []
         type(self).made.append(self)
 
@@ -165,11 +166,23 @@ class _Watched(generation.RaggedCache):
         self.check()
 
 
+class _WatchedStep(generation.RaggedStep):
+    """A step that notes in its cache when it goes on, and checks the books as they are then."""
+
+    def advance(self) -> None:
+        super().advance()
+        self._cache.steps.append(tuple(piece.sequence_id for piece in self._pieces))
+        self._cache.num_advanced += 1
+        for core in self._cache.store.cores:
+            core.check()  # Not the cache's own check, which would end the steady decode.
+
+
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> list[_Watched]:
     """The caches that generation makes from now on."""
     _Watched.made = []
     monkeypatch.setattr(generation, "RaggedCache", _Watched)
+    monkeypatch.setattr(generation, "RaggedStep", _WatchedStep)
     return _Watched.made
 
 

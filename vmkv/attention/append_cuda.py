@@ -6,21 +6,18 @@ batch the token's sequence follows by division; in a ragged one the block finds 
 
 Why a kernel of our own, when `copy_` exists: rows lie gigabytes apart, so torch splits a copy
 over B rows into B launches (its iterators index 32 bits), 132 us for a batch of 16 where
-`torch.cat`'s rival update takes 17. `index_copy_` takes two launches and 14 us. Why not
-Triton: its launcher takes 14 us of host time and needs a C compiler on the user's machine, while
-NVRTC comes with torch and cuda-python, which are here anyway. This launch takes 3 us.
+`torch.cat`'s rival update takes 17. `index_copy_` takes two launches and 14 us. This launch takes
+3 us (see nvrtc.py).
 """
 
 from __future__ import annotations
 
 import functools
 from struct import Struct
-from typing import Any
 
 import torch
 
-from .. import _native
-from ..errors import ConfigError, CudaDriverError
+from .nvrtc import Kernel, compiled, launch
 
 #: Bytes that a thread moves at once, widest first.
 _VECTOR_TYPES = {16: "uint4", 8: "uint2", 4: "unsigned int", 2: "unsigned short", 1: "char"}
@@ -191,47 +188,9 @@ def _launch(device_index: int, words: tuple[int, ...], num_blocks: int, stream: 
     joined = words[0] | words[1] | words[2] | words[3] | words[4] | words[5] | words[6] | words[7]
     joined |= words[8] | words[9] | words[10] | words[11] | words[13] | words[15]
     vector_bytes = min(16, joined & -joined)
-    launch_fn, function = _kernel(device_index, vector_bytes)
-    packed = _WORDS.pack(*words)
-    if torch._C._cuda_getDevice() == device_index:
-        status = _native.launch(launch_fn, function, num_blocks, _THREADS, stream, packed)
-    else:  # A model spread over devices: launches go to the current context.
-        with torch.cuda.device(device_index):
-            status = _native.launch(launch_fn, function, num_blocks, _THREADS, stream, packed)
-    if status:
-        raise CudaDriverError("append", status, f"CUresult {status}", "the launch was refused")
+    launch(_kernel(device_index, vector_bytes), num_blocks, _THREADS, stream, _WORDS.pack(*words))
 
 
 @functools.cache
-def _kernel(device_index: int, vector_bytes: int) -> tuple[int, int]:
-    """The driver's launch function and the kernel, compiled on first use (15 to 60 ms)."""
-    from cuda.bindings import driver, nvrtc
-
-    major, minor = torch.cuda.get_device_capability(device_index)
-    options = [
-        f"--gpu-architecture=sm_{major}{minor}".encode(),
-        f"-DVECTOR={_VECTOR_TYPES[vector_bytes]}".encode(),
-    ]
-    program = _checked(nvrtc.nvrtcCreateProgram(_SOURCE.encode(), b"append.cu", 0, [], []))
-    compiled = nvrtc.nvrtcCompileProgram(program, len(options), options)
-    if int(compiled[0]):
-        log = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(program))
-        nvrtc.nvrtcGetProgramLog(program, log)
-        raise ConfigError(f"NVRTC cannot compile the append kernel: {log.decode()}")
-    binary = b" " * _checked(nvrtc.nvrtcGetCUBINSize(program))
-    _checked(nvrtc.nvrtcGetCUBIN(program, binary))
-    nvrtc.nvrtcDestroyProgram(program)
-    with torch.cuda.device(device_index):
-        torch.cuda.current_stream()  # Makes sure that the device has its context.
-        # The module lives as long as the process, as torch's own kernels do.
-        module = _checked(driver.cuModuleLoadData(binary))
-        function = _checked(driver.cuModuleGetFunction(module, b"append"))
-    launch_fn, *_ = _checked(driver.cuGetProcAddress(b"cuLaunchKernel", 12000, 0))
-    return int(launch_fn), int(function)
-
-
-def _checked(answer: tuple[Any, ...]) -> Any:
-    status, *results = answer
-    if int(status):
-        raise CudaDriverError("append", int(status), str(status), "cannot prepare the kernel")
-    return results[0] if len(results) == 1 else tuple(results)
+def _kernel(device_index: int, vector_bytes: int) -> Kernel:
+    return compiled(_SOURCE, "append", device_index, f"-DVECTOR={_VECTOR_TYPES[vector_bytes]}")

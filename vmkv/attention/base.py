@@ -20,8 +20,9 @@ launches anything.
 
 from __future__ import annotations
 
+import abc
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -205,6 +206,48 @@ class AppendingBackend(AttentionBackend, Protocol):
         ...
 
 
+class Call(NamedTuple):
+    """A call of `AttentionBackend.forward`; see there."""
+
+    query: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    batch: AttentionBatch
+    scale: float
+    causal: bool
+    window: int | None
+    softcap: float
+    sinks: torch.Tensor | None
+
+
+class CheckedBackend(abc.ABC):
+    """The protocol's call, spelt out and checked once for all backends of this package."""
+
+    name: str
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        batch: AttentionBatch,
+        *,
+        scale: float,
+        causal: bool = True,
+        window: int | None = None,
+        softcap: float = 0.0,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See `AttentionBackend.forward`."""
+        call = Call(query, keys, values, batch, scale, causal, window, softcap, sinks)
+        check_call(call)
+        return self.attend(call)
+
+    @abc.abstractmethod
+    def attend(self, call: Call) -> torch.Tensor:
+        """`forward`, with arguments that fit each other."""
+
+
 def check_heads(num_query_heads: int, num_kv_heads: int) -> None:
     """Raise `ConfigError` unless every key/value head serves the same number of query heads."""
     if num_query_heads % num_kv_heads:
@@ -214,16 +257,7 @@ def check_heads(num_query_heads: int, num_kv_heads: int) -> None:
         )
 
 
-def check_call(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    batch: AttentionBatch,
-    *,
-    causal: bool,
-    window: int | None,
-    sinks: torch.Tensor | None,
-) -> None:
+def check_call(call: Call) -> None:
     """Refuse what a kernel would misread, from shapes and strides alone.
 
     It is called once per layer and step, so it compares host integers only: about 5 us, no
@@ -232,6 +266,7 @@ def check_call(
     Raises:
         ConfigError: See the messages.
     """
+    query, keys, values, batch = call[:4]
     if query.ndim != 3 or keys.ndim != 4 or values.ndim != 4:
         raise ConfigError(
             "expected query [Tq, Hq, D] and keys, values [rows, row_tokens, H, D], got "
@@ -254,7 +289,8 @@ def check_call(
     check_heads(query.shape[1], keys.shape[2])
     check_rows(keys, batch.row_tokens)
     check_rows(values, batch.row_tokens)
-    if window is not None and (window < 1 or not causal):
+    window, sinks = call.window, call.sinks
+    if window is not None and (window < 1 or not call.causal):
         raise ConfigError(f"window={window} needs at least one token, and causal attention")
     if sinks is not None and sinks.shape != (query.shape[1],):
         raise ConfigError(

@@ -21,9 +21,16 @@ from types import ModuleType
 import torch
 
 from ..errors import ConfigError
-from .base import AttentionSpec, check_call, flat, split
+from .base import AttentionSpec, Call, check_call, flat, split
 from .batch import AttentionBatch
-from .flash_common import apply_sinks, check_dtype, why_not_flash, window_bounds
+from .flash_common import (
+    FlashBackend,
+    apply_sinks,
+    by_token,
+    check_dtype,
+    why_not_flash,
+    window_bounds,
+)
 
 
 @functools.cache
@@ -46,7 +53,7 @@ def _interface() -> ModuleType:
     return loaded
 
 
-class Flash2Backend:
+class Flash2Backend(FlashBackend):
     """FlashAttention-2 as a backend; see `AttentionBackend` and `AppendingBackend`."""
 
     name = "flash2"
@@ -65,28 +72,12 @@ class Flash2Backend:
         loaded = _load()
         return loaded if isinstance(loaded, str) else None
 
-    def forward(
-        self,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        batch: AttentionBatch,
-        *,
-        scale: float,
-        causal: bool = True,
-        window: int | None = None,
-        softcap: float = 0.0,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """See `AttentionBackend.forward`."""
-        check_dtype(self.name, query)
-        check_call(query, keys, values, batch, causal=causal, window=window, sinks=sinks)
+    def launch(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `FlashBackend.launch`."""
+        query, keys, values, batch = call[:4]
         if batch.is_uniform(query.shape[0]):
-            return _with_kvcache(
-                query, keys, values, batch, batch.num_tokens, None, None,
-                scale, causal, window, softcap, sinks,
-            )  # fmt: skip
-        left, right = window_bounds(causal, window)
+            return _with_kvcache(call)
+        left, right = window_bounds(call.causal, call.window)
         out, logsumexp, *_ = _interface()._flash_attn_varlen_forward(
             query,
             flat(keys),
@@ -96,14 +87,14 @@ class Flash2Backend:
             batch.max_query_tokens,
             batch.max_num_tokens,
             0.0,
-            scale,
-            causal,
+            call.scale,
+            call.causal,
             window_size_left=left,
             window_size_right=right,
-            softcap=softcap,
+            softcap=call.softcap,
             seqused_k=batch.visible_tokens,
         )
-        return out if sinks is None else apply_sinks(out, logsumexp.transpose(0, 1), sinks)
+        return out, logsumexp
 
     def append_and_attend(
         self,
@@ -121,54 +112,42 @@ class Flash2Backend:
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `AppendingBackend.append_and_attend`."""
+        call = Call(query, keys, values, batch, scale, causal, window, softcap, sinks)
+        check_call(call)
         check_dtype(self.name, query)
-        check_call(query, keys, values, batch, causal=causal, window=window, sinks=sinks)
         if not batch.is_uniform(query.shape[0]):
             raise ConfigError(
                 "appending in the kernel needs as many queries of every sequence; "
                 "call append() and forward() for a mixed batch"
             )
-        return _with_kvcache(
-            query, keys, values, batch, batch.tokens_before, key, value,
-            scale, causal, window, softcap, sinks,
-        )  # fmt: skip
+        out, logsumexp = _with_kvcache(call, (key, value))
+        return out if sinks is None else apply_sinks(out, by_token(logsumexp), sinks)
 
 
 def _with_kvcache(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    batch: AttentionBatch,
-    cached_tokens: torch.Tensor,
-    key: torch.Tensor | None,
-    value: torch.Tensor | None,
-    scale: float,
-    causal: bool,
-    window: int | None,
-    softcap: float,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """The decode kernel; `key` and `value` are appended at `cached_tokens` when given."""
+    call: Call, appended: tuple[torch.Tensor, torch.Tensor] | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The decode kernel; keys and values to append are written first."""
+    query, keys, values, batch = call[:4]
     shape = (batch.batch_size, batch.max_query_tokens)
     # The kernel decides from the view's length how far to split a sequence, so show it the
-    # longest sequence of the batch and not the capacity of a row.
+    # longest sequence of the batch and not the capacity of a row. Its choice is left alone: no
+    # number of splits, 1 to 128, brings rows closer to a dense tensor (bench_attention says what
+    # does), and the same numbers are best for both.
     longest = batch.max_num_tokens
     out, logsumexp = _interface().flash_attn_with_kvcache(
         split(query, 0, shape),
         keys[:, :longest],
         values[:, :longest],
-        k=None if key is None else split(key, 0, shape),
-        v=None if value is None else split(value, 0, shape),
-        cache_seqlens=cached_tokens,
+        k=None if appended is None else split(appended[0], 0, shape),
+        v=None if appended is None else split(appended[1], 0, shape),
+        cache_seqlens=batch.num_tokens if appended is None else batch.tokens_before,
         cache_batch_idx=batch.row_indices,
         cache_leftpad=batch.left_pad,
-        softmax_scale=scale,
-        causal=causal,
-        window_size=window_bounds(causal, window),
-        softcap=softcap,
+        softmax_scale=call.scale,
+        causal=call.causal,
+        window_size=window_bounds(call.causal, call.window),
+        softcap=call.softcap,
         return_softmax_lse=True,
     )
-    out = out.flatten(0, 1)
-    return (
-        out if sinks is None else apply_sinks(out, logsumexp.transpose(1, 2).flatten(0, 1), sinks)
-    )
+    return out.flatten(0, 1), logsumexp

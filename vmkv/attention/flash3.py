@@ -27,9 +27,8 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError
-from .base import AttentionSpec, check_call, split
-from .batch import AttentionBatch
-from .flash_common import apply_sinks, check_dtype, why_not_flash, window_bounds
+from .base import AttentionSpec, Call, split
+from .flash_common import FlashBackend, why_not_flash, window_bounds
 
 LIBRARY_VARIABLE = "VMKV_FLASH3_LIBRARY"
 """Environment variable: path of vLLM's `_vllm_fa3_C` library, for use without vLLM."""
@@ -70,7 +69,7 @@ CALL_ARGUMENTS = frozenset(
 Kernel = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
-class Flash3Backend:
+class Flash3Backend(FlashBackend):
     """FlashAttention-3 as a backend; see `AttentionBackend`."""
 
     name = "flash3"
@@ -97,22 +96,9 @@ class Flash3Backend:
         loaded = _load()
         return loaded if isinstance(loaded, str) else None
 
-    def forward(
-        self,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        batch: AttentionBatch,
-        *,
-        scale: float,
-        causal: bool = True,
-        window: int | None = None,
-        softcap: float = 0.0,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """See `AttentionBackend.forward`."""
-        check_dtype(self.name, query)
-        check_call(query, keys, values, batch, causal=causal, window=window, sinks=sinks)
+    def launch(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `FlashBackend.launch`."""
+        query, keys, values, batch = call[:4]
         kernel = _load()
         if isinstance(kernel, str):
             raise ConfigError(f"'flash3' cannot run: {kernel}")
@@ -129,18 +115,12 @@ class Flash3Backend:
             leftpad_k=batch.left_pad,
             cu_seqlens_q=None if uniform else batch.query_starts,
             max_seqlen_q=None if uniform else batch.max_query_tokens,
-            scale=scale,
-            causal=causal,
-            window=window_bounds(causal, window),
-            softcap=softcap,
+            scale=call.scale,
+            causal=call.causal,
+            window=window_bounds(call.causal, call.window),
+            softcap=call.softcap,
         )
-        if uniform:
-            # The kernel returns [B, t, Hq, Dv] and [B, Hq, t] …
-            out, logsumexp = out.flatten(0, 1), logsumexp.transpose(1, 2).flatten(0, 1)
-        else:
-            # … or [Tq, Hq, Dv] and [Hq, Tq].
-            logsumexp = logsumexp.transpose(0, 1)
-        return out if sinks is None else apply_sinks(out, logsumexp, sinks)
+        return out.flatten(0, 1) if uniform else out, logsumexp
 
 
 @functools.cache

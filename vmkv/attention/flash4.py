@@ -19,9 +19,8 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError
-from .base import AttentionSpec, check_call, flat
-from .batch import AttentionBatch
-from .flash_common import apply_sinks, check_dtype, why_not_flash
+from .base import AttentionSpec, Call, flat
+from .flash_common import FlashBackend, why_not_flash
 
 # Widest key tile by head size, over causal, windowed and plain, on Hopper and Blackwell
 # (`_tile_size_fwd_sm90` and `FwdConfig` in flash_attn/cute/interface.py; releases of 2025 used
@@ -29,7 +28,7 @@ from .flash_common import apply_sinks, check_dtype, why_not_flash
 KEY_TILES = ((128, 192), (256, 128))
 
 
-class Flash4Backend:
+class Flash4Backend(FlashBackend):
     """FlashAttention-4 as a backend; see `AttentionBackend`."""
 
     name = "flash4"
@@ -55,22 +54,9 @@ class Flash4Backend:
             return "this release of flash_attn.cute does not return the log-sum-exp for sinks"
         return None
 
-    def forward(
-        self,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        batch: AttentionBatch,
-        *,
-        scale: float,
-        causal: bool = True,
-        window: int | None = None,
-        softcap: float = 0.0,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """See `AttentionBackend.forward`; rows must have room for the last tile."""
-        check_dtype(self.name, query)
-        check_call(query, keys, values, batch, causal=causal, window=window, sinks=sinks)
+    def launch(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `FlashBackend.launch`; rows must have room for the last tile."""
+        query, keys, values, batch = call[:4]
         tile = self.overread_tokens(query.shape[2], values.shape[3])
         if batch.max_num_tokens + tile > batch.row_tokens:
             raise ConfigError(
@@ -81,15 +67,15 @@ class Flash4Backend:
         if isinstance(loaded, str):
             raise ConfigError(f"'flash4' cannot run: {loaded}")
         function, parameters = loaded
-        options: dict[str, Any] = {}
+        more: dict[str, Any] = {}
         if "max_seqlen_q" in parameters:
-            options |= {
+            more |= {
                 "max_seqlen_q": batch.max_query_tokens,
                 "max_seqlen_k": batch.max_num_tokens,
             }
         if "return_lse" in parameters:
-            options["return_lse"] = sinks is not None
-        elif sinks is not None:
+            more["return_lse"] = call.sinks is not None
+        elif call.sinks is not None:
             raise ConfigError("this release of flash_attn.cute cannot serve sinks")
         out, logsumexp, *_ = function(
             query,
@@ -98,13 +84,13 @@ class Flash4Backend:
             cu_seqlens_q=batch.query_starts,
             cu_seqlens_k=batch.key_starts,
             seqused_k=batch.visible_tokens,
-            softmax_scale=scale,
-            causal=causal,
-            window_size=(None, None) if window is None else (window - 1, 0),
-            softcap=softcap,
-            **options,
+            softmax_scale=call.scale,
+            causal=call.causal,
+            window_size=(None, None) if call.window is None else (call.window - 1, 0),
+            softcap=call.softcap,
+            **more,
         )
-        return out if sinks is None else apply_sinks(out, logsumexp.transpose(0, 1), sinks)
+        return out, logsumexp
 
 
 @functools.cache

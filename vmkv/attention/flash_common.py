@@ -5,10 +5,12 @@ No kernel is imported here.
 
 from __future__ import annotations
 
+import abc
+
 import torch
 
 from ..errors import ConfigError
-from .base import AttentionSpec
+from .base import AttentionSpec, Call, CheckedBackend
 
 DTYPES = (torch.float16, torch.bfloat16)
 
@@ -32,6 +34,33 @@ def why_not_flash(spec: AttentionSpec, *, same_head_sizes: bool) -> str | None:
     if same_head_sizes and spec.k_dim != spec.v_dim:
         return f"keys and values must have one head size, not {spec.k_dim} and {spec.v_dim}"
     return None
+
+
+class FlashBackend(CheckedBackend):
+    """A FlashAttention kernel as a backend, whose sinks come from its log-sum-exp."""
+
+    def attend(self, call: Call) -> torch.Tensor:
+        """See `CheckedBackend.attend`."""
+        check_dtype(self.name, call.query)
+        out, logsumexp = self.launch(call)
+        if call.sinks is None:
+            return out
+        return apply_sinks(out, by_token(logsumexp), call.sinks)
+
+    @abc.abstractmethod
+    def launch(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+        """Launch the kernel.
+
+        Returns:
+            The output `[Tq, Hq, Dv]`, and the log-sum-exp of the scaled scores as the kernel
+            gives it, `[Hq, Tq]` or `[B, Hq, t]`; anything, where there are no sinks.
+        """
+
+
+def by_token(logsumexp: torch.Tensor) -> torch.Tensor:
+    """A log-sum-exp `[Hq, Tq]` or `[B, Hq, t]` as `[Tq, Hq]`."""
+    by_token = logsumexp.transpose(-2, -1)
+    return by_token if by_token.ndim == 2 else by_token.flatten(0, 1)
 
 
 def check_dtype(name: str, query: torch.Tensor) -> None:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from .base import AttentionSpec, check_call
-from .batch import AttentionBatch
+from .base import AttentionSpec, Call, CheckedBackend
 
 
 def visible_keys(
@@ -77,7 +76,7 @@ def attend(
     return (weights @ values).transpose(0, 1)
 
 
-class ReferenceBackend:
+class ReferenceBackend(CheckedBackend):
     """The oracle as a backend; see `AttentionBackend`. Serves anything, slowly.
 
     It reads lengths on the host, so on CUDA it synchronises once for a batch that was not built
@@ -100,21 +99,9 @@ class ReferenceBackend:
         """None, always."""
         return None
 
-    def forward(
-        self,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        batch: AttentionBatch,
-        *,
-        scale: float,
-        causal: bool = True,
-        window: int | None = None,
-        softcap: float = 0.0,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """See `AttentionBackend.forward`."""
-        check_call(query, keys, values, batch, causal=causal, window=window, sinks=sinks)
+    def attend(self, call: Call) -> torch.Tensor:
+        """See `CheckedBackend.attend`."""
+        query, keys, values, batch, scale, causal, window, softcap, sinks = call
         out = query.new_empty(*query.shape[:2], values.shape[3])
         for row, start, end, num_tokens, left_pad in batch.spans:
             seen = visible_keys(

@@ -24,15 +24,14 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from .base import AttentionSpec, check_call, split
-from .batch import AttentionBatch
+from .base import AttentionSpec, Call, CheckedBackend, split
 from .reference import attend, visible_keys
 
 SCORES_AT_ONCE = 2**24
 """How many scores the plain math materialises at most: 64 MiB in float32."""
 
 
-class SdpaBackend:
+class SdpaBackend(CheckedBackend):
     """SDPA as a backend; see `AttentionBackend`.
 
     It launches once or more per sequence and reads lengths on the host: on CUDA it synchronises
@@ -49,21 +48,9 @@ class SdpaBackend:
         """Only what is not floating."""
         return None if spec.dtype.is_floating_point else f"{spec.dtype} is not floating"
 
-    def forward(
-        self,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        batch: AttentionBatch,
-        *,
-        scale: float,
-        causal: bool = True,
-        window: int | None = None,
-        softcap: float = 0.0,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """See `AttentionBackend.forward`."""
-        check_call(query, keys, values, batch, causal=causal, window=window, sinks=sinks)
+    def attend(self, call: Call) -> torch.Tensor:
+        """See `CheckedBackend.attend`."""
+        query, keys, values, batch, scale, causal, window, softcap, sinks = call
         needs_plain_math = bool(softcap) or sinks is not None
         out = query.new_empty(*query.shape[:2], values.shape[3])
         for row, start, end, num_tokens, left_pad in batch.spans:

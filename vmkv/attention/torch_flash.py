@@ -20,14 +20,13 @@ from typing import Any, cast
 import torch
 
 from ..errors import ConfigError
-from .base import AttentionSpec, check_call, flat
-from .batch import AttentionBatch
-from .flash_common import apply_sinks, check_dtype, why_not_flash
+from .base import AttentionSpec, Call, flat
+from .flash_common import FlashBackend, why_not_flash
 
 Varlen = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
-class TorchFlashBackend:
+class TorchFlashBackend(FlashBackend):
     """torch's FlashAttention as a backend; see `AttentionBackend`."""
 
     name = "torch"
@@ -49,48 +48,33 @@ class TorchFlashBackend:
             return "this torch was built without FlashAttention"
         return None if _varlen() is not None else f"torch {torch.__version__} has no seqused_k"
 
-    def forward(
-        self,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        batch: AttentionBatch,
-        *,
-        scale: float,
-        causal: bool = True,
-        window: int | None = None,
-        softcap: float = 0.0,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """See `AttentionBackend.forward`."""
-        check_dtype(self.name, query)
-        check_call(query, keys, values, batch, causal=causal, window=window, sinks=sinks)
-        varlen = _varlen()
-        if softcap or varlen is None:
+    def launch(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `FlashBackend.launch`."""
+        varlen, batch = _varlen(), call.batch
+        if call.softcap or varlen is None:
             raise ConfigError(
                 "'torch' has no soft cap, and needs a torch whose FlashAttention takes seqused_k"
             )
-        if window is not None:
-            bounds = (window - 1, 0)
-        elif causal and batch.max_query_tokens > 1:
+        if call.window is not None:
+            bounds = (call.window - 1, 0)
+        elif call.causal and batch.max_query_tokens > 1:
             bounds = (-1, 0)
         else:
             # A single query is the last token and sees everything. Saying so, instead of
             # "causal", lets the kernel handle a group's query heads together and split the keys.
             bounds = (-1, -1)
-        out, logsumexp = varlen(
-            query,
-            flat(keys),
-            flat(values),
+        return varlen(
+            call.query,
+            flat(call.keys),
+            flat(call.values),
             batch.query_starts,
             batch.key_starts,
             batch.max_query_tokens,
             batch.max_num_tokens,
-            scale=scale,
+            scale=call.scale,
             window_size=bounds,
             seqused_k=batch.visible_tokens,
         )
-        return out if sinks is None else apply_sinks(out, logsumexp.transpose(0, 1), sinks)
 
 
 @functools.cache

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from . import compat
 from .attention import register
 from .ragged import Piece, RaggedCache, RaggedStep
 from .store import Settings
+from .token_state import TokenState
 
 #: Tokens of one prefill pass: enough to fill a GPU, few enough that activations stay small.
 _MAX_BATCHED_TOKENS = 8192
@@ -138,10 +140,11 @@ def ragged_generate(
     settings = vmkv_options or Settings(
         compat.text_config(model.config), max_batch_size=len(lengths)
     )
-    state = _State(input_ids, lengths, logits_processor, generation_config, vmkv_max_length)
+    state = TokenState(input_ids, lengths, logits_processor, generation_config, vmkv_max_length)
     if vmkv_streamer is not None:
         vmkv_streamer.put(input_ids.cpu())
     cache = RaggedCache(model.config, settings)
+    step: RaggedStep | None = None
     try:
         with _attending_through_vmkv(model):
             logits = _prefill(model, cache, input_ids, lengths, vmkv_max_num_batched_tokens)
@@ -153,95 +156,13 @@ def ragged_generate(
                     cache.end(ended)
                 if not state.live:
                     break
-                logits = _decode(model, cache, state)
+                step = _decode_step(cache, state, step)
+                logits = _forward(model, step, len(state.live), state.last_tokens)
     finally:
         cache.close()
     if vmkv_streamer is not None:
         vmkv_streamer.end()
     return state.as_lists() if vmkv_as_lists else state.ids
-
-
-class _State:
-    """The tokens so far, padded as transformers' processors and criteria expect them."""
-
-    def __init__(
-        self,
-        input_ids: torch.Tensor,
-        lengths: Sequence[int],
-        processors: Any,
-        config: Any,
-        max_length: int | None,
-    ):
-        self.ids = input_ids
-        self.lengths = list(lengths)  # Tokens of each sequence, without padding.
-        self.live = list(range(len(lengths)))
-        self._pads = [input_ids.shape[1] - length for length in lengths]
-        self._ends: list[int | None] = [None] * len(lengths)
-        self._processors = processors
-        self._max_length = max_length
-        self._do_sample = bool(config.do_sample)
-        pad = getattr(config, "_pad_token_tensor", None)
-        self._pad = 0 if pad is None else int(pad.flatten()[0])
-
-    def choose(self, logits: torch.Tensor) -> torch.Tensor:
-        """The next token of every sequence: `[B]`; padding for those that have ended.
-
-        Args:
-            logits: `[live, vocabulary]`, in the order of `live`.
-        """
-        scores = self._process(logits.to(dtype=torch.float32, device=self.ids.device))
-        if self._do_sample:
-            chosen = torch.multinomial(scores.softmax(-1), 1).squeeze(1)
-        else:
-            chosen = scores.argmax(-1)
-        tokens = torch.full_like(self.ids[:, 0], self._pad)
-        tokens[self.live] = chosen
-        self.ids = torch.cat([self.ids, tokens[:, None]], 1)
-        for at in self.live:
-            self.lengths[at] += 1
-        return tokens
-
-    def _process(self, scores: torch.Tensor) -> torch.Tensor:
-        """Logits processors, on the whole padded batch.
-
-        They are made for it: some keep a value per batch entry. One that would take padding for
-        tokens that were said is called for the sequences of each length by themselves.
-        """
-        if not self._processors:
-            return scores
-        if len(self.live) < len(self.lengths):
-            live_scores = scores
-            scores = live_scores.new_zeros(len(self.lengths), live_scores.shape[1])
-            scores[self.live] = live_scores
-        for processor in self._processors:
-            if compat.sees_padding(processor):
-                for pad in set(self._pads):
-                    rows = [row for row, its_pad in enumerate(self._pads) if its_pad == pad]
-                    scores[rows] = processor(self.ids[rows, pad:], scores[rows])
-            else:
-                scores = processor(self.ids, scores)
-        return scores if scores.shape[0] == len(self.live) else scores[self.live]
-
-    def stop(self, criteria: Any) -> list[int]:
-        """End the sequences that the criteria end; returns them. Asks the device once."""
-        is_done = criteria(self.ids, None).tolist()
-        if self._max_length is not None:
-            is_done = [
-                done or length >= self._max_length
-                for done, length in zip(is_done, self.lengths, strict=True)
-            ]
-        ended = [row for row in self.live if is_done[row]]
-        for row in ended:
-            self._ends[row] = self.ids.shape[1]
-        self.live = [row for row in self.live if not is_done[row]]
-        return ended
-
-    def as_lists(self) -> list[list[int]]:
-        """Each sequence without padding on either side."""
-        return [
-            row[pad:end]
-            for row, pad, end in zip(self.ids.tolist(), self._pads, self._ends, strict=True)
-        ]
 
 
 # ---- passes -----------------------------------------------------------------------------------
@@ -267,7 +188,8 @@ def _prefill(
                 for piece in pieces
             ]
         )
-        logits = _forward(model, cache, pieces, tokens)
+        ends = [end - 1 for end in accumulate(piece.num_new_tokens for piece in pieces)]
+        logits = _forward(model, RaggedStep(cache, pieces), len(pieces), tokens, ends)
         for at, piece in enumerate(pieces):
             if piece.num_tokens == lengths[piece.sequence_id]:
                 last_logits[piece.sequence_id] = logits[at]
@@ -297,42 +219,49 @@ def prefill_passes(lengths: Sequence[int], max_num_batched_tokens: int) -> Itera
         yield pieces
 
 
-def _decode(model: Any, cache: RaggedCache, state: _State) -> torch.Tensor:
-    """One token for every live sequence; logits `[live, vocabulary]`."""
-    pieces = [Piece(row, state.lengths[row] - 1, 1) for row in state.live]
-    return _forward(model, cache, pieces, state.ids[state.live, -1])
+def _decode_step(cache: RaggedCache, state: TokenState, last: RaggedStep | None) -> RaggedStep:
+    """One token for every live sequence: the step before, counted on, while all still live."""
+    if last is not None and state.is_steady and last.can_advance:
+        last.advance()
+        return last
+    state.is_steady = True
+    pieces = [Piece(row, state.length(row) - 1, 1) for row in state.live]
+    return RaggedStep(cache, pieces, is_steady=True)
 
 
 def _forward(
-    model: Any, cache: RaggedCache, pieces: Sequence[Piece], tokens: torch.Tensor
+    model: Any,
+    step: RaggedStep,
+    num_pieces: int,
+    tokens: torch.Tensor,
+    ends: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """Call the model on packed tokens `[Tq]`; logits `[pieces, vocabulary]` of their last ones."""
-    if all(piece.num_new_tokens == 1 for piece in pieces):
-        host_positions = [piece.num_past_tokens for piece in pieces]
-    else:
-        host_positions = [
-            at for piece in pieces for at in range(piece.num_past_tokens, piece.num_tokens)
-        ]
+    """Call the model on packed tokens `[Tq]`; logits `[pieces, vocabulary]` of their last ones.
+
+    Args:
+        model: The model.
+        step: What the tokens are.
+        num_pieces: Its pieces.
+        tokens: `[Tq]`.
+        ends: Where each piece's last token is; None where every piece is one token.
+    """
     device = tokens.device
-    positions = torch.tensor(host_positions).to(device, non_blocking=True)
-    ends, total = [], 0
-    for piece in pieces:
-        total += piece.num_new_tokens
-        ends.append(total - 1)
     # A mask of four dimensions is passed through as it is, and ours ignores it: otherwise
     # transformers would look for packed sequences in the positions and build a dense mask.
     placeholder = torch.empty((1, 1, 1, 1), dtype=torch.bool, device=device)
     placeholder._vmkv_placeholder = True  # type: ignore[attr-defined]
-    step = RaggedStep(cache, pieces)
+    kept = {}
+    if ends is not None:
+        kept["logits_to_keep"] = torch.tensor(ends).to(device, non_blocking=True)
     try:
         output = model(
             input_ids=tokens[None],
-            position_ids=positions[None],
+            position_ids=step.positions(device)[None],
             attention_mask=placeholder,
             use_cache=False,
-            logits_to_keep=torch.tensor(ends).to(device, non_blocking=True),
             vmkv_batch=step,
             return_dict=True,
+            **kept,
         )
     except RuntimeError:
         # A model that attends by itself trips over the placeholder: say that instead.
@@ -341,7 +270,7 @@ def _forward(
         raise
     step.check_complete()
     logits: torch.Tensor = output.logits[0]
-    return logits if logits.shape[0] == len(pieces) else logits[ends]
+    return logits if ends is None or logits.shape[0] == num_pieces else logits[ends]
 
 
 @contextlib.contextmanager

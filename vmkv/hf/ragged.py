@@ -10,10 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence as List_
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from ..attention import AttentionBackend, AttentionBatch, AttentionSpec, append, select
+from ..attention import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionSpec,
+    SteadyDecode,
+    append,
+    select,
+)
 from ..cache import CacheStats, KVCache, Sequence
 from ..errors import ConfigError
 from . import compat
@@ -78,6 +86,8 @@ class RaggedCache:
         self.store = Store(settings, kinds)
         self._sequences: dict[int, dict[int, Sequence]] = {}
         self._backends: dict[tuple[int, AttentionSpec], AttentionBackend] = {}
+        # While a decode goes on, its sequences are grown ahead of what was written.
+        self._steady: SteadyDecode | None = None
 
     def rows_for(self, rows: DeviceRows, pieces: List_[Piece]) -> list[Sequence]:
         """The sequences of `pieces` on one device, grown for the step; all of them or none.
@@ -85,6 +95,7 @@ class RaggedCache:
         Raises:
             OutOfPagesError, OutOfAddressSpaceError, SequenceFullError: None has grown.
         """
+        self.settle()
         core = rows.core
         mine = self._sequences.setdefault(id(core), {})
         opened = []
@@ -104,8 +115,23 @@ class RaggedCache:
             raise
         return sequences
 
+    def begin_steady(self, steady: SteadyDecode) -> None:
+        """From now on sequences grow ahead of what is written, until anyone asks about them."""
+        self._steady = steady
+
+    def is_steady(self, steady: SteadyDecode) -> bool:
+        """Whether nothing else has been done with the sequences since `begin_steady`."""
+        return self._steady is steady
+
+    def settle(self) -> None:
+        """End a decode that is under way: every sequence says how long it is. Idempotent."""
+        if self._steady is not None:
+            self._steady.settle()
+            self._steady = None
+
     def end(self, sequence_id: int) -> None:
         """A sequence is finished: its rows are parked for the next one, on every device."""
+        self.settle()
         for mine in self._sequences.values():
             sequence = mine.pop(sequence_id, None)
             if sequence is not None:
@@ -121,39 +147,104 @@ class RaggedCache:
         return self._backends[key]
 
     def stats(self) -> CacheStats:
-        """All devices together."""
+        """All devices together. Ends a steady decode, as `settle` does."""
+        self.settle()
         return self.store.stats()
 
     def check(self) -> None:
-        """Check the invariants of all memory."""
+        """Check the invariants of all memory. Ends a steady decode, as `settle` does."""
+        self.settle()
         for core in self.store.cores:
             core.check()
 
     def close(self) -> None:
         """Free everything. Idempotent."""
+        self._steady = None
         self._sequences.clear()
         self.store.close()
 
 
+class _Bound(NamedTuple):
+    """Where a layer lies and what serves it; the same in every step of a steady decode."""
+
+    made_for: tuple[object, ...]
+    keys: torch.Tensor
+    values: torch.Tensor
+    batch: AttentionBatch
+    backend: AttentionBackend
+    window: int | None
+
+
 class RaggedStep:
-    """One forward pass over a ragged batch.
+    """One forward pass over a ragged batch; or, if it is steady, one after another.
 
     Args:
         cache: Where the rows are.
         pieces: What each sequence does, in the order in which their tokens are packed.
+        is_steady: Each piece is one new token, and `advance` will be called.
+
+    Raises:
+        ConfigError: A steady step has a piece of several tokens.
     """
 
-    def __init__(self, cache: RaggedCache, pieces: List_[Piece]):
+    def __init__(self, cache: RaggedCache, pieces: List_[Piece], *, is_steady: bool = False):
+        if is_steady and any(piece.num_new_tokens != 1 for piece in pieces):
+            raise ConfigError("a steady step is one token for every sequence")
         self._cache = cache
         self._pieces = pieces
+        self._num_tokens = [piece.num_tokens for piece in pieces]
+        self._steady = SteadyDecode(self._num_tokens) if is_steady else None
+        self._has_advanced = False
         self._batches: dict[tuple[int, int], AttentionBatch] = {}
-        self._rows: dict[int, list[int]] = {}
+        self._rows: dict[int, tuple[KVCache, list[Sequence]]] = {}
+        self._bound: dict[int, _Bound] = {}
         self._attended: set[int] = set()
 
     @property
     def has_attended(self) -> bool:
-        """Whether any layer has attended here."""
+        """Whether any layer has attended here, in this pass."""
         return bool(self._attended)
+
+    @property
+    def can_advance(self) -> bool:
+        """Whether `advance` may be called.
+
+        The step is steady, and since it began nothing else was done with the sequences.
+        """
+        return self._steady is not None and (
+            not self._has_advanced or self._cache.is_steady(self._steady)
+        )
+
+    def positions(self, device: torch.device) -> torch.Tensor:
+        """`[Tq] int64`: the position of every token of the pass; of a steady step, in place.
+
+        Args:
+            device: Where the model wants them.
+        """
+        if self._steady is not None:
+            return self._steady.counts(device).positions
+        at = [at for piece in self._pieces for at in range(piece.num_past_tokens, piece.num_tokens)]
+        return torch.tensor(at).to(device, non_blocking=True)
+
+    def advance(self) -> None:
+        """Go on to the next pass: every sequence has one more token.
+
+        Raises:
+            ConfigError: `can_advance` is false.
+            OutOfPagesError, SequenceFullError: The step is of no further use; end it with
+                `RaggedCache.settle`.
+
+        Cost: one launch per device and two look-ups; see `SteadyDecode`.
+        """
+        if self._steady is None or not self.can_advance:
+            raise ConfigError("this step cannot be repeated; make a new one")
+        if not self._has_advanced:
+            for core, sequences in self._rows.values():
+                self._steady.keep_grown(core, sequences)
+            self._cache.begin_steady(self._steady)
+            self._has_advanced = True
+        self._steady.advance()
+        self._attended.clear()
 
     def check_complete(self) -> None:
         """After the pass: every layer must have attended here.
@@ -203,12 +294,42 @@ class RaggedStep:
         index = getattr(module, "layer_idx", None)
         if index is None:
             raise ConfigError(f"{type(module).__name__} does not say which layer it is")
-        store = self._cache.store
         self._attended.add(int(index))
-        slot = store.bind(int(index), key, value)
+        bound = self._bind(int(index), query, key, value, window, softcap, sinks is not None)
+        new_keys, new_values = key[0].transpose(0, 1), value[0].transpose(0, 1)
+        append(new_keys, new_values, bound.keys, bound.values, bound.batch)
+        out = bound.backend.forward(
+            query[0].transpose(0, 1),
+            bound.keys,
+            bound.values,
+            bound.batch,
+            scale=scale,
+            window=bound.window,
+            softcap=softcap,
+            sinks=sinks,
+        )
+        return out[None]
+
+    def _bind(
+        self,
+        index: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        window: int | None,
+        softcap: float,
+        has_sinks: bool,
+    ) -> _Bound:
+        """The layer at `index`; looked up once for all passes of a steady step."""
+        asked = (query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype)
+        made_for = (*asked, key.device, window, softcap, has_sinks)
+        bound = self._bound.get(index)
+        if bound is not None and bound.made_for == made_for:
+            return bound
+        store = self._cache.store
+        slot = store.bind(index, key, value)
         if window is None:
-            window = store.kinds[int(index)].window_tokens
-        core = slot.step.rows.core
+            window = store.kinds[index].window_tokens
         batch = self._batch(slot)
         keys, values = slot.step.all_rows(slot.place)
         spec = AttentionSpec(
@@ -220,38 +341,33 @@ class RaggedStep:
             v_dim=value.shape[3],
             window=window,
             softcap=softcap,
-            has_sinks=sinks is not None,
+            has_sinks=has_sinks,
         )
-        backend = self._cache.backend(core, spec)
-        packed_query = query[0].transpose(0, 1)
-        append(key[0].transpose(0, 1), value[0].transpose(0, 1), keys, values, batch)
-        out = backend.forward(
-            packed_query,
-            keys,
-            values,
-            batch,
-            scale=scale,
-            window=window,
-            softcap=softcap,
-            sinks=sinks,
-        )
-        return out[None]
+        backend = self._cache.backend(slot.step.rows.core, spec)
+        bound = _Bound(made_for, keys, values, batch, backend, window)
+        self._bound[index] = bound
+        return bound
 
     def _batch(self, slot: Slot) -> AttentionBatch:
         """The step as the kernels of one group want it; made once, shared by its layers."""
         rows = slot.step.rows
-        row_tokens = slot.step.group.geometry.row_tokens
+        core, row_tokens = rows.core, slot.step.group.geometry.row_tokens
         if id(rows) not in self._rows:
-            sequences = self._cache.rows_for(rows, self._pieces)
-            self._rows[id(rows)] = [sequence.row for sequence in sequences]
+            self._rows[id(rows)] = (core, self._cache.rows_for(rows, self._pieces))
         key = (id(rows), row_tokens)
         if key not in self._batches:
-            self._batches[key] = AttentionBatch.build(
-                self._rows[id(rows)],
-                [piece.num_tokens for piece in self._pieces],
-                [piece.num_new_tokens for piece in self._pieces],
-                row_tokens=row_tokens,
-                num_rows=rows.core.max_sequences,
-                device=rows.core.device,
-            )
+            where = [sequence.row for sequence in self._rows[id(rows)][1]]
+            if self._steady is not None:
+                self._batches[key] = self._steady.batch(
+                    where, row_tokens=row_tokens, num_rows=core.max_sequences, device=core.device
+                )
+            else:
+                self._batches[key] = AttentionBatch.build(
+                    where,
+                    self._num_tokens,
+                    [piece.num_new_tokens for piece in self._pieces],
+                    row_tokens=row_tokens,
+                    num_rows=core.max_sequences,
+                    device=core.device,
+                )
         return self._batches[key]

@@ -1,0 +1,92 @@
+"""Small CUDA kernels of our own: compiled by NVRTC on first use, launched natively.
+
+Triton's launcher takes 14 us of host time and needs a C compiler on the user's machine, while
+NVRTC comes with torch and cuda-python, which are here anyway. A launch takes 3 us.
+
+Arguments are 64-bit words, see vmkv/_native/launch.c.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+
+from .. import _native
+from ..errors import ConfigError, CudaDriverError
+
+
+class Kernel(NamedTuple):
+    """A compiled kernel on one device.
+
+    Attributes:
+        name: What errors call it.
+        device_index: Its device.
+        launch_fn: The driver's launch function.
+        function: The kernel, as the driver names it.
+    """
+
+    name: str
+    device_index: int
+    launch_fn: int
+    function: int
+
+
+def launch(kernel: Kernel, num_blocks: int, num_threads: int, stream: int, words: bytes) -> None:
+    """Launch `kernel` with packed 64-bit arguments.
+
+    Raises:
+        CudaDriverError: The launch was refused.
+
+    Cost: 3 us.
+    """
+    _, index, launch_fn, function = kernel
+    if torch._C._cuda_getDevice() == index:
+        status = _native.launch(launch_fn, function, num_blocks, num_threads, stream, words)
+    else:  # A model spread over devices: launches go to the current context.
+        with torch.cuda.device(index):
+            status = _native.launch(launch_fn, function, num_blocks, num_threads, stream, words)
+    if status:
+        raise CudaDriverError(kernel.name, status, f"CUresult {status}", "the launch was refused")
+
+
+@functools.cache
+def compiled(source: str, name: str, device_index: int, *options: str) -> Kernel:
+    """The kernel `name` of `source`, for a device.
+
+    Raises:
+        ConfigError: NVRTC refuses the source.
+        CudaDriverError: The driver refuses the kernel.
+
+    Cost: 15 to 60 ms, once per device and options.
+    """
+    from cuda.bindings import driver, nvrtc
+
+    major, minor = torch.cuda.get_device_capability(device_index)
+    flags = [each.encode() for each in (f"--gpu-architecture=sm_{major}{minor}", *options)]
+    program = _checked(
+        name, nvrtc.nvrtcCreateProgram(source.encode(), f"{name}.cu".encode(), 0, [], [])
+    )
+    answer = nvrtc.nvrtcCompileProgram(program, len(flags), flags)
+    if int(answer[0]):
+        log = b" " * _checked(name, nvrtc.nvrtcGetProgramLogSize(program))
+        nvrtc.nvrtcGetProgramLog(program, log)
+        raise ConfigError(f"NVRTC cannot compile the kernel {name!r}: {log.decode()}")
+    binary = b" " * _checked(name, nvrtc.nvrtcGetCUBINSize(program))
+    _checked(name, nvrtc.nvrtcGetCUBIN(program, binary))
+    nvrtc.nvrtcDestroyProgram(program)
+    with torch.cuda.device(device_index):
+        torch.cuda.current_stream()  # Makes sure that the device has its context.
+        # The module lives as long as the process, as torch's own kernels do.
+        module = _checked(name, driver.cuModuleLoadData(binary))
+        function = _checked(name, driver.cuModuleGetFunction(module, name.encode()))
+    launch_fn, *_ = _checked(name, driver.cuGetProcAddress(b"cuLaunchKernel", 12000, 0))
+    return Kernel(name, device_index, int(launch_fn), int(function))
+
+
+def _checked(name: str, answer: tuple[Any, ...]) -> Any:
+    status, *results = answer
+    if int(status):
+        raise CudaDriverError(name, int(status), str(status), "cannot prepare the kernel")
+    return results[0] if len(results) == 1 else tuple(results)
