@@ -9,142 +9,54 @@ Faults are single; a driver that goes on failing is not played here.
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable
-
 import pytest
-import torch
+from helpers.faulty_cache import PAGE, FaultyCache
 
-from vmkv import ExtentPool, HostBackend, KVCache, Sequence
+from vmkv import HostBackend
 from vmkv.cache import layer_group
+from vmkv.cache.cost import CostModel
 from vmkv.testing import FaultInjectingBackend, Scenario, check_every_call_can_fail
-from vmkv.units import KiB
-
-PAGE = 4 * KiB
-# A token of 2 layers x 2 heads x 32 x 4 B x (K and V) is 1 KiB: four tokens in a page.
-TOKENS_PER_PAGE = 4
-
-
-class _State:
-    """A cache with some history, over a backend that fails on command."""
-
-    def __init__(
-        self,
-        backend: FaultInjectingBackend,
-        *,
-        window_tokens: int | None = None,
-        budget_pages: int = 256,
-        keep_free_bytes: int | None = None,
-    ):
-        self.backend = backend
-        self.pool = ExtentPool(
-            backend, budget_pages * PAGE, keep_free_bytes=keep_free_bytes, close_when_unused=True
-        )
-        self.cache = KVCache(self.pool, max_tokens=400, max_sequences=4, layers_per_group=2)
-        self.add_layers(0)
-        if window_tokens is not None:
-            self.add_layers(2, window_tokens=window_tokens)
-        self.sequences: list[Sequence] = []
-        self.is_closing = False
-
-    def add_layers(self, first: int, window_tokens: int | None = None) -> None:
-        self.cache.add_layers(
-            range(first, first + 2),
-            num_kv_heads=2,
-            head_dim=32,
-            dtype=torch.float32,
-            window_tokens=window_tokens,
-        )
-
-    def begin(self, num_tokens: int, step: int = 0) -> Sequence:
-        """A live sequence of so many tokens, of known content; with `step`, grown by so many."""
-        sequence = self.cache.open(num_tokens)
-        for length in range(step, num_tokens, step) if step else ():
-            self.cache.grow([(sequence, length)])
-        self.cache.grow([(sequence, num_tokens)])
-        self.cache.check()  # Before writing: where memory is missing, that would be a fault.
-        for layer in self.cache.layers:
-            _, at = self.cache.place(layer)
-            kept = self.kept(sequence, layer)
-            for value, tensor in enumerate((sequence.keys(layer), sequence.values(layer))):
-                tensor[kept:] = 100 * len(self.sequences) + 10 * at + value
-        self.sequences.append(sequence)
-        return sequence
-
-    def kept(self, sequence: Sequence, layer: int) -> int:
-        """The first token that is still there for certain."""
-        group, _ = self.cache.place(layer)
-        window = group.window_tokens
-        return 0 if window is None else max(0, sequence.num_tokens - window + 1)
-
-    def observe(self) -> object:
-        """What a user sees: layers, live sequences, and every byte of their content."""
-        if self.is_closing:
-            return None
-        cache = self.cache
-        live = [each for each in self.sequences if not each.is_closed]
-        return (
-            sorted(cache.layers),
-            cache.stats().num_sequences,
-            cache.stats().used_bytes,
-            cache.stats().reserved_bytes,
-            sorted(cache._rows.live),
-            [each.num_tokens for each in live],
-            [
-                zlib.crc32(tensor[self.kept(each, layer) :].numpy().tobytes())
-                for each in live
-                for layer in cache.layers
-                for tensor in (each.keys(layer), each.values(layer))
-            ],
-        )
-
-    def close_cache(self) -> None:
-        self.is_closing = True
-        self.cache.close()
-
-    def scenario(self, operation: Callable[[], object]) -> Scenario:
-        return Scenario(operation, self.observe, self.cache.check, self.close_cache)
 
 
 def _add_layers(backend: FaultInjectingBackend) -> Scenario:
-    state = _State(backend)
+    state = FaultyCache(backend)
     return state.scenario(lambda: state.add_layers(5))
 
 
 def _add_layers_to_live_sequences(backend: FaultInjectingBackend) -> Scenario:
-    state = _State(backend)
+    state = FaultyCache(backend)
     state.begin(30)
     state.begin(3)
     return state.scenario(lambda: state.add_layers(5))
 
 
 def _append_small(backend: FaultInjectingBackend) -> Scenario:
-    state = _State(backend)
+    state = FaultyCache(backend)
     sequence = state.begin(0)
     return state.scenario(lambda: sequence.append(1))
 
 
 def _append_large(backend: FaultInjectingBackend) -> Scenario:
-    state = _State(backend)
+    state = FaultyCache(backend)
     sequence = state.begin(5)
     return state.scenario(lambda: sequence.append(250))  # 62 pages and some: 6 extents.
 
 
 def _append_over_groups_and_sequences(backend: FaultInjectingBackend) -> Scenario:
-    state = _State(backend, window_tokens=40)
+    state = FaultyCache(backend, window_tokens=40)
     sequences = [state.begin(num_tokens) for num_tokens in (0, 10, 33)]
     wanted = [(each, each.num_tokens + 20) for each in sequences]
     return state.scenario(lambda: state.cache.grow(wanted))
 
 
 def _append_past_a_window(backend: FaultInjectingBackend) -> Scenario:
-    state = _State(backend, window_tokens=12)
+    state = FaultyCache(backend, window_tokens=12)
     sequence = state.begin(96, step=4)
     return state.scenario(lambda: sequence.append(4))
 
 
 def _append_under_pressure(backend: FaultInjectingBackend) -> Scenario:
-    state = _State(backend, budget_pages=24)
+    state = FaultyCache(backend, budget_pages=24)
     sequence = state.begin(16)
     state.begin(20)
     state.begin(40).close()  # 19 pages so far; six more do not fit beside them.
@@ -153,33 +65,33 @@ def _append_under_pressure(backend: FaultInjectingBackend) -> Scenario:
 
 def _append_at_a_watermark(backend: FaultInjectingBackend) -> Scenario:
     """With nothing kept free, every page that leaves a window is released at once."""
-    state = _State(backend, window_tokens=12, keep_free_bytes=0)
+    state = FaultyCache(backend, window_tokens=12, keep_free_bytes=0)
     sequence = state.begin(96, step=4)
     return state.scenario(lambda: sequence.append(4))
 
 
 def _truncate(backend: FaultInjectingBackend) -> Scenario:
-    state = _State(backend, window_tokens=12)
+    state = FaultyCache(backend, window_tokens=12)
     sequence = state.begin(96, step=4)
     return state.scenario(lambda: sequence.truncate(0))
 
 
 def _close_sequence(backend: FaultInjectingBackend) -> Scenario:
-    state = _State(backend, window_tokens=12)
+    state = FaultyCache(backend, window_tokens=12)
     sequence = state.begin(96, step=4)
     state.begin(4)
     return state.scenario(sequence.close)
 
 
 def _adopt(backend: FaultInjectingBackend) -> Scenario:
-    state = _State(backend)
+    state = FaultyCache(backend)
     state.begin(4)
     state.begin(40).close()
     return state.scenario(lambda: state.sequences.append(state.cache.open(30)))
 
 
 def _trim(backend: FaultInjectingBackend) -> Scenario:
-    state = _State(backend, window_tokens=12)
+    state = FaultyCache(backend, window_tokens=12)
     state.begin(40).truncate(10)
     state.begin(96, step=4)
     state.begin(60).close()
@@ -187,19 +99,195 @@ def _trim(backend: FaultInjectingBackend) -> Scenario:
 
 
 def _trim_at_a_watermark(backend: FaultInjectingBackend) -> Scenario:
-    state = _State(backend, keep_free_bytes=0)
+    state = FaultyCache(backend, keep_free_bytes=0)
     state.begin(4)
     state.begin(61).close()
     return state.scenario(state.cache.trim)
 
 
 def _close_cache(backend: FaultInjectingBackend) -> Scenario:
-    state = _State(backend, window_tokens=12)
+    state = FaultyCache(backend, window_tokens=12)
     state.begin(96, step=4)
     state.begin(60).close()
     state.is_closing = True  # Its sequences are closed from the first attempt on.
     return state.scenario(state.cache.close)
 
+
+# ---- sharing ------------------------------------------------------------------------------
+
+
+def _fork(backend: FaultInjectingBackend) -> Scenario:
+    state = FaultyCache(backend, window_tokens=40)
+    sequence = state.begin(98, step=14)
+    return state.scenario(lambda: state.fork(sequence))
+
+
+def _fork_under_pressure(backend: FaultInjectingBackend) -> Scenario:
+    state = FaultyCache(backend, budget_pages=35)
+    sequence = state.begin(98)
+    state.begin(40).close()
+    return state.scenario(lambda: state.fork(sequence))
+
+
+def _fork_in_place_of_a_parked_row(backend: FaultInjectingBackend) -> Scenario:
+    state = FaultyCache(backend)
+    sequence = state.begin(98)
+    for each in [state.begin(10) for _ in range(3)]:
+        each.close()
+    return state.scenario(lambda: state.fork(sequence))
+
+
+def _fork_with_protection(backend: FaultInjectingBackend) -> Scenario:
+    state = FaultyCache(backend, window_tokens=40, protects_shared=True)
+    sequence = state.begin(98, step=14)
+    return state.scenario(lambda: state.fork(sequence))
+
+
+def _fork_into_scrubbed_memory(backend: FaultInjectingBackend) -> Scenario:
+    state = FaultyCache(backend, scrub="always")
+    sequence = state.begin(98)
+    state.begin(1).close()
+    state.cache._retire_parked(1, 0)
+    state.pool.reclaimer.wait()
+    return state.scenario(lambda: state.fork(sequence))
+
+
+def _copy_on_write(backend: FaultInjectingBackend) -> Scenario:
+    state = FaultyCache(backend, window_tokens=200)
+    sequence = state.begin(98)
+    state.fork(sequence)
+    sequence.truncate(50)
+    return state.scenario(lambda: sequence.append(5))
+
+
+def _copy_on_write_with_protection(backend: FaultInjectingBackend) -> Scenario:
+    state = FaultyCache(backend, protects_shared=True)
+    sequence = state.begin(98)
+    state.fork(sequence)
+    sequence.truncate(50)
+    return state.scenario(lambda: sequence.append(5))
+
+
+def _copy_on_write_under_pressure(backend: FaultInjectingBackend) -> Scenario:
+    state = FaultyCache(backend, budget_pages=40)
+    sequence = state.begin(98)
+    state.fork(sequence)
+    state.begin(56).close()
+    sequence.truncate(50)
+    return state.scenario(lambda: sequence.append(5))
+
+
+def _give_up_what_is_shared(backend: FaultInjectingBackend) -> Scenario:
+    """At an extent's end nothing is copied: what lies behind goes, and is mapped anew."""
+    state = FaultyCache(backend)
+    sequence = state.begin(98)
+    state.fork(sequence)
+    sequence.truncate(64)
+    return state.scenario(lambda: sequence.append(5))
+
+
+def _write_what_was_shared(backend: FaultInjectingBackend) -> Scenario:
+    """The other holder is gone: the right to write comes back."""
+    state = FaultyCache(backend, protects_shared=True, scrub="always")
+    sequence = state.begin(98)
+    state.fork(sequence).close()
+    state.cache._retire_parked(1, 0)
+    sequence.truncate(50)
+    return state.scenario(lambda: sequence.append(5))
+
+
+def _reorder_by_aliases(backend: FaultInjectingBackend) -> Scenario:
+    """Beams that end where an extent does: everything is exchanged, nothing copied."""
+    state = FaultyCache(backend, protects_shared=True)
+    beams = [state.begin(64) for _ in range(3)]
+    return state.scenario(lambda: state.cache.reorder(beams, [1, 2, 1]))
+
+
+def _reorder_by_copies(backend: FaultInjectingBackend) -> Scenario:
+    """Beams that share their prompt and have tails: a failing copy may cost those."""
+    state = FaultyCache(backend)
+    sequence = state.begin(64)
+    beams = [sequence, state.fork(sequence), state.fork(sequence)]
+    state.cache.grow([(beam, 66) for beam in beams])
+    state.defined_tokens = 64
+    return state.scenario(lambda: state.cache.reorder(beams, [1, 2, 1]))
+
+
+def _reorder_into_shared_tails(backend: FaultInjectingBackend) -> Scenario:
+    """What forks hold on to is not copied into: there is new memory for it."""
+    state = FaultyCache(backend, scrub="poison")
+    beams = [state.begin(68), state.begin(68)]
+    for beam in beams:
+        state.fork(beam)
+    state.cache.grow([(beam, 70) for beam in beams])
+    state.cache.cost_model = CostModel(map_us=1e9)
+    state.defined_tokens = 0
+    return state.scenario(lambda: state.cache.reorder(beams, [1, 0]))
+
+
+def _hit_by_alias(backend: FaultInjectingBackend) -> Scenario:
+    state = FaultyCache(backend)
+    state.say(98)
+    return state.scenario(lambda: state.hear(91))  # 80 tokens: 16 pages, and 4 to be copied.
+
+
+def _hit_by_adoption(backend: FaultInjectingBackend) -> Scenario:
+    state = FaultyCache(backend)
+    state.begin(4)
+    state.say(98).close()
+    return state.scenario(lambda: state.hear(98))
+
+
+def _hit_by_alias_of_a_parked_row_under_pressure(backend: FaultInjectingBackend) -> Scenario:
+    state = FaultyCache(backend, budget_pages=62)
+    state.say(248).close()  # 32 + 16 + 8 + 4 + 2 pages; 92 tokens are copied, as 24 pages.
+    return state.scenario(lambda: state.hear(92))
+
+
+def _adopt_with_scrubbing(backend: FaultInjectingBackend) -> Scenario:
+    state = FaultyCache(backend, scrub="always")
+    state.begin(40).close()
+    return state.scenario(lambda: state.sequences.append(state.cache.open(30)))
+
+
+def _append_with_scrubbing(backend: FaultInjectingBackend) -> Scenario:
+    state = FaultyCache(backend, scrub="always")
+    sequence = state.begin(10)
+    state.begin(40).close()
+    state.cache._retire_parked(1, 0)
+    state.pool.reclaimer.wait()
+    return state.scenario(lambda: sequence.append(30))
+
+
+def _evict_by_extents(backend: FaultInjectingBackend) -> Scenario:
+    """Two prefixes lose their ends; what is left of them is whole."""
+    state = FaultyCache(backend, budget_pages=60)
+    sequence = state.begin(4)
+    for each in [state.say(98), state.say(98)]:
+        each.close()
+    return state.scenario(lambda: sequence.append(100))
+
+
+def _evict_what_parked_rows_share(backend: FaultInjectingBackend) -> Scenario:
+    state = FaultyCache(backend, budget_pages=30)
+    sequence = state.say(98)
+    fork = state.fork(sequence)
+    sequence.close()
+    fork.close()
+    last = state.begin(4)
+    return state.scenario(lambda: last.append(60))
+
+
+def _set_budget(backend: FaultInjectingBackend) -> Scenario:
+    state = FaultyCache(backend)
+    state.begin(40)
+    state.say(98).close()
+    state.begin(60).close()
+    return state.scenario(lambda: state.pool.set_budget(20 * PAGE))
+
+
+_MAPS = {"mem_create", "mem_map", "mem_set_access"}
+_EXCHANGES = {"record_fence", "mem_unmap", "mem_map", "mem_set_access"}
 
 OPERATIONS = {
     # operation: (how to make it, the primitives it is known to consist of)
@@ -229,6 +317,30 @@ OPERATIONS = {
         _close_cache,
         {"record_fence", "mem_unmap", "mem_release", "address_free"},
     ),
+    "fork": (_fork, {"join_streams", "copy", *_MAPS}),
+    "fork under pressure": (_fork_under_pressure, {"copy", *_EXCHANGES}),
+    "fork in place of a parked row": (_fork_in_place_of_a_parked_row, {"copy", *_EXCHANGES}),
+    "fork with protection": (_fork_with_protection, {"record_fence", "copy", *_MAPS}),
+    "fork into scrubbed memory": (_fork_into_scrubbed_memory, {"fill", "copy"}),
+    "copy on write": (_copy_on_write, {"address_reserve", "copy", "address_free", *_EXCHANGES}),
+    "copy on write with protection": (_copy_on_write_with_protection, {"copy", *_EXCHANGES}),
+    "copy on write under pressure": (_copy_on_write_under_pressure, {"copy", *_EXCHANGES}),
+    "give up what is shared": (_give_up_what_is_shared, _EXCHANGES),
+    "write what was shared": (_write_what_was_shared, {"mem_set_access", "fill"}),
+    "reorder by aliases": (_reorder_by_aliases, _EXCHANGES),
+    "reorder by copies": (_reorder_by_copies, {"copy"}),
+    "reorder into shared tails": (_reorder_into_shared_tails, {"copy", "fill", *_EXCHANGES}),
+    "hit by alias": (_hit_by_alias, {"join_streams", "copy", *_MAPS}),
+    "hit by adoption": (_hit_by_adoption, {"join_streams"}),
+    "hit by alias of a parked row under pressure": (
+        _hit_by_alias_of_a_parked_row_under_pressure,
+        {"copy", *_EXCHANGES},
+    ),
+    "adopt with scrubbing": (_adopt_with_scrubbing, {"join_streams", "fill"}),
+    "append with scrubbing": (_append_with_scrubbing, {"mem_map", "mem_set_access", "fill"}),
+    "evict by extents": (_evict_by_extents, _EXCHANGES),
+    "evict what parked rows share": (_evict_what_parked_rows_share, _EXCHANGES),
+    "set_budget": (_set_budget, {"record_fence", "mem_unmap", "mem_release"}),
 }
 
 

@@ -16,7 +16,7 @@ from .transaction import Target
 def without_gaps(
     group: LayerGroup,
     places: Sequence[int],
-    lengths: Sequence[tuple[int, int]],
+    lengths: Sequence[tuple[int, int, object]],
     grow: Callable[[list[Target], list[LayerGroup]], None],
 ) -> LayerGroup:
     """A group of only the layers at `places` of `group`, with their contents.
@@ -24,7 +24,7 @@ def without_gaps(
     Args:
         group: The group to copy from; the caller closes it.
         places: Which of its layers to keep, in order.
-        lengths: `(row, num_tokens)` of each live sequence.
+        lengths: `(row, num_tokens, tenant)` of each live sequence.
         grow: Maps targets in groups, all or nothing.
 
     Raises:
@@ -32,13 +32,13 @@ def without_gaps(
     """
     geometry = replace(group.geometry, num_layers=len(places))
     new = LayerGroup(group.pool, geometry, group.dtype, group.window_tokens)
-    first = {row: group.first_mapped_token(row, num_tokens) for row, num_tokens in lengths}
+    first = {row: group.first_mapped_token(row, num_tokens) for row, num_tokens, _ in lengths}
     try:
-        grow([Target(row, num_tokens, first[row]) for row, num_tokens in lengths], [new])
+        grow([Target(row, to, first[row], tenant) for row, to, tenant in lengths], [new])
     except BaseException:
         new.close()
         raise
-    for row, num_tokens in lengths:
+    for row, num_tokens, _ in lengths:
         # The new row starts on another page boundary; both hold what is still needed.
         start = max(first[row], new.first_mapped_token(row, num_tokens))
         new.copy_row(row, slice(start, num_tokens), group, places)

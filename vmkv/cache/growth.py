@@ -16,9 +16,9 @@ _QUANTUM_DIVISOR = 64
 _WINDOW_DIVISOR = 8
 
 
-def growth_quantum_class(row_end_page: int, largest_class: int) -> int:
-    """The size class by which a row that ends at `row_end_page` grows, when it need not more."""
-    quantum_pages = max(1, row_end_page // _QUANTUM_DIVISOR)
+def growth_quantum_class(held_pages: int, largest_class: int) -> int:
+    """The size class by which a row that holds `held_pages` grows, when it need not more."""
+    quantum_pages = max(1, held_pages // _QUANTUM_DIVISOR)
     return min(quantum_pages.bit_length() - 1, largest_class)
 
 

@@ -23,7 +23,7 @@ from ..memory import ExtentPool, check_pool
 from .cost import CostModel
 from .disk import load
 from .process import import_prefix
-from .reorder import reorder
+from .reorder import check_beams, reorder
 from .rowed import RowedCache
 from .sequence import Sequence
 from .stats import CacheStats, collect_stats
@@ -78,11 +78,11 @@ class KVCache(RowedCache):
         """Let each sequence go on from another one: the step of a beam search.
 
         Args:
-            sequences: Live sequences of equal length.
+            sequences: Live sequences of this cache, of equal length, each once.
             sources: For each, which of `sequences` it continues.
 
         Raises:
-            ConfigError: They differ in length or number. Nothing changed.
+            ConfigError: They are not. Nothing changed.
             OutOfPagesError: Nothing changed.
             DriverError: Nothing changed, unless a copy failed: then tails are undefined.
 
@@ -90,26 +90,20 @@ class KVCache(RowedCache):
             are mapped instead of copied, which waits for the device once.
         """
         self.check_open()
-        for sequence in sequences:
-            sequence.check_open()
-        lengths = {sequence.num_tokens for sequence in sequences}
-        if len(lengths) > 1 or len(sources) != len(sequences):
-            raise ConfigError(
-                f"sequences of {sorted(lengths)} tokens, and {len(sources)} sources for "
-                f"{len(sequences)}: beams are equally long and have one source each"
-            )
+        check_beams(self, sequences, sources)
         moves = [
             (sequences[source].row, sequence.row)
             for sequence, source in zip(sequences, sources, strict=True)
             if sequences[source] is not sequence
         ]
-        if not moves or not any(lengths):
+        if not moves or not sequences[0].num_tokens:
             return
         self.note_stream()
+        with self.pool.lock:
+            for _, row in moves:
+                self.prefixes.truncate(row)
         tenants: dict[int, object] = {each.row: each.tenant for each in sequences}
-        reorder(self, moves, max(lengths), tenants, self.sharing)
-        for _, row in moves:
-            self.prefixes.truncate(row)
+        reorder(self, moves, sequences[0].num_tokens, tenants, self.sharing)
 
     def grow(self, wanted: Iterable[tuple[Sequence, int]]) -> None:
         """Make each sequence hold the given number of tokens, all of them or none.
@@ -136,8 +130,9 @@ class KVCache(RowedCache):
         for sequence, num_tokens in targets:
             longest[sequence] = max(num_tokens, longest.get(sequence, 0))
         self.note_stream()
-        for sequence in longest:
-            self._unshare(sequence)
+        for sequence, num_tokens in longest.items():
+            if num_tokens > sequence.num_tokens:
+                self._unshare(sequence)
         wanted_rows = [
             Target(each.row, to, each.num_tokens, each.tenant) for each, to in longest.items()
         ]
@@ -162,7 +157,9 @@ class KVCache(RowedCache):
         self.overread_tokens = overread_tokens
         try:
             live = self._resident_sequences()
-            lengths = [Target(each.row, each.num_tokens, each.num_tokens) for each in live]
+            lengths = [
+                Target(each.row, each.num_tokens, each.num_tokens, each.tenant) for each in live
+            ]
             self._grow(lengths, self.groups)
         except BaseException:
             self.overread_tokens = before
@@ -191,7 +188,8 @@ class KVCache(RowedCache):
             )
         if not num_tokens:
             drop_displaced(self.groups, sequence.row, self.pool.reclaimer)
-        self.prefixes.truncate(sequence.row, num_tokens)
+        with self.pool.lock:
+            self.prefixes.truncate(sequence.row, num_tokens)
         sequence.num_tokens = num_tokens
 
     # ---- from elsewhere -------------------------------------------------------------------

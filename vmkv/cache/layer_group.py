@@ -101,7 +101,8 @@ class LayerGroup:
 
         With a growth quantum unless `exactly`.
         """
-        quantum_class = 0 if exactly else growth_quantum_class(first_page, self.largest_class)
+        held_pages = max(0, first_page - self.first_needed_page(num_tokens))
+        quantum_class = 0 if exactly else growth_quantum_class(held_pages, self.largest_class)
         return pages_to_map(
             first_page, self.geometry.pages_for(num_tokens), self.geometry.row_pages, quantum_class
         )

@@ -174,7 +174,8 @@ class LayeredCache:
         for group in tuple(self.groups):
             places = [at for at, _ in self._layers.members(group)]
             if len(places) < group.geometry.num_layers:
-                lengths = [(each.row, each.num_tokens) for each in self._sequences.values()]
+                live = self._sequences.values()
+                lengths = [(each.row, each.num_tokens, each.tenant) for each in live]
                 self._layers.replace(group, without_gaps(group, places, lengths, self._grow))
                 group.close()
                 moved = True

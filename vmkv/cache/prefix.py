@@ -105,8 +105,13 @@ class PrefixIndex:
         """`target` holds what `source` holds of its first `num_tokens` tokens."""
         content = self._contents.get(source)
         self.truncate(target)
-        if content is not None:
-            self.record(target, content.tokens[:num_tokens], content.tenant)
+        if content is None or not num_tokens:
+            return
+        tokens = content.tokens[:num_tokens]
+        hashes = content.hashes[: len(tokens) // BLOCK_TOKENS]
+        self._contents[target] = _Content(content.tenant, tokens, hashes)
+        for each in hashes:
+            self._rows[each][target] = None
 
     def num_recorded(self, row: int) -> int:
         """Tokens that `row` is known to hold."""
@@ -153,17 +158,19 @@ class PrefixIndex:
 
 def _chain(tokens: array[int], known: Sequence[bytes], tenant: str | None) -> Iterator[bytes]:
     """The hashes of the whole blocks of `tokens` that come after the `known` ones."""
-    parent = known[-1] if known else _digest(b"vmkv prefix 1", (tenant or "").encode())
-    for start in range(len(known) * BLOCK_TOKENS, len(tokens) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
-        block = tokens[start : start + BLOCK_TOKENS]
-        if sys.byteorder == "big":
-            block.byteswap()
-        parent = _digest(parent, block.tobytes())
+    parent = known[-1] if known else _digest(b"vmkv prefix 1" + (tenant or "").encode())
+    first = len(known) * BLOCK_TOKENS
+    new = tokens[first:]
+    if sys.byteorder == "big":
+        new.byteswap()
+    data, block_bytes = new.tobytes(), BLOCK_TOKENS * new.itemsize
+    for start in range(0, len(data) - block_bytes + 1, block_bytes):
+        parent = _digest(parent + data[start : start + block_bytes])
         yield parent
 
 
-def _digest(parent: bytes, data: bytes) -> bytes:
-    return hashlib.blake2b(parent + data, digest_size=_DIGEST_BYTES).digest()
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest()
 
 
 def _as_array(token_ids: Sequence[int]) -> array[int]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..backend import Access, CopyOp
+from ..errors import ConfigError
 from ..memory import Exchange, Extent, Mapping, exchange, size_classes
 from ..units import Address
 from .access import make_writable, protect
@@ -23,6 +24,7 @@ from .stats import SharingStats
 
 if TYPE_CHECKING:
     from .rowed import RowedCache
+    from .sequence import Sequence as Beam
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,32 @@ class Move:
     def address(self, row: int) -> Address:
         """Where the copied bytes start in `row`."""
         return self.group.table.page_address(row, self.copy_first_page)
+
+
+def check_beams(cache: RowedCache, beams: Sequence[Beam], sources: Sequence[int]) -> None:
+    """Refuse what cannot be reordered.
+
+    Raises:
+        ConfigError: Beams of another cache or of different lengths, one twice, or sources that
+            are not indices of beams, one for each.
+        ClosedError: One has ended.
+    """
+    for beam in beams:
+        if beam.cache is not cache:
+            raise ConfigError(f"{beam} is of another cache")
+        beam.check_open()
+    lengths = sorted({beam.num_tokens for beam in beams})
+    if len(lengths) > 1:
+        raise ConfigError(f"beams are equally long; these hold {lengths} tokens")
+    if len({beam.row for beam in beams}) < len(beams):
+        raise ConfigError("a beam is named twice; each goes on from one source")
+    if len(sources) != len(beams) or not all(
+        type(source) is int and 0 <= source < len(beams) for source in sources
+    ):
+        raise ConfigError(
+            f"sources must name one of {len(beams)} beams for each, by its index; got "
+            f"{list(sources)}"
+        )
 
 
 def plan_moves(

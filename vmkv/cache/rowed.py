@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from ..backend import Access, MemoryLocation
-from ..errors import ConfigError, OutOfPagesError
+from ..errors import CapacityError, ConfigError, OutOfPagesError
 from ..memory import Victim
 from .cost import CostModel
 from .forking import fork_row
@@ -68,7 +68,7 @@ class RowedCache(LayeredCache):
         Raises:
             OutOfAddressSpaceError: Every row holds a live sequence.
             ConfigError: `row` is live, or does not exist; or the prompt is none.
-            OutOfPagesError, DriverError: The tail of a prefix could not be copied. No sequence.
+            DriverError: The tail of a prefix could not be copied. No sequence.
 
         Cost: no driver call where a parked row is adopted, with its prefix or without. A prefix
             that other rows hold costs what a fork does.
@@ -108,7 +108,14 @@ class RowedCache(LayeredCache):
                 sequence = self._adopt(row, match.num_tokens, tenant)
             else:
                 row = max(holders, key=lambda row: self._whole_bytes(row, match.num_tokens))
-                sequence = self._fork(self, row, match.num_tokens, tenant)
+                try:
+                    sequence = self._fork(self, row, match.num_tokens, tenant)
+                except CapacityError:
+                    # No second row, or no memory for the tail: one row can be had as it is.
+                    if not parked:
+                        break
+                    row = min(parked, key=self.prefixes.num_recorded)
+                    sequence = self._adopt(row, match.num_tokens, tenant)
                 self._rows.touch(row, self.pool.pressure.tick())
             self.prefixes.note_hit(row, match.num_tokens)
             sequence.num_cached_tokens = match.num_tokens
@@ -123,9 +130,9 @@ class RowedCache(LayeredCache):
             self.pool.backend.join_streams(self.current_stream())
             if not num_tokens:
                 drop_displaced(self.groups, row, self.pool.reclaimer)
+            self.prefixes.truncate(row, num_tokens)  # First: what follows overwrites the rest.
             self._scrub(row, num_tokens, tenant)
         self._rows.take(row)
-        self.prefixes.truncate(row, num_tokens)
         return self._begun(row, num_tokens, tenant)
 
     def fork(self, source: Sequence, num_tokens: int, *, row: int | None = None) -> Sequence:
@@ -208,13 +215,14 @@ class RowedCache(LayeredCache):
     def record(self, sequence: Sequence, token_ids: List_[int]) -> None:
         """See `Sequence.record`."""
         sequence.check_open()
-        recorded = self.prefixes.num_recorded(sequence.row)
-        if recorded + len(token_ids) > sequence.num_tokens:
-            raise ConfigError(
-                f"{sequence} cannot have {len(token_ids)} tokens recorded after {recorded}: "
-                "append first"
-            )
-        self.prefixes.record(sequence.row, token_ids, sequence.tenant)
+        with self.pool.lock:
+            recorded = self.prefixes.num_recorded(sequence.row)
+            if recorded + len(token_ids) > sequence.num_tokens:
+                raise ConfigError(
+                    f"{sequence} cannot have {len(token_ids)} tokens recorded after {recorded}: "
+                    "append first"
+                )
+            self.prefixes.record(sequence.row, token_ids, sequence.tenant)
 
     # ---- ending ---------------------------------------------------------------------------
 
@@ -292,7 +300,7 @@ class RowedCache(LayeredCache):
         """Let go of what a sequence has in host memory, or is sending there."""
         self.cancel_transfer(sequence)
         if sequence.swapped is not None:
-            self.pool.disown(sequence.swapped.extents)
+            sequence.swapped.drop(self.pool)
             sequence.swapped = None
             self.prefixes.truncate(sequence.row, self._resident_tokens(sequence.row))
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..backend import Access, Fence, MemoryLocation, Op
-from ..memory import Extent, PageTable, Placement, size_classes
+from ..memory import Extent, ExtentPool, PageTable, Placement, size_classes
 from ..units import Address
 
 if TYPE_CHECKING:
@@ -72,21 +72,27 @@ class Swapped:
 
     Attributes:
         parts: What moved.
-        extents: Host memory that holds it, part after part, each starting on a page; owned.
+        extents: Host memory that holds it, part after part, each starting on a page.
+        staging: Where that is mapped meanwhile, from the first page on, which also keeps it.
+            Granting access takes half as long as copying, so it is done once for both ways.
     """
 
     parts: Sequence[Part]
     extents: Sequence[Extent]
-
-    @property
-    def num_pages(self) -> int:
-        """Device pages that swapping in takes."""
-        return sum(part.num_pages for part in self.parts)
+    staging: PageTable
 
     @property
     def num_bytes(self) -> int:
         """What is copied."""
         return sum(part.num_bytes for part in self.parts)
+
+    def drop(self, pool: ExtentPool) -> None:
+        """Let go of the host memory, once the copies given to any stream so far are through.
+
+        Raises:
+            DriverError: It is still held.
+        """
+        self.staging.close_behind(pool.reclaimer.new_fence())
 
 
 @dataclass(frozen=True)
@@ -120,10 +126,9 @@ class Transfer:
         swapped: What moves, and where to.
     """
 
-    def __init__(self, cache: RowedCache, swapped: Swapped, staging: PageTable, fence: Fence):
+    def __init__(self, pool: ExtentPool, swapped: Swapped, fence: Fence):
         self.swapped = swapped
-        self._cache = cache
-        self._staging = staging
+        self._pool = pool
         self._fence = fence
 
     def has_arrived(self) -> bool:
@@ -138,9 +143,7 @@ class Transfer:
         """
         self._fence.wait()
         # Once more: what others were given meanwhile may still be reading neighbours.
-        fence = self._cache.pool.reclaimer.new_fence()
-        if self._staging in self._cache.pool.page_tables:
-            self._staging.close_behind(fence)
+        fence = self._pool.reclaimer.new_fence()
         for part in self.swapped.parts:
             part.group.table.retire_back(part.row, part.first_page, fence)
         return self.swapped
@@ -151,9 +154,7 @@ class Transfer:
         Raises:
             DriverError: Call it again.
         """
-        fence = self._cache.pool.reclaimer.new_fence()
-        self._staging.close_behind(fence)
-        self._cache.pool.disown(self.swapped.extents)
+        self.swapped.drop(self._pool)
 
 
 def begin_swap_out(cache: RowedCache, row: int, num_tokens: int) -> Transfer:
@@ -167,34 +168,30 @@ def begin_swap_out(cache: RowedCache, row: int, num_tokens: int) -> Transfer:
         first costs ten times what it costs to fill (10 ms for 64 MiB).
     """
     pool, backend = cache.pool, cache.pool.backend
+    pool.reclaimer.free_idle_reservations()
     parts = parts_to_move(cache.groups, row, num_tokens, cache.overread_tokens)
     extents = pool.acquire(_classes(parts, pool.largest_class), MemoryLocation.HOST)
-    swapped = Swapped(parts, extents)
     try:
-        staging = PageTable(pool, 1, max(1, swapped.num_pages))
+        staging = PageTable(pool, 1, max(1, sum(part.num_pages for part in parts)))
+        swapped = Swapped(parts, extents, staging)
         try:
             side = cache.side_stream()
             backend.stream_wait(side, cache.current_stream())
             for piece in _pieces(swapped):
-                at = _stage(staging, piece)
+                # One by one: mapping the next extent costs less than copying this one.
+                placement = Placement(0, piece.staging_page, [piece.extent])
+                backend.execute(staging.ops_to_map(placement, Access.READ_WRITE))
+                staging.note_mapped(placement, Access.READ_WRITE)
                 if piece.num_bytes:
+                    at = staging.page_address(0, piece.staging_page)
                     backend.copy(at, piece.address, piece.num_bytes, side)
             fence = pool.reclaimer.new_fence()
         except BaseException:
             staging.close(lambda: False)
             raise
-    except BaseException:
-        pool.disown(extents)
-        raise
-    return Transfer(cache, swapped, staging, fence)
-
-
-def _stage(staging: PageTable, piece: _Piece) -> Address:
-    """Map a piece's extent. One by one, because mapping the next costs less than copying this."""
-    placement = Placement(0, piece.staging_page, [piece.extent])
-    staging.pool.backend.execute(staging.ops_to_map(placement, Access.READ_WRITE))
-    staging.note_mapped(placement, Access.READ_WRITE)
-    return staging.page_address(0, piece.staging_page)
+    finally:
+        pool.disown(extents)  # From here on the staging addresses hold them.
+    return Transfer(pool, swapped, fence)
 
 
 def swap_in(cache: RowedCache, swapped: Swapped, tenant: object) -> None:
@@ -210,29 +207,22 @@ def swap_in(cache: RowedCache, swapped: Swapped, tenant: object) -> None:
     fresh = pool.acquire_or_evict(_classes(swapped.parts, pool.largest_class))
     try:
         _map(swapped.parts, fresh)
-        staging: PageTable | None = None
         try:
-            pool.reclaimer.free_idle_reservations()
-            staging = PageTable(pool, 1, max(1, swapped.num_pages))
             side, current = cache.side_stream(), cache.current_stream()
             _prepare(swapped.parts, fresh, tenant, side)
             for piece in _pieces(swapped):
-                at = _stage(staging, piece)
                 if piece.num_bytes:
+                    at = swapped.staging.page_address(0, piece.staging_page)
                     backend.copy(piece.address, at, piece.num_bytes, side)
-            fence = pool.reclaimer.new_fence()
             backend.stream_wait(current, side)
+            swapped.drop(pool)
         except BaseException:
-            if staging is not None:
-                staging.close(lambda: False)  # Waits: no copy is under way any more.
             fence = pool.reclaimer.new_fence()
             for part in swapped.parts:
                 part.group.table.retire_back(part.row, part.first_page, fence)
             raise
-        staging.close_behind(fence)
     finally:
         pool.disown(fresh)
-    pool.disown(swapped.extents)
 
 
 def _classes(parts: Sequence[Part], largest_class: int) -> list[int]:

@@ -311,6 +311,8 @@ class ExtentPool:
 
         What is retired already is waited for first. Frees less where there is no more to be had.
         """
+        with self.lock:
+            self._close_stranded()
         # Not what `wait` unmaps is counted: some of it may be mapped elsewhere as well.
         goal_bytes = self.available_bytes + num_bytes
         while self.available_bytes < goal_bytes and self.reclaimer.wait(until_bytes=1):

@@ -1,0 +1,289 @@
+"""Copy-on-write: what is shared cannot be written, and is copied before it would be.
+
+That the hardware enforces it is shown in a process of its own, because writing there ends it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+from helpers.stamps import append, assert_holds
+
+from vmkv import ExtentPool, HostBackend, KVCache, OutOfPagesError
+from vmkv.backend import Access
+from vmkv.cache.cost import CostModel
+from vmkv.units import KiB
+
+PAGE = 4 * KiB
+ALIASES = CostModel(map_us=0, unmap_us=0)
+MakeCache = Callable[..., KVCache]
+
+
+@pytest.fixture
+def cache(make_cache: MakeCache) -> KVCache:
+    """Four rows, four tokens in a page; everything whole is shared."""
+    return make_cache(cost_model=ALIASES)
+
+
+@pytest.fixture
+def strict(host: HostBackend, make_cache: MakeCache) -> KVCache:
+    """Likewise, with what is shared protected from everybody."""
+    pool = ExtentPool(host, 1000 * PAGE, protects_shared=True, close_when_unused=True)
+    return make_cache(pool, cost_model=ALIASES)
+
+
+def _accesses(cache: KVCache, row: int) -> list[Access]:
+    return [mapping.access for mapping in cache.groups[0].table.rows[row].mappings]
+
+
+# ---- the hardware's word ------------------------------------------------------------------
+
+_WRITE = """
+import sys, torch
+from vmkv import ExtentPool, KVCache, open_backend
+from vmkv.cache.cost import CostModel
+device, writer, token, strict = sys.argv[1:]
+backend = open_backend(device)
+page_bytes = backend.granularity_bytes
+pool = ExtentPool(backend, 64 * page_bytes, protects_shared=strict == "strict")
+cost = CostModel(map_us=0, unmap_us=0)
+cache = KVCache(pool, max_tokens=64, max_sequences=2, cost_model=cost)
+cache.add_layers([0], num_kv_heads=2, head_dim=page_bytes // 64, dtype=torch.float32)
+parent = cache.open()
+parent.append(9)  # Four tokens are a page: two pages are shared, the third is copied.
+parent.keys(0)[:] = parent.values(0)[:] = 5
+fork = parent.fork()
+assert 2 * page_bytes == cache.stats().shared_bytes
+view = {"parent": parent, "fork": fork}[writer].keys(0)
+print("read", int(view[int(token)].sum()) == view[0].numel() * 5, flush=True)
+try:
+    view[int(token)] = 7
+    if view.is_cuda:
+        torch.cuda.synchronize()
+except Exception as error:
+    print("fault", error)
+    sys.exit(3)
+print("wrote", flush=True)
+"""
+
+
+def _write(device: str, writer: str, token: int, strict: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _WRITE, device, writer, str(token), strict],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+FAULTS = [
+    # who writes, where, in a pool that is, and whether that faults
+    ("fork", 0, "lax", True),
+    ("fork", 7, "lax", True),
+    ("fork", 8, "lax", False),  # The tail is the fork's own.
+    ("parent", 0, "lax", False),
+    ("parent", 0, "strict", True),
+    ("parent", 8, "strict", False),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("writer", "token", "strict", "faults"), FAULTS)
+def test_write_to_a_shared_page_faults(writer: str, token: int, strict: str, faults: bool) -> None:
+    """Through a raw view, on the host: a segmentation fault, after it could be read."""
+    child = _write("host", writer, token, strict)
+    assert "read True" in child.stdout, child.stderr
+    assert (-signal.SIGSEGV if faults else 0) == child.returncode, child.stderr
+    assert faults != ("wrote" in child.stdout)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize(("writer", "token", "strict", "faults"), FAULTS)
+def test_cuda_write_to_a_shared_page_faults(
+    writer: str, token: int, strict: str, faults: bool
+) -> None:
+    """The same on a GPU: the kernel faults, and its context is over."""
+    child = _write("cuda:0", writer, token, strict)
+    assert "read True" in child.stdout, child.stderr
+    assert (3 if faults else 0) == child.returncode, child.stdout + child.stderr
+    assert faults != ("wrote" in child.stdout)
+
+
+# ---- who is protected ---------------------------------------------------------------------
+
+
+def test_strict_mode_protects_the_parent_as_well(strict: KVCache) -> None:
+    """Whole extents only: where the parent goes on writing, it may."""
+    parent = strict.open()
+    append(parent, range(98))
+    fork = parent.fork()
+    wanted = [Access.READ, Access.READ, Access.READ_WRITE]
+    assert [wanted, wanted] == [_accesses(strict, each.row) for each in (parent, fork)]
+    append(parent, range(98, 130))
+    append(fork, range(500, 530))
+    assert_holds(parent, range(130))
+    assert_holds(fork, [*range(98), *range(500, 530)])
+
+
+def test_by_default_the_parent_keeps_its_right(cache: KVCache) -> None:
+    """Which saves a wait for the device at each fork."""
+    parent = cache.open()
+    append(parent, range(98))
+    fork = parent.fork()
+    assert "record_fence" not in cache.stats().driver_calls
+    assert {Access.READ_WRITE} == set(_accesses(cache, parent.row))
+    assert Access.READ in _accesses(cache, fork.row)
+
+
+# ---- writing to what was shared -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("keep", [1, 3, 4, 33, 63, 64, 65, 95, 96, 97])
+@pytest.mark.parametrize("writer", ["parent", "fork"])
+@pytest.mark.parametrize("mode", ["cache", "strict"])
+def test_append_after_truncating_into_what_is_shared_copies(
+    request: pytest.FixtureRequest, mode: str, writer: str, keep: int
+) -> None:
+    """The other one still reads what it read, whoever writes; both go on at their addresses."""
+    cache = request.getfixturevalue(mode)
+    parent = cache.open()
+    append(parent, range(98))
+    fork = parent.fork()
+    mine, other = (parent, fork) if writer == "parent" else (fork, parent)
+    address = mine.keys(0).data_ptr()
+    mine.truncate(keep)
+    append(mine, range(500, 560))
+    cache.check()
+    assert_holds(mine, [*range(keep), *range(500, 560)])
+    assert_holds(other, range(98))
+    assert address == mine.keys(0).data_ptr()
+    append(other, range(700, 720))
+    assert_holds(other, [*range(98), *range(700, 720)])
+    assert_holds(mine, [*range(keep), *range(500, 560)])
+
+
+def test_only_what_is_kept_is_copied(cache: KVCache) -> None:
+    """98 tokens are extents of 16, 8 and 1 pages; the second is shared and keeps 6 tokens."""
+    parent = cache.open()
+    append(parent, range(98))
+    parent.fork()
+    parent.truncate(70)
+    append(parent, range(500, 502))
+    assert 6 * KiB == cache.stats().sharing.copied_on_write_bytes
+
+
+@pytest.mark.parametrize("keep", [64, 96])
+def test_nothing_is_copied_at_the_end_of_an_extent(cache: KVCache, keep: int) -> None:
+    """What lies behind is given up to those who share it."""
+    parent = cache.open()
+    append(parent, range(98))
+    fork = parent.fork()
+    parent.truncate(keep)
+    append(parent, range(500, 520))
+    assert 0 == cache.stats().sharing.copied_on_write_bytes
+    assert_holds(parent, [*range(keep), *range(500, 520)])
+    assert_holds(fork, range(98))
+
+
+def test_a_second_append_copies_nothing(cache: KVCache) -> None:
+    """What was copied is the writer's own from then on."""
+    parent = cache.open()
+    append(parent, range(98))
+    parent.fork()
+    parent.truncate(70)
+    append(parent, [500])
+    before = cache.stats().driver_calls, cache.stats().sharing
+    append(parent, [501])
+    assert before == (cache.stats().driver_calls, cache.stats().sharing)
+
+
+@pytest.mark.parametrize("mode", ["cache", "strict"])
+@pytest.mark.parametrize("writer", ["parent", "fork"])
+def test_sole_holder_writes_in_place(
+    request: pytest.FixtureRequest, mode: str, writer: str
+) -> None:
+    """Once the other one is gone there is nothing to copy: the right to write comes back."""
+    cache = request.getfixturevalue(mode)
+    parent = cache.open()
+    append(parent, range(98))
+    fork = parent.fork()
+    mine, other = (parent, fork) if writer == "parent" else (fork, parent)
+    other.close()
+    cache.trim()
+    mine.truncate(70)
+    append(mine, range(500, 510))
+    assert 0 == cache.stats().sharing.copied_on_write_bytes
+    assert_holds(mine, [*range(70), *range(500, 510)])
+
+
+@pytest.mark.usefixtures("no_underread")
+def test_windows_are_copied_as_well(make_cache: MakeCache) -> None:
+    """Each group copies what it shares, as far as its window sees."""
+    cache = make_cache(windows=(30,), cost_model=ALIASES)
+    parent = cache.open()
+    for start in range(0, 110, 10):
+        append(parent, range(start, start + 10))
+    fork = parent.fork()
+    parent.truncate(107)
+    append(parent, range(500, 520))
+    fork.truncate(109)
+    append(fork, range(600, 620))
+    cache.check()
+    assert_holds(parent, [*range(107), *range(500, 520)])
+    assert_holds(fork, [*range(109), *range(600, 620)])
+
+
+# ---- when memory is short -----------------------------------------------------------------
+
+
+def test_parked_rows_give_way_to_a_copy(make_cache: MakeCache) -> None:
+    """As they do to any other growth."""
+    cache = make_cache(budget_bytes=50 * PAGE, cost_model=ALIASES)
+    parent, ended = cache.open(), cache.open()
+    append(parent, range(100))
+    fork = parent.fork()
+    append(ended, range(600, 690))
+    ended.close()
+    parent.truncate(50)
+    append(parent, range(500, 504))
+    assert_holds(parent, [*range(50), *range(500, 504)])
+    assert_holds(fork, range(100))
+
+
+def test_no_memory_for_a_copy_changes_nothing(make_cache: MakeCache) -> None:
+    """Neither holds less; with room, the same call succeeds."""
+    cache = make_cache(budget_bytes=28 * PAGE, cost_model=ALIASES)
+    parent, other = cache.open(), cache.open()
+    append(parent, range(100))
+    append(other, range(700, 712))
+    fork = parent.fork()
+    fork.truncate(50)
+    with pytest.raises(OutOfPagesError):
+        fork.append(1)
+    cache.check()
+    assert_holds(fork, range(50))
+    assert_holds(parent, range(100))
+    cache.pool.set_budget(60 * PAGE)
+    append(fork, range(500, 501))
+    assert_holds(fork, [*range(50), 500])
+    assert_holds(parent, range(100))
+
+
+def test_nothing_appended_is_nothing_copied(cache: KVCache) -> None:
+    """Appending 0 tokens, or growing to a length already reached, leaves what is shared alone."""
+    parent = cache.open()
+    append(parent, range(98))
+    parent.fork()
+    parent.truncate(70)
+    before = cache.stats().driver_calls, cache.stats().sharing
+    parent.append(0)
+    cache.grow([(parent, 60)])
+    assert before == (cache.stats().driver_calls, cache.stats().sharing)

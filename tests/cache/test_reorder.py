@@ -1,0 +1,346 @@
+"""Reordering beams: each goes on from another one, and what they had in common stays one memory.
+
+Failing driver calls are memory/test_every_call_can_fail.py's, `generate` with beams the tests of
+`hf`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers.stamps import append, assert_holds
+
+from vmkv import (
+    Backend,
+    ClosedError,
+    ConfigError,
+    ExtentPool,
+    HostBackend,
+    KVCache,
+    OutOfPagesError,
+    Sequence,
+)
+from vmkv.cache.cost import CostModel
+from vmkv.errors import DriverError
+from vmkv.testing import FaultInjectingBackend
+from vmkv.units import KiB
+
+PAGE = 4 * KiB
+ALIASES = CostModel(map_us=0, unmap_us=0)
+COPIES = CostModel(map_us=1e9)
+MakeCache = Callable[..., KVCache]
+
+
+class _Beams:
+    """Sequences of equal length, and what each is to hold."""
+
+    def __init__(self, cache: KVCache, num_beams: int, prompt_tokens: int, *, forked: bool):
+        self.cache = cache
+        self.wanted = [[1000 * at + i for i in range(prompt_tokens)] for at in range(num_beams)]
+        if forked:
+            self.wanted = [list(self.wanted[0]) for _ in range(num_beams)]
+        first = cache.open()
+        append(first, self.wanted[0])
+        self.sequences: list[Sequence] = [first]
+        for stamps in self.wanted[1:]:
+            if forked:
+                self.sequences.append(first.fork())
+            else:
+                self.sequences.append(cache.open())
+                append(self.sequences[-1], stamps)
+        self._next = 500_000
+
+    def step(self, num_tokens: int = 1) -> None:
+        """Every beam appends tokens of its own."""
+        for sequence, stamps in zip(self.sequences, self.wanted, strict=True):
+            new = range(self._next, self._next + num_tokens)
+            self._next += num_tokens
+            append(sequence, new)
+            stamps += new
+
+    def reorder(self, sources: list[int]) -> None:
+        self.cache.reorder(self.sequences, sources)
+        self.wanted = [list(self.wanted[source]) for source in sources]
+        self.check()
+
+    def check(self) -> None:
+        self.cache.check()
+        for sequence, stamps in zip(self.sequences, self.wanted, strict=True):
+            assert_holds(sequence, stamps)
+
+
+@pytest.mark.parametrize("sources", list(itertools.product(range(3), repeat=3)))
+@pytest.mark.parametrize("cost", [ALIASES, COPIES], ids=["alias", "copy"])
+def test_every_order_of_three(
+    make_cache: MakeCache, cost: CostModel, sources: tuple[int, ...]
+) -> None:
+    """Permutations, duplicates, cycles; twice, with tokens between and after."""
+    beams = _Beams(make_cache(cost_model=cost), 3, 70, forked=False)
+    beams.reorder(list(sources))
+    beams.step(5)
+    beams.reorder(list(sources))
+    beams.step(90)
+    beams.check()
+
+
+@pytest.mark.parametrize("protects_shared", [False, True])
+@pytest.mark.parametrize("cost", [None, ALIASES, COPIES], ids=["default", "alias", "copy"])
+def test_beam_search(
+    host: HostBackend, make_cache: MakeCache, cost: CostModel | None, protects_shared: bool
+) -> None:
+    """Forked from one prompt, reordered at each of many steps, as a search would."""
+    pool = ExtentPool(host, 2000 * PAGE, protects_shared=protects_shared, close_when_unused=True)
+    beams = _Beams(make_cache(pool, cost_model=cost), 4, 98, forked=True)
+    generator = torch.Generator().manual_seed(4)
+    for _ in range(60):
+        beams.step()
+        beams.reorder(torch.randint(0, 4, (4,), generator=generator).tolist())
+    for sequence in beams.sequences:
+        sequence.close()
+    beams.cache.trim()
+    assert 0 == pool.stats().created_bytes
+
+
+@pytest.mark.usefixtures("no_underread")
+@pytest.mark.parametrize("cost", [ALIASES, COPIES], ids=["alias", "copy"])
+def test_beams_of_windowed_layers(make_cache: MakeCache, cost: CostModel) -> None:
+    """Whose runs begin at different pages."""
+    beams = _Beams(make_cache(windows=(9, 40), cost_model=cost), 3, 30, forked=False)
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(40):
+        beams.step(3)
+        beams.reorder(torch.randint(0, 3, (3,), generator=generator).tolist())
+
+
+def test_reorder_runs_on_every_backend(backend: Backend) -> None:
+    """Alias, swap and go on, on each kind of memory."""
+    budget_bytes = 200 * backend.granularity_bytes
+    cache = KVCache(
+        backend, max_tokens=64, max_sequences=3, budget_bytes=budget_bytes, cost_model=ALIASES
+    )
+    head_dim = backend.granularity_bytes // 2 // 2 // 4 // 2  # Two tokens fill a page.
+    cache.add_layers([0], num_kv_heads=2, head_dim=head_dim, dtype=torch.float32)
+    beams = _Beams(cache, 3, 25, forked=False)
+    for sources in ([1, 0, 1], [2, 2, 0], [1, 2, 0]):
+        beams.reorder(sources)
+        beams.step(3)
+    beams.check()
+    cache.close()
+
+
+# ---- what it costs ------------------------------------------------------------------------
+
+
+def test_first_reordering_aliases_and_later_ones_copy(make_cache: MakeCache) -> None:
+    """Once the prompt is one memory, a step moves tails and calls no driver but to copy."""
+    cache = make_cache(cost_model=ALIASES)
+    beams = _Beams(cache, 4, 96, forked=False)
+    assert 4 * 24 * PAGE == cache.stats().resident_bytes
+    beams.reorder([0, 0, 0, 0])
+    stats = cache.stats()
+    assert (24 * PAGE, 0) == (stats.resident_bytes, stats.sharing.copied_bytes)
+    assert 3 * 24 * PAGE == stats.sharing.aliased_bytes
+    beams.step()
+    before = cache.stats()
+    beams.reorder([1, 0, 3, 2])
+    after = cache.stats()
+    assert 4 * KiB == after.sharing.copied_bytes
+    assert before.sharing.aliased_bytes == after.sharing.aliased_bytes
+    changed = {
+        call
+        for call in after.driver_calls
+        if after.driver_calls[call] != before.driver_calls.get(call, 0)
+    }
+    assert {"copy"} == changed
+
+
+def test_memory_of_beams_is_the_prompt_and_tails(make_cache: MakeCache) -> None:
+    """However often they are reordered."""
+    cache = make_cache(cost_model=ALIASES)
+    beams = _Beams(cache, 4, 320, forked=True)
+    generator = torch.Generator().manual_seed(6)
+    for _ in range(40):
+        beams.step()
+        beams.reorder(torch.randint(0, 4, (4,), generator=generator).tolist())
+    assert cache.stats().resident_bytes <= (80 + 4 * 11) * PAGE
+
+
+@pytest.mark.parametrize("sources", [[0, 1, 2], []])
+def test_reordering_nothing_does_nothing(make_cache: MakeCache, sources: list[int]) -> None:
+    """Each from itself, or nobody."""
+    cache = make_cache(cost_model=ALIASES)
+    beams = _Beams(cache, 3, 70, forked=False)
+    before = cache.stats()
+    cache.reorder(beams.sequences[: len(sources)], sources)
+    assert before == cache.stats()
+    beams.check()
+
+
+def test_reordering_empty_sequences_does_nothing(make_cache: MakeCache) -> None:
+    """Beams before their prompt."""
+    cache = make_cache(cost_model=ALIASES)
+    sequences = [cache.open() for _ in range(2)]
+    cache.reorder(sequences, [1, 0])
+    append(sequences[0], range(5))
+    assert_holds(sequences[0], range(5))
+
+
+# ---- what others know and hold ------------------------------------------------------------
+
+
+def test_reordered_rows_are_not_found_by_what_they_held(make_cache: MakeCache) -> None:
+    """A row that took over another one's tokens has lost its own."""
+    cache = make_cache(cost_model=ALIASES)
+    beams = _Beams(cache, 2, 64, forked=False)
+    for sequence, stamps in zip(beams.sequences, beams.wanted, strict=True):
+        sequence.record(stamps)
+    own = list(beams.wanted[1])
+    beams.reorder([0, 0])
+    assert 0 == cache.open(prompt=[*own, 5]).num_cached_tokens
+    hit = cache.open(prompt=[*beams.wanted[0], 5])
+    assert_holds(hit, beams.wanted[0])
+
+
+def test_beams_whose_copy_failed_are_not_found_by_what_they_held(
+    host: HostBackend, make_cache: MakeCache
+) -> None:
+    """Their tails are undefined, so nobody may begin with them."""
+    faulty = FaultInjectingBackend(host)
+    pool = ExtentPool(faulty, 400 * PAGE, close_when_unused=True)
+    cache = make_cache(pool, cost_model=COPIES)
+    beams = _Beams(cache, 2, 64, forked=False)
+    for sequence, stamps in zip(beams.sequences, beams.wanted, strict=True):
+        sequence.record(stamps)
+    faulty.arm(4)  # Two rows are saved, the first is overwritten, the second is not.
+    with pytest.raises(DriverError, match="copy"):
+        cache.reorder(beams.sequences, [1, 0])
+    faulty.arm(0)
+    cache.check()
+    for stamps in beams.wanted:
+        hit = cache.open(prompt=[*stamps, 5])
+        found = (hit.keys(0)[:, 0, 0] / 16).tolist()
+        assert stamps[: hit.num_tokens] == found
+
+
+def test_forks_of_beams_keep_what_they_had(make_cache: MakeCache) -> None:
+    """Who shares with a row that is reordered reads on as before."""
+    cache = make_cache(cost_model=ALIASES)
+    beams = _Beams(cache, 2, 70, forked=False)
+    wanted = list(beams.wanted[1])
+    fork = beams.sequences[1].fork()
+    beams.reorder([0, 0])
+    beams.step(10)
+    beams.check()
+    assert_holds(fork, wanted)
+
+
+def test_truncated_beams_are_reordered(make_cache: MakeCache) -> None:
+    """Rollback, into what they share, and another order."""
+    cache = make_cache(cost_model=ALIASES)
+    beams = _Beams(cache, 3, 98, forked=True)
+    beams.step(20)
+    for sequence, stamps in zip(beams.sequences, beams.wanted, strict=True):
+        sequence.truncate(70)
+        del stamps[70:]
+    beams.reorder([1, 2, 0])
+    beams.step(20)
+    beams.reorder([2, 2, 1])
+    beams.step(20)
+    beams.check()
+
+
+# ---- when memory is short -----------------------------------------------------------------
+
+
+def test_parked_rows_give_way_to_beams(make_cache: MakeCache) -> None:
+    """As they do to any other growth."""
+    cache = make_cache(budget_bytes=64 * PAGE, cost_model=ALIASES)
+    beams = _Beams(cache, 2, 66, forked=True)
+    beams.step(4)  # Both have their tails behind 16 shared pages.
+    filler = cache.open()
+    append(filler, range(4 * 40))
+    filler.close()
+    for sequence, stamps in zip(beams.sequences, beams.wanted, strict=True):
+        sequence.truncate(60)
+        del stamps[60:]
+    before = cache.stats().parked_bytes
+    beams.step(3)  # Into what they share: a copy each.
+    beams.reorder([1, 0])
+    assert before > cache.stats().parked_bytes
+    beams.check()
+
+
+def test_without_memory_nothing_changes(make_cache: MakeCache) -> None:
+    """Shared tails of a target would have to be replaced, and there is nothing to replace them."""
+    cache = make_cache(budget_bytes=50 * PAGE, cost_model=COPIES, max_tokens=100)
+    alias = cache.cost_model
+    cache.cost_model = ALIASES
+    beams = _Beams(cache, 2, 96, forked=False)
+    fork = beams.sequences[1].fork()
+    cache.cost_model = alias
+    with pytest.raises(OutOfPagesError):
+        cache.reorder(beams.sequences, [0, 0])
+    beams.check()
+    assert_holds(fork, beams.wanted[1])
+    fork.close()
+    cache.trim()
+    beams.reorder([0, 0])
+
+
+# ---- what is refused ----------------------------------------------------------------------
+
+
+def test_beams_of_unequal_length_are_refused(make_cache: MakeCache) -> None:
+    """Beams are as long as each other, and have one source each."""
+    cache = make_cache()
+    first, second = cache.open(), cache.open()
+    append(first, range(5))
+    append(second, range(6))
+    with pytest.raises(ConfigError, match=r"these hold \[5, 6\] tokens"):
+        cache.reorder([first, second], [1, 0])
+    with pytest.raises(ConfigError, match="one of 1 beams"):
+        cache.reorder([first], [0, 0])
+    assert_holds(first, range(5))
+
+
+def test_closed_beams_are_refused(make_cache: MakeCache) -> None:
+    """Before any other is touched."""
+    beams = _Beams(make_cache(), 3, 10, forked=False)
+    beams.sequences[2].close()
+    with pytest.raises(ClosedError):
+        beams.cache.reorder(beams.sequences, [1, 0, 0])
+    assert_holds(beams.sequences[0], beams.wanted[0])
+
+
+@pytest.mark.parametrize("sources", [[0, 3], [0, -1], [0, 1.5], [0, None]])
+def test_sources_are_among_the_beams(make_cache: MakeCache, sources: Any) -> None:
+    """A clear error, and nothing moved."""
+    beams = _Beams(make_cache(), 2, 10, forked=False)
+    with pytest.raises(ConfigError, match="source"):
+        beams.cache.reorder(beams.sequences, sources)
+    beams.check()
+
+
+def test_one_beam_twice_is_refused(make_cache: MakeCache) -> None:
+    """It cannot go on from two."""
+    beams = _Beams(make_cache(), 2, 10, forked=False)
+    first, second = beams.sequences
+    with pytest.raises(ConfigError):
+        beams.cache.reorder([first, second, second], [0, 0, 1])
+    beams.check()
+
+
+def test_beams_of_another_cache_are_refused(host: HostBackend, make_cache: MakeCache) -> None:
+    """Their rows are other rows."""
+    pool = ExtentPool(host, 200 * PAGE, close_when_unused=True)
+    cache, other = make_cache(pool), make_cache(pool)
+    beams = _Beams(other, 2, 10, forked=False)
+    mine = _Beams(cache, 2, 10, forked=False)
+    with pytest.raises(ConfigError):
+        cache.reorder(beams.sequences, [1, 0])
+    mine.check()
+    beams.check()

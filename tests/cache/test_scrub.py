@@ -1,0 +1,337 @@
+"""Scrubbing: nobody reads what another tenant left, however a sequence comes by its memory.
+
+There are two ways: memory that is mapped for it, and a parked row that it adopts. What a sequence
+has appended and not written is how a test reads what was there before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from helpers.stamps import append, assert_holds
+
+from vmkv import Backend, ConfigError, ExtentPool, HostBackend, KVCache, Sequence
+from vmkv.cache.cost import CostModel
+from vmkv.errors import DriverError
+from vmkv.testing import FaultInjectingBackend
+from vmkv.units import KiB
+
+PAGE = 4 * KiB
+ALIASES = CostModel(map_us=0, unmap_us=0)
+SECRET = 777.0
+MakeCache = Callable[..., KVCache]
+MakeScrubbed = Callable[..., KVCache]
+
+
+@pytest.fixture
+def make_scrubbed(host: HostBackend, make_cache: MakeCache) -> MakeScrubbed:
+    """Makes a cache whose pool scrubs in this mode."""
+
+    def make(scrub: str, *, protects_shared: bool = False, pages: int = 400) -> KVCache:
+        pool = ExtentPool(
+            host,
+            pages * PAGE,
+            scrub=scrub,
+            protects_shared=protects_shared,
+            close_when_unused=True,
+        )
+        return make_cache(pool, cost_model=ALIASES)
+
+    return make
+
+
+def _write(sequence: Sequence, value: float = SECRET) -> None:
+    for layer in sequence.cache.layers:
+        sequence.keys(layer)[:] = value
+        sequence.values(layer)[:] = value
+
+
+def _leave_secret(cache: KVCache, tenant: str | None, num_tokens: int = 30) -> Sequence:
+    """A sequence of `tenant`, ended, that has filled its tokens."""
+    sequence = cache.open(tenant=tenant)
+    sequence.append(num_tokens)
+    _write(sequence)
+    sequence.close()
+    return sequence
+
+
+def _contents(sequence: Sequence) -> torch.Tensor:
+    """Everything that a sequence can read."""
+    return torch.stack(
+        [
+            tensor
+            for layer in sequence.cache.layers
+            for tensor in (sequence.keys(layer), sequence.values(layer))
+        ]
+    )
+
+
+def _read_unwritten(cache: KVCache, way: str, tenant: str | None) -> torch.Tensor:
+    """What a new sequence finds in tokens that it never wrote."""
+    if way == "mapped":
+        for row in range(4):
+            if cache._rows.is_parked(row):
+                cache._retire_parked(row, 0)
+        cache.pool.reclaimer.wait()
+        created = cache.stats().driver_calls["mem_create"]
+    sequence = cache.open(30, tenant=tenant)
+    sequence.append(30)
+    if way == "mapped":
+        assert created == cache.stats().driver_calls["mem_create"], "memory was not recycled"
+    found = _contents(sequence).clone()
+    sequence.close()
+    return found
+
+
+WAYS = ["mapped", "adopted"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_without_scrubbing_old_bytes_are_there(make_scrubbed: MakeScrubbed, way: str) -> None:
+    """Which shows that the tests below look in the right place."""
+    cache = make_scrubbed("never")
+    _leave_secret(cache, "a")
+    assert (_read_unwritten(cache, way, "b") == SECRET).any()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("scrub", ["cross-tenant", "always"])
+@pytest.mark.parametrize("tenants", [("a", "b"), ("a", None), (None, "a")])
+def test_new_tenant_reads_zeros(
+    make_scrubbed: MakeScrubbed, scrub: str, way: str, tenants: tuple[str | None, str | None]
+) -> None:
+    """Nobody in particular is a tenant like any other."""
+    cache = make_scrubbed(scrub)
+    _leave_secret(cache, tenants[0])
+    assert not _read_unwritten(cache, way, tenants[1]).any()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("scrub", "is_zeroed"), [("cross-tenant", False), ("always", True)])
+def test_the_same_tenant(
+    make_scrubbed: MakeScrubbed, scrub: str, way: str, is_zeroed: bool
+) -> None:
+    """Its own past is scrubbed only where everything is."""
+    cache = make_scrubbed(scrub)
+    _leave_secret(cache, "a")
+    assert is_zeroed != (_read_unwritten(cache, way, "a") == SECRET).any().item()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_third_tenant_does_not_read_the_first(make_scrubbed: MakeScrubbed, way: str) -> None:
+    """Who it was scrubbed for is who it belongs to, whether that one wrote or not."""
+    cache = make_scrubbed("cross-tenant")
+    _leave_secret(cache, "a")
+    assert not _read_unwritten(cache, way, "b").any()
+    assert not _read_unwritten(cache, way, "a").any()
+    _leave_secret(cache, "a")
+    assert not _read_unwritten(cache, way, "c").any()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_poison_is_nan(make_scrubbed: MakeScrubbed, way: str) -> None:
+    """In memory that was used before, and in memory that never was."""
+    cache = make_scrubbed("poison")
+    first = cache.open()
+    first.append(30)
+    assert _contents(first).isnan().all()
+    _write(first)
+    first.close()
+    assert _read_unwritten(cache, way, None).isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+def test_poison_is_nan_in_every_float_type(host: HostBackend, dtype: torch.dtype) -> None:
+    """All ones are no number in any of them."""
+    pool = ExtentPool(host, 100 * PAGE, scrub="poison", close_when_unused=True)
+    with KVCache(pool, max_tokens=50, max_sequences=1) as cache:
+        cache.add_layers([0], num_kv_heads=2, head_dim=32, dtype=dtype)
+        sequence = cache.open()
+        sequence.append(20)
+        assert sequence.keys(0).isnan().all()
+        assert sequence.values(0).isnan().all()
+
+
+def test_new_tenant_reads_zeros_on_every_backend(backend: Backend) -> None:
+    """In both ways, on each kind of memory."""
+    pool = ExtentPool(
+        backend, 64 * backend.granularity_bytes, scrub="cross-tenant", close_when_unused=True
+    )
+    with KVCache(pool, max_tokens=64, max_sequences=2) as cache:
+        head_dim = backend.granularity_bytes // 2 // 2 // 4 // 2  # Two tokens fill a page.
+        cache.add_layers([0], num_kv_heads=2, head_dim=head_dim, dtype=torch.float32)
+        _leave_secret(cache, "a")
+        adopted = cache.open(30, tenant="b")
+        adopted.append(30)
+        assert not _contents(adopted).any()
+        _write(adopted)
+        adopted.close()
+        cache._retire_parked(adopted.row, 0)
+        cache.pool.reclaimer.wait()
+        mapped = cache.open(tenant="c")
+        mapped.append(30)
+        assert not _contents(mapped).any()
+
+
+# ---- shared memory changes hands ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("protects_shared", [False, True])
+@pytest.mark.parametrize("scrub", ["cross-tenant", "always"])
+@pytest.mark.parametrize("adopted", ["source", "fork"])
+@pytest.mark.parametrize("when", ["before", "after", "in between"])
+def test_row_that_shared_is_scrubbed_for_the_next_tenant(
+    make_scrubbed: MakeScrubbed, scrub: str, adopted: str, when: str, protects_shared: bool
+) -> None:
+    """Read-only memory cannot be scrubbed when it is adopted; it is when it becomes writable.
+
+    The other holder goes before the row is adopted, after its new sequence has grown, or between
+    the two, when what was shared becomes the stranger's alone.
+    """
+    cache = make_scrubbed(scrub, protects_shared=protects_shared)
+    source = cache.open(tenant="a")
+    source.append(32)
+    _write(source)
+    fork = source.fork()
+    mine, other = (source, fork) if adopted == "source" else (fork, source)
+
+    def end_other() -> None:
+        other.close()
+        cache._retire_parked(other.row, 0)
+        cache.pool.reclaimer.wait()
+
+    mine.close()
+    if when == "before":
+        end_other()
+    stranger = cache.open(row=mine.row, tenant="b")
+    if when == "in between":
+        end_other()
+    stranger.append(32)
+    cache.check()
+    assert not _contents(stranger).any()
+    if when == "after":
+        assert (_contents(other) == SECRET).all()
+
+
+def test_tail_of_a_fork_is_scrubbed_behind_what_is_copied(make_scrubbed: MakeScrubbed) -> None:
+    """It gets a page of its own, which held somebody else's."""
+    cache = make_scrubbed("cross-tenant", pages=20)
+    _leave_secret(cache, "a", 4)
+    cache._retire_parked(0, 0)
+    cache.pool.reclaimer.wait()
+    source = cache.open(tenant="b")
+    append(source, range(16))
+    append(source, range(16, 18))
+    fork = source.fork()
+    fork.append(2)
+    assert not _contents(fork)[:, 18:].any()
+    assert (_contents(fork)[:, :18] == _contents(source)).all()
+
+
+def test_copy_on_write_is_scrubbed_behind_what_is_kept(make_scrubbed: MakeScrubbed) -> None:
+    """The copy is made in memory that held somebody else's."""
+    cache = make_scrubbed("cross-tenant")
+    _leave_secret(cache, "a", 8)
+    cache._retire_parked(0, 0)
+    cache.pool.reclaimer.wait()
+    source = cache.open(tenant="b")
+    append(source, range(64))
+    fork = source.fork()
+    fork.truncate(6)
+    fork.append(6)
+    assert not _contents(fork)[:, 6:].any()
+    assert (_contents(fork)[:, :6] == _contents(source)[:, :6]).all()
+
+
+def test_reordered_beams_are_scrubbed_behind_what_is_copied(make_scrubbed: MakeScrubbed) -> None:
+    """Where extents are exchanged, tails get new memory."""
+    cache = make_scrubbed("cross-tenant")
+    _leave_secret(cache, "a", 100)
+    cache._retire_parked(0, 0)
+    cache.pool.reclaimer.wait()
+    beams = [cache.open(tenant="b") for _ in range(3)]
+    for at, beam in enumerate(beams):
+        append(beam, range(1000 * at, 1000 * at + 66))
+    cache.reorder(beams, [1, 2, 0])
+    cache.grow([(beam, 100) for beam in beams])
+    for beam in beams:
+        assert not (_contents(beam)[:, 66:] == SECRET).any()
+
+
+def test_prefix_hit_of_the_same_tenant_is_not_scrubbed(make_scrubbed: MakeScrubbed) -> None:
+    """What was found stays; what lies behind it is scrubbed where everything is."""
+    cache = make_scrubbed("always")
+    sequence = cache.open(tenant="a")
+    append(sequence, range(98))
+    sequence.record(range(98))
+    sequence.close()
+    hit = cache.open(prompt=[*range(98), 5], tenant="a")
+    assert_holds(hit, range(96))
+    hit.append(2)
+    assert not _contents(hit)[:, 96:].any()
+
+
+def test_tokens_kept_past_the_length_belong_to_the_tenant(make_scrubbed: MakeScrubbed) -> None:
+    """Memory mapped for over-reads is written later, by its sequence's tenant."""
+    cache = make_scrubbed("cross-tenant")
+    sequence = cache.open(tenant="a")
+    append(sequence, range(16))
+    cache.keep_resident(20)
+    sequence.append(16)
+    _write(sequence)
+    sequence.close()
+    stranger = cache.open(32)
+    stranger.append(32)
+    assert not _contents(stranger).any()
+
+
+def test_compacted_layers_belong_to_the_tenant(host: HostBackend) -> None:
+    """Layers that move to memory without gaps take their tenant along."""
+    pool = ExtentPool(host, 400 * PAGE, scrub="cross-tenant", close_when_unused=True)
+    with KVCache(pool, max_tokens=100, max_sequences=2, layers_per_group=2) as cache:
+        cache.add_layers(range(2), num_kv_heads=2, head_dim=32, dtype=torch.float32)
+        sequence = cache.open(tenant="a")
+        sequence.append(30)
+        _write(sequence)
+        cache.drop_layers([1])
+        assert cache.compact()
+        sequence.close()
+        stranger = cache.open(30)
+        stranger.append(30)
+        assert not _contents(stranger).any()
+
+
+def test_adoption_that_fails_midway_does_not_offer_what_it_overwrote(host: HostBackend) -> None:
+    """A parked row that was half scrubbed holds less of a prefix than it did."""
+    faulty = FaultInjectingBackend(host)
+    pool = ExtentPool(faulty, 400 * PAGE, scrub="always", close_when_unused=True)
+    with KVCache(pool, max_tokens=400, max_sequences=2, layers_per_group=2) as cache:
+        cache.add_layers(range(2), num_kv_heads=2, head_dim=32, dtype=torch.float32)
+        sequence = cache.open()
+        append(sequence, range(200))  # 32 + 16 + 2 pages.
+        sequence.record(range(200))
+        sequence.close()
+        prompt = [*range(128), *range(900, 920)]
+        before = host.calls["fill"]
+        cache.open(prompt=prompt).close()
+        assert host.calls["fill"] - before == 2, "nothing to fail midway"
+        again = cache.open(row=1)
+        append(again, range(200))
+        again.record(range(200))
+        again.close()
+        cache._retire_parked(0, 0)
+        faulty.arm(3)  # Joining streams, and a fill, succeed.
+        with pytest.raises(DriverError, match="fill"):
+            cache.open(prompt=prompt)
+        faulty.arm(0)
+        cache.check()
+        hit = cache.open(prompt=[*range(200), 5])
+        assert list(range(hit.num_tokens)) == (hit.keys(0)[:, 0, 0] / 16).tolist()
+
+
+def test_unknown_mode_is_refused(host: HostBackend) -> None:
+    """With the names there are."""
+    with pytest.raises(ConfigError, match="'never', 'cross-tenant', 'always', 'poison'"):
+        ExtentPool(host, 100 * PAGE, scrub="sometimes")

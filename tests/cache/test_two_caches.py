@@ -1,0 +1,335 @@
+"""Two models on one device: caches over one pool borrow from each other, on one thread and on many.
+
+Forks from one cache to another are test_fork.py's.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from helpers.stamps import append, assert_holds
+
+from vmkv import ConfigError, ExtentPool, HostBackend, KVCache, OutOfPagesError, Sequence
+from vmkv.cache.cost import CostModel
+from vmkv.memory import check_pool
+from vmkv.units import KiB
+
+PAGE = 4 * KiB
+ALIASES = CostModel(map_us=0, unmap_us=0)
+MakeCache = Callable[..., KVCache]
+
+
+@pytest.fixture
+def pool(host: HostBackend) -> ExtentPool:
+    """64 pages."""
+    return ExtentPool(host, 64 * PAGE, close_when_unused=True)
+
+
+def _say(cache: KVCache, tokens: range) -> Sequence:
+    sequence = cache.open()
+    append(sequence, tokens)
+    sequence.record(tokens)
+    return sequence
+
+
+def _end(cache: KVCache, tokens: range) -> None:
+    _say(cache, tokens).close()
+
+
+def test_idle_cache_gives_way(pool: ExtentPool, make_cache: MakeCache) -> None:
+    """All memory is one cache's, parked; the other one has it as soon as it needs it."""
+    first, second = make_cache(pool), make_cache(pool)
+    _end(first, range(4 * 60))
+    live = second.open()
+    append(live, range(4 * 50))
+    assert (200 * KiB, 0) == (second.stats().used_bytes, first.stats().used_bytes)
+    assert first.stats().resident_bytes <= 14 * PAGE
+    live.close()
+    back = first.open()
+    append(back, range(1000, 1000 + 4 * 50))
+    assert_holds(back, range(1000, 1000 + 4 * 50))
+    assert second.stats().resident_bytes <= 14 * PAGE
+    check_pool(pool)
+
+
+def test_whoever_was_used_longest_ago_gives_way(pool: ExtentPool, make_cache: MakeCache) -> None:
+    """The clock is the pool's, not the cache's."""
+    first, second = make_cache(pool, cost_model=ALIASES), make_cache(pool, cost_model=ALIASES)
+    _end(first, range(4 * 16))
+    _end(second, range(4 * 16))
+    hit = first.open(prompt=[*range(64), 5])  # Used again, after the other one's.
+    hit.close()
+    live = second.open(row=3)
+    append(live, range(4 * 40))
+    assert 0 == second.stats().parked_bytes
+    assert 16 * PAGE == first.stats().parked_bytes
+    append(live, range(4 * 20))
+    assert first.stats().parked_bytes < 16 * PAGE
+
+
+def test_live_sequences_of_the_other_cache_are_never_taken(
+    pool: ExtentPool, make_cache: MakeCache
+) -> None:
+    """Exhaustion names the pool's figures, and both go on."""
+    first, second = make_cache(pool), make_cache(pool)
+    mine, theirs = first.open(), second.open()
+    append(mine, range(4 * 40))
+    with pytest.raises(OutOfPagesError, match="close or trim sequences"):
+        theirs.append(4 * 25)
+    append(theirs, range(500, 500 + 4 * 24))
+    for sequence, stamps in ((mine, range(4 * 40)), (theirs, range(500, 500 + 4 * 24))):
+        assert_holds(sequence, stamps)
+    check_pool(pool)
+
+
+def test_closed_cache_has_nothing_to_give(pool: ExtentPool, make_cache: MakeCache) -> None:
+    """Nor is it asked."""
+    first, second = make_cache(pool), make_cache(pool)
+    _end(first, range(4 * 60))
+    first.close()
+    live = second.open()
+    append(live, range(4 * 64))
+    assert_holds(live, range(4 * 64))
+
+
+def test_caches_of_different_layers_share_a_pool(host: HostBackend) -> None:
+    """Extents are pages: what was one model's keys becomes another's."""
+    pool = ExtentPool(host, 64 * PAGE, close_when_unused=True)
+    small = KVCache(pool, max_tokens=400, max_sequences=2)
+    small.add_layers([0], num_kv_heads=1, head_dim=16, dtype=torch.float32)
+    large = KVCache(pool, max_tokens=40, max_sequences=2)
+    large.add_layers(range(3), num_kv_heads=4, head_dim=64, dtype=torch.float32)
+    for _ in range(3):
+        for cache, num_tokens in ((small, 400), (large, 39)):
+            sequence = cache.open()
+            append(sequence, range(num_tokens))
+            assert_holds(sequence, range(num_tokens))
+            sequence.close()
+    check_pool(pool)
+    small.close()
+    large.close()
+
+
+def test_budget_follows_the_load(pool: ExtentPool, make_cache: MakeCache) -> None:
+    """Up and down while both run; too low is refused, and nothing is lost."""
+    first, second = make_cache(pool, cost_model=ALIASES), make_cache(pool, cost_model=ALIASES)
+    mine, theirs = _say(first, range(4 * 20)), _say(second, range(900, 900 + 4 * 10))
+    _end(first, range(2000, 2000 + 4 * 20))
+    pool.set_budget(40 * PAGE)
+    assert pool.stats().created_bytes <= 40 * PAGE
+    with pytest.raises(ConfigError, match="in use; close or trim"):
+        pool.set_budget(29 * PAGE)
+    pool.set_budget(30 * PAGE)
+    for sequence in (mine, theirs):
+        with pytest.raises(OutOfPagesError):
+            sequence.append(4)
+    pool.set_budget(32 * PAGE)
+    append(mine, range(80, 84))
+    append(theirs, range(940, 944))
+    assert_holds(mine, range(84))
+    assert_holds(theirs, range(900, 944))
+    check_pool(pool)
+
+
+# ---- many threads -------------------------------------------------------------------------
+
+NUM_THREADS = 8
+
+
+class _Worker:
+    """One thread's cache, the sequences it has, and what each is to hold."""
+
+    def __init__(self, pool: ExtentPool, number: int):
+        self.cache = KVCache(
+            pool, max_tokens=120, max_sequences=6, layers_per_group=2, cost_model=ALIASES
+        )
+        self.cache.add_layers(range(2), num_kv_heads=2, head_dim=32, dtype=torch.float32)
+        self.number = number
+        self.random = random.Random(number)
+        self.live: list[tuple[Sequence, list[int]]] = []
+        self.num_refused = 0
+        self.num_forks = 0
+        self.num_hits = 0
+        self._next = number * 100_000  # Stamps of no other thread.
+
+    def _fresh(self, num_tokens: int) -> list[int]:
+        self._next += num_tokens
+        return list(range(self._next - num_tokens, self._next))
+
+    def open(self) -> None:
+        """From nothing, or with a prompt that was said before."""
+        if self.live and self.random.random() < 0.5:
+            _, said = self.random.choice(self.live)
+            sequence = self.cache.open(prompt=[*said, 1])
+            self.num_hits += sequence.num_cached_tokens > 0
+            self.live.append((sequence, said[: sequence.num_tokens]))
+        else:
+            self.live.append((self.cache.open(), []))
+
+    def append(self) -> None:
+        sequence, stamps = self.random.choice(self.live)
+        new = self._fresh(min(self.random.randint(1, 30), 120 - len(stamps)))
+        sequence.append(len(new))
+        stamps += new
+        for at, layer in enumerate(self.cache.layers):
+            for value, tensor in enumerate((sequence.keys(layer), sequence.values(layer))):
+                fresh = torch.tensor(new, dtype=torch.float32) * 16 + 2 * at + value
+                tensor[len(stamps) - len(new) :] = fresh[:, None, None]
+        sequence.record(stamps[self.cache.prefixes.num_recorded(sequence.row) :])
+
+    def fork(self) -> None:
+        sequence, stamps = self.random.choice(self.live)
+        num_tokens = self.random.randint(0, len(stamps))
+        self.live.append((sequence.fork(num_tokens), stamps[:num_tokens]))
+        self.num_forks += 1
+
+    def truncate(self) -> None:
+        sequence, stamps = self.random.choice(self.live)
+        num_tokens = self.random.randint(0, len(stamps))
+        sequence.truncate(num_tokens)
+        del stamps[num_tokens:]
+
+    def reorder(self) -> None:
+        (first, its), (second, others) = (
+            self.random.choice(self.live),
+            self.random.choice(self.live),
+        )
+        if first is not second and len(its) == len(others):
+            self.cache.reorder([first, second], [1, 0])
+            its[:], others[:] = others[:], its[:]
+
+    def close(self) -> None:
+        sequence, _ = self.live.pop(self.random.randrange(len(self.live)))
+        sequence.close()
+
+    def run(self, num_steps: int, barrier: threading.Barrier) -> None:
+        """Do something at random, many times; all sequences hold what they are to hold."""
+        barrier.wait()
+        for _ in range(num_steps):
+            steps = [self.append] * 4 + [self.fork, self.truncate, self.reorder, self.close]
+            steps = [self.open, *steps] if len(self.live) < 5 else [self.append, self.close]
+            step = self.random.choice(steps) if self.live else self.open
+            try:
+                step()
+            except OutOfPagesError:
+                self.num_refused += 1
+                if self.live:
+                    self.close()
+            for sequence, stamps in self.live:
+                assert_holds(sequence, stamps)
+        while self.live:
+            self.close()
+
+
+class _Watched(dict):
+    """Notes whether a lock was held at each change."""
+
+    def __init__(self, lock: threading.RLock):
+        super().__init__()
+        self.lock = lock
+        self.was_held: list[bool] = []
+
+    def setdefault(self, key: bytes, default: dict) -> dict:
+        self.was_held.append(self.lock._is_owned())
+        return super().setdefault(key, default)
+
+    def __delitem__(self, key: bytes) -> None:
+        self.was_held.append(self.lock._is_owned())
+        super().__delitem__(key)
+
+
+@pytest.mark.parametrize("change", ["record", "truncate", "reorder"])
+def test_index_is_changed_under_the_pools_lock(
+    pool: ExtentPool, make_cache: MakeCache, change: str
+) -> None:
+    """Another cache's thread may evict a parked row, and its prefix, at any moment."""
+    cache = make_cache(pool)
+    sequences = [_say(cache, range(at, at + 64)) for at in (0, 1000)]
+    watched = _Watched(pool.lock)
+    watched.update(cache.prefixes._rows)
+    cache.prefixes._rows = watched
+    if change == "record":
+        append(sequences[0], range(64, 80))
+        sequences[0].record(range(64, 80))
+    elif change == "truncate":
+        sequences[0].truncate(10)
+    else:
+        cache.reorder(sequences, [1, 0])
+    assert watched.was_held
+    assert all(watched.was_held)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("budget_pages", [8 * 5 * 30 * 2, 300], ids=["plenty", "short"])
+@pytest.mark.parametrize("protects_shared", [False, True])
+def test_threads_with_a_cache_each(
+    host: HostBackend, budget_pages: int, protects_shared: bool
+) -> None:
+    """Eight threads on one pool: none reads another's bytes, or fails where there is plenty."""
+    pool = ExtentPool(
+        host, budget_pages * PAGE, protects_shared=protects_shared, close_when_unused=True
+    )
+    workers = [_Worker(pool, number) for number in range(NUM_THREADS)]
+    barrier = threading.Barrier(NUM_THREADS)
+    failures: list[BaseException] = []
+
+    def run(worker: _Worker) -> None:
+        try:
+            worker.run(250, barrier)
+        except BaseException as error:  # noqa: BLE001  # Told below, by the test's own thread.
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, args=(worker,)) for worker in workers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+    assert all(worker.num_forks and worker.num_hits for worker in workers)
+    if budget_pages > 1000:
+        assert 0 == sum(worker.num_refused for worker in workers)
+    for worker in workers:
+        worker.cache.check()
+    check_pool(pool)
+    for worker in workers:
+        worker.cache.close()
+
+
+def test_budget_changes_under_way(host: HostBackend) -> None:
+    """One thread moves the budget up and down while others open, fork and close."""
+    pool = ExtentPool(host, 400 * PAGE, close_when_unused=True)
+    workers = [_Worker(pool, number) for number in range(2)]
+    barrier = threading.Barrier(3)
+    failures: list[BaseException] = []
+
+    def run(worker: _Worker) -> None:
+        try:
+            worker.run(120, barrier)
+        except BaseException as error:  # noqa: BLE001  # Told below, by the test's own thread.
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, args=(worker,)) for worker in workers]
+    for thread in threads:
+        thread.start()
+    barrier.wait()
+    budgets = 0
+    while any(thread.is_alive() for thread in threads):
+        try:
+            pool.set_budget((60 + 40 * (budgets % 9)) * PAGE)
+        except ConfigError:
+            pass  # More than that is in use.
+        budgets += 1
+        stats = pool.stats()
+        assert stats.created_bytes <= stats.budget_bytes
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+    check_pool(pool)
+    for worker in workers:
+        worker.cache.close()

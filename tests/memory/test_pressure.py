@@ -1,0 +1,290 @@
+"""Pressure: in which order victims give way, and how much of them.
+
+Abstract victims here; parked rows as victims are cache/test_eviction.py's.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+import pytest
+
+from vmkv import ConfigError, ExtentPool, HostBackend, OutOfPagesError
+from vmkv.backend import Access
+from vmkv.memory import Extent, PageTable, Placement, Pressure, Victim
+from vmkv.units import KiB
+
+PAGE = 4 * KiB
+MakePool = Callable[..., ExtentPool]
+
+
+class _Source:
+    """Victims of given sizes, in bytes; remembers what was taken of each."""
+
+    def __init__(self, *sizes: int, first_used: int = 0):
+        self.left = list(sizes)
+        self.taken: list[tuple[int, int]] = []
+        self._first_used = first_used
+
+    def victims(self) -> Iterable[Victim]:
+        for at, size in enumerate(self.left):
+            yield Victim(
+                last_used=self._first_used + 10 * at,
+                freeable_bytes=size,
+                num_hits=0,
+                num_tokens=0,
+                evict=lambda num_bytes, at=at: self._take(at, num_bytes),
+            )
+
+    def _take(self, at: int, num_bytes: int) -> int:
+        taken = min(num_bytes, self.left[at])
+        self.left[at] -= taken
+        self.taken.append((at, taken))
+        return taken
+
+
+def _pressure(*sources: _Source) -> Pressure:
+    pressure = Pressure()
+    for source in sources:
+        pressure.add_source(source.victims)
+    return pressure
+
+
+def test_least_recently_used_goes_first() -> None:
+    """As much of each as is still missing."""
+    source = _Source(5, 7, 9)
+    assert 10 == _pressure(source).evict(10)
+    assert [(0, 5), (1, 5)] == source.taken
+
+
+@pytest.mark.parametrize(("num_bytes", "evicted"), [(0, 0), (1, 1), (21, 21), (22, 21), (99, 21)])
+def test_evict_takes_what_there_is_and_no_more(num_bytes: int, evicted: int) -> None:
+    """It says how much that was."""
+    source = _Source(5, 7, 9)
+    assert evicted == _pressure(source).evict(num_bytes)
+    assert 21 - evicted == sum(source.left)
+
+
+def test_victims_of_all_sources_are_one_queue() -> None:
+    """By when they were used, not by whose they are."""
+    first, second = _Source(5, 5), _Source(5, 5, first_used=5)
+    assert 12 == _pressure(first, second).evict(12)
+    assert ([(0, 5), (1, 2)], [(0, 5)]) == (first.taken, second.taken)
+
+
+def test_evict_may_be_told_whose() -> None:
+    """A cache that trims takes nothing of others."""
+    first, second = _Source(5), _Source(5)
+    assert 5 == _pressure(first, second).evict(99, only=second.victims)
+    assert [5] == first.left
+
+
+def test_source_that_is_gone_is_not_asked() -> None:
+    """Removed, or nobody's any more: a cache that was never closed does not live on for this."""
+    first, second, third = _Source(5), _Source(5), _Source(5)
+    pressure = _pressure(first, second, third)
+    pressure.remove_source(second.victims)
+    pressure.remove_source(second.victims)
+    del third
+    gc.collect()
+    assert 5 == pressure.evict(99)
+    assert [5] == second.left
+
+
+def test_victims_that_free_nothing_are_not_taken() -> None:
+    """What others hold as well is spared."""
+    source = _Source(0, 5)
+    _pressure(source).evict(3)
+    assert [(1, 3)] == source.taken
+
+
+def test_clock_only_goes_forward() -> None:
+    """No two uses are at the same time."""
+    pressure = Pressure()
+    times = [pressure.tick() for _ in range(5)]
+    assert sorted(set(times)) == times
+
+
+class _LargestFirst:
+    def order(self, victims: Sequence[Victim]) -> Iterable[Victim]:
+        return sorted(victims, key=lambda victim: -victim.freeable_bytes)
+
+
+class _SparesTheSmall:
+    def order(self, victims: Sequence[Victim]) -> Iterable[Victim]:
+        return (victim for victim in victims if victim.freeable_bytes >= 7)
+
+
+def test_policy_orders_and_spares() -> None:
+    """An object of the user's; what it leaves out is never taken."""
+    source = _Source(5, 7, 9)
+    pressure = Pressure(_LargestFirst())
+    pressure.add_source(source.victims)
+    pressure.evict(10)
+    assert [(2, 9), (1, 1)] == source.taken
+    source = _Source(5, 7, 9)
+    pressure.policy = _SparesTheSmall()  # May be replaced while running.
+    pressure.add_source(source.victims)
+    assert 16 == pressure.evict(99)
+    assert [5, 0, 0] == source.left
+
+
+# ---- what only victims share --------------------------------------------------------------
+
+
+class _Sharers:
+    """Rows that each map some of a pool's extents, given by number: the end of a row goes first."""
+
+    def __init__(self, pool: ExtentPool, *rows: Sequence[int]):
+        numbers = sorted({number for row in rows for number in row})
+        self.pool = pool
+        self.extents = dict(zip(numbers, pool.acquire([0] * len(numbers)), strict=True))
+        self.table = PageTable(pool, len(rows), max(map(len, rows)))
+        self.live: set[int] = set()
+        for row, its in enumerate(rows):
+            placement = Placement(row, 0, [self.extents[number] for number in its])
+            pool.backend.execute(self.table.ops_to_map(placement, Access.READ))
+            self.table.note_mapped(placement, Access.READ)
+        pool.disown(list(self.extents.values()))
+        pool.pressure.add_source(self.victims)
+
+    def victims(self) -> Iterable[Victim]:
+        for row, pages in enumerate(self.table.rows):
+            if row not in self.live:
+                yield self._victim(row, [mapping.extent for mapping in pages.mappings])
+
+    def _victim(self, row: int, extents: Sequence[Extent]) -> Victim:
+        own = [at for at, each in enumerate(extents) if each.num_live_mappings == 1]
+
+        def evict(num_bytes: int) -> int:
+            going = own[max(0, len(own) - -(-num_bytes // PAGE)) :]
+            self._retire(row, going[0])
+            return len(going) * PAGE
+
+        def let_go(idle: Collection[Extent]) -> None:
+            self._retire(row, min(at for at, each in enumerate(extents) if each in idle))
+
+        return Victim(
+            last_used=row,
+            freeable_bytes=len(own) * PAGE,
+            num_hits=0,
+            num_tokens=0,
+            evict=evict,
+            shared=[each for each in extents if each.num_live_mappings > 1],
+            let_go=let_go,
+        )
+
+    def _retire(self, row: int, page: int) -> None:
+        self.table.retire_back(row, page, self.pool.reclaimer.new_fence())
+
+    @property
+    def num_pages(self) -> list[int]:
+        return [pages.num_pages for pages in self.table.rows]
+
+
+def test_shared_between_victims_is_freed_when_the_last_lets_go(make_pool: MakePool) -> None:
+    """First what each has alone; then the older ones let go, and the last is taken by extents."""
+    pool = make_pool(64)
+    rows = _Sharers(pool, [0, 1, 2, 3], [0, 1, 2, 4, 5], [0, 1])
+    assert 3 * PAGE == pool.pressure.evict(3 * PAGE)
+    assert [3, 3, 2] == rows.num_pages
+    assert PAGE == pool.pressure.evict(PAGE)
+    assert [0, 2, 2] == rows.num_pages
+    assert 2 * PAGE == pool.pressure.evict(99 * PAGE)
+    assert [0, 0, 0] == rows.num_pages
+    pool.reclaimer.wait()
+    assert 6 * PAGE == pool.stats().free_bytes
+
+
+def test_shared_with_somebody_live_is_spared(make_pool: MakePool) -> None:
+    """Letting go of it would free nothing."""
+    pool = make_pool(64)
+    rows = _Sharers(pool, [0, 1, 2], [0, 1, 3], [0, 1, 4])
+    rows.live = {2}
+    assert 2 * PAGE == pool.pressure.evict(99 * PAGE)
+    assert [2, 2, 3] == rows.num_pages
+
+
+def test_shared_and_owned_is_spared(make_pool: MakePool) -> None:
+    """Somebody is about to map it again."""
+    pool = make_pool(64)
+    rows = _Sharers(pool, [0, 1], [0, 1])
+    pool.own([rows.extents[0]])
+    assert PAGE == pool.pressure.evict(99 * PAGE)
+    assert [1, 1] == rows.num_pages
+    pool.disown([rows.extents[0]])
+    assert PAGE == pool.pressure.evict(99 * PAGE)
+
+
+class _SparesRowOne:
+    def order(self, victims: Sequence[Victim]) -> Iterable[Victim]:
+        return [victim for victim in victims if victim.last_used != 1]
+
+
+def test_shared_with_one_that_the_policy_spares_is_spared(make_pool: MakePool) -> None:
+    """It is never taken, so what it shares cannot be freed."""
+    pool = make_pool(64, policy=_SparesRowOne())
+    rows = _Sharers(pool, [0, 1, 2], [0, 1, 3], [4])
+    assert 2 * PAGE == pool.pressure.evict(99 * PAGE)
+    assert [2, 3, 0] == rows.num_pages
+
+
+# ---- making room --------------------------------------------------------------------------
+
+
+def test_room_is_what_became_free_not_what_was_unmapped(
+    host: HostBackend, make_pool: MakePool
+) -> None:
+    """Retired mappings of memory that others map as well do not count."""
+    pool = make_pool(8)
+    rows = _Sharers(pool, [0, 1, 2, 3], [0, 1, 2, 3], [4, 5, 6, 7])
+    rows.live = {0}
+    host.hold_fences()
+    rows._retire(1, 0)
+    host.pass_fences()
+    pool.make_room(2 * PAGE)
+    assert 2 * PAGE <= pool.available_bytes
+    assert [4, 0, 2] == rows.num_pages
+
+
+def test_what_is_retired_is_waited_for_before_anybody_gives_way(
+    host: HostBackend, make_pool: MakePool
+) -> None:
+    """It is free soon anyway."""
+    pool = make_pool(8)
+    rows = _Sharers(pool, [0, 1, 2, 3], [4, 5, 6, 7])
+    rows.live = {0}
+    host.hold_fences()
+    rows._retire(0, 2)
+    pool.make_room(2 * PAGE)
+    host.pass_fences()
+    assert [2, 4] == rows.num_pages
+
+
+def test_acquire_or_evict_takes_from_victims(make_pool: MakePool) -> None:
+    """All of it or nothing, as `acquire`; what cannot be had is said."""
+    pool = make_pool(8)
+    rows = _Sharers(pool, [0, 1, 2, 3], [4, 5, 6, 7])
+    rows.live = {0}
+    with pytest.raises(OutOfPagesError):
+        pool.acquire([1])
+    extents = pool.acquire_or_evict([1, 0])
+    assert [2, 1] == [extent.num_pages for extent in extents]
+    with pytest.raises(OutOfPagesError):
+        pool.acquire_or_evict([2])
+    assert 4 == rows.num_pages[0]
+    pool.disown(extents)
+
+
+def test_budget_is_lowered_by_eviction(make_pool: MakePool) -> None:
+    """As far as victims go."""
+    pool = make_pool(16)
+    rows = _Sharers(pool, [0, 1, 2, 3], [0, 1, 4, 5], [6, 7])
+    rows.live = {2}
+    pool.set_budget(4 * PAGE)
+    assert 4 * PAGE >= pool.stats().created_bytes
+    with pytest.raises(ConfigError, match="8 KiB in use"):
+        pool.set_budget(PAGE)
+    assert 4 * PAGE == pool.stats().budget_bytes
+    assert 2 == rows.num_pages[2]

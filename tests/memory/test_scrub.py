@@ -1,0 +1,122 @@
+"""When recycled memory is overwritten, and with what. Through sequences: cache/test_scrub.py."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+
+import pytest
+
+from vmkv import ConfigError, ExtentPool, HostBackend
+from vmkv.backend import Access
+from vmkv.errors import DriverError
+from vmkv.memory import Extent, PageTable, Placement, Scrub
+from vmkv.testing import FaultInjectingBackend, read_bytes, write_bytes
+from vmkv.units import Handle, KiB
+
+PAGE = 4 * KiB
+MakePool = Callable[..., ExtentPool]
+
+
+def _extent(*, is_dirty: bool, tenant: str | None) -> Extent:
+    extent = Extent(0, 0, PAGE, Handle(1))
+    extent.is_dirty, extent.tenant = is_dirty, tenant
+    return extent
+
+
+@pytest.mark.parametrize(
+    ("scrub", "is_dirty", "last", "next_", "concerns"),
+    [
+        ("never", True, "a", "b", False),
+        ("cross-tenant", True, "a", "b", True),
+        ("cross-tenant", True, "a", None, True),
+        ("cross-tenant", True, None, "a", True),
+        ("cross-tenant", True, "a", "a", False),
+        ("cross-tenant", True, None, None, False),
+        ("cross-tenant", False, None, "a", False),  # Fresh memory reads as zero.
+        ("always", True, "a", "a", True),
+        ("always", False, None, "a", False),
+        ("poison", True, "a", "a", True),
+        ("poison", False, None, "a", True),
+    ],
+)
+def test_scrub_concerns(
+    scrub: str, is_dirty: bool, last: str | None, next_: str | None, concerns: bool
+) -> None:
+    """The whole table of what each mode is about."""
+    assert concerns == Scrub(scrub).concerns(_extent(is_dirty=is_dirty, tenant=last), next_)
+
+
+def test_scrub_is_named_or_a_member() -> None:
+    """What is neither is refused, with the names."""
+    assert Scrub.ALWAYS is Scrub.named("always") is Scrub.named(Scrub.ALWAYS)
+    with pytest.raises(ConfigError, match="scrub='ALWAYS' is unknown; there are 'never'"):
+        Scrub.named("ALWAYS")
+
+
+@pytest.mark.parametrize("code", ["<e", "<f", "<d"])
+def test_poison_is_not_a_number(code: str) -> None:
+    """In half, single and double; bfloat16 is the upper half of single."""
+    data = bytes([Scrub.POISON.byte]) * struct.calcsize(code)
+    (value,) = struct.unpack(code, data)
+    assert value != value
+
+
+def _mapped(pool: ExtentPool) -> tuple[PageTable, list[Extent]]:
+    """Two extents of one page and of two, mapped one after the other, owned."""
+    table = PageTable(pool, 1, 4)
+    extents = pool.acquire([0, 1])
+    placement = Placement(0, 0, extents)
+    pool.backend.execute(table.ops_to_map(placement, Access.READ_WRITE))
+    table.note_mapped(placement, Access.READ_WRITE)
+    return table, extents
+
+
+def test_prepare_overwrites_what_is_concerned_and_nothing_else(make_pool: MakePool) -> None:
+    """One extent was the tenant's own, the other somebody else's."""
+    pool = make_pool(16, scrub="cross-tenant")
+    table, extents = _mapped(pool)
+    pool.prepare(extents, table.address, "a", 0)
+    write_bytes(pool.backend, table.address, b"x" * 3 * PAGE)
+    extents[1].tenant = "b"
+    pool.prepare(extents, table.address, "a", 0)
+    assert b"x" * PAGE + bytes(2 * PAGE) == read_bytes(pool.backend, table.address, 3 * PAGE)
+    assert ["a", "a"] == [extent.tenant for extent in extents]
+    assert 1 == pool.backend.calls["fill"]
+    pool.disown(extents)
+
+
+def test_prepare_that_fails_leaves_the_rest_to_be_scrubbed(
+    host: HostBackend, make_pool: MakePool
+) -> None:
+    """An extent changes hands once it has been overwritten, not before."""
+    faulty = FaultInjectingBackend(host)
+    pool = make_pool(16, faulty, scrub="cross-tenant")
+    table, extents = _mapped(pool)
+    pool.prepare(extents, table.address, "a", 0)
+    write_bytes(pool.backend, table.address, b"x" * 3 * PAGE)
+    faulty.arm(2)
+    with pytest.raises(DriverError, match="fill"):
+        pool.prepare(extents, table.address, "b", 0)
+    faulty.arm(0)
+    assert ["b", "a"] == [extent.tenant for extent in extents]
+    pool.prepare(extents, table.address, "b", 0)
+    assert bytes(3 * PAGE) == read_bytes(pool.backend, table.address, 3 * PAGE)
+    pool.disown(extents)
+
+
+def test_extents_remember_their_tenant_while_they_are_free(make_pool: MakePool) -> None:
+    """That is how the next one is found to be another."""
+    pool = make_pool(16, scrub="cross-tenant")
+    table, extents = _mapped(pool)
+    pool.prepare(extents, table.address, "a", 0)
+    pool.disown(extents)
+    table.retire_back(0, 0, pool.reclaimer.new_fence())
+    pool.reclaimer.wait()
+    again = pool.acquire([0, 1])
+    assert [("a", True)] * 2 == [(extent.tenant, extent.is_dirty) for extent in again]
+    pool.disown(again)
+    pool.trim()
+    fresh = pool.acquire([0])
+    assert (None, False) == (fresh[0].tenant, fresh[0].is_dirty)
+    pool.disown(fresh)

@@ -1,0 +1,273 @@
+"""Shelves: extents of one location each, within a budget each, converted between classes.
+
+What the pool makes of them is test_pool.py's; histories are machines/test_pool_machine.py's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from vmkv import ConfigError, ExtentPool, HostBackend, OutOfPagesError
+from vmkv.backend import MemoryLocation
+from vmkv.errors import DriverError
+from vmkv.memory import PoolStats, check_pool
+from vmkv.memory.shelf import Shelf
+from vmkv.testing import FaultInjectingBackend
+from vmkv.units import KiB, MiB
+
+PAGE = 4 * KiB
+DEVICE, HOST = MemoryLocation.DEVICE, MemoryLocation.HOST
+MakePool = Callable[..., ExtentPool]
+MakeShelf = Callable[..., Shelf]
+
+
+@pytest.fixture
+def make_shelf(host: HostBackend) -> MakeShelf:
+    """Makes a shelf over `host` with a budget in pages."""
+
+    def make(
+        budget_pages: int,
+        location: MemoryLocation = DEVICE,
+        *,
+        backend: HostBackend | FaultInjectingBackend | None = None,
+        on_pressure: Callable[[], None] | None = None,
+    ) -> Shelf:
+        def stats(_: MemoryLocation) -> PoolStats:
+            return PoolStats(shelf.budget_bytes, shelf.created_bytes, shelf.free_bytes, 0, 0)
+
+        shelf = Shelf(
+            backend or host,
+            location,
+            PAGE,
+            3,
+            budget_pages * PAGE,
+            is_shareable=False,
+            on_pressure=on_pressure,
+            stats=stats,
+        )
+        return shelf
+
+    return make
+
+
+def _empty(shelf: Shelf) -> None:
+    shelf.release_free(shelf.free_bytes)
+    assert (0, 0) == (shelf.created_bytes, shelf.free_bytes)
+
+
+@pytest.mark.parametrize("location", MemoryLocation)
+def test_memory_is_of_the_shelfs_location(
+    host: HostBackend, make_shelf: MakeShelf, location: MemoryLocation
+) -> None:
+    """Extents say where they lie, and the backend agrees."""
+    shelf = make_shelf(8, location)
+    extents = shelf.take([1, 0])
+    assert [location] * 2 == [extent.location for extent in extents]
+    usage = host.usage()
+    wanted = (3 * PAGE, 0) if location is DEVICE else (0, 3 * PAGE)
+    assert wanted == (usage.physical_bytes, usage.host_bytes)
+    for extent in extents:
+        shelf.put_back(extent)
+    assert [1, 1, 0] == [shelf.count_free(size_class) for size_class in range(3)]
+    _empty(shelf)
+
+
+def test_taken_extents_are_counted_free_only_when_put_back(make_shelf: MakeShelf) -> None:
+    """`available_bytes` is what could still be taken, whether it exists or not."""
+    shelf = make_shelf(8)
+    assert 8 * PAGE == shelf.available_bytes
+    extents = shelf.take([1, 0])
+    assert (3 * PAGE, 0, 5 * PAGE) == (
+        shelf.created_bytes,
+        shelf.free_bytes,
+        shelf.available_bytes,
+    )
+    shelf.put_back(extents[0])
+    assert (3 * PAGE, 2 * PAGE, 7 * PAGE) == (
+        shelf.created_bytes,
+        shelf.free_bytes,
+        shelf.available_bytes,
+    )
+    shelf.put_back(extents[1])
+    _empty(shelf)
+
+
+def test_free_extents_of_other_classes_make_room(make_shelf: MakeShelf) -> None:
+    """A budget of free large extents still gives small ones: the shelf cannot fragment."""
+    shelf = make_shelf(8)
+    for extent in shelf.take([3]):
+        shelf.put_back(extent)
+    small = shelf.take([0] * 8)
+    assert 8 * PAGE == shelf.created_bytes
+    for extent in small:
+        shelf.put_back(extent)
+    large = shelf.take([2, 2])
+    assert 8 * PAGE == shelf.created_bytes
+    for extent in large:
+        shelf.put_back(extent)
+    _empty(shelf)
+
+
+def test_refusal_puts_back_what_was_taken(make_shelf: MakeShelf) -> None:
+    """All or nothing; the message names the budget to raise."""
+    shelf = make_shelf(4)
+    for extent in shelf.take([1, 0]):
+        shelf.put_back(extent)
+    with pytest.raises(OutOfPagesError, match=r"needs 20 KiB, 16 KiB left .*raise budget_bytes"):
+        shelf.take([1, 0, 1])
+    assert (3 * PAGE, 3 * PAGE) == (shelf.created_bytes, shelf.free_bytes)
+    _empty(shelf)
+
+
+def test_host_budget_is_named(make_shelf: MakeShelf) -> None:
+    """A sequence that cannot be swapped out says which budget was too small."""
+    shelf = make_shelf(2, HOST)
+    with pytest.raises(OutOfPagesError, match=r"of a host memory budget.*raise host_budget_bytes"):
+        shelf.take([2])
+
+
+def test_ids_of_released_extents_are_used_again(make_shelf: MakeShelf) -> None:
+    """However often memory is created and released, there are as many ids as extents."""
+    shelf = make_shelf(4)
+    for _ in range(5000):
+        (extent,) = shelf.take([0])
+        shelf.put_back(extent)
+        shelf.release_free(PAGE)
+    assert 0 == extent.id
+    assert [] == shelf.extents()
+
+
+def test_release_takes_the_largest_first(make_shelf: MakeShelf) -> None:
+    """Fewest calls for the bytes; at least what was asked for, where there is as much."""
+    shelf = make_shelf(16)
+    for extent in shelf.take([0, 3, 1]):
+        shelf.put_back(extent)
+    assert 8 * PAGE == shelf.release_free(PAGE)
+    assert 2 * PAGE == shelf.release_free(2 * PAGE)
+    assert PAGE == shelf.release_free(100 * PAGE)
+    _empty(shelf)
+
+
+def test_release_that_fails_keeps_the_extent_free(host: HostBackend, make_shelf: MakeShelf) -> None:
+    """It exists, so it counts, and can be taken."""
+    faulty = FaultInjectingBackend(host)
+    shelf = make_shelf(8, backend=faulty)
+    for extent in shelf.take([0, 1]):
+        shelf.put_back(extent)
+    faulty.arm(2)
+    with pytest.raises(DriverError, match="mem_release"):
+        shelf.release_free(3 * PAGE)
+    faulty.arm(0)
+    assert (PAGE, PAGE) == (shelf.created_bytes, shelf.free_bytes)
+    _empty(shelf)
+
+
+def test_unlisted_release_that_fails_leaves_the_extent_to_its_caller(
+    host: HostBackend, make_shelf: MakeShelf
+) -> None:
+    """What may not be recycled must not appear among what is free."""
+    faulty = FaultInjectingBackend(host)
+    shelf = make_shelf(8, backend=faulty)
+    (extent,) = shelf.take([0])
+    faulty.arm(1)
+    with pytest.raises(DriverError, match="mem_release"):
+        shelf.release_unlisted(extent)
+    faulty.arm(0)
+    assert (PAGE, 0, 0) == (shelf.created_bytes, shelf.free_bytes, shelf.count_free(0))
+    shelf.release_unlisted(extent)
+    assert 0 == shelf.created_bytes
+
+
+def test_full_device_is_asked_again_after_giving_back(
+    host: HostBackend, make_shelf: MakeShelf
+) -> None:
+    """Others are told to let go, free extents go back, and then it is tried once more."""
+    told: list[int] = []
+    faulty = FaultInjectingBackend(host)
+    shelf = make_shelf(8, backend=faulty, on_pressure=lambda: told.append(shelf.free_bytes))
+    for extent in shelf.take([2]):
+        shelf.put_back(extent)
+    faulty.arm(1, is_out_of_memory=True)
+    (small,) = shelf.take([0])
+    faulty.arm(0)
+    assert ([4 * PAGE], PAGE, 0) == (told, shelf.created_bytes, shelf.free_bytes)
+    shelf.put_back(small)
+    _empty(shelf)
+
+
+def test_device_that_stays_full_is_out_of_pages(
+    host: HostBackend, make_shelf: MakeShelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not a broken driver: the caller may retry after closing something."""
+    shelf = make_shelf(8)
+
+    def refuse(*_: object, **__: object) -> int:
+        raise DriverError("mem_create", 2, "FULL", is_out_of_memory=True)
+
+    monkeypatch.setattr(host, "mem_create", refuse)
+    with pytest.raises(OutOfPagesError, match="host has no more memory to give"):
+        shelf.take([0])
+    assert 0 == shelf.created_bytes
+
+
+@pytest.mark.parametrize("location", MemoryLocation)
+def test_budget_may_change_down_to_what_is_in_use(
+    make_shelf: MakeShelf, location: MemoryLocation
+) -> None:
+    """Free memory above it goes at once; below what is taken it stays as it was."""
+    shelf = make_shelf(16, location)
+    taken, free = shelf.take([2, 3])
+    shelf.put_back(free)
+    shelf.set_budget(5 * PAGE)
+    assert (5 * PAGE, 4 * PAGE, 0) == (
+        shelf.budget_bytes,
+        shelf.created_bytes,
+        shelf.free_bytes,
+    )
+    with pytest.raises(ConfigError, match="below the 16 KiB in use"):
+        shelf.set_budget(3 * PAGE)
+    assert 5 * PAGE == shelf.budget_bytes
+    shelf.put_back(taken)
+    _empty(shelf)
+
+
+# ---- two shelves in one pool --------------------------------------------------------------
+
+
+def test_locations_do_not_borrow_from_each_other(make_pool: MakePool) -> None:
+    """Device memory that is full is not made up for by the host's, nor the other way."""
+    pool = make_pool(4, host_budget_bytes=2 * PAGE)
+    device, host = pool.acquire([2]), pool.acquire([1], HOST)
+    for location in MemoryLocation:
+        with pytest.raises(OutOfPagesError):
+            pool.acquire([0], location)
+    check_pool(pool)
+    pool.disown(device + host)
+    assert (4 * PAGE, 2 * PAGE) == (pool.stats().free_bytes, pool.stats(HOST).free_bytes)
+    assert 2 * PAGE == pool.trim(location=HOST)
+    assert (4 * PAGE, 0) == (pool.stats().free_bytes, pool.stats(HOST).created_bytes)
+
+
+def test_without_a_host_budget_there_is_no_host_memory(pool: ExtentPool) -> None:
+    """Swapping is off unless it was asked for."""
+    with pytest.raises(OutOfPagesError, match="raise host_budget_bytes"):
+        pool.acquire([0], HOST)
+
+
+def test_host_budget_changes_by_itself(make_pool: MakePool) -> None:
+    """Neither location's budget touches the other's."""
+    pool = make_pool(4, host_budget_bytes=8 * PAGE)
+    pool.disown(pool.acquire([2], HOST))
+    pool.set_budget(2 * PAGE, HOST)
+    assert (4 * PAGE, 2 * PAGE) == (pool.stats().budget_bytes, pool.stats(HOST).budget_bytes)
+    assert 0 == pool.stats(HOST).created_bytes
+    check_pool(pool)
+
+
+@pytest.mark.parametrize("budget_bytes", [-1, 1, PAGE - 1, 1.5 * MiB])
+def test_host_budget_must_hold_a_page(host: HostBackend, budget_bytes: float) -> None:
+    """Or be none at all."""
+    with pytest.raises(ConfigError, match="host_budget_bytes"):
+        ExtentPool(host, 4 * PAGE, host_budget_bytes=budget_bytes)  # type: ignore[arg-type]
