@@ -96,10 +96,10 @@ class DriverMeter:
             setattr(backend, name, self._timed(getattr(backend, name)))
 
     def _timed(self, call: Callable) -> Callable:
-        def timed(*args: object) -> object:
+        def timed(*args: object, **options: object) -> object:
             start = time.perf_counter()
             try:
-                return call(*args)
+                return call(*args, **options)
             finally:
                 self.seconds += time.perf_counter() - start
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from common import RESULTS, environment
+from sharing_plots import PLOTS as SHARING_PLOTS
 
 from vmkv.units import format_bytes
 
@@ -40,6 +41,12 @@ HEADLINES = (
     "decode_ratio_32x8192",
     "ragged_seconds",
     "decode_flash2_over_dense",
+    "fork_ms",
+    "prefix_adopt_calls",
+    "shared_prefix_ratio",
+    "beams_memory_ratio",
+    "beams_time_ratio",
+    "swap_out_share",
     "steady_waste_share",
 )
 _SECTION = re.compile(r"(Question|Prediction|Verdict|Method|Rivals|Not measured)[.:]\s+")
@@ -507,6 +514,26 @@ def plot_ragged(canvas: Any, rows: Sequence[Row]) -> None:
         finish(axes, title, unit)
 
 
+def plot_serve(canvas: Any, rows: Sequence[Row]) -> None:
+    names = {
+        "seconds": "vmkv",
+        "vllm_seconds": "vLLM",
+        "hf_batch_seconds": "transformers, generate_batch",
+        "hf_padded_seconds": "transformers, left-padded",
+    }
+    long = [
+        {"workload": row["workload"], "way": way, "value": row[key]}
+        for row in sorted(rows, key=lambda row: row["workload"])
+        for key, way in names.items()
+        if row.get(key) is not None
+    ]
+    compared = {row["workload"] for row in long if row["way"] != "vmkv"}
+    shown = [row for row in long if row["workload"] in compared] or long
+    axes = canvas.subplots(1, 1)
+    grouped_bars(axes, shown, ["workload"], "way", "value", ours_first(shown, "way"))
+    finish(axes, "all requests of a workload", "s")
+
+
 PLOTS: dict[str, tuple[Callable[[Any, Sequence[Row]], None], float]] = {
     "mapping": (plot_mapping, 12),
     "waste": (plot_waste, 11),
@@ -517,6 +544,8 @@ PLOTS: dict[str, tuple[Callable[[Any, Sequence[Row]], None], float]] = {
     "attention": (plot_attention, 13),
     "free_list": (plot_free_list, 7),
     "ragged": (plot_ragged, 9),
+    "serve": (plot_serve, 11),
+    **SHARING_PLOTS,
 }
 
 

@@ -65,7 +65,7 @@ def test_bench_states_its_case(results: Path, report, bench: Path) -> None:
         assert not any(isinstance(value, dict) for value in row.values())
 
 
-def test_report_makes_pages(results: Path, tmp_path: Path) -> None:
+def test_report_makes_pages(results: Path, report, tmp_path: Path) -> None:
     """A section and a plot for each record, the same bytes each time; a check notices changes."""
     root = tmp_path / "ROOT.md"
     root.write_text(f"before\n{MARKERS}after\n")
@@ -79,8 +79,9 @@ def test_report_makes_pages(results: Path, tmp_path: Path) -> None:
     page = (results.parent / "README.md").read_text()
     for bench in BENCHES:
         assert f"## {bench.stem}-cpu" in page
-        assert f"(results/{bench.stem}-cpu.png)" in page
-        assert (results / f"{bench.stem}-cpu.png").stat().st_size > 1000
+        if bench.stem.removeprefix("bench_") in report.PLOTS:
+            assert f"(results/{bench.stem}-cpu.png)" in page
+            assert (results / f"{bench.stem}-cpu.png").stat().st_size > 1000
     assert root.read_text().startswith("before\n<!-- figures:start -->\n| bench |")
     assert root.read_text().endswith("<!-- figures:end -->\nafter\n")
     plots = {path: path.read_bytes() for path in results.glob("*.png")}
@@ -93,6 +94,52 @@ def test_report_makes_pages(results: Path, tmp_path: Path) -> None:
     changed["rows"][0]["waste_share"] += 1
     path.write_text(json.dumps(changed))
     assert run(BENCH / "report.py", "--check", *places).returncode == 1
+
+
+def test_plots_of_sharing_can_be_drawn(
+    results: Path, report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a small run, whichever of them `report` draws yet; drawing changes no record."""
+    import sharing_plots
+
+    monkeypatch.setattr(report, "PLOTS", report.PLOTS | sharing_plots.PLOTS)
+    loaded = [each for each in report.load(results) if each.bench in sharing_plots.PLOTS]
+    assert {each.bench for each in loaded} == {"sharing", "window", "swap", "beams"}
+    before = json.dumps([each.record for each in loaded])
+    for each in loaded:
+        report.draw(each, tmp_path)
+        assert (tmp_path / f"{each.stem}.png").stat().st_size > 1000
+    assert json.dumps([each.record for each in loaded]) == before
+
+
+#: Bench, figure, and what it is where nothing is a matter of time or of the machine.
+EXACT_FIGURES = (
+    ("sharing", "prefix_adopt_calls", 0),
+    ("sharing", "shared_prefix_ratio", 1),
+    ("sharing", "fork_new_mib", 1 / 8),  # An extent of 32 pages of 4 KiB.
+    ("window", "window_spread_smoke", 1),
+    ("window", "window_spread_smoke_mixed", 1),
+)
+
+
+@pytest.mark.parametrize(("bench", "name", "expected"), EXACT_FIGURES)
+def test_sharing_is_counted_exactly(
+    results: Path, report, bench: str, name: str, expected: float
+) -> None:
+    """Calls and bytes are the same on every machine, so the benches' counting can be checked."""
+    (result,) = (each for each in report.load(results) if each.bench == bench)
+    (figure,) = (each for each in result.figures if each["name"] == name)
+    assert figure["got"] == pytest.approx(expected)
+    assert figure["is_met"] is not False
+
+
+def test_beam_search_finds_the_same_tokens(results: Path, report) -> None:
+    """What the bench compares is the same search, with a reordering for each new token."""
+    (result,) = (each for each in report.load(results) if each.bench == "beams")
+    assert {row["cache"] for row in result.rows} == {"VMKVCache", "DynamicCache"}
+    for row in result.rows:
+        assert row["same_tokens_share"] == 1
+        assert row["reorderings"] == row["new_tokens"]
 
 
 def test_committed_pages_are_up_to_date() -> None:

@@ -1,0 +1,350 @@
+"""Does the engine serve a plain transformers model as fast as vLLM serves its own?
+
+Question. Five workloads of one shape each (many mixed prompts, many more, long prompts, one
+request, much decoding): how long does `vmkv.serve.Engine` take for all of it, against what vLLM
+takes on the same GPU? How far is a decode step from the memory floor, and how much of the time is
+mapping that the device waits for?
+
+Prediction. A prompt token costs 2 * 7.0e9 operations, at the 0.70 PFLOP/s that matrix products of
+these shapes reach: W1's 344k prompt tokens take 6.9 s and, with all that is not a product (8 %),
+7.5 s. A decode step reads weights, keys and values once, at about 85 % of the 4.3 TB/s of a copy:
+W1's 128 steps over up to 256 sequences take 2.5 s. Together 10 s; vLLM's 11.0 s says the same. The
+others follow: W0 2.4 s, W2 7.5 s, W3 0.34 s, W4 10.5 s. A page is mapped while the step before
+runs, so mapping costs nothing but in the first step: under 0.1 % of W1. With a quarter of the
+memory that W1 needs, a quarter of its sequences decode together: decoding takes more than twice as
+long, prompts as long as before, so 0.75 of the throughput. Of 1,000 prompts that share 2,048 tokens
+and have 64 of their own, the prefix cache computes 66k tokens instead of 2.1 M: 1.5 s and the
+decoding, 3 s, instead of 46 s and the decoding: ten times the throughput.
+
+Method. Llama-3-8B's shape from transformers' own class, random weights, bfloat16, greedy, no end of
+sequence; prompts from `random.seed(0)`: a length by `random.choice`, then as many
+`random.randint(5, 120000)`. The engine is warmed up (compiled, captured) before, as is vLLM.
+Seconds are wall time of `engine.generate` for all requests, the median of its rounds. A decode step
+is the median time between steps that decode all 32 sequences of W2 and nothing else. Mapping is
+what the engine spends growing sequences; it was on the critical path where the host did not have to
+wait for the step before afterwards, because then the device may have.
+
+Rivals. Published figures, measured on the same kind of machine with the same prompts and not in
+this run: vLLM 0.26.0 (FlashAttention-3, compiled, CUDA graphs, prefix cache off), transformers 5.17
+`generate_batch` (paged flash-attn 2), and `generate` on the left-padded batch (flash-attn 2).
+
+Not measured. Arrivals over time, sampling, several devices, the HTTP server.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from bench_generate import llama_config, make_model
+from common import spread, write_result
+from report import Figure, Row, bench_parser, make_record, print_figures, print_rows
+
+from vmkv.serve import Engine, SamplingParams
+from vmkv.serve.observer import RequestRecord, StepRecord
+
+MIXED = (128, 256, 512, 1024, 2048, 4096)
+MAX_TOKENS = 16384
+MAX_NUM_SEQS = 256
+MAX_NUM_BATCHED_TOKENS = 16384
+WEIGHT_BYTES = 15.0e9  # What a step reads: the input embedding is not among it.
+KV_BYTES_PER_TOKEN = 128 * 1024
+COPY_BYTES_PER_S = 4.3e12  # Measured: torch's device-to-device copy, reads and writes counted.
+#: Under this the host did not wait: the device had finished before, and may have been idle.
+WAIT_MIN_S = 50e-6
+SMOKE_BUDGET_BYTES = 2**26
+QUARTER_BYTES = 12 * 2**30  # W1's keys and values take 48 GiB.
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests, and what others took for them, in seconds."""
+
+    name: str
+    num_requests: int
+    lengths: tuple[int, ...]
+    new_tokens: int
+    rounds: int = 2
+    prefix_tokens: int = 0
+    vllm_s: float | None = None
+    hf_batch_s: float | None = None
+    hf_padded_s: float | None = None
+
+    def prompts(self, vocabulary: int) -> list[list[int]]:
+        """Seeded, and the same for every rival."""
+        source = random.Random(0)
+        shared = [source.randint(5, vocabulary - 1) for _ in range(self.prefix_tokens)]
+        made = []
+        for _ in range(self.num_requests):
+            length = source.choice(self.lengths)
+            own = [source.randint(5, min(120_000, vocabulary - 1)) for _ in range(length)]
+            made.append(shared + own)
+        return made
+
+
+WORKLOADS = (
+    Workload("W3", 1, (2048,), 64, 5, vllm_s=0.364),
+    Workload("W0", 64, MIXED, 64, 3, vllm_s=2.54, hf_batch_s=25.2, hf_padded_s=12.9),
+    Workload("W2", 32, (8192,), 64, vllm_s=7.85),
+    Workload("W1", 256, MIXED, 128, vllm_s=11.0, hf_batch_s=39.4),
+    Workload("W4", 256, (512,), 512, vllm_s=11.1, hf_batch_s=36.2),
+)
+PREFIX = Workload("prefix of 2,048", 1000, (64,), 32, 1, prefix_tokens=2048)
+#: Without the cache every request costs the same, so fewer of them show the throughput.
+UNCACHED = replace(PREFIX, num_requests=250)
+
+
+@dataclass(frozen=True)
+class Case:
+    """An engine, and what it serves.
+
+    Attributes:
+        workloads: In this order.
+        suffix: What the rows' names end in.
+        budget_bytes: None for what there is.
+        prefix_caching: Off for comparisons with rivals that had it off.
+    """
+
+    workloads: tuple[Workload, ...]
+    suffix: str = ""
+    budget_bytes: int | None = None
+    prefix_caching: bool = False
+
+
+QUARTER = ", quarter of the memory"
+CACHED = ", prefix cache"
+CASES = (
+    Case((*WORKLOADS, UNCACHED)),
+    Case(
+        tuple(
+            replace(each, vllm_s=None, hf_batch_s=None) for each in WORKLOADS if each.name == "W1"
+        ),
+        QUARTER,
+        QUARTER_BYTES,
+    ),
+    Case((PREFIX,), CACHED, prefix_caching=True),
+)
+_SMOKE_PREFIX = Workload(PREFIX.name, 6, (5,), 3, 1, prefix_tokens=100)
+SMOKE_CASES = (
+    Case(
+        (Workload("W2", 3, (40,), 4, 1), Workload("W1", 6, (5, 9, 20), 3, 1), _SMOKE_PREFIX),
+        budget_bytes=SMOKE_BUDGET_BYTES,
+    ),
+    Case((_SMOKE_PREFIX,), CACHED, SMOKE_BUDGET_BYTES, prefix_caching=True),
+)
+
+
+@dataclass
+class Steps:
+    """Watches an engine: keeps what every step took."""
+
+    records: list[StepRecord] = field(default_factory=list)
+
+    def step_finished(self, step: StepRecord, cache: Any) -> None:
+        """Keep it."""
+        self.records.append(step)
+
+    def request_added(self, request_id: int, num_prompt_tokens: int) -> None:
+        """Not of interest, like the rest."""
+
+    def first_token(self, request_id: int, wait_s: float) -> None:
+        """Likewise."""
+
+    def request_finished(self, request: RequestRecord) -> None:
+        """Likewise."""
+
+    def idle(self, cache: Any) -> None:
+        """Likewise."""
+
+    @property
+    def map_s(self) -> float:
+        """Growing sequences, in all."""
+        return sum(step.map_s for step in self.records)
+
+    @property
+    def critical_map_s(self) -> float:
+        """That of it for which the device may have waited."""
+        return sum(step.map_s for step in self.records if step.wait_s < WAIT_MIN_S)
+
+    def decode_ms(self, num_sequences: int) -> float | None:
+        """Between steps that decode so many and do nothing else; None where there are too few."""
+        at = [
+            step.start_s
+            for step in self.records
+            if step.num_decode_tokens == num_sequences and not step.num_prefill_tokens
+        ]
+        gaps = [later - earlier for earlier, later in itertools.pairwise(at)]
+        return 1e3 * statistics.median(gaps[1:]) if len(gaps) > 3 else None
+
+
+def serve(
+    engine: Engine, steps: Steps, workload: Workload, vocabulary: int
+) -> tuple[Row, float | None]:
+    """Serve a workload a few times; its row, and a decode step of all its requests in ms."""
+    prompts = workload.prompts(vocabulary)
+    params = SamplingParams(temperature=0, max_tokens=workload.new_tokens, ignore_eos=True)
+    seconds, maps, critical, decode = [], [], [], []
+    for _ in range(workload.rounds):
+        steps.records.clear()
+        synchronize()
+        start = time.perf_counter()
+        outputs = engine.generate(prompts, params)
+        synchronize()
+        seconds.append(time.perf_counter() - start)
+        for output in outputs:
+            said = output.outputs[0]
+            if len(said.token_ids) != workload.new_tokens:
+                raise RuntimeError(f"{workload.name}: a request ended as {said.finish_reason}")
+        maps.append(steps.map_s / seconds[-1])
+        critical.append(steps.critical_map_s / seconds[-1])
+        decode.append(steps.decode_ms(workload.num_requests))
+    times = spread(seconds)
+    row: Row = {
+        "workload": workload.name,
+        "requests": workload.num_requests,
+        "prompt_tokens": sum(map(len, prompts)),
+        "new_tokens": workload.new_tokens,
+        "seconds": times["median"],
+        "seconds_q1": times["q1"],
+        "seconds_q3": times["q3"],
+        "vllm_seconds": workload.vllm_s,
+        "hf_batch_seconds": workload.hf_batch_s,
+        "hf_padded_seconds": workload.hf_padded_s,
+        "over_vllm": times["median"] / workload.vllm_s if workload.vllm_s else None,
+        "steps": len(steps.records),
+        "mapping_share": statistics.median(maps),
+        "critical_mapping_share": max(critical),
+    }
+    known = [each for each in decode if each is not None]
+    return row, min(known, default=None)
+
+
+def figures_of(rows: dict[str, Row], decode_ms: float | None) -> list[Figure]:
+    """What was promised."""
+    figures = [
+        Figure(
+            f"serve_{name.lower()}_seconds",
+            f"{row['requests']} requests, {row['prompt_tokens'] // row['requests']} prompt tokens "
+            f"each on average, {row['new_tokens']} new",
+            row["seconds"],
+            "s",
+            at_most=row["vllm_seconds"],
+            rival=f"vLLM {row['vllm_seconds']} s",
+        )
+        for name, row in sorted(rows.items())
+        if row["vllm_seconds"]
+    ]
+    if decode_ms is not None:
+        floor_ms = 1e3 * (WEIGHT_BYTES + 32 * 8192 * KV_BYTES_PER_TOKEN) / COPY_BYTES_PER_S
+        figures.append(
+            Figure(
+                "serve_decode_over_floor",
+                f"a decode step of 32 sequences of 8,192 tokens ({decode_ms:.1f} ms), of the "
+                f"memory floor ({floor_ms:.1f} ms)",
+                decode_ms / floor_ms,
+                "×",
+                at_most=1.25,
+            )
+        )
+    if rows.get("W1", {}).get("vllm_seconds"):
+        figures.append(
+            Figure(
+                "serve_critical_mapping_share",
+                "mapping that the device may have waited for, over W1",
+                rows["W1"]["critical_mapping_share"],
+                "%",
+                at_most=0.005,
+            )
+        )
+    if f"W1{QUARTER}" in rows and "W1" in rows:
+        figures.append(
+            Figure(
+                "serve_quarter_throughput",
+                "throughput of W1 with a quarter of the memory it needs, of that with all",
+                rows["W1"]["seconds"] / rows[f"W1{QUARTER}"]["seconds"],
+                "×",
+                at_least=0.6,
+            )
+        )
+    if PREFIX.name in rows and PREFIX.name + CACHED in rows:
+        row, cached = rows[PREFIX.name], rows[PREFIX.name + CACHED]
+        figures.append(
+            Figure(
+                "serve_prefix_speedup",
+                f"{cached['requests']} requests that share a prefix: throughput with the prefix "
+                "cache, of that without",
+                (cached["requests"] / cached["seconds"]) / (row["requests"] / row["seconds"]),
+                "×",
+                at_least=3 if torch.cuda.is_available() else None,
+            )
+        )
+    return figures
+
+
+def make_engine(model: Any, steps: Steps, case: Case) -> Engine:
+    """The engine as anybody would make it."""
+    return Engine(
+        model,
+        max_num_seqs=MAX_NUM_SEQS,
+        max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
+        max_tokens=MAX_TOKENS if torch.cuda.is_available() else 256,
+        budget_bytes=case.budget_bytes,
+        prefix_caching=case.prefix_caching,
+        observer=steps,
+    )
+
+
+def synchronize() -> None:
+    """Wait for the device, where there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, show, write."""
+    parser = bench_parser(__doc__)
+    parser.add_argument("--only", nargs="+", help="names of workloads; by default all")
+    arguments = parser.parse_args(argv)
+    smoke = arguments.smoke or not torch.cuda.is_available()
+    config = llama_config(smoke=smoke)
+    model = make_model(config, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    steps = Steps()
+    rows: dict[str, Row] = {}
+    decode_ms: float | None = None
+    for case in SMOKE_CASES if smoke else CASES:
+        wanted = [
+            each for each in case.workloads if not arguments.only or each.name in arguments.only
+        ]
+        if not wanted:
+            continue
+        with make_engine(model, steps, case) as engine:
+            for workload in wanted:
+                row, step_ms = serve(engine, steps, workload, config.vocab_size)
+                name = workload.name + case.suffix
+                rows[name] = row | {"workload": name}
+                if name == "W2" and not smoke:
+                    decode_ms = step_ms
+                print_rows([rows[name]])
+    figures = figures_of(rows, decode_ms)
+    print_rows(list(rows.values()))
+    print_figures(figures)
+    constants = {
+        "max_num_seqs": MAX_NUM_SEQS,
+        "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS,
+        "weight_bytes": WEIGHT_BYTES,
+    }
+    record = make_record(__doc__, list(rows.values()), figures, constants)
+    if arguments.json or not smoke:
+        print("wrote", write_result("serve", record, arguments.json))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,385 @@
+"""What does it cost to begin with what another sequence holds, and how much memory does it take?
+
+Question. How long does a fork of 8,192 tokens of Llama-3-8B take, and a sequence whose prompt
+begins with 8,192 tokens that the cache holds, and what do 64 requests with a common prefix of
+2,048 tokens hold together?
+
+Prediction. 8,192 tokens that came as one prompt are 16 extents of 64 MiB; mapping one again and
+granting access costs 35 us: 0.6 ms, and no new memory. One token less leaves an extent that is not
+whole: 15 mappings and a fresh extent of 64 MiB, filled by a copy of 35 us. A sequence that was
+decoded from 2,048 tokens on has grown by small extents, 128 of them: 4 ms and more, and there a
+fork is slower than mapping fresh memory and copying 1 GiB (0.8 and 0.5 ms). A prefix hit hashes 512
+blocks, for the search and for the new row, at 0.5 to 1 us each, and then forks: 1.1 to 1.6 ms. If
+the row is parked it is adopted as it is: no driver call, and the hashes remain. 64 requests over
+2,048 tokens share 4 whole extents and have 4 pages each: 1.00 times what the tokens need. A prefix
+of 2,000 tokens ends within an extent, because the donor's question came with it: 464 tokens, 58
+MiB, are copied once, for the second request, whose extents end where the prefix does, and serve the
+others. The last page of the prefix is by itself then, and cheaper to copy than to map: 62 * 2 MiB.
+(250 + 58 + 124 + 512) MiB of 762 are 1.24 times. If the prefix was computed by itself first, there
+is no second copy: 1.17 times.
+
+Method. `KVCache` by itself. `host_us` is the wall time of the call, `done_us` until the device has
+done the copies too, both with the device idle before. `new_bytes` is what the cache holds more
+after it. Variants take turns within each repeat. Before each repeat all free and parked memory is
+given back, so fresh extents are created, not found; but for the adopted row, which is the point.
+For requests, all 64 are live at the end, and each was opened with its whole prompt.
+
+Rivals. The same code with a cost model that never maps an extent twice: a copy, which is what a
+cache of dense tensors does. For the requests by arithmetic: a block table of 16 tokens with a
+prefix cache, whose whole blocks are shared and whose rest is computed again, and no sharing.
+
+Not measured. The model that would compute the prefix (about 220 ms for 8,192 tokens); attention
+over shared memory; many threads.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from common import spread, write_result
+from report import Figure, Row, bench_parser, make_record, on_gpu, print_figures, print_rows
+from rivals import BLOCK_TOKENS, block_table_bytes
+
+import vmkv
+from vmkv import HostBackend, KVCache, open_backend
+from vmkv.cache.cost import CostModel
+from vmkv.memory import ExtentPool
+from vmkv.units import GiB, KiB, MiB
+
+REPEATS = 11
+DTYPE = torch.bfloat16
+SEED = 0
+VOCABULARY = 128_256
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model's cache, and what is shared in it."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    num_tokens: int  # of the sequence that is forked, or found
+    prompt_tokens: int  # of it, where the rest is decoded
+    prefix_tokens: int  # that requests have in common
+    odd_prefix_tokens: int  # the same, where an extent does not end
+    own_tokens: int  # of each request
+    num_requests: int
+    page_bytes: int
+    budget_bytes: int
+    is_for_host: bool = False
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token in all layers."""
+        return self.num_layers * 2 * self.num_kv_heads * self.head_dim * DTYPE.itemsize
+
+
+LLAMA_3_8B = Case(32, 8, 128, 8192, 2048, 2048, 2000, 64, 64, 2 * MiB, 24 * GiB)
+SMOKE = Case(4, 2, 16, 1024, 256, 256, 240, 16, 4, 4 * KiB, 64 * MiB, is_for_host=True)
+
+ALIAS, COPY = "vmkv", "copying"
+#: Mapping costs more than anything is worth.
+NEVER_ALIAS = CostModel(map_us=1e12)
+
+
+class Subject:
+    """A cache of one variant over a pool of its own, with nothing in it."""
+
+    def __init__(self, case: Case, variant: str, num_rows: int):
+        use_gpu = torch.cuda.is_available() and not case.is_for_host
+        self.case, self.variant = case, variant
+        self.backend = open_backend("cuda:0") if use_gpu else HostBackend(case.page_bytes)
+        self.pool = ExtentPool(self.backend, case.budget_bytes)
+        self.cache = KVCache(
+            self.pool,
+            max_tokens=2 * case.num_tokens,
+            max_sequences=num_rows,
+            layers_per_group=case.num_layers,
+            cost_model=NEVER_ALIAS if variant == COPY else None,
+        )
+        self.cache.add_layers(
+            range(case.num_layers),
+            num_kv_heads=case.num_kv_heads,
+            head_dim=case.head_dim,
+            dtype=DTYPE,
+        )
+
+    def measure(self, work: Callable[[], vmkv.Sequence]) -> tuple[Row, vmkv.Sequence]:
+        """What `work` costs, and what it made."""
+        synchronize()
+        resident_bytes = self.cache.stats().resident_bytes
+        calls = Counter(self.backend.calls)
+        start = time.perf_counter()
+        made = work()
+        host_us = 1e6 * (time.perf_counter() - start)
+        synchronize()
+        done_us = 1e6 * (time.perf_counter() - start)
+        num_calls = (Counter(self.backend.calls) - calls).total()
+        new_bytes = self.cache.stats().resident_bytes - resident_bytes
+        return {
+            "host_us": host_us, "done_us": done_us, "calls": num_calls, "new_bytes": new_bytes,
+        }, made  # fmt: skip
+
+    def close(self) -> None:
+        self.cache.check()
+        self.cache.close()
+        self.pool.close()
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def token_ids(num_tokens: int, seed: int) -> list[int]:
+    """Tokens by chance, other ones for every seed."""
+    source = random.Random(seed)
+    return [source.randrange(VOCABULARY) for _ in range(num_tokens)]
+
+
+# ---- one sequence -----------------------------------------------------------------------------
+
+
+def fork_samples(subject: Subject) -> Iterator[tuple[str, Row]]:
+    """Forks of a sequence given as a prompt, whole and with an odd end, and of a decoded one."""
+    case, cache = subject.case, subject.cache
+    source = cache.open()
+    source.append(case.num_tokens)
+    for operation, num_tokens in (("fork", case.num_tokens), ("fork, odd", case.num_tokens - 1)):
+        cache.trim()
+        sample, fork = subject.measure(lambda end=num_tokens: source.fork(end))
+        fork.close()
+        yield operation, sample
+    source.close()
+    cache.trim()
+    source = cache.open()
+    source.append(case.prompt_tokens)
+    for _ in range(case.num_tokens - case.prompt_tokens):
+        source.append(1)
+    sample, fork = subject.measure(source.fork)
+    fork.close()
+    source.close()
+    cache.trim()
+    yield "fork of a decoded one", sample
+
+
+def prefix_samples(subject: Subject) -> Iterator[tuple[str, Row]]:
+    """Prompts whose beginning a live row holds, a parked row, and nobody."""
+    case, cache = subject.case, subject.cache
+    common = token_ids(case.num_tokens, SEED)
+    question = token_ids(case.own_tokens, SEED + 1)
+    prompt = common + question
+    donor = cache.open()
+    donor.append(case.num_tokens)
+
+    def record() -> vmkv.Sequence:
+        donor.record(common)
+        return donor
+
+    yield "recording tokens", subject.measure(record)[0]
+    sample, found = subject.measure(lambda: cache.open(prompt=prompt))
+    check_hit(found, case.num_tokens)
+    found.close()
+    yield "prefix hit, live row", sample
+    cache.trim()
+    donor.close()
+    sample, found = subject.measure(lambda: cache.open(prompt=prompt))
+    check_hit(found, case.num_tokens)
+    found.close()
+    yield "prefix hit, parked row", sample
+    sample, other = subject.measure(lambda: cache.open(prompt=question + common))
+    check_hit(other, 0)
+    other.close()
+    yield "prefix miss", sample
+    cache.trim()
+
+
+def check_hit(sequence: vmkv.Sequence, num_tokens: int) -> None:
+    """A time means nothing if it is of something else."""
+    if sequence.num_cached_tokens != num_tokens:
+        raise AssertionError(f"{sequence} began with {sequence.num_cached_tokens} tokens")
+
+
+def measure_operations(case: Case, repeats: int) -> list[Row]:
+    """Forks and hits by both variants."""
+    subjects = [Subject(case, variant, 3) for variant in (ALIAS, COPY)]
+    samples: dict[tuple[str, str], list[Row]] = {}
+    for repeat in range(repeats + 1):
+        for subject in subjects if repeat % 2 else reversed(subjects):
+            for taker in (fork_samples, prefix_samples):
+                for operation, sample in taker(subject):
+                    if repeat:  # The first one warms up.
+                        samples.setdefault((operation, subject.variant), []).append(sample)
+    for subject in subjects:
+        subject.close()
+    rows = []
+    for (operation, variant), taken in samples.items():
+        row: Row = {"operation": operation, "variant": variant, "tokens": case.num_tokens}
+        for name in ("host_us", "done_us"):
+            values = spread([each[name] for each in taken])
+            row |= {name: values["median"], f"{name}_q1": values["q1"], f"{name}_q3": values["q3"]}
+        for name in ("calls", "new_bytes"):
+            row[name] = max(each[name] for each in taken)
+        rows.append(row)
+    return sorted(rows, key=lambda row: list(samples).index((row["operation"], ALIAS)))
+
+
+# ---- many requests ----------------------------------------------------------------------------
+
+
+def serve(case: Case, prefix_tokens: int, *, is_alone: bool) -> list[Row]:
+    """Live requests with a common prefix; a row for vmkv and one for each rival.
+
+    Args:
+        case: The case.
+        prefix_tokens: What they have in common.
+        is_alone: Whether the first one computes the prefix by itself, before its own tokens.
+    """
+    subject = Subject(case, ALIAS, case.num_requests)
+    common = token_ids(prefix_tokens, SEED)
+    seeds = range(SEED + 1, SEED + 1 + case.num_requests)
+    prompts = [common + token_ids(case.own_tokens, seed) for seed in seeds]
+    live = []
+    start = time.perf_counter()
+    for at, prompt in enumerate(prompts):
+        sequence = subject.cache.open(prompt=prompt)
+        check_hit(sequence, (prefix_tokens // BLOCK_TOKENS * BLOCK_TOKENS) if at else 0)
+        if is_alone and not at:
+            sequence.append(prefix_tokens)
+        sequence.append(len(prompt) - sequence.num_tokens)
+        sequence.record(prompt[sequence.num_cached_tokens :])
+        live.append(sequence)
+    synchronize()
+    request_us = 1e6 * (time.perf_counter() - start) / case.num_requests
+    resident_bytes = subject.cache.stats().resident_bytes
+    subject.close()
+
+    own_bytes = case.num_requests * case.own_tokens * case.token_bytes
+    needed_bytes = prefix_tokens * case.token_bytes + own_bytes
+    whole_tokens = prefix_tokens // BLOCK_TOKENS * BLOCK_TOKENS
+    rest_tokens = prefix_tokens - whole_tokens + case.own_tokens
+    shared_bytes = whole_tokens * case.token_bytes
+    tails_bytes = block_table_bytes([rest_tokens] * case.num_requests, case.token_bytes)
+    lengths = [prefix_tokens + case.own_tokens] * case.num_requests
+    held = {
+        ALIAS: resident_bytes,
+        "block table, 16": shared_bytes + tails_bytes,
+        "no sharing": sum(lengths) * case.token_bytes,
+    }
+    operation = f"{case.num_requests} requests" + (", prefix computed alone" if is_alone else "")
+    rows = []
+    for variant, num_bytes in held.items():
+        row: Row = {"operation": operation, "variant": variant, "tokens": prefix_tokens}
+        row |= {"resident_bytes": num_bytes, "resident_ratio": num_bytes / needed_bytes}
+        rows.append(row | ({"request_us": request_us} if variant == ALIAS else {}))
+    return rows
+
+
+# ---- what was promised ------------------------------------------------------------------------
+
+
+def promised(case: Case, rows: Sequence[Row]) -> list[Figure]:
+    """The figures of the issue, and what is unfavourable."""
+    by_key = {(row["operation"], row["variant"], row["tokens"]): row for row in rows}
+
+    def of(operation: str, variant: str = ALIAS, tokens: int = case.num_tokens) -> Row:
+        return by_key[operation, variant, tokens]
+
+    def ms(operation: str, variant: str = ALIAS) -> float:
+        return of(operation, variant)["done_us"] / 1e3
+
+    requests = f"{case.num_requests} requests"
+    ratio = of(requests, tokens=case.prefix_tokens)["resident_ratio"]
+    unshared = of(requests, "no sharing", case.prefix_tokens)["resident_ratio"]
+    odd_ratio = of(requests, tokens=case.odd_prefix_tokens)["resident_ratio"]
+    alone = of(f"{requests}, prefix computed alone", tokens=case.odd_prefix_tokens)
+    blocks = of(requests, "block table, 16", case.odd_prefix_tokens)["resident_ratio"]
+    forks = ("fork", "fork, odd")
+    length = f"{case.num_tokens:,}-token"
+    return [
+        Figure(
+            "fork_ms",
+            f"fork of a {length} sequence, the slower of a whole and an odd end",
+            max(map(ms, forks)),
+            "ms",
+            at_most=on_gpu(1.5),
+            rival=f"{ms('fork', COPY):.2f} ms (copying it)",
+        ),
+        Figure(
+            "fork_new_mib",
+            "new memory of that fork, the larger of the two",
+            max(of(each)["new_bytes"] for each in forks) / MiB,
+            "MiB",
+            at_most=64,
+            rival=f"{of('fork', COPY)['new_bytes'] / MiB:,.0f} MiB (copying it)",
+        ),
+        Figure(
+            "fork_decoded_ms",
+            f"fork of a {length} sequence that was decoded from {case.prompt_tokens:,} tokens on",
+            ms("fork of a decoded one"),
+            "ms",
+            rival=f"{ms('fork of a decoded one', COPY):.2f} ms (copying it)",
+        ),
+        Figure(
+            "prefix_alias_ms",
+            f"prefix hit of {case.num_tokens:,} tokens that a live row holds",
+            ms("prefix hit, live row"),
+            "ms",
+            at_most=on_gpu(1.5),
+            rival=f"{ms('prefix hit, live row', COPY):.2f} ms (copying it)",
+        ),
+        Figure(
+            "prefix_adopt_calls",
+            f"driver calls of a prefix hit of {case.num_tokens:,} tokens in a parked row",
+            of("prefix hit, parked row")["calls"],
+            "calls",
+            at_most=0,
+            rival=f"{of('prefix hit, live row')['calls']} calls (mapping it again)",
+        ),
+        Figure(
+            "shared_prefix_ratio",
+            f"resident, of prefix once and {case.num_requests} × {case.own_tokens} tokens "
+            f"(prefix of {case.prefix_tokens:,})",
+            ratio,
+            "×",
+            at_most=1.05,
+            rival=f"{unshared:.1f} × (no sharing)",
+        ),
+        Figure(
+            "shared_odd_prefix_ratio",
+            f"the same, where the prefix of {case.odd_prefix_tokens:,} tokens ends within an "
+            f"extent (computed by itself first: {alone['resident_ratio']:.2f} ×)",
+            odd_ratio,
+            "×",
+            rival=f"{blocks:.2f} × (blocks of 16 tokens)",
+        ),
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, show, write."""
+    options = bench_parser(__doc__).parse_args(argv)
+    case = SMOKE if options.smoke else LLAMA_3_8B
+    rows = measure_operations(case, 2 if options.smoke else REPEATS)
+    for prefix_tokens in (case.prefix_tokens, case.odd_prefix_tokens):
+        for is_alone in (False, True):
+            rows += serve(case, prefix_tokens, is_alone=is_alone)
+    figures = promised(case, rows)
+    print_rows(rows)
+    print_figures(figures)
+    constants = {"token_bytes": case.token_bytes, "own_tokens": case.own_tokens, "seed": SEED}
+    if options.json is not None or not options.smoke:
+        record = make_record(__doc__, rows, figures, constants | {"smoke": options.smoke})
+        print("wrote", write_result("sharing", record, options.json))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,304 @@
+"""The page map says what the page tables say, and its drawings show it.
+
+Not covered: whether a picture is beautiful (look at it).
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import matplotlib.image
+import numpy as np
+import pytest
+import torch
+
+from vmkv import ClosedError, ConfigError, HostBackend, KVCache
+from vmkv.backend import Access, MemoryLocation
+from vmkv.cache.cost import CostModel
+from vmkv.units import KiB, MiB
+from vmkv.viz import RowMap, draw, page_map
+
+PAGE_BYTES = 4 * KiB
+PAGE_TOKENS = 4  # Of the two layers below, which share a group.
+ALWAYS_ALIAS = CostModel(map_us=0, unmap_us=0)  # Pages this small would be copied.
+BLUE, GREY, DARK_GREY = (0x00, 0x72, 0xB2), (0xC8, 0xC8, 0xC8), (0x8A, 0x8A, 0x8A)
+
+
+@pytest.fixture
+def cache() -> Iterator[KVCache]:
+    """Two layers in one group; a page holds four tokens."""
+    with KVCache(
+        HostBackend(PAGE_BYTES),
+        max_tokens=2048,
+        max_sequences=6,
+        budget_bytes=4 * MiB,
+        host_budget_bytes=1 * MiB,
+        layers_per_group=2,
+        cost_model=ALWAYS_ALIAS,
+    ) as cache:
+        cache.add_layers(range(2), num_kv_heads=2, head_dim=64, dtype=torch.float16)
+        yield cache
+
+
+def only_rows(cache: KVCache) -> dict[int, RowMap]:
+    """The rows of a cache with one group."""
+    (group,) = page_map(cache).groups
+    return {row.row: row for row in group.rows}
+
+
+# ---- data ---------------------------------------------------------------------------------
+
+
+def test_nothing_is_mapped_in_the_beginning(cache: KVCache) -> None:
+    """Neither before a layer is added nor before a sequence is opened."""
+    with KVCache(HostBackend(PAGE_BYTES), max_tokens=8, max_sequences=1) as empty:
+        assert page_map(empty).groups == ()
+        assert str(page_map(empty)) == "no layers yet"
+    (group,) = page_map(cache).groups
+    assert group.layers == (0, 1)
+    assert (group.page_bytes, group.page_bytes // group.token_bytes) == (PAGE_BYTES, PAGE_TOKENS)
+    assert group.rows == ()
+    assert page_map(cache).mapped_bytes == 0
+
+
+def test_fork_maps_the_same_extents_read_only(cache: KVCache) -> None:
+    """One handle in both rows, shared in both; the tail is each one's own."""
+    source = cache.open()
+    source.append(8 * PAGE_TOKENS + 1)
+    fork = source.fork()
+    rows = only_rows(cache)
+    theirs, mine = rows[source.row], rows[fork.row]
+    assert [each.num_pages for each in theirs.extents] == [8, 1]
+    assert [each.num_pages for each in mine.extents] == [8, 1]
+    assert theirs.extents[0].handle == mine.extents[0].handle
+    assert theirs.extents[1].handle != mine.extents[1].handle
+    assert [each.is_shared for each in mine.extents] == [True, False]
+    assert [each.access for each in theirs.extents] == [Access.READ_WRITE] * 2
+    assert [each.access for each in mine.extents] == [Access.READ, Access.READ_WRITE]
+    assert (mine.state, mine.num_tokens, mine.end_page) == ("live", 8 * PAGE_TOKENS + 1, 9)
+
+
+def test_bytes_agree_with_the_stats(cache: KVCache) -> None:
+    """What the map adds up is what `stats()` says, with forks, parked rows and swapped ones."""
+    source = cache.open()
+    source.append(37 * PAGE_TOKENS)
+    fork = source.fork()
+    fork.append(9 * PAGE_TOKENS)
+    parked = cache.open()
+    parked.append(5 * PAGE_TOKENS)
+    parked.close()
+    for _ in range(2):
+        shown, stats = page_map(cache), cache.stats()
+        assert shown.resident_bytes == stats.resident_bytes
+        assert shown.mapped_bytes - shown.resident_bytes == stats.shared_bytes > 0
+        if fork.swapped is None:
+            fork.swap_out()
+
+
+def test_parked_row_says_what_it_is_known_to_hold(cache: KVCache) -> None:
+    """Recorded tokens stay, those of nobody in particular do not."""
+    sequence = cache.open()
+    sequence.append(6 * PAGE_TOKENS)
+    sequence.record(range(5 * PAGE_TOKENS))
+    sequence.close()
+    (row,) = only_rows(cache).values()
+    assert (row.state, row.is_parked, row.num_tokens) == ("parked", True, 5 * PAGE_TOKENS)
+    assert row.end_page == 6
+    cache.trim()
+    assert only_rows(cache) == {}
+
+
+def test_swapped_row_lies_in_host_memory(cache: KVCache) -> None:
+    """Its own pages are in host memory, without access, where they were; the shared stay."""
+    source = cache.open()
+    source.append(8 * PAGE_TOKENS)
+    fork = source.fork()
+    fork.append(3 * PAGE_TOKENS)
+    before = only_rows(cache)[fork.row]
+    fork.swap_out()
+    row = only_rows(cache)[fork.row]
+    assert (row.state, row.num_tokens, row.end_page) == ("swapped", 11 * PAGE_TOKENS, 11)
+    shared, *moved = row.extents
+    assert shared == before.extents[0]
+    assert moved[0].first_page == 8
+    assert sum(each.num_pages for each in moved) == 3
+    assert {(each.location, each.access) for each in moved} == {(MemoryLocation.HOST, Access.NONE)}
+    fork.swap_in()
+    row = only_rows(cache)[fork.row]
+    assert row.state == "live"
+    assert {each.location for each in row.extents} == {MemoryLocation.DEVICE}
+
+
+def test_spilled_extents_are_mapped_from_host_memory(cache: KVCache) -> None:
+    """Unlike swapped ones they keep their access, and the row stays live."""
+    sequence = cache.open()
+    for _ in range(12 * PAGE_TOKENS):
+        sequence.append(1)
+    moved_bytes = sequence.spill(3 * PAGE_BYTES)
+    (row,) = only_rows(cache).values()
+    spilled = [each for each in row.extents if each.location is MemoryLocation.HOST]
+    assert sum(each.num_bytes for each in spilled) == moved_bytes >= 3 * PAGE_BYTES
+    assert (row.state, spilled[0].first_page, row.end_page) == ("live", 0, 12)
+    assert {each.access for each in row.extents} == {Access.READ_WRITE}
+    assert page_map(cache).resident_bytes == 12 * PAGE_BYTES - moved_bytes
+    num_moved = moved_bytes // PAGE_BYTES
+    assert f"tokens  {'~' * num_moved}{'#' * (12 - num_moved)}\n" in str(page_map(cache))
+
+
+def test_map_is_a_snapshot(cache: KVCache) -> None:
+    """It does not follow the cache, and outlives it."""
+    sequence = cache.open()
+    sequence.append(3 * PAGE_TOKENS)
+    shown = page_map(cache)
+    text = str(shown)
+    sequence.append(9 * PAGE_TOKENS)
+    assert page_map(cache) != shown
+    cache.close()
+    assert str(shown) == text
+    with pytest.raises(ClosedError, match="closed"):
+        page_map(cache)
+
+
+# ---- text ---------------------------------------------------------------------------------
+
+
+def test_text_shows_who_maps_what(cache: KVCache) -> None:
+    """Letters for shared extents, and a symbol for each other kind of page."""
+    source = cache.open()
+    source.append(10 * PAGE_TOKENS + 1)
+    fork = source.fork()
+    fork.append(2 * PAGE_TOKENS)
+    parked = cache.open()
+    parked.append(3 * PAGE_TOKENS)
+    parked.close()
+    swapped = cache.open(row=3)
+    swapped.append(2 * PAGE_TOKENS)
+    swapped.swap_out()
+    shortened = cache.open(row=4)
+    shortened.append(4 * PAGE_TOKENS)
+    shortened.truncate(PAGE_TOKENS + 1)
+    assert str(page_map(cache)).splitlines()[:6] == [
+        "layers 0-1: pages of 4 KiB, 4 tokens each",
+        "row   0 live        41 tokens  AAAAAAAABB#..",
+        "row   1 live        49 tokens  AAAAAAAABB###",
+        "row   2 parked       0 tokens  ===..........",
+        "row   3 swapped      8 tokens  ~~...........",
+        "row   4 live         5 tokens  ##--.........",
+    ]
+    assert "sharing saves 40 KiB" in str(page_map(cache))
+
+
+def test_long_rows_are_drawn_in_coarser_cells(cache: KVCache) -> None:
+    """No line is wider than a terminal, and the text says what a cell is."""
+    sequence = cache.open()
+    sequence.append(200 * PAGE_TOKENS)
+    title, note, row, *_ = str(page_map(cache)).splitlines()
+    assert title.startswith("layers 0-1")
+    assert note == "(a cell is 4 pages; the first shows)"
+    assert row.endswith("tokens  " + "#" * 50)
+    assert len(row) <= 100
+
+
+def test_groups_that_look_alike_are_drawn_once() -> None:
+    """One layer a group: four layers, one drawing. A window's groups look different."""
+    with KVCache(
+        HostBackend(PAGE_BYTES), max_tokens=512, max_sequences=2, cost_model=ALWAYS_ALIAS
+    ) as cache:
+        shape = {"num_kv_heads": 2, "head_dim": 64, "dtype": torch.float16}
+        cache.add_layers((0, 1, 2, 5), **shape)
+        cache.add_layers((3, 4), window_tokens=8, **shape)
+        sequence = cache.open()
+        for _ in range(320):
+            sequence.append(1)
+        sequence.fork()
+        text = str(page_map(cache))
+    assert [line for line in text.splitlines() if line.startswith("layers")] == [
+        "layers 0-2, 5, 4 groups alike: pages of 4 KiB, 8 tokens each",
+        "layers 3-4, 2 groups alike: pages of 4 KiB, 8 tokens each",
+    ]
+    assert text.count("row   0") == 2
+    assert "tokens  ......." in text, "what a window has let go of is not mapped"
+
+
+# ---- picture ------------------------------------------------------------------------------
+
+
+def count(path: Path, colour: tuple[int, int, int]) -> int:
+    """Pixels of a colour."""
+    pixels = matplotlib.image.imread(path)[..., :3]
+    return int((np.abs(pixels - np.array(colour) / 255).sum(axis=-1) < 0.02).sum())
+
+
+def test_picture_shows_shared_extents_in_one_colour(cache: KVCache, tmp_path: Path) -> None:
+    """No colour before the fork, an area of it in each row after, grey for what is own."""
+    path = tmp_path / "map.png"
+    source = cache.open()
+    source.append(8 * PAGE_TOKENS)
+    draw(cache, path)
+    height, width, _ = matplotlib.image.imread(path).shape
+    assert (height > 150, width > 1000) == (True, True)
+    own = count(path, GREY)
+    assert own > 0.05 * width * height
+    assert count(path, BLUE) < 500, "nothing is shared; only the legend is blue"
+
+    source.fork().append(8 * PAGE_TOKENS)
+    draw(page_map(cache), str(path))
+    pixels = matplotlib.image.imread(path)[..., :3]
+    is_blue = np.abs(pixels - np.array(BLUE) / 255).sum(axis=-1) < 0.02
+    lines = np.flatnonzero(is_blue.sum(axis=1) > width // 4)
+    gaps = np.flatnonzero(np.diff(lines) > 1)
+    assert len(gaps) == 1, "two rows of blue boxes, with white between them"
+
+
+def test_picture_tells_parked_and_swapped_rows(cache: KVCache, tmp_path: Path) -> None:
+    """Hatching takes away from the plain grey; host memory is darker."""
+    path = tmp_path / "map.png"
+    sequence, other = cache.open(), cache.open()
+    sequence.append(8 * PAGE_TOKENS)
+    other.append(8 * PAGE_TOKENS)
+    draw(cache, path)
+    both_live, dark = count(path, GREY), count(path, DARK_GREY)
+    other.close()
+    draw(cache, path)
+    one_parked = count(path, GREY)
+    assert 0.5 * both_live < one_parked < 0.98 * both_live
+    sequence.swap_out()
+    draw(cache, path)
+    assert count(path, DARK_GREY) > dark + both_live // 4
+
+
+@pytest.mark.parametrize("ending", ["png", "svg", "pdf"])
+def test_picture_of_nothing_can_be_drawn(ending: str, tmp_path: Path) -> None:
+    """A cache without layers is no error, in any kind of file."""
+    path = tmp_path / f"map.{ending}"
+    with KVCache(HostBackend(PAGE_BYTES), max_tokens=8, max_sequences=1) as cache:
+        draw(cache, path)
+    assert path.stat().st_size > 500
+
+
+@pytest.mark.parametrize("name", ["map", "map.xyz"])
+def test_unknown_kinds_of_file_are_refused(name: str, cache: KVCache, tmp_path: Path) -> None:
+    """The message says what there is."""
+    with pytest.raises(ConfigError, match="png"):
+        draw(cache, tmp_path / name)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_matplotlib_the_message_names_the_extra(
+    cache: KVCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The text needs nothing; the picture says what to install."""
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert "mapped" in str(page_map(cache))
+    with pytest.raises(ConfigError, match=r"vmkv\[bench\]"):
+        draw(cache, tmp_path / "map.png")
+
+
+@pytest.mark.slow
+def test_importing_viz_does_not_import_matplotlib() -> None:
+    """It is optional, and slow to import."""
+    script = "import sys, vmkv.viz; sys.exit('matplotlib' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], check=False, timeout=120).returncode == 0

@@ -1,0 +1,441 @@
+"""Who maps what: the page map of a cache, as data, as text and as a picture.
+
+    print(page_map(cache))          # for a terminal
+    draw(cache, "map.png")          # needs matplotlib: pip install "vmkv[bench]"
+
+A row is a line, a page a cell. Extents that several rows map look alike wherever they are mapped:
+one letter in the text, one colour in the picture. Everything else is somebody's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as List_
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from .backend import Access, MemoryLocation
+from .cache import KVCache, LayerGroup, Sequence
+from .errors import ConfigError
+from .memory import Extent
+from .units import div_ceil, format_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_TEXT_CELLS_MAX = 64
+_SHARED_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+_OWN, _EMPTY, _PARKED, _HOST, _UNMAPPED = "#", "-", "=", "~", "."
+_TEXT_LEGEND = (
+    f"A a letter: one extent, in every row that maps it   {_OWN} own   {_EMPTY} own, no token yet\n"
+    f"{_PARKED} parked   {_HOST} in host memory   {_UNMAPPED} not mapped"
+)
+#: Of Okabe and Ito, safe for all eyes, and their lighter kin; the same again after that.
+_SHARED_COLOURS = (
+    *("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#F0E442"),
+    *("#7FB8D8", "#EAAE7F", "#7FCEB9", "#E5BCD3", "#AAD9F4", "#F2CF7F", "#8C6BB1"),
+)
+_OWN_COLOUR, _HOST_COLOUR, _LINE_COLOUR = "#C8C8C8", "#8A8A8A", "#222222"
+_LABELLED_ROWS_MAX = 24
+
+
+@dataclass(frozen=True)
+class MappedExtent:
+    """An extent at its place in a row.
+
+    Attributes:
+        first_page: The row's page where it starts.
+        num_pages: Its length.
+        num_bytes: The same in bytes.
+        extent_id: Its number in the pool: unique within its location, -1 if imported.
+        handle: The driver's name for it: the same wherever it is mapped, and only then.
+        access: What may be done through this mapping.
+        is_shared: Whether others need it too, so that nobody may write.
+        location: Where its memory lies.
+    """
+
+    first_page: int
+    num_pages: int
+    num_bytes: int
+    extent_id: int
+    handle: int
+    access: Access
+    is_shared: bool
+    location: MemoryLocation
+
+    @property
+    def end_page(self) -> int:
+        """The page after its last."""
+        return self.first_page + self.num_pages
+
+    @classmethod
+    def of(cls, extent: Extent, first_page: int, access: Access) -> MappedExtent:
+        """`extent`, as it is now, at `first_page` of a row."""
+        return cls(
+            first_page,
+            extent.num_pages,
+            extent.num_bytes,
+            extent.id,
+            extent.handle,
+            access,
+            extent.is_shared,
+            extent.location,
+        )
+
+
+@dataclass(frozen=True)
+class RowMap:
+    """A row that is live, or has something mapped.
+
+    Attributes:
+        row: Its index.
+        state: Whether a sequence lives there, or is swapped out, or has ended (parked).
+        num_tokens: Tokens of the sequence; of a parked row those it is known to hold.
+        extents: What is mapped, in order. What is swapped out comes where it was, and will be
+            again, without access.
+    """
+
+    row: int
+    state: Literal["live", "parked", "swapped"]
+    num_tokens: int
+    extents: tuple[MappedExtent, ...]
+
+    @property
+    def is_parked(self) -> bool:
+        """Whether the row waits to be adopted."""
+        return self.state == "parked"
+
+    @property
+    def end_page(self) -> int:
+        """Where what is mapped ends."""
+        return self.extents[-1].end_page if self.extents else 0
+
+
+@dataclass(frozen=True)
+class GroupMap:
+    """The rows of one layer group.
+
+    Attributes:
+        layers: Its layers, as the caller numbers them.
+        token_bytes: Bytes from one token of a row to the next.
+        page_bytes: Bytes of a page.
+        row_pages: Pages that a row can have.
+        rows: Rows that are live or have something mapped, in order.
+    """
+
+    layers: tuple[int, ...]
+    token_bytes: int
+    page_bytes: int
+    row_pages: int
+    rows: tuple[RowMap, ...]
+
+    @property
+    def end_page(self) -> int:
+        """Where the longest row ends: its mappings, or its tokens where they are swapped out."""
+        ends = (max(row.end_page, self.pages_for(row.num_tokens)) for row in self.rows)
+        return max(ends, default=0)
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Pages that the first `num_tokens` tokens of a row reach into."""
+        return div_ceil(num_tokens * self.token_bytes, self.page_bytes)
+
+    def shared_handles(self) -> list[int]:
+        """The handles of shared extents, in the order in which rows show them."""
+        found = (each.handle for row in self.rows for each in row.extents if each.is_shared)
+        return list(dict.fromkeys(found))
+
+
+@dataclass(frozen=True)
+class PageMap:
+    """What a cache has mapped at one moment. Printed, it is a drawing.
+
+    Attributes:
+        groups: The layer groups, in the order in which they were made.
+    """
+
+    groups: tuple[GroupMap, ...]
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Addresses with device memory behind them."""
+        return sum(each.num_bytes for each in self._device_extents())
+
+    @property
+    def resident_bytes(self) -> int:
+        """That memory, each extent counted once."""
+        return sum({each.handle: each.num_bytes for each in self._device_extents()}.values())
+
+    def _device_extents(self) -> Iterator[MappedExtent]:
+        for group in self.groups:
+            for row in group.rows:
+                for each in row.extents:
+                    if each.location is MemoryLocation.DEVICE:
+                        yield each
+
+    def __str__(self) -> str:
+        if not self.groups:
+            return "no layers yet"
+        parts = []
+        for alike in _alike(self.groups):
+            parts += [_title(alike), *_lines(alike[0])]
+        saved_bytes = self.mapped_bytes - self.resident_bytes
+        total = f"{format_bytes(self.mapped_bytes)} mapped, {format_bytes(self.resident_bytes)}"
+        parts.append(f"{total} of memory behind it: sharing saves {format_bytes(saved_bytes)}")
+        return "\n".join([*parts, _TEXT_LEGEND])
+
+
+def page_map(cache: KVCache) -> PageMap:
+    """What `cache` has mapped now. Data only: it does not change, and keeps no memory.
+
+    Raises:
+        ClosedError: The cache is closed.
+
+    Cost: proportional to what is mapped; no driver call.
+    """
+    cache.check_open()
+    with cache.pool.lock:
+        return PageMap(tuple(_group_map(cache, group) for group in cache.groups))
+
+
+def _group_map(cache: KVCache, group: LayerGroup) -> GroupMap:
+    rows = []
+    for row, sequence in cache._sequences.items():
+        state: Literal["live", "swapped"] = "live" if sequence.swapped is None else "swapped"
+        extents = _mapped(group, row) + _swapped(group, sequence)
+        rows.append(RowMap(row, state, sequence.num_tokens, extents))
+    for row in cache._rows.parked():
+        extents = _mapped(group, row)
+        if extents:
+            rows.append(RowMap(row, "parked", cache.prefixes.num_recorded(row), extents))
+    geometry = group.geometry
+    return GroupMap(
+        tuple(layer for layer in cache.layers if cache.place(layer)[0] is group),
+        geometry.token_bytes,
+        geometry.page_bytes,
+        geometry.row_pages,
+        tuple(sorted(rows, key=lambda each: each.row)),
+    )
+
+
+def _mapped(group: LayerGroup, row: int) -> tuple[MappedExtent, ...]:
+    mappings = group.table.rows[row].mappings
+    return tuple(MappedExtent.of(each.extent, each.first_page, each.access) for each in mappings)
+
+
+def _swapped(group: LayerGroup, sequence: Sequence) -> tuple[MappedExtent, ...]:
+    """Host memory that holds what `sequence` had mapped in `group`, where that was."""
+    if sequence.swapped is None:
+        return ()
+    supply = iter(sequence.swapped.extents)
+    found = []
+    for part in sequence.swapped.parts:
+        page = part.first_page
+        while page < part.first_page + part.num_pages:
+            extent = next(supply)
+            if part.group is group:
+                found.append(MappedExtent.of(extent, page, Access.NONE))
+            page += extent.num_pages
+    return tuple(found)
+
+
+# ---- text -------------------------------------------------------------------------------------
+
+
+def _alike(groups: Iterable[GroupMap]) -> list[list[GroupMap]]:
+    """Neighbouring groups that look the same, together: most layers of a model do."""
+    runs: list[list[GroupMap]] = []
+    for group in groups:
+        if runs and _looks(runs[-1][0]) == _looks(group):
+            runs[-1].append(group)
+        else:
+            runs.append([group])
+    return runs
+
+
+def _looks(group: GroupMap) -> object:
+    """All that a picture shows of a group: extents by the order of their appearance."""
+    order = {handle: at for at, handle in enumerate(group.shared_handles())}
+    rows = [
+        (
+            (row.row, row.state, row.num_tokens),
+            [
+                (each.first_page, each.num_pages, each.access, each.location)
+                + ((order[each.handle],) if each.is_shared else ())
+                for each in row.extents
+            ],
+        )
+        for row in group.rows
+    ]
+    return group.token_bytes, group.page_bytes, group.row_pages, rows
+
+
+def _title(alike: List_[GroupMap]) -> str:
+    """`layers 0-31: pages of 2 MiB, 16 tokens each`, for one group or several that look alike."""
+    group = alike[0]
+    each = f", {len(alike)} groups alike" if len(alike) > 1 else ""
+    layers = sorted(layer for group in alike for layer in group.layers)
+    tokens = f"{group.page_bytes / group.token_bytes:.4g} tokens each"
+    pages = f"pages of {format_bytes(group.page_bytes)}, {tokens}"
+    return f"layers {_ranges(layers)}{each}: {pages}"
+
+
+def _ranges(numbers: List_[int]) -> str:
+    """`0-3, 7` for 0, 1, 2, 3, 7."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def _lines(group: GroupMap) -> list[str]:
+    """A line for each row."""
+    pages_per_cell = max(1, div_ceil(group.end_page, _TEXT_CELLS_MAX))
+    handles = group.shared_handles()
+    letters = {
+        handle: _SHARED_LETTERS[at % len(_SHARED_LETTERS)] for at, handle in enumerate(handles)
+    }
+    lines = [] if pages_per_cell == 1 else [f"(a cell is {pages_per_cell} pages; the first shows)"]
+    for row in group.rows:
+        used_end_page = group.pages_for(row.num_tokens)
+        pages = [_UNMAPPED] * group.end_page
+        for each in row.extents:
+            for page in range(each.first_page, each.end_page):
+                pages[page] = _symbol(row, each, letters, is_empty=page >= used_end_page)
+        cells = "".join(
+            next((page for page in pages[at : at + pages_per_cell] if page != _UNMAPPED), _UNMAPPED)
+            for at in range(0, group.end_page, pages_per_cell)
+        )
+        lines.append(f"row {row.row:>3} {row.state:<7} {row.num_tokens:>6} tokens  {cells}")
+    return lines
+
+
+def _symbol(row: RowMap, each: MappedExtent, letters: dict[int, str], *, is_empty: bool) -> str:
+    if each.is_shared:
+        return letters[each.handle]
+    if each.location is MemoryLocation.HOST:
+        return _HOST
+    if row.is_parked:
+        return _PARKED
+    return _EMPTY if is_empty else _OWN
+
+
+# ---- picture ----------------------------------------------------------------------------------
+
+
+def draw(cache: KVCache | PageMap, path: str | Path) -> None:
+    """Draw a page map: a line for each row, a box for each extent.
+
+    Shared extents have a colour each, the same in every row; what belongs to one row is grey,
+    in host memory darker; parked rows are hatched; what is not mapped is white. A box whose
+    mapping may only be read says `r`.
+
+    Args:
+        cache: A cache, or a map that was taken before.
+        path: Where to write; the ending says what (`.png`, `.svg`, `.pdf`).
+
+    Raises:
+        ConfigError: matplotlib is not installed, or cannot write such a file.
+        ClosedError: The cache is closed.
+        OSError: The file cannot be written.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError(
+            'drawing a page map needs matplotlib; pip install "vmkv[bench]", or print page_map()'
+        ) from error
+    shown = cache if isinstance(cache, PageMap) else page_map(cache)
+    path = Path(path)
+    endings = FigureCanvasAgg.get_supported_filetypes()
+    if path.suffix[1:].lower() not in endings:
+        raise ConfigError(
+            f"cannot draw to {path.name!r}; its name must end in one of "
+            f"{', '.join(sorted(endings))}"
+        )
+    panels = _alike(shown.groups)
+    heights = [0.9 + 0.26 * max(1, min(len(alike[0].rows), _LABELLED_ROWS_MAX)) for alike in panels]
+    figure = Figure(figsize=(11, 1.1 + sum(heights)), layout="constrained")
+    FigureCanvasAgg(figure)
+    if panels:
+        axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
+        for each, alike in zip(axes, panels, strict=True):
+            _draw_group(each, alike)
+    saved_bytes = shown.mapped_bytes - shown.resident_bytes
+    figure.suptitle(
+        f"{format_bytes(shown.mapped_bytes)} mapped, {format_bytes(shown.resident_bytes)} of "
+        f"memory behind it: sharing saves {format_bytes(saved_bytes)}",
+        fontsize=11,
+    )
+    figure.legend(handles=_legend(), loc="outside lower center", ncols=6, fontsize=9)
+    figure.savefig(path, dpi=120)
+
+
+def _draw_group(axes: Axes, alike: List_[GroupMap]) -> None:
+    from matplotlib.collections import PatchCollection
+    from matplotlib.patches import Rectangle
+    from matplotlib.ticker import MaxNLocator
+
+    group = alike[0]
+    handles = group.shared_handles()
+    colours = {
+        handle: _SHARED_COLOURS[at % len(_SHARED_COLOURS)] for at, handle in enumerate(handles)
+    }
+    num_pages = max(1, group.end_page)
+    page_points = 700 / num_pages
+    boxes: dict[bool, list[Rectangle]] = {True: [], False: []}  # By whether the row is parked.
+    for y, row in enumerate(group.rows):
+        for each in row.extents:
+            own = _OWN_COLOUR if each.location is MemoryLocation.DEVICE else _HOST_COLOUR
+            colour = colours.get(each.handle, own)
+            place = (each.first_page, y - 0.4)
+            boxes[row.is_parked].append(Rectangle(place, each.num_pages, 0.8, facecolor=colour))
+            if each.access is Access.READ and page_points * each.num_pages > 9:
+                middle = each.first_page + each.num_pages / 2
+                axes.text(middle, y, "r", ha="center", va="center", fontsize=8)
+        if row.num_tokens:
+            end = row.num_tokens * group.token_bytes / group.page_bytes
+            axes.plot([end, end], [y - 0.42, y + 0.42], color="black", linewidth=2)
+    for is_parked, rectangles in boxes.items():
+        collection = PatchCollection(
+            rectangles,
+            match_original=True,
+            edgecolor=_LINE_COLOUR,
+            linewidth=0.6 if page_points > 4 else 0.25,
+            hatch="////" if is_parked else None,
+        )
+        axes.add_collection(collection)
+    step = div_ceil(len(group.rows), _LABELLED_ROWS_MAX)
+    labelled = list(enumerate(group.rows))[:: max(1, step)]
+    axes.set_yticks(
+        [y for y, _ in labelled],
+        [f"row {row.row}{'' if row.state == 'live' else f', {row.state}'}" for _, row in labelled],
+        fontsize=8,
+    )
+    axes.set(xlim=(0, num_pages * 1.01), ylim=(max(1, len(group.rows)) - 0.4, -0.6))
+    axes.set_title(_title(alike), fontsize=10, loc="left")
+    axes.set_xlabel("pages of a row", fontsize=9)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _legend() -> list[Any]:
+    """What the looks of boxes mean."""
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    def box(label: str, colour: str, hatch: str | None = None) -> Patch:
+        return Patch(facecolor=colour, edgecolor=_LINE_COLOUR, hatch=hatch, label=label)
+
+    return [
+        box("shared: one colour, one extent", _SHARED_COLOURS[0]),
+        box("own", _OWN_COLOUR),
+        box("in host memory", _HOST_COLOUR),
+        box("parked", "white", "////"),
+        Line2D([], [], color="black", linewidth=2, label="tokens end here"),
+        Line2D([], [], linestyle="none", marker="$r$", color="black", label="may only be read"),
+    ]
