@@ -2,11 +2,12 @@
 
 General layout; imports point left only, and a test proves it:
 
-    errors, units <- _native, backend <- memory <- cache <- attention <- hf <- serve
+    errors, units <- _native, backend <- memory <- cache <- viz <- attention <- hf <- serve <- cli
 
 `backend` talks to drivers, `memory` owns physical memory, `cache` gives sequences contiguous
-ranges, `attention` reads them with stock kernels, `hf` speaks transformers. `testing` is a
-public kit for those who write backends; nothing here imports it.
+ranges, `viz` draws them, `attention` reads them with stock kernels, `hf` speaks transformers,
+`serve` batches requests, `cli` is the `vmkv` command. `testing` is a public kit for those who
+write backends; nothing here imports it.
 
 Public names are resolved when first used: up to `memory` nothing needs torch, and nobody who
 wants only `vmkv.KVCache` should wait for transformers.
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from .errors import OutOfPagesError as OutOfPagesError
     from .errors import SequenceFullError as SequenceFullError
     from .errors import VMKVError as VMKVError
+    from .hf import RaggedCache as RaggedCache
     from .hf import VMKVCache as VMKVCache
     from .hf import generate as generate
     from .hf import ragged_generate as ragged_generate
@@ -44,12 +46,17 @@ if TYPE_CHECKING:
     from .memory import LeastRecentlyUsed as LeastRecentlyUsed
     from .memory import Scrub as Scrub
     from .memory import Victim as Victim
+    from .serve import AsyncEngine as AsyncEngine
+    from .serve import Engine as Engine
+    from .serve import RequestOutput as RequestOutput
+    from .serve import SamplingParams as SamplingParams
 
 _HOMES = {
     "backend": ("Backend", "BackendUsage", "HostBackend", "open_backend"),
     "memory": ("EvictionPolicy", "ExtentPool", "LeastRecentlyUsed", "Scrub", "Victim"),
     "cache": ("CacheStats", "CostModel", "KVCache", "Sequence", "call_with_room"),
-    "hf": ("VMKVCache", "generate", "ragged_generate"),
+    "hf": ("RaggedCache", "VMKVCache", "generate", "ragged_generate"),
+    "serve": ("AsyncEngine", "Engine", "RequestOutput", "SamplingParams"),
     "errors": (
         "CapacityError",
         "ClosedError",

@@ -134,7 +134,10 @@ def _with_kvcache(
     # longest sequence of the batch and not the capacity of a row. Its choice is left alone: no
     # number of splits, 1 to 128, brings rows closer to a dense tensor (bench_attention says what
     # does), and the same numbers are best for both.
-    longest = batch.max_num_tokens
+    # Not less than the query heads of a key head, though: the kernel takes those for queries of
+    # one head, and refuses to append to a view with fewer keys. It reads no more for it.
+    num_grouped = query.shape[1] // keys.shape[2] * batch.max_query_tokens
+    longest = min(batch.row_tokens, max(batch.max_num_tokens, num_grouped))
     out, logsumexp = _interface().flash_attn_with_kvcache(
         split(query, 0, shape),
         keys[:, :longest],

@@ -12,6 +12,7 @@ FlashAttention-2's varlen kernel. Where there is neither, the rows are read like
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 
 import torch
@@ -28,12 +29,17 @@ class PackedAttention:
 
     Args:
         spec: The kind of layer.
+        name: Of the kernel.
         kernel: What computes it; see `packed_attention`.
+
+    Attributes:
+        writes_out: Whether the kernel can write into a tensor it is given.
     """
 
     def __init__(self, spec: AttentionSpec, name: str, kernel: _Kernel):
         self.spec = spec
         self.name = name
+        self.writes_out = "out" in inspect.signature(kernel).parameters
         self._kernel = kernel
 
     def __call__(
@@ -46,6 +52,7 @@ class PackedAttention:
         *,
         scale: float,
         sinks: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend; every sequence's queries and keys are the same tokens.
 
@@ -57,11 +64,13 @@ class PackedAttention:
             max_tokens: The longest sequence.
             scale: What scores are multiplied by.
             sinks: `[Hq]`, see `AttentionSpec.has_sinks`.
+            out: `[T, Hq, Dv]`, where the kernel is to write, if it can (`writes_out`).
 
         Returns:
-            `[T, Hq, Dv]`.
+            `[T, Hq, Dv]`: `out`, or a new tensor.
         """
-        out, logsumexp = self._kernel(
+        into = {"out": out} if self.writes_out and sinks is None else {}
+        attended, logsumexp = self._kernel(
             query,
             key,
             value,
@@ -70,8 +79,11 @@ class PackedAttention:
             scale=scale,
             window=window_bounds(causal=True, window=self.spec.window),
             softcap=self.spec.softcap,
+            **into,
         )
-        return out if sinks is None else apply_sinks(out, logsumexp.transpose(0, 1), sinks)
+        if sinks is None:
+            return attended
+        return apply_sinks(attended, logsumexp.transpose(0, 1), sinks)
 
 
 def packed_attention(spec: AttentionSpec) -> PackedAttention | None:
@@ -131,6 +143,10 @@ def _flash3_library_kernel() -> _Kernel | None:
     library = flash3.library_kernel()
     if isinstance(library, str):
         return None
+    # What a build knows may be passed by name.
+    known = {argument.name for argument in flash3._operator()._schema.arguments}
+    if not known >= {"out", "cu_seqlens_k", "max_seqlen_k"}:
+        return None
 
     def kernel(
         query: torch.Tensor,
@@ -142,8 +158,9 @@ def _flash3_library_kernel() -> _Kernel | None:
         scale: float,
         window: tuple[int, int],
         softcap: float,
+        out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        out, logsumexp = library(
+        attended, logsumexp = library(
             query,
             key,
             value,
@@ -155,8 +172,9 @@ def _flash3_library_kernel() -> _Kernel | None:
             causal=True,
             window=window,
             softcap=softcap,
+            out=out,
         )
-        return out, logsumexp
+        return attended, logsumexp
 
     return kernel
 

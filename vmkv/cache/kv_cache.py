@@ -19,7 +19,7 @@ from collections.abc import Sequence as List_
 
 from ..backend import Backend
 from ..errors import ConfigError, SequenceFullError
-from ..memory import ExtentPool, check_pool
+from ..memory import ExtentPool, Scrub, check_pool
 from .cost import CostModel
 from .disk import load
 from .process import import_prefix
@@ -149,11 +149,17 @@ class KVCache(RowedCache):
 
         Raises:
             OutOfPagesError: They are not to be had. Nothing changed.
+            ConfigError: The pool poisons memory, which such a kernel would fetch. Likewise.
         """
         self.check_open()
         before = self.overread_tokens
         if overread_tokens <= before:
             return
+        if self.pool.scrub is Scrub.POISON:
+            raise ConfigError(
+                f"a kernel that fetches {overread_tokens} tokens past the length would fetch the "
+                'NaN of scrub="poison"; choose another attention backend, or none of the poison'
+            )
         self.overread_tokens = overread_tokens
         try:
             live = self._resident_sequences()

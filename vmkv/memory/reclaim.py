@@ -16,6 +16,7 @@ empty) until the last tensor is gone, so a stale view faults instead of reading 
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -61,6 +62,8 @@ class Reclaimer:
         self._lock = lock
         self._unreference = unreference
         self._batches: deque[_Batch] = deque()
+        #: Seconds spent waiting for fences so far.
+        self.waited_s = 0.0
         self._idle_reservations: list[tuple[Address, int, Callable[[], bool]]] = []
 
     def new_fence(self) -> Fence:
@@ -107,7 +110,7 @@ class Reclaimer:
             fence = self._oldest_fence()
             if fence is None:
                 break
-            fence.wait()
+            self._wait(fence)
             num_bytes += self._reclaim(partial(is_, fence))
         return num_bytes
 
@@ -116,8 +119,13 @@ class Reclaimer:
         while self.has_retired_in(start, end):
             fence = self._oldest_fence()
             if fence is not None:
-                fence.wait()
+                self._wait(fence)
                 self._reclaim(partial(is_, fence))
+
+    def _wait(self, fence: Fence) -> None:
+        start = time.perf_counter()
+        fence.wait()
+        self.waited_s += time.perf_counter() - start
 
     def _oldest_fence(self) -> Fence | None:
         with self._lock:

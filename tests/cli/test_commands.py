@@ -1,0 +1,164 @@
+"""The commands as a user types them: what they say, and their exit statuses.
+
+`plan` has a file of its own; `top` and `bench serving` are tested beside the server they ask.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vmkv import ConfigError
+from vmkv.cli import bench
+from vmkv.cli.doctor import environment, examine
+from vmkv.cli.main import main
+from vmkv.cli.serve import read_api_keys
+
+
+def run(*arguments: str) -> tuple[int, str, str]:
+    """Exit status, output, complaints."""
+    out, err = io.StringIO(), io.StringIO()
+    return main(arguments, out, err), out.getvalue(), err.getvalue()
+
+
+def test_doctor_reports_this_machine() -> None:
+    """The host always runs; what is not here is named, with what to do about it."""
+    status, out, err = run("doctor")
+    assert (0, "") == (status, err)
+    for name in ("host", "cuda:0", "sdpa", "flash2", "torch", "transformers", "fastapi"):
+        assert name in out
+    assert "vmkv runs here on" in out
+    findings = [*examine()]
+    usable = {(each.section, each.name) for each in findings if each.is_ok}
+    assert {("device", "host"), ("package", "torch"), ("package", "vmkv._native")} <= usable
+    absent = [each for each in findings if each.section == "package" and not each.is_ok]
+    assert all(each.remedy for each in absent), "something is missing, with no word how to get it"
+    assert all(each.details for each in findings)
+
+
+def test_doctor_for_programs() -> None:
+    """The same as JSON."""
+    status, out, _ = run("doctor", "--json")
+    record = json.loads(out)
+    assert 0 == status
+    assert record["environment"] == environment()
+    assert {"device", "attention", "package"} == {each["section"] for each in record["findings"]}
+
+
+@pytest.mark.gpu
+def test_doctor_finds_the_gpu() -> None:
+    """Its name, its pages, and a kernel for it."""
+    found = {each.name: each for each in examine()}
+    assert found["cuda:0"].is_ok
+    assert "pages of 2 MiB" in found["cuda:0"].details
+    assert found["torch"].is_ok or found["flash2"].is_ok
+
+
+def test_benches_are_found_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Those of a checkout; without one, what to do instead."""
+    monkeypatch.setattr(bench, "_FOLDER", tmp_path)
+    (tmp_path / "bench_something.py").write_text(
+        "import sys\nsys.exit(7 if sys.argv[1:] == ['--smoke'] else 0)\n"
+    )
+    status, out, _ = run("bench")
+    assert (0, ["something"]) == (status, out.split("\n")[1:-1])
+    assert 7 == run("bench", "something", "--smoke")[0]
+    assert 0 == run("bench", "something")[0]
+    status, _, err = run("bench", "other")
+    assert 2 == status
+    assert "no bench is called 'other'; there are serving, something" in err
+    monkeypatch.setattr(bench, "_FOLDER", tmp_path / "nowhere")
+    status, _, err = run("bench", "something")
+    assert 2 == status
+    assert "clone the repository" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ([], "required: COMMAND"),
+        (["levitate"], "invalid choice: 'levitate'"),
+        (["plan", "x", "--context", "0"], "argument --context: '0' is no positive integer"),
+        (["plan", "x", "--context", "8q"], "'8q' is no positive integer"),
+        (["plan", "x", "--context", "1", "--swap", "-1"], "'-1' is no number"),
+        (["serve", "x", "--port", "70000"], "70000 is no port"),
+        (["serve", "x", "--max-body-mib", "0"], "no positive number"),
+    ],
+)
+def test_wrong_arguments(
+    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Argparse explains, with status 2."""
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert 2 == stopped.value.code
+    assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["top", "localhost:1", "--once"], "is `vmkv serve` running there?"),
+        (["bench", "serving", "--url", "http://localhost:1"], "is `vmkv serve` running there?"),
+        (["bench", "serving", "--url", "localhost"], "write http://HOST:PORT"),
+        (["serve", "x", "--chat-template", "/nowhere/t.jinja"], "chat template /nowhere/t.jinja"),
+        (["serve", "x", "--api-key-file", "/nowhere/keys"], "--api-key-file /nowhere/keys"),
+        (["serve", "/nowhere/model", "--port", "0"], "no file or folder /nowhere/model"),
+    ],
+)
+def test_complaints_help(arguments: list[str], complaint: str) -> None:
+    """One line, no traceback."""
+    status, out, err = run(*arguments)
+    assert (2, "") == (status, out)
+    assert complaint in err
+    assert err.startswith("vmkv: ")
+
+
+def test_keys_come_from_a_file_or_the_environment(tmp_path: Path) -> None:
+    """Never from the command line, which everybody can read; an empty file lets nobody in."""
+    file = tmp_path / "keys"
+    file.write_text("# who\nalpha\n\n beta \n")
+    assert ["alpha", "beta"] == read_api_keys(file, None)
+    assert ["env", "alpha", "beta"] == read_api_keys(file, "env\n")
+    assert [] == read_api_keys(None, " ")
+    file.write_text("# nobody yet\n")
+    with pytest.raises(ConfigError, match="holds no key"):
+        read_api_keys(file, None)
+
+
+def test_help_needs_nothing_heavy() -> None:
+    """Neither torch nor transformers nor a web framework are imported to say what there is."""
+    script = (
+        "import sys\n"
+        "for name in ('torch', 'transformers', 'fastapi', 'prometheus_client'):\n"
+        "    sys.modules[name] = None\n"
+        "from vmkv.cli.main import make_parser\n"
+        "sys.stdout.write(make_parser().format_help())\n"
+    )
+    child = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert 0 == child.returncode, child.stderr
+    for command in ("doctor", "plan", "bench", "serve", "top"):
+        assert command in child.stdout
+
+
+def test_a_reader_that_stops_early_is_no_error() -> None:
+    """`vmkv bench | head -0`."""
+    child = subprocess.Popen(
+        [sys.executable, "-m", "vmkv.cli", "bench"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert child.stdout is not None
+    child.stdout.close()
+    assert child.stderr is not None
+    assert "" == child.stderr.read()
+    child.stderr.close()
+    assert 0 == child.wait(60)

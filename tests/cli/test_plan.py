@@ -1,0 +1,232 @@
+"""`vmkv plan`: its arithmetic is what a cache really maps.
+
+Not covered: models on the Hub (no network), and whether the reserve is right for a GPU.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vmkv import ConfigError, ExtentPool, HostBackend, KVCache
+from vmkv.cache.geometry import LayerShape
+from vmkv.cli.capacity import fit, kind_bytes, need_bytes, sequence_bytes
+from vmkv.cli.main import main
+from vmkv.cli.models import LayerKind, load_config, model_shape
+from vmkv.units import GiB, KiB, MiB
+
+LLAMA_8B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "dtype": "bfloat16",
+}
+GEMMA3 = {
+    "model_type": "gemma3_text",
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 100,
+    "max_position_embeddings": 8192,
+    "sliding_window": 512,
+    "dtype": "float16",
+}
+DEEPSEEK = {
+    "model_type": "deepseek_v3",
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 24,
+    "dtype": "bfloat16",
+}
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    """Writes a configuration; returns its path."""
+
+    def write(config: dict[str, Any]) -> str:
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps(config))
+        return str(path)
+
+    return write
+
+
+def planned(*arguments: str) -> tuple[int, dict[str, Any]]:
+    """The exit status and the record of `vmkv plan --json`."""
+    out, err = io.StringIO(), io.StringIO()
+    status = main(["plan", *arguments, "--json"], out, err)
+    assert "" == err.getvalue()
+    return status, json.loads(out.getvalue())
+
+
+def mapped_bytes(kind: LayerKind, lengths: list[int]) -> list[int]:
+    """What a cache maps for one sequence that takes these lengths one after another."""
+    pool = ExtentPool(HostBackend(2 * MiB), 4 * GiB, close_when_unused=True)
+    sizes = []
+    with KVCache(
+        pool, max_tokens=max(lengths), max_sequences=1, layers_per_group=kind.num_layers
+    ) as cache:
+        cache.add_layers(
+            range(kind.num_layers),
+            num_kv_heads=kind.shape.num_k_heads,
+            head_dim=kind.shape.k_dim,
+            dtype=torch.float16,
+            window_tokens=kind.window_tokens,
+        )
+        sequence = cache.open()
+        for length in lengths:
+            cache.grow([(sequence, length)])
+            sizes.append(cache.stats().resident_bytes)
+    return sizes
+
+
+@pytest.mark.parametrize("window", [None, 512, 3000])
+@pytest.mark.parametrize("num_layers", [2, 24])
+def test_plan_is_what_a_cache_maps(window: int | None, num_layers: int) -> None:
+    """At every length of a growing sequence, what is mapped lies within what is planned."""
+    kind = LayerKind(num_layers, LayerShape(8, 128, 8, 128, 2), window)
+    lengths = [*range(1, 6000)]
+    for length, num_bytes in zip(lengths, mapped_bytes(kind, lengths), strict=True):
+        part = kind_bytes(kind, length)
+        assert part.prompt_bytes <= num_bytes <= part.most_bytes, length
+
+
+@given(
+    num_tokens=st.integers(1, 20000),
+    num_layers=st.integers(1, 32),
+    heads=st.integers(1, 8),
+)
+def test_a_prompt_maps_exactly_what_is_planned(
+    num_tokens: int, num_layers: int, heads: int
+) -> None:
+    """Where nothing has grown yet, the plan is exact."""
+    kind = LayerKind(num_layers, LayerShape(heads, 64, heads, 64, 2), None)
+    assert [kind_bytes(kind, num_tokens).prompt_bytes] == mapped_bytes(kind, [num_tokens])
+
+
+def test_llama_8b(write) -> None:
+    """The figures everybody knows: 128 KiB a token, 16 tokens a page."""
+    status, record = planned(
+        write(LLAMA_8B), "--users", "40", "--context", "8k", "--device-memory", "80"
+    )
+    assert 0 == status
+    (kind,) = record["kinds"]
+    assert 128 * KiB == kind["token_bytes"]
+    assert GiB == kind["used_bytes"] == record["sequence"]["block_table_bytes"]
+    assert 16 * GiB == record["sequence"]["longest_bytes"]
+    assert 8_030_261_248 * 2 == record["model"]["weights_bytes"]
+    assert 80 * GiB - 8_030_261_248 * 2 - 4 * GiB == record["budget_bytes"]
+    fits = record["fits"]
+    assert fits["longest"] == 3
+    assert 60 <= fits["vmkv"] <= fits["block_table"] == 61
+
+
+def test_windows_are_planned_apart(write) -> None:
+    """Sliding layers keep their window; the others everything."""
+    shape = model_shape(load_config(write(GEMMA3)))
+    assert [(None, 1), (512, 5)] == [(k.window_tokens, k.num_layers) for k in shape.kinds]
+    _, record = planned(write(GEMMA3), "--context", "8k")
+    full, sliding = record["kinds"]
+    assert 8192 == full["kept_tokens"]
+    assert 511 == sliding["kept_tokens"]
+    assert sliding["token_bytes"] == 5 * full["token_bytes"]
+
+
+def test_latent_attention_is_planned_as_it_is_cached(write) -> None:
+    """Transformers caches expanded keys and values, of different widths."""
+    (kind,) = model_shape(load_config(write(DEEPSEEK)), with_weights=False).kinds
+    assert LayerShape(8, 48, 8, 24, 2) == kind.shape
+
+
+def test_sharing_and_swapping_make_room(write) -> None:
+    """A common prefix is mapped once; host memory holds those that do not run."""
+    path = write(LLAMA_8B)
+    common = ("--context", "8k", "--device-memory", "80")
+    _, alone = planned(path, *common)
+    _, shared = planned(path, *common, "--share-prefix", "4096")
+    _, swapped = planned(path, *common, "--share-prefix", "4096", "--swap", "64")
+    assert GiB // 2 == shared["sequence"]["shared_bytes"]
+    assert alone["fits"]["vmkv"] < shared["fits"]["vmkv_shared"] < swapped["fits"]["vmkv_swapped"]
+    _, many = planned(path, *common, "--share-prefix", "4096", "--users", "10")
+    own = many["sequence"]["vmkv_bytes"] - GiB // 2
+    assert GiB // 2 + 10 * own == many["needed_bytes"]
+
+
+@given(
+    budget=st.integers(0, 200 * GiB), num_tokens=st.integers(1, 30000), shared=st.integers(0, 30000)
+)
+def test_what_fits_fits(budget: int, num_tokens: int, shared: int) -> None:
+    """As many as fit need no more than there is, and one more would."""
+    kind = LayerKind(32, LayerShape(8, 128, 8, 128, 2), None)
+    part = kind_bytes(kind, num_tokens, shared_tokens=min(shared, num_tokens))
+    sequence = sequence_bytes([part], num_tokens, num_tokens)
+    number = fit(sequence, budget).vmkv_shared
+    assert not number or need_bytes(sequence, number) <= budget
+    assert need_bytes(sequence, number + 1) > budget
+
+
+def test_too_many_users_are_an_exit_status(write) -> None:
+    """1 where they do not fit, so that a script can tell; and the text says what would help."""
+    arguments = ["--users", "1000", "--context", "8k", "--device-memory", "80"]
+    assert 1 == planned(write(LLAMA_8B), *arguments)[0]
+    out = io.StringIO()
+    assert 1 == main(["plan", write(LLAMA_8B), *arguments], out)
+    assert "1,000 users do not fit, 60 do" in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["{tmp}/absent.json", "--context", "1k"], "there is no file"),
+        (["{tmp}", "--context", "1k"], "holds no config.json"),
+        (["{config}", "--context", "1k", "--share-prefix", "2k"], "longer than --context"),
+        (["{config}", "--context", "1k", "--device-memory", "10"], "leave nothing of 10 GiB"),
+        (["{config}", "--context", "1k", "--dtype", "int3"], "'int3' is none of"),
+        (
+            ["{broken}", "--context", "1k"],
+            "is no configuration that the installed",
+        ),
+    ],
+)
+def test_mistakes_are_explained(
+    write, tmp_path: Path, arguments: list[str], complaint: str
+) -> None:
+    """One line on standard error, status 2, nothing on standard output."""
+    config = write(LLAMA_8B)
+    (tmp_path / "other").mkdir()
+    broken = tmp_path / "broken.json"
+    broken.write_text('{"model_type": "no such model"}')
+    encoder = tmp_path / "t5.json"
+    encoder.write_text('{"model_type": "t5", "is_encoder_decoder": true}')
+    names = {"tmp": tmp_path / "other", "config": config, "broken": broken, "t5": encoder}
+    out, err = io.StringIO(), io.StringIO()
+    status = main(["plan", *(each.format(**names) for each in arguments)], out, err)
+    assert (2, "") == (status, out.getvalue())
+    assert complaint in err.getvalue()
+    assert 1 == err.getvalue().count("\n")
+
+
+def test_lengths_must_be_positive() -> None:
+    """The arithmetic refuses what it cannot mean."""
+    with pytest.raises(ConfigError, match="num_tokens=0"):
+        kind_bytes(LayerKind(1, LayerShape(1, 8, 1, 8, 2), None), 0)

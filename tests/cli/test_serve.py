@@ -1,0 +1,101 @@
+"""`vmkv serve` as a process: it comes up, serves, and drains on SIGTERM."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from helpers.serving import MAX_TOKENS, save_tiny_model
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model as a folder."""
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@contextlib.contextmanager
+def serving(model: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The command, and the address that it prints."""
+    command = [sys.executable, "-m", "vmkv.cli", "serve", str(model), "--port", "0"]
+    command += ["--served-model-name", "tiny", "--memory", "0.0625", "--device", "cpu", *options]
+    child = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1
+    )
+    assert child.stdout is not None
+    assert child.stderr is not None
+    try:
+        line = child.stdout.readline()
+        found = re.search(r"http://[\d.]+:\d+", line)
+        assert found, f"{line}{child.stderr.read() if child.poll() is not None else ''}"
+        yield child, found.group(0)
+        assert 0 == child.wait(60), child.stderr.read()
+    finally:
+        child.kill()
+        child.wait()
+        child.stdout.close()
+        child.stderr.close()
+
+
+def test_sigterm_drains(model: Path, tmp_path: Path) -> None:
+    """A stream under way ends with all its tokens; nobody new is let in; the status is 0."""
+    keys, trace = tmp_path / "keys", tmp_path / "trace.json"
+    keys.write_text("secret\n")
+    options = ["--api-key-file", str(keys), "--trace", str(trace), "--max-concurrent", "2"]
+    with serving(model, *options) as (child, url):
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0, timeout=120)
+        assert MAX_TOKENS == client.models.list().data[0].model_dump()["max_model_len"]
+        with pytest.raises(openai.AuthenticationError):
+            client.with_options(api_key="wrong").models.list()
+        stream = client.completions.create(
+            model="tiny",
+            prompt="A row",
+            max_tokens=400,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body={"ignore_eos": True},
+        )
+        pieces = iter(stream)
+        first = next(pieces)
+        # On a connection that stays open: what comes after the signal is refused.
+        host, port = url.removeprefix("http://").split(":")
+        child.send_signal(signal.SIGTERM)
+        rest = list(pieces)
+        assert first.choices[0].finish_reason is None
+        assert "length" == rest[-2].choices[0].finish_reason
+        assert 400 == rest[-1].usage.completion_tokens
+        assert 0 == child.wait(60)
+        with pytest.raises(OSError, match="refused"):
+            socket.create_connection((host, int(port)), timeout=5)
+    events = json.loads(trace.read_text())
+    assert 400 <= len([each for each in events if each["name"] == "step"])
+
+
+def test_an_idle_server_ends_at_once(model: Path) -> None:
+    """And before that it is healthy, and its address was free."""
+    with serving(model) as (child, url):
+        assert "ok" == httpx.get(f"{url}/health").json()["status"]
+        port = url.rsplit(":", 1)[1]
+        second = subprocess.run(
+            [sys.executable, "-m", "vmkv.cli", "serve", str(model), "--port", port],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert 2 == second.returncode
+        assert "is another server running?" in second.stderr
+        child.send_signal(signal.SIGINT)

@@ -1,0 +1,167 @@
+"""A tiny model with a real tokenizer, and a server around it on a port of its own.
+
+Everything is made here: nothing is downloaded. The tokenizer is byte-level BPE, so text of any
+script goes in and comes out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from fastapi import FastAPI
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from vmkv.serve.observer import ObservedCache, RequestRecord, StepRecord
+from vmkv.serve.server.run import make_server, open_socket
+
+TEXT = [
+    "A row is one sequence's range in a reservation.",
+    "A page is one cell of a range, and the unit of account.",
+    "Nothing is unmapped before the work that may read it has passed its fence.",
+    "The next sequence adopts the memory of one that has ended.",
+]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message.role not in ('system', 'user', 'assistant') %}"
+    "{{ raise_exception('unknown role ' + message.role) }}{% endif %}"
+    "<{{ message.role }}>{{ message.content }}\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+#: Long enough that a request which asks for all of it surely runs when a test looks.
+MAX_TOKENS = 4096
+
+
+@functools.cache
+def tiny_tokenizer() -> Any:
+    """Byte-level BPE over a few lines, with a chat template."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(TEXT, trainer)
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token="</s>",
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+@functools.cache
+def tiny_llama() -> Any:
+    """A Llama over that vocabulary, with weights random enough not to repeat one token."""
+    config = transformers.LlamaConfig(
+        vocab_size=len(tiny_tokenizer()),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=MAX_TOKENS,
+        bos_token_id=0,
+        eos_token_id=1,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval().float()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                parameter.normal_(0.0, 1.5 * parameter.shape[-1] ** -0.5, generator=generator)
+        model.lm_head.weight[1] = 0.0  # The end of sequence is never the likeliest token.
+    model.generation_config.eos_token_id = 1
+    return model
+
+
+def save_tiny_model(folder: Path) -> Path:
+    """Model and tokenizer as `from_pretrained` reads them."""
+    tiny_llama().save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+class Watch:
+    """An engine's observer that tests can wait on."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self.added: list[int] = []
+        self.finished: list[RequestRecord] = []
+        self.num_first_tokens = 0
+        self.num_steps = 0
+
+    def request_added(self, request_id: int, num_prompt_tokens: int) -> None:
+        with self._changed:
+            self.added.append(request_id)
+            self._changed.notify_all()
+
+    def first_token(self, request_id: int, wait_s: float) -> None:
+        with self._changed:
+            self.num_first_tokens += 1
+            self._changed.notify_all()
+
+    def request_finished(self, request: RequestRecord) -> None:
+        with self._changed:
+            self.finished.append(request)
+            self._changed.notify_all()
+
+    def step_finished(self, step: StepRecord, cache: ObservedCache) -> None:
+        with self._changed:
+            self.num_steps += 1
+            self._changed.notify_all()
+
+    def idle(self, cache: ObservedCache) -> None:
+        pass
+
+    def wait(self, condition: Callable[[], bool], what: str) -> None:
+        """Until a condition on the above holds."""
+        with self._changed:
+            assert self._changed.wait_for(condition, timeout=60), f"waited in vain for {what}"
+
+
+@contextlib.contextmanager
+def serving(app: FastAPI, drain_timeout_s: float = 20) -> Iterator[tuple[str, Callable[[], None]]]:
+    """The application on a free port of this machine: its address, and what makes it stop.
+
+    Sockets hold little, so that a client which does not read is soon noticed.
+    """
+    listener = open_socket("127.0.0.1", 0, unread_timeout_s=60)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    listener.listen()  # Clients may connect from now on; they are accepted when it is up.
+    server = make_server(app, drain_timeout_s=drain_timeout_s, log_level="warning")
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            server.run(sockets=[listener])
+        except BaseException as error:
+            failures.append(error)
+            raise
+
+    def stop() -> None:
+        server.should_exit = True
+
+    thread = threading.Thread(target=run, name="server")
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", stop
+    finally:
+        stop()
+        thread.join(60)
+    assert not thread.is_alive(), "the server does not end"
+    assert not failures

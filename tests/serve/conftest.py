@@ -1,0 +1,50 @@
+"""Engines over pools whose books are checked when the test is over."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from helpers.tiny_models import tiny_model
+
+from vmkv import BackendUsage, ExtentPool, HostBackend
+from vmkv.serve import Engine
+from vmkv.units import KiB, MiB
+
+
+@pytest.fixture
+def make_engine() -> Iterator[Callable[..., Engine]]:
+    """Makes engines over tiny models; afterwards nothing may be left of any of them."""
+    made: list[tuple[Engine, ExtentPool, HostBackend, int]] = []
+
+    def make(
+        model: Any = "llama",
+        *,
+        budget_bytes: int = 16 * MiB,
+        host_budget_bytes: int = 0,
+        backend: Any = None,
+        **options: Any,
+    ) -> Engine:
+        host = HostBackend(4 * KiB) if backend is None else backend
+        pool = ExtentPool(host, budget_bytes, host_budget_bytes=host_budget_bytes)
+        if isinstance(model, str):
+            model = copy.deepcopy(tiny_model(model))  # The engine changes how it attends.
+        defaults = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_tokens": 128, "seed": 0}
+        engine = Engine(model, pool=pool, **{**defaults, **options})
+        # A runner may keep a row for itself.
+        made.append((engine, pool, host, engine.cache.stats().num_sequences))
+        return engine
+
+    yield make
+    for engine, pool, host, num_scratch in made:
+        if not engine.cache.is_closed:
+            assert not engine.has_unfinished
+            num_sequences = engine.cache.stats().num_sequences
+            assert num_scratch == num_sequences, "a sequence outlived its request"
+            engine.cache.check()
+        engine.close()
+        assert 0 == pool.stats().resident_bytes
+        pool.close()
+        assert BackendUsage() == host.usage()

@@ -1,0 +1,108 @@
+"""Servers around a real engine on the host backend, which leave its books balanced."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import httpx
+import openai
+import pytest
+import torch
+import transformers
+from fastapi import FastAPI
+from helpers.serving import MAX_TOKENS, Watch, serving, tiny_llama, tiny_tokenizer
+
+from vmkv import BackendUsage
+from vmkv.serve.engine import AsyncEngine, Engine
+from vmkv.serve.metrics import Metrics
+from vmkv.serve.observer import Observers
+from vmkv.serve.server import Limits, ServerOptions, create_app
+from vmkv.units import MiB
+
+transformers.logging.set_verbosity_error()
+torch.set_num_threads(1)
+
+
+@dataclass(frozen=True)
+class Running:
+    """A server that runs.
+
+    Attributes:
+        url: Its address.
+        app: The application.
+        engine: The engine behind it.
+        watch: What the engine did.
+        model: The model.
+        stop: Tells the server to drain and end.
+    """
+
+    url: str
+    app: FastAPI
+    engine: Engine
+    watch: Watch
+    model: Any
+    stop: Callable[[], None]
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Until a condition on the server's state holds; every look is a round trip."""
+        with httpx.Client() as client:
+            deadline_s = time.monotonic() + 60
+            while not condition():
+                assert 200 == client.get(f"{self.url}/health").status_code
+                assert time.monotonic() < deadline_s, "waited in vain"
+
+    def client(self, **options: Any) -> openai.OpenAI:
+        """A client of its own, that never tries twice."""
+        options = {"api_key": "none", "max_retries": 0, "timeout": 60, **options}
+        return openai.OpenAI(base_url=f"{self.url}/v1", **options)
+
+
+@contextlib.contextmanager
+def running(
+    limits: Limits | None = None, *, drain_timeout_s: float = 20, **options: Any
+) -> Iterator[Running]:
+    """A server, and afterwards an engine with nothing left in it."""
+    watch, metrics = Watch(), Metrics()
+    engine = Engine(
+        tiny_llama(),
+        tokenizer=tiny_tokenizer(),
+        max_num_seqs=16,
+        max_num_batched_tokens=256,
+        max_tokens=MAX_TOKENS,
+        budget_bytes=64 * MiB,
+        observer=Observers([watch, metrics]),
+    )
+    metrics.bind_pages(engine.cache.pool.page_bytes)
+    app = create_app(
+        AsyncEngine(engine),
+        tiny_tokenizer(),
+        ServerOptions("tiny", MAX_TOKENS, limits=limits or Limits(), **options),
+        metrics,
+    )
+    with serving(app, drain_timeout_s) as (url, stop):
+        yield Running(url, app, engine, watch, tiny_llama(), stop)
+        watch.wait(lambda: len(watch.finished) == len(watch.added), "the end of every request")
+        if not engine.cache.is_closed:
+            engine.cache.check()
+    assert app.state.gate.num_inside == app.state.gate.num_waiting == 0
+    assert BackendUsage() == engine.cache.pool.backend.usage(), "the server left something behind"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    """A server with the default limits."""
+    with running() as it:
+        yield it
+
+
+@pytest.fixture
+def run_server() -> Callable[..., contextlib.AbstractContextManager[Running]]:
+    """Runs a server with limits of the test's own."""
+    return running

@@ -1,0 +1,246 @@
+"""Clients that leave, or stay and never read, cost nothing for longer than they must.
+
+And an engine that fails: the client is told, the others go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+from typing import Any
+
+import httpx
+import pytest
+from helpers.serving import MAX_TOKENS
+
+from vmkv.serve.server import Limits
+from vmkv.serve.server.errors import ApiError
+from vmkv.serve.server.limits import Gate
+
+# Far more than can be computed before a test is over: only a cancellation ends it in time.
+LONG = {"model": "tiny", "prompt": "A row", "max_tokens": MAX_TOKENS - 50, "temperature": 0}
+LONG |= {"ignore_eos": True}
+SHORT = {"model": "tiny", "prompt": "A row", "max_tokens": 3}
+
+
+def address(server: Any) -> tuple[str, int]:
+    """Host and port."""
+    host, port = server.url.removeprefix("http://").split(":")
+    return host, int(port)
+
+
+def request(path: str, body: dict[str, Any]) -> bytes:
+    """An HTTP request as it goes over the wire."""
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
+
+
+def wait_for_cancellations(server: Any, count: int) -> None:
+    """Until so many requests have been cancelled, and no sequence is left of them."""
+
+    def cancelled() -> list[Any]:
+        return [each for each in server.watch.finished if each.finish_reason == "cancelled"]
+
+    server.watch.wait(lambda: len(cancelled()) >= count, f"{count} cancellations")
+    assert all(each.num_output_tokens < MAX_TOKENS - 50 for each in cancelled())
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_leaving_a_stream_frees_the_request(run_server, path: str) -> None:
+    """A client that closes its connection in the middle."""
+    body = dict(LONG)
+    if "chat" in path:
+        body["messages"] = [{"role": "user", "content": body.pop("prompt")}]
+    with run_server() as server:
+        with httpx.stream("POST", server.url + path, json=body | {"stream": True}) as answer:
+            lines = answer.iter_lines()
+            assert next(lines).startswith("data: ")
+        wait_for_cancellations(server, 1)
+
+
+def test_leaving_an_answer_frees_the_request(run_server) -> None:
+    """A client that does not wait for the whole."""
+    with run_server() as server:
+        with socket.create_connection(address(server)) as client:
+            client.sendall(request("/v1/completions", LONG | {"n": 2}))
+            server.watch.wait(lambda: server.watch.num_first_tokens >= 1, "the first token")
+        wait_for_cancellations(server, 1)
+
+
+def test_leaving_the_queue(run_server) -> None:
+    """A client that leaves before its turn never reaches the engine."""
+    with run_server(Limits(max_concurrent=1, max_queued=5)) as server:
+        gate = server.app.state.gate
+        with httpx.stream(
+            "POST", f"{server.url}/v1/completions", json=LONG | {"stream": True}
+        ) as first:
+            lines = first.iter_lines()
+            assert next(lines)
+            with socket.create_connection(address(server)) as client:
+                client.sendall(request("/v1/completions", SHORT))
+                server.until(lambda: gate.num_waiting == 1)
+            server.until(lambda: gate.num_waiting == 0)
+        wait_for_cancellations(server, 1)
+        assert 1 == len(server.watch.added)
+
+
+def test_a_client_that_never_reads(run_server) -> None:
+    """It stalls nobody else, and after a time it is treated as gone."""
+    with run_server(Limits(send_timeout_s=0.5)) as server, socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(address(server))
+        # Log-probabilities make the events large: the sockets fill in a few tokens.
+        body = LONG | {"stream": True, "logprobs": 20, "stop": []}
+        client.sendall(request("/v1/completions", body))
+        server.watch.wait(lambda: server.watch.num_first_tokens >= 1, "the first token")
+        for _ in range(3):
+            answer = httpx.post(f"{server.url}/v1/completions", json=SHORT, timeout=60)
+            assert 200 == answer.status_code
+        wait_for_cancellations(server, 1)
+
+
+def test_a_storm_of_leaving_clients(run_server) -> None:
+    """Forty clients that leave at different moments; the books balance, and one is served."""
+    with run_server() as server:
+
+        def leave(number: int) -> None:
+            body = request(
+                "/v1/completions", LONG | {"stream": number % 2 == 0, "n": 1 + number % 3}
+            )
+            with socket.create_connection(address(server)) as client:
+                client.settimeout(60)
+                client.sendall(body[: len(body) // 2] if number % 5 == 0 else body)
+                if number % 4 == 0 and number % 5:
+                    client.recv(100)
+
+        threads = [threading.Thread(target=leave, args=(number,)) for number in range(40)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        answer = httpx.post(f"{server.url}/v1/completions", json=SHORT, timeout=120)
+        assert 200 == answer.status_code
+        watch = server.watch
+        watch.wait(lambda: len(watch.finished) == len(watch.added), "the end of every request")
+        server.engine.cache.check()
+        ends = [each.finish_reason for each in watch.finished if each.num_output_tokens > 3]
+        assert {"cancelled"} >= set(ends), "somebody left, and the work for them went on"
+
+
+def test_draining_refuses_and_ends_in_time(run_server) -> None:
+    """New requests get 503 and health says so; what outlasts the time to drain is cancelled."""
+    with run_server(drain_timeout_s=1) as server, httpx.Client(base_url=server.url) as kept:
+        assert "ok" == kept.get("/health").json()["status"]
+        with httpx.stream(
+            "POST", f"{server.url}/v1/completions", json=LONG | {"stream": True}, timeout=60
+        ) as answer:
+            lines = answer.iter_lines()
+            assert "choices" in next(lines)
+            server.app.state.drain.is_draining = True
+            health = kept.get("/health")
+            assert (503, "draining") == (health.status_code, health.json()["status"])
+            refused = kept.post("/v1/completions", json=SHORT)
+            assert (503, "shutting_down") == (
+                refused.status_code,
+                refused.json()["error"]["code"],
+            )
+            server.stop()
+            with pytest.raises(httpx.RemoteProtocolError):
+                for _ in lines:
+                    pass
+        wait_for_cancellations(server, 1)
+
+
+def test_a_failing_model_is_500(run_server) -> None:
+    """The client reads an error of OpenAI's shape; the next request is served."""
+    with run_server() as server:
+        fails = True
+
+        def fail(*_: Any) -> None:
+            if fails:
+                raise RuntimeError("the model is broken")
+
+        hook = server.model.lm_head.register_forward_pre_hook(fail)
+        try:
+            answer = httpx.post(f"{server.url}/v1/completions", json=SHORT, timeout=60)
+            assert 500 == answer.status_code
+            error = answer.json()["error"]
+            assert ("server_error", "internal_error") == (error["type"], error["code"])
+            assert "RuntimeError" in error["message"]
+            assert "broken" not in error["message"], "a stranger reads our internals"
+            streamed = httpx.post(
+                f"{server.url}/v1/completions", json=SHORT | {"stream": True}, timeout=60
+            )
+            assert 500 == streamed.status_code
+            fails = False
+            again = httpx.post(f"{server.url}/v1/completions", json=SHORT, timeout=60)
+            assert 200 == again.status_code
+        finally:
+            hook.remove()
+
+
+def test_a_failure_in_mid_stream_is_an_event(run_server) -> None:
+    """The status is gone by then: the error comes as an event, and the stream ends."""
+    with run_server() as server:
+        has_begun = threading.Event()
+
+        def fail(*_: Any) -> None:
+            if has_begun.is_set():
+                raise RuntimeError("the model is broken")
+
+        hook = server.model.lm_head.register_forward_pre_hook(fail)
+        try:
+            with httpx.stream(
+                "POST", f"{server.url}/v1/completions", json=LONG | {"stream": True}, timeout=60
+            ) as answer:
+                assert 200 == answer.status_code
+                lines = answer.iter_lines()
+                assert "choices" in next(lines)
+                has_begun.set()
+                *_, error, done = [line for line in lines if line]
+            assert "internal_error" == json.loads(error.removeprefix("data: "))["error"]["code"]
+            assert "data: [DONE]" == done
+        finally:
+            hook.remove()
+
+
+def test_the_gate_loses_no_place() -> None:
+    """Whoever leaves, waiting or inside or just called in, its place goes to the next."""
+
+    async def scenario() -> None:
+        gate = Gate(max_concurrent=1, max_queued=3)
+        entered: list[str] = []
+        may_leave = {name: asyncio.Event() for name in "abcd"}
+
+        async def visit(name: str) -> None:
+            async with gate.entered():
+                entered.append(name)
+                await may_leave[name].wait()
+
+        async def settle() -> None:
+            for _ in range(10):
+                await asyncio.sleep(0)
+
+        tasks = {name: asyncio.ensure_future(visit(name)) for name in "abcd"}
+        await settle()
+        assert (["a"], 3) == (entered, gate.num_waiting)
+        with pytest.raises(ApiError, match="busy"):
+            async with gate.entered():
+                pass
+        tasks["b"].cancel()
+        await settle()
+        assert 2 == gate.num_waiting
+        may_leave["a"].set()
+        await asyncio.sleep(0)  # c has been called in and does not know yet.
+        tasks["c"].cancel()
+        await settle()
+        assert entered[-1] == "d"
+        may_leave["d"].set()
+        await settle()
+        assert (0, 0) == (gate.num_inside, gate.num_waiting)
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
+
+    asyncio.run(scenario())

@@ -1,0 +1,126 @@
+"""What a scrape of a running server says, and what `vmkv top` and `vmkv bench` make of it.
+
+Times are not looked at, only that they are there.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+
+import httpx
+import pytest
+from helpers.serving import tiny_tokenizer
+
+from vmkv.cli.main import main
+from vmkv.cli.scrape import Scrape, scrape
+from vmkv.cli.top import view
+
+BODY = {"model": "tiny", "prompt": "A row", "max_tokens": 10, "temperature": 0, "ignore_eos": True}
+
+
+def test_a_scrape_counts_what_was_done(run_server) -> None:
+    """Requests, tokens, times, pages, driver calls: the counts are exact."""
+    with run_server() as server:
+        for _ in range(3):
+            assert 200 == httpx.post(f"{server.url}/v1/completions", json=BODY).status_code
+        httpx.post(f"{server.url}/v1/completions", json=BODY | {"model": "other"})
+        server.watch.wait(lambda: len(server.watch.finished) == 3, "three requests")
+        answer = httpx.get(f"{server.url}/metrics")
+        assert answer.headers["content-type"].startswith("text/plain; version=")
+        found = scrape(server.url)
+        num_prompt = len(tiny_tokenizer()("A row")["input_ids"])
+        assert 3 == found.value("requests_total", finish_reason="length")
+        assert 3 * num_prompt == found.value("prompt_tokens_total")
+        assert 30 == found.value("generation_tokens_total")
+        assert 3 == found.value("time_to_first_token_seconds_count")
+        assert 3 == found.value("time_per_output_token_seconds_count")
+        assert 3 == found.value("request_queue_seconds_count")
+        assert found.value("mapping_seconds_count") == found.value("steps_total") >= 10
+        assert 3 == found.value("http_responses_total", route="/v1/completions", status="200")
+        assert 1 == found.value("http_responses_total", route="/v1/completions", status="404")
+        assert 0 == found.value("preemptions_total", kind="swap")
+        assert found.value("driver_calls_total", primitive="mem_map") >= 1
+        states = found.by_label("memory_bytes", "state")
+        assert states["budget"] == server.engine.cache.stats().budget_bytes
+        assert states["budget"] >= states["resident"] >= states["parked"] >= 0
+        page_bytes = found.value("page_bytes")
+        assert page_bytes == server.engine.cache.pool.page_bytes
+        pages = found.by_label("pages", "state")
+        assert {state: size / page_bytes for state, size in states.items()} == pages
+
+
+def test_top_shows_it(run_server) -> None:
+    """One view, by command; a second one with rates."""
+    with run_server() as server:
+        out = io.StringIO()
+        assert 0 == main(["top", server.url, "--once"], out)
+        assert "nothing was computed yet" in out.getvalue()
+        assert 200 == httpx.post(f"{server.url}/v1/completions", json=BODY).status_code
+        server.watch.wait(lambda: len(server.watch.finished) == 1, "a request")
+        before = scrape(server.url)
+        text = view(server.url, before, None)
+        assert "ended 1 (length 1)" in text
+        assert "generated 10" in text
+        assert "resident " in text
+        assert "mem_map" in text
+        assert "preempted  recompute 0   swap 0" in text
+        later = Scrape(before.taken_s + 2.0, dict(before.samples))
+        key = ("vmkv_step_tokens_total", frozenset({("phase", "decode")}))
+        later.samples[key] = before.samples[key] + 10
+        assert "5.0 decoded/s, 5.0 computed/s" in view(server.url, later, before)
+
+
+def test_the_built_in_bench(run_server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load against the server, every token of it accounted for."""
+    monkeypatch.setenv("VMKV_API_KEY", "secret")
+    with run_server(api_keys=["secret"]) as server:
+        out = io.StringIO()
+        arguments = ["--url", server.url, "--requests", "6", "--clients", "3", "--vocabulary"]
+        arguments += ["300", "--prompt-tokens", "20", "--output-tokens", "5", "--json"]
+        assert 0 == main(["bench", "serving", *arguments], out)
+        record = json.loads(out.getvalue())
+        assert ("tiny", 6, 3, 30) == tuple(
+            record[name] for name in ("model", "requests", "clients", "output_tokens")
+        )
+        assert record["first_token_s"]["median"] > 0
+        assert 0 == main(["bench", "serving", *arguments[:-1]], out)
+        assert "output tokens/s" in out.getvalue()
+        err = io.StringIO()
+        arguments[arguments.index("300")] = "100000"
+        assert 2 == main(["bench", "serving", *arguments], out, err)
+        assert "is none of the model's" in err.getvalue()
+        monkeypatch.delenv("VMKV_API_KEY")
+        err = io.StringIO()
+        assert 2 == main(["bench", "serving", "--url", server.url], out, err)
+        assert "needs an API key" in err.getvalue()
+        err = io.StringIO()
+        assert 2 == main(["top", f"{server.url}/v1/models", "--once"], out, err)
+        assert "no answer from" in err.getvalue()
+
+
+def test_quantiles_are_interpolated() -> None:
+    """As Prometheus' histogram_quantile: within the bucket, and the last bound at the end."""
+    found = Scrape(0.0)
+    for bound, total in (("1.0", 0), ("2.0", 10), ("4.0", 20), ("+Inf", 22)):
+        found.samples["vmkv_x_bucket", frozenset({("le", bound)})] = total
+    assert 2.0 == found.quantile("x", 10 / 22)
+    assert 3.0 == pytest.approx(found.quantile("x", 15 / 22))
+    assert 4.0 == found.quantile("x", 1.0)
+    assert found.quantile("y", 0.5) is None
+
+
+def test_a_common_prefix_is_counted(run_server) -> None:
+    """Requests that begin alike share memory, and the counts say so."""
+    prompt = [5 + number % 200 for number in range(600)]
+    with run_server() as server:
+        for tail in (7, 8, 9):
+            body = BODY | {"prompt": [*prompt, tail]}
+            answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+            assert 200 == answer.status_code
+        cached = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert cached >= 512
+        server.watch.wait(lambda: len(server.watch.finished) == 3, "three requests")
+        found = scrape(server.url)
+        assert found.value("prompt_tokens_cached_total") >= 2 * 512
+        assert found.value("prefix_lookups_total", result="hit") == 2

@@ -1,0 +1,243 @@
+"""What the server refuses, with which status, and in words that help."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from vmkv import ConfigError
+from vmkv.serve.server import Limits
+from vmkv.serve.server.run import open_socket
+
+PLAIN = {"model": "tiny", "prompt": "A row", "max_tokens": 2}
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+
+
+def error_of(answer: httpx.Response) -> dict[str, Any]:
+    """The error of an answer, of OpenAI's shape."""
+    body = answer.json()
+    assert ["error"] == list(body)
+    assert {"message", "type", "param", "code"} == set(body["error"])
+    return body["error"]
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "message"),
+    [
+        ({"prompt": ""}, "prompt", "the prompt is empty"),
+        ({"prompt": []}, "prompt", "0 prompts"),
+        ({"prompt": [[]]}, "prompt", "the prompt is empty"),
+        ({"prompt": {"a": 1}}, "prompt", "valid string"),
+        ({"prompt": [10**6]}, "prompt", "token 1000000 is none of"),
+        ({"prompt": [-1]}, "prompt", "token -1 is none of"),
+        ({"prompt": ["a"] * 200}, "prompt", "200 prompts; from 1 to 128"),
+        ({"n": 1000}, "n", "at most 128"),
+        ({"n": 0}, "n", "n=0"),
+        ({"temperature": -1}, "temperature", "temperature=-1"),
+        ({"temperature": "hot"}, "temperature", "valid number"),
+        ({"top_p": 2}, "top_p", "top_p=2"),
+        ({"min_p": 3}, "min_p", "min_p=3"),
+        ({"top_k": -7}, "top_k", "top_k=-7"),
+        ({"max_tokens": 0}, "max_tokens", "max_tokens=0"),
+        ({"max_tokens": "5"}, "max_tokens", "valid integer"),
+        ({"max_tokens": 5000}, "max_tokens", "context is 4096 tokens; the prompt has"),
+        ({"prompt": [5] * 4096}, "prompt", "the prompt has 4096, and 2 were asked for"),
+        ({"logprobs": 21}, "logprobs", "at most 20"),
+        ({"seed": 1.5}, "seed", "valid integer"),
+        ({"stop": [""]}, "stop", "non-empty"),
+        ({"presence_penalty": 3}, "presence_penalty", "at most 2"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "above 0"),
+        ({"priority": 1 << 40}, "priority", "less than or equal"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream=true"),
+        ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "unknown parameter"),
+        ({"echo": True}, "echo", "echo is not supported here: prompts are not echoed"),
+        ({"suffix": "x"}, "suffix", "insertion is not supported"),
+        ({"best_of": 3}, "best_of", "use n"),
+        ({"logit_bias": {"5": 100}}, "logit_bias", "not supported"),
+        ({"guided_json": "{}"}, "guided_json", "guided decoding"),
+        ({"max_tokns": 3}, "max_tokns", "unknown parameter 'max_tokns'"),
+    ],
+)
+def test_completions_that_cannot_be(
+    server, change: dict[str, Any], param: str, message: str
+) -> None:
+    """400, the parameter at fault, and what is wrong with it."""
+    answer = httpx.post(f"{server.url}/v1/completions", json=PLAIN | change)
+    assert 400 == answer.status_code
+    error = error_of(answer)
+    assert (param, "invalid_request_error") == (error["param"], error["type"])
+    assert message in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "message"),
+    [
+        ({"messages": []}, "messages", "at least 1"),
+        ({"messages": "hi"}, "messages", "valid list"),
+        ({"messages": [{"content": "hi"}]}, "messages.0.role", "required"),
+        ({"messages": [{"role": "pope", "content": "x"}]}, "messages", "unknown role pope"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages.0.content.0.type",
+            "'text'",
+        ),
+        ({"max_tokens": 2, "max_completion_tokens": 2}, "max_completion_tokens", "mean the same"),
+        ({"top_logprobs": 2}, "top_logprobs", "needs logprobs=true"),
+        ({"logprobs": True, "top_logprobs": 50}, "logprobs", "at most 20"),
+        ({"tools": [{"type": "function"}]}, "tools", "tool calls are not supported"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "only plain text"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "may not set"),
+    ],
+)
+def test_chats_that_cannot_be(server, change: dict[str, Any], param: str, message: str) -> None:
+    """Likewise."""
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=CHAT | change)
+    assert 400 == answer.status_code, answer.text
+    error = error_of(answer)
+    assert param == error["param"]
+    assert message in error["message"]
+
+
+def test_what_asks_for_nothing_is_accepted(server) -> None:
+    """Clients send defaults, nulls and names that change nothing."""
+    idle = {"user": "me", "metadata": {"a": "b"}, "store": False, "echo": False, "suffix": None}
+    idle |= {"best_of": 1, "logit_bias": {}, "seed": None, "stop": None, "n": None}
+    assert 200 == httpx.post(f"{server.url}/v1/completions", json=PLAIN | idle).status_code
+    idle = {"tools": [], "tool_choice": "none", "response_format": {"type": "text"}}
+    assert 200 == httpx.post(f"{server.url}/v1/chat/completions", json=CHAT | idle).status_code
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"{nope", "no valid JSON"),
+        (b"", "JSON object"),
+        (b"[1]", "JSON object"),
+        (b'"x"', "JSON object"),
+        (b"\xff\xfe", ""),
+        (b'{"model": "tiny", "prompt": "\\ud800"}', ""),
+        (b"[" * 100_000, ""),
+        (b'{"model": "tiny", "prompt": "a", "temperature": NaN}', "temperature"),
+        (b'{"model": "tiny", "prompt": "a", "seed": ' + b"9" * 5000 + b"}", ""),
+    ],
+    ids=["broken", "empty", "list", "text", "no utf-8", "surrogate", "deep", "nan", "huge"],
+)
+def test_bodies_that_are_no_request(server, body: bytes, message: str) -> None:
+    """400, whatever was sent; and the server goes on."""
+    headers = {"Content-Type": "application/json"}
+    answer = httpx.post(f"{server.url}/v1/completions", content=body, headers=headers)
+    assert 400 == answer.status_code, answer.text
+    assert message in error_of(answer)["message"]
+    assert 200 == httpx.get(f"{server.url}/health").status_code
+
+
+def test_wrong_names(server) -> None:
+    """404 for a model and a route that are not there, 405 for a wrong method."""
+    url = server.url
+    other = httpx.post(f"{url}/v1/completions", json=PLAIN | {"model": "gpt-4"})
+    assert (404, "model_not_found") == (other.status_code, error_of(other)["code"])
+    assert "'tiny' is" in error_of(other)["message"]
+    with pytest.raises(openai.NotFoundError):
+        server.client().models.retrieve("gpt-4")
+    lost = httpx.get(f"{url}/v1/nothing")
+    assert 404 == lost.status_code
+    assert "GET /v1/nothing" in error_of(lost)["message"]
+    wrong = httpx.get(f"{url}/v1/completions")
+    assert 405 == wrong.status_code
+    assert "GET /v1/completions" in error_of(wrong)["message"]
+
+
+def test_limits_have_their_statuses(run_server) -> None:
+    """413 for a body, 400 for a prompt, 408 for a body that does not come."""
+    limits = Limits(max_body_bytes=2000, max_prompt_tokens=50, body_timeout_s=0.2)
+    with run_server(limits) as server:
+        url = f"{server.url}/v1/completions"
+        large = PLAIN | {"prompt": "x" * 3000}
+        announced = httpx.post(url, json=large)
+        assert (413, "request_too_large") == (announced.status_code, error_of(announced)["code"])
+        pieces = iter([json.dumps(large).encode()[at : at + 500] for at in range(0, 3100, 500)])
+        headers = {"Content-Type": "application/json"}
+        chunked = httpx.post(url, content=pieces, headers=headers)
+        assert (413, "request_too_large") == (chunked.status_code, error_of(chunked)["code"])
+        long = httpx.post(url, json=PLAIN | {"prompt": [5] * 51})
+        assert 400 == long.status_code
+        assert "context_length_exceeded" == error_of(long)["code"]
+        assert "the prompt has 51 tokens; this server takes 50" in error_of(long)["message"]
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=30) as slow:
+            slow.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+                b'Content-Length: 100\r\n\r\n{"model": '
+            )
+            assert b" 408 " in slow.makefile("rb").readline()
+        assert 200 == httpx.post(url, json=PLAIN).status_code
+        assert 1 == len(server.watch.added), "what was refused reached the engine"
+
+
+def test_keys(run_server) -> None:
+    """With API keys only those who have one may ask; health and metrics are open."""
+    with run_server(api_keys=["first", "second"]) as server:
+        for key in ("first", "second"):
+            assert server.client(api_key=key).completions.create(**PLAIN).choices
+        for key in ("Bearer wrong", "Bearer firs", "Bearer firstsecond", "first", "Bearer", ""):
+            answer = httpx.post(
+                f"{server.url}/v1/completions",
+                json=PLAIN,
+                headers={"Authorization": key},
+            )
+            assert (401, "invalid_api_key") == (answer.status_code, error_of(answer)["code"])
+        with pytest.raises(openai.AuthenticationError, match="needs an API key"):
+            server.client(api_key="wrong").models.list()
+        assert 401 == httpx.get(f"{server.url}/v1/models").status_code
+        basic = {"Authorization": "Basic first"}
+        assert 401 == httpx.get(f"{server.url}/v1/models", headers=basic).status_code
+        for path in ("health", "metrics"):
+            assert 200 == httpx.get(f"{server.url}/{path}").status_code
+
+
+def test_a_full_queue_is_429(run_server) -> None:
+    """One runs, one waits, the third is told to come back; the second is served in its turn."""
+    with run_server(Limits(max_concurrent=1, max_queued=1)) as server:
+        gate, client = server.app.state.gate, server.client()
+        long = {"prompt": "A row", "max_tokens": 4000, "temperature": 0, "model": "tiny"}
+        first = client.completions.create(**long, stream=True, extra_body={"ignore_eos": True})
+        pieces = iter(first)
+        next(pieces)  # It is inside.
+        answers = []
+        second = threading.Thread(
+            target=lambda: answers.append(httpx.post(f"{server.url}/v1/completions", json=PLAIN))
+        )
+        second.start()
+        server.until(lambda: gate.num_waiting == 1)
+        third = httpx.post(f"{server.url}/v1/completions", json=PLAIN)
+        assert (429, "rate_limit_exceeded") == (third.status_code, error_of(third)["code"])
+        assert "retry-after" in third.headers
+        with pytest.raises(openai.RateLimitError, match="1 requests run and 1 wait"):
+            client.completions.create(**PLAIN)
+        first.close()  # Leaving makes room.
+        second.join(60)
+        assert [200] == [answer.status_code for answer in answers]
+
+
+def test_limits_and_addresses_are_checked() -> None:
+    """Before anything is loaded."""
+    with pytest.raises(ConfigError, match="max_concurrent=0"):
+        Limits(max_concurrent=0)
+    with pytest.raises(ConfigError, match="send_timeout_s"):
+        Limits(send_timeout_s=0)
+    with pytest.raises(ConfigError, match="cannot listen on no such host"):
+        open_socket("no such host", 0, unread_timeout_s=1)
+    taken = open_socket("127.0.0.1", 0, unread_timeout_s=1)
+    taken.listen()
+    port = taken.getsockname()[1]
+    try:
+        with pytest.raises(ConfigError, match="is another server running"):
+            open_socket("127.0.0.1", port, unread_timeout_s=1)
+    finally:
+        taken.close()

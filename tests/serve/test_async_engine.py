@@ -1,0 +1,250 @@
+"""An engine in a thread, asked from event loops: streams, those who leave, and the end."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import torch
+from helpers.tiny_models import VOCABULARY, tiny_model
+
+from vmkv import ClosedError, ConfigError
+from vmkv.serve import AsyncEngine, Engine, FinishReason, RequestOutput, SamplingParams
+from vmkv.serve.observer import RequestRecord, StepRecord
+
+MakeEngine = Callable[..., Engine]
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
+#: Only ever reached by a test that fails.
+PATIENCE_S = 60
+
+
+def prompts(count: int, seed: int = 0) -> list[list[int]]:
+    draw = random.Random(seed)
+    return [
+        [draw.randrange(3, VOCABULARY) for _ in range(draw.randint(2, 30))] for _ in range(count)
+    ]
+
+
+def reference(prompt: list[int], num_tokens: int = 8) -> list[int]:
+    out = tiny_model("llama").generate(
+        torch.tensor([prompt]), max_new_tokens=num_tokens, do_sample=False
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+async def last(stream: AsyncIterator[RequestOutput]) -> RequestOutput:
+    """The last output of a stream."""
+    return [output async for output in stream][-1]
+
+
+@asynccontextmanager
+async def serving(engine: Engine, *, drain: bool = True) -> AsyncIterator[AsyncEngine]:
+    """An engine with its thread, shut down at the end."""
+    it = AsyncEngine(engine)
+    try:
+        yield it
+    finally:
+        await asyncio.wait_for(it.shutdown(drain=drain), PATIENCE_S)
+        assert not it.is_running
+
+
+def run(main: Any) -> Any:
+    return asyncio.run(asyncio.wait_for(main, PATIENCE_S))
+
+
+class Idleness:
+    """An observer that tells the loop when the engine falls idle, and counts steps."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.idle_now = threading.Event()
+        self.ended: list[RequestRecord] = []
+
+    def request_added(self, request_id: int, num_prompt_tokens: int) -> None:
+        self.idle_now.clear()
+
+    def first_token(self, request_id: int, wait_s: float) -> None: ...
+
+    def request_finished(self, request: RequestRecord) -> None:
+        self.ended.append(request)
+
+    def step_finished(self, step: StepRecord, cache: object) -> None:
+        self.num_steps += 1
+
+    def idle(self, cache: object) -> None:
+        self.idle_now.set()
+
+
+def test_many_streams_at_once(make_engine: MakeEngine) -> None:
+    """Each ends with what its prompt gets alone; outputs only ever grow."""
+
+    async def follow(engine: AsyncEngine, prompt: list[int]) -> list[RequestOutput]:
+        return [output async for output in engine.stream(prompt, GREEDY)]
+
+    async def main() -> list[list[RequestOutput]]:
+        async with serving(make_engine()) as engine:
+            return await asyncio.gather(*(follow(engine, prompt) for prompt in prompts(20)))
+
+    for prompt, outputs in zip(prompts(20), run(main()), strict=True):
+        assert reference(prompt) == list(outputs[-1].outputs[0].token_ids)
+        assert outputs[-1].is_finished
+        lengths = [len(output.outputs[0].token_ids) for output in outputs]
+        assert lengths == sorted(lengths)
+        assert lengths[0] >= 1
+
+
+def test_who_leaves_is_cancelled(make_engine: MakeEngine) -> None:
+    """Closing the iterator, or cancelling the task, frees the request; others go on."""
+    seen = Idleness()
+    long = SamplingParams(temperature=0, max_tokens=90)
+
+    async def main() -> RequestOutput:
+        async with serving(make_engine(observer=seen)) as engine:
+            closed = engine.stream(prompts(1)[0], long)
+            await anext(closed)
+            task = asyncio.create_task(last(engine.stream(prompts(1)[0], long)))
+            stays = asyncio.create_task(last(engine.stream(prompts(2)[1], GREEDY)))
+            await closed.aclose()
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            return await stays
+
+    output = run(main())
+    assert reference(prompts(2)[1]) == list(output.outputs[0].token_ids)
+    # The task may have gone before it had asked at all.
+    reasons = sorted(record.finish_reason for record in seen.ended)
+    assert reasons in (["cancelled", "cancelled", "length"], ["cancelled", "length"])
+
+
+def test_a_client_that_never_reads_holds_nobody_up(make_engine: MakeEngine) -> None:
+    """Its request ends all the same, and what it finds later is everything."""
+
+    async def main() -> tuple[RequestOutput, list[RequestOutput]]:
+        async with serving(make_engine()) as engine:
+            lazy = engine.stream(prompts(1)[0], GREEDY)
+            await anext(lazy)
+            others = await asyncio.gather(
+                *(last(engine.stream(prompt, GREEDY)) for prompt in prompts(6, seed=1))
+            )
+            outputs = [output async for output in lazy]
+            assert len(outputs) <= 2
+            return outputs[-1], others
+
+    lazy, others = run(main())
+    assert reference(prompts(1)[0]) == list(lazy.outputs[0].token_ids)
+    for prompt, output in zip(prompts(6, seed=1), others, strict=True):
+        assert reference(prompt) == list(output.outputs[0].token_ids)
+
+
+def test_bad_requests_fail_by_themselves(make_engine: MakeEngine) -> None:
+    """With the engine's own error, at the first iteration."""
+
+    async def main() -> None:
+        async with serving(make_engine()) as engine:
+            for prompt, message in (([], "empty"), ([1] * 200, "no room"), ("text", "tokenizer")):
+                with pytest.raises(ConfigError, match=message):
+                    await anext(engine.stream(prompt, GREEDY))
+            assert (await last(engine.stream([1, 2], GREEDY))).is_finished
+
+    run(main())
+
+
+@pytest.mark.parametrize("drain", [True, False])
+def test_shutdown(make_engine: MakeEngine, drain: bool) -> None:
+    """What is under way ends, by itself or cancelled; what comes after is refused."""
+    params = SamplingParams(temperature=0, max_tokens=60)
+
+    async def main() -> list[RequestOutput]:
+        async with serving(make_engine(), drain=drain) as engine:
+            streams = [engine.stream(prompt, params) for prompt in prompts(6)]
+            tasks = [asyncio.create_task(last(stream)) for stream in streams[1:]]
+            await anext(streams[0])
+            stopping = asyncio.create_task(engine.shutdown(drain=drain))
+            tasks.append(asyncio.create_task(last(streams[0])))
+            await stopping
+            with pytest.raises(ClosedError):
+                await anext(engine.stream([1, 2], params))
+            return await asyncio.gather(*tasks)
+
+    reasons = {output.outputs[0].finish_reason for output in run(main())}
+    assert reasons == {FinishReason.LENGTH} if drain else FinishReason.CANCELLED in reasons
+
+
+def test_an_idle_engine_sleeps(make_engine: MakeEngine) -> None:
+    """When nothing is left to do no step is run, until a request comes."""
+    seen = Idleness()
+
+    async def main() -> None:
+        async with serving(make_engine(observer=seen)) as engine:
+            for _ in range(2):
+                await last(engine.stream([1, 2, 3], GREEDY))
+                assert await asyncio.to_thread(seen.idle_now.wait, PATIENCE_S)
+                before = seen.num_steps
+                for _ in range(1000):
+                    await asyncio.sleep(0)
+                assert before == seen.num_steps
+
+    run(main())
+
+
+def test_engine_errors_end_requests_and_not_the_thread(make_engine: MakeEngine) -> None:
+    """An error that is no request's own ends those that run; later ones are served."""
+    engine = make_engine()
+    real = engine.cache.grow
+    broken = threading.Event()
+
+    def grow(wanted: Any) -> None:
+        if broken.is_set():
+            broken.clear()
+            raise LookupError("something nobody expects")
+        real(wanted)
+
+    engine.cache.grow = grow  # type: ignore[method-assign]
+
+    async def main() -> RequestOutput:
+        async with serving(engine) as it:
+            broken.set()
+            failed = await last(it.stream([1, 2, 3], GREEDY))
+            assert FinishReason.ERROR is failed.outputs[0].finish_reason
+            assert "nobody expects" in str(failed.error)
+            return await last(it.stream([1, 2, 3], GREEDY))
+
+    assert reference([1, 2, 3]) == list(run(main()).outputs[0].token_ids)
+
+
+@pytest.mark.slow
+def test_two_hundred_clients_with_a_thousand_requests(make_engine: MakeEngine) -> None:
+    """Random requests, a third of whose clients leave at a random moment, in scarce memory."""
+    draw = random.Random(3)
+    wanted = prompts(1000, seed=3)
+
+    async def client(engine: AsyncEngine, mine: list[list[int]]) -> int:
+        num_finished = 0
+        for prompt in mine:
+            params = SamplingParams(seed=draw.randrange(99), max_tokens=draw.randint(1, 12))
+            patience = draw.randint(1, 6) if draw.random() < 0.3 else 10**6
+            stream = engine.stream(prompt, params, priority=draw.randint(-1, 1))
+            async for output in stream:
+                patience -= 1
+                if output.is_finished:
+                    assert params.max_tokens == len(output.outputs[0].token_ids)
+                    num_finished += 1
+                if not patience:
+                    break
+            await stream.aclose()
+        return num_finished
+
+    async def main() -> list[int]:
+        engine = make_engine(max_num_seqs=16, max_num_batched_tokens=64, budget_bytes=1 << 20)
+        async with serving(engine) as it:
+            return await asyncio.gather(
+                *(client(it, wanted[at::200]) for at in range(200)),
+            )
+
+    assert 1000 >= sum(asyncio.run(main())) >= 600

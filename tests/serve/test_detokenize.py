@@ -1,0 +1,210 @@
+"""Text that arrives token by token is the text of all tokens, and ends where it must."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from vmkv import ConfigError
+from vmkv.serve import SamplingParams
+from vmkv.serve.detokenize import Detokenizer
+
+CORPUS = ["the cat sat on the mat. END of the story, naïve café, 猫 👋🏽"] * 3
+
+
+def _byte_level() -> PreTrainedTokenizerFast:
+    """GPT-2's kind: a character may be several tokens."""
+    inner = Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=290, initial_alphabet=alphabet, special_tokens=["<s>", "</s>"]
+    )
+    inner.train_from_iterator(CORPUS, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>")
+
+
+def _byte_fallback() -> PreTrainedTokenizerFast:
+    """Llama-2's kind: words begin with a space that the first one loses; bytes where unknown."""
+    vocabulary = {"<unk>": 0, **{f"<0x{byte:02X}>": 1 + byte for byte in range(256)}}
+    for piece in ["▁", *"abcdefghijklmnopqrstuvwxyz.,END", "▁the", "▁cat"]:
+        vocabulary.setdefault(piece, len(vocabulary))
+    inner = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    inner.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    inner.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(content=" ", left=1, right=0),
+        ]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>")
+
+
+def _word_piece() -> PreTrainedTokenizerFast:
+    """BERT's kind: a space stands before every token that is no continuation."""
+    words = ["[UNK]", "the", "cat", "##s", "sat", ",", "END", "##ED"]
+    inner = Tokenizer(models.WordPiece({word: at for at, word in enumerate(words)}))
+    inner.decoder = decoders.WordPiece(cleanup=False)
+    return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="[UNK]")
+
+
+TOKENIZERS = {
+    "byte-level": _byte_level(),
+    "byte-fallback": _byte_fallback(),
+    "word-piece": _word_piece(),
+}
+TEXT = "naïve 猫猫猫 cat 👋🏽👋🏽👋🏽👋🏽 the café. " * 4
+
+
+def _decode(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> str:
+    return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+
+
+def _run(
+    tokenizer: PreTrainedTokenizerFast, prompt: list[int], ids: list[int], **params: object
+) -> tuple[Detokenizer, list[str]]:
+    """The detokenizer after `ids`, or its stop, and the text after each."""
+    detokenizer = Detokenizer(tokenizer, prompt, SamplingParams(**params))
+    texts = []
+    for token_id in ids:
+        stop = detokenizer.append(token_id)
+        texts.append(detokenizer.text)
+        if stop is not None:
+            break
+    return detokenizer, texts
+
+
+@pytest.mark.parametrize("name", ["byte-level", "byte-fallback"])
+@pytest.mark.parametrize("split", [0, 1, 2, 3, 5, 8, 13, 17, 40])
+def test_pieces_join_to_the_whole(name: str, split: int) -> None:
+    """Wherever the prompt ends, prompt and output together are the text; nothing is half."""
+    tokenizer = TOKENIZERS[name]
+    ids = tokenizer.encode(TEXT, add_special_tokens=False)
+    while name == "byte-fallback" and "\ufffd" in _decode(tokenizer, ids[:split]):
+        split -= 1  # It takes back whole characters before half a one: there is no right answer.
+    prompt, output = ids[:split], ids[split:]
+    detokenizer, texts = _run(tokenizer, prompt, output)
+    detokenizer.finish()
+    # A prompt that ends within a character leaves all of that character to the output.
+    shown = _decode(tokenizer, prompt).rstrip("\ufffd")
+    assert TEXT == shown + detokenizer.text
+    for before, after in zip(["", *texts], texts, strict=False):
+        assert after.startswith(before), "text that was given out stays"
+    assert not any("\ufffd" in text for text in texts)
+
+
+def test_words_are_joined_as_the_tokenizer_does() -> None:
+    """A tokenizer whose spaces depend on the token before: the first word has its space too."""
+    tokenizer = TOKENIZERS["word-piece"]
+    detokenizer, texts = _run(tokenizer, [1], [2, 3, 4, 5, 1])
+    assert [" cat", " cats", " cats sat", " cats sat ,", " cats sat , the"] == texts
+    detokenizer.finish()
+    assert " cats sat , the" == detokenizer.text
+
+
+@given(ids=st.lists(st.integers(2, 289), max_size=120), data=st.data())
+def test_random_tokens_lose_nothing(ids: list[int], data: st.DataObject) -> None:
+    """Bytes that are no text become replacement characters, and never hold the rest up."""
+    tokenizer = TOKENIZERS["byte-level"]
+    split = data.draw(st.integers(0, len(ids)))
+    detokenizer, texts = _run(tokenizer, ids[:split], ids[split:])
+    detokenizer.finish()
+    shown = _decode(tokenizer, ids[:split]).rstrip("\ufffd")
+    assert _decode(tokenizer, ids) == shown + detokenizer.text
+    for before, after in zip(["", *texts], texts, strict=False):
+        assert after.startswith(before)
+
+
+@pytest.mark.parametrize("includes", [False, True])
+@pytest.mark.parametrize("stop", ["END", "t. E", "mat. END of", "on", ". "])
+def test_stop_texts_are_found_across_tokens(stop: str, includes: bool) -> None:
+    """The output is cut at the stop text, however tokens divide it, and never shown beyond."""
+    tokenizer = TOKENIZERS["byte-level"]
+    text = " sat on the mat. END of the story"
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    detokenizer, texts = _run(
+        tokenizer,
+        tokenizer.encode("the cat"),
+        ids,
+        stop=["zzz", stop],
+        include_stop_str_in_output=includes,
+    )
+    expected = text[: text.index(stop) + (len(stop) if includes else 0)]
+    assert stop == detokenizer.stop
+    assert expected == detokenizer.text
+    assert all(expected.startswith(each) for each in texts)
+    detokenizer.finish()
+    assert expected == detokenizer.text
+
+
+def test_the_first_of_several_stop_texts_counts() -> None:
+    """By where it begins; a text that completes two at once is cut at the earlier one."""
+    tokenizer = TOKENIZERS["byte-level"]
+    ids = tokenizer.encode("a mat. END", add_special_tokens=False)
+    detokenizer, _ = _run(tokenizer, [], ids, stop=["at. EN", "N", "mat. EN"])
+    assert ("mat. EN", "a ") == (detokenizer.stop, detokenizer.text)
+
+
+def test_what_may_begin_a_stop_text_is_held_back() -> None:
+    """And is shown when it turns out not to, or at the end."""
+    tokenizer = TOKENIZERS["byte-level"]
+    ids = [tokenizer.encode(each, add_special_tokens=False)[0] for each in "aENxEN"]
+    detokenizer, texts = _run(tokenizer, [], ids, stop="END")
+    assert ["a", "a", "a", "aENx", "aENx", "aENx"] == texts
+    detokenizer.finish()
+    assert "aENxEN" == detokenizer.text
+
+
+def test_stop_texts_wait_for_min_tokens() -> None:
+    """One that is complete before is no stop; one that completes after is."""
+    tokenizer = TOKENIZERS["byte-level"]
+    ids = [tokenizer.encode(each, add_special_tokens=False)[0] for each in "ENDaEND"]
+    detokenizer, texts = _run(tokenizer, [], ids, stop="END", min_tokens=5)
+    assert "ENDa" == detokenizer.text
+    assert 7 == len(texts)
+
+
+def test_special_tokens_are_left_out_unless_wanted() -> None:
+    """`skip_special_tokens`."""
+    tokenizer = TOKENIZERS["byte-level"]
+    ids = [*tokenizer.encode("cat", add_special_tokens=False), 1]
+    assert "cat" == _run(tokenizer, [], ids)[0].text
+    assert "cat</s>" == _run(tokenizer, [], ids, skip_special_tokens=False)[0].text
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"temperature": -0.1},
+        {"temperature": float("nan")},
+        {"temperature": "warm"},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"min_p": -1},
+        {"top_k": -2},
+        {"top_k": 1.5},
+        {"n": 0},
+        {"max_tokens": 0},
+        {"max_tokens": 3, "min_tokens": 4},
+        {"logprobs": -1},
+        {"seed": 2**64},
+        {"repetition_penalty": 0.0},
+        {"presence_penalty": 3},
+        {"stop": ["a", ""]},
+        {"stop_token_ids": [-1]},
+        {"logits_processors": [3]},
+    ],
+    ids=str,
+)
+def test_impossible_parameters_are_refused(bad: dict[str, object]) -> None:
+    """By name, when they are made."""
+    with pytest.raises(ConfigError, match=next(iter(bad)) if len(bad) == 1 else "min_tokens"):
+        SamplingParams(**bad)

@@ -1,0 +1,422 @@
+"""The engine says what the model says: token by token, alone or in company, on a real cache."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from helpers.tiny_models import VOCABULARY, tiny_model
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast, RepetitionPenaltyLogitsProcessor
+
+from vmkv import ClosedError, ConfigError, OutOfPagesError
+from vmkv.serve import Engine, FinishReason, SamplingParams
+from vmkv.serve.observer import RequestRecord, StepRecord
+from vmkv.serve.preemption import PreemptionCosts
+from vmkv.serve.runner.graph_runner import RunnerOptions
+from vmkv.units import KiB, MiB
+
+MakeEngine = Callable[..., Engine]
+MODELS = ["llama", "qwen3", "mistral", "gemma3", "gpt_oss", "mixtral"]
+GREEDY = SamplingParams(temperature=0, max_tokens=10)
+
+
+def prompts(count: int, *, longest: int = 40, seed: int = 0) -> list[list[int]]:
+    """Random prompts of random lengths."""
+    draw = random.Random(seed)
+    return [
+        [draw.randrange(3, VOCABULARY) for _ in range(draw.randint(1, longest))]
+        for _ in range(count)
+    ]
+
+
+def reference(
+    name: str, prompt: Sequence[int], num_tokens: int = 10, **options: object
+) -> list[int]:
+    """What transformers generates after `prompt` alone."""
+    ids = torch.tensor([prompt])
+    model = tiny_model(name)
+    out = model.generate(ids, max_new_tokens=num_tokens, do_sample=False, **options)
+    return out[0, len(prompt) :].tolist()
+
+
+def tokens(engine: Engine, requests: Sequence[Sequence[int]], params: object) -> list[list[int]]:
+    """First samples of every prompt."""
+    return [list(each.outputs[0].token_ids) for each in engine.generate(requests, params)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("runner", ["eager", "graphs"])
+def test_greedy_tokens_are_the_models_own(make_engine: MakeEngine, name: str, runner: str) -> None:
+    """Chunked, mixed and batched: each request gets what it would get alone, to the token."""
+    wanted = prompts(9)
+    options = RunnerOptions(show_progress=False) if runner == "graphs" else None
+    engine = make_engine(name, runner=runner, runner_options=options)
+    outputs = engine.generate(wanted, GREEDY)
+    for prompt, output in zip(wanted, outputs, strict=True):
+        assert reference(name, prompt) == list(output.outputs[0].token_ids)
+        assert output.outputs[0].finish_reason is FinishReason.LENGTH
+        assert tuple(prompt) == output.prompt_token_ids
+
+
+def test_arrivals_at_any_time_change_nothing(make_engine: MakeEngine) -> None:
+    """Requests that come while others run, some more urgent, are served all the same."""
+    engine = make_engine(max_num_seqs=3)
+    draw = random.Random(7)
+    wanted = prompts(12, seed=2)
+    handles = []
+    while len(handles) < len(wanted) or engine.has_unfinished:
+        if len(handles) < len(wanted) and draw.random() < 0.4:
+            prompt = wanted[len(handles)]
+            handles.append(engine.add(prompt, GREEDY, priority=draw.randint(-1, 1)))
+        engine.step()
+    for prompt, handle in zip(wanted, handles, strict=True):
+        assert reference("llama", prompt) == list(handle.output().outputs[0].token_ids)
+
+
+def smallest_budget(make_engine: MakeEngine, name: str, num_tokens: int) -> int:
+    """The least memory, in pages, in which one request of `num_tokens` fits."""
+    low, high = 1, 2048
+    while low < high:
+        middle = (low + high) // 2
+        try:
+            fits = make_engine(name, budget_bytes=middle * 4 * KiB).max_tokens >= num_tokens
+        except (ConfigError, OutOfPagesError):
+            fits = False
+        low, high = (low, middle) if fits else (middle + 1, high)
+    return low
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("swaps", [False, True])
+def test_preempted_requests_say_the_same(make_engine: MakeEngine, name: str, swaps: bool) -> None:
+    """With memory for a few of them, requests give way, come back, and nothing is lost."""
+    wanted = prompts(8, longest=30, seed=1)
+    engine = make_engine(
+        name,
+        budget_bytes=smallest_budget(make_engine, name, 56) * 3 // 2 * 4 * KiB,
+        host_budget_bytes=8 * MiB if swaps else 0,
+        prefix_caching=False,
+        max_num_seqs=6,
+        preemption_costs=PreemptionCosts(flops_per_s=1.0),  # Moving is cheaper than that.
+    )
+    params = SamplingParams(temperature=0, max_tokens=25)
+    handles = [engine.add(prompt, params) for prompt in wanted]
+    while not all(handle.is_finished for handle in handles):
+        engine.step()
+        engine.cache.check()
+    for prompt, handle in zip(wanted, handles, strict=True):
+        assert reference(name, prompt, 25) == list(handle.output().outputs[0].token_ids)
+    assert sum(handle.requests[0].num_preemptions for handle in handles)
+    assert swaps == bool(engine.cache.stats().sharing.swapped_out_bytes)
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "top_p": 0.9, "top_k": 20}], ids=str)
+def test_preemption_does_not_change_what_is_drawn(
+    make_engine: MakeEngine, options: dict[str, float]
+) -> None:
+    """Token i of a request is drawn from its seed and i alone, computed again or not."""
+    wanted = prompts(6, longest=30, seed=3)
+    params = [SamplingParams(max_tokens=25, seed=at, **options) for at in range(len(wanted))]
+    alone = tokens(make_engine(max_num_seqs=1), wanted, params)
+    engine = make_engine(budget_bytes=smallest_budget(make_engine, "llama", 56) * 3 // 2 * 4 * KiB)
+    handles = [engine.add(prompt, its) for prompt, its in zip(wanted, params, strict=True)]
+    while engine.has_unfinished:
+        engine.step()
+    assert alone == [list(each.output().outputs[0].token_ids) for each in handles]
+    assert sum(handle.requests[0].num_preemptions for handle in handles)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gemma3", "mixtral"])
+def test_deterministic_requests_do_not_see_their_neighbours(
+    make_engine: MakeEngine, name: str
+) -> None:
+    """Log-probabilities to the last bit, alone, in company, and preempted among others."""
+    prompt = prompts(1, longest=40, seed=4)[0]
+    params = SamplingParams(max_tokens=12, seed=5, logprobs=3, temperature=0.7)
+
+    def run(num_others: int, **options: object) -> object:
+        engine = make_engine(name, deterministic=True, **options)
+        others = prompts(num_others, seed=6)
+        handles = [engine.add(other, SamplingParams(max_tokens=20)) for other in others[1:]]
+        handle = engine.add(prompt, params)
+        handles += [engine.add(other, SamplingParams(max_tokens=20)) for other in others[:1]]
+        while engine.has_unfinished:
+            engine.step()
+        output = handle.output().outputs[0]
+        return output.token_ids, output.logprobs
+
+    alone = run(0)
+    assert alone == run(3) == run(9)
+    small = smallest_budget(make_engine, name, 60) * 3 // 2 * 4 * KiB
+    assert alone == run(9, budget_bytes=small)
+
+
+def test_requests_end_at_stop_tokens(make_engine: MakeEngine) -> None:
+    """At the request's own, with the reason; the token itself is the last."""
+    engine = make_engine()
+    prompt = prompts(1)[0]
+    said = reference("llama", prompt, 20)
+    stop = said[6]
+    first = said.index(stop)
+    params = SamplingParams(temperature=0, max_tokens=20, stop_token_ids=[stop])
+    [output] = engine.generate([prompt], params)
+    completion = output.outputs[0]
+    assert said[: first + 1] == list(completion.token_ids)
+    assert (FinishReason.STOP, stop) == (completion.finish_reason, completion.stop_reason)
+    params = SamplingParams(temperature=0, max_tokens=20, stop_token_ids=[stop], min_tokens=9)
+    [output] = engine.generate([prompt], params)
+    assert len(output.outputs[0].token_ids) >= 9
+    assert stop not in output.outputs[0].token_ids[:8]
+
+
+def test_the_models_end_of_sequence_ends_requests(make_engine: MakeEngine) -> None:
+    """Unless it is to be ignored."""
+    prompt = prompts(1)[0]
+    said = reference("llama", prompt, 20)
+    model = copy.deepcopy(tiny_model("llama"))
+    model.generation_config.eos_token_id = [said[5], VOCABULARY - 1]
+    engine = make_engine(model)
+    params = SamplingParams(temperature=0, max_tokens=20)
+    [output] = engine.generate([prompt], params)
+    assert said[: said.index(said[5]) + 1] == list(output.outputs[0].token_ids)
+    assert (FinishReason.STOP, None) == (
+        output.outputs[0].finish_reason,
+        output.outputs[0].stop_reason,
+    )
+    [output] = engine.generate([prompt], dataclasses.replace(params, ignore_eos=True))
+    assert said == list(output.outputs[0].token_ids)
+
+
+def test_logprobs_are_the_models(make_engine: MakeEngine) -> None:
+    """Of the chosen token and of the likeliest ones, at every position."""
+    prompt = prompts(1, seed=8)[0]
+    params = SamplingParams(temperature=0, max_tokens=6, logprobs=4)
+    [output] = make_engine().generate([prompt], params)
+    completion = output.outputs[0]
+    ids = torch.tensor([[*prompt, *completion.token_ids]])
+    with torch.no_grad():
+        wanted = tiny_model("llama")(ids).logits[0].log_softmax(-1)
+    assert completion.logprobs is not None
+    for at, (token_id, given) in enumerate(
+        zip(completion.token_ids, completion.logprobs, strict=True)
+    ):
+        row = wanted[len(prompt) - 1 + at]
+        assert token_id == given.token_id
+        torch.testing.assert_close(torch.tensor(given.logprob), row[token_id])
+        assert row.topk(4).indices.tolist() == list(given.top)
+
+
+def test_logits_processors_see_their_own_tokens(make_engine: MakeEngine) -> None:
+    """Processors of transformers do what they do in transformers, beside requests without any."""
+    wanted = prompts(6, seed=9)
+    processed = SamplingParams(
+        temperature=0, max_tokens=10, logits_processors=[RepetitionPenaltyLogitsProcessor(1.7)]
+    )
+    outputs = tokens(make_engine(), wanted, [processed, GREEDY] * 3)
+    for at, (prompt, said) in enumerate(zip(wanted, outputs, strict=True)):
+        options = {} if at % 2 else {"repetition_penalty": 1.7}
+        assert reference("llama", prompt, **options) == said
+    ours = SamplingParams(temperature=0, max_tokens=10, repetition_penalty=1.7)
+    assert outputs[::2] == tokens(make_engine(), wanted[::2], ours)
+
+
+@pytest.mark.parametrize("prefix_caching", [False, True])
+def test_samples_of_one_prompt_share_it(make_engine: MakeEngine, prefix_caching: bool) -> None:
+    """Each sample is what it is alone with its seed; with the cache on, the prompt is run once."""
+    prompt = prompts(1, longest=60, seed=11)[0] * 2
+    params = SamplingParams(n=3, seed=40, max_tokens=8, temperature=1.0)
+    engine = make_engine(prefix_caching=prefix_caching, observer=(seen := Seen()))
+    [output] = engine.generate([prompt], params)
+    assert [0, 1, 2] == [each.index for each in output.outputs]
+    alone = make_engine(prefix_caching=False)
+    for at, completion in enumerate(output.outputs):
+        its = dataclasses.replace(params, n=1, seed=40 + at)
+        assert tokens(alone, [prompt], its) == [list(completion.token_ids)]
+    assert len({each.token_ids for each in output.outputs}) > 1
+    assert seen.num_prefill_tokens == (len(prompt) + 2 if prefix_caching else 3 * len(prompt))
+    assert prefix_caching == bool(engine.cache.stats().sharing.num_forks)
+
+
+class Seen:
+    """Counts what an engine computes. An observer of few words."""
+
+    num_prefill_tokens = 0
+    num_idle = 0
+
+    def request_added(self, request_id: int, num_prompt_tokens: int) -> None: ...
+
+    def first_token(self, request_id: int, wait_s: float) -> None:
+        assert wait_s >= 0
+
+    def request_finished(self, request: RequestRecord) -> None: ...
+
+    def step_finished(self, step: StepRecord, cache: object) -> None:
+        self.num_prefill_tokens += step.num_prefill_tokens
+
+    def idle(self, cache: object) -> None:
+        self.num_idle += 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mistral", "gemma3", "gpt_oss"])
+def test_prefixes_of_windowed_models_are_used_where_they_are_whole(
+    make_engine: MakeEngine, name: str
+) -> None:
+    """Whatever is found of a prompt whose window has moved on, the tokens are the model's."""
+    common = prompts(1, longest=40, seed=12)[0] * 2
+    wanted = [common[: 20 + 7 * at] + tail for at, tail in enumerate(prompts(8, longest=8))]
+    engine = make_engine(name)
+    for prompt, said in zip(wanted, tokens(engine, wanted, GREEDY), strict=True):
+        assert reference(name, prompt) == said
+    for prompt in wanted:
+        assert [reference(name, prompt)] == tokens(engine, [prompt], GREEDY)
+
+
+def test_common_prefixes_are_computed_once(make_engine: MakeEngine) -> None:
+    """A later request begins where the cached prefix ends, and says the same."""
+    common = prompts(1, longest=64, seed=12)[0]
+    common = (common * 64)[:64]
+    wanted = [common + tail for tail in prompts(5, longest=8, seed=13)]
+    engine = make_engine(observer=(seen := Seen()))
+    outputs = [engine.generate([prompt], GREEDY)[0] for prompt in wanted]
+    assert [0] + [64] * 4 == [each.num_cached_tokens for each in outputs]
+    assert seen.num_prefill_tokens == 64 + sum(len(prompt) - 64 for prompt in wanted)
+    for prompt, output in zip(wanted, outputs, strict=True):
+        assert reference("llama", prompt) == list(output.outputs[0].token_ids)
+    # And so does the next turn of a conversation.
+    turn = wanted[0] + list(outputs[0].outputs[0].token_ids) + prompts(1, seed=14)[0]
+    [output] = engine.generate([turn], GREEDY)
+    assert output.num_cached_tokens >= 64
+    assert reference("llama", turn) == list(output.outputs[0].token_ids)
+
+
+def test_handles_stream_their_outputs(make_engine: MakeEngine) -> None:
+    """Iterating runs the engine; every output holds what the one before held."""
+    engine = make_engine()
+    wanted = prompts(3, seed=15)
+    handles = [engine.add(prompt, GREEDY) for prompt in wanted]
+    seen = [output.outputs[0] for output in handles[1]]
+    assert list(range(1, 11)) == [len(each.token_ids) for each in seen][:10]
+    for before, after in itertools.pairwise(seen):
+        assert after.token_ids[: len(before.token_ids)] == before.token_ids
+    assert seen[-1].is_finished
+    assert not any(each.is_finished for each in seen[:-1])
+    for prompt, handle in zip(wanted, handles, strict=True):
+        assert reference("llama", prompt) == list(list(handle)[-1].outputs[0].token_ids)
+
+
+def test_text_goes_in_and_comes_out(make_engine: MakeEngine) -> None:
+    """With a tokenizer: prompts, outputs and stop texts."""
+    vocabulary = {f"w{at}": at for at in range(VOCABULARY)}
+    inner = Tokenizer(WordLevel(vocabulary, unk_token="w0"))
+    inner.pre_tokenizer = Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner)
+    engine = make_engine(tokenizer=tokenizer)
+    prompt = prompts(1, seed=16)[0]
+    said = reference("llama", prompt)
+    text = " ".join(f"w{each}" for each in prompt)
+    [output] = engine.generate(text, GREEDY)
+    assert text == output.prompt
+    assert " ".join(f"w{each}" for each in said) == output.outputs[0].text.strip()
+    stop = f"w{said[4]} "
+    end = said.index(said[4])
+    params = SamplingParams(temperature=0, max_tokens=10, stop=stop)
+    [output] = engine.generate(text, params)
+    assert " ".join(f"w{each}" for each in said[:end]) == output.outputs[0].text.strip()
+    assert (FinishReason.STOP, stop) == (
+        output.outputs[0].finish_reason,
+        output.outputs[0].stop_reason,
+    )
+
+
+def test_requests_without_a_bound_end_with_their_row(make_engine: MakeEngine) -> None:
+    """`max_tokens=None` is as many as fit."""
+    engine = make_engine(max_tokens=32)
+    prompt = prompts(1, longest=20, seed=17)[0]
+    [output] = engine.generate([prompt], SamplingParams(temperature=0, max_tokens=None))
+    assert 32 == len(prompt) + len(output.outputs[0].token_ids)
+    assert FinishReason.LENGTH is output.outputs[0].finish_reason
+
+
+def test_bad_requests_are_refused(make_engine: MakeEngine) -> None:
+    """When they are made, by a message that says what to do; the engine goes on."""
+    engine = make_engine(max_tokens=32)
+    for prompt, params, message in (
+        ([], GREEDY, "empty"),
+        ([1, VOCABULARY], GREEDY, "no token of a vocabulary"),
+        ([1, -1], GREEDY, "no token of a vocabulary"),
+        ([1, 2.5], GREEDY, "no token"),
+        (7, GREEDY, "must be text or token ids"),
+        ("text", GREEDY, "tokenizer"),
+        ([1] * 32, GREEDY, "no room for an answer"),
+        ([1], SamplingParams(stop="a"), "tokenizer"),
+        ([1], SamplingParams(stop_token_ids=[VOCABULARY]), "not in a vocabulary"),
+        ([1] * 30, SamplingParams(min_tokens=9), "min_tokens"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            engine.add(prompt, params)
+    with pytest.raises(ConfigError, match="2 sampling parameters for 1"):
+        engine.generate([[1]], [GREEDY, GREEDY])
+    assert not engine.has_unfinished
+    assert 10 == len(engine.generate([[1, 2]], GREEDY)[0].outputs[0].token_ids)
+
+
+def test_a_request_that_never_fits_is_refused(make_engine: MakeEngine) -> None:
+    """The pool, not the row, is too small for it."""
+    pages = smallest_budget(make_engine, "llama", 50)
+    engine = make_engine(budget_bytes=pages * 4 * KiB)
+    assert 50 <= engine.max_tokens < 128
+    with pytest.raises(ConfigError, match="budget"):
+        engine.add([1] * engine.max_tokens, GREEDY)
+
+
+@pytest.mark.parametrize("name", ["gemma3n", "qwen3_next", "t5"])
+def test_models_that_cannot_be_served_are_refused(make_engine: MakeEngine, name: str) -> None:
+    """With what to use instead; nothing is left behind."""
+    with pytest.raises(ConfigError):
+        make_engine(name)
+
+
+def test_bad_engines_are_refused(make_engine: MakeEngine) -> None:
+    """Impossible arguments, and a model that would drop out at random."""
+    with pytest.raises(ConfigError, match="max_num_seqs=9"):
+        make_engine(max_num_seqs=9, max_num_batched_tokens=8)
+    with pytest.raises(ConfigError, match="runner"):
+        make_engine(runner="fast")
+    with pytest.raises(ConfigError, match="eval"):
+        make_engine(copy.deepcopy(tiny_model("llama")).train())
+    engine = make_engine()
+    engine.close()
+    engine.close()
+    with pytest.raises(ClosedError):
+        engine.add([1], GREEDY)
+
+
+def test_the_model_is_as_before_after_the_engine(make_engine: MakeEngine) -> None:
+    """What it attends with comes back."""
+    model = copy.deepcopy(tiny_model("llama"))
+    before = model.config._attn_implementation
+    engine = make_engine(model)
+    assert before != model.config._attn_implementation
+    engine.close()
+    assert before == model.config._attn_implementation
+
+
+def test_idle_engines_give_memory_back(make_engine: MakeEngine) -> None:
+    """Down to `keep_idle_bytes`, once nothing is left to do; and say that they are idle."""
+    engine = make_engine(keep_idle_bytes=16 * KiB, observer=(seen := Seen()))
+    engine.generate(prompts(6), GREEDY)
+    assert engine.cache.pool.stats().created_bytes <= 16 * KiB
+    assert 1 == seen.num_idle
+    engine.step()
+    assert 1 == seen.num_idle

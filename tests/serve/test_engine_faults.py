@@ -1,0 +1,302 @@
+"""Whatever fails: every request ends in a result or an error that says why, and the books balance.
+
+The `make_engine` fixture checks the books when a test is over: no sequence outlives its request,
+the cache's invariants hold, and after the end nothing is mapped, created or reserved.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from helpers.tiny_models import VOCABULARY, tiny_model
+
+from vmkv import HostBackend
+from vmkv.errors import DriverError
+from vmkv.serve import Engine, FinishReason, RequestHandle, SamplingParams
+from vmkv.serve.preemption import PreemptionCosts
+from vmkv.testing.faults import FaultInjectingBackend
+from vmkv.units import KiB, MiB
+
+MakeEngine = Callable[..., Engine]
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
+
+
+def prompts(count: int, *, longest: int = 30, seed: int = 0) -> list[list[int]]:
+    draw = random.Random(seed)
+    return [
+        [draw.randrange(3, VOCABULARY) for _ in range(draw.randint(2, longest))]
+        for _ in range(count)
+    ]
+
+
+def reference(prompt: list[int], num_tokens: int = 8, name: str = "llama") -> list[int]:
+    """What transformers says alone."""
+    return _reference(name, tuple(prompt), num_tokens)
+
+
+@functools.cache
+def _reference(name: str, prompt: tuple[int, ...], num_tokens: int) -> list[int]:
+    ids = torch.tensor([prompt])
+    out = tiny_model(name).generate(ids, max_new_tokens=num_tokens, do_sample=False)
+    return out[0, len(prompt) :].tolist()
+
+
+def run(engine: Engine, *, steps_max: int = 5000) -> None:
+    """Run until nothing is left to do; that must come."""
+    for _ in range(steps_max):
+        if not engine.has_unfinished:
+            return
+        engine.step()
+    raise AssertionError("the engine does not come to an end")
+
+
+def check_serves(engine: Engine) -> None:
+    """What comes after a fault is served as if there had been none."""
+    wanted = prompts(3, seed=99)
+    for prompt, output in zip(wanted, engine.generate(wanted, GREEDY), strict=True):
+        assert reference(prompt) == list(output.outputs[0].token_ids)
+
+
+@contextmanager
+def failing(model: Any, fails: Callable[[int], BaseException | None]) -> Iterator[None]:
+    """While this lasts, the model's middle layer raises what `fails(num_tokens)` returns."""
+
+    def hook(module: torch.nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        hidden = arguments[0] if arguments else options["hidden_states"]
+        error = fails(hidden.shape[1])
+        if error is not None:
+            raise error
+
+    layer = model.model.layers[1]
+    handle = layer.register_forward_pre_hook(hook, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def at_call(number: int, error: BaseException) -> Callable[[int], BaseException | None]:
+    """Fails the `number`-th call."""
+    calls = iter(range(1, 10**6))
+    return lambda num_tokens: error if next(calls) == number else None
+
+
+@pytest.mark.parametrize("number", [1, 2, 4, 7])
+def test_a_failing_model_fails_its_requests(make_engine: MakeEngine, number: int) -> None:
+    """Those of the step; tokens they had stay theirs. Others, and later ones, are served."""
+    model = copy.deepcopy(tiny_model("llama"))
+    engine = make_engine(model, max_num_seqs=3)
+    wanted = prompts(7)
+    handles = [engine.add(prompt, GREEDY) for prompt in wanted]
+    with failing(model, at_call(number, ValueError("the model broke"))):
+        run(engine)
+    reasons = set()
+    for prompt, handle in zip(wanted, handles, strict=True):
+        output = handle.output()
+        reasons.add(output.outputs[0].finish_reason)
+        said = list(output.outputs[0].token_ids)
+        assert reference(prompt)[: len(said)] == said
+        if output.outputs[0].finish_reason is FinishReason.ERROR:
+            assert "the model broke" in str(output.error)
+        else:
+            assert len(said) == 8
+    assert {FinishReason.ERROR, FinishReason.LENGTH} == reasons
+    check_serves(engine)
+
+
+@pytest.mark.parametrize("capacity", [1, 3, 9])
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 7 bytes"),
+    ],
+    ids=["cuda", "cpu"],
+)
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
+def test_steps_shrink_when_activations_do_not_fit(
+    make_engine: MakeEngine, name: str, capacity: int, error: Exception
+) -> None:
+    """Out of memory from torch mid-step: the step runs again in parts, and nobody notices."""
+    model = copy.deepcopy(tiny_model(name))
+    engine = make_engine(model)
+    wanted = prompts(4)
+    handles = [engine.add(prompt, GREEDY) for prompt in wanted]
+    handles.append(engine.add(wanted[0], SamplingParams(seed=1, max_tokens=8)))
+    with failing(model, lambda num_tokens: error if num_tokens > capacity else None):
+        run(engine)
+    for prompt, handle in zip(wanted, handles, strict=False):
+        assert reference(prompt, name=name) == list(handle.output().outputs[0].token_ids)
+    [alone] = make_engine(name).generate([wanted[0]], SamplingParams(seed=1, max_tokens=8))
+    assert alone.outputs[0].token_ids == handles[-1].output().outputs[0].token_ids
+
+
+def test_requests_end_when_not_even_a_token_fits(make_engine: MakeEngine) -> None:
+    """Each with the error that torch raised."""
+    model = copy.deepcopy(tiny_model("llama"))
+    engine = make_engine(model)
+    handles = [engine.add(prompt, GREEDY) for prompt in prompts(5)]
+    with failing(model, lambda _: torch.OutOfMemoryError("no memory at all")):
+        run(engine)
+    assert all("no memory at all" in str(handle.output().error) for handle in handles)
+    check_serves(engine)
+
+
+def test_an_interrupt_leaves_requests_whole(make_engine: MakeEngine) -> None:
+    """A step that the user interrupts can be run again."""
+    model = copy.deepcopy(tiny_model("llama"))
+    engine = make_engine(model)
+    wanted = prompts(5)
+    handles = [engine.add(prompt, GREEDY) for prompt in wanted]
+    interrupt = KeyboardInterrupt()
+    with failing(model, at_call(4, interrupt)), pytest.raises(KeyboardInterrupt):
+        run(engine)
+    interrupt.__traceback__ = None  # Its frames hold views of the cache.
+    engine.cache.check()
+    run(engine)
+    for prompt, handle in zip(wanted, handles, strict=True):
+        assert reference(prompt) == list(handle.output().outputs[0].token_ids)
+
+
+def test_a_failing_logits_processor_is_its_requests_own(make_engine: MakeEngine) -> None:
+    """Neighbours in the same step are not touched."""
+
+    def broken(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if input_ids.shape[1] > 20:
+            raise ZeroDivisionError("in the processor")
+        return scores
+
+    engine = make_engine()
+    wanted = prompts(6, longest=18)
+    params = SamplingParams(temperature=0, max_tokens=20, logits_processors=[broken])
+    handles = [engine.add(wanted[0], params)]
+    handles += [engine.add(prompt, GREEDY) for prompt in wanted[1:]]
+    run(engine)
+    output = handles[0].output()
+    assert FinishReason.ERROR is output.outputs[0].finish_reason
+    assert "in the processor" in str(output.error)
+    assert 21 == len(wanted[0]) + len(output.outputs[0].token_ids)
+    for prompt, handle in zip(wanted[1:], handles[1:], strict=True):
+        assert reference(prompt) == list(handle.output().outputs[0].token_ids)
+
+
+class BrokenTokenizer:
+    """Cannot decode more than three tokens of an output."""
+
+    def decode(self, token_ids: list[int], **options: bool) -> str:
+        if len(token_ids) > 5:
+            raise LookupError("no such token")
+        return "x" * len(token_ids)
+
+
+def test_a_failing_tokenizer_ends_the_request(make_engine: MakeEngine) -> None:
+    """And not the engine."""
+    engine = make_engine(tokenizer=BrokenTokenizer())
+    handle = engine.add([5, 6], GREEDY)
+    run(engine)
+    assert "no such token" in str(handle.output().error)
+    assert 4 == len(handle.output().outputs[0].token_ids)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(8))
+def test_a_storm_of_cancellations(make_engine: MakeEngine, seed: int) -> None:
+    """Requests are cancelled at any point, under memory pressure, swapped or not."""
+    draw = random.Random(seed)
+    engine = make_engine(
+        budget_bytes=(24 + 12 * (seed % 3)) * 4 * KiB,
+        host_budget_bytes=MiB * (seed % 2),
+        preemption_costs=PreemptionCosts(flops_per_s=1.0),
+        max_num_seqs=5,
+    )
+    wanted = prompts(40, seed=seed // 4)
+    handles: list[tuple[list[int], RequestHandle]] = []
+    while len(handles) < len(wanted) or engine.has_unfinished:
+        while len(handles) < len(wanted) and draw.random() < 0.7:
+            prompt = wanted[len(handles)]
+            params = SamplingParams(temperature=0, max_tokens=20, n=draw.choice([1, 1, 2]))
+            handles.append((prompt, engine.add(prompt, params, draw.randint(-1, 1))))
+        for _, handle in handles:
+            if draw.random() < 0.02:
+                handle.cancel()
+        engine.step()
+        engine.cache.check()
+    reasons = set()
+    for prompt, handle in handles:
+        for completion in handle.output().outputs:
+            reasons.add(completion.finish_reason)
+            said = list(completion.token_ids)
+            assert reference(prompt, 20)[: len(said)] == said
+            assert completion.finish_reason is FinishReason.CANCELLED or len(said) == 20
+    assert {FinishReason.CANCELLED, FinishReason.LENGTH} == reasons
+
+
+def test_cancelling_is_idempotent_and_keeps_tokens(make_engine: MakeEngine) -> None:
+    """Before the first step, in the middle, and after the end."""
+    engine = make_engine()
+    prompt = prompts(1)[0]
+    handles = [engine.add(prompt, GREEDY) for _ in range(3)]
+    handles[0].cancel()
+    while len(handles[1].requests[0].output_token_ids) < 3:
+        engine.step()
+    handles[1].cancel()
+    handles[1].cancel()
+    run(engine)
+    handles[2].cancel()
+    outputs = [handle.output().outputs[0] for handle in handles]
+    assert [0, 3, 8] == [len(each.token_ids) for each in outputs]
+    cancelled = FinishReason.CANCELLED
+    assert [cancelled, cancelled, FinishReason.LENGTH] == [each.finish_reason for each in outputs]
+    check_serves(engine)
+
+
+def _fault_run(make_engine: MakeEngine, fail_at: int, *, is_out_of_memory: bool) -> int:
+    """Serve under pressure while the `fail_at`-th driver call fails; how many there were."""
+    backend = FaultInjectingBackend(HostBackend(4 * KiB))
+    engine = make_engine(
+        backend=backend,
+        budget_bytes=30 * 4 * KiB,
+        host_budget_bytes=MiB,
+        preemption_costs=PreemptionCosts(flops_per_s=1.0),
+    )
+    wanted = prompts(6, seed=5)
+    backend.arm(fail_at, is_out_of_memory=is_out_of_memory)
+    params = SamplingParams(temperature=0, max_tokens=20)
+    handles = [engine.add(prompt, params) for prompt in wanted]
+    for _ in range(5000):
+        if not engine.has_unfinished:
+            break
+        try:
+            engine.step()
+        except DriverError as error:
+            # Not a step's own call: what a background engine does then.
+            engine.cancel_all(error)
+    num_calls = backend.num_calls
+    backend.arm(0)
+    for prompt, handle in zip(wanted, handles, strict=True):
+        output = handle.output()
+        said = list(output.outputs[0].token_ids)
+        assert reference(prompt, 20)[: len(said)] == said
+        if output.outputs[0].finish_reason is FinishReason.ERROR:
+            assert isinstance(output.error, (DriverError, MemoryError))
+        else:
+            assert len(said) == 20
+    check_serves(engine)
+    return num_calls
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_out_of_memory", [False, True])
+def test_every_driver_call_can_fail(make_engine: MakeEngine, is_out_of_memory: bool) -> None:
+    """One after the other, with a stride that meets every kind of call."""
+    num_calls = _fault_run(make_engine, 0, is_out_of_memory=False)
+    assert num_calls > 50
+    for fail_at in range(1, num_calls, 7):
+        _fault_run(make_engine, fail_at, is_out_of_memory=is_out_of_memory)

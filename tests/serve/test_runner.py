@@ -1,0 +1,356 @@
+"""The graph runner's steps on the host: what transformers says, in any mixture of chunks.
+
+There are no CUDA graphs here, and the compiler is one that only traces; both have their tests in
+test_runner_gpu.py. What is the same everywhere is tested here: packing, the operator, the places of
+layers, siblings, the tokens that stay on the device, and that a closed runner leaves no trace.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from helpers.tiny_models import VOCABULARY, tiny_model
+
+from vmkv.cache import KVCache
+from vmkv.cache import Sequence as Row
+from vmkv.errors import ClosedError, ConfigError
+from vmkv.hf import compat
+from vmkv.serve.params import SamplingParams
+from vmkv.serve.runner import Chunk
+from vmkv.serve.runner import graph_runner as module
+from vmkv.serve.runner.compile import decoder_layers
+from vmkv.serve.runner.compile_cache import CompileCache
+from vmkv.serve.runner.graph_runner import GraphRunner, RunnerOptions
+from vmkv.serve.runner.graphs import batch_buckets, length_buckets
+
+MODELS = ("llama", "mistral", "qwen3", "gemma3", "gpt_oss", "mixtral")
+TRACED = RunnerOptions(compile_layers=True, compile_backend="aot_eager", show_progress=False)
+PLAIN = RunnerOptions(show_progress=False)
+SLOTS = 4
+
+
+def model_named(name: str):
+    """A model that a test may change."""
+    return copy.deepcopy(tiny_model(name))
+
+
+def cache_for(model, max_tokens: int = 200) -> KVCache:
+    config = compat.text_config(model.config)
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    cache = KVCache("host", max_tokens=max_tokens, max_sequences=SLOTS + 2)
+    for layer, default in enumerate(compat.default_layers(model.config)):
+        cache.add_layers(
+            [layer],
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=width,
+            dtype=torch.float32,
+            window_tokens=compat.window_of(default)[1],
+        )
+    return cache
+
+
+def prompts_of(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
+
+
+def alone(model, prompt: Sequence[int], count: int) -> list[int]:
+    with torch.no_grad():
+        out = model.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False)
+    return out[0, len(prompt) :].tolist()
+
+
+@dataclass
+class Request:
+    prompt: list[int]
+    params: SamplingParams
+    said: list[int] = field(default_factory=list)
+    num_past: int = 0
+    num_planned: int = 0
+    slot: int = -1
+    row: Row | None = None
+
+
+def serve(
+    runner: GraphRunner,
+    cache: KVCache,
+    requests: Sequence[Request],
+    *,
+    step_tokens: int = 16,
+    ahead: int = 2,
+) -> None:
+    """A small engine: prompts in chunks beside decoding, tokens read `ahead - 1` steps late."""
+    waiting, running = deque(requests), []
+    slots = list(range(SLOTS))
+    pending: deque = deque()
+    while waiting or running or pending:
+        chunks, asked, room = [], [], step_tokens
+        while waiting and slots:
+            request = waiting.popleft()
+            request.slot, request.row = slots.pop(), cache.open()
+            runner.set_slot(request.slot, request.params, request.prompt)
+            running.append(request)
+        for request in running:
+            left = len(request.prompt) - request.num_past
+            if not room or request.num_planned == request.params.max_tokens:
+                continue
+            count = min(left, room) if left > 0 else 1
+            end = request.num_past + count
+            assert request.row is not None
+            cache.grow([(request.row, end)])
+            ids = request.prompt[request.num_past : end] if left > 0 else None
+            samples = end >= len(request.prompt)
+            chunks.append(
+                Chunk(request.slot, request.row.row, request.num_past, count, ids, samples)
+            )
+            if samples:
+                asked.append(request)
+                request.num_planned += 1
+            request.num_past, room = end, room - count
+        if chunks:
+            pending.append((runner.submit(chunks), asked))
+        if len(pending) == ahead or not chunks:
+            step, asked = pending.popleft()
+            for request, token in zip(asked, step.result().token_ids, strict=True):
+                request.said.append(token)
+                if len(request.said) == request.params.max_tokens:
+                    request.row.close()
+                    slots.append(request.slot)
+                    running.remove(request)
+
+
+@pytest.mark.parametrize("options", [PLAIN, TRACED], ids=["plain", "traced"])
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_are_what_each_prompt_gets_alone(name, options) -> None:
+    """Chunked prompts beside decoding, slots reused, one step ahead: token-exact."""
+    model = model_named(name)
+    prompts = prompts_of((5, 13, 30, 1, 2, 17))
+    expected = [alone(model, prompt, 9) for prompt in prompts]
+    greedy = SamplingParams(temperature=0, max_tokens=9)
+    requests = [Request(prompt, greedy) for prompt in prompts]
+    with cache_for(model) as cache:
+        runner = GraphRunner(
+            model, cache, max_num_seqs=SLOTS, max_num_batched_tokens=16, options=options
+        )
+        runner.warm_up()
+        serve(runner, cache, requests)
+        cache.check()
+        runner.close()
+    assert expected == [request.said for request in requests]
+
+
+def test_one_compiled_layer_serves_all_and_any_number_of_tokens() -> None:
+    """Two graphs for the layers, one token and many, and two for the last norm."""
+    from torch._dynamo.utils import counters
+
+    model = model_named("llama")
+    counters.clear()
+    with cache_for(model) as cache:
+        runner = GraphRunner(
+            model, cache, max_num_seqs=SLOTS, max_num_batched_tokens=16, options=TRACED
+        )
+        greedy = SamplingParams(temperature=0, max_tokens=4)
+        serve(runner, cache, [Request(each, greedy) for each in prompts_of((1, 3, 9, 40, 2))])
+        runner.close()
+    assert counters["stats"]["unique_graphs"] == 4
+
+
+def test_siblings_are_one_product_and_part_again() -> None:
+    """While served, weights are views of joint ones; afterwards each has its own again."""
+    model = model_named("llama")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    layer = decoder_layers(model)[0]
+    with cache_for(model) as cache:
+        runner = GraphRunner(
+            model, cache, max_num_seqs=SLOTS, max_num_batched_tokens=16, options=TRACED
+        )
+        attention, mlp = layer.self_attn, layer.mlp
+        for first, second in ((attention.q_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)):
+            storages = [each.weight.untyped_storage().data_ptr() for each in (first, second)]
+            assert storages[0] == storages[1]
+        runner.close()
+    after = model.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    storages = {
+        each.weight.untyped_storage().data_ptr() for each in (attention.q_proj, attention.k_proj)
+    }
+    assert len(storages) == 2
+
+
+def test_a_closed_runner_leaves_the_model_as_it_was() -> None:
+    """Attention, layers, attributes; and the model can be served again."""
+    model = model_named("llama")
+    prompt = prompts_of((7,))[0]
+    expected = alone(model, prompt, 5)
+    attributes = [set(vars(each)) for each in model.modules()]
+    with cache_for(model) as cache:
+        for _ in range(2):
+            runner = GraphRunner(
+                model, cache, max_num_seqs=SLOTS, max_num_batched_tokens=16, options=TRACED
+            )
+            with pytest.raises(ConfigError, match="another runner"):
+                GraphRunner(model, cache, max_num_seqs=SLOTS, max_num_batched_tokens=16)
+            runner.close()
+            runner.close()
+            with pytest.raises(ClosedError):
+                runner.submit([])
+    assert attributes == [set(vars(each)) for each in model.modules()]
+    assert model.config._attn_implementation == "eager"
+    assert expected == alone(model, prompt, 5)
+
+
+def test_a_refused_runner_leaves_no_trace() -> None:
+    """A cache without layers, and one without a row for padding."""
+    model = model_named("llama")
+    with (
+        KVCache("host", max_tokens=20, max_sequences=2) as empty,
+        pytest.raises(ConfigError, match="layers"),
+    ):
+        GraphRunner(model, empty, max_num_seqs=SLOTS, max_num_batched_tokens=16)
+    with cache_for(model) as cache:
+        rows = [cache.open() for _ in range(SLOTS + 2)]
+        with pytest.raises(MemoryError):
+            GraphRunner(model, cache, max_num_seqs=SLOTS, max_num_batched_tokens=16)
+        for row in rows:
+            row.close()
+        GraphRunner(model, cache, max_num_seqs=SLOTS, max_num_batched_tokens=16).close()
+        assert cache.stats().num_sequences == 0
+    assert model.config._attn_implementation == "eager"
+
+
+def test_sampled_tokens_do_not_depend_on_the_mixture() -> None:
+    """Seeded requests say the same alone and among others, whatever the steps look like."""
+    model = model_named("qwen3")
+    prompts = prompts_of((4, 11, 23, 6, 9))
+    many = [
+        SamplingParams(temperature=1.2, seed=at, top_k=20 * (at % 2), max_tokens=8)
+        for at in range(5)
+    ]
+    said = []
+    with cache_for(model) as cache:
+        runner = GraphRunner(model, cache, max_num_seqs=SLOTS, max_num_batched_tokens=64)
+        for step_tokens, together in ((64, False), (7, True), (20, True)):
+            requests = [Request(*each) for each in zip(prompts, many, strict=True)]
+            for group in [requests] if together else [[each] for each in requests]:
+                serve(runner, cache, group, step_tokens=step_tokens)
+            said.append([request.said for request in requests])
+        runner.close()
+    assert said[0] == said[1] == said[2]
+
+
+def test_results_come_in_the_order_of_the_chunks() -> None:
+    """Chunks are packed by kind, and some do not sample."""
+    model = model_named("llama")
+    prompts = prompts_of((6, 9, 12, 8))
+    expected = [alone(model, prompt, 2) for prompt in prompts]
+    greedy = SamplingParams(temperature=0, logprobs=1)
+    with cache_for(model) as cache:
+        runner = GraphRunner(model, cache, max_num_seqs=SLOTS, max_num_batched_tokens=64)
+        rows = [cache.open() for _ in prompts]
+        for slot, prompt in enumerate(prompts):
+            runner.set_slot(slot, greedy, prompt)
+        cache.grow([(row, len(each) + 1) for row, each in zip(rows, prompts, strict=True)])
+        zero, one, two, three = prompts
+        first = runner.submit(
+            [
+                Chunk(2, rows[2].row, 0, 5, two[:5], samples=False),
+                Chunk(0, rows[0].row, 0, 6, zero, samples=True),
+                Chunk(1, rows[1].row, 0, 9, one, samples=True),
+            ]
+        ).result()
+        assert [expected[0][0], expected[1][0]] == list(first.token_ids)
+        second = runner.submit(
+            [
+                Chunk(2, rows[2].row, 5, 7, two[5:], samples=True),
+                Chunk(1, rows[1].row, 9, 1, None, samples=True),
+                Chunk(3, rows[3].row, 0, 8, three, samples=True),
+                # From the host, as after a swap: the same token.
+                Chunk(0, rows[0].row, 6, 1, [expected[0][0]], samples=True),
+            ]
+        ).result()
+        wanted = [expected[2][0], expected[1][1], expected[3][0], expected[0][1]]
+        assert wanted == list(second.token_ids)
+        assert wanted == [each.token_id for each in second.logprobs if each is not None]
+        assert all(each.top == {each.token_id: each.logprob} for each in second.logprobs)
+        for row in rows:
+            row.close()
+        runner.close()
+
+
+def test_logits_processors_see_their_own_request() -> None:
+    """All its tokens and nobody else's; neighbours are not touched."""
+    model = model_named("llama")
+    prompts = prompts_of((5, 8))
+    expected = alone(model, prompts[1], 4)
+    seen = []
+
+    def never_twice(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        seen.append(input_ids[0].tolist())
+        return scores.index_fill(1, input_ids[0], float("-inf"))
+
+    picky = SamplingParams(temperature=0, max_tokens=4, logits_processors=[never_twice])
+    requests = [
+        Request(prompts[0], picky),
+        Request(prompts[1], SamplingParams(temperature=0, max_tokens=4)),
+    ]
+    with cache_for(model) as cache:
+        runner = GraphRunner(model, cache, max_num_seqs=SLOTS, max_num_batched_tokens=64)
+        serve(runner, cache, requests, ahead=1)
+        runner.close()
+    said = requests[0].said
+    assert seen == [[*prompts[0], *said[:at]] for at in range(4)]
+    assert len({*prompts[0], *said}) == len({*prompts[0]}) + 4
+    assert expected == requests[1].said
+
+
+def test_an_empty_step_samples_nothing() -> None:
+    """And waits for nothing."""
+    model = model_named("llama")
+    with cache_for(model) as cache:
+        runner = GraphRunner(model, cache, max_num_seqs=SLOTS, max_num_batched_tokens=64)
+        assert [] == list(runner.submit([]).result().token_ids)
+        runner.close()
+
+
+def test_buckets_cover_every_size_with_little_waste() -> None:
+    """Every batch and length has a bucket; wide ones waste at most an eighth."""
+    for most in (1, 3, 8, 100, 256, 1000):
+        widths = batch_buckets(most)
+        assert widths == sorted(set(widths))
+        assert widths[-1] == most
+        for size in range(1, most + 1):
+            width = next(each for each in widths if each >= size)
+            assert width - size < max(8, size / 4)
+    for most in (10, 1024, 5000, 131072):
+        bounds = length_buckets(most)
+        assert bounds == sorted(set(bounds))
+        assert bounds[-1] == most
+        assert all(later <= 2 * bound for bound, later in itertools.pairwise(bounds))
+
+
+def test_a_compile_cache_is_written_once_and_survives_damage(tmp_path) -> None:
+    """Nothing compiled, nothing written; a damaged file is as good as none."""
+    config = tiny_model("llama").config
+    cache = CompileCache(tmp_path / "cache", config)
+    assert not cache.load()
+    path = cache._path
+    assert path is not None
+    path.parent.mkdir()
+    path.write_bytes(b"not what torch wrote")
+    assert not cache.load()
+    assert not CompileCache(None, config).load()
+    assert not CompileCache(None, config).save()
+
+
+def test_progress_can_be_silent(capsys) -> None:
+    """Servers log; they draw no bars."""
+    with module._progress(2, is_shown=False) as bar:
+        bar.update()
+    assert capsys.readouterr().err == ""

@@ -1,0 +1,239 @@
+"""The graph runner on a GPU: graphs, compiled layers, and kernels that read rows in place.
+
+Numbers are judged by flash-attention's rule: an error against float32 of at most twice what plain
+attention has in the same dtype. Not covered: speed (bench_serve.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from vmkv.cache import KVCache
+from vmkv.serve.params import SamplingParams
+from vmkv.serve.runner import Chunk
+from vmkv.serve.runner.graph_runner import GraphRunner, RunnerOptions
+
+pytestmark = pytest.mark.gpu
+SLOTS = 6
+LAYERS, KV_HEADS, WIDTH, VOCABULARY = 3, 2, 64, 512
+MAX_TOKENS = 4096
+
+
+def make_model(dtype: torch.dtype, attention: str) -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=8,
+        num_key_value_heads=KV_HEADS,
+        head_dim=WIDTH,
+        max_position_embeddings=MAX_TOKENS,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).eval().requires_grad_(requires_grad=False)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            scale = (
+                1.0 if parameter.shape == (VOCABULARY, 512) else 1.5 * parameter.shape[1] ** -0.5
+            )
+            parameter.normal_(0.0, scale, generator=generator)
+    model.set_attn_implementation(attention)
+    # Rounded once, so that the models differ in arithmetic alone.
+    return model.to(torch.bfloat16).to("cuda", dtype)
+
+
+def prompt(num_tokens: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCABULARY, (num_tokens,), generator=generator).tolist()
+
+
+@pytest.fixture(scope="module")
+def exact() -> LlamaForCausalLM:
+    """The model in float32, with attention written out."""
+    return make_model(torch.float32, "eager")
+
+
+@pytest.fixture(scope="module")
+def plain() -> LlamaForCausalLM:
+    """The model in bfloat16, likewise."""
+    return make_model(torch.bfloat16, "eager")
+
+
+class Served:
+    """A runner with its cache, and the sequences in its slots."""
+
+    def __init__(self, **options):
+        self.model = make_model(torch.bfloat16, "sdpa")
+        self.cache = KVCache(
+            "cuda:0", max_tokens=MAX_TOKENS, max_sequences=SLOTS + 1, budget_bytes=2**30
+        )
+        self.cache.add_layers(
+            range(LAYERS), num_kv_heads=KV_HEADS, head_dim=WIDTH, dtype=torch.bfloat16
+        )
+        self.runner = GraphRunner(
+            self.model,
+            self.cache,
+            max_num_seqs=SLOTS,
+            max_num_batched_tokens=2048,
+            options=RunnerOptions(show_progress=False, **options),
+        )
+        self.runner.warm_up()
+        self.logits: list[torch.Tensor] = []
+        self.num_mapped = 0  # Mappings when the prompts of the last `say` had been submitted.
+        sample = self.runner.sampler.sample
+        self.runner.sampler.sample = lambda *a: (self.logits.append(a[0].clone()), sample(*a))[1]
+
+    def say(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, count: int
+    ) -> list[list[int]]:
+        """Prompts in one step, then `count - 1` steps of decoding, one of them ahead."""
+        rows = [self.cache.open() for _ in prompts]
+        for slot, each in enumerate(prompts):
+            self.runner.set_slot(slot, params, each)
+        self.cache.grow([(row, len(each)) for row, each in zip(rows, prompts, strict=True)])
+        chunks = [
+            Chunk(slot, row.row, 0, len(each), each, samples=True)
+            for slot, (row, each) in enumerate(zip(rows, prompts, strict=True))
+        ]
+        pending = [self.runner.submit(chunks)]
+        self.num_mapped = self.cache.pool.backend.calls["mem_map"]
+        said: list[Sequence[int]] = []
+        for step in range(count - 1):
+            lengths = [len(each) + step for each in prompts]
+            self.cache.grow([(row, each + 1) for row, each in zip(rows, lengths, strict=True)])
+            chunks = [
+                Chunk(slot, row.row, length, 1, None, samples=True)
+                for slot, (row, length) in enumerate(zip(rows, lengths, strict=True))
+            ]
+            pending.append(self.runner.submit(chunks))
+            said.append(pending.pop(0).result().token_ids)
+        said.append(pending.pop().result().token_ids)
+        for row in rows:
+            row.close()
+        self.cache.check()
+        return [list(each) for each in zip(*said, strict=True)]
+
+    def close(self) -> None:
+        self.runner.close()
+        self.cache.close()
+
+
+@pytest.fixture(scope="module", params=[None, "flash2"], ids=["preferred", "flash2"])
+def served(request) -> Iterator[Served]:
+    """Compiled and captured, with each kernel for rows."""
+    made = Served(attention_backend=request.param)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def uncaptured() -> Iterator[Served]:
+    """The same kernels, launched one by one."""
+    made = Served(capture=False, compile_layers=False)
+    yield made
+    made.close()
+
+
+PROMPTS = [prompt(each, seed=each) for each in (5, 130, 700, 1024, 33)]
+GREEDY = SamplingParams(temperature=0)
+
+
+def deficit(reference: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
+    """By how much chosen tokens fall short of the likeliest ones, at worst; logits `[T, V]`."""
+    chosen = reference.gather(1, torch.tensor(tokens, device=reference.device)[:, None])[:, 0]
+    return (reference.max(-1).values - chosen).max()
+
+
+def assert_likeliest(exact, plain, prompts, said) -> None:
+    """Every token is the likeliest after those before it, as far as half precision can tell.
+
+    Equal tokens would be too much to ask: this model's logits nearly tie once in a while.
+    """
+    for start, tokens in zip(prompts, said, strict=True):
+        ids = torch.tensor([[*start, *tokens[:-1]]], device="cuda")
+        with torch.no_grad():
+            reference = exact(ids, logits_to_keep=len(tokens)).logits[0]
+            in_half = plain(ids, logits_to_keep=len(tokens)).logits[0].float()
+        assert deficit(reference, tokens) <= 4 * (in_half - reference).abs().max()
+
+
+def test_logits_are_as_good_as_plain_attentions(served, exact, plain) -> None:
+    """Of the prompts' step and of graphs, along the tokens the runner said."""
+    count = 6
+    served.logits.clear()
+    # One that wants log-probabilities is sampled outside the graph, from the graph's logits.
+    asking = SamplingParams(temperature=0, logprobs=0)
+    said = served.say(PROMPTS, asking, count)
+    ours = torch.stack(served.logits, 1).float()
+    for at, (start, tokens) in enumerate(zip(PROMPTS, said, strict=True)):
+        ids = torch.tensor([[*start, *tokens[:-1]]], device="cuda")
+        with torch.no_grad():
+            reference = exact(ids, logits_to_keep=count).logits[0]
+            in_half = plain(ids, logits_to_keep=count).logits[0].float()
+        bound = 2 * (in_half - reference).abs().max()
+        assert (ours[at] - reference).abs().max() <= bound
+        # And so each token is the likeliest, or as good as that.
+        assert deficit(reference, tokens) <= 2 * bound
+
+
+def test_pages_are_mapped_under_captured_graphs(served, exact, plain) -> None:
+    """Across page boundaries nothing is captured again, and tokens stay right."""
+    captured = list(served.runner._graphs.captured)
+    served.cache.trim()
+    tokens_per_page = served.cache.pool.page_bytes // (LAYERS * 2 * KV_HEADS * WIDTH * 2)
+    # A page ends while the first decodes, another while the second does, over-read or not.
+    prompts = [prompt(tokens_per_page - 230), prompt(2 * tokens_per_page - 245), prompt(9)]
+    said = served.say(prompts, GREEDY, 260)
+    assert served.cache.pool.backend.calls["mem_map"] > served.num_mapped
+    assert captured == list(served.runner._graphs.captured)
+    assert said == served.say(prompts, GREEDY, 260)
+    assert_likeliest(exact, plain, prompts, said)
+
+
+def test_graphs_do_what_the_same_launches_do(served, uncaptured, exact, plain) -> None:
+    """Empty entries of a wide graph touch the scratch row alone, and neighbours nothing."""
+    for prompts in ([PROMPTS[2]], PROMPTS[:3], PROMPTS):
+        for each in (served, uncaptured):
+            assert_likeliest(exact, plain, prompts, each.say(prompts, GREEDY, 8))
+
+
+def test_seeded_draws_repeat(served) -> None:
+    """Through graphs, with state on the device: the same again, and another with another seed."""
+    for options in ({}, {"top_k": 20}, {"top_p": 0.8}, {"min_p": 0.1}):
+        params = [
+            SamplingParams(temperature=1.5, seed=seed, repetition_penalty=1.1, **options)
+            for seed in (1, 1, 2)
+        ]
+        runs = [served.say(PROMPTS[:4], each, 12) for each in params]
+        assert runs[0] == runs[1]
+        assert runs[0] != runs[2]
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+def test_a_step_never_waits_for_the_device(served) -> None:
+    """Not in decoding, not with prompts, greedy or drawn; only `result` does."""
+    drawn = SamplingParams(temperature=1.0, seed=0, top_p=0.9, frequency_penalty=0.1)
+    served.say(PROMPTS, drawn, 3)  # What is made at first use has been made.
+    row = served.cache.open()
+    served.cache.grow([(row, 300)])
+    ids = prompt(256)
+    for params in (GREEDY, SamplingParams(seed=0), drawn):
+        served.runner.set_slot(0, params, ids)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            steps = [
+                served.runner.submit([Chunk(0, row.row, 0, 200, ids[:200], samples=False)]),
+                served.runner.submit([Chunk(0, row.row, 200, 56, ids[200:], samples=True)]),
+                served.runner.submit([Chunk(0, row.row, 256, 1, None, samples=True)]),
+            ]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert [0, 1, 1] == [len(step.result().token_ids) for step in steps]
+    row.close()

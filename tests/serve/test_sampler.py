@@ -1,0 +1,312 @@
+"""Sampling: what transformers' processors would do, the right distribution, and independence.
+
+Not covered: speed, and CUDA (tests/serve/test_runner_gpu.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from transformers.generation import logits_process as hf
+
+from vmkv.errors import ConfigError
+from vmkv.serve.params import SamplingParams
+from vmkv.serve.random import gumbel_noise, row_keys
+from vmkv.serve.sampler import Sampler
+
+VOCABULARY = 50
+PROMPT = (3, 3, 7)
+
+
+def some_logits(rows: int = 1, *, seed: int = 0, spread: float = 3.0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, VOCABULARY, generator=generator) * spread
+
+
+def sampler_of(*params: SamplingParams, **options) -> Sampler:
+    sampler = Sampler(max(8, len(params)), VOCABULARY, "cpu")
+    for slot, each in enumerate(params):
+        sampler.set_slot(slot, each, PROMPT, **options)
+    return sampler
+
+
+def draws(params: SamplingParams, logits: torch.Tensor, count: int) -> torch.Tensor:
+    """`[count]` tokens: of as many slots as half of them, two from each."""
+    seeds = range(params.seed, params.seed + count // 2)
+    sampler = sampler_of(*[dataclasses.replace(params, seed=seed) for seed in seeds])
+    slots = torch.arange(len(seeds))
+    batch = logits.expand(len(seeds), -1)
+    return torch.cat([sampler.sample(batch, slots, slots.tolist()).token_ids for _ in range(2)])
+
+
+def allowed(tokens: torch.Tensor) -> set[int]:
+    return set(tokens.tolist())
+
+
+# ---- which tokens can come ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("params", "processor"),
+    [
+        ({"top_k": 5}, hf.TopKLogitsWarper(5)),
+        ({"top_k": 1}, hf.TopKLogitsWarper(1)),
+        ({"top_p": 0.8}, hf.TopPLogitsWarper(0.8)),
+        ({"top_p": 0.01}, hf.TopPLogitsWarper(0.01)),
+        ({"min_p": 0.05}, hf.MinPLogitsWarper(0.05)),
+        ({"min_p": 1.0}, hf.MinPLogitsWarper(1.0)),
+    ],
+)
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 2.0])
+def test_filters_let_through_what_transformers_does(params, processor, temperature) -> None:
+    """With enough draws of flattened logits, just the tokens that the processor keeps."""
+    logits = some_logits(spread=1.5)
+    warped = hf.TemperatureLogitsWarper(temperature)(None, logits.clone())
+    kept = set(torch.nonzero(processor(None, warped)[0] > -math.inf).flatten().tolist())
+    tokens = draws(SamplingParams(temperature=temperature, seed=1, **params), logits, 3000)
+    assert allowed(tokens) <= kept
+    likely = set(torch.nonzero(warped.softmax(-1)[0] > 0.01).flatten().tolist())
+    assert kept & likely <= allowed(tokens)
+
+
+def test_top_k_comes_before_top_p() -> None:
+    """Top-p counts the probability among the k, as transformers and vLLM do."""
+    logits = torch.log(torch.tensor([[0.4, 0.3, 0.2, 0.1] + [1e-9] * (VOCABULARY - 4)]))
+    # Among the first two alone, 0.4 is 0.57: the second one is in at 0.56 no more.
+    tokens = draws(SamplingParams(top_k=2, top_p=0.56, seed=0), logits, 200)
+    assert {0} == allowed(tokens)
+    tokens = draws(SamplingParams(top_k=2, top_p=0.58, seed=0), logits, 200)
+    assert {0, 1} == allowed(tokens)
+
+
+@pytest.mark.parametrize("params", [{}, {"top_k": 4}, {"top_p": 0.9}, {"min_p": 0.02}])
+def test_frequencies_are_the_probabilities(params) -> None:
+    """Chi-squared over many draws; the threshold is far out, and the seed fixed."""
+    logits = some_logits(seed=5, spread=1.0)
+    one = SamplingParams(temperature=0.8, seed=3, **params)
+    expected = logits / 0.8
+    if one.top_k:
+        expected = hf.TopKLogitsWarper(one.top_k)(None, expected)
+    if one.top_p < 1:
+        expected = hf.TopPLogitsWarper(one.top_p)(None, expected)
+    if one.min_p:
+        expected = hf.MinPLogitsWarper(one.min_p)(None, expected)
+    probabilities = expected.softmax(-1)[0]
+    count = 6000
+    seen = torch.bincount(draws(one, logits, count), minlength=VOCABULARY)
+    kept = probabilities > 0
+    assert seen[~kept].sum() == 0
+    wanted = probabilities[kept] * count
+    statistic = ((seen[kept] - wanted) ** 2 / wanted).sum().item()
+    freedom = int(kept.sum()) - 1
+    # Mean `freedom`, deviation sqrt(2 freedom).
+    assert statistic < freedom + 5 * math.sqrt(2 * freedom)
+
+
+def test_noise_is_gumbel_noise() -> None:
+    """Its mean is Euler's constant, its variance pi^2 / 6, in rows and over rows."""
+    keys = row_keys(torch.arange(200), torch.zeros(200, dtype=torch.int64))
+    noise = gumbel_noise(keys, torch.arange(4096)).double()
+    assert torch.isfinite(noise).all()
+    for values in (noise.flatten(), noise[0], noise[:, 17]):
+        error = 6 * math.pi / math.sqrt(6 * values.numel())
+        assert values.mean().item() == pytest.approx(0.5772, abs=error)
+    assert noise.var().item() == pytest.approx(math.pi**2 / 6, rel=0.02)
+    assert abs(torch.corrcoef(noise[:50]) - torch.eye(50)).max() < 0.1
+
+
+# ---- greedy, and penalties ----------------------------------------------------------------------
+
+
+def test_greedy_takes_the_first_of_the_likeliest() -> None:
+    """Ties are common in half precision; transformers takes the first too."""
+    logits = torch.zeros(2, VOCABULARY)
+    logits[1, [9, 4]] = 1
+    sampler = sampler_of(*[SamplingParams(temperature=0)] * 2)
+    assert sampler.is_greedy([0, 1])
+    assert [0, 4] == sampler.sample(logits, torch.arange(2), [0, 1]).token_ids.tolist()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_penalties_follow_the_tokens(temperature) -> None:
+    """Repetition counts prompt and output, frequency and presence the output alone."""
+    penalty = SamplingParams(
+        temperature=temperature,
+        top_k=1,  # So that the draw shows the adjusted maximum.
+        repetition_penalty=1.3,
+        frequency_penalty=0.4,
+        presence_penalty=0.2,
+        seed=0,
+    )
+    sampler = sampler_of(penalty)
+    said: list[int] = []
+    for step in range(30):
+        logits = some_logits(seed=step % 3)
+        expected = hf.RepetitionPenaltyLogitsProcessor(1.3)(
+            torch.tensor([[*PROMPT, *said]]), logits.clone()
+        )
+        for token in set(said):
+            expected[0, token] -= 0.4 * said.count(token) + 0.2
+        token = int(sampler.sample(logits, torch.tensor([0]), [0]).token_ids)
+        assert int(expected.argmax()) == token
+        said.append(token)
+    assert len(set(said)) > 3
+
+
+def test_a_slot_forgets_the_request_before() -> None:
+    """Counts and bans are the new request's own."""
+    penalty = SamplingParams(
+        temperature=0, frequency_penalty=2.0, min_tokens=2, stop_token_ids=(1,), max_tokens=9
+    )
+    logits = torch.zeros(1, VOCABULARY)
+    logits[0, 1], logits[0, 5] = 3, 1
+    sampler = sampler_of(penalty)
+    first = [int(sampler.sample(logits, torch.tensor([0]), [0]).token_ids) for _ in range(4)]
+    sampler.set_slot(0, penalty, PROMPT)
+    again = [int(sampler.sample(logits, torch.tensor([0]), [0]).token_ids) for _ in range(4)]
+    assert first == again
+    assert [5, 0, 1, 1] == first
+
+
+def test_stop_tokens_wait_for_min_tokens() -> None:
+    """Neither greedy nor drawn; and slots with fewer of them beside are not touched."""
+    logits = torch.zeros(3, VOCABULARY)
+    logits[:, [1, 2]] = 50
+    params = [
+        SamplingParams(temperature=0, min_tokens=3, stop_token_ids=(1, 2)),
+        SamplingParams(seed=0, min_tokens=1, stop_token_ids=(1,)),
+        SamplingParams(temperature=0, stop_token_ids=(1, 2)),
+    ]
+    sampler = sampler_of(*params)
+    steps = [sampler.sample(logits, torch.arange(3), range(3)).token_ids for _ in range(5)]
+    first, second, third = torch.stack(steps, 1).tolist()
+    assert not {1, 2} & set(first[:3])
+    assert [1, 1] == first[3:]
+    assert second[0] == 2
+    assert [1] * 5 == third
+
+
+# ---- independence -------------------------------------------------------------------------------
+
+MIXED = [
+    SamplingParams(temperature=0.9, seed=11),
+    SamplingParams(temperature=0),
+    SamplingParams(temperature=1.3, top_k=7, seed=12),
+    SamplingParams(temperature=0.8, top_p=0.7, seed=13),
+    SamplingParams(temperature=1.1, min_p=0.1, seed=14),
+    SamplingParams(temperature=0.7, top_k=9, top_p=0.9, repetition_penalty=1.2, seed=15),
+    SamplingParams(temperature=1.0, presence_penalty=0.5, logprobs=3, seed=16),
+]
+
+
+def test_tokens_do_not_depend_on_neighbours_or_places() -> None:
+    """Each alone by its shortest way, and all together in another order: the same tokens."""
+    steps = 12
+    logits = [some_logits(len(MIXED), seed=100 + step) for step in range(steps)]
+    alone = []
+    for slot, params in enumerate(MIXED):
+        sampler = Sampler(len(MIXED), VOCABULARY, "cpu")
+        sampler.set_slot(5, params, PROMPT)
+        alone.append(
+            [
+                int(sampler.sample(each[slot : slot + 1], torch.tensor([5]), [5]).token_ids)
+                for each in logits
+            ]
+        )
+    together = sampler_of(*MIXED)
+    said: list[list[int]] = [[] for _ in MIXED]
+    for step, each in enumerate(logits):
+        order = list(range(len(MIXED)))[:: -1 if step % 2 else 1]
+        tokens = together.sample(each[order], torch.tensor(order), order).token_ids.tolist()
+        for slot, token in zip(order, tokens, strict=True):
+            said[slot].append(token)
+    assert alone == said
+
+
+def test_seeds_repeat_and_differ() -> None:
+    """The same seed says the same, another one something else."""
+    logits = torch.zeros(1, VOCABULARY)
+    runs = [draws(SamplingParams(seed=seed), logits, 20).tolist() for seed in (4, 4, 5, -4)]
+    assert runs[0] == runs[1]
+    assert len({tuple(run) for run in runs}) == 3
+
+
+@pytest.mark.parametrize("params", MIXED)
+def test_a_resumed_request_goes_on_as_it_would_have(params) -> None:
+    """After a preemption, in another slot, with what it had said."""
+    logits = [some_logits(seed=step) for step in range(10)]
+    sampler = sampler_of(params)
+    said = [int(sampler.sample(each, torch.tensor([0]), [0]).token_ids) for each in logits]
+    sampler.set_slot(3, params, PROMPT, said[:4])
+    rest = [int(sampler.sample(each, torch.tensor([3]), [3]).token_ids) for each in logits[4:]]
+    assert said[4:] == rest
+
+
+def test_the_host_list_only_saves_work() -> None:
+    """Without it the batch takes a way that serves every slot, and says the same."""
+    logits = some_logits(len(MIXED))
+    order = torch.arange(len(MIXED))
+    told = sampler_of(*MIXED).sample(logits, order, range(len(MIXED))).token_ids
+    untold = sampler_of(*MIXED).sample(logits, order).token_ids
+    assert told.tolist() == untold.tolist()
+
+
+# ---- log-probabilities, and refusals ------------------------------------------------------------
+
+
+def test_logprobs_are_of_the_models_logits() -> None:
+    """Before temperature and penalties; the widest wish decides for all."""
+    sampler = sampler_of(
+        SamplingParams(temperature=2, repetition_penalty=1.5, logprobs=2, seed=0),
+        SamplingParams(temperature=0, logprobs=4),
+        SamplingParams(temperature=0),
+    )
+    logits = some_logits(3)
+    sampled = sampler.sample(logits, torch.arange(3), range(3))
+    expected = logits.log_softmax(-1)
+    assert sampled.logprobs is not None
+    assert sampled.top_logprobs is not None
+    assert torch.equal(expected.gather(1, sampled.token_ids[:, None])[:, 0], sampled.logprobs)
+    assert (3, 4) == tuple(sampled.top_logprobs.shape)
+    assert torch.equal(expected.topk(4).values, sampled.top_logprobs)
+    assert torch.equal(expected.topk(4).indices, sampled.top_token_ids)
+    only_chosen = sampler_of(SamplingParams(logprobs=0, seed=1))
+    sampled = only_chosen.sample(logits[:1], torch.tensor([0]), [0])
+    assert (1, 0) == tuple(sampled.top_token_ids.shape)
+
+
+def test_logits_are_not_changed() -> None:
+    """They may lie in a graph's buffer."""
+    logits = some_logits(len(MIXED))
+    before = logits.clone()
+    sampler_of(*MIXED).sample(logits, torch.arange(len(MIXED)))
+    assert torch.equal(before, logits)
+
+
+def test_only_plain_greedy_slots_may_go_into_a_graph() -> None:
+    """Whatever has state, or wants to know more, goes through `sample`."""
+    for params in (
+        SamplingParams(),
+        SamplingParams(temperature=0, logprobs=0),
+        SamplingParams(temperature=0, presence_penalty=0.1),
+        SamplingParams(temperature=0, min_tokens=1, stop_token_ids=(3,)),
+    ):
+        assert not sampler_of(params).is_greedy([0])
+    plain = SamplingParams(temperature=0, top_k=4, top_p=0.5, seed=3, stop_token_ids=(3,))
+    assert sampler_of(plain).is_greedy([0])
+
+
+def test_impossible_slots_are_refused() -> None:
+    """And the slot is as before."""
+    sampler = sampler_of(SamplingParams(temperature=0))
+    for slot, params in (
+        (8, SamplingParams()),
+        (-1, SamplingParams()),
+        (0, SamplingParams(stop_token_ids=(VOCABULARY,))),
+    ):
+        with pytest.raises(ConfigError):
+            sampler.set_slot(slot, params, PROMPT)
+    assert sampler.is_greedy([0])

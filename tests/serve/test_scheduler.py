@@ -1,0 +1,465 @@
+"""The scheduler's promises, over random traces on a naive model of the cache.
+
+The model counts pages and refuses what does not fit, so a plan that promises memory twice fails
+the test that ran it. What a real cache does with a plan is tested in test_engine*.py.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vmkv.errors import ConfigError
+from vmkv.serve.plan import PlannedChunk, PreemptionMethod, StepPlan
+from vmkv.serve.preemption import PreemptionCosts
+from vmkv.serve.request import RequestState
+from vmkv.serve.scheduler import Scheduler
+
+SWAPPING = PreemptionCosts(copy_bytes_per_s=1e18, mapping_s=0.0)
+RECOMPUTING = PreemptionCosts(flops_per_s=1e30, mapping_s=0.0)
+
+
+class ModelView:
+    """Sequences as page counts; `page_tokens` tokens to a page."""
+
+    page_bytes = 4096
+
+    def __init__(self, total_pages: int, page_tokens: int, host_pages: int = 0):
+        self.total_pages = total_pages
+        self.page_tokens = page_tokens
+        self.host_pages = host_pages
+        self.resident: dict[int, int] = {}
+        self.swapped: dict[int, int] = {}
+        self.prefixes: dict[int, int] = {}
+
+    def pages(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_tokens)
+
+    def free_pages(self) -> int:
+        return (self.total_pages - sum(self.resident.values())) // 2
+
+    def evictable_pages(self) -> int:
+        return self.total_pages - sum(self.resident.values()) - self.free_pages()
+
+    def is_ready(self, request_id: int) -> bool:
+        return True
+
+    def peak_pages(self, num_tokens: int) -> int:
+        return self.pages(num_tokens)
+
+    def pages_to_begin(self, request_id: int, num_tokens: int) -> int:
+        return self.pages(num_tokens)
+
+    def pages_to_grow(self, request_id: int, num_tokens: int) -> int:
+        return max(0, self.pages(num_tokens) - self.resident[request_id])
+
+    def held_pages(self, request_id: int) -> int:
+        return self.resident[request_id]
+
+    def cached_tokens(self, request_id: int) -> int:
+        return self.prefixes.get(request_id, 0)
+
+    def pages_to_resume(self, request_id: int) -> int:
+        return self.swapped[request_id]
+
+    def can_swap(self, request_id: int) -> bool:
+        return sum(self.swapped.values()) + self.resident[request_id] <= self.host_pages
+
+    def carry_out(self, plan: StepPlan) -> None:
+        for request_id, method in plan.preempted:
+            pages = self.resident.pop(request_id)
+            if method is PreemptionMethod.SWAP:
+                self.swapped[request_id] = pages
+                assert sum(self.swapped.values()) <= self.host_pages
+        for request_id, _ in plan.admitted:
+            self.resident[request_id] = 0
+        for request_id, _ in plan.resumed:
+            self.resident[request_id] = self.swapped.pop(request_id)
+        for chunk in plan.chunks:
+            self.resident[chunk.request_id] += self.pages_to_grow(
+                chunk.request_id, chunk.num_tokens
+            )
+        assert sum(self.resident.values()) <= self.total_pages, (
+            "the plan needs memory that is not there"
+        )
+
+    def forget(self, request_id: int) -> None:
+        self.resident.pop(request_id, None)
+        self.swapped.pop(request_id, None)
+
+
+@dataclass
+class Arrival:
+    step: int
+    num_prompt_tokens: int
+    max_new_tokens: int
+    stops_after: int  # Tokens after which a stop token turns up.
+    priority: int
+    cancelled_at: int | None
+    waits_for_host: bool
+
+
+@dataclass
+class Life:
+    """What happened to one request."""
+
+    arrival: Arrival
+    computed: int = 0  # Contiguous tokens computed since its memory was last dropped.
+    tokens: int = 0  # Tokens that were read.
+    first_step: int | None = None
+    ended: str = ""
+    was_preempted: int = 0
+    unread: int = 0
+
+
+@dataclass
+class Trace:
+    """Drives a scheduler one step ahead, as the engine does, and checks every plan."""
+
+    scheduler: Scheduler
+    view: ModelView
+    lives: dict[int, Life] = field(default_factory=dict)
+    pending: tuple[PlannedChunk, ...] = ()
+    num_steps: int = 0
+
+    def add(self, request_id: int, arrival: Arrival) -> None:
+        total = arrival.num_prompt_tokens + arrival.max_new_tokens
+        while self.view.peak_pages(total) > self.view.total_pages:
+            total -= 1
+        if total <= arrival.num_prompt_tokens:
+            with pytest.raises(ConfigError, match="room"):
+                self.scheduler.add(request_id, arrival.num_prompt_tokens, total, self.view)
+            return
+        self.scheduler.add(
+            request_id,
+            arrival.num_prompt_tokens,
+            total,
+            self.view,
+            priority=arrival.priority,
+            waits_for_host=arrival.waits_for_host,
+        )
+        self.lives[request_id] = Life(arrival, tokens=arrival.num_prompt_tokens)
+        arrival.max_new_tokens = total - arrival.num_prompt_tokens
+
+    def end(self, request_id: int, how: str) -> None:
+        self.scheduler.finish(request_id)
+        self.view.forget(request_id)
+        self.lives[request_id].ended = how
+
+    def step(self, *, fails: bool = False) -> StepPlan:
+        self.num_steps += 1
+        plan = self.scheduler.plan(self.view)
+        self.scheduler.check()
+        if fails:
+            self.give_up(plan)
+            plan = StepPlan()
+        else:
+            self.check(plan)
+            self.view.carry_out(plan)
+        unread, self.pending = self.pending, plan.chunks
+        for chunk in unread:
+            self.read(chunk)
+        return plan
+
+    def give_up(self, plan: StepPlan) -> None:
+        """As the engine does when a growth fails: what was preempted stays so."""
+        for request_id, method in plan.preempted:
+            self.note_preempted(request_id, method)
+        self.view.carry_out(StepPlan(preempted=plan.preempted))
+        self.scheduler.undo(plan.chunks)
+        for request_id, _ in plan.admitted:
+            self.scheduler.requeue(request_id, PreemptionMethod.RECOMPUTE)
+        for request_id, _ in plan.resumed:
+            self.scheduler.requeue(request_id, PreemptionMethod.SWAP)
+        self.scheduler.check()
+
+    def note_preempted(self, request_id: int, method: PreemptionMethod) -> None:
+        life = self.lives[request_id]
+        life.was_preempted += 1
+        if method is PreemptionMethod.RECOMPUTE:
+            life.computed = 0
+
+    def check(self, plan: StepPlan) -> None:
+        for request_id, method in plan.preempted:
+            self.note_preempted(request_id, method)
+        begun = [request_id for request_id, _ in plan.admitted + plan.resumed]
+        assert not set(begun) & {request_id for request_id, _ in plan.preempted}
+        for request_id, _ in plan.admitted:
+            life = self.lives[request_id]
+            life.computed = min(self.view.cached_tokens(request_id), life.tokens - 1)
+            if life.first_step is None:
+                life.first_step = self.num_steps
+        assert plan.num_tokens <= self.scheduler.max_num_batched_tokens
+        ids = [chunk.request_id for chunk in plan.chunks]
+        assert len(ids) == len(set(ids)) <= self.scheduler.max_num_seqs
+        assert len({chunk.slot for chunk in plan.chunks}) == len(ids)
+        for chunk in plan.chunks:
+            self.check_chunk(chunk)
+
+    def check_chunk(self, chunk: PlannedChunk) -> None:
+        life = self.lives[chunk.request_id]
+        assert not life.ended
+        assert chunk.num_past_tokens == life.computed, "chunks are contiguous and in order"
+        assert chunk.num_new_tokens > 0
+        life.computed += chunk.num_new_tokens
+        known = life.tokens + life.unread
+        assert life.computed <= known, "nothing is computed before it exists"
+        assert chunk.samples == (life.computed == known)
+        if chunk.from_device:
+            assert chunk.num_new_tokens == 1
+            assert not life.arrival.waits_for_host
+        else:
+            assert life.computed <= life.tokens, "the host gives only tokens that it has read"
+        life.unread += chunk.samples
+
+    def read(self, chunk: PlannedChunk) -> None:
+        life = self.lives[chunk.request_id]
+        if life.ended or not chunk.samples:
+            return
+        self.scheduler.tokens_read(chunk.request_id)
+        life.unread -= 1
+        life.tokens += 1
+        num_new = life.tokens - life.arrival.num_prompt_tokens
+        assert num_new <= life.arrival.max_new_tokens
+        if num_new == life.arrival.stops_after:
+            self.end(chunk.request_id, "stop")
+        elif num_new == life.arrival.max_new_tokens:
+            self.end(chunk.request_id, "length")
+
+
+ARRIVALS = st.lists(
+    st.builds(
+        Arrival,
+        step=st.integers(0, 30),
+        num_prompt_tokens=st.integers(1, 40),
+        max_new_tokens=st.integers(1, 20),
+        stops_after=st.integers(1, 30),
+        priority=st.integers(-2, 2),
+        cancelled_at=st.none() | st.integers(0, 40),
+        waits_for_host=st.booleans(),
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@st.composite
+def schedulers(draw: st.DrawFn) -> tuple[Scheduler, ModelView]:
+    max_num_seqs = draw(st.integers(1, 5))
+    return (
+        Scheduler(
+            max_num_seqs,
+            draw(st.integers(max_num_seqs, 24)),
+            aging_steps=draw(st.integers(1, 20)),
+            costs=draw(st.sampled_from([SWAPPING, RECOMPUTING])),
+            fixed_chunks=draw(st.booleans()),
+        ),
+        ModelView(
+            draw(st.integers(6, 40)), draw(st.integers(1, 8)), draw(st.sampled_from([0, 10, 1000]))
+        ),
+    )
+
+
+@given(arrivals=ARRIVALS, made=schedulers(), failing=st.sets(st.integers(1, 60), max_size=10))
+def test_every_request_ends(
+    arrivals: list[Arrival], made: tuple[Scheduler, ModelView], failing: set[int]
+) -> None:
+    """Whatever arrives, is cancelled or fails to grow: all others end, with the tokens they want.
+
+    Token and page budgets, order and contiguity of chunks are asserted in every step on the way.
+    """
+    trace = Trace(*made)
+    # Each token may cost a step, each preemption all tokens again; far more would be a livelock.
+    for step in range(20_000):
+        for request_id, arrival in enumerate(arrivals):
+            if arrival.step == step:
+                trace.add(request_id, arrival)
+            life = trace.lives.get(request_id)
+            if life is not None and not life.ended and arrival.cancelled_at == step:
+                trace.end(request_id, "cancelled")
+        trace.step(fails=step in failing)
+        if step > 40 and not trace.scheduler.has_unfinished:
+            break
+    assert all(life.ended for life in trace.lives.values())
+    for life in trace.lives.values():
+        if life.ended != "cancelled":
+            num_new = life.tokens - life.arrival.num_prompt_tokens
+            assert num_new == min(life.arrival.stops_after, life.arrival.max_new_tokens)
+    assert {} == trace.view.resident
+    assert {} == trace.view.swapped
+    assert 0 == trace.scheduler.num_running == trace.scheduler.num_waiting
+
+
+@given(arrivals=ARRIVALS, made=schedulers())
+def test_first_come_is_first_served_inside_a_priority(
+    arrivals: list[Arrival], made: tuple[Scheduler, ModelView]
+) -> None:
+    """Nobody begins before one who came earlier with the same priority."""
+    trace = Trace(*made)
+    for request_id, arrival in enumerate(arrivals):
+        trace.add(request_id, arrival)
+    while trace.scheduler.has_unfinished:
+        trace.step()
+    for priority in range(-2, 3):
+        firsts = [
+            life.first_step
+            for life in trace.lives.values()
+            if life.arrival.priority == priority and life.first_step is not None
+        ]
+        assert firsts == sorted(firsts)
+
+
+@pytest.mark.parametrize("priority", [0, 1, 3])
+def test_nobody_starves(priority: int) -> None:
+    """One late request against an endless stream of more urgent ones, for a single place."""
+    aging_steps = 10
+    trace = Trace(Scheduler(1, 64, aging_steps=aging_steps), ModelView(1000, 4))
+    urgent = Arrival(0, 8, 2, 2, 0, None, False)
+    trace.add(0, Arrival(0, 8, 2, 2, priority, None, False))
+    for request_id in range(1, 200):
+        trace.add(request_id, Arrival(0, 8, 2, 2, **_rest(urgent)))
+        trace.step()
+        if trace.lives[0].ended:
+            break
+    assert trace.lives[0].ended
+    # Those who came in time to overtake it need two steps each, at a rate of one a step.
+    assert trace.num_steps <= 3 * (aging_steps * priority + 2)
+
+
+def _rest(arrival: Arrival) -> dict[str, object]:
+    return {
+        "priority": arrival.priority,
+        "cancelled_at": arrival.cancelled_at,
+        "waits_for_host": arrival.waits_for_host,
+    }
+
+
+def test_more_urgent_requests_begin_first() -> None:
+    """Of those that came together, the lowest number begins first."""
+    trace = Trace(Scheduler(1, 64), ModelView(1000, 4))
+    for request_id, priority in enumerate((1, 0, 2, -1)):
+        trace.add(request_id, Arrival(0, 8, 2, 2, priority, None, False))
+    while trace.scheduler.has_unfinished:
+        trace.step()
+    order = sorted(trace.lives, key=lambda each: trace.lives[each].first_step or 0)
+    assert [3, 1, 0, 2] == order
+
+
+def test_decoding_goes_on_beside_a_long_prompt() -> None:
+    """A prompt is computed in chunks; whoever decodes gets its token in each of those steps."""
+    trace = Trace(Scheduler(4, 16), ModelView(1000, 4))
+    trace.add(0, Arrival(0, 4, 20, 99, 0, None, False))
+    trace.step()
+    trace.add(1, Arrival(0, 100, 4, 99, 0, None, False))
+    sizes = []
+    while trace.lives[1].computed < 100:
+        plan = trace.step()
+        by_request = {chunk.request_id: chunk for chunk in plan.chunks}
+        assert 1 == by_request[0].num_new_tokens
+        assert by_request[0].samples
+        sizes.append(by_request[1].num_new_tokens)
+        assert by_request[1].samples == (sum(sizes) == 100)
+    assert [15] * 6 + [10] == sizes
+
+
+@pytest.mark.parametrize(
+    ("costs", "host_pages", "method"),
+    [
+        (SWAPPING, 1000, PreemptionMethod.SWAP),
+        (SWAPPING, 0, PreemptionMethod.RECOMPUTE),
+        (RECOMPUTING, 1000, PreemptionMethod.RECOMPUTE),
+    ],
+)
+def test_the_last_gives_way_and_comes_back(
+    costs: PreemptionCosts, host_pages: int, method: PreemptionMethod
+) -> None:
+    """Two that do not fit together: the later one is preempted once, and both end."""
+    trace = Trace(Scheduler(2, 64, costs=costs), ModelView(10, 4, host_pages))
+    trace.add(0, Arrival(0, 12, 20, 99, 0, None, False))
+    trace.add(1, Arrival(0, 12, 20, 99, 0, None, False))
+    methods = []
+    while trace.scheduler.has_unfinished:
+        plan = trace.step()
+        methods += [(each.request_id, each.method) for each in plan.preempted]
+        if trace.lives[1].was_preempted and not trace.lives[0].ended:
+            waiting = RequestState.WAITING
+            state = RequestState.SWAPPED if method is PreemptionMethod.SWAP else waiting
+            assert state is trace.scheduler.state(1)
+    assert [(1, method)] == methods
+    assert ["length", "length"] == [life.ended for life in trace.lives.values()]
+
+
+def test_prefix_that_is_cached_is_not_computed() -> None:
+    """A request begins where its cached prefix ends, at its last token at the latest."""
+    view = ModelView(1000, 4)
+    view.prefixes = {0: 8, 1: 12}
+    trace = Trace(Scheduler(2, 64), view)
+    trace.add(0, Arrival(0, 12, 1, 1, 0, None, False))
+    trace.add(1, Arrival(0, 12, 1, 1, 0, None, False))
+    plan = trace.step()
+    assert [(8, 4), (11, 1)] == [
+        (each.num_past_tokens, each.num_new_tokens) for each in plan.chunks
+    ]
+
+
+def test_fixed_chunks_do_not_depend_on_others() -> None:
+    """With `fixed_chunks` a prompt is cut at the same places, alone and in company."""
+
+    def cuts(num_others: int) -> list[int]:
+        trace = Trace(Scheduler(4, 16, fixed_chunks=True), ModelView(1000, 4))
+        for request_id in range(1, num_others + 1):
+            trace.add(request_id, Arrival(0, 7 * request_id, 9, 9, 0, None, False))
+        trace.add(0, Arrival(0, 50, 4, 9, 0, None, False))
+        sizes = []
+        while not trace.lives[0].ended:
+            sizes += [each.num_new_tokens for each in trace.step().chunks if not each.request_id]
+        return sizes
+
+    alone = cuts(0)
+    assert [13, 13, 13, 11, 1, 1, 1] == alone
+    assert all(alone == cuts(num_others) for num_others in (1, 2, 3))
+
+
+def test_what_can_never_fit_is_refused() -> None:
+    """Alone it would need more pages than there are: an error now, not a wait for ever."""
+    scheduler = Scheduler(2, 64)
+    view = ModelView(10, 4)
+    with pytest.raises(ConfigError, match="needs 11 pages and the whole cache has 10"):
+        scheduler.add(0, 30, 41, view)
+    with pytest.raises(ConfigError, match="no room for an answer"):
+        scheduler.add(0, 30, 30, view)
+    assert not scheduler.has_unfinished
+    scheduler.add(0, 30, 40, view)
+
+
+def test_bounds_are_checked() -> None:
+    """A step must have room for a token of every request."""
+    with pytest.raises(ConfigError, match="max_num_seqs=8"):
+        Scheduler(8, 7)
+    with pytest.raises(ConfigError, match="max_num_seqs"):
+        Scheduler(0, 7)
+
+
+def test_work_is_not_wasted_on_waiting_for_admission() -> None:
+    """Twelve equal requests, three places: each step decodes as many as there are places."""
+    trace = Trace(Scheduler(3, 64), ModelView(1000, 4))
+    for request_id in range(12):
+        trace.add(request_id, Arrival(0, 4, 5, 5, 0, None, False))
+    sizes = Counter()
+    while trace.scheduler.has_unfinished:
+        sizes[len(trace.step().chunks)] += 1
+    assert sizes[3] == 12 * 5 // 3
+
+
+@pytest.mark.parametrize("num_tokens", [1, 100, 8192])
+def test_costs_decide_by_bandwidth_against_arithmetic(num_tokens: int) -> None:
+    """On the machine that was measured, an 8B model's keys and values are worth moving."""
+    costs = PreemptionCosts()
+    pages = -(-num_tokens // 16)
+    assert PreemptionMethod.SWAP is costs.cheaper(max(16, num_tokens), pages, 2 << 20)
+    tiny = PreemptionCosts(flops_per_token=1e6)
+    assert PreemptionMethod.RECOMPUTE is tiny.cheaper(num_tokens, pages, 2 << 20)

@@ -1,0 +1,187 @@
+"""How much memory sequences need, and how many fit: arithmetic, no memory.
+
+The sizes are those of `cache.geometry` and `cache.growth`, so what is planned here is what a
+`KVCache` maps (tests compare the two). Not counted: what a prompt's chunk keeps of windows
+while it is computed, and rows that are parked, which give way when memory is short.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..cache.geometry import Geometry, check_positive
+from ..cache.growth import growth_quantum_class, largest_class_for_window
+from ..cache.layer_group import _UNDERREAD_TOKENS as UNDERREAD_TOKENS
+from ..units import MiB, div_ceil
+from .models import LayerKind
+
+#: The driver's granularity, and with it the page, on every NVIDIA GPU so far.
+PAGE_BYTES = 2 * MiB
+#: 64 MiB in pages of 2 MiB: the pool's largest extents.
+_LARGEST_CLASS = 5
+#: What paged caches put into a block by default.
+_BLOCK_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class KindBytes:
+    """One kind of layers in one sequence of `num_tokens`.
+
+    Attributes:
+        kind: The layers.
+        token_bytes: What a token takes in all of them.
+        kept_tokens: Tokens that are still seen.
+        used_bytes: What those tokens need.
+        prompt_bytes: What is mapped just after a prompt of that length.
+        most_bytes: What can be mapped at most at that length while it grows token by token.
+        shared_bytes: The part of it that a common prefix supplies.
+    """
+
+    kind: LayerKind
+    token_bytes: int
+    kept_tokens: int
+    used_bytes: int
+    prompt_bytes: int
+    most_bytes: int
+    shared_bytes: int
+
+    @property
+    def mean_bytes(self) -> int:
+        """What is mapped on average while it grows."""
+        return (self.prompt_bytes + self.most_bytes) // 2
+
+
+def kind_bytes(
+    kind: LayerKind, num_tokens: int, *, shared_tokens: int = 0, page_bytes: int = PAGE_BYTES
+) -> KindBytes:
+    """What one sequence of `num_tokens` maps in layers of one kind.
+
+    Raises:
+        ConfigError: The length is not positive, or the prefix longer than the sequence.
+    """
+    check_positive("num_tokens", num_tokens)
+    geometry = Geometry(kind.num_layers, kind.shape, page_bytes, num_tokens, 1)
+    end_page = geometry.pages_for(num_tokens)
+    largest_class, kept_tokens, first_page, lagging_pages = _LARGEST_CLASS, num_tokens, 0, 0
+    if kind.window_tokens is not None:
+        kept_tokens = min(num_tokens, kind.window_tokens - 1)
+        window_pages = geometry.pages_for(kind.window_tokens)
+        largest_class = largest_class_for_window(window_pages, _LARGEST_CLASS)
+        first_page = _first_page(geometry, kind.window_tokens, num_tokens)
+        # What a growth retires is what the tokens before it had left behind.
+        before = _first_page(geometry, kind.window_tokens, num_tokens - 1)
+        lagging_pages = first_page - before
+        if before:  # An extent leaves when the window has passed all of it.
+            lagging_pages += (1 << largest_class) - 1
+    pages = end_page - first_page
+    late_pages = (1 << growth_quantum_class(pages, largest_class)) - 1
+    most_pages = pages + lagging_pages + late_pages
+    # A window leaves its prefix behind; until then others may need it, so it is not shared.
+    is_shared = kind.window_tokens is None or num_tokens < kind.window_tokens
+    shared_pages = min(geometry.whole_pages_below(shared_tokens), pages) if is_shared else 0
+    return KindBytes(
+        kind,
+        geometry.token_bytes,
+        kept_tokens,
+        kept_tokens * geometry.token_bytes,
+        pages * page_bytes,
+        most_pages * page_bytes,
+        shared_pages * page_bytes,
+    )
+
+
+def _first_page(geometry: Geometry, window_tokens: int, num_tokens: int) -> int:
+    """The first page that a query at `num_tokens` can make a kernel read."""
+    first_seen = num_tokens - window_tokens + 1
+    return geometry.whole_pages_below(max(0, first_seen - UNDERREAD_TOKENS))
+
+
+@dataclass(frozen=True)
+class SequenceBytes:
+    """One sequence in all layers, by how its memory is organised.
+
+    Attributes:
+        used_bytes: What its tokens need.
+        vmkv_bytes: What vmkv maps for it on average while it grows.
+        most_bytes: What vmkv maps at most.
+        shared_bytes: The part that a common prefix supplies.
+        block_table_bytes: In blocks of 16 tokens, found through a block table.
+        layer_pages_bytes: In pages that hold one layer's keys or values.
+        longest_bytes: In one tensor with room for the longest sequence.
+    """
+
+    used_bytes: int
+    vmkv_bytes: int
+    most_bytes: int
+    shared_bytes: int
+    block_table_bytes: int
+    layer_pages_bytes: int
+    longest_bytes: int
+
+
+def sequence_bytes(
+    parts: list[KindBytes], num_tokens: int, longest_tokens: int, *, page_bytes: int = PAGE_BYTES
+) -> SequenceBytes:
+    """All kinds of layers together, and what others would take for the same sequence."""
+    block = layer_pages = longest = 0
+    for part in parts:
+        kind = part.kind
+        blocks = div_ceil(num_tokens, _BLOCK_TOKENS)
+        if kind.window_tokens is not None:  # Blocks that the window has passed leave.
+            blocks = min(blocks, div_ceil(part.kept_tokens, _BLOCK_TOKENS) + 1)
+        block += blocks * _BLOCK_TOKENS * part.token_bytes
+        # Paging by layer keeps what windows leave: rows grow at the end only.
+        for half_bytes in (kind.shape.k_bytes, kind.shape.v_bytes):
+            layer_pages += (
+                kind.num_layers * div_ceil(num_tokens * half_bytes, page_bytes) * page_bytes
+            )
+        longest += part.token_bytes * min(longest_tokens, kind.window_tokens or longest_tokens)
+    return SequenceBytes(
+        used_bytes=sum(part.used_bytes for part in parts),
+        vmkv_bytes=sum(part.mean_bytes for part in parts),
+        most_bytes=sum(part.most_bytes for part in parts),
+        shared_bytes=sum(part.shared_bytes for part in parts),
+        block_table_bytes=block,
+        layer_pages_bytes=layer_pages,
+        longest_bytes=longest,
+    )
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How many sequences fit, by what is done for it.
+
+    Attributes:
+        longest: One tensor each, with room for the longest.
+        layer_pages: Pages of one layer's keys or values.
+        block_table: Blocks of 16 tokens.
+        vmkv: Pages that all layers share.
+        vmkv_shared: The same, with the common prefix mapped once for all.
+        vmkv_swapped: The same, with idle sequences in host memory.
+    """
+
+    longest: int
+    layer_pages: int
+    block_table: int
+    vmkv: int
+    vmkv_shared: int
+    vmkv_swapped: int
+
+
+def fit(sequence: SequenceBytes, budget_bytes: int, swap_bytes: int = 0) -> Fit:
+    """How many such sequences fit into `budget_bytes`, and into it and `swap_bytes` of host."""
+    own_bytes = max(1, sequence.vmkv_bytes - sequence.shared_bytes)
+    shared = max(0, budget_bytes - sequence.shared_bytes) // own_bytes
+    return Fit(
+        longest=budget_bytes // sequence.longest_bytes,
+        layer_pages=budget_bytes // sequence.layer_pages_bytes,
+        block_table=budget_bytes // sequence.block_table_bytes,
+        vmkv=budget_bytes // sequence.vmkv_bytes,
+        vmkv_shared=shared,
+        vmkv_swapped=shared + swap_bytes // own_bytes,
+    )
+
+
+def need_bytes(sequence: SequenceBytes, num_users: int) -> int:
+    """What `num_users` of them need, their common prefix once."""
+    return sequence.shared_bytes + num_users * (sequence.vmkv_bytes - sequence.shared_bytes)

@@ -1,0 +1,215 @@
+"""`vmkv doctor`: what this machine has, what is missing, and how to get it."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import platform
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TextIO
+
+from ..errors import VMKVError
+from ..units import format_bytes
+from .arguments import Commands
+
+_DRIVER_FILE = Path("/proc/driver/nvidia/version")
+#: Where a package makes a difference: its distribution, what it is for, how to get it.
+_PACKAGES = (
+    ("torch", "tensors", "pip install torch"),
+    ("transformers", "models", "pip install transformers"),
+    ("cuda-bindings", "the driver's memory calls", "pip install cuda-python"),
+    ("flash-attn", "the fastest decode kernel", "pip install 'vmkv[flash]', on a GPU machine"),
+    ("flash-attn-3", "the fastest prefill on Hopper", "see the hopper folder of flash-attention"),
+    ("triton", "torch.compile on a GPU", "comes with torch's CUDA builds"),
+    ("fastapi", "vmkv serve", "pip install 'vmkv[serve]'"),
+    ("uvicorn", "vmkv serve", "pip install 'vmkv[serve]'"),
+    ("prometheus-client", "metrics, vmkv top", "pip install 'vmkv[serve]'"),
+)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+        section: `device`, `attention` or `package`.
+        name: What it is called.
+        is_ok: Whether it can be used here.
+        details: What was found, or why not.
+        remedy: What to do about it; empty where nothing is to be done.
+    """
+
+    section: str
+    name: str
+    is_ok: bool
+    details: str
+    remedy: str = ""
+
+
+def add_parser(commands: Commands) -> None:
+    """Add the command."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "doctor", help="what this machine has, what is missing and how to get it"
+    )
+    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace, out: TextIO) -> int:
+    """Look, and report. Status 1 where nothing can run at all."""
+    findings = [*examine()]
+    devices = [each for each in findings if each.section == "device" and each.is_ok]
+    if arguments.json:
+        record = {"environment": environment(), "findings": [asdict(each) for each in findings]}
+        out.write(json.dumps(record, indent=2) + "\n")
+    else:
+        out.write(_report(findings, devices))
+    return 0 if devices else 1
+
+
+def environment() -> dict[str, Any]:
+    """Versions and the machine."""
+    return {
+        "vmkv": metadata.version("vmkv"),
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "nvidia_driver": _driver_version(),
+    }
+
+
+def examine() -> Iterator[Finding]:
+    """Everything there is to look at. Opens devices and closes them again."""
+    yield from _devices()
+    yield from _attention()
+    yield from _packages()
+
+
+def _report(findings: list[Finding], devices: list[Finding]) -> str:
+    lines = ["  ".join(f"{name} {value}" for name, value in environment().items() if value), ""]
+    for section in ("device", "attention", "package"):
+        rows = [
+            [each.name, "ok" if each.is_ok else "-", each.details]
+            for each in findings
+            if each.section == section
+        ]
+        width = max(len(row[0]) for row in rows)
+        lines += [f"{row[0].ljust(width)}  {row[1].ljust(2)}  {row[2]}" for row in rows] + [""]
+    remedies = [[each.name, each.remedy] for each in findings if each.remedy]
+    if remedies:
+        width = max(len(name) for name, _ in remedies)
+        lines += ["what is missing, and how to get it:"]
+        lines += [f"  {name.ljust(width)}  {remedy}" for name, remedy in remedies] + [""]
+    names = [each.name for each in devices]
+    if any(name.startswith("cuda") for name in names):
+        lines.append(f"vmkv runs here on {', '.join(names)}.")
+    elif names:
+        lines.append(
+            "vmkv runs here on the CPU: right for tests and small models, slow for others."
+        )
+    else:
+        lines.append("vmkv cannot run here: no device is usable.")
+    return "\n".join(lines) + "\n"
+
+
+# ---- devices ----------------------------------------------------------------------------------
+
+
+def _devices() -> Iterator[Finding]:
+    num_devices, torch_note = _cuda_devices()
+    for index in range(max(1, num_devices)):
+        yield _device(f"cuda:{index}", torch_note)
+    yield _device("host", "")
+
+
+def _device(name: str, note: str) -> Finding:
+    from ..backend import open_backend
+
+    try:
+        backend = open_backend(name)
+    except VMKVError as error:
+        remedy = "use it with --device cpu meanwhile; " + note if note else ""
+        return Finding("device", name, False, str(error), remedy.rstrip("; "))
+    try:
+        details = (
+            f"pages of {format_bytes(backend.granularity_bytes)}, "
+            f"{format_bytes(backend.free_memory_bytes())} free"
+        )
+    finally:
+        backend.close()
+    if name != "host":
+        details = f"{_device_name(name)}, {details}"
+        if note:
+            return Finding("device", name, False, f"{details}; but {note}", note)
+    return Finding("device", name, True, details)
+
+
+def _cuda_devices() -> tuple[int, str]:
+    """How many devices torch sees, and what is wrong with torch where it sees none."""
+    import torch
+
+    if torch.version.cuda is None and _driver_version():
+        return 0, (
+            f"this torch ({torch.__version__}) was built without CUDA: install the CUDA build "
+            "from https://pytorch.org/get-started"
+        )
+    return torch.cuda.device_count(), ""
+
+
+def _device_name(name: str) -> str:
+    import torch
+
+    if not torch.cuda.is_available():
+        return "an NVIDIA GPU"
+    properties = torch.cuda.get_device_properties(name)
+    return f"{properties.name}, {format_bytes(properties.total_memory)}"
+
+
+def _driver_version() -> str | None:
+    """NVIDIA's kernel module, where it is loaded."""
+    try:
+        found = re.search(r"Kernel Module.*?(\d+\.\d+[.\d]*)", _DRIVER_FILE.read_text())
+    except OSError:
+        return None
+    return found.group(1) if found else None
+
+
+# ---- kernels and packages ---------------------------------------------------------------------
+
+
+def _attention() -> Iterator[Finding]:
+    """Each attention backend, asked to serve a layer like Llama-3-8B's where it can run best."""
+    import torch
+
+    from ..attention import AttentionSpec, backend_names, why_not
+
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device_type == "cuda" else torch.float32
+    spec = AttentionSpec(device_type, dtype, 32, 8, 128, 128)
+    for name in backend_names():
+        try:
+            reason = why_not(name, spec)
+        except VMKVError as error:
+            reason = str(error)
+        yield Finding(
+            "attention", name, reason is None, f"on {device_type}" if reason is None else reason
+        )
+
+
+def _packages() -> Iterator[Finding]:
+    for name, purpose, remedy in _PACKAGES:
+        try:
+            version = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            yield Finding("package", name, False, f"not installed; for {purpose}", remedy)
+        else:
+            yield Finding("package", name, True, f"{version}, for {purpose}")
+    is_built = importlib.util.find_spec("vmkv._native._core") is not None
+    details = "built" if is_built else f"not built for Python {sys.version_info[0]}"
+    remedy = "" if is_built else "pip install . in the checkout, with a C compiler"
+    yield Finding("package", "vmkv._native", is_built, details, remedy)

@@ -1,0 +1,211 @@
+"""`vmkv serve`: a model behind the OpenAI API."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from ..errors import ConfigError
+from ..units import GiB, MiB, format_bytes
+from .arguments import Commands, count, number, port, positive_int, positive_number
+
+if TYPE_CHECKING:
+    from ..serve.server import ServerOptions
+
+_API_KEY_VARIABLE = "VMKV_API_KEY"
+
+
+def add_parser(commands: Commands) -> None:
+    """Add the command."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "serve",
+        help="serve a model behind the OpenAI API",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        description="Completions, chat, streaming; /health and /metrics beside them. SIGTERM "
+        "drains: what is under way is finished. API keys come from a file or from the variable "
+        f"{_API_KEY_VARIABLE}; without either everybody may ask.",
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument("model", metavar="MODEL", help="a folder, or a Hub name")
+    add = parser.add_argument_group("model").add_argument
+    add("--tokenizer", help="a folder or Hub name, where it is not the model's")
+    add("--served-model-name", help="what clients call it; by default MODEL")
+    add("--device", default="auto", help="auto, cpu, cuda, cuda:1 …")
+    add("--dtype", help="of the weights; by default as they were saved")
+    add("--chat-template", metavar="FILE", help="a Jinja template, instead of the tokenizer's")
+    add = parser.add_argument_group("engine").add_argument
+    add("--max-num-seqs", type=positive_int, default=256, help="sequences in a step")
+    add("--max-num-batched-tokens", type=positive_int, default=8192, help="tokens in a step")
+    add("--max-model-tokens", type=positive_int, help="prompt and output; by default the model's")
+    add("--memory", type=positive_number, metavar="GiB", help="for keys and values; by default all")
+    add("--swap", type=number, metavar="GiB", default=0, help="host memory for preempted requests")
+    add("--keep-idle", type=number, metavar="GiB", help="kept when idle; by default everything")
+    add("--attention-backend", help="see vmkv doctor; by default the best that can run")
+    add("--no-prefix-caching", action="store_true", help="compute common prefixes again")
+    add("--deterministic", action="store_true", help="tokens do not depend on other requests")
+    add = parser.add_argument_group("server").add_argument
+    add("--host", default="127.0.0.1", help="0.0.0.0 for every address of the machine")
+    add("--port", type=port, default=8000, help="0 for any free one")
+    add("--api-key-file", metavar="FILE", type=Path, help="one key per line")
+    add("--max-body-mib", type=positive_number, default=16, help="of a request")
+    add("--max-prompt-tokens", type=positive_int, help="by default as many as the model takes")
+    add("--max-concurrent", type=positive_int, default=1024, help="requests in the engine")
+    add("--max-queued", type=count, default=1024, help="requests waiting for that; then 429")
+    add("--send-timeout", type=positive_number, default=60, help="seconds a client may not read")
+    add("--drain-timeout", type=positive_number, default=300, help="seconds to finish, on SIGTERM")
+    add("--trace", metavar="FILE", help="write a trace of every step, in Chrome's format")
+    add("--log-level", choices=("debug", "info", "warning", "error"), default="info")
+
+
+def run(arguments: argparse.Namespace, out: TextIO) -> int:
+    """Load, serve, drain; returns when a signal has said stop."""
+    # Everything cheap that can be wrong comes before the model is loaded.
+    _check_installed()
+    from ..serve.server.prompts import read_template
+    from ..serve.server.run import open_socket
+
+    template = read_template(arguments.chat_template) if arguments.chat_template else None
+    api_keys = read_api_keys(arguments.api_key_file, os.environ.get(_API_KEY_VARIABLE))
+    listener = open_socket(arguments.host, arguments.port, unread_timeout_s=arguments.send_timeout)
+    try:
+        return _serve(arguments, listener, template, api_keys, out)
+    finally:
+        listener.close()
+
+
+def _serve(
+    arguments: argparse.Namespace,
+    listener: Any,
+    template: str | None,
+    api_keys: Sequence[str],
+    out: TextIO,
+) -> int:
+    from ..serve.engine import AsyncEngine
+    from ..serve.metrics import Metrics
+    from ..serve.observer import EngineObserver, Observers
+    from ..serve.server import create_app, run_server
+    from ..serve.trace import ChromeTrace
+    from .models import load_config, load_model, load_tokenizer
+
+    load_config(arguments.model)  # The plainest error first.
+    tokenizer = load_tokenizer(arguments.tokenizer or arguments.model)
+    trace = ChromeTrace(arguments.trace) if arguments.trace else None
+    metrics = Metrics()
+    observers: list[EngineObserver] = [metrics, *([trace] if trace else [])]
+    try:
+        model = load_model(arguments.model, device=_device(arguments.device), dtype=arguments.dtype)
+        engine = make_engine(arguments, model, tokenizer, Observers(observers))
+        metrics.bind_pages(engine.cache.pool.page_bytes)
+        options = server_options(arguments, engine.max_tokens, template, api_keys)
+        app = create_app(AsyncEngine(engine), tokenizer, options, metrics)
+
+        def announce() -> None:
+            host, port = listener.getsockname()[:2]
+            out.write(
+                f"vmkv serves {options.model_name} at http://{_as_host(host)}:{port}/v1: up to "
+                f"{engine.max_tokens:,} tokens a request, "
+                f"{format_bytes(engine.cache.stats().budget_bytes)} for keys and values, "
+                f"{'with' if api_keys else 'without'} API keys\n"
+            )
+            out.flush()
+
+        run_server(
+            app,
+            listener,
+            drain_timeout_s=arguments.drain_timeout,
+            log_level=arguments.log_level,
+            on_ready=announce,
+        )
+    finally:
+        if trace is not None:
+            trace.close()
+    return 0
+
+
+def make_engine(arguments: argparse.Namespace, model: Any, tokenizer: Any, observer: Any) -> Any:
+    """The engine that the options describe."""
+    from ..serve.engine import Engine
+
+    return Engine(
+        model,
+        tokenizer=tokenizer,
+        max_num_seqs=arguments.max_num_seqs,
+        max_num_batched_tokens=arguments.max_num_batched_tokens,
+        max_tokens=arguments.max_model_tokens,
+        budget_bytes=None if arguments.memory is None else round(arguments.memory * GiB),
+        host_budget_bytes=round(arguments.swap * GiB),
+        keep_idle_bytes=None if arguments.keep_idle is None else round(arguments.keep_idle * GiB),
+        attention_backend=arguments.attention_backend,
+        deterministic=arguments.deterministic,
+        prefix_caching=not arguments.no_prefix_caching,
+        observer=observer,
+    )
+
+
+def server_options(
+    arguments: argparse.Namespace,
+    max_model_tokens: int,
+    chat_template: str | None,
+    api_keys: Sequence[str],
+) -> ServerOptions:
+    """The server that the options describe."""
+    from ..serve.server import Limits, ServerOptions
+
+    return ServerOptions(
+        model_name=arguments.served_model_name or arguments.model,
+        max_model_tokens=max_model_tokens,
+        chat_template=chat_template,
+        api_keys=api_keys,
+        limits=Limits(
+            max_body_bytes=round(arguments.max_body_mib * MiB),
+            max_prompt_tokens=arguments.max_prompt_tokens,
+            max_concurrent=arguments.max_concurrent,
+            max_queued=arguments.max_queued,
+            send_timeout_s=arguments.send_timeout,
+        ),
+    )
+
+
+def read_api_keys(file: Path | None, variable: str | None) -> list[str]:
+    """Keys from both places.
+
+    Raises:
+        ConfigError: The file cannot be read, or holds no key: then everybody would be let in.
+    """
+    keys = [variable.strip()] if variable and variable.strip() else []
+    if file is None:
+        return keys
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--api-key-file {file}: {error}") from error
+    from_file = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    if not from_file:
+        raise ConfigError(f"--api-key-file {file} holds no key; write one per line")
+    return keys + from_file
+
+
+def _device(name: str) -> str:
+    import torch
+
+    if name != "auto":
+        return name
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _as_host(address: str) -> str:
+    return f"[{address}]" if ":" in address else address
+
+
+def _check_installed() -> None:
+    try:
+        import fastapi  # noqa: F401
+        import prometheus_client  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"serving needs the package {error.name}: pip install 'vmkv[serve]'"
+        ) from error

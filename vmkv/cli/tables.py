@@ -1,0 +1,21 @@
+"""Text for a terminal: aligned columns and plain numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns as wide as their widest cell: the first flush left, the others flush right."""
+    lines = [list(header), *map(list, rows)]
+    widths = [max(len(line[at]) for line in lines) for at in range(len(header))]
+
+    def written(line: Sequence[str]) -> str:
+        cells = [
+            cell.rjust(width) if at else cell.ljust(width)
+            for at, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ]
+        return "  ".join(cells).rstrip()
+
+    rule = "  ".join("-" * width for width in widths)
+    return "\n".join([written(lines[0]), rule, *map(written, lines[1:])])

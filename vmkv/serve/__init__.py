@@ -1,0 +1,13 @@
+"""Continuous batching: many requests of different lengths on one device.
+
+`params.py` and `request.py` what is asked and answered; `scheduler.py` who runs, as pure logic;
+`memory_view.py` what it knows of the cache; `runner/` how a step is executed; `engine.py` the loop.
+"""
+
+from .async_engine import AsyncEngine as AsyncEngine
+from .engine import Engine as Engine
+from .handle import RequestHandle as RequestHandle
+from .params import SamplingParams as SamplingParams
+from .request import CompletionOutput as CompletionOutput
+from .request import FinishReason as FinishReason
+from .request import RequestOutput as RequestOutput

@@ -1,0 +1,230 @@
+"""An engine with a thread of its own, asked from an event loop.
+
+    engine = AsyncEngine(Engine(model, tokenizer=tokenizer))
+    async for output in engine.stream("Once upon a time", SamplingParams(max_tokens=64)):
+        ...
+    await engine.shutdown()
+
+The thread sleeps while there is nothing to do. What it has for a stream is not queued: a stream
+is told that there is something new, and takes everything so far when it comes to it. So a client
+that never reads costs one flag, and holds nobody up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ..errors import ClosedError
+from .handle import RequestHandle
+from .params import SamplingParams
+from .request import RequestOutput
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+
+class _Stream:
+    """One request as its event loop sees it. Everything here happens in that loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop):
+        self.loop = loop
+        self.has_news = asyncio.Event()
+        self.handle: RequestHandle | None = None
+        self.error: BaseException | None = None
+
+    def accepted(self, handle: RequestHandle) -> None:
+        """The engine has taken the request."""
+        self.handle = handle
+        self.has_news.set()
+
+    def refused(self, error: BaseException) -> None:
+        """The engine has not."""
+        self.error = error
+        self.has_news.set()
+
+
+class AsyncEngine:
+    """Runs an engine in a thread. Nobody else may work on that engine meanwhile.
+
+    Args:
+        engine: The engine; it is closed with this.
+
+    Attributes:
+        engine: The same, to ask what never changes.
+    """
+
+    def __init__(self, engine: Engine):
+        self.engine = engine
+        self._wake = threading.Condition()
+        self._commands: deque[Callable[[], None]] = deque()
+        self._is_stopping = False
+        # The thread's.
+        self._streams: dict[RequestHandle, _Stream] = {}
+        self._updated: dict[RequestHandle, None] = {}
+        engine.on_update = self._note_update
+        self._thread = threading.Thread(target=self._run, name="vmkv-engine", daemon=True)
+        self._thread.start()
+
+    # ---- in an event loop -----------------------------------------------------------------
+
+    async def stream(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        priority: int = 0,
+    ) -> AsyncIterator[RequestOutput]:
+        """Outputs of one request as they grow, the last one finished.
+
+        Each holds everything so far; who reads slowly sees fewer of them. Closing the iterator,
+        or cancelling the task that reads it, cancels the request.
+
+        Args:
+            prompt: As of `Engine.add`, as for the rest.
+            params: Likewise.
+            priority: Likewise.
+
+        Raises:
+            ConfigError: The request can never be served. Raised by the first iteration.
+            ClosedError: The engine is shutting down. Likewise.
+        """
+        stream = _Stream(asyncio.get_running_loop())
+        self._post(partial(self._add, stream, prompt, params, priority))
+        is_finished = False
+        try:
+            while not is_finished:
+                await stream.has_news.wait()
+                stream.has_news.clear()
+                if stream.error is not None:
+                    raise stream.error
+                if stream.handle is None:
+                    continue
+                output = stream.handle.output()
+                is_finished = output.is_finished
+                if is_finished or any(each.token_ids for each in output.outputs):
+                    yield output
+        finally:
+            if not is_finished and stream.error is None:
+                self._post_unless_stopped(partial(self._abandon, stream))
+
+    async def shutdown(self, drain: bool = True) -> None:
+        """Stop: after the requests that are under way, or with `drain=False` cancelling them.
+
+        New requests are refused from now on. Returns when the thread has ended and everything is
+        freed. Idempotent.
+        """
+        with self._wake:
+            self._is_stopping = True
+            if not drain:
+                self._commands.append(self.engine.cancel_all)
+            self._wake.notify()
+        await asyncio.to_thread(self._thread.join)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the engine's thread is there."""
+        return self._thread.is_alive()
+
+    def _post(self, command: Callable[[], None]) -> None:
+        with self._wake:
+            if self._is_stopping:
+                raise ClosedError("the engine is shutting down and takes no more requests")
+            self._commands.append(command)
+            self._wake.notify()
+
+    def _post_unless_stopped(self, command: Callable[[], None]) -> None:
+        with self._wake:
+            self._commands.append(command)
+            self._wake.notify()
+
+    # ---- in the engine's thread -----------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self.engine.use_device()
+            while self._wait():
+                try:
+                    self._obey()
+                    self.engine.step()
+                except Exception as error:  # noqa: BLE001  # every request ends with it
+                    self.engine.cancel_all(error)
+                self._publish()
+            self.engine.close()
+        finally:
+            # Whatever has happened, nobody is to wait for a thread that is gone.
+            with self._wake:
+                self._is_stopping = True
+            gone = ClosedError("the engine has stopped")
+            for stream in self._streams.values():
+                _tell(stream.loop, partial(stream.refused, gone))
+
+    def _wait(self) -> bool:
+        """Wait for something to do; false to end."""
+        with self._wake:
+            while not self._commands and not self.engine.has_unfinished:
+                if self._is_stopping:
+                    return False
+                self._wake.wait()
+        return True
+
+    def _obey(self) -> None:
+        """Carry out what was asked for."""
+        while True:
+            with self._wake:
+                if not self._commands:
+                    return
+                command = self._commands.popleft()
+            command()
+
+    def _add(
+        self,
+        stream: _Stream,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None,
+        priority: int,
+    ) -> None:
+        try:
+            handle = self.engine.add(prompt, params, priority)
+        except Exception as error:  # noqa: BLE001  # the caller's, who waits for it
+            _tell(stream.loop, partial(stream.refused, error))
+            return
+        self._streams[handle] = stream
+        _tell(stream.loop, partial(stream.accepted, handle))
+
+    def _abandon(self, stream: _Stream) -> None:
+        for handle, its in tuple(self._streams.items()):
+            if its is stream:
+                del self._streams[handle]
+                self.engine.cancel(handle)
+
+    def _note_update(self, handle: RequestHandle) -> None:
+        self._updated[handle] = None
+
+    def _publish(self) -> None:
+        """Tell the streams that have news, with one call into each event loop."""
+        told: dict[asyncio.AbstractEventLoop, list[_Stream]] = {}
+        updated, self._updated = self._updated, {}
+        for handle in updated:
+            stream = self._streams.get(handle)
+            if stream is not None:
+                told.setdefault(stream.loop, []).append(stream)
+                if handle.is_finished:
+                    del self._streams[handle]
+        for loop, streams in told.items():
+            _tell(loop, partial(_wake_all, streams))
+
+
+def _wake_all(streams: Iterable[_Stream]) -> None:
+    for stream in streams:
+        stream.has_news.set()
+
+
+def _tell(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
+    try:
+        loop.call_soon_threadsafe(callback)
+    except RuntimeError:  # The loop is closed: nobody is left to be told.
+        return

@@ -1,0 +1,146 @@
+"""Text from tokens as they come, and where a stop text ends it.
+
+A token's text depends on its neighbours: a character may be spread over several tokens, and
+many tokenizers write a space only between words. So each new token is decoded together with the
+last few before it, and what that adds is its text; bytes that are no whole character yet wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from .params import SamplingParams
+
+#: Tokens decoded again as context for the next: more than a character or a word's rule needs.
+_CONTEXT_TOKENS = 8
+#: The window is moved on when it has grown so long, at a whole character; and in any case when
+#: it has grown so much longer that there can be none.
+_WINDOW_TOKENS = 24
+_WINDOW_MAX_TOKENS = 96
+#: What decoders write for bytes that are no character (yet), once for each or once for several.
+_REPLACEMENT = "\ufffd"
+#: Bytes of a character that is not complete, at most.
+_INCOMPLETE_BYTES = 3
+
+
+class Tokenizer(Protocol):
+    """What is needed of a transformers tokenizer."""
+
+    def decode(
+        self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool
+    ) -> str:
+        """The text of `token_ids`."""
+
+
+class Detokenizer:
+    """The text of one output, token by token.
+
+    Args:
+        tokenizer: A transformers tokenizer.
+        prompt_token_ids: The prompt: context for the first tokens.
+        params: Stop texts and what to leave out.
+
+    Attributes:
+        stop: The stop text that was found; None as long as none was.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams
+    ):
+        self._tokenizer = tokenizer
+        self._skips_special = params.skip_special_tokens
+        self._stops = tuple(params.stop)
+        self._min_tokens = params.min_tokens
+        self._includes_stop = params.include_stop_str_in_output
+        self._window = list(prompt_token_ids[-_WINDOW_MAX_TOKENS:])
+        # The part of the window's text that was taken; half a character of a prompt was not.
+        self._taken = self._decode().rstrip(_REPLACEMENT)
+        self._move_window()
+        self._text = ""
+        self._num_tokens = 0
+        self._num_held = 0  # Characters at the end that may begin a stop text.
+        self.stop: str | None = None
+
+    @property
+    def text(self) -> str:
+        """The text that is certain: nothing of it can still become part of a stop text."""
+        return self._text[: len(self._text) - self._num_held]
+
+    def append(self, token_id: int) -> str | None:
+        """One more token; returns the stop text if that ended the output."""
+        self._num_tokens += 1
+        self._window.append(token_id)
+        whole = self._decode()
+        num_replaced = len(whole) - len(whole.rstrip(_REPLACEMENT))
+        certain = whole[: len(whole) - min(num_replaced, _INCOMPLETE_BYTES)]
+        # Some decoders take back characters while the bytes of the next one are incomplete.
+        if not certain.startswith(self._taken) and len(self._window) < _WINDOW_MAX_TOKENS:
+            return None
+        return self._take(certain)
+
+    def finish(self) -> None:
+        """No more tokens: what waited is text after all."""
+        if self.stop is None:
+            self._take(self._decode())
+            self._num_held = 0
+
+    def _take(self, certain: str) -> str | None:
+        """Make what the window's text has beyond what was taken the output's."""
+        added = certain[len(self._taken) :]
+        self._taken = certain
+        if len(self._window) >= _WINDOW_TOKENS:
+            self._move_window()
+        before = len(self._text)
+        self._text += added
+        if not self._stops or not added:
+            return None
+        if self._num_tokens >= self._min_tokens:
+            self._find_stop(before)
+        if self.stop is None:
+            self._num_held = _num_begun(self._text, self._stops)
+        return self.stop
+
+    def _find_stop(self, before: int) -> None:
+        """Cut the text at the first stop text that ends after `before` characters."""
+        found = [
+            (at, stop)
+            for stop in self._stops
+            if (at := self._text.find(stop, max(0, before - len(stop) + 1))) >= 0
+        ]
+        if found:
+            at, self.stop = min(found)
+            self._text = self._text[: at + len(self.stop) if self._includes_stop else at]
+            self._num_held = 0
+
+    def _decode(self) -> str:
+        # Tidying spaces before punctuation would change text that was given out already.
+        return self._tokenizer.decode(
+            self._window,
+            skip_special_tokens=self._skips_special,
+            clean_up_tokenization_spaces=False,
+        )
+
+    def _move_window(self) -> None:
+        """Drop what is context no more, so that what remains is still the end of what was taken."""
+        is_longest = len(self._window) >= _WINDOW_MAX_TOKENS
+        window = self._window
+        for num_kept in range(_CONTEXT_TOKENS, 2 * _CONTEXT_TOKENS):
+            self._window = window[-num_kept:]
+            text = self._decode()
+            if _REPLACEMENT not in text and self._taken.endswith(text):
+                self._taken = text
+                return
+        self._window = window[-_CONTEXT_TOKENS:] if is_longest else window
+        if is_longest:
+            self._taken = self._decode()
+
+
+def _num_begun(text: str, stops: Sequence[str]) -> int:
+    """How long the longest end of `text` is that begins, but does not complete, a stop text."""
+    longest = min(len(text), max(map(len, stops)) - 1)
+    for length in range(longest, 0, -1):
+        end = text[-length:]
+        if any(stop.startswith(end) for stop in stops):
+            return length
+    return 0

@@ -1,0 +1,357 @@
+"""The engine: many requests of different lengths, continuously batched on one device.
+
+    engine = Engine(model, tokenizer=tokenizer)
+    outputs = engine.generate(["Hello", "The capital of France is"], SamplingParams(max_tokens=32))
+
+    handle = engine.add("Once upon a time", SamplingParams(max_tokens=256), priority=-1)
+    for output in handle:                      # runs the engine as far as needed
+        print(output.outputs[0].text)
+
+One thread at a time works on an engine; `AsyncEngine` gives it a thread of its own.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..cache import KVCache
+from ..errors import ClosedError, ConfigError
+from ..memory import ExtentPool
+from ..units import format_bytes
+from .async_engine import AsyncEngine as AsyncEngine
+from .handle import RequestHandle
+from .memory_view import MemoryView
+from .observer import EngineObserver
+from .outcomes import Outcomes
+from .params import SamplingParams
+from .preemption import PreemptionCosts
+from .prompts import end_tokens, resolve, token_ids_of, vocabulary_sizes
+from .request import FinishReason, Request, RequestOutput
+from .runner.making import make_runner
+from .scheduler import Scheduler
+from .served_rows import open_rows, pool_beside
+from .step_loop import StepLoop
+
+
+class Engine:
+    """Serves a transformers model.
+
+    Args:
+        model: A causal language model, in eval mode, on one device.
+        tokenizer: Its tokenizer, for prompts and outputs that are text.
+        max_num_seqs: Requests that run at once at most.
+        max_num_batched_tokens: Tokens of a step at most; longer prompts take several steps.
+        max_tokens: Prompt and output of a request at most; by default what the model was made for.
+        budget_bytes: Physical memory for keys and values; by default 0.9 of what is free now.
+        host_budget_bytes: Host memory for requests that are preempted; 0 to compute them again.
+        deterministic: A request's tokens do not depend on what runs beside it. Every request then
+            runs in passes of its own, which costs most of the throughput.
+        prefix_caching: Begin requests with what is cached of their prompts.
+        attention_backend: See `VMKVCache`.
+        runner: "eager"; "graphs" for compiled layers and CUDA graphs; "auto" for those on CUDA.
+        runner_options: For "graphs", a `RunnerOptions`.
+        pool: Physical memory to share with other caches; it has a budget of its own.
+        preemption_costs: What the machine can do; by default an H200 and the model's own size.
+        aging_steps: By how many steps one level of priority lets a request overtake.
+        keep_idle_bytes: What an idle engine keeps of its memory; by default all of it.
+        seed: For requests that bring no seed of their own; by default another one every time.
+        observer: Who is told what happens.
+
+    Attributes:
+        cache: The keys and values.
+        max_tokens: Prompt and output of a request at most, by row and budget.
+        on_update: Called with each handle that has something new, its end included.
+
+    Raises:
+        ConfigError: The model cannot be served, or an argument is impossible.
+        OutOfPagesError: The budget does not hold one token.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        tokenizer: Any = None,
+        max_num_seqs: int = 256,
+        max_num_batched_tokens: int = 8192,
+        max_tokens: int | None = None,
+        budget_bytes: int | None = None,
+        host_budget_bytes: int = 0,
+        deterministic: bool = False,
+        prefix_caching: bool = True,
+        attention_backend: str | None = None,
+        runner: str = "auto",
+        runner_options: Any = None,
+        pool: ExtentPool | None = None,
+        preemption_costs: PreemptionCosts | None = None,
+        aging_steps: int = 256,
+        keep_idle_bytes: int | None = None,
+        seed: int | None = None,
+        observer: EngineObserver | None = None,
+    ):
+        self._is_closed = True
+        self._scheduler = Scheduler(
+            max_num_seqs,
+            max_num_batched_tokens,
+            aging_steps=aging_steps,
+            costs=preemption_costs or PreemptionCosts.of(model),
+            fixed_chunks=deterministic,
+        )
+        self.tokenizer = tokenizer
+        self._vocab_size, self._input_vocab_size = vocabulary_sizes(model)
+        self._observer = observer
+        self._keep_idle_bytes = keep_idle_bytes
+        self._random = random.Random(seed)
+        self._num_requests = 0
+        self._handles: dict[int, RequestHandle] = {}
+        self._outcomes = Outcomes(tokenizer, end_tokens(model), self._updated, observer)
+        self.on_update: Callable[[RequestHandle], None] | None = None
+        pool = pool_beside(model, pool, budget_bytes, host_budget_bytes)
+        self._rows = open_rows(model, pool, max_num_seqs, max_tokens, attention_backend)
+        try:
+            self.cache: KVCache = self._rows.cache
+            self._view = MemoryView(
+                self.cache,
+                max_num_batched_tokens,
+                # What is computed with other chunks is rounded otherwise.
+                prefix_caching=prefix_caching and not deterministic,
+                num_reserved_rows=max_num_seqs + 2,
+            )
+            self._runner = make_runner(
+                runner,
+                model,
+                self._rows,
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max_num_batched_tokens,
+                vocab_size=self._vocab_size,
+                deterministic=deterministic,
+                attention_backend=attention_backend,
+                options=runner_options,
+            )
+            # Now that the kernels have said how far past the end they read.
+            self.max_tokens = self._view.fitting_tokens()
+        except BaseException:
+            self._rows.close()
+            raise
+        self._loop = StepLoop(
+            self._scheduler,
+            self._view,
+            self._runner,
+            accept=self._outcomes.accept,
+            ended=self._outcomes.ended,
+            observer=observer,
+        )
+        self._is_closed = False
+
+    # ---- requests -------------------------------------------------------------------------
+
+    def add(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        priority: int = 0,
+    ) -> RequestHandle:
+        """Accept a request.
+
+        Args:
+            prompt: Token ids, or text where there is a tokenizer.
+            params: What is wanted; `SamplingParams()` by default.
+            priority: Lower runs first.
+
+        Returns:
+            What to follow and cancel it by.
+
+        Raises:
+            ConfigError: It can never be served: the prompt is empty or too long, a token is not in
+                the vocabulary, text is wanted and there is no tokenizer. Nothing was added.
+            ClosedError: The engine is closed.
+        """
+        self._check_open()
+        params = params or SamplingParams()
+        text = prompt if isinstance(prompt, str) else None
+        tokens = token_ids_of(prompt, self.tokenizer, self._input_vocab_size)
+        if params.stop and self.tokenizer is None:
+            raise ConfigError("stop texts need a tokenizer: pass Engine(tokenizer=…)")
+        max_total = self.max_tokens
+        if params.max_tokens is not None:
+            max_total = min(max_total, len(tokens) + params.max_tokens)
+        if len(tokens) >= self.max_tokens:
+            raise ConfigError(
+                f"a prompt of {len(tokens)} tokens leaves no room for an answer: requests hold "
+                f"{self.max_tokens} tokens at most here; shorten it, or raise max_tokens or the "
+                "budget"
+            )
+        requests: list[Request] = []
+        try:
+            for index in range(params.n):
+                requests.append(self._add_sample(tokens, params, priority, max_total, index))
+        except BaseException:
+            for request in requests:
+                self._loop.end(request, FinishReason.CANCELLED)
+            raise
+        return self._follow(requests, text)
+
+    def _add_sample(
+        self,
+        tokens: Sequence[int],
+        params: SamplingParams,
+        priority: int,
+        max_total: int,
+        index: int,
+    ) -> Request:
+        """One of the samples of a prompt; those after the first wait for its prompt to fork it."""
+        seed = params.seed if params.seed is not None else self._random.getrandbits(48)
+        resolved = resolve(
+            params,
+            seed + index,
+            self._outcomes.end_tokens,
+            max_total - len(tokens),
+            self._vocab_size,
+        )
+        request = Request(self._num_requests, tokens, resolved, priority)
+        request.arrived_s = time.perf_counter()
+        self._outcomes.begin(request)
+        try:
+            leader_id = request.request_id - index if index else None
+            self._loop.add(request, max_total, leader_id)
+        except BaseException:
+            self._outcomes.forget(request)
+            raise
+        self._num_requests += 1
+        return request
+
+    def _updated(self, request: Request) -> None:
+        """Something of a request is new."""
+        handle = self._handles.get(request.request_id)
+        if request.is_finished:
+            self._handles.pop(request.request_id, None)
+        if handle is not None and self.on_update is not None:
+            self.on_update(handle)
+
+    def _follow(self, requests: Sequence[Request], text: str | None) -> RequestHandle:
+        handle = RequestHandle(self, requests, text)
+        for request in requests:
+            self._handles[request.request_id] = handle
+        if self._observer is not None:
+            for request in requests:
+                self._observer.request_added(request.request_id, len(request.prompt_token_ids))
+        return handle
+
+    def cancel(self, handle: RequestHandle) -> None:
+        """End a request where it is; it keeps the tokens it has. Idempotent."""
+        for request in handle.requests:
+            self._loop.end(request, FinishReason.CANCELLED)
+
+    def cancel_all(self, error: Exception | None = None) -> None:
+        """End every request; with `error`, as failed by it."""
+        if error is not None:
+            self._loop.end_all(error)
+        for handle in tuple(self._handles.values()):
+            self.cancel(handle)
+
+    # ---- running --------------------------------------------------------------------------
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether there is anything to do."""
+        return self._loop.has_work
+
+    def step(self) -> None:
+        """Run one step; the handles then have what is new.
+
+        Does nothing where there is nothing to do.
+
+        Raises:
+            ClosedError: The engine is closed.
+        """
+        self._check_open()
+        if self._loop.has_work and not self._loop.step():
+            self._fall_idle()
+
+    def generate(
+        self,
+        prompts: str | Sequence[int] | Sequence[str | Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        priority: int = 0,
+    ) -> list[RequestOutput]:
+        """Continue all prompts; as vLLM's `LLM.generate`.
+
+        Args:
+            prompts: One prompt or several, each of token ids or text.
+            params: For all of them, or one each.
+            priority: Of all of them.
+
+        Returns:
+            One output per prompt, in order. One that failed says so: `finish_reason` is "error".
+
+        Raises:
+            ConfigError: A prompt cannot be served, or there are not as many `params` as prompts.
+                Nothing was generated.
+        """
+        is_one = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
+        several: list[Any] = [prompts] if is_one else list(prompts)
+        each = list(params) if isinstance(params, Sequence) else [params] * len(several)
+        if len(each) != len(several):
+            raise ConfigError(f"{len(each)} sampling parameters for {len(several)} prompts")
+        handles: list[RequestHandle] = []
+        try:
+            for prompt, its in zip(several, each, strict=True):
+                handles.append(self.add(prompt, its, priority))
+            while not all(handle.is_finished for handle in handles):
+                self.step()
+        except BaseException:
+            for handle in handles:
+                self.cancel(handle)
+            raise
+        return [handle.output() for handle in handles]
+
+    def use_device(self) -> None:
+        """Make the engine's device the calling thread's own, where it is a GPU."""
+        if self.cache.device.type == "cuda":
+            torch.cuda.set_device(self.cache.device)
+
+    def _fall_idle(self) -> None:
+        if self._keep_idle_bytes is not None:
+            created_bytes = self.cache.pool.stats().created_bytes
+            if created_bytes > self._keep_idle_bytes:
+                self._view.reclaim(created_bytes - self._keep_idle_bytes)
+        if self._observer is not None:
+            self._observer.idle(self.cache)
+
+    # ---- end ------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Cancel what is under way, and free everything. Idempotent."""
+        if self._is_closed:
+            return
+        self.cancel_all()
+        if self._loop.has_work:
+            self._loop.step()
+        self._is_closed = True
+        try:
+            self._runner.close()
+        finally:
+            self._rows.close()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ClosedError("this engine is closed; make a new one")
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        if self._is_closed:
+            return "Engine(closed)"
+        return (
+            f"Engine({self._scheduler.num_running} running, {self._scheduler.num_waiting} waiting, "
+            f"{format_bytes(self.cache.pool.stats().resident_bytes)} resident)"
+        )

@@ -1,0 +1,325 @@
+"""The engine's hand on the cache: one sequence per request, and what the scheduler may know of it.
+
+Everything the engine does with a `KVCache` is here: beginning a sequence (with a prefix that is
+cached, or as a fork of a sibling), growing, swapping, ending.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ..backend import MemoryLocation
+from ..cache import KVCache, LayerGroup, Sequence
+from ..errors import CapacityError, ConfigError, DriverError
+from .request import Request
+
+#: What a windowed group may keep beside its window: see `LayerGroup.first_needed_page`.
+_UNDERREAD_TOKENS = 256
+
+
+class MemoryView:
+    """Requests' sequences in one cache. Implements `CacheView`.
+
+    Args:
+        cache: The cache; it belongs to the engine's thread.
+        max_chunk_tokens: Tokens that a sequence grows by in a step at most.
+        prefix_caching: Begin requests with what is cached of their prompts.
+        num_reserved_rows: Rows that swapped sequences must leave to others.
+    """
+
+    def __init__(
+        self,
+        cache: KVCache,
+        max_chunk_tokens: int,
+        *,
+        prefix_caching: bool,
+        num_reserved_rows: int,
+    ):
+        self.cache = cache
+        self._max_chunk_tokens = max_chunk_tokens
+        self._prefix_caching = prefix_caching
+        self._num_reserved_rows = num_reserved_rows
+        self._requests: dict[int, Request] = {}
+        self._leaders: dict[int, int] = {}
+        self._sequences: dict[int, Sequence] = {}
+        self._swapped: set[int] = set()
+        # How far each sequence can grow without a driver call, and how far it is computed.
+        self._resident_tokens: dict[int, int] = {}
+        self._computed_tokens: dict[int, int] = {}
+
+    # ---- requests -------------------------------------------------------------------------
+
+    def add(self, request: Request, leader_id: int | None = None) -> None:
+        """A request that may begin; with `leader_id`, one that shares that request's prompt."""
+        self._requests[request.request_id] = request
+        if leader_id is not None and self._prefix_caching:
+            self._leaders[request.request_id] = leader_id
+
+    def begin(self, request_id: int) -> int:
+        """Open the sequence of a request; returns how many of its tokens are there already.
+
+        Raises:
+            OutOfPagesError, OutOfAddressSpaceError, DriverError: There is no sequence.
+        """
+        self.end(request_id)  # A preemption that failed half-way may have left it.
+        request = self._requests[request_id]
+        tokens = request.tokens(0, self._num_known(request))
+        leader = self._leader(request_id)
+        if leader is not None:
+            sequence = leader.fork(len(request.prompt_token_ids) - 1)
+            sequence.num_cached_tokens = sequence.num_tokens
+        elif self._prefix_caching:
+            sequence = self.cache.open(len(tokens) + 1, prompt=tokens)
+        else:
+            sequence = self.cache.open(len(tokens) + 1)
+        self._sequences[request_id] = sequence
+        self._resident_tokens[request_id] = self.cache.resident_tokens(sequence)
+        self._computed_tokens[request_id] = sequence.num_tokens
+        return sequence.num_tokens
+
+    def row(self, request_id: int) -> int:
+        """The row of a request's sequence."""
+        return self._sequences[request_id].row
+
+    def grow(self, wanted: Iterable[tuple[int, int]]) -> None:
+        """Make each request's sequence hold so many tokens, all of them or none.
+
+        Raises:
+            OutOfPagesError, DriverError: None has changed.
+        """
+        short: list[tuple[int, int]] = []
+        enough: list[tuple[int, int]] = []
+        for request_id, num_tokens in wanted:
+            is_enough = num_tokens <= self._resident_tokens[request_id]
+            (enough if is_enough else short).append((request_id, num_tokens))
+        if short:
+            self.cache.grow([(self._sequences[each], to) for each, to in short])
+            for request_id, _ in short:
+                sequence = self._sequences[request_id]
+                self._resident_tokens[request_id] = self.cache.resident_tokens(sequence)
+        for request_id, num_tokens in enough:
+            sequence = self._sequences[request_id]
+            sequence.num_tokens = max(sequence.num_tokens, num_tokens)
+
+    def note_computed(self, request_id: int, num_tokens: int) -> None:
+        """The first `num_tokens` tokens' keys and values are computed by submitted steps."""
+        self._computed_tokens[request_id] = num_tokens
+        request = self._requests[request_id]
+        if num_tokens <= len(request.prompt_token_ids):
+            self._record(request_id)
+
+    def shrink(self, request_id: int, num_tokens: int) -> None:
+        """Tokens from `num_tokens` on were not computed after all."""
+        sequence = self._sequences.get(request_id)
+        if sequence is not None and sequence.num_tokens > num_tokens:
+            sequence.truncate(num_tokens)
+
+    def end(self, request_id: int, *, keep: bool = True) -> None:
+        """Close a request's sequence; with `keep`, others may begin with what it holds.
+
+        Idempotent. The request may begin again until `remove`.
+        """
+        sequence = self._sequences.get(request_id)
+        if sequence is None:
+            return
+        if keep:
+            self._record(request_id)
+        elif sequence.num_tokens and request_id not in self._swapped:
+            self.cache.prefixes.truncate(sequence.row)
+        sequence.close()
+        for each in (self._sequences, self._resident_tokens, self._computed_tokens):
+            each.pop(request_id, None)
+        self._swapped.discard(request_id)
+
+    def remove(self, request_id: int) -> None:
+        """A request has ended, and its sequence with it. Idempotent."""
+        self._requests.pop(request_id, None)
+        self._leaders.pop(request_id, None)
+
+    def reclaim(self, num_bytes: int | None = None) -> int:
+        """Give back what no live sequence needs, and what they hold beyond their length.
+
+        At least `num_bytes`, or all of it. Returns the bytes given back. Waits for the device.
+        """
+        released_bytes = self.cache.trim(num_bytes)
+        for request_id, sequence in self._sequences.items():
+            if request_id not in self._swapped:
+                self._resident_tokens[request_id] = self.cache.resident_tokens(sequence)
+        return released_bytes
+
+    def _record(self, request_id: int) -> None:
+        """Let others begin with the tokens of a request that are known and computed."""
+        if not self._prefix_caching or request_id in self._swapped:
+            return
+        sequence, request = self._sequences[request_id], self._requests[request_id]
+        start = self.cache.prefixes.num_recorded(sequence.row)
+        end = min(self._num_known(request), self._computed_tokens[request_id], sequence.num_tokens)
+        if end > start:
+            sequence.record(request.tokens(start, end))
+
+    @staticmethod
+    def _num_known(request: Request) -> int:
+        return len(request.prompt_token_ids) + len(request.output_token_ids)
+
+    def _leader(self, request_id: int) -> Sequence | None:
+        """The sequence of a sibling that has all of the prompt, while it lives."""
+        leader_id = self._leaders.get(request_id)
+        if leader_id is None or leader_id in self._swapped or leader_id not in self._sequences:
+            return None
+        num_prompt = len(self._requests[request_id].prompt_token_ids)
+        if num_prompt < 2 or self._computed_tokens[leader_id] < num_prompt:
+            return None
+        if any(group.window_tokens is not None for group in self.cache.groups):
+            return None  # The leader may have gone on, and its windows with it.
+        return self._sequences[leader_id]
+
+    # ---- host memory ----------------------------------------------------------------------
+
+    def can_swap(self, request_id: int) -> bool:
+        """See `CacheView`."""
+        sequence = self._sequences.get(request_id)
+        if sequence is None or not sequence.num_tokens or request_id in self._swapped:
+            return False
+        if len(self._swapped) + 1 + self._num_reserved_rows > self.cache.max_sequences:
+            return False
+        host = self.cache.pool.stats(MemoryLocation.HOST)
+        free_bytes = host.budget_bytes - host.resident_bytes - host.retired_bytes
+        return self.held_pages(request_id) * self.page_bytes <= free_bytes
+
+    def is_swapped(self, request_id: int) -> bool:
+        """Whether the request's sequence is in host memory."""
+        return request_id in self._swapped
+
+    def swap_out(self, request_id: int) -> bool:
+        """Move a request's sequence to host memory; False where that failed and nothing moved."""
+        try:
+            self._sequences[request_id].swap_out()
+        except (CapacityError, DriverError):
+            return False
+        self._swapped.add(request_id)
+        return True
+
+    def swap_in(self, request_id: int) -> None:
+        """Bring it back.
+
+        Raises:
+            OutOfPagesError, DriverError: It is still in host memory.
+        """
+        sequence = self._sequences[request_id]
+        if request_id in self._swapped:
+            sequence.swap_in()
+        self._swapped.discard(request_id)
+        self._resident_tokens[request_id] = self.cache.resident_tokens(sequence)
+
+    def pages_to_resume(self, request_id: int) -> int:
+        """See `CacheView`."""
+        return self.peak_pages(self._sequences[request_id].num_tokens + 1)
+
+    # ---- what the scheduler may know ------------------------------------------------------
+
+    @property
+    def page_bytes(self) -> int:
+        """See `CacheView`."""
+        return self.cache.pool.page_bytes
+
+    @property
+    def fence_waited_s(self) -> float:
+        """Seconds spent waiting for fences so far."""
+        return self.cache.pool.reclaimer.waited_s
+
+    @property
+    def total_pages(self) -> int:
+        """See `CacheView`."""
+        return self.cache.pool.stats().budget_bytes // self.page_bytes
+
+    def free_pages(self) -> int:
+        """See `CacheView`."""
+        stats = self.cache.pool.stats()
+        return (stats.budget_bytes - stats.resident_bytes) // self.page_bytes
+
+    def evictable_pages(self) -> int:
+        """See `CacheView`."""
+        return self.cache.stats().parked_bytes // self.page_bytes
+
+    def peak_pages(self, num_tokens: int) -> int:
+        """See `CacheView`."""
+        return sum(self._peak_pages(group, num_tokens) for group in self.cache.groups)
+
+    def _peak_pages(self, group: LayerGroup, num_tokens: int) -> int:
+        geometry, overread = group.geometry, self.cache.overread_tokens
+        pages = geometry.pages_for(min(num_tokens + overread, geometry.row_tokens))
+        if group.window_tokens is None:
+            return pages
+        window = group.window_tokens + _UNDERREAD_TOKENS + self._max_chunk_tokens + overread
+        # Extents leave whole, and both ends of the window may lie within one.
+        return min(pages, geometry.pages_for(window) + 1 + (2 << group.largest_class))
+
+    def pages_to_begin(self, request_id: int, num_tokens: int) -> int:
+        """See `CacheView`."""
+        pages = self.peak_pages(num_tokens)
+        leader = self._leader(request_id)
+        if leader is not None:
+            num_shared = len(self._requests[request_id].prompt_token_ids) - 1
+            pages -= sum(
+                group.geometry.whole_pages_below(num_shared) for group in self.cache.groups
+            )
+        return pages
+
+    def pages_to_grow(self, request_id: int, num_tokens: int) -> int:
+        """See `CacheView`."""
+        if num_tokens <= self._resident_tokens[request_id]:
+            return 0
+        sequence = self._sequences[request_id]
+        num_pages = 0
+        for group in self.cache.groups:
+            end_tokens = min(num_tokens + self.cache.overread_tokens, group.geometry.row_tokens)
+            start_page = group.next_page(sequence.row, sequence.num_tokens)
+            missing = group.geometry.pages_for(end_tokens) - start_page
+            if group.window_tokens is not None:
+                missing = min(missing, self._peak_pages(group, num_tokens))
+            num_pages += max(0, missing)
+        return num_pages
+
+    def held_pages(self, request_id: int) -> int:
+        """See `CacheView`."""
+        row = self._sequences[request_id].row
+        return sum(
+            mapping.extent.num_bytes // self.page_bytes
+            for group in self.cache.groups
+            for mapping in group.table.rows[row].mappings
+            if mapping.extent.num_references == 1
+        )
+
+    def is_ready(self, request_id: int) -> bool:
+        """See `CacheView`."""
+        leader = self._requests.get(self._leaders.get(request_id, -1))
+        if leader is None or leader.output_token_ids:
+            return True
+        return self._computed_tokens.get(leader.request_id, 0) >= len(leader.prompt_token_ids)
+
+    def cached_tokens(self, request_id: int) -> int:
+        """See `CacheView`. Cost: a hash per 16 tokens."""
+        request = self._requests[request_id]
+        if self._leader(request_id) is not None:
+            return len(request.prompt_token_ids) - 1
+        if not self._prefix_caching:
+            return 0
+        tokens = request.tokens(0, self._num_known(request) - 1)
+        match = next(iter(self.cache.prefixes.matches(tokens)), None)
+        return 0 if match is None else match.num_tokens
+
+    def fitting_tokens(self) -> int:
+        """The longest request that fits if it is alone, within a row."""
+        low, high = 0, self.cache.max_tokens
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.peak_pages(middle) <= self.total_pages:
+                low = middle
+            else:
+                high = middle - 1
+        if not low:
+            raise ConfigError(
+                f"the budget of {self.total_pages} pages of {self.page_bytes} bytes does not hold "
+                "a single token; raise budget_bytes"
+            )
+        return low

@@ -1,0 +1,157 @@
+"""How a request's tokens are chosen and when it ends: the field's names, validated once.
+
+    SamplingParams(temperature=0.8, top_p=0.95, max_tokens=128, stop=["###"])
+
+Frozen, so that one object may serve any number of requests.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import ConfigError
+
+#: More alternatives than that per token is a distribution, not a log-probability.
+_LOGPROBS_MAX = 1024
+_SAMPLES_MAX = 1024
+#: Seeds feed a 64-bit counter-based generator.
+_SEED_MAX = 2**63 - 1
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """What one request wants.
+
+    Attributes:
+        n: Samples of one prompt, each a continuation of its own.
+        temperature: What logits are divided by; 0 takes the likeliest token.
+        top_k: Choose among this many likeliest tokens; 0 or -1 for all.
+        top_p: Choose among the fewest likeliest tokens whose probabilities reach this sum.
+        min_p: Leave out tokens less likely than this fraction of the likeliest one.
+        repetition_penalty: Above 1 makes tokens of the prompt or the output less likely.
+        presence_penalty: Subtracted from the logits of tokens in the output.
+        frequency_penalty: Subtracted from them once for each time they are in the output.
+        seed: Makes the request repeatable; sample i of `n` uses `seed + i`. None draws one.
+        stop: Texts that end the output. Needs a tokenizer.
+        include_stop_str_in_output: Whether the output's text keeps what it stopped at.
+        stop_token_ids: Tokens that end the output, beside the model's end-of-sequence tokens.
+            The one that did is in `token_ids`, but not in the text.
+        ignore_eos: Go on past the model's end-of-sequence tokens.
+        max_tokens: Tokens of the output at most, as far as they fit; None for as many as fit.
+        min_tokens: No stop token is chosen, and no stop text looked for, before so many tokens.
+        logprobs: How many of the likeliest tokens to report log-probabilities of, beside the
+            chosen one's; 0 for that alone, None for none.
+        skip_special_tokens: Whether the text leaves special tokens out.
+        logits_processors: transformers' logits processors, called as `processor(input_ids,
+            scores)` with `[1, T]` of this request and `[1, vocabulary]`. Each is this request's
+            own; the host waits for every token where there is one.
+
+    Raises:
+        ConfigError: A value is outside its range.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    stop: str | Sequence[str] = ()
+    include_stop_str_in_output: bool = False
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    skip_special_tokens: bool = True
+    logits_processors: Sequence[Callable[..., Any]] = field(default=(), repr=False)
+
+    def __post_init__(self) -> None:
+        # One form of each, whatever was passed: later code need not ask.
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "logits_processors", tuple(self.logits_processors))
+        object.__setattr__(self, "top_k", 0 if self.top_k == -1 else self.top_k)
+        self._check_integers()
+        self._check_numbers()
+        if not all(isinstance(each, str) and each for each in stop):
+            raise ConfigError(f"stop={self.stop!r} must be non-empty texts")
+        if not all(_is_integer(each) and each >= 0 for each in self.stop_token_ids):
+            raise ConfigError(f"stop_token_ids={self.stop_token_ids!r} must be token ids")
+        if not all(callable(each) for each in self.logits_processors):
+            raise ConfigError("logits_processors must be callable as processor(input_ids, scores)")
+
+    def _check_integers(self) -> None:
+        _check_integer("n", self.n, 1, _SAMPLES_MAX)
+        _check_integer("top_k", self.top_k, 0, None)
+        _check_integer("min_tokens", self.min_tokens, 0, None)
+        if self.max_tokens is not None:
+            _check_integer("max_tokens", self.max_tokens, 1, None)
+            if self.min_tokens > self.max_tokens:
+                raise ConfigError(
+                    f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}"
+                )
+        if self.logprobs is not None:
+            _check_integer("logprobs", self.logprobs, 0, _LOGPROBS_MAX)
+        if self.seed is not None:
+            _check_integer("seed", self.seed, -_SEED_MAX, _SEED_MAX - _SAMPLES_MAX)
+
+    def _check_numbers(self) -> None:
+        _check_number("temperature", self.temperature, 0.0, math.inf)
+        _check_number("top_p", self.top_p, 0.0, 1.0, is_open=True)
+        _check_number("min_p", self.min_p, 0.0, 1.0)
+        _check_number("repetition_penalty", self.repetition_penalty, 0.0, math.inf, is_open=True)
+        _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the likeliest token is always taken."""
+        return self.temperature == 0
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether logits depend on the tokens so far."""
+        return (
+            self.repetition_penalty != 1
+            or self.presence_penalty != 0
+            or self.frequency_penalty != 0
+        )
+
+    @property
+    def needs_host_tokens(self) -> bool:
+        """Whether the next token cannot be computed before the host has seen the last one."""
+        return bool(self.logits_processors)
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_integer(name: str, value: Any, least: int, most: int | None) -> None:
+    if not _is_integer(value) or not least <= value <= (value if most is None else most):
+        bound = f"at least {least}" if most is None else f"in [{least}, {most}]"
+        raise ConfigError(f"{name}={value!r} must be an integer, {bound}")
+
+
+def _check_number(
+    name: str, value: Any, least: float, most: float, *, is_open: bool = False
+) -> None:
+    """`[least, most]`, or with `is_open` without `least`; infinity and NaN never."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if (
+        not is_number
+        or not math.isfinite(value)
+        or not least <= value <= most
+        or (is_open and value == least)
+    ):
+        bound = "a finite number" + (f" above {least}" if is_open else f", at least {least}")
+        bound += "" if most == math.inf else f" and at most {most}"
+        raise ConfigError(f"{name}={value!r} must be {bound}")

@@ -1,0 +1,93 @@
+"""From what a caller asks to what the engine runs: tokens, and parameters without gaps."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ..errors import ConfigError
+from .params import SamplingParams
+
+
+def token_ids_of(
+    prompt: str | Sequence[int] | Any, tokenizer: Any, vocab_size: int
+) -> tuple[int, ...]:
+    """A prompt's token ids.
+
+    Args:
+        prompt: Token ids (a tensor of one dimension will do), or text.
+        tokenizer: For text; special tokens are added as it does by itself.
+        vocab_size: Rows of the model's embedding.
+
+    Raises:
+        ConfigError: The prompt is empty, is text without a tokenizer, or holds what is no token.
+    """
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise ConfigError("a prompt of text needs a tokenizer: pass Engine(tokenizer=…)")
+        ids = tokenizer.encode(prompt)
+    else:
+        ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    try:
+        tokens = tuple(ids)
+    except TypeError as error:
+        raise ConfigError(f"a prompt must be text or token ids, not {prompt!r}") from error
+    if not tokens:
+        raise ConfigError("the prompt is empty: pass at least one token")
+    wrong = [each for each in tokens if type(each) is not int or not 0 <= each < vocab_size]
+    if wrong:
+        raise ConfigError(f"{wrong[0]!r} is no token of a vocabulary of {vocab_size}")
+    return tokens
+
+
+def resolve(
+    params: SamplingParams,
+    seed: int,
+    end_tokens: Collection[int],
+    max_tokens: int,
+    vocab_size: int,
+) -> SamplingParams:
+    """Parameters of one sample, with everything filled in that the caller left to us.
+
+    Raises:
+        ConfigError: A stop token is not in the vocabulary, or `min_tokens` do not fit.
+    """
+    stops = set(params.stop_token_ids)
+    outside = sorted(each for each in stops if each >= vocab_size)
+    if outside:
+        raise ConfigError(f"stop_token_ids {outside} are not in a vocabulary of {vocab_size}")
+    if params.min_tokens > max_tokens:
+        raise ConfigError(
+            f"min_tokens={params.min_tokens}, and at most {max_tokens} fit after this prompt"
+        )
+    if not params.ignore_eos:
+        stops |= {each for each in end_tokens if each < vocab_size}
+    return replace(
+        params, n=1, seed=seed, stop_token_ids=tuple(sorted(stops)), max_tokens=max_tokens
+    )
+
+
+def end_tokens(model: Any) -> frozenset[int]:
+    """The model's end-of-sequence tokens."""
+    for config in (getattr(model, "generation_config", None), model.config):
+        ends = getattr(config, "eos_token_id", None)
+        if ends is not None:
+            return frozenset([ends] if isinstance(ends, int) else map(int, ends))
+    return frozenset()
+
+
+def vocabulary_sizes(model: Any) -> tuple[int, int]:
+    """Columns of the model's logits, and rows of its embedding.
+
+    Raises:
+        ConfigError: It has none: it is no causal language model; or it is in training mode.
+    """
+    if model.training:
+        raise ConfigError("the model is in training mode; call model.eval() first")
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is None or embedding is None:
+        raise ConfigError(
+            f"{type(model).__name__} has no language model head; load it with AutoModelForCausalLM"
+        )
+    return int(head.weight.shape[0]), int(embedding.weight.shape[0])

@@ -1,0 +1,147 @@
+"""A request: its prompt, what came of it so far, and how it ended."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from .params import SamplingParams
+
+
+class RequestState(enum.Enum):
+    """Where a request is: waiting, swapped and running in any order, and finished for good."""
+
+    WAITING = "waiting"  # Not begun, or preempted and to be computed again.
+    SWAPPED = "swapped"  # Preempted; its keys and values are in host memory.
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class FinishReason(str, enum.Enum):
+    """Why a request has ended."""
+
+    STOP = "stop"  # A stop token or a stop text.
+    LENGTH = "length"  # max_tokens, or the end of its row.
+    CANCELLED = "cancelled"
+    ERROR = "error"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probabilities at one position of the output, before temperature and filters.
+
+    Attributes:
+        token_id: The chosen token.
+        logprob: Its log-probability.
+        top: The likeliest tokens, likeliest first, and their log-probabilities.
+    """
+
+    token_id: int
+    logprob: float
+    top: Mapping[int, float]
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One sample of a prompt, so far.
+
+    Attributes:
+        index: Which of the `n` samples.
+        token_ids: Its tokens; a stop token that ended it is the last.
+        text: Its text, where there is a tokenizer; never half a character. While the request
+            runs, text that could still turn out to begin a stop text is held back.
+        logprobs: One entry per token, where they were asked for.
+        finish_reason: None while it runs.
+        stop_reason: The stop token or text that ended it; None otherwise, and for the model's
+            own end of sequence.
+    """
+
+    index: int
+    token_ids: Sequence[int]
+    text: str = ""
+    logprobs: Sequence[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether no more tokens will come."""
+        return self.finish_reason is not None
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """What came of a prompt so far: everything, not only what is new.
+
+    Attributes:
+        request_id: The number the engine gave it.
+        prompt: The prompt's text, where it was text.
+        prompt_token_ids: The prompt.
+        outputs: One per sample, in order.
+        num_cached_tokens: Prompt tokens whose keys and values were found in the prefix cache.
+        error: What went wrong, where `finish_reason` is "error".
+    """
+
+    request_id: int
+    prompt: str | None
+    prompt_token_ids: Sequence[int]
+    outputs: Sequence[CompletionOutput]
+    num_cached_tokens: int = 0
+    error: Exception | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every sample has ended."""
+        return all(each.is_finished for each in self.outputs)
+
+
+@dataclass
+class Request:
+    """One sample of one prompt, as the engine keeps it. Changed by the engine's thread only.
+
+    Attributes:
+        request_id: Unique in its engine; ascends in order of arrival.
+        prompt_token_ids: The prompt.
+        params: Resolved: `stop_token_ids` holds the model's own, `seed` and `max_tokens` are set.
+        priority: Lower runs first, as in vLLM.
+        output_token_ids: Tokens so far.
+        logprobs: One entry per token, or empty.
+        text: Text so far that may be shown.
+        finish_reason: Why it has ended; None before.
+        stop_reason: What it stopped at.
+        error: What went wrong.
+        num_cached_tokens: Prompt tokens found in the prefix cache.
+        num_preemptions: How often it gave way to others.
+        arrived_s, started_s, first_token_s: When, by `time.perf_counter`; 0.0 before.
+    """
+
+    request_id: int
+    prompt_token_ids: Sequence[int]
+    params: SamplingParams
+    priority: int = 0
+    output_token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    text: str = ""
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: Exception | None = None
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    arrived_s: float = 0.0
+    started_s: float = 0.0
+    first_token_s: float = 0.0
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it has ended."""
+        return self.finish_reason is not None
+
+    def tokens(self, start: int, end: int) -> list[int]:
+        """Tokens `[start, end)` of prompt and output together."""
+        num_prompt = len(self.prompt_token_ids)
+        head = list(self.prompt_token_ids[start:end]) if start < num_prompt else []
+        return head + self.output_token_ids[max(0, start - num_prompt) : max(0, end - num_prompt)]

@@ -1,0 +1,190 @@
+"""What goes to the device for a step, and what comes back: small, pinned, and never waited for.
+
+A step is described by a few integers per sequence and, for prompts, by their tokens. They are
+packed into one array on the host and sent in one copy. Every step packs into memory of its own
+(torch's pinned allocator recycles it after the copy), because the step before may not have begun.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import numpy as np
+import torch
+
+from ...attention import AttentionBatch
+from .base import Chunk
+from .row_attention import Beginnings, StepParts
+
+#: Lines of a decode step's array: slots, rows, tokens before, tokens after, and the token from the
+#: host, or -1 where it is on the device.
+DECODE_LINES = 5
+#: FlashAttention-2 appends to no view shorter than the query heads that share a key head.
+_SHORTEST_VIEW_TOKENS = 256
+
+
+def pinned(num_integers: int, device: torch.device) -> tuple[torch.Tensor, np.ndarray]:
+    """Host memory that copies to `device` need not wait for, and numpy's view of it."""
+    host = torch.empty(num_integers, dtype=torch.int32, pin_memory=device.type == "cuda")
+    return host, host.numpy()
+
+
+def order(chunks: Sequence[Chunk]) -> list[int]:
+    """Chunks as they are packed: those that decode, those that begin, those that go on."""
+    return sorted(range(len(chunks)), key=lambda at: _kind(chunks[at]))
+
+
+def decodes(chunk: Chunk) -> bool:
+    """Whether a chunk is one query over its row."""
+    return chunk.num_new_tokens == 1
+
+
+def _kind(chunk: Chunk) -> int:
+    if decodes(chunk):
+        return 0
+    return 1 if chunk.num_past_tokens == 0 else 2
+
+
+def decode_lines(
+    chunks: Sequence[Chunk], width: int, scratch: tuple[int, int], device: torch.device
+) -> torch.Tensor:
+    """`[DECODE_LINES * width] int32` on the host, padded with the scratch slot and row."""
+    host, flat = pinned(DECODE_LINES * width, device)
+    lines = flat.reshape(DECODE_LINES, width)
+    count = len(chunks)
+    lines[0, :count] = [chunk.slot for chunk in chunks]
+    lines[1, :count] = [chunk.row for chunk in chunks]
+    lines[2, :count] = [chunk.num_past_tokens for chunk in chunks]
+    lines[4, :count] = [-1 if chunk.token_ids is None else chunk.token_ids[0] for chunk in chunks]
+    lines[0, count:], lines[1, count:] = scratch
+    lines[2, count:] = 0
+    lines[4, count:] = 0
+    lines[3] = lines[2] + 1
+    return host
+
+
+@dataclass(frozen=True)
+class PackedStep:
+    """A step of any kind, on the device.
+
+    Attributes:
+        token_ids: `[T] int64`; -1 where a token is on the device already.
+        positions: `[T] int64`.
+        decode_slots: `[num_decode] int64`, whose tokens those are.
+        ends: `[samples] int64`, where the tokens to sample from lie.
+        slots: `[samples] int64`, who samples.
+        parts: The step as attention sees it.
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    decode_slots: torch.Tensor
+    ends: torch.Tensor
+    slots: torch.Tensor
+    parts: StepParts
+
+
+def pack(chunks: Sequence[Chunk], capacities: set[int], device: torch.device) -> PackedStep:
+    """Send a step to the device: one copy.
+
+    Args:
+        chunks: In the order that `order` gives.
+        capacities: Of rows, as `RowAttention.row_tokens`.
+        device: Where to.
+    """
+    new = [chunk.num_new_tokens for chunk in chunks]
+    starts = [0, *accumulate(new)]
+    total, count = starts[-1], len(chunks)
+    num_decode = sum(decodes(chunk) for chunk in chunks)
+    first_later = next((at for at in range(count) if _kind(chunks[at]) == 2), count)
+    sampling = [at for at in range(count) if chunks[at].samples]
+    sizes = [
+        total,
+        total,
+        count,
+        count,
+        count,
+        count + 1,
+        first_later - num_decode + 1,
+        count - first_later + 1,
+        count,
+        len(sampling),
+        len(sampling),
+    ]
+    bounds = [0, *accumulate(sizes)]
+    host, flat = pinned(bounds[-1], device)
+    cut = [slice(*pair) for pair in pairwise(bounds)]
+    _fill_tokens(flat[cut[0]], flat[cut[1]], chunks, starts)
+    flat[cut[2]] = [chunk.row for chunk in chunks]
+    flat[cut[3]] = [chunk.num_tokens for chunk in chunks]
+    flat[cut[4]] = [chunk.num_past_tokens for chunk in chunks]
+    flat[cut[5]] = starts
+    flat[cut[6]] = [each - num_decode for each in starts[num_decode : first_later + 1]]
+    flat[cut[7]] = [each - starts[first_later] for each in starts[first_later:]]
+    flat[cut[8]] = [chunk.slot for chunk in chunks]
+    flat[cut[9]] = [starts[at + 1] - 1 for at in sampling]
+    flat[cut[10]] = [chunks[at].slot for at in sampling]
+    on_device = host.to(device, non_blocking=True)
+    sent = [on_device[each] for each in cut]
+    wide = {at: sent[at].long() for at in (0, 1, 8, 9, 10)}
+    vectors = _Vectors(sent[2], sent[3], sent[4], chunks, capacities)
+    num_first = starts[first_later] - num_decode
+    return PackedStep(
+        token_ids=wide[0],
+        positions=wide[1],
+        decode_slots=wide[8][:num_decode],
+        ends=wide[9],
+        slots=wide[10],
+        parts=StepParts(
+            num_decode_tokens=num_decode,
+            num_beginning_tokens=num_first,
+            everything=vectors.batches(0, count, sent[5]),
+            decode=vectors.batches(0, num_decode, sent[5]) if num_decode else None,
+            beginnings=Beginnings(sent[6], max(new[num_decode:first_later])) if num_first else None,
+            beginnings_in_rows=vectors.batches(num_decode, first_later, sent[6])
+            if num_first
+            else None,
+            going_on=vectors.batches(first_later, count, sent[7]) if first_later < count else None,
+        ),
+    )
+
+
+def _fill_tokens(
+    token_ids: np.ndarray, positions: np.ndarray, chunks: Sequence[Chunk], starts: Sequence[int]
+) -> None:
+    for chunk, start in zip(chunks, starts, strict=False):
+        end = start + chunk.num_new_tokens
+        token_ids[start:end] = -1 if chunk.token_ids is None else chunk.token_ids
+        positions[start:end] = np.arange(chunk.num_past_tokens, chunk.num_tokens)
+
+
+@dataclass(frozen=True)
+class _Vectors:
+    """A step's vectors on the device, and what the host knows of them."""
+
+    rows: torch.Tensor
+    num_tokens: torch.Tensor
+    tokens_before: torch.Tensor
+    chunks: Sequence[Chunk]
+    capacities: set[int]
+
+    def batches(
+        self, start: int, end: int, query_starts: torch.Tensor
+    ) -> dict[int, AttentionBatch]:
+        """Chunks `[start, end)` as a batch, by capacity of a row."""
+        chosen = self.chunks[start:end]
+        longest = max(chunk.num_tokens for chunk in chosen)
+        made = {}
+        for capacity in self.capacities:
+            batch = made[capacity] = AttentionBatch(
+                row_indices=self.rows[start:end],
+                num_tokens=self.num_tokens[start:end],
+                query_starts=query_starts[: end - start + 1],
+                max_query_tokens=max(chunk.num_new_tokens for chunk in chosen),
+                max_num_tokens=min(max(_SHORTEST_VIEW_TOKENS, longest), capacity),
+                row_tokens=capacity,
+            )
+            vars(batch)["tokens_before"] = self.tokens_before[start:end]
+        return made

@@ -1,0 +1,135 @@
+"""A model's decoder layers, compiled: one of them, for all of them, for any number of tokens.
+
+All layers of a kind run the same code over other weights, so one is compiled and serves the rest:
+seconds where the whole model would take minutes. What the compiler gains is in between the
+matrix products, which stay the library's: norms, rotary embeddings, activations and residuals
+become a few kernels instead of some twenty-five.
+
+There are two variants:
+
+  one token   products with a single row are dot products: written as such, they take in the
+              norm before and the residual after, and are tuned to read weights at full speed
+  many        the number of tokens is a symbol, so that nothing is ever compiled again
+
+The last norm is compiled likewise. The rest (embedding, rotary angles, head) runs as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ...errors import ConfigError
+from . import siblings
+
+_Compiled = Callable[..., Any]
+
+
+class CompiledLayers:
+    """Makes a model's layers run compiled, until `close`.
+
+    Args:
+        model: A transformers causal language model.
+        backend: `"inductor"`, or another backend of `torch.compile`, for tests.
+        tune: Search for the fastest tiling of the one-token products: tens of seconds, once.
+
+    Raises:
+        ConfigError: The decoder's layers cannot be told. Nothing has changed.
+    """
+
+    def __init__(self, model: Any, *, backend: str = "inductor", tune: bool = True):
+        self._model = model
+        layers = decoder_layers(model)
+        self.num_joined = siblings.join(model)
+        self._one = _compiler(backend, {"coordinate_descent_tuning": tune})
+        self._many = _compiler(backend, {})
+        self._variants: dict[tuple[Any, bool], _Compiled] = {}
+        self._compiled = [*layers, *_last_norm(model)]
+        for module in self._compiled:
+            module.forward = functools.partial(self._run, module)
+
+    def _run(self, layer: Any, *args: Any, **kwargs: Any) -> Any:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        is_one = hidden.shape[-2] == 1
+        key = (type(layer), is_one)
+        variant = self._variants.get(key)
+        if variant is None:
+            variant = torch.compile(
+                _with_own_code(type(layer).forward),
+                dynamic=True,
+                backend=self._one if is_one else self._many,
+            )
+            self._variants[key] = variant
+        return variant(layer, *args, **kwargs)
+
+    def close(self) -> None:
+        """Let the layers run as before. Idempotent."""
+        for module in self._compiled:
+            vars(module).pop("forward", None)
+        siblings.part(self._model)
+
+
+def decoder_layers(model: Any) -> Sequence[Any]:
+    """The decoder's layers, in order.
+
+    Raises:
+        ConfigError: The model has no list of as many layers as its configuration says.
+    """
+    decoder = model.get_decoder()
+    wanted = decoder.config.get_text_config(decoder=True).num_hidden_layers
+    for module in decoder.modules():
+        if isinstance(module, torch.nn.ModuleList) and len(module) == wanted:
+            return list(module)
+    raise ConfigError(
+        f"{type(model).__name__} has no list of its {wanted} decoder layers, so they cannot be "
+        "compiled; serve it with compile_layers=False"
+    )
+
+
+def _last_norm(model: Any) -> list[Any]:
+    """The norm after the layers, under the name that most models give it; or nothing."""
+    norm = getattr(model.get_decoder(), "norm", None)
+    is_plain = isinstance(norm, torch.nn.Module) and not list(norm.children())
+    return [norm] if is_plain else []
+
+
+def _with_own_code(forward: Any) -> Any:
+    """The same function, of which the compiler has seen nothing yet.
+
+    It counts what it compiles by code object and gives up silently after eight: another model of
+    the same class, served earlier in the process, must not have used them up.
+    """
+    if not isinstance(forward, types.FunctionType):
+        return forward
+    clone = types.FunctionType(
+        forward.__code__.replace(),
+        forward.__globals__,
+        forward.__name__,
+        forward.__defaults__,
+        forward.__closure__,
+    )
+    clone.__kwdefaults__ = forward.__kwdefaults__
+    return clone
+
+
+def _compiler(backend: str, patches: dict[str, Any]) -> Callable[..., Any]:
+    """A backend of `torch.compile`: equal products merged, then `backend`.
+
+    A new function each time, because code compiled for one backend is not used for another.
+    """
+
+    def compiled(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        siblings.merge_equal_products(module)
+        if backend == "inductor":
+            from torch._inductor.compile_fx import compile_fx
+
+            return compile_fx(module, inputs, config_patches=patches)
+        from torch._dynamo.backends.registry import lookup_backend
+
+        return lookup_backend(backend)(module, inputs)
+
+    return compiled

@@ -1,0 +1,61 @@
+"""Requests whose next token needs the host: those with transformers' logits processors.
+
+A processor is called with all tokens of its request, so the host must have read the last one; the
+engine does not run ahead of such a request. Others in the same step are not touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..params import SamplingParams
+from .base import SlotError
+
+
+class HostTokens:
+    """The tokens of the slots that have logits processors."""
+
+    def __init__(self) -> None:
+        self._slots: dict[int, tuple[SamplingParams, list[int]]] = {}
+
+    def set_slot(self, slot: int, params: SamplingParams, token_ids: Sequence[int]) -> None:
+        """A request with these tokens begins, or goes on, in `slot`."""
+        if params.needs_host_tokens:
+            self._slots[slot] = (params, list(token_ids))
+        else:
+            self._slots.pop(slot, None)
+
+    def concerns(self, slots: Sequence[int]) -> bool:
+        """Whether any of `slots` has a processor."""
+        return bool(self._slots) and any(slot in self._slots for slot in slots)
+
+    def of(self, slot: int) -> list[int] | None:
+        """The slot's tokens, to append to what the host reads; None where nobody asks."""
+        return self._slots[slot][1] if slot in self._slots else None
+
+    def process(self, logits: torch.Tensor, slots: Sequence[int]) -> torch.Tensor:
+        """`logits [n, vocabulary]` of `slots`, processed where one has processors.
+
+        Returns:
+            The same tensor, or a changed copy of it.
+
+        Raises:
+            VMKVError: A processor failed (a `SlotError`).
+        """
+        if not self.concerns(slots):
+            return logits
+        processed = logits.float().clone()
+        for at, slot in enumerate(slots):
+            if slot in self._slots:
+                params, said = self._slots[slot]
+                input_ids = torch.tensor([said], device=logits.device)
+                scores = processed[at : at + 1]
+                try:
+                    for processor in params.logits_processors:
+                        scores = processor(input_ids, scores)
+                except Exception as error:
+                    raise SlotError(slot, error) from error
+                processed[at : at + 1] = scores
+        return processed

@@ -1,0 +1,63 @@
+"""Which runner serves a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...errors import ConfigError
+from ..served_rows import ServedRows
+from .base import Runner
+from .eager import EagerRunner
+
+
+def make_runner(
+    kind: str,
+    model: Any,
+    rows: ServedRows,
+    *,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    vocab_size: int,
+    deterministic: bool,
+    attention_backend: str | None = None,
+    options: Any = None,
+) -> Runner:
+    """A runner, warmed up.
+
+    Args:
+        kind: "auto", "eager" or "graphs".
+        model: The model.
+        rows: Its rows.
+        max_num_seqs: Slots.
+        max_num_batched_tokens: The largest step.
+        vocab_size: Columns of the logits.
+        deterministic: Whether requests must not depend on each other; only "eager" can do that.
+        attention_backend: The kernel for rows, where `options` do not say.
+        options: For "graphs", `RunnerOptions`.
+
+    Raises:
+        ConfigError: There is no such runner, or it cannot do what is asked.
+    """
+    if kind == "auto":
+        kind = "graphs" if rows.cache.device.type == "cuda" and not deterministic else "eager"
+    if kind == "eager":
+        return EagerRunner(rows, max_num_seqs, vocab_size, deterministic=deterministic)
+    if kind != "graphs":
+        raise ConfigError(f'runner={kind!r} is none of "auto", "eager" and "graphs"')
+    if deterministic:
+        raise ConfigError('deterministic needs runner="eager": leave the runner out')
+    from .graph_runner import GraphRunner, RunnerOptions
+
+    runner = GraphRunner(
+        model,
+        rows.cache,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        options=options or RunnerOptions(attention_backend=rows.store.settings.attention_backend),
+    )
+    try:
+        runner.warm_up()
+    except BaseException:
+        runner.close()
+        raise
+    return runner

@@ -1,0 +1,340 @@
+"""Sampling on the device: one batch of logits in, one token each out, and no wait in between.
+
+Every slot has its parameters, its token counts and its own random numbers on the device. Token i of
+a request is drawn with noise that is a hash of `(seed, i, token id)` alone (Gumbel's trick: the
+argmax of logits plus that noise is a sample), so it depends neither on who else is in the batch,
+nor on the place in it, nor on which of the ways below chose it.
+
+What a batch needs decides its way, from what the host knows of the slots:
+
+  greedy       argmax of the logits as they are; what a CUDA graph may hold
+  full         noise over the whole vocabulary: temperature and min-p alone
+  candidates   the likeliest tokens in order: top-k, top-p
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import ConfigError
+from .params import SamplingParams
+from .random import gumbel_noise, row_keys
+
+#: Columns of the float parameters.
+_TEMPERATURE, _TOP_P, _MIN_P, _REPETITION, _PRESENCE, _FREQUENCY = range(6)
+#: Columns of the integer parameters.
+_SEED, _TOP_K, _MIN_TOKENS = range(3)
+
+
+@dataclass(frozen=True)
+class SampledTokens:
+    """What was sampled, on the device; nothing here waits.
+
+    Attributes:
+        token_ids: `[n] int64`.
+        logprobs: `[n] float32`, log-probability of each token under the logits as the model gave
+            them; None unless a slot asked.
+        top_token_ids: `[n, k] int64`, the likeliest tokens, likeliest first, as many as the slot
+            that wants most of them; None unless a slot asked.
+        top_logprobs: `[n, k] float32`, theirs; likewise.
+    """
+
+    token_ids: torch.Tensor
+    logprobs: torch.Tensor | None = None
+    top_token_ids: torch.Tensor | None = None
+    top_logprobs: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Needs:
+    """What a slot, or a batch of them, asks for."""
+
+    draws: bool = False
+    top_k: int = 0  # With `draws`: 0 where all tokens must be in order.
+    orders: bool = False
+    penalties: bool = False
+    bans: bool = False
+    logprobs: int = -1
+
+    @classmethod
+    def of(cls, params: SamplingParams) -> _Needs:
+        draws = params.temperature > 0
+        return cls(
+            draws=draws,
+            top_k=params.top_k if draws else 0,
+            orders=draws and (params.top_k > 0 or params.top_p < 1),
+            penalties=params.has_penalties,
+            bans=bool(params.min_tokens and params.stop_token_ids),
+            logprobs=-1 if params.logprobs is None else params.logprobs,
+        )
+
+
+class Sampler:
+    """Samples for up to `max_num_seqs` requests at a time.
+
+    Args:
+        max_num_seqs: How many slots there are. One more is kept for padding; it is greedy.
+        vocab_size: Columns of the logits.
+        device: Where logits are.
+        compiled: Compile the draw from the whole vocabulary, which is some thirty launches over
+            it otherwise. Compiles at first use.
+    """
+
+    def __init__(
+        self,
+        max_num_seqs: int,
+        vocab_size: int,
+        device: torch.device | str,
+        *,
+        compiled: bool = False,
+    ):
+        self.max_num_seqs = max_num_seqs
+        self.vocab_size = vocab_size
+        self.device = torch.device(device)
+        slots = max_num_seqs + 1
+        self._floats = torch.zeros(slots, 6, dtype=torch.float32, device=device)
+        self._integers = torch.zeros(slots, 3, dtype=torch.int64, device=device)
+        #: How many tokens each slot has sampled: its generator's counter.
+        self._counts = torch.zeros(slots, dtype=torch.int64, device=device)
+        self._needs = [_Needs()] * slots
+        self._staged: dict[int, tuple[list[float], list[int], int]] = {}
+        # Made when a slot first needs them: 5 bytes and 8 times so many per slot.
+        self._token_counts: torch.Tensor | None = None
+        self._in_prompt: torch.Tensor | None = None
+        self._is_compiled = compiled
+        self._draw_from_all = _draw_from_all
+        if compiled:
+            self._draw_from_all = torch.compile(_draw_from_all, dynamic=True)
+        self._is_compiled = compiled
+        self._draw_from_all = _draw_from_all
+        if compiled:
+            self._draw_from_all = torch.compile(_draw_from_all, dynamic=True)
+        self._banned = torch.zeros(slots, 0, dtype=torch.int64, device=device)
+
+    # ---- slots ----------------------------------------------------------------------------
+
+    def set_slot(
+        self,
+        slot: int,
+        params: SamplingParams,
+        prompt_token_ids: Sequence[int],
+        output_token_ids: Sequence[int] = (),
+    ) -> None:
+        """A request begins in `slot`, or goes on there; see `Runner.set_slot`.
+
+        Raises:
+            ConfigError: There is no such slot, or a stop token is not in the vocabulary. The
+                slot is as before.
+
+        Cost: host work alone, and two small copies with the next `sample`; with penalties, some
+            launches over the slot's token counts.
+        """
+        if not 0 <= slot < self.max_num_seqs:
+            raise ConfigError(f"slot {slot} is not one of 0 to {self.max_num_seqs - 1}")
+        outside = [each for each in params.stop_token_ids if each >= self.vocab_size]
+        if outside:
+            raise ConfigError(
+                f"stop_token_ids {outside} are not in the vocabulary of {self.vocab_size}"
+            )
+        needs = _Needs.of(params)
+        if needs.penalties:
+            self._count_tokens(slot, prompt_token_ids, output_token_ids)
+        if needs.bans:
+            self._ban(slot, params.stop_token_ids)
+        floats = [0.0] * 6
+        floats[_TEMPERATURE] = params.temperature
+        floats[_TOP_P] = params.top_p
+        # As what is left between a logit and the greatest one.
+        floats[_MIN_P] = math.log(params.min_p) if params.min_p else -math.inf
+        floats[_REPETITION] = params.repetition_penalty
+        floats[_PRESENCE] = params.presence_penalty
+        floats[_FREQUENCY] = params.frequency_penalty
+        integers = [0] * 3
+        integers[_SEED] = params.seed or 0
+        integers[_TOP_K] = params.top_k or self.vocab_size
+        integers[_MIN_TOKENS] = params.min_tokens if needs.bans else 0
+        self._needs[slot] = needs
+        self._staged[slot] = (floats, integers, len(output_token_ids))
+
+    def is_greedy(self, slots: Sequence[int]) -> bool:
+        """Whether the argmax of the logits is all that these slots want.
+
+        Then `greedy` may take the place of `sample`, in a CUDA graph for instance: such slots
+        have no state that moves on.
+        """
+        return all(self._needs[slot] == _Needs() for slot in slots)
+
+    def warm_up(self, dtype: torch.dtype) -> None:
+        """Compile what is compiled at first use, for logits of `dtype`; slots are as made."""
+        for count in {1, min(2, self.max_num_seqs)} if self._is_compiled else ():
+            logits = torch.zeros(count, self.vocab_size, dtype=dtype, device=self.device)
+            for slot in range(count):
+                self.set_slot(slot, SamplingParams(seed=0), [])
+            self.sample(logits, torch.arange(count, device=self.device), range(count))
+            for slot in range(count):
+                self.set_slot(slot, SamplingParams(temperature=0), [])
+
+    @staticmethod
+    def greedy(logits: torch.Tensor) -> torch.Tensor:
+        """`[n]`, the likeliest token of each of `[n, vocabulary]`; the first among equals."""
+        return logits.argmax(-1)
+
+    # ---- sampling -------------------------------------------------------------------------
+
+    def sample(
+        self, logits: torch.Tensor, slots: torch.Tensor, slot_ids: Sequence[int] | None = None
+    ) -> SampledTokens:
+        """The next token of each slot; counts it.
+
+        Args:
+            logits: `[n, vocabulary]`, floating; not changed.
+            slots: `[n] int64` on the device, different ones.
+            slot_ids: The same on the host: then the batch takes the shortest way that serves it.
+                By default a way that serves any slot.
+
+        Returns:
+            The tokens, in the order of `slots`.
+
+        Cost: no synchronisation.
+        """
+        needs = self._joint_needs(range(len(self._needs)) if slot_ids is None else slot_ids)
+        self._upload()
+        if needs == _Needs():
+            return SampledTokens(self.greedy(logits))
+        scores = self._adjusted(logits.float(), slots, needs)
+        tokens = self._choose(scores, slots, needs)
+        if needs.penalties:
+            assert self._token_counts is not None  # A slot with penalties has made them.
+            ones = torch.ones_like(tokens, dtype=torch.int32)
+            self._token_counts.index_put_((slots, tokens), ones, accumulate=True)
+        self._counts[slots] += 1
+        if needs.logprobs < 0:
+            return SampledTokens(tokens)
+        return _with_logprobs(tokens, logits, min(needs.logprobs, self.vocab_size))
+
+    def _choose(self, scores: torch.Tensor, slots: torch.Tensor, needs: _Needs) -> torch.Tensor:
+        """`[n]` tokens from adjusted `scores [n, vocabulary]`."""
+        if not needs.draws:
+            return self.greedy(scores)
+        floats, integers = self._floats[slots], self._integers[slots]
+        keys = row_keys(integers[:, _SEED], self._counts[slots])
+        if not needs.orders:
+            return self._draw_from_all(scores, floats, keys)
+        temperature = floats[:, _TEMPERATURE, None]
+        is_greedy = temperature == 0
+        scores = scores / temperature.masked_fill(is_greedy, 1.0)
+        if needs.top_k:
+            ordered, ids = scores.topk(min(needs.top_k, self.vocab_size), dim=-1)
+        else:
+            ordered, ids = scores.sort(dim=-1, descending=True, stable=True)
+        rank = torch.arange(ids.shape[1], device=ids.device)
+        ordered = ordered.masked_fill(rank >= integers[:, _TOP_K, None], -math.inf)
+        # The probability of what is likelier: a token is in while that has not reached top-p.
+        probabilities = ordered.softmax(-1)
+        before = probabilities.cumsum(-1) - probabilities
+        is_out = before >= floats[:, _TOP_P, None]
+        is_out |= ordered < ordered[:, :1] + floats[:, _MIN_P, None]
+        is_out |= is_greedy
+        is_out[:, 0] = False
+        noisy = (ordered + gumbel_noise(keys, ids)).masked_fill(is_out, -math.inf)
+        return ids.gather(1, noisy.argmax(-1, keepdim=True))[:, 0]
+
+    def _adjusted(self, scores: torch.Tensor, slots: torch.Tensor, needs: _Needs) -> torch.Tensor:
+        """Penalties, then bans; `scores` are changed where they are the caller's copy."""
+        if needs.penalties:
+            assert self._token_counts is not None  # A slot with penalties has made them.
+            assert self._in_prompt is not None
+            floats = self._floats[slots]
+            counts = self._token_counts[slots]
+            is_in_output = counts > 0
+            repetition = floats[:, _REPETITION, None]
+            scores = torch.where(
+                self._in_prompt[slots] | is_in_output,
+                torch.where(scores > 0, scores / repetition, scores * repetition),
+                scores,
+            )
+            scores = scores - counts * floats[:, _FREQUENCY, None]
+            scores = scores - is_in_output * floats[:, _PRESENCE, None]
+        if needs.bans:
+            ids = self._banned[slots]
+            is_banned = self._counts[slots] < self._integers[slots, _MIN_TOKENS]
+            theirs = scores.gather(1, ids).masked_fill(is_banned[:, None], -math.inf)
+            scores = scores.scatter(1, ids, theirs)
+        return scores
+
+    def _joint_needs(self, slot_ids: Sequence[int] | range) -> _Needs:
+        all_needs = {self._needs[slot] for slot in slot_ids}
+        if len(all_needs) == 1:
+            return next(iter(all_needs))
+        drawing = [each for each in all_needs if each.draws]
+        top_ks = [each.top_k for each in drawing]
+        return _Needs(
+            draws=bool(drawing),
+            top_k=max(top_ks) if top_ks and all(top_ks) else 0,
+            orders=any(each.orders for each in drawing),
+            penalties=any(each.penalties for each in all_needs),
+            bans=any(each.bans for each in all_needs),
+            logprobs=max((each.logprobs for each in all_needs), default=-1),
+        )
+
+    # ---- state ----------------------------------------------------------------------------
+
+    def _upload(self) -> None:
+        """Send what `set_slot` has staged: three launches for any number of slots."""
+        if not self._staged:
+            return
+        slots = torch.tensor(list(self._staged)).to(self.device, non_blocking=True)
+        staged = list(self._staged.values())
+        floats = torch.tensor([each[0] for each in staged])
+        integers = torch.tensor([[*each[1], each[2]] for each in staged])
+        integers = integers.to(self.device, non_blocking=True)
+        self._floats.index_copy_(0, slots, floats.to(self.device, non_blocking=True))
+        self._integers.index_copy_(0, slots, integers[:, :-1])
+        self._counts.index_copy_(0, slots, integers[:, -1])
+        self._staged.clear()
+
+    def _count_tokens(self, slot: int, prompt: Sequence[int], output: Sequence[int]) -> None:
+        if self._token_counts is None:
+            shape = (len(self._needs), self.vocab_size)
+            self._in_prompt = torch.zeros(shape, dtype=torch.bool, device=self.device)
+            self._token_counts = torch.zeros(shape, dtype=torch.int32, device=self.device)
+        assert self._in_prompt is not None  # Made together.
+        said, in_prompt = self._token_counts[slot].zero_(), self._in_prompt[slot].zero_()
+        tokens = torch.tensor([*prompt, *output], dtype=torch.int64)
+        tokens = tokens.to(self.device, non_blocking=True)
+        in_prompt.index_fill_(0, tokens[: len(prompt)], 1)
+        generated = tokens[len(prompt) :]
+        said.index_add_(0, generated, torch.ones_like(generated, dtype=torch.int32))
+
+    def _ban(self, slot: int, token_ids: Sequence[int]) -> None:
+        width = self._banned.shape[1]
+        if len(token_ids) > width:
+            # Repeating an entry changes nothing, so rows are padded with their own first one.
+            padding = self._banned[:, :1] if width else self._banned.new_zeros(len(self._needs), 1)
+            more = padding.expand(-1, len(token_ids) - width)
+            self._banned = torch.cat([self._banned, more], 1)
+            width = len(token_ids)
+        padded = [*token_ids, *([token_ids[0]] * (width - len(token_ids)))]
+        self._banned[slot] = torch.tensor(padded).to(self.device, non_blocking=True)
+
+
+def _draw_from_all(scores: torch.Tensor, floats: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """`[n]` tokens drawn by temperature and min-p; greedy where the temperature is 0."""
+    temperature = floats[:, _TEMPERATURE, None]
+    is_greedy = temperature == 0
+    scores = scores / temperature.masked_fill(is_greedy, 1.0)
+    least = scores.amax(-1, keepdim=True) + floats[:, _MIN_P, None]
+    noise = gumbel_noise(keys, torch.arange(scores.shape[1], device=scores.device))
+    noisy = (scores + noise).masked_fill(scores < least, -math.inf)
+    return torch.where(is_greedy, scores, noisy).argmax(-1)
+
+
+def _with_logprobs(tokens: torch.Tensor, logits: torch.Tensor, most: int) -> SampledTokens:
+    """Log-probabilities of `tokens`, and of the `most` likeliest ones."""
+    logprobs = logits.float().log_softmax(-1)
+    top, top_ids = logprobs.topk(most, dim=-1)
+    return SampledTokens(tokens, logprobs.gather(1, tokens[:, None])[:, 0], top_ids, top)

@@ -1,0 +1,111 @@
+"""One request to the engine and its answer, whole or as events."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..params import SamplingParams
+from .choices import Form, Progress
+from .errors import ApiError, refused
+from .limits import Gate
+from .protocol import StreamingEngine
+from .streaming import DONE, as_generator, event, merged
+from .tokens import Tokens
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What is needed to answer one HTTP request.
+
+    Attributes:
+        engine: Who computes it.
+        gate: The door to the engine.
+        form: How it is written.
+        tokens: Tokens' texts.
+        model: The model's name.
+        prompts: Its prompts, as tokens.
+        params: How to sample.
+        priority: Lower runs first.
+        wants_usage: Whether a stream ends with the token counts.
+    """
+
+    engine: StreamingEngine
+    gate: Gate
+    form: Form
+    tokens: Tokens
+    model: str
+    prompts: Sequence[Sequence[int]]
+    params: SamplingParams
+    priority: int
+    wants_usage: bool
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer in one piece.
+
+        Raises `ApiError`: there is none.
+        """
+        progress = self._new_progress()
+        async with contextlib.aclosing(self._outputs()) as outputs:
+            last = {at: output async for at, output in outputs}
+        choices = [
+            self.form.whole(delta)
+            for at in sorted(last)
+            for delta in progress.advance(at, last[at])
+        ]
+        head = self._head(self.form.whole_object)
+        return {**head, "choices": choices, "usage": progress.usage()}
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The answer as server-sent events.
+
+        Raises `ApiError`: there is none, and no event was given yet. Later ones are events.
+        """
+        progress = self._new_progress()
+        head = self._head(self.form.chunk_object)
+        # With include_usage every chunk has the field, and only the last one a value.
+        tail = {"usage": None} if self.wants_usage else {}
+        has_begun = False
+        try:
+            async with contextlib.aclosing(self._outputs()) as outputs:
+                async for at, output in outputs:
+                    for delta in progress.advance(at, output):
+                        yield event({**head, "choices": [self.form.chunk(delta)], **tail})
+                        has_begun = True
+        except ApiError as error:
+            if not has_begun:
+                raise
+            yield event(error.body)
+        else:
+            if self.wants_usage:
+                yield event({**head, "choices": [], "usage": progress.usage()})
+        yield DONE
+
+    async def _outputs(self) -> AsyncGenerator[tuple[int, Any], None]:
+        """The engine's outputs with the number of their prompt, from behind the gate."""
+        async with self.gate.entered():
+            streams = [
+                as_generator(self.engine.stream(prompt, self.params, self.priority))
+                for prompt in self.prompts
+            ]
+            try:
+                async with contextlib.aclosing(merged(streams)) as outputs:
+                    async for each in outputs:
+                        yield each
+            except Exception as error:
+                raise refused(error) from error
+
+    def _new_progress(self) -> Progress:
+        return Progress(len(self.prompts), self.params.n, self.tokens)
+
+    def _head(self, what: str) -> dict[str, Any]:
+        return {
+            "id": f"{self.form.id_prefix}{uuid.uuid4().hex}",
+            "object": what,
+            "created": int(time.time()),
+            "model": self.model,
+        }

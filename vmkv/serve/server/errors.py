@@ -1,0 +1,144 @@
+"""Errors as the OpenAI API words them: a status, and a body that clients know how to read."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from ...errors import CapacityError, ClosedError, ConfigError, SequenceFullError, VMKVError
+
+_log = logging.getLogger(__name__)
+_INVALID = "invalid_request_error"
+#: What a client is told to wait before it comes back, in seconds.
+_RETRY_AFTER = {"Retry-After": "1"}
+
+
+class ApiError(VMKVError):
+    """An answer that is an error.
+
+    Attributes:
+        status: The HTTP status.
+        kind: OpenAI's `type`.
+        param: The parameter at fault.
+        code: OpenAI's `code`.
+        headers: Headers that belong to it.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = _INVALID,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ):
+        super().__init__(message)
+        self.status = status
+        self.kind = kind
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """What the client reads."""
+        return {
+            "error": {
+                "message": str(self),
+                "type": self.kind,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+
+def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """The request cannot be served as it is."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def wrong_key() -> ApiError:
+    """No API key, or none of ours."""
+    return ApiError(
+        401,
+        "this server needs an API key: send `Authorization: Bearer KEY` with one it knows",
+        code="invalid_api_key",
+        headers={"WWW-Authenticate": "Bearer"},
+    )
+
+
+def too_large(max_body_bytes: int) -> ApiError:
+    """The body is larger than the server takes."""
+    return ApiError(
+        413,
+        f"the request's body is larger than the {max_body_bytes} bytes this server takes; send a "
+        "shorter prompt, or raise --max-body-mib",
+        code="request_too_large",
+    )
+
+
+def too_slow(timeout_s: float) -> ApiError:
+    """The body did not arrive in time."""
+    return ApiError(
+        408, f"the request's body did not arrive within {timeout_s:g} s", code="request_timeout"
+    )
+
+
+def busy(max_concurrent: int, max_queued: int) -> ApiError:
+    """Everything is taken, and the queue is full."""
+    return ApiError(
+        429,
+        f"the server is busy: {max_concurrent} requests run and {max_queued} wait; try again",
+        kind="rate_limit_error",
+        code="rate_limit_exceeded",
+        headers=_RETRY_AFTER,
+    )
+
+
+def draining() -> ApiError:
+    """The server is about to stop."""
+    return ApiError(
+        503,
+        "the server is shutting down and takes no more requests; try another one",
+        kind="server_error",
+        code="shutting_down",
+        headers={**_RETRY_AFTER, "Connection": "close"},
+    )
+
+
+def refused(error: Exception) -> ApiError:
+    """Why the engine did not take a request, by whose turn it is."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, SequenceFullError):
+        return invalid(str(error), "prompt", "context_length_exceeded")
+    if isinstance(error, ConfigError):
+        return invalid(str(error))
+    if isinstance(error, ClosedError):
+        return draining()
+    return failed(error)
+
+
+def failed(error: Exception) -> ApiError:
+    """What became of a request that the engine had taken: no fault of the client's any more.
+
+    What is ours is named, not described: a stranger need not read our internals.
+    """
+    if isinstance(error, CapacityError):
+        return ApiError(
+            503,
+            f"out of memory for this request: {error}",
+            kind="server_error",
+            code="out_of_memory",
+            headers=_RETRY_AFTER,
+        )
+    _log.error("a request failed in the engine", exc_info=error)
+    return ApiError(
+        500,
+        f"the engine failed on this request ({type(error).__name__}); the server's log says more",
+        kind="server_error",
+        code="internal_error",
+    )

@@ -1,0 +1,32 @@
+"""What the server asks of an engine; `vmkv.serve.engine.AsyncEngine` answers."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Protocol
+
+from ..params import SamplingParams
+from ..request import RequestOutput
+
+
+class StreamingEngine(Protocol):
+    """An engine that runs on its own and is asked from an event loop."""
+
+    def stream(
+        self, prompt: Sequence[int], params: SamplingParams, priority: int = 0
+    ) -> AsyncIterator[RequestOutput]:
+        """Outputs of one request as they grow; closing the iterator cancels the request.
+
+        Raises:
+            ConfigError: The request can never be served. Raised by the first iteration.
+        """
+        ...
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it can still answer."""
+        ...
+
+    async def shutdown(self, drain: bool = True) -> None:
+        """Stop: after the requests that are under way, or with `drain=False` cancelling them."""
+        ...

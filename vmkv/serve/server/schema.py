@@ -1,0 +1,223 @@
+"""What clients may ask for: OpenAI's names, and vLLM's for what OpenAI does not have.
+
+Three kinds of parameters: those below are served; `_IGNORED` change nothing about the answer;
+`_REFUSED` would, so they are refused with the reason rather than ignored.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from ..params import SamplingParams
+from .errors import invalid
+from .limits import Limits
+
+_IGNORED = frozenset(
+    {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
+    | {"prompt_cache_retention", "parallel_tool_calls"}
+)
+#: Per refused parameter, the values that ask for nothing, and why it is refused.
+_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "tools": (([],), "tool calls are not supported"),
+    "tool_choice": (("none", "auto"), "tool calls are not supported"),
+    "functions": (([],), "function calls are not supported"),
+    "function_call": (("none", "auto"), "function calls are not supported"),
+    "response_format": (({"type": "text"},), "only plain text is generated"),
+    "logit_bias": (({},), "logit biases are not supported"),
+    "suffix": (("",), "insertion is not supported"),
+    "echo": ((False,), "prompts are not echoed; prepend yours"),
+    "best_of": ((1,), "there is no beam search; use n"),
+    "use_beam_search": ((False,), "there is no beam search; use n"),
+    "prompt_logprobs": ((), "log-probabilities are reported for generated tokens only"),
+    "modalities": ((["text"],), "only text is generated"),
+    "audio": ((), "only text is generated"),
+    "prediction": ((), "predicted outputs are not supported"),
+    "reasoning_effort": ((), "set it by chat_template_kwargs if the model's template has it"),
+    "verbosity": ((), "it is no parameter of this model"),
+    "web_search_options": ((), "there is no search"),
+    "guided_json": ((), "guided decoding is not supported"),
+    "guided_regex": ((), "guided decoding is not supported"),
+    "structured_outputs": ((), "guided decoding is not supported"),
+}
+#: Parameters that go to `SamplingParams` under their own names; null means its default.
+_OWN_DEFAULTS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "stop",
+    "stop_token_ids",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
+_PRIORITY_MAX = 1 << 20
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class StreamOptions(_Strict):
+    """What a stream carries besides text."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # Padding against traffic analysis: there is none.
+
+
+class Sampling(_Strict):
+    """What both kinds of completion share."""
+
+    model: str
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    max_tokens: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    priority: Annotated[int, Field(ge=-_PRIORITY_MAX, le=_PRIORITY_MAX)] = 0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sort_out(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        for name, (harmless, reason) in _REFUSED.items():
+            if name in data and data[name] is not None and data[name] not in harmless:
+                raise invalid(f"{name} is not supported here: {reason}", name)
+        return {
+            name: value
+            for name, value in data.items()
+            if name not in _IGNORED and name not in _REFUSED
+        }
+
+    @model_validator(mode="after")
+    def _check_stream(self) -> Sampling:
+        if self.stream_options is not None and not self.stream:
+            raise invalid("stream_options needs stream=true", "stream_options")
+        return self
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with the token counts."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def num_samples(self) -> int:
+        """Samples per prompt."""
+        return 1 if self.n is None else self.n
+
+    def sampling_params(
+        self, max_tokens: int | None, logprobs: int | None, limits: Limits
+    ) -> SamplingParams:
+        """The engine's form of it.
+
+        Raises:
+            ConfigError: A value is outside its range.
+
+        Raises `ApiError`: more than the server's limits allow.
+        """
+        if logprobs is not None and logprobs > limits.max_logprobs:
+            raise invalid(
+                f"{logprobs} log-probabilities per token; at most {limits.max_logprobs} are "
+                "reported here",
+                "logprobs",
+            )
+        given = {
+            name: getattr(self, name) for name in _OWN_DEFAULTS if getattr(self, name) is not None
+        }
+        return SamplingParams(
+            n=self.num_samples,
+            seed=self.seed,
+            include_stop_str_in_output=self.include_stop_str_in_output,
+            skip_special_tokens=self.skip_special_tokens,
+            ignore_eos=self.ignore_eos,
+            min_tokens=self.min_tokens,
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+            **given,
+        )
+
+
+class CompletionRequest(Sampling):
+    """`POST /v1/completions`."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: int | None = None
+    add_special_tokens: bool = True
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """The prompts, one or several, as texts or as tokens."""
+        prompt: Any = self.prompt
+        is_one = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
+        return [prompt] if is_one else prompt
+
+
+class TextPart(_Strict):
+    """A part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """A message of a chat. What its template may want besides is passed on as it is."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    role: str
+    content: str | list[TextPart] | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """The message with its content as one text, as templates want it."""
+        message = self.model_dump(exclude_none=True)
+        if isinstance(self.content, list):
+            message["content"] = "\n".join(part.text for part in self.content)
+        return message
+
+
+class ChatRequest(Sampling):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _check_pairs(self) -> ChatRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise invalid("top_logprobs needs logprobs=true", "top_logprobs")
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            raise invalid(
+                "max_tokens and max_completion_tokens mean the same; send one of them",
+                "max_completion_tokens",
+            )
+        return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives per token, or None for no log-probabilities."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Tokens to generate at most, under either of its names."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens

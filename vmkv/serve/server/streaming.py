@@ -1,0 +1,165 @@
+"""Server-sent events, and clients that leave, or stay and never read.
+
+A client that closes its connection ends the work done for it at once. One that keeps it open
+and does not read fills the socket, then waits in `send`; after a time it is treated as gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from typing import Any, TypeVar
+
+import anyio
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from .errors import ApiError
+
+T = TypeVar("T")
+
+#: nginx's status for a client that closed its connection; nobody reads it but the metrics.
+CLIENT_GONE = 499
+
+
+class ClientGoneError(Exception):
+    """The client left, or does not read; nobody is there to be told."""
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """What `work` returns, unless the client leaves first; then `work` is cancelled.
+
+    The request's body must have been received.
+
+    Raises `ClientGoneError`: the client left.
+    """
+    job = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({job, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if job.done():
+            return job.result()
+        raise ClientGoneError
+    finally:
+        for task in (job, leaving):
+            task.cancel()
+        await asyncio.gather(job, leaving, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def event(payload: dict[str, Any]) -> bytes:
+    """One server-sent event."""
+    return b"data: " + json.dumps(payload, separators=(",", ":")).encode() + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+class EventStream(Response):
+    """Sends events as they come. The status waits for the first: until then an error has its own.
+
+    Args:
+        events: The events, as bytes; closed when the client leaves.
+        send_timeout_s: How long a client may leave the socket full.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None], send_timeout_s: float):
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]  # Not known: the body ends with the connection.
+        self._events = events
+        self._send_timeout_s = send_timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        with contextlib.suppress(ClientGoneError):
+            await until_disconnect(receive, self._send_all(scope, receive, send))
+
+    async def _send_all(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with contextlib.aclosing(self._events) as events:
+            try:
+                first = await anext(events)
+            except ApiError as error:
+                await error_response(error)(scope, receive, send)
+                return
+            start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+            await send(start)
+            await self._send(send, first, more=True)
+            async for each in events:
+                await self._send(send, each, more=True)
+            await self._send(send, b"", more=False)
+
+    async def _send(self, send: Send, body: bytes, *, more: bool) -> None:
+        message = {"type": "http.response.body", "body": body, "more_body": more}
+        try:
+            # Not `asyncio.wait_for`: before 3.12 it swallows a cancellation that comes just when
+            # the message was sent, and the work would go on for nobody.
+            with anyio.fail_after(self._send_timeout_s):
+                await send(message)
+        except (TimeoutError, OSError) as error:
+            raise ClientGoneError from error
+
+
+def error_response(error: ApiError) -> JSONResponse:
+    """An error as the client reads it."""
+    return JSONResponse(error.body, error.status, headers=error.headers)
+
+
+async def merged(
+    streams: Sequence[AsyncGenerator[T, None]],
+) -> AsyncGenerator[tuple[int, T], None]:
+    """Items of several streams as they come, with the number of theirs. Closes all at the end."""
+    if len(streams) == 1:  # Almost always: no task, no queue.
+        async with contextlib.aclosing(streams[0]) as only:
+            async for each in only:
+                yield 0, each
+        return
+    items: asyncio.Queue[tuple[int, T | None, Exception | None]] = asyncio.Queue(len(streams))
+
+    async def pump(at: int) -> None:
+        failure = None
+        try:
+            async with contextlib.aclosing(streams[at]) as stream:
+                async for item in stream:
+                    await items.put((at, item, None))
+        except Exception as error:  # noqa: BLE001  # raised again where the items are read
+            failure = error
+        await items.put((at, None, failure))
+
+    tasks = [asyncio.ensure_future(pump(at)) for at in range(len(streams))]
+    try:
+        num_live = len(tasks)
+        while num_live:
+            at, item, failure = await items.get()
+            if failure is not None:
+                raise failure
+            if item is None:
+                num_live -= 1
+            else:
+                yield at, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def as_generator(stream: AsyncIterator[T]) -> AsyncGenerator[T, None]:
+    """An async iterator that can be closed, whatever the engine gave."""
+
+    async def items() -> AsyncGenerator[T, None]:
+        try:
+            async for item in stream:
+                yield item
+        finally:
+            close = getattr(stream, "aclose", None)
+            if close is not None:
+                await close()
+
+    return items()

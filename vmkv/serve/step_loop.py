@@ -1,0 +1,440 @@
+"""The loop: plan a step, make room, submit it, and only then read the step before.
+
+    plan k+1 -> preempt, begin, grow -> submit k+1 -> wait for the tokens of k -> plan k+2
+
+So while the device works on step k, the host plans step k + 1 from lengths alone and maps its
+pages. A request that turns out to have ended in k has one superfluous token in k + 1, which is
+dropped; its memory is given up only now, after k + 1 was submitted.
+
+Nothing that goes wrong in a step stops the loop: what could not be mapped is planned again with
+less, what ran out of memory is run again in smaller steps, and a request that cannot be helped
+ends with its error. Everybody else goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import CapacityError, ConfigError, DriverError, OutOfPagesError
+from ..units import div_ceil
+from .memory_view import MemoryView
+from .observer import EngineObserver, StepRecord
+from .plan import PlannedChunk, PreemptionMethod, StepPlan
+from .request import FinishReason, Request, TokenLogprobs
+from .runner import Chunk, PendingStep, Runner, SlotError
+from .scheduler import Scheduler
+
+_LOG = logging.getLogger(__name__)
+#: How often a step is planned anew, with ever less memory, before a request has to fail.
+_ATTEMPTS_MAX = 12
+
+
+@dataclass(frozen=True)
+class _Submitted:
+    """A step on the device: whose chunks, and which of them sample, in order."""
+
+    pending: PendingStep
+    request_ids: Sequence[int]
+    sampling_ids: Sequence[int]
+
+
+class StepLoop:
+    """Runs requests, step by step. One thread at a time.
+
+    Args:
+        scheduler: Who runs.
+        view: Their memory.
+        runner: The device.
+        accept: Takes a request's next token; says why the request ends, if it does.
+        ended: Called when a request has ended and holds nothing any more, with the reason and
+            what went wrong.
+        observer: Who is told about steps.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        view: MemoryView,
+        runner: Runner,
+        *,
+        accept: Callable[[Request, int, TokenLogprobs | None], FinishReason | None],
+        ended: Callable[[Request, FinishReason, Exception | None], None],
+        observer: EngineObserver | None = None,
+    ):
+        self._scheduler = scheduler
+        self._view = view
+        self._runner = runner
+        self._accept = accept
+        self._ended = ended
+        self._observer = observer
+        self._requests: dict[int, Request] = {}
+        self._pending: _Submitted | None = None
+        # Requests whose slot on the device does not hold their state.
+        self._to_set: set[int] = set()
+        # Tokens of a step while the device is short of memory; None for as many as usual.
+        self._token_limit: int | None = None
+        self._shortage: Exception | None = None
+        # Pages that the books promise and that lately were not to be had.
+        self._withheld_pages = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there is anything to run or to read."""
+        return self._scheduler.has_unfinished or self._pending is not None
+
+    # ---- requests -------------------------------------------------------------------------
+
+    def add(self, request: Request, max_total_tokens: int, leader_id: int | None = None) -> None:
+        """A request arrives; see `Scheduler.add`.
+
+        Raises:
+            ConfigError: It can never be served. Nothing changed.
+        """
+        self._scheduler.add(
+            request.request_id,
+            len(request.prompt_token_ids),
+            max_total_tokens,
+            self._view,
+            priority=request.priority,
+            waits_for_host=request.params.needs_host_tokens,
+        )
+        self._view.add(request, leader_id)
+        self._requests[request.request_id] = request
+
+    def end(
+        self,
+        request: Request,
+        reason: FinishReason,
+        error: Exception | None = None,
+        *,
+        keep: bool = True,
+    ) -> None:
+        """End a request, whatever it is doing. Idempotent.
+
+        Args:
+            request: The request.
+            reason: Why.
+            error: What went wrong.
+            keep: Whether what it computed is good for others.
+        """
+        if self._requests.pop(request.request_id, None) is None:
+            return
+        self._scheduler.finish(request.request_id)
+        self._to_set.discard(request.request_id)
+        try:
+            self._view.end(request.request_id, keep=keep)
+        finally:
+            self._view.remove(request.request_id)
+            self._ended(request, reason, error)
+
+    def end_all(self, error: Exception) -> None:
+        """End every request with `error`, and forget what is on the device."""
+        self._pending = None
+        for request in tuple(self._requests.values()):
+            self.end(request, FinishReason.ERROR, error, keep=False)
+
+    # ---- a step ---------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """Submit one step, and read the one before; returns whether there is more to do."""
+        start_s = time.perf_counter()
+        times = _Times()
+        submitted, plan = self._advance(times)
+        unread, self._pending = self._pending, submitted
+        wait_start_s = time.perf_counter()
+        if unread is not None:
+            self._read(unread)
+        elif not plan.chunks and not plan.preempted:
+            self._fail_stuck()
+        if not self._scheduler.has_unfinished:
+            self._settle()  # What is left there is superfluous; nobody would come to read it.
+        times.wait_s = time.perf_counter() - wait_start_s
+        self._report(start_s, times, plan)
+        return self.has_work
+
+    def _advance(self, times: _Times) -> tuple[_Submitted | None, StepPlan]:
+        """Plan, make room and submit; plan again while memory turns out to be short."""
+        self._withheld_pages //= 2
+        was_short = False
+        for _ in range(_ATTEMPTS_MAX):
+            start_s = time.perf_counter()
+            plan = self._scheduler.plan(
+                self._view,
+                max_num_batched_tokens=self._token_limit,
+                withheld_pages=self._withheld_pages,
+            )
+            times.plan_s += time.perf_counter() - start_s
+            start_s, fence_waited_s = time.perf_counter(), self._view.fence_waited_s
+            chunks = list(plan.chunks)
+            try:
+                self._carry_out(plan, chunks)
+            except CapacityError as error:
+                self._shortage = error
+                self._give_up(plan, chunks)
+                missing_bytes = _missing_bytes(error)
+                if not was_short:
+                    self._view.reclaim(missing_bytes)
+                was_short = True
+                missing_pages = div_ceil(missing_bytes, self._view.page_bytes)
+                self._withheld_pages = max(2 * self._withheld_pages, missing_pages)
+                continue
+            except DriverError as error:
+                self._give_up(plan, chunks)
+                self._fail(chunks, error)
+                return None, plan
+            finally:
+                times.map_s += time.perf_counter() - start_s
+                times.fence_wait_s += self._view.fence_waited_s - fence_waited_s
+            if not chunks:
+                if self._withheld_pages and not was_short:
+                    self._withheld_pages = 0  # That is past: whoever waits may try.
+                    continue
+                return None, plan
+            start_s = time.perf_counter()
+            submitted = self._submit(chunks)
+            times.submit_s += time.perf_counter() - start_s
+            return submitted, plan
+        return None, StepPlan()
+
+    def _carry_out(self, plan: StepPlan, chunks: list[PlannedChunk]) -> None:
+        """Preempt, begin and grow as planned.
+
+        Args:
+            plan: What to do.
+            chunks: Its chunks; those of requests that began otherwise than planned are replaced.
+
+        Raises:
+            CapacityError, DriverError: `_give_up` is to be called.
+        """
+        view = self._view
+        for request_id, method in plan.preempted:
+            self._requests[request_id].num_preemptions += 1
+            if method is PreemptionMethod.SWAP and view.swap_out(request_id):
+                continue
+            self._scheduler.drop_swapped(request_id)
+            view.end(request_id)
+        num_past = {}
+        for request_id, _ in plan.admitted:
+            num_past[request_id] = view.begin(request_id)
+            request = self._requests[request_id]
+            if not request.num_preemptions:
+                request.num_cached_tokens = num_past[request_id]
+                request.started_s = request.started_s or time.perf_counter()
+            self._to_set.add(request_id)
+        for request_id, _ in plan.resumed:
+            view.swap_in(request_id)
+            self._to_set.add(request_id)
+        for at, chunk in enumerate(chunks):
+            actual = num_past.get(chunk.request_id, chunk.num_past_tokens)
+            if actual != chunk.num_past_tokens:
+                chunks[at] = self._scheduler.rebase(chunk, actual)
+        view.grow([(chunk.request_id, chunk.num_tokens) for chunk in chunks])
+
+    def _give_up(self, plan: StepPlan, chunks: Sequence[PlannedChunk]) -> None:
+        """A plan could not be carried out: who was to begin waits again."""
+        self._scheduler.undo(chunks)
+        for request_id, _ in plan.admitted:
+            self._view.end(request_id)
+            self._scheduler.requeue(request_id, PreemptionMethod.RECOMPUTE)
+        for request_id, _ in plan.resumed:
+            if self._view.is_swapped(request_id):
+                self._scheduler.requeue(request_id, PreemptionMethod.SWAP)
+
+    # ---- submitting -----------------------------------------------------------------------
+
+    def _submit(self, chunks: Sequence[PlannedChunk]) -> _Submitted | None:
+        try:
+            for chunk in chunks:
+                if chunk.request_id in self._to_set:
+                    request = self._requests[chunk.request_id]
+                    self._runner.set_slot(
+                        chunk.slot,
+                        request.params,
+                        request.prompt_token_ids,
+                        request.output_token_ids,
+                    )
+                    self._to_set.discard(chunk.request_id)
+            pending = self._runner.submit([self._chunk(chunk) for chunk in chunks])
+        except BaseException as error:  # noqa: BLE001  # ends who is to blame, or is raised again
+            self._recover(chunks, error)
+            return None
+        for chunk in chunks:
+            self._view.note_computed(chunk.request_id, chunk.num_tokens)
+        if self._token_limit is not None:
+            # Slowly: each attempt that fails costs a step.
+            more = self._token_limit + max(1, self._token_limit // 8)
+            whole = self._scheduler.max_num_batched_tokens
+            self._token_limit = more if more < whole else None
+        return _Submitted(
+            pending,
+            [chunk.request_id for chunk in chunks],
+            [chunk.request_id for chunk in chunks if chunk.samples],
+        )
+
+    def _chunk(self, chunk: PlannedChunk) -> Chunk:
+        request = self._requests[chunk.request_id]
+        tokens = None
+        if not chunk.from_device:
+            tokens = request.tokens(chunk.num_past_tokens, chunk.num_tokens)
+        return Chunk(
+            chunk.slot,
+            self._view.row(chunk.request_id),
+            chunk.num_past_tokens,
+            chunk.num_new_tokens,
+            tokens,
+            chunk.samples,
+        )
+
+    def _recover(self, chunks: Sequence[PlannedChunk], error: BaseException) -> None:
+        """A step was not submitted: everything is as before it, and who is to blame ends.
+
+        Raises:
+            BaseException: `error`, if it is no `Exception`.
+        """
+        if isinstance(error, Exception):
+            _let_go(error)
+        self._settle()  # The tokens of the step before are good.
+        self._scheduler.undo(chunks)
+        for chunk in chunks:
+            if chunk.request_id in self._requests:
+                self._scheduler.forget_device(chunk.request_id)
+                self._to_set.add(chunk.request_id)
+                self._shrink(chunk)
+        if not isinstance(error, Exception):
+            raise error
+        if isinstance(error, SlotError):
+            chunks = [chunk for chunk in chunks if chunk.slot == error.slot]
+        elif _is_out_of_memory(error):
+            num_tokens = sum(chunk.num_new_tokens for chunk in chunks)
+            self._shortage = error
+            self._view.reclaim()
+            if num_tokens > 1:
+                self._token_limit = num_tokens // 2
+                return
+        self._fail(chunks, error)
+
+    def _shrink(self, chunk: PlannedChunk) -> None:
+        try:
+            self._view.shrink(chunk.request_id, chunk.num_past_tokens)
+        except ConfigError:  # A window has moved on: nothing of the row is of use.
+            self._view.end(chunk.request_id, keep=False)
+            self._scheduler.requeue(chunk.request_id, PreemptionMethod.RECOMPUTE)
+
+    def _fail(self, chunks: Sequence[PlannedChunk], error: Exception) -> None:
+        for chunk in chunks:
+            request = self._requests.get(chunk.request_id)
+            if request is not None:
+                self.end(request, FinishReason.ERROR, error, keep=False)
+
+    def _fail_stuck(self) -> None:
+        """Nothing runs and nothing can begin: the first in order ends, so that others may."""
+        request_id = self._scheduler.best_running()
+        if request_id is None:
+            request_id = self._scheduler.best_waiting()
+        if request_id is None:
+            return
+        error = self._shortage or OutOfPagesError(
+            "the request does not fit: other users of the pool hold its memory; close them, or "
+            "raise the budget",
+            needed_bytes=0,
+            free_bytes=self._view.free_pages() * self._view.page_bytes,
+            retired_bytes=0,
+        )
+        self.end(self._requests[request_id], FinishReason.ERROR, error)
+
+    # ---- reading --------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """Read what is on the device."""
+        unread, self._pending = self._pending, None
+        if unread is not None:
+            self._read(unread)
+
+    def _read(self, step: _Submitted) -> None:
+        try:
+            result = step.pending.result()
+        except Exception as error:  # noqa: BLE001  # the requests of the step end with it
+            _let_go(error)
+            for request_id in step.request_ids:
+                request = self._requests.get(request_id)
+                if request is not None:
+                    self.end(request, FinishReason.ERROR, error, keep=False)
+            return
+        columns = zip(step.sampling_ids, result.token_ids, result.logprobs, strict=True)
+        for request_id, token_id, logprobs in columns:
+            request = self._requests.get(request_id)
+            if request is None:
+                continue  # It had ended when this token was computed.
+            self._scheduler.tokens_read(request_id)
+            try:
+                reason = self._accept(request, token_id, logprobs)
+            except Exception as error:  # noqa: BLE001  # a tokenizer's, and this request's alone
+                self.end(request, FinishReason.ERROR, error)
+                continue
+            if reason is not None:
+                self.end(request, reason)
+
+    def _report(self, start_s: float, times: _Times, plan: StepPlan) -> None:
+        if self._observer is None:
+            return
+        num_decode = sum(chunk.from_device for chunk in plan.chunks)
+        swapped = [each for each in plan.preempted if each.method is PreemptionMethod.SWAP]
+        record = StepRecord(
+            start_s=start_s,
+            plan_s=times.plan_s,
+            map_s=times.map_s,
+            fence_wait_s=times.fence_wait_s,
+            submit_s=times.submit_s,
+            wait_s=times.wait_s,
+            num_prefill_tokens=plan.num_tokens - num_decode,
+            num_decode_tokens=num_decode,
+            num_running=self._scheduler.num_running,
+            num_waiting=self._scheduler.num_waiting,
+            num_swapped=len(swapped),
+            num_recomputed=len(plan.preempted) - len(swapped),
+        )
+        self._observer.step_finished(record, self._view.cache)
+
+
+@dataclass
+class _Times:
+    plan_s: float = 0.0
+    map_s: float = 0.0
+    fence_wait_s: float = 0.0
+    submit_s: float = 0.0
+    wait_s: float = 0.0
+
+
+def _let_go(error: BaseException) -> None:
+    """Log where an error came from, and drop the frames it has passed.
+
+    They hold activations and views of the cache, and the error is kept as long as somebody asks
+    what became of a request.
+    """
+    _LOG.error("a step failed:\n%s", "".join(traceback.format_exception(error)))
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
+
+
+def _missing_bytes(error: CapacityError) -> int:
+    """What the cache lacked, at the least."""
+    if isinstance(error, OutOfPagesError):
+        return max(1, error.needed_bytes - error.free_bytes)
+    return 1
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Whether a device or the host had no memory left; torch on the CPU has no class for that."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
