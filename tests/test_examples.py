@@ -21,6 +21,13 @@ ROOT = Path(__file__).parents[1]
 
 #: What a reader must see, in this order.
 KEY_LINES = {
+    "share_between_processes.py": [
+        "exporting 4096 tokens",
+        "with 0 B of memory",
+        "the first process is gone; token 99 has key 7",
+        "4196 tokens",
+        "finds 4096 tokens",
+    ],
     "map_a_page.py": ["1. reserve", "physical 0 B", "b'hello'", "7. free the addresses"],
     "two_addresses_one_page.py": [
         "allowed: READ_WRITE",

@@ -79,7 +79,7 @@ def relocate(
     if location is MemoryLocation.DEVICE:
         fresh = pool.acquire_or_evict(classes)
     else:
-        fresh = pool.acquire(classes, location)
+        fresh = pool.acquire_or_wait(classes, location)
     try:
         # The block ends when the copies have.
         with staged(pool, fresh) as staging:

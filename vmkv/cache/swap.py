@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from ..backend import Access, Fence, MemoryLocation, Op
+from ..backend import Access, Fence, MemoryLocation
 from ..memory import Extent, ExtentPool, PageTable, Placement, size_classes
 from ..units import Address
 
@@ -46,6 +46,11 @@ class Part:
     def address(self) -> Address:
         """Where it lies."""
         return self.group.table.page_address(self.row, self.first_page)
+
+    def wait_until_gone(self) -> None:
+        """Wait until what was retired from these pages is unmapped."""
+        end = self.group.table.page_address(self.row, self.first_page + self.num_pages)
+        self.group.pool.reclaimer.wait_for_range(self.address, end)
 
 
 def parts_to_move(
@@ -95,14 +100,22 @@ class Swapped:
         self.staging.close_behind(pool.reclaimer.new_fence())
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """One host extent, and what of a part it holds."""
+class _Piece(NamedTuple):
+    """One host extent, and what of a part it holds.
+
+    Copies go piece by piece, because mapping the next one costs less than copying this one.
+    """
 
     extent: Extent
     staging_page: int
-    address: Address
+    part: Part
+    page: int
     num_bytes: int
+
+    @property
+    def address(self) -> Address:
+        """Where the piece lies in its row."""
+        return self.part.group.table.page_address(self.part.row, self.page)
 
 
 def _pieces(swapped: Swapped) -> Iterator[_Piece]:
@@ -114,7 +127,7 @@ def _pieces(swapped: Swapped) -> Iterator[_Piece]:
             extent = next(supply)
             start_bytes = page * part.group.geometry.page_bytes
             num_bytes = max(0, min(extent.num_bytes, part.num_bytes - start_bytes))
-            yield _Piece(extent, staging_page, Address(part.address + start_bytes), num_bytes)
+            yield _Piece(extent, staging_page, part, part.first_page + page, num_bytes)
             page += extent.num_pages
             staging_page += extent.num_pages
 
@@ -146,6 +159,8 @@ class Transfer:
         fence = self._pool.reclaimer.new_fence()
         for part in self.swapped.parts:
             part.group.table.retire_back(part.row, part.first_page, fence)
+        for part in self.swapped.parts:
+            part.wait_until_gone()
         return self.swapped
 
     def cancel(self) -> None:
@@ -170,7 +185,7 @@ def begin_swap_out(cache: RowedCache, row: int, num_tokens: int) -> Transfer:
     pool, backend = cache.pool, cache.pool.backend
     pool.reclaimer.free_idle_reservations()
     parts = parts_to_move(cache.groups, row, num_tokens, cache.overread_tokens)
-    extents = pool.acquire(_classes(parts, pool.largest_class), MemoryLocation.HOST)
+    extents = pool.acquire_or_wait(_classes(parts, pool.largest_class), MemoryLocation.HOST)
     try:
         staging = PageTable(pool, 1, max(1, sum(part.num_pages for part in parts)))
         swapped = Swapped(parts, extents, staging)
@@ -178,7 +193,6 @@ def begin_swap_out(cache: RowedCache, row: int, num_tokens: int) -> Transfer:
             side = cache.side_stream()
             backend.stream_wait(side, cache.current_stream())
             for piece in _pieces(swapped):
-                # One by one: mapping the next extent costs less than copying this one.
                 placement = Placement(0, piece.staging_page, [piece.extent])
                 backend.execute(staging.ops_to_map(placement, Access.READ_WRITE))
                 staging.note_mapped(placement, Access.READ_WRITE)
@@ -186,6 +200,7 @@ def begin_swap_out(cache: RowedCache, row: int, num_tokens: int) -> Transfer:
                     at = staging.page_address(0, piece.staging_page)
                     backend.copy(at, piece.address, piece.num_bytes, side)
             fence = pool.reclaimer.new_fence()
+            pool.reclaimer.poll()  # While the copies run, for which nothing need be done.
         except BaseException:
             staging.close(lambda: False)
             raise
@@ -206,11 +221,16 @@ def swap_in(cache: RowedCache, swapped: Swapped, tenant: object) -> None:
     pool, backend = cache.pool, cache.pool.backend
     fresh = pool.acquire_or_evict(_classes(swapped.parts, pool.largest_class))
     try:
-        _map(swapped.parts, fresh)
         try:
             side, current = cache.side_stream(), cache.current_stream()
-            _prepare(swapped.parts, fresh, tenant, side)
-            for piece in _pieces(swapped):
+            for part in swapped.parts:
+                part.wait_until_gone()
+            for piece, extent in zip(_pieces(swapped), fresh, strict=True):
+                table = piece.part.group.table
+                placement = Placement(piece.part.row, piece.page, [extent])
+                backend.execute(table.ops_to_map(placement, Access.READ_WRITE))
+                table.note_mapped(placement, Access.READ_WRITE)
+                pool.prepare([extent], piece.address, tenant, side)
                 if piece.num_bytes:
                     at = swapped.staging.page_address(0, piece.staging_page)
                     backend.copy(piece.address, at, piece.num_bytes, side)
@@ -230,31 +250,3 @@ def _classes(parts: Sequence[Part], largest_class: int) -> list[int]:
     return [
         size_class for part in parts for size_class in size_classes(part.num_pages, largest_class)
     ]
-
-
-def _placements(parts: Sequence[Part], extents: Sequence[Extent]) -> Iterator[Placement]:
-    supply = iter(extents)
-    for part in parts:
-        chosen: list[Extent] = []
-        while sum(extent.num_pages for extent in chosen) < part.num_pages:
-            chosen.append(next(supply))
-        yield Placement(part.row, part.first_page, chosen)
-
-
-def _map(parts: Sequence[Part], extents: Sequence[Extent]) -> None:
-    """Map device extents where the parts were, all or none."""
-    ops: list[Op] = []
-    placements = list(_placements(parts, extents))
-    for part, placement in zip(parts, placements, strict=True):
-        end = part.group.table.page_address(part.row, part.first_page + part.num_pages)
-        part.group.pool.reclaimer.wait_for_range(part.address, end)
-        ops += part.group.table.ops_to_map(placement, Access.READ_WRITE)
-    if ops:
-        parts[0].group.pool.backend.execute(ops)
-    for part, placement in zip(parts, placements, strict=True):
-        part.group.table.note_mapped(placement, Access.READ_WRITE)
-
-
-def _prepare(parts: Sequence[Part], extents: Sequence[Extent], tenant: object, stream: int) -> None:
-    for part, placement in zip(parts, _placements(parts, extents), strict=True):
-        part.group.pool.prepare(placement.extents, part.address, tenant, stream)

@@ -45,6 +45,7 @@ def victim_of(
         if extent.num_live_mappings == 1
         and not extent.num_owners
         and extent.location is MemoryLocation.DEVICE
+        and extent.id >= 0  # Imported memory is not within the budget.
     ]
 
     def evict(num_bytes: int) -> int:

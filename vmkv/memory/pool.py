@@ -282,6 +282,16 @@ class ExtentPool:
             shelf = self._shelves[location]
             return shelf.release_free(shelf.free_bytes if num_bytes is None else num_bytes)
 
+    def acquire_or_wait(
+        self, size_classes: Sequence[int], location: MemoryLocation
+    ) -> list[Extent]:
+        """`acquire`; where it is short, what is retired is waited for first. Raises the same."""
+        try:
+            return self.acquire(size_classes, location)
+        except OutOfPagesError:
+            self.reclaimer.wait()
+        return self.acquire(size_classes, location)
+
     def close_later(self, table: PageTable) -> None:
         """Take over a table without views that could not be closed; `trim` and `close` do it."""
         with self.lock:

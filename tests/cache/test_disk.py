@@ -1,0 +1,625 @@
+"""Sequences on disk: what comes back, what is refused, what a failure leaves behind."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import stat
+import struct
+import subprocess
+import sys
+import zlib
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.stamps import append, assert_holds
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from vmkv import (
+    Backend,
+    ClosedError,
+    ConfigError,
+    ExtentPool,
+    HostBackend,
+    KVCache,
+    OutOfAddressSpaceError,
+    OutOfPagesError,
+    Sequence,
+)
+from vmkv.cache import disk
+from vmkv.cache.cost import CostModel
+from vmkv.testing import FaultInjectingBackend, Scenario, check_every_call_can_fail
+from vmkv.units import KiB
+
+ALIASES = CostModel(map_us=0, unmap_us=0)
+MakeCache = Callable[..., KVCache]
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies go through a buffer that ends in the middle of tokens."""
+    monkeypatch.setattr(disk, "_CHUNK_BYTES", 1000)
+
+
+def _filled(cache: KVCache, num_tokens: int, *, first: int = 0) -> Sequence:
+    """A sequence of stamps, recorded as tokens."""
+    sequence = cache.open()
+    append(sequence, range(first, first + num_tokens))
+    sequence.record(range(first, first + num_tokens))
+    return sequence
+
+
+def _books(cache: KVCache) -> object:
+    """What a refused load must leave alone."""
+    cache.pool.reclaimer.wait()
+    cache.pool.reclaimer.free_idle_reservations()
+    cache.check()
+    return (
+        cache.pool.backend.usage(),
+        cache.pool.stats(),
+        sorted(cache._rows.live),
+        list(cache._rows.parked()),
+        cache.stats().num_sequences,
+    )
+
+
+# ---- what comes back ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("windows", [(), (1,), (20, 90)])
+@pytest.mark.parametrize("num_tokens", [0, 1, 4, 31, 333])
+def test_load_restores_what_was_saved(
+    no_underread: None,
+    small_chunks: None,
+    make_cache: MakeCache,
+    tmp_path: Path,
+    windows: tuple[int, ...],
+    num_tokens: int,
+) -> None:
+    """Every token that a query can see, in every group; the source is left as it was."""
+    cache = make_cache(windows=windows)
+    sequence = _filled(cache, num_tokens)
+    sequence.save(tmp_path / "kv")
+    assert_holds(sequence, range(num_tokens))
+    restored = cache.load(tmp_path / "kv")
+    assert_holds(restored, range(num_tokens))
+    assert num_tokens == restored.num_tokens == restored.num_cached_tokens
+    sequence.close()
+    append(restored, range(500, 520))
+    fork = restored.fork()
+    append(restored, range(600, 603))
+    assert_holds(restored, [*range(num_tokens), *range(500, 520), *range(600, 603)])
+    assert_holds(fork, [*range(num_tokens), *range(500, 520)])
+
+
+def test_restored_sequence_is_found_as_a_prefix(make_cache: MakeCache, tmp_path: Path) -> None:
+    """By its tenant, and by nobody else."""
+    source = make_cache()
+    _filled(source, 64).save(tmp_path / "kv")
+    cache = make_cache(HostBackend(4 * KiB))
+    restored = cache.load(tmp_path / "kv", tenant="a")
+    prompt = [*range(64), 7]
+    assert 0 == cache.open(prompt=prompt, tenant="b").num_cached_tokens
+    found = cache.open(prompt=prompt, tenant="a")
+    assert 64 == found.num_cached_tokens
+    assert_holds(found, range(64))
+    restored.close()
+
+
+@pytest.mark.parametrize("windows", [(), (20,)])
+@pytest.mark.parametrize("page_bytes", [16 * KiB, 4 * KiB])
+def test_pages_may_differ(
+    no_underread: None,
+    make_cache: MakeCache,
+    tmp_path: Path,
+    windows: tuple[int, ...],
+    page_bytes: int,
+) -> None:
+    """A file holds tokens, not pages; what a window's first page holds before them is zero."""
+    other_bytes = 20 * KiB - page_bytes
+    source = make_cache(HostBackend(page_bytes), windows=windows)
+    _filled(source, 107).save(tmp_path / "kv")
+    pool = ExtentPool(HostBackend(other_bytes), 400 * KiB, scrub="poison", close_when_unused=True)
+    cache = make_cache(pool, windows=windows)
+    restored = cache.load(tmp_path / "kv")
+    assert_holds(restored, range(107))
+    for layer in cache.layers:
+        group, _ = cache.place(layer)
+        mapped = restored.keys(layer)[group.first_mapped_token(restored.row, 107) :]
+        assert not mapped.isnan().any()
+    # What a window let go of is not there to go back to.
+    with pytest.raises(ConfigError, match="let go of") if windows else nullcontext():
+        restored.truncate(100)
+
+
+def test_token_rows_need_not_divide_pages(tmp_path: Path, small_chunks: None) -> None:
+    """Rows of 384 bytes over pages of 4096: tokens straddle pages."""
+    with KVCache("host", max_tokens=500, max_sequences=2, budget_bytes=4096 * KiB) as cache:
+        cache.add_layers([0, 5], num_kv_heads=3, head_dim=16, dtype=torch.float32)
+        sequence = _filled(cache, 417)
+        sequence.save(tmp_path / "kv")
+        sequence.close()
+        cache.trim()
+        assert_holds(cache.load(tmp_path / "kv"), range(417))
+        cache.check()
+
+
+_LOADER = """
+import sys
+import torch
+from helpers.stamps import assert_holds
+from vmkv import KVCache
+with KVCache(sys.argv[1], max_tokens=400, max_sequences=2, budget_bytes=1 << 26) as cache:
+    cache.add_layers(range(4), num_kv_heads=2, head_dim=32, dtype=torch.float32)
+    sequence = cache.load(sys.argv[2])
+    assert_holds(sequence, range(250))
+    assert 240 == cache.open(prompt=list(range(241))).num_cached_tokens
+    cache.check()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["host", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+def test_another_process_goes_on(device: str, tmp_path: Path) -> None:
+    """Saved while swapped out, closed, and loaded by a process that never saw this one."""
+    with KVCache(
+        device, max_tokens=400, max_sequences=2, budget_bytes=1 << 26, host_budget_bytes=1 << 26
+    ) as cache:
+        cache.add_layers(range(4), num_kv_heads=2, head_dim=32, dtype=torch.float32)
+        sequence = _filled(cache, 250)
+        sequence.swap_out()
+        sequence.save(tmp_path / "kv")
+        sequence.close()
+        cache.check()
+    done = subprocess.run(
+        [sys.executable, "-c", _LOADER, device, str(tmp_path / "kv")],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, Path(__file__).parents[1:3]))},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert 0 == done.returncode, done.stderr
+
+
+def test_disk_runs_on_every_backend(backend: Backend, tmp_path: Path) -> None:
+    """Resident, moving and swapped out, from each kind of memory."""
+    pages = 16 * backend.granularity_bytes
+    cache = KVCache(
+        backend, max_tokens=600, max_sequences=4, budget_bytes=pages, host_budget_bytes=3 * pages
+    )
+    cache.add_layers(range(2), num_kv_heads=2, head_dim=64, dtype=torch.float32)
+    sequence = _filled(cache, 300)
+    sequence.save(tmp_path / "0")
+    sequence.swap_out(wait=False)
+    sequence.save(tmp_path / "1")
+    sequence.swap_in()
+    sequence.swap_out()
+    sequence.save(tmp_path / "2")
+    sequence.close()
+    cache.trim()
+    contents = {(tmp_path / name).read_bytes() for name in "012"}
+    assert 1 == len(contents)
+    restored = cache.load(tmp_path / "2")
+    assert_holds(restored, range(300))
+    append(restored, range(900, 960))
+    assert_holds(restored, [*range(300), *range(900, 960)])
+    cache.check()
+    cache.close()
+
+
+# ---- where a sequence's memory can be -----------------------------------------------------
+
+
+@pytest.mark.parametrize("windows", [(), (20,)])
+@pytest.mark.parametrize("num_shared", [0, 4, 150, 333])
+def test_swapped_out_sequence_is_saved_whole(
+    no_underread: None,
+    small_chunks: None,
+    host: HostBackend,
+    make_cache: MakeCache,
+    tmp_path: Path,
+    windows: tuple[int, ...],
+    num_shared: int,
+) -> None:
+    """What it shares is still in device memory, the rest in the host's; a file has both."""
+    pool = ExtentPool(host, 4096 * KiB, host_budget_bytes=2048 * KiB, close_when_unused=True)
+    cache = make_cache(pool, windows=windows, cost_model=ALIASES)
+    source = cache.open()
+    cache.keeps_past = True
+    append(source, range(333))
+    sequence = source.fork(num_shared)
+    append(sequence, range(500, 540))
+    wanted = [*range(num_shared), *range(500, 540)]
+    sequence.swap_out()
+    before = _books(cache)
+    sequence.save(tmp_path / "kv")
+    assert before == _books(cache)
+    assert_holds(cache.load(tmp_path / "kv"), wanted)
+    sequence.swap_in()
+    assert_holds(sequence, wanted)
+    sequence.close()
+
+
+def test_spilled_sequence_is_saved_whole(
+    make_cache: MakeCache, host: HostBackend, tmp_path: Path
+) -> None:
+    """Some extents lie in host memory, at their place."""
+    pool = ExtentPool(host, 4096 * KiB, host_budget_bytes=2048 * KiB, close_when_unused=True)
+    cache = make_cache(pool)
+    sequence = _filled(cache, 333)
+    assert sequence.spill(100 * KiB)
+    sequence.save(tmp_path / "kv")
+    assert_holds(cache.load(tmp_path / "kv"), range(333))
+
+
+# ---- the file -----------------------------------------------------------------------------
+
+
+def test_file_is_an_ordinary_safetensors_file(make_cache: MakeCache, tmp_path: Path) -> None:
+    """Its tensors are raw token rows and token ids, and only this user may read them."""
+    cache = make_cache()
+    sequence = _filled(cache, 21)
+    path = tmp_path / "kv.safetensors"
+    sequence.save(path)
+    assert 0o600 == stat.S_IMODE(path.stat().st_mode)
+    assert ["kv.safetensors"] == os.listdir(tmp_path)
+    with safe_open(path, framework="pt") as file:
+        assert list(range(21)) == file.get_tensor("token_ids").tolist()
+        rows = file.get_tensor("group.0")
+        assert [21, 1024] == list(rows.shape)
+        first_key = rows[:, : 2 * 32 * 4].contiguous().view(torch.float32).reshape(21, 2, 32)
+        assert torch.equal(sequence.keys(0), first_key)
+        assert "vmkv sequence" == file.metadata()["format"]
+
+
+def test_save_replaces_the_file_at_once(make_cache: MakeCache, tmp_path: Path) -> None:
+    """An older save is either there or not; a reader who has it open reads it to its end."""
+    cache = make_cache()
+    _filled(cache, 30).save(tmp_path / "kv")
+    with open(tmp_path / "kv", "rb") as old:
+        content = (tmp_path / "kv").read_bytes()
+        _filled(cache, 31, first=100).save(str(tmp_path / "kv"))
+        assert content == old.read()
+    assert_holds(cache.load(tmp_path / "kv"), range(100, 131))
+
+
+def test_closed_sequence_is_not_saved(make_cache: MakeCache, tmp_path: Path) -> None:
+    """Neither it, nor one of a closed cache; and a closed cache loads nothing."""
+    cache = make_cache()
+    closed, live = _filled(cache, 5), _filled(cache, 5)
+    live.save(tmp_path / "kv")
+    closed.close()
+    with pytest.raises(ClosedError):
+        closed.save(tmp_path / "other")
+    cache.close()
+    with pytest.raises(ClosedError):
+        live.save(tmp_path / "other")
+    with pytest.raises(ClosedError):
+        cache.load(tmp_path / "kv")
+    assert ["kv"] == os.listdir(tmp_path)
+
+
+def test_save_says_where_it_cannot_write(make_cache: MakeCache, tmp_path: Path) -> None:
+    """A folder that is missing, or a path that is one; nothing is left lying about."""
+    sequence = _filled(make_cache(), 5)
+    with pytest.raises(FileNotFoundError):
+        sequence.save(tmp_path / "missing" / "kv")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(IsADirectoryError):
+        sequence.save(tmp_path / "folder")
+    assert ["folder"] == os.listdir(tmp_path)
+    assert_holds(sequence, range(5))
+
+
+# ---- files that are refused ---------------------------------------------------------------
+
+
+@pytest.fixture
+def saved(no_underread: None, make_cache: MakeCache, tmp_path: Path) -> Path:
+    """A file of 50 tokens of two groups."""
+    cache = make_cache(HostBackend(4 * KiB), windows=(20,))
+    _filled(cache, 50).save(tmp_path / "kv")
+    return tmp_path / "kv"
+
+
+def _refused(cache: KVCache, path: Path, match: str) -> None:
+    before = _books(cache)
+    with pytest.raises(ConfigError, match=match):
+        cache.load(path)
+    assert before == _books(cache)
+
+
+def test_truncated_file_is_refused(saved: Path, make_cache: MakeCache) -> None:
+    """Wherever it ends."""
+    cache = make_cache(windows=(20,))
+    whole = saved.read_bytes()
+    for length in (0, 7, 8, 9, 500, len(whole) // 2, len(whole) - 1):
+        saved.write_bytes(whole[:length])
+        _refused(cache, saved, "truncated")
+    saved.write_bytes(whole + b"\0")
+    _refused(cache, saved, "truncated")
+
+
+def test_any_flipped_bit_is_noticed(saved: Path, make_cache: MakeCache) -> None:
+    """In rows, token ids, lengths, digests; what still loads is what was saved."""
+    cache = make_cache(windows=(20,))
+    whole = saved.read_bytes()
+    header_bytes = 8 + int.from_bytes(whole[:8], "little")
+    randomly = random.Random(0)
+    places = [randomly.randrange(header_bytes) for _ in range(300)]
+    places += [randomly.randrange(header_bytes, len(whole)) for _ in range(60)]
+    num_refused = 0
+    for place in places:
+        flipped = bytearray(whole)
+        flipped[place] ^= 1 << randomly.randrange(8)
+        saved.write_bytes(flipped)
+        before = _books(cache)
+        try:
+            restored = cache.load(saved)
+        except ConfigError:
+            num_refused += 1
+            is_unchanged = before == _books(cache)
+        else:
+            is_unchanged = place < header_bytes
+            assert_holds(restored, range(50))
+            assert list(range(50)) == cache.prefixes.token_ids(restored.row)
+            restored.close()
+        assert is_unchanged, f"bit {place} was not noticed, or its file left something behind"
+    assert num_refused > 300
+
+
+def _with_metadata(path: Path, change: Callable[[dict[str, Any]], object], **cut: int) -> None:
+    """Rewrite the metadata of a file, with digests that fit what is new.
+
+    Of the tensors named, so many rows are cut off at the front.
+    """
+    with safe_open(path, framework="pt") as file:
+        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+        metadata: dict[str, Any] = dict(file.metadata())
+    metadata["sequence"] = json.loads(metadata["sequence"])
+    metadata["blake2b"] = json.loads(metadata["blake2b"])
+    for name, num_rows in cut.items():
+        tensors[name] = tensors[name][num_rows:].clone()
+        digest = hashlib.blake2b(tensors[name].numpy().tobytes(), digest_size=32)
+        metadata["blake2b"][name] = digest.hexdigest()
+    change(metadata)
+    if not isinstance(metadata["sequence"], str):
+        metadata["sequence"] = json.dumps(metadata["sequence"])
+    metadata["blake2b"]["sequence"] = disk._digest_of_text(metadata["sequence"])
+    save_file(tensors, path, metadata | {"blake2b": json.dumps(metadata["blake2b"])})
+
+
+CHANGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "format": (lambda m: m.update(format="other"), "no sequence"),
+    "version": (lambda m: m.update(version="2"), "version '2'"),
+    "json": (lambda m: m.update(sequence="{"), "save the sequence again"),
+    "list": (lambda m: m.update(sequence="[1]"), "no description"),
+    "nested": (lambda m: m.update(sequence="[" * 100_000), "save the sequence again"),
+    "no groups": (lambda m: m["sequence"].pop("groups"), "groups=None is not a list"),
+    "group": (lambda m: m["sequence"]["groups"].__setitem__(0, 7), "no description"),
+    "fewer groups": (lambda m: m["sequence"]["groups"].pop(), "1 layer groups"),
+    "length": (lambda m: m["sequence"].update(num_tokens=51), "group.0 is U8"),
+    "long": (lambda m: m["sequence"].update(num_tokens=401), "max_tokens=400"),
+    "negative": (lambda m: m["sequence"].update(num_tokens=-1), "num_tokens=-1"),
+    "bool": (lambda m: m["sequence"].update(num_tokens=True), "num_tokens=True"),
+    "float": (lambda m: m["sequence"].update(first_tokens=[0.0, 28]), "first_tokens"),
+    "late": (lambda m: m["sequence"].update(first_tokens=[1, 28]), "group.0 is U8"),
+    "fewer firsts": (lambda m: m["sequence"].update(first_tokens=[0]), "other tensors"),
+    "digest": (lambda m: m["blake2b"].update({"group.1": "0" * 64}), "corrupt: group.1"),
+    "no digest": (lambda m: m["blake2b"].pop("token_ids"), "token_ids=None"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_forged_metadata_is_refused(saved: Path, make_cache: MakeCache, name: str) -> None:
+    """Even with a digest that fits: nothing in it is believed."""
+    change, match = CHANGES[name]
+    _with_metadata(saved, change)
+    _refused(make_cache(windows=(20,)), saved, match)
+
+
+def test_file_that_lacks_what_a_window_sees_is_refused(saved: Path, make_cache: MakeCache) -> None:
+    """Sound in itself, but no query could be answered with it. One token less is too little."""
+    whole = saved.read_bytes()
+    (first,) = json.loads(safe_open(saved, "pt").metadata()["sequence"])["first_tokens"][1:]
+    assert 28 == first
+    for num_lacking in (3, 4):
+        saved.write_bytes(whole)
+        _with_metadata(
+            saved,
+            lambda m, n=num_lacking: m["sequence"].update(first_tokens=[0, 28 + n]),
+            **{"group.1": num_lacking},
+        )
+        cache = make_cache(HostBackend(4 * KiB), windows=(20,))
+        if num_lacking == 3:
+            assert_holds(cache.load(saved), range(50))
+        else:
+            _refused(cache, saved, "group.1 lacks tokens")
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        {"group.0": torch.zeros(50, 1024, dtype=torch.uint8)},
+        {"group.0": torch.zeros(50, 512, dtype=torch.uint8)},
+        {"group.0": torch.zeros(50 * 1024, dtype=torch.uint8)},
+        {"group.0": torch.zeros(50, 1024, dtype=torch.int8)},
+        {"token_ids": torch.zeros(51, dtype=torch.int64)},
+        {"token_ids": torch.zeros((), dtype=torch.int64)},
+        {"token_ids": torch.zeros(50, dtype=torch.int32)},
+        {"more": torch.zeros(1)},
+    ],
+    ids=lambda tensors: str({name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}),
+)
+def test_other_tensors_are_refused(
+    saved: Path, make_cache: MakeCache, tensors: dict[str, torch.Tensor]
+) -> None:
+    """Of another name, shape, type or content than the description says."""
+    with safe_open(saved, framework="pt") as file:
+        others = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+        metadata = file.metadata()
+    save_file(others | tensors, saved, metadata)
+    _refused(make_cache(windows=(20,)), saved, "save the sequence again|other tensors")
+
+
+def test_strangers_files_are_refused(make_cache: MakeCache, tmp_path: Path) -> None:
+    """A model's weights, a text, nothing at all."""
+    cache = make_cache()
+    save_file({"weight": torch.zeros(3)}, tmp_path / "model")
+    _refused(cache, tmp_path / "model", "no sequence")
+    (tmp_path / "text").write_text("It was a bright cold day in April. " * 9)
+    _refused(cache, tmp_path / "text", "no safetensors file")
+    (tmp_path / "huge").write_bytes(struct.pack("<Q", 1 << 62) + b"{}")
+    _refused(cache, tmp_path / "huge", "no safetensors file")
+    with pytest.raises(FileNotFoundError):
+        cache.load(tmp_path / "missing")
+    with pytest.raises(OSError, match=r"No such device|directory"):
+        cache.load(tmp_path)
+    _books(cache)
+
+
+GEOMETRIES: list[tuple[dict[str, Any], str]] = [
+    ({"num_kv_heads": 1, "head_dim": 64}, "num_k_heads=2, this cache has 1"),
+    ({"head_dim": 16}, "k_dim=32, this cache has 16"),
+    ({"v_head_dim": 16}, "v_dim=32, this cache has 16"),
+    ({"dtype": torch.int32}, "dtype='float32', this cache has 'int32'"),
+    ({"window_tokens": 40}, "window_tokens=None, this cache has 40"),
+    ({"layers": [0]}, "places_and_layers"),
+    ({"layers": [1, 0]}, "places_and_layers"),
+    ({"layers": []}, "no layers yet"),
+]
+
+
+@pytest.mark.parametrize(("other", "match"), GEOMETRIES, ids=str)
+def test_other_geometry_is_refused(
+    cache: KVCache, tmp_path: Path, other: dict[str, Any], match: str
+) -> None:
+    """It says what differs."""
+    _filled(cache, 9).save(tmp_path / "kv")
+    shape: dict[str, Any] = {"num_kv_heads": 2, "head_dim": 32, "dtype": torch.float32, **other}
+    layers = shape.pop("layers", [0, 1])
+    with KVCache("host", max_tokens=400, max_sequences=2, layers_per_group=2) as mine:
+        if layers:
+            mine.add_layers(layers, **shape)
+        _refused(mine, tmp_path / "kv", match)
+
+
+# ---- no room ------------------------------------------------------------------------------
+
+
+def test_load_without_memory_or_row_leaves_no_sequence(
+    make_cache: MakeCache, tmp_path: Path
+) -> None:
+    """And succeeds when there is some again; parked rows give way."""
+    _filled(make_cache(HostBackend(4 * KiB)), 100).save(tmp_path / "kv")
+    cache = make_cache(budget_bytes=40 * 4 * KiB, max_sequences=2)
+    held = _filled(cache, 80)
+    with pytest.raises(OutOfPagesError, match="needs"):
+        cache.load(tmp_path / "kv")
+    assert_holds(held, range(80))
+    assert [1, 1] == [cache.stats().num_sequences, len(cache._rows.live)]
+    cache.check()
+    other = cache.open()
+    with pytest.raises(OutOfAddressSpaceError, match="rows"):
+        cache.load(tmp_path / "kv")
+    other.close()
+    held.close()
+    assert_holds(cache.load(tmp_path / "kv"), range(100))
+
+
+def _world(backend: FaultInjectingBackend) -> tuple[KVCache, Sequence]:
+    budget = 128 * backend.granularity_bytes
+    pool = ExtentPool(backend, budget, host_budget_bytes=budget, close_when_unused=True)
+    cache = KVCache(pool, max_tokens=400, max_sequences=3, layers_per_group=2)
+    for first, window_tokens in ((0, None), (2, 20)):
+        cache.add_layers(
+            [first, first + 1],
+            num_kv_heads=2,
+            head_dim=32,
+            dtype=torch.float32,
+            window_tokens=window_tokens,
+        )
+    return cache, _filled(cache, 90)
+
+
+@pytest.mark.parametrize("is_out_of_memory", [False, True], ids=["broken", "full"])
+def test_every_driver_call_of_load_can_fail(
+    tmp_path: Path, is_out_of_memory: bool, no_underread: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No sequence, no memory held, and the next attempt succeeds."""
+    monkeypatch.setattr(disk, "_CHUNK_BYTES", 16 * KiB)
+
+    def scenario(backend: FaultInjectingBackend) -> Scenario:
+        cache, sequence = _world(backend)
+        sequence.save(tmp_path / "kv")
+
+        def observe() -> object:
+            assert_holds(sequence, range(90))
+            return sorted(cache._rows.live), list(cache._rows.parked())
+
+        def operation() -> None:
+            assert_holds(cache.load(tmp_path / "kv"), range(90))
+
+        return Scenario(operation, observe, cache.check, cache.close)
+
+    struck = check_every_call_can_fail(
+        lambda: HostBackend(4 * KiB), scenario, is_out_of_memory=is_out_of_memory
+    )
+    assert {"mem_create", "mem_map", "mem_set_access", "copy"} <= set(struck)
+
+
+@pytest.mark.parametrize("is_swapped", [False, True])
+def test_every_driver_call_of_save_can_fail(
+    tmp_path: Path, is_swapped: bool, no_underread: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The older file stays, no other appears, and the sequence is what it was."""
+    monkeypatch.setattr(disk, "_CHUNK_BYTES", 16 * KiB)
+
+    def scenario(backend: FaultInjectingBackend) -> Scenario:
+        cache, sequence = _world(backend)
+        if is_swapped:
+            sequence.swap_out()
+            cache.pool.reclaimer.wait()
+        (tmp_path / "kv").write_text("older")
+
+        def observe() -> object:
+            files = {path.name: zlib.crc32(path.read_bytes()) for path in tmp_path.iterdir()}
+            return sequence.is_resident, files, cache.pool.stats()
+
+        return Scenario(lambda: sequence.save(tmp_path / "kv"), observe, cache.check, cache.close)
+
+    struck = check_every_call_can_fail(lambda: HostBackend(4 * KiB), scenario)
+    assert {"copy"} <= set(struck)
+    assert is_swapped == ("mem_map" in struck)
+
+
+def test_disk_that_is_full_leaves_the_older_file(
+    make_cache: MakeCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel's own refusal, by a limit on what a process may write."""
+    import resource
+    import signal
+
+    sequence = _filled(make_cache(), 300)
+    (tmp_path / "kv").write_text("older")
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100 * KiB, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            sequence.save(tmp_path / "kv")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert ["kv"] == os.listdir(tmp_path)
+    assert "older" == (tmp_path / "kv").read_text()
+    sequence.save(tmp_path / "kv")
+    assert_holds(sequence, range(300))

@@ -1,0 +1,1132 @@
+"""Prefixes shared between processes: what is read, what is refused, who may write, who survives.
+
+The second process is real wherever that matters; a peer that misbehaves is played by hand, byte
+by byte, over a real socket.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import json
+import os
+import signal
+import socket
+import stat
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.stamps import append, assert_holds
+
+from vmkv import (
+    ClosedError,
+    ConfigError,
+    ExtentPool,
+    HostBackend,
+    KVCache,
+    OutOfAddressSpaceError,
+    OutOfPagesError,
+)
+from vmkv.backend import Access
+from vmkv.cache.process import PrefixExporter, importer, protocol
+from vmkv.errors import DriverError
+from vmkv.testing import FaultInjectingBackend, Scenario, check_every_call_can_fail
+from vmkv.units import KiB
+
+PAGE = 4 * KiB
+ROOT = Path(__file__).parents[2]
+MakeCache = Callable[..., KVCache]
+DEVICES = ["host", pytest.param("cuda:0", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture
+def make_shareable(make_cache: MakeCache) -> MakeCache:
+    """`make_cache` over a pool of its own, as a process of its own would have it."""
+
+    def make(**options: Any) -> KVCache:
+        pool_options: dict[str, Any] = {"is_shareable": True, "budget_bytes": 4096 * KiB}
+        pool_options |= options.pop("pool", {})
+        pool = ExtentPool(HostBackend(PAGE), close_when_unused=True, **pool_options)
+        return make_cache(pool, **options)
+
+    return make
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    """Where exporters listen."""
+    return str(tmp_path / "s")
+
+
+def _books(cache: KVCache) -> object:
+    """What a failed import must leave alone."""
+    gc.collect()  # Other tests' descriptors may hang on a cycle.
+    cache.pool.reclaimer.wait()
+    cache.check()
+    return (
+        cache.pool.backend.usage(),
+        cache.pool.imported_extents(),
+        sorted(cache._rows.live),
+        list(cache._rows.parked()),
+        len(os.listdir("/proc/self/fd")),
+    )
+
+
+def _imported(exporter: PrefixExporter, cache: KVCache, **options: Any) -> Any:
+    """A sequence from an exporter of this process, which serves it from a thread."""
+    with _serving(exporter) as failures:
+        sequence = cache.import_prefix(exporter.socket_path, **options)
+    assert [] == failures
+    return sequence
+
+
+@contextmanager
+def _serving(exporter: PrefixExporter) -> Iterator[list[BaseException]]:
+    """`exporter.serve_one` in a thread; what it raises is in the list when the block has ended."""
+    failures: list[BaseException] = []
+
+    def serve() -> None:
+        try:
+            exporter.serve_one(timeout_s=60)
+        except Exception as error:  # noqa: BLE001  # The test looks at it.
+            failures.append(error)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield failures
+    finally:
+        thread.join(timeout=60)
+        assert not thread.is_alive()
+
+
+# ---- real processes -----------------------------------------------------------------------
+
+_PRELUDE = """
+import sys
+import torch
+from helpers.stamps import append, assert_holds
+from vmkv import ExtentPool, KVCache, open_backend
+
+def make_cache(device):
+    backend = open_backend(device)
+    pool = ExtentPool(
+        backend, 64 * max(backend.granularity_bytes, 65536), is_shareable=True,
+        page_bytes=max(backend.granularity_bytes, 65536), close_when_unused=True,
+    )
+    cache = KVCache(pool, max_tokens=400, max_sequences=4, layers_per_group=2)
+    # Four tokens fill a page.
+    head_dim = pool.page_bytes // 4 // 2 // 2 // 2 // 4
+    cache.add_layers([0, 1], num_kv_heads=2, head_dim=head_dim, dtype=torch.float32)
+    return cache
+"""
+_EXPORTER = """
+cache = make_cache(sys.argv[1])
+sequence = cache.open()
+append(sequence, range(100))  # 25 whole pages.
+append(sequence, range(100, 103))
+sequence.record(range(103))
+exporter = sequence.export(sys.argv[2])
+exporter.start()
+print(exporter.num_tokens, flush=True)
+sys.stdin.readline()  # Until it is killed, or told to go on.
+append(sequence, range(1000, 1020))
+sequence.truncate(50)
+append(sequence, range(2000, 2020))
+assert_holds(sequence, [*range(50), *range(2000, 2020)])
+exporter.close()
+cache.check()
+print(exporter.num_served, exporter.num_failed, flush=True)
+sequence.close()
+cache.trim()
+sys.stdin.readline()
+cache.check()
+cache.close()
+"""
+_IMPORTER = """
+cache = make_cache(sys.argv[1])
+sequence = cache.import_prefix(sys.argv[2])
+assert_holds(sequence, range(100))
+fork = sequence.fork(60)
+append(fork, range(500, 505))
+append(sequence, range(700, 720))
+assert_holds(fork, [*range(60), *range(500, 505)])
+assert_holds(sequence, [*range(100), *range(700, 720)])
+cache.check()
+cache.close()
+"""
+_WRITER = """
+cache = make_cache(sys.argv[1])
+sequence = cache.import_prefix(sys.argv[2])
+sequence.keys(0)[:] += sequence.keys(1)
+print("read and written")
+if cache.device.type == "cuda":
+    torch.cuda.synchronize()
+print("unpunished")
+"""
+_WRITING_EXPORTER = """
+cache = make_cache(sys.argv[1])
+sequence = cache.open()
+append(sequence, range(100))
+append(sequence, range(100, 103))
+exporter = sequence.export(sys.argv[2])
+sequence.keys(0)[100:] = 1  # The tail is not exported.
+if cache.device.type == "cuda":
+    torch.cuda.synchronize()
+print("the tail is written", flush=True)
+sequence.keys(0)[:] = 1
+if cache.device.type == "cuda":
+    torch.cuda.synchronize()
+print("unpunished")
+"""
+
+
+def _start(script: str, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", _PRELUDE + script, *arguments],
+        env=os.environ
+        | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@contextmanager
+def _exporting(device: str, path: str) -> Iterator[subprocess.Popen[str]]:
+    """A process that exports 100 of its 103 tokens at `path`."""
+    child = _start(_EXPORTER, device, path)
+    try:
+        assert child.stdout is not None
+        first_line = child.stdout.readline()
+        if first_line != "100\n":
+            pytest.fail(f"the exporter says {first_line!r}: {child.communicate(timeout=60)}")
+        yield child
+    finally:
+        child.kill()
+        child.communicate(timeout=60)
+
+
+def _same_cache(device: str) -> KVCache:
+    names: dict[str, Any] = {}
+    exec(_PRELUDE, names)
+    cache = names["make_cache"](device)
+    assert isinstance(cache, KVCache)
+    return cache
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", DEVICES)
+def test_import_reads_another_process_and_outlives_it(device: str, path: str) -> None:
+    """What it shares is read here before and after it is killed, and goes on here."""
+    with _same_cache(device) as cache:
+        with _exporting(device, path) as child:
+            before = cache.pool.stats().created_bytes
+            sequence = cache.import_prefix(path, tenant="a")
+            assert (100, 100) == (sequence.num_tokens, sequence.num_cached_tokens)
+            assert before == cache.pool.stats().created_bytes, "a copy was made"
+            assert_holds(sequence, range(100))
+            child.kill()
+            assert -signal.SIGKILL == child.wait(timeout=60)
+        assert_holds(sequence, range(100))
+        append(sequence, range(500, 530))
+        wanted = [*range(100), *range(500, 530)]
+        assert_holds(sequence, wanted)
+        prompt = [*range(96), 7, 7]
+        assert 0 == cache.open(prompt=prompt, tenant="b").num_cached_tokens
+        found = cache.open(prompt=prompt, tenant="a")
+        assert 96 == found.num_cached_tokens
+        append(found, range(900, 903))
+        sequence.close()
+        assert_holds(found, [*range(96), *range(900, 903)])
+        cache.check()
+        found.close()
+        cache.trim()
+        assert [] == cache.pool.imported_extents()
+        cache.check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", DEVICES)
+def test_exporter_goes_on_while_others_read(device: str, path: str) -> None:
+    """It truncates into what it shared, writes, closes and trims: nobody else sees any of it."""
+    with _same_cache(device) as cache, _exporting(device, path) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        sequences = [cache.import_prefix(path) for _ in range(3)]
+        child.stdin.write("\n")
+        child.stdin.flush()
+        assert "3 0\n" == child.stdout.readline()
+        for at, sequence in enumerate(sequences):
+            append(sequence, range(100 * at, 100 * at + 9))
+            assert_holds(sequence, [*range(100), *range(100 * at, 100 * at + 9)])
+        cache.check()
+        _, errors = child.communicate("\n", timeout=60)
+        assert 0 == child.returncode, errors
+        assert_holds(sequences[0], [*range(100), *range(9)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", DEVICES)
+def test_several_processes_import_at_once(device: str, path: str) -> None:
+    """The exporter's thread serves them in turn."""
+    with _exporting(device, path):
+        children = [_start(_IMPORTER, device, path) for _ in range(3)]
+        for child in children:
+            _, errors = child.communicate(timeout=120)
+            assert 0 == child.returncode, errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", DEVICES)
+def test_importers_write_is_a_fault(device: str, path: str) -> None:
+    """The hardware refuses it, and whoever else reads sees nothing of the attempt."""
+    with _same_cache(device) as cache, _exporting(device, path):
+        sequence = cache.import_prefix(path)
+        child = _start(_WRITER, device, path)
+        output, errors = child.communicate(timeout=120)
+        assert "unpunished" not in output
+        if device == "host":
+            assert (-signal.SIGSEGV, "") == (child.returncode, output)
+        else:
+            assert "illegal memory access" in errors
+        assert_holds(sequence, range(100))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", DEVICES)
+def test_exporters_own_write_is_a_fault(device: str, path: str) -> None:
+    """What was shared is frozen for its writer as well; the tail behind is not."""
+    child = _start(_WRITING_EXPORTER, device, path)
+    output, errors = child.communicate(timeout=120)
+    assert "the tail is written\n" == output, errors
+    if device == "host":
+        assert -signal.SIGSEGV == child.returncode
+    else:
+        assert "illegal memory access" in errors
+
+
+# ---- what is shared -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_tokens", [None, 333, 300, 37, 20, 4])
+def test_prefix_is_cut_to_whole_extents(
+    make_shareable: MakeCache, path: str, num_tokens: int | None
+) -> None:
+    """The importer gets what they cover, never more than was asked for, and no copy is made."""
+    source, target = make_shareable(), make_shareable()
+    sequence = source.open()
+    for length in (4, 37, 292):  # Extents of 1; of 8, 2; of 32, 32, 8, 1 pages.
+        append(sequence, range(sequence.num_tokens, sequence.num_tokens + length))
+    sequence.record(range(50))
+    with sequence.export(path, num_tokens) as exporter:
+        restored = _imported(exporter, target)
+        ends = [4 * each.end_page for each in source.groups[0].table.rows[0].mappings]
+        longest = max(end for end in ends if end <= (num_tokens or 333))
+        assert longest == exporter.num_tokens == restored.num_tokens
+        assert list(range(min(50, restored.num_tokens))) == target.prefixes.token_ids(restored.row)
+        source.check()
+    assert 0 == target.pool.stats().created_bytes
+    assert_holds(restored, range(restored.num_tokens))
+    length = restored.num_tokens
+    append(restored, range(800, 820))
+    assert 20 * KiB == target.pool.stats().created_bytes
+    assert_holds(restored, [*range(length), *range(800, 820)])
+    append(sequence, range(333, 340))
+    assert_holds(sequence, range(340))
+
+
+def test_layer_groups_are_cut_alike(
+    no_underread: None, make_shareable: MakeCache, path: str
+) -> None:
+    """A window's extents are small and a full group's large: the shortest run decides."""
+    source = make_shareable(windows=(20, 90))
+    target = make_shareable(windows=(20, 90))
+    sequence = source.open()
+    source.keeps_past = True
+    append(sequence, range(209))
+    with sequence.export(path) as exporter:
+        restored = _imported(exporter, target)
+        assert 204 <= restored.num_tokens <= 208
+    length = restored.num_tokens
+    assert_holds(restored, range(length))
+    for step in range(length, 260):
+        append(restored, [step])
+        assert_holds(restored, range(step + 1))
+    with pytest.raises(ConfigError, match="let go"):
+        restored.truncate(100)
+
+
+def test_what_was_never_written_is_not_offered(
+    no_underread: None, make_shareable: MakeCache, path: str, tmp_path: Path
+) -> None:
+    """A page can begin before what it holds: an importer may not go back there either."""
+    options = {"windows": (20,), "pool": {"page_bytes": 4 * PAGE}}
+    origin = make_shareable(windows=(20,)).open()
+    append(origin, range(107))
+    origin.save(tmp_path / "kv")
+    source = make_shareable(**options).load(tmp_path / "kv")
+    append(source, range(107, 112))
+    with source.export(path) as exporter:
+        restored = _imported(exporter, make_shareable(**options))
+    assert_holds(restored, range(112))
+    restored.truncate(107)
+    for sequence in (source, restored):
+        with pytest.raises(ConfigError, match="let go"):
+            sequence.truncate(100)
+
+
+def test_row_of_one_import_takes_the_next(make_shareable: MakeCache, path: str) -> None:
+    """What the row held before is unmapped first."""
+    source, target = make_shareable(), make_shareable(max_sequences=1)
+    sequence = source.open()
+    append(sequence, range(64))
+    with sequence.export(path) as exporter:
+        for _ in range(3):
+            restored = _imported(exporter, target)
+            assert_holds(restored, range(64))
+            restored.close()
+    assert 1 == len(target.pool.imported_extents())
+
+
+def test_window_that_has_passed_is_said_to_have(
+    no_underread: None, make_shareable: MakeCache, path: str
+) -> None:
+    """What a shorter prefix would see is gone, so it is refused; nothing is frozen."""
+    cache = make_shareable(windows=(20,))
+    sequence = cache.open()
+    for _ in range(30):
+        append(sequence, range(8))
+    with pytest.raises(ConfigError, match="let go"):
+        sequence.export(path, 100)
+    assert not os.path.exists(path)
+    assert all(extent.is_recyclable for extent in cache.pool.extents())
+
+
+def test_token_rows_that_straddle_pages(path: str) -> None:
+    """Half a token at the end of what is shared: appending copies that extent first."""
+    caches = []
+    for _ in range(2):
+        pool = ExtentPool(HostBackend(PAGE), 4096 * KiB, is_shareable=True, close_when_unused=True)
+        caches.append(KVCache(pool, max_tokens=500, max_sequences=2, layers_per_group=2))
+        caches[-1].add_layers([0, 1], num_kv_heads=3, head_dim=16, dtype=torch.float32)
+    source, target = caches
+    sequence = source.open()
+    append(sequence, range(415))
+    with sequence.export(path) as exporter:
+        restored = _imported(exporter, target)
+    length = restored.num_tokens
+    assert length * 768 % PAGE, "tokens end where a page does: this tests nothing"
+    append(restored, range(800, 830))
+    assert_holds(restored, [*range(length), *range(800, 830)])
+    assert_holds(sequence, range(415))
+    for cache in caches:
+        cache.check()
+        cache.close()
+
+
+def test_parent_of_what_a_fork_exports_is_frozen_too(make_shareable: MakeCache, path: str) -> None:
+    """The extents are the parent's, which kept its right to write: it loses it."""
+    cache = make_shareable()
+    parent = cache.open()
+    append(parent, range(300))
+    fork = parent.fork()
+    assert any(
+        mapping.access is Access.READ_WRITE and mapping.extent.is_shared
+        for mapping in cache.groups[0].table.rows[parent.row].mappings
+    )
+    with fork.export(path):
+        assert not any(
+            mapping.access is Access.READ_WRITE and mapping.extent.is_shared
+            for row in (parent.row, fork.row)
+            for mapping in cache.groups[0].table.rows[row].mappings
+        )
+        cache.check()
+    parent.truncate(8)
+    append(parent, range(500, 510))
+    assert_holds(parent, [*range(8), *range(500, 510)])
+    assert_holds(fork, range(300))
+
+
+def test_what_was_exported_is_never_recycled(make_shareable: MakeCache, path: str) -> None:
+    """A new sequence in the parked row gets other memory; the old is released."""
+    source, target = make_shareable(), make_shareable()
+    sequence = source.open()
+    append(sequence, range(128))
+    with sequence.export(path) as exporter:
+        restored = _imported(exporter, target)
+        sequence.close()
+        stranger = source.open(128)
+        append(stranger, range(900, 1028))
+        assert 256 * KiB == source.pool.stats().created_bytes, "the exporter holds it"
+    source.pool.reclaimer.wait()
+    assert 128 * KiB == source.pool.stats().created_bytes
+    source.check()
+    assert_holds(restored, range(128))
+    assert_holds(stranger, range(900, 1028))
+
+
+def test_imported_row_is_parked_adopted_and_given_up(make_shareable: MakeCache, path: str) -> None:
+    """A new sequence cannot write there, so it gives the imported extents up."""
+    source, target = make_shareable(), make_shareable(max_sequences=1)
+    sequence = source.open()
+    append(sequence, range(128))
+    with sequence.export(path) as exporter:
+        _imported(exporter, target).close()
+    assert 1 == len(target.pool.imported_extents())
+    stranger = target.open(50)
+    append(stranger, range(700, 750))
+    assert_holds(stranger, range(700, 750))
+    target.pool.reclaimer.wait()
+    assert [] == target.pool.imported_extents()
+
+
+def test_importing_sequence_is_swapped_and_saved(
+    make_shareable: MakeCache, path: str, tmp_path: Path
+) -> None:
+    """What it imported stays; its own goes to the host and back, or all of it to a file."""
+    source = make_shareable()
+    target = make_shareable(pool={"host_budget_bytes": 1024 * KiB})
+    sequence = source.open()
+    append(sequence, range(128))
+    with sequence.export(path) as exporter:
+        restored = _imported(exporter, target)
+    append(restored, range(500, 550))
+    wanted = [*range(128), *range(500, 550)]
+    restored.swap_out()
+    assert 52 * KiB == target.stats().host_bytes
+    restored.save(tmp_path / "kv")
+    restored.swap_in()
+    assert_holds(restored, wanted)
+    assert_holds(source.load(tmp_path / "kv"), wanted)
+
+
+def test_exporter_outlives_sequence_and_cache(make_shareable: MakeCache, path: str) -> None:
+    """It holds what it shares, and the pool with it, until it is closed."""
+    source, target = make_shareable(), make_shareable()
+    sequence = source.open()
+    append(sequence, range(128))
+    with sequence.export(path) as exporter:
+        source.close()
+        restored = _imported(exporter, target)
+        assert_holds(restored, range(128))
+        assert 128 * KiB == source.pool.stats().created_bytes
+    assert 0 == source.pool.backend.usage().num_handles
+    with pytest.raises(ClosedError):
+        source.pool.acquire([0])
+
+
+# ---- what cannot be exported --------------------------------------------------------------
+
+
+def test_exports_that_cannot_be(make_shareable: MakeCache, path: str) -> None:
+    """Each says why, leaves no socket, and freezes nothing."""
+    plain = make_shareable(pool={"is_shareable": False}).open()
+    append(plain, range(20))
+    with pytest.raises(ConfigError, match="is_shareable=True"):
+        plain.export(path)
+    source = make_shareable(pool={"host_budget_bytes": 1024 * KiB})
+    sequence = source.open()
+    for num_tokens in (None, 0):
+        with pytest.raises(ConfigError, match="cannot export 0 tokens"):
+            sequence.export(path, num_tokens)
+    append(sequence, range(39))
+    with pytest.raises(ConfigError, match="cannot export 40 tokens"):
+        sequence.export(path, 40)
+    with pytest.raises(ConfigError, match="must be an integer"):
+        sequence.export(path, -1)
+    with pytest.raises(ConfigError, match="only whole extents"):
+        sequence.export(path, 3)
+    sequence.spill(8 * KiB)
+    with pytest.raises(ConfigError, match="spilled"):
+        sequence.export(path)
+    sequence.unspill()
+    sequence.swap_out()
+    with pytest.raises(ConfigError, match="swapped out"):
+        sequence.export(path)
+    sequence.swap_in()
+    assert not os.path.exists(path)
+    assert all(extent.is_recyclable for extent in source.pool.extents())
+    append(sequence, range(39, 60))
+    sequence.close()
+    with pytest.raises(ClosedError):
+        sequence.export(path)
+
+
+def test_import_is_not_exported_again(make_shareable: MakeCache, path: str) -> None:
+    """Its descriptors are the first exporter's to give."""
+    source, target = make_shareable(), make_shareable()
+    sequence = source.open()
+    append(sequence, range(128))
+    with sequence.export(path) as exporter:
+        restored = _imported(exporter, target)
+    with pytest.raises(ConfigError, match="imported"):
+        restored.export(path)
+    append(restored, range(8))
+
+
+# ---- the socket ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sequence(make_shareable: MakeCache) -> Any:
+    """A sequence of 39 tokens: nine pages are whole, in two extents."""
+    cache = make_shareable()
+    made = cache.open()
+    append(made, range(36))
+    append(made, range(36, 39))
+    made.record(range(39))
+    return made
+
+
+def test_socket_is_this_users_and_goes_with_the_exporter(sequence: Any, path: str) -> None:
+    """Nobody else can even connect."""
+    with sequence.export(path) as exporter:
+        assert 0o600 == stat.S_IMODE(os.lstat(path).st_mode)
+        assert path == exporter.socket_path
+    assert not os.path.exists(path)
+    exporter.close()
+    with pytest.raises(ClosedError):
+        exporter.serve_one()
+    with pytest.raises(ClosedError):
+        exporter.start()
+
+
+def test_path_in_use_is_left_alone(sequence: Any, tmp_path: Path, path: str) -> None:
+    """A file, or an exporter that lives; only what a dead one left is replaced."""
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ConfigError, match="exists already"):
+        sequence.export(tmp_path / "file")
+    assert "mine" == (tmp_path / "file").read_text()
+    with sequence.export(path) as first:
+        with pytest.raises(ConfigError, match="exists already"):
+            sequence.export(path)
+        assert os.path.exists(path)
+        with pytest.raises(ConnectionError):  # That was the second, looking whether we live.
+            first.serve_one(timeout_s=60)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
+        dead.bind(path)
+    with sequence.export(path):
+        assert os.path.exists(path)
+    with pytest.raises(ConfigError, match="too long"):
+        sequence.export(str(tmp_path / ("x" * 120)))
+    with pytest.raises(FileNotFoundError):
+        sequence.export(tmp_path / "missing" / "s")
+
+
+def test_socket_of_a_successor_is_not_removed(sequence: Any, path: str) -> None:
+    """Closing removes the socket that it made, not one that has its name by now."""
+    first = sequence.export(path)
+    os.unlink(path)
+    with sequence.export(path):
+        first.close()
+        assert os.path.exists(path)
+
+
+def test_waiting_for_importers_ends(sequence: Any, path: str) -> None:
+    """After the given time, or when the exporter is closed from another thread."""
+    exporter = sequence.export(path)
+    with pytest.raises(TimeoutError, match="nobody came"):
+        exporter.serve_one(timeout_s=0.01)
+    exporter.start()
+    with pytest.raises(ConfigError, match="serves already"):
+        exporter.start()
+    exporter.close()
+    assert [] == [each for each in threading.enumerate() if path in each.name]
+
+
+def test_nobody_there(make_shareable: MakeCache, path: str) -> None:
+    """No socket; one that nobody listens to; one whose exporter never answers."""
+    cache = make_shareable()
+    before = _books(cache)
+    with pytest.raises(FileNotFoundError):
+        cache.import_prefix(path)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
+        server.bind(path)
+        with pytest.raises(ConnectionRefusedError):
+            cache.import_prefix(path)
+        server.listen()
+        with pytest.raises(TimeoutError, match=r"more than 0\.05 s"):
+            cache.import_prefix(path, timeout_s=0.05)
+    assert before == _books(cache)
+
+
+def test_foreign_users_are_refused(sequence: Any, make_shareable: MakeCache, path: str) -> None:
+    """By the kernel's word for who they are, on either side; they learn nothing."""
+    cache = make_shareable()
+    others = [os.geteuid() + 1]
+    before = _books(cache)
+    with sequence.export(path, allowed_uids=others) as exporter:
+        with (
+            _serving(exporter) as failures,
+            pytest.raises(ConfigError, match=r"refused.*not allow"),
+        ):
+            cache.import_prefix(path)
+        assert isinstance(failures[0], ConfigError)
+        assert (0, 1) == (exporter.num_served, exporter.num_failed)
+    with sequence.export(path) as exporter:
+        with _serving(exporter) as failures, pytest.raises(ConfigError, match="not allowed"):
+            cache.import_prefix(path, allowed_uids=others)
+        assert isinstance(failures[0], ConfigError | ConnectionError)
+        assert before[:-1] == _books(cache)[:-1]  # The exporter is open.
+        assert_holds(_imported(exporter, cache), range(36))
+        assert (1, 1) == (exporter.num_served, exporter.num_failed)
+
+
+# ---- a peer that misbehaves ---------------------------------------------------------------
+
+
+def _frame(message: bytes, *, magic: bytes = b"vmkv", version: int = 1) -> bytes:
+    return struct.pack("<4sII", magic, version, len(message)) + message
+
+
+@contextmanager
+def _fake_exporter(path: str, talk: Callable[[socket.socket], None]) -> Iterator[None]:
+    """A server at `path` that has one conversation."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
+        server.bind(path)
+        server.listen()
+
+        def run() -> None:
+            connection, _ = server.accept()
+            with connection, suppress(ConnectionError):
+                connection.settimeout(60)
+                talk(connection)
+                while connection.recv(1 << 16):  # Until the other side hangs up.
+                    pass
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        try:
+            yield
+        finally:
+            thread.join(timeout=60)
+            os.unlink(path)
+            assert not thread.is_alive()
+
+
+def _says(*messages: bytes) -> Callable[[socket.socket], None]:
+    def talk(connection: socket.socket) -> None:
+        for message in messages:
+            connection.sendall(message)
+        connection.shutdown(socket.SHUT_WR)
+
+    return talk
+
+
+@pytest.mark.parametrize(
+    ("sent", "error", "match"),
+    [
+        (b"", ConnectionError, "midway"),
+        (b"vmkv\1", ConnectionError, "midway"),
+        (b"HTTP/1.1 200 OK\r\n\r\n", ConfigError, "another server"),
+        (_frame(b"{}", version=2), ConfigError, "version 2 of the protocol"),
+        (struct.pack("<4sII", b"vmkv", 1, 0xFFFFFFFF), ConfigError, "announces 4294967295"),
+        (struct.pack("<4sII", b"vmkv", 1, 100) + b"{", ConnectionError, "midway"),
+        (_frame(b""), ConfigError, "no JSON"),
+        (_frame(b"\xff\xfe{}"), ConfigError, "no JSON"),
+        (_frame(b"[" * 100_000), ConfigError, "no JSON"),
+        (_frame(b"[]"), ConfigError, "no object"),
+        (_frame(b"{}"), ConfigError, "backend=None is not a string"),
+        (_frame(b'{"refused": "not today"}'), ConfigError, "refused: not today"),
+        (_frame(b'{"refused": {"a": 1}}'), ConfigError, "refused"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_importer_is_told_garbage(
+    make_shareable: MakeCache, path: str, sent: bytes, error: type[Exception], match: str
+) -> None:
+    """Nothing is believed, nothing is held."""
+    cache = make_shareable()
+    before = _books(cache)
+    with _fake_exporter(path, _says(sent)), pytest.raises(error, match=match):
+        cache.import_prefix(path)
+    assert before == _books(cache)
+
+
+def _offer(sequence: Any, path: str) -> dict[str, Any]:
+    with sequence.export(path) as exporter:
+        offer: dict[str, Any] = json.loads(exporter._offer)
+    return offer
+
+
+OFFERS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "device": (lambda o: o.update(backend="cuda"), "memory of 'cuda'"),
+    "pages": (lambda o: o.update(page_bytes=8 * KiB), "pages of 8192 bytes"),
+    "no pages": (lambda o: o.update(page_bytes=0), "page_bytes=0"),
+    "heads": (lambda o: o["layout"][0].update(num_k_heads=1), "num_k_heads=1, this cache has 2"),
+    "dtype": (lambda o: o["layout"][0].update(dtype="int32"), "dtype='int32'"),
+    "token bytes": (lambda o: o["layout"][0].update(token_bytes=512), "token_bytes=512"),
+    "fewer groups": (lambda o: o["layout"].pop(), "0 layer groups"),
+    "no group": (lambda o: o["layout"].__setitem__(0, []), "no description"),
+    "no tokens": (lambda o: o.update(num_tokens=0), "num_tokens=0"),
+    "long": (lambda o: o.update(num_tokens=401), "max_tokens=400"),
+    "more than covered": (lambda o: o.update(num_tokens=37), "needs pages 0 to 10"),
+    "endless": (lambda o: o.update(num_tokens=1e300), "num_tokens=1e"),
+    "ids": (lambda o: o.update(token_ids=["a"]), "token_ids"),
+    "huge ids": (lambda o: o.update(token_ids=[1 << 64]), "token_ids"),
+    "too many ids": (lambda o: o.update(token_ids=[1] * 37), "token_ids"),
+    "no extents": (lambda o: o.update(groups=[]), "0 layer groups"),
+    "no sizes": (lambda o: o["groups"][0].update(sizes_bytes=[]), "offers pages 0 to 0"),
+    "odd size": (lambda o: o["groups"][0].update(sizes_bytes=[3 * PAGE] * 3), "2\\^k pages"),
+    "no page": (lambda o: o["groups"][0].update(sizes_bytes=[5000] * 9), "2\\^k pages"),
+    "small": (lambda o: o["groups"][0].update(sizes_bytes=[1]), "sizes_bytes"),
+    "large": (lambda o: o["groups"][0].update(sizes_bytes=[PAGE << 20]), "sizes_bytes"),
+    "too much": (lambda o: o["groups"][0].update(sizes_bytes=[PAGE] * 101), "in rows of 100"),
+    "later": (lambda o: o["groups"][0].update(first_page=1), "offers pages 1 to 10"),
+    "before": (lambda o: o["groups"][0].update(first_page=-1), "first_page=-1"),
+    "unwritten": (lambda o: o["groups"][0].update(first_token=1), "tokens from 1"),
+}
+
+
+@pytest.mark.parametrize("name", OFFERS)
+def test_offer_that_does_not_fit_is_refused(
+    sequence: Any, make_shareable: MakeCache, path: str, name: str
+) -> None:
+    """Before any descriptor is taken; the exporter is told why."""
+    change, match = OFFERS[name]
+    offer = _offer(sequence, path)
+    change(offer)
+    heard = []
+
+    def talk(connection: socket.socket) -> None:
+        connection.sendall(_frame(json.dumps(offer).encode()))
+        heard.append(connection.recv(1 << 16))
+
+    cache = make_shareable()
+    before = _books(cache)
+    with _fake_exporter(path, talk), pytest.raises(ConfigError, match=match):
+        cache.import_prefix(path)
+    assert before == _books(cache)
+    assert b'"refused"' in heard[0]
+
+
+def _memory(num_bytes: int, *, is_sealed: bool = True) -> int:
+    fd = os.memfd_create("peer", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, num_bytes)
+    if is_sealed:
+        fcntl.fcntl(fd, 1033, 0x01 | 0x02 | 0x04 | 0x10)
+    return fd
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "match"),
+    [
+        (lambda sizes: [_memory(size) for size in sizes[:-1]], ConfigError, "sent 1 descriptors"),
+        (lambda sizes: [], ConfigError, "sent 0 descriptors"),
+        (
+            lambda sizes: [_memory(size) for size in [*sizes, PAGE]],
+            ConfigError,
+            "sent 3 descriptors",
+        ),
+        (lambda sizes: [_memory(size // 2) for size in sizes], DriverError, "not 32768"),
+        (
+            lambda sizes: [_memory(size, is_sealed=size != PAGE) for size in sizes],
+            DriverError,
+            "no exported memory",
+        ),
+        (lambda sizes: [os.open("/dev/null", os.O_RDONLY) for _ in sizes], DriverError, "no exp"),
+        (None, ConnectionError, "midway"),
+    ],
+    ids=["fewer", "none", "more", "sizes", "unsealed", "no memory", "gone"],
+)
+def test_wrong_descriptors_are_refused(
+    sequence: Any,
+    make_shareable: MakeCache,
+    path: str,
+    make: Callable[[Sequence[int]], list[int]] | None,
+    error: type[Exception],
+    match: str,
+) -> None:
+    """Those that came are closed, those that were imported are released."""
+    offer = _offer(sequence, path)
+    sizes = offer["groups"][0]["sizes_bytes"]
+    assert [8 * PAGE, PAGE] == sizes
+
+    def talk(connection: socket.socket) -> None:
+        connection.sendall(_frame(json.dumps(offer).encode()))
+        assert b"ready" in connection.recv(1 << 16)
+        if make is None:
+            connection.shutdown(socket.SHUT_RDWR)
+            return
+        fds = make(sizes)
+        socket.send_fds(connection, [b"+"], fds)
+        for fd in fds:
+            os.close(fd)
+
+    cache = make_shareable()
+    before = _books(cache)
+    with _fake_exporter(path, talk), pytest.raises(error, match=match):
+        cache.import_prefix(path)
+    assert before == _books(cache)
+
+
+def test_exporter_that_ends_between_batches(
+    sequence: Any, make_shareable: MakeCache, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was imported by then is released."""
+    monkeypatch.setattr(importer, "BATCH", 1)
+    offer = _offer(sequence, path)
+
+    def talk(connection: socket.socket) -> None:
+        connection.sendall(_frame(json.dumps(offer).encode()))
+        assert b"ready" in connection.recv(1 << 16)
+        fd = _memory(8 * PAGE)
+        socket.send_fds(connection, [b"+"], [fd])
+        os.close(fd)
+        assert b"+" == connection.recv(1)
+        assert 1 == len(cache.pool.imported_extents())
+        connection.shutdown(socket.SHUT_RDWR)
+
+    cache = make_shareable()
+    before = _books(cache)
+    with _fake_exporter(path, talk), pytest.raises(ConnectionError, match="midway"):
+        cache.import_prefix(path)
+    assert before == _books(cache)
+
+
+@pytest.mark.parametrize(
+    ("sent", "error", "match"),
+    [
+        (b"", ConnectionError, "midway"),
+        (b"vm", ConnectionError, "midway"),
+        (b"GET / HTTP/1.1\r\n\r\n", ConfigError, "another server"),
+        (_frame(b"{}", version=3), ConfigError, "version 3"),
+        (_frame(b" " * 20_000), ConfigError, "announces 20000"),
+        (_frame(b"{}"), ConfigError, "not that it is ready"),
+        (_frame(b'{"ready": 1}'), ConfigError, "not that it is ready"),
+        (_frame(b"nonsense"), ConfigError, "no JSON"),
+        (_frame(b'{"refused": "other layers"}'), ConfigError, "other layers"),
+        (_frame(b'{"ready": 2}'), ConnectionError, "midway"),
+        (None, TimeoutError, "more than 0.05 s"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_exporter_is_told_garbage(
+    sequence: Any,
+    make_shareable: MakeCache,
+    path: str,
+    sent: bytes | None,
+    error: type[Exception],
+    match: str,
+) -> None:
+    """It says what was wrong, keeps nothing open, and serves the next importer."""
+    with sequence.export(path, timeout_s=0.05 if sent is None else 60) as exporter:
+        num_descriptors = len(os.listdir("/proc/self/fd"))
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+            client.connect(path)
+            if sent is not None:
+                client.sendall(sent)
+                client.shutdown(socket.SHUT_WR)
+            with pytest.raises(error, match=match):
+                exporter.serve_one(timeout_s=60)
+        assert num_descriptors == len(os.listdir("/proc/self/fd"))
+        exporter._timeout_s = 60
+        assert_holds(_imported(exporter, make_shareable()), range(36))
+        assert (1, 1) == (exporter.num_served, exporter.num_failed)
+
+
+def test_thread_outlives_bad_importers(
+    sequence: Any, make_shareable: MakeCache, path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They are logged and counted, and the next one is served."""
+    with sequence.export(path) as exporter:
+        exporter.start()
+        for _ in range(3):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+                client.connect(path)
+                client.sendall(b"nothing of the kind")
+                with suppress(ConnectionError):
+                    while client.recv(1 << 16):
+                        pass
+        assert_holds(make_shareable().import_prefix(path, timeout_s=60), range(36))
+    assert (1, 3) == (exporter.num_served, exporter.num_failed)
+    assert 3 == caplog.text.count("another server")
+
+
+def test_close_ends_a_conversation(sequence: Any, path: str) -> None:
+    """An importer that says nothing does not keep the exporter from closing."""
+    exporter = sequence.export(path, timeout_s=200)
+    exporter.start()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        client.connect(path)
+        assert client.recv(4), "the offer, so the conversation is under way"
+        exporter.close()
+        while client.recv(1 << 16):
+            pass
+    assert (0, 1) == (exporter.num_served, exporter.num_failed)
+
+
+# ---- many extents, no room, failing drivers -----------------------------------------------
+
+
+def test_more_extents_than_one_message_carries(make_shareable: MakeCache, path: str) -> None:
+    """Descriptors go in batches, of which the sender has one open at a time."""
+    source, target = make_shareable(), make_shareable()
+    sequence = source.open()
+    for step in range(80):
+        append(sequence, range(4 * step, 4 * step + 4))
+    assert source.groups[0].table.rows[0].num_pages > protocol.BATCH
+    with sequence.export(path) as exporter:
+        assert len(exporter._handles) > protocol.BATCH
+        assert_holds(_imported(exporter, target), range(320))
+
+
+def test_importer_out_of_rows_or_memory(
+    sequence: Any, make_shareable: MakeCache, path: str
+) -> None:
+    """Nothing is held, and the next attempt succeeds when there is room again."""
+    cache = make_shareable(max_sequences=2, pool={"budget_bytes": 6 * PAGE})
+    first, second = cache.open(), cache.open()
+    with sequence.export(path) as exporter:
+        exporter.start()
+        before = _books(cache)
+        with pytest.raises(OutOfAddressSpaceError, match="rows"):
+            cache.import_prefix(path)
+        assert before[:-1] == _books(cache)[:-1]  # The exporter's thread may not be done.
+        second.close()
+        append(first, range(16))
+        cache.keep_resident(8)  # Kernels fetch past the length: two more pages of its own.
+        with pytest.raises(OutOfPagesError, match="needs"):
+            cache.import_prefix(path)
+        assert [] == _imported_after_failure(cache)
+        assert_holds(first, range(16))
+        first.close()
+        restored = cache.import_prefix(path)
+    assert_holds(restored, range(36))
+    with pytest.raises(OutOfPagesError):
+        restored.append(100)
+    assert_holds(restored, range(36))
+
+
+def _imported_after_failure(cache: KVCache) -> object:
+    _books(cache)
+    return cache.pool.imported_extents()
+
+
+def test_row_too_short_is_refused(sequence: Any, make_shareable: MakeCache, path: str) -> None:
+    """`max_tokens` may differ between the two, as long as the prefix fits."""
+    with sequence.export(path) as exporter:
+        exporter.start()
+        with pytest.raises(ConfigError, match="max_tokens=35"):
+            make_shareable(max_tokens=35).import_prefix(path)
+        assert_holds(make_shareable(max_tokens=36).import_prefix(path), range(36))
+        assert_holds(make_shareable(max_tokens=9999).import_prefix(path), range(36))
+
+
+def test_every_driver_call_of_import_can_fail(
+    no_underread: None, make_shareable: MakeCache, path: str
+) -> None:
+    """No sequence, nothing held, and the next attempt succeeds."""
+    source = make_shareable(windows=(20,))
+    sequence = source.open()
+    append(sequence, range(36))
+    append(sequence, range(36, 39))
+
+    def scenario(backend: FaultInjectingBackend) -> Scenario:
+        pool = ExtentPool(backend, 64 * PAGE, close_when_unused=True)
+        cache = KVCache(pool, max_tokens=400, max_sequences=2, layers_per_group=2)
+        for first, window_tokens in ((0, None), (2, 20)):
+            cache.add_layers(
+                [first, first + 1],
+                num_kv_heads=2,
+                head_dim=32,
+                dtype=torch.float32,
+                window_tokens=window_tokens,
+            )
+        cache.keep_resident(8)
+
+        def observe() -> object:
+            cache.pool.reclaimer.wait()
+            return sorted(cache._rows.live), cache.pool.imported_extents()
+
+        def operation() -> None:
+            assert_holds(cache.import_prefix(path, timeout_s=60), range(36))
+
+        return Scenario(operation, observe, cache.check, cache.close)
+
+    with sequence.export(path) as exporter:
+        exporter.start()
+        struck = check_every_call_can_fail(lambda: HostBackend(PAGE), scenario)
+    assert {"mem_import", "mem_create", "mem_map", "mem_set_access"} <= set(struck)
+
+
+def test_every_driver_call_of_export_can_fail(path: str) -> None:
+    """No exporter and no socket; the sequence goes on, and can be exported then."""
+
+    def scenario(backend: FaultInjectingBackend) -> Scenario:
+        pool = ExtentPool(backend, 64 * PAGE, is_shareable=True, close_when_unused=True)
+        cache = KVCache(pool, max_tokens=400, max_sequences=2)
+        cache.add_layers([0], num_kv_heads=2, head_dim=64, dtype=torch.float32)
+        sequence = cache.open()
+        append(sequence, range(32))
+        append(sequence, range(32, 39))
+        fork = sequence.fork()
+        made: list[PrefixExporter] = []
+
+        def observe() -> object:
+            assert not os.path.exists(path)
+            assert_holds(fork, range(39))
+            return [extent.is_recyclable for extent in pool.extents()], pool.stats()
+
+        def close() -> None:
+            for each in made:
+                each.close()
+            append(sequence, range(39, 42))
+            assert_holds(sequence, range(42))
+            cache.close()
+
+        return Scenario(lambda: made.append(sequence.export(path)), observe, cache.check, close)
+
+    struck = check_every_call_can_fail(lambda: HostBackend(PAGE), scenario)
+    assert {"record_fence", "mem_set_access"} <= set(struck)
+
+
+def test_descriptor_that_cannot_be_made(
+    make_cache: MakeCache, make_shareable: MakeCache, path: str
+) -> None:
+    """The importer sees the end of the conversation; the exporter says why, and goes on."""
+    backend = FaultInjectingBackend(HostBackend(PAGE))
+    pool = ExtentPool(backend, 64 * PAGE, is_shareable=True, close_when_unused=True)
+    sequence = make_cache(pool).open()
+    append(sequence, range(36))
+    append(sequence, range(36, 39))
+    target = make_shareable()
+    with sequence.export(path) as exporter:
+        backend.arm(2)
+        with _serving(exporter) as failures, pytest.raises(ConnectionError, match="midway"):
+            target.import_prefix(path)
+        assert "mem_export" == backend.failed_call
+        assert isinstance(failures[0], DriverError)
+        backend.arm(0)
+        assert_holds(_imported(exporter, target), range(36))
+
+
+def test_exporter_closes_in_spite_of_a_failing_driver(make_cache: MakeCache, path: str) -> None:
+    """What could not be released is tried again; closing once more does no harm."""
+    backend = FaultInjectingBackend(HostBackend(PAGE))
+    pool = ExtentPool(backend, 64 * PAGE, is_shareable=True, close_when_unused=True)
+    cache = make_cache(pool)
+    sequence = cache.open()
+    append(sequence, range(39))
+    exporter = sequence.export(path)
+    sequence.truncate(0)
+    sequence.append(4)
+    pool.reclaimer.wait()
+    backend.arm(1)
+    with pytest.raises(DriverError, match="mem_release"):
+        exporter.close()
+    backend.arm(0)
+    exporter.close()
+    cache.check()
+    cache.trim()
+    assert 1 == len(pool.extents())
