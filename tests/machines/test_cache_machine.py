@@ -2,9 +2,9 @@
 
 Every token written carries a stamp that is unique to that write, in keys and values of every
 layer. After any history of opening, growing, shrinking, closing, adopting, forking, reordering,
-starting from found prefixes, swapping, spilling, trimming, held fences and failing driver calls,
-each live sequence must read exactly its own stamps. That one comparison finds aliasing, memory
-reused too early, pages off by one, and rows adopted while in use.
+starting from found prefixes, swapping, spilling, saving, exporting, trimming, held fences and
+failing driver calls, each live sequence must read exactly its own stamps. That one comparison finds
+aliasing, memory reused too early, pages off by one, and rows adopted while in use.
 
 After every step the invariants I1-I9 are checked as well. Not played here: several threads (one
 thread works on a cache), and kernels that read asynchronously (the GPU tests do).
@@ -12,7 +12,9 @@ thread works on a cache), and kernels that read asynchronously (the GPU tests do
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -67,6 +69,7 @@ class CacheMachine(RuleBasedStateMachine):
         keep_free=st.sampled_from([None, 0, 2]),
         protects_shared=st.booleans(),
         always_aliases=st.booleans(),
+        is_shareable=st.booleans(),
     )
     def make(
         self,
@@ -75,6 +78,7 @@ class CacheMachine(RuleBasedStateMachine):
         keep_free: int | None,
         protects_shared: bool,
         always_aliases: bool,
+        is_shareable: bool,
     ) -> None:
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(layer_group, "_UNDERREAD_TOKENS", underread_tokens)
@@ -88,6 +92,7 @@ class CacheMachine(RuleBasedStateMachine):
             close_when_unused=True,
             protects_shared=protects_shared,
             host_budget_bytes=HOST_PAGES * PAGE,
+            is_shareable=is_shareable,
         )
         self.cache = KVCache(
             pool,
@@ -104,6 +109,9 @@ class CacheMachine(RuleBasedStateMachine):
         self.model = ModelCache()
         self.by_id: dict[int, Sequence] = {}
         self.said: dict[int, list[int]] = {}  # What was recorded, and may be found again.
+        self.is_shareable = is_shareable
+        self._temporary = tempfile.TemporaryDirectory()
+        self.folder = Path(self._temporary.name)
         self.num_rows_free = NUM_ROWS
         self.unmaps_at_hold: int | None = None
 
@@ -396,6 +404,61 @@ class CacheMachine(RuleBasedStateMachine):
             assert self._end_fault()
         self._end_fault()
 
+    # ---- disk, and other processes ----------------------------------------------------
+
+    @has_sequences
+    @rule(pick=picks, fail_at=st.sampled_from([0, 0, 0, 2, 5, 9]))
+    def save_and_load(self, pick: int, fail_at: int) -> None:
+        """What was saved, resident or swapped out, is a sequence with the same content."""
+        key = self._picked(pick)
+        self._fault(fail_at)
+        try:
+            self.by_id[key].save(self.folder / "sequence")
+            loaded = self.cache.load(self.folder / "sequence")
+        except OutOfAddressSpaceError:
+            assert 0 == self.num_rows_free
+        except OutOfPagesError:
+            assert not self._end_fault()
+        except DriverError:
+            assert self._end_fault()
+        else:
+            self.num_rows_free -= 1
+            self.by_id[self.model.fork(key, loaded.num_tokens)] = loaded
+        self._end_fault()
+
+    @precondition(lambda self: self.is_shareable)
+    @has_sequences
+    @rule(pick=picks)
+    def export(self, pick: int) -> None:
+        """Another backend's cache reads what is shared; here it is frozen from now on."""
+        key = self._picked(pick)
+        sequence = self.by_id[key]
+        if self._refuses_if_swapped(sequence, lambda: sequence.export(self.folder / "s")):
+            return
+        self.unmaps_at_hold = None  # Taking the right to write away waits for the device.
+        try:
+            exporter = sequence.export(self.folder / "s")
+        except ConfigError:
+            return  # Nothing of it fills an extent, or a window has let go of the beginning.
+        with exporter, self._importer() as other:
+            exporter.start()
+            imported = other.import_prefix(self.folder / "s")
+            assert exporter.num_tokens == imported.num_tokens <= sequence.num_tokens
+            self._assert_content(imported, self.model.stamps[key][: imported.num_tokens])
+            other.check()
+            imported.append(3)
+            self._assert_content(imported, self.model.stamps[key][: imported.num_tokens - 3])
+
+    def _importer(self) -> KVCache:
+        backend = HostBackend(PAGE)
+        pool = ExtentPool(backend, 64 * PAGE, close_when_unused=True)
+        cache = KVCache(pool, max_tokens=MAX_TOKENS + 3, max_sequences=1, layers_per_group=2)
+        for group in self.cache.groups:
+            layers = [layer for layer in self.cache.layers if self.cache.place(layer)[0] is group]
+            shape = {"num_kv_heads": 1, "head_dim": 24, "v_head_dim": 8, "dtype": torch.int64}
+            cache.add_layers(layers, **shape, window_tokens=group.window_tokens)
+        return cache
+
     # ---- memory -----------------------------------------------------------------------
 
     @rule(num_pages=st.none() | st.integers(0, 20), fail_at=st.sampled_from([0, 0, 1, 2, 4]))
@@ -464,14 +527,17 @@ class CacheMachine(RuleBasedStateMachine):
             assert len(stamps) == sequence.num_tokens
             if not sequence.is_resident:
                 continue
-            for layer in self.cache.layers:
-                group, _ = self.cache.place(layer)
-                window = group.window_tokens
-                first = 0 if window is None else max(0, len(stamps) - window + 1)
-                for value, tensor in enumerate((sequence.keys(layer), sequence.values(layer))):
-                    wanted = [self._stamp(stamp, layer, value) for stamp in stamps[first:]]
-                    assert wanted == tensor[first:, 0, 0].tolist()
-                    assert wanted == tensor[first:, 0, -1].tolist()
+            self._assert_content(sequence, stamps)
+
+    def _assert_content(self, sequence: Sequence, stamps: list[int]) -> None:
+        for layer in sequence.cache.layers:
+            group, _ = sequence.cache.place(layer)
+            window = group.window_tokens
+            first = 0 if window is None else max(0, len(stamps) - window + 1)
+            for value, tensor in enumerate((sequence.keys(layer), sequence.values(layer))):
+                wanted = [self._stamp(stamp, layer, value) for stamp in stamps[first:]]
+                assert wanted == tensor[first : len(stamps), 0, 0].tolist()
+                assert wanted == tensor[first : len(stamps), 0, -1].tolist()
 
     @invariant()
     def books_are_the_models(self) -> None:
@@ -496,6 +562,7 @@ class CacheMachine(RuleBasedStateMachine):
         if not hasattr(self, "cache"):
             return
         self.patch.undo()
+        self._temporary.cleanup()
         self.backend.arm(0)
         self.cache.close()
         assert BackendUsage() == self.host.usage()
