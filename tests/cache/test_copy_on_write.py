@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 
 import pytest
+import torch
 from helpers.stamps import append, assert_holds
 
 from vmkv import ExtentPool, HostBackend, KVCache, OutOfPagesError
@@ -287,3 +288,39 @@ def test_nothing_appended_is_nothing_copied(cache: KVCache) -> None:
     parent.append(0)
     cache.grow([(parent, 60)])
     assert before == (cache.stats().driver_calls, cache.stats().sharing)
+
+
+def test_trimming_a_truncated_parent_leaves_its_shared_extent_shared(
+    make_cache: MakeCache,
+) -> None:
+    """An extent that reaches into what was kept stays mapped, and shared: writing it copies."""
+    cache = make_cache(cost_model=CostModel(map_us=0, unmap_us=0))
+    parent = cache.open()
+    parent.append(64)
+    parent.keys(0)[:] = 1.0
+    fork = parent.fork()
+    parent.truncate(40)
+    cache.trim()
+    parent.append(20)
+    parent.keys(0)[40:] = 7.0
+    assert torch.equal(torch.ones(64, 2, 32), fork.keys(0))
+    cache.check()
+
+
+def test_a_prefix_evicted_to_the_middle_of_an_alias_can_be_adopted(make_cache: MakeCache) -> None:
+    """What is left of a parked fork is read-only, and copied where its heir writes."""
+    cache = make_cache(cost_model=CostModel(map_us=0, unmap_us=0))
+    parent = cache.open()
+    parent.append(64)
+    parent.keys(0)[:] = 1.0
+    fork = parent.fork()
+    fork.record(list(range(64)))
+    fork.close()
+    cache._retire_parked(fork.row, 48)
+    heir = cache.open(prompt=[*range(48), 99])
+    assert 48 == heir.num_cached_tokens
+    heir.append(20)
+    heir.keys(0)[48:] = 7.0
+    assert torch.equal(torch.ones(64, 2, 32), parent.keys(0))
+    assert torch.equal(torch.ones(48, 2, 32), heir.keys(0)[:48])
+    cache.check()

@@ -112,7 +112,7 @@ def test_crop_into_what_is_shared_and_go_on(new_cache: NewCache) -> None:
 
 @torch.no_grad()
 def test_a_prompt_cache_serves_many_continuations(new_cache: NewCache) -> None:
-    """transformers' documented way to reuse a prompt: a copy of its cache for each."""
+    """As transformers documents how to reuse a prompt: a copy of its cache for each."""
     model = tiny_model("llama")
     ids = torch.randint(5, 100, (1, 3000), generator=torch.Generator().manual_seed(1))
     cache = new_cache(model.config)

@@ -22,6 +22,7 @@ from ..errors import ConfigError, SequenceFullError
 from ..memory import ExtentPool, Scrub, check_pool
 from .cost import CostModel
 from .disk import load
+from .prefix import BLOCK_TOKENS
 from .process import import_prefix
 from .reorder import check_beams, reorder
 from .rowed import RowedCache
@@ -300,7 +301,16 @@ class KVCache(RowedCache):
     def retire_behind_windows(self, sequences: Iterable[Sequence] | None = None) -> None:
         """Retire what no later query of these sequences (or all) can see."""
         chosen = self._resident_sequences() if sequences is None else sequences
-        lengths = ((each.row, each.num_tokens) for each in chosen)
+        # What is found as a prefix is cut to whole blocks, and must see its own window.
+        lengths = (
+            (
+                each.row,
+                max(0, each.num_tokens - BLOCK_TOKENS + 1)
+                if self.prefixes.num_recorded(each.row)
+                else each.num_tokens,
+            )
+            for each in chosen
+        )
         retire_behind(self.groups, lengths, self.pool.reclaimer)
 
     # ---- end ------------------------------------------------------------------------------

@@ -150,10 +150,16 @@ def add_stats(stats: list[CacheStats]) -> CacheStats:
     added = {
         field.name: sum(getattr(each, field.name) for each in stats)
         for field in fields(CacheStats)
-        if field.name not in ("num_sequences", "sharing", "driver_calls")
+        if field.name not in ("sharing", "driver_calls") and not field.name.startswith("num_")
+    }
+    # A sequence that spans devices is one, and so is its prefix.
+    counts = {
+        field.name: max((getattr(each, field.name) for each in stats), default=0)
+        for field in fields(CacheStats)
+        if field.name.startswith("num_")
     }
     return CacheStats(
-        num_sequences=max((each.num_sequences for each in stats), default=0),
+        **counts,
         sharing=SharingStats(**sharing),
         driver_calls=dict(calls),
         **added,

@@ -1,8 +1,8 @@
 """transformers: the cache it takes, attention in place, and generation without padding.
 
 `cache.py` and `layers.py` are the cache; `store.py`, `device_rows.py` and `step.py` its memory;
-`attention.py` the implementation "vmkv"; `ragged.py` and `generation.py` ragged batches;
-`compat.py` every version branch.
+`attention.py` the implementation "vmkv"; `ragged_cache.py`, `ragged.py`, `prefill.py`,
+`token_state.py` and `generation.py` ragged batches; `compat.py` every version branch.
 Importing this package registers "vmkv" with transformers.
 """
 
@@ -10,5 +10,6 @@ from .attention import register
 from .cache import VMKVCache as VMKVCache
 from .generation import generate as generate
 from .generation import ragged_generate as ragged_generate
+from .ragged_cache import RaggedCache as RaggedCache
 
 register()

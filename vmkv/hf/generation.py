@@ -5,7 +5,8 @@
 
 Both go through `model.generate`, so generation settings, logits processors and stopping criteria
 are transformers' own. Prompts are prefilled in packed chunks, then all sequences decode together;
-one that is finished leaves the batch, and its row is free at once.
+one that is finished leaves the batch, and its row is free at once. What prompts have in common is
+computed once; with a `RaggedCache` that outlives the call, once for all calls.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from ..errors import ConfigError
 from ..memory import ExtentPool
 from . import compat
 from .attention import register
+from .prefill import LeadersFirst
+from .prefill import prefill_passes as prefill_passes
 from .ragged import Piece, RaggedCache, RaggedStep
 from .store import Settings
 from .token_state import TokenState
@@ -36,6 +39,9 @@ def generate(
     prompts: Sequence[Sequence[int] | torch.Tensor],
     *,
     max_num_batched_tokens: int = _MAX_BATCHED_TOKENS,
+    prefix_caching: bool = True,
+    cache: RaggedCache | None = None,
+    tenant: str | None = None,
     attention_backend: str | None = None,
     pool: ExtentPool | None = None,
     budget_bytes: int | None = None,
@@ -48,6 +54,11 @@ def generate(
         model: A transformers causal language model.
         prompts: Token ids, one sequence each, of any lengths.
         max_num_batched_tokens: Tokens per prefill pass.
+        prefix_caching: Whether prompts begin with what the cache holds of them, and leave what
+            they hold to others. Without it every token is computed.
+        cache: Where sequences live and what they leave, for calls to come; by default a cache of
+            this call alone.
+        tenant: Whose the prompts are: they begin with nothing of other tenants.
         attention_backend: See `VMKVCache`.
         pool: Physical memory to share with other caches.
         budget_bytes: Physical memory at most, where there is no pool.
@@ -59,15 +70,19 @@ def generate(
         Per prompt, its tokens and those that were generated, the end-of-sequence token included.
 
     Raises:
-        ConfigError: No prompts, an empty one, or a way of decoding that needs more than one
-            sequence per prompt.
+        ConfigError: No prompts, an empty one, a way of decoding that needs more than one
+            sequence per prompt, or a cache of another model.
+        ClosedError: The cache is closed.
         OutOfPagesError: All sequences together do not fit the budget.
+        Whatever is raised, the sequences of this call have ended, and `cache` can be used.
     """
     check_positive("max_num_batched_tokens", max_num_batched_tokens)
     rows = [_token_ids(prompt, at) for at, prompt in enumerate(prompts)]
     if not rows:
         raise ConfigError("no prompts: pass at least one list of token ids")
     longest = max(map(len, rows))
+    if cache is not None and (pool, budget_bytes, attention_backend) != (None, None, None):
+        raise ConfigError("a cache has its own pool, budget and kernels; leave those out")
     max_length = _own_max_length(options, rows)
     device = model.get_input_embeddings().weight.device
     pad = _pad_token(model, options)
@@ -77,13 +92,18 @@ def generate(
     )
     loop = functools.partial(
         ragged_generate,
-        vmkv_options=Settings(
+        vmkv_options=None
+        if cache is not None
+        else Settings(
             compat.text_config(model.config),
             max_batch_size=len(rows),
             budget_bytes=budget_bytes,
             memory=pool,
             attention_backend=attention_backend,
         ),
+        vmkv_cache=cache,
+        vmkv_prefix_caching=prefix_caching,
+        vmkv_tenant=tenant,
         vmkv_lengths=[len(row) for row in rows],
         vmkv_streamer=streamer,
         vmkv_max_num_batched_tokens=max_num_batched_tokens,
@@ -104,6 +124,9 @@ def ragged_generate(
     stopping_criteria: Any,
     generation_config: Any,
     vmkv_options: Settings | None = None,
+    vmkv_cache: RaggedCache | None = None,
+    vmkv_prefix_caching: bool = True,
+    vmkv_tenant: str | None = None,
     vmkv_lengths: Sequence[int] | None = None,
     vmkv_streamer: Any = None,
     vmkv_max_num_batched_tokens: int = _MAX_BATCHED_TOKENS,
@@ -120,6 +143,9 @@ def ragged_generate(
         stopping_criteria: Prepared by transformers; likewise.
         generation_config: Prepared by transformers.
         vmkv_options: Memory and kernels; by default derived from the model.
+        vmkv_cache: See `generate`; excludes `vmkv_options`.
+        vmkv_prefix_caching: See `generate`.
+        vmkv_tenant: See `generate`.
         vmkv_lengths: Prompt lengths; by default counted from the attention mask.
         vmkv_streamer: A streamer. One that is given to `model.generate` gets the prompt from it
             and nothing after; use `vmkv.generate(streamer=…)`.
@@ -136,30 +162,28 @@ def ragged_generate(
     if "inputs_embeds" in model_kwargs or not input_ids.shape[1]:
         raise ConfigError("ragged generation needs token ids; inputs_embeds cannot be served")
     check_positive("vmkv_max_num_batched_tokens", vmkv_max_num_batched_tokens)
+    if vmkv_cache is not None and vmkv_options is not None:
+        raise ConfigError("a cache has its own settings; leave vmkv_options out")
     lengths = vmkv_lengths or _lengths(input_ids, model_kwargs.get("attention_mask"))
-    settings = vmkv_options or Settings(
-        compat.text_config(model.config), max_batch_size=len(lengths)
-    )
     state = TokenState(input_ids, lengths, logits_processor, generation_config, vmkv_max_length)
     if vmkv_streamer is not None:
         vmkv_streamer.put(input_ids.cpu())
-    cache = RaggedCache(model.config, settings)
-    step: RaggedStep | None = None
-    try:
-        with _attending_through_vmkv(model):
-            logits = _prefill(model, cache, input_ids, lengths, vmkv_max_num_batched_tokens)
-            while True:
-                tokens = state.choose(logits)
-                if vmkv_streamer is not None:
-                    vmkv_streamer.put(tokens.cpu())
-                for ended in state.stop(stopping_criteria):
-                    cache.end(ended)
-                if not state.live:
-                    break
-                step = _decode_step(cache, state, step)
-                logits = _forward(model, step, len(state.live), state.last_tokens)
-    finally:
-        cache.close()
+    with contextlib.ExitStack() as stack:
+        cache = vmkv_cache
+        if cache is None:
+            settings = vmkv_options or Settings(
+                compat.text_config(model.config), max_batch_size=len(lengths)
+            )
+            cache = stack.enter_context(contextlib.closing(RaggedCache(model.config, settings)))
+        stack.enter_context(cache.serving(model, len(lengths), vmkv_tenant))
+        stack.enter_context(_attending_through_vmkv(model))
+        prompts = None
+        # One prompt finds nothing in a cache of its own.
+        if vmkv_prefix_caching and (vmkv_cache is not None or len(lengths) > 1):
+            prompts = state.prompts()
+        logits = _prefill(model, cache, input_ids, lengths, vmkv_max_num_batched_tokens, prompts)
+        keeps_said = vmkv_prefix_caching and vmkv_cache is not None
+        _decode(model, cache, state, logits, stopping_criteria, vmkv_streamer, keeps_said)
     if vmkv_streamer is not None:
         vmkv_streamer.end()
     return state.as_lists() if vmkv_as_lists else state.ids
@@ -174,11 +198,35 @@ def _prefill(
     input_ids: torch.Tensor,
     lengths: Sequence[int],
     max_num_batched_tokens: int,
+    prompts: Sequence[Sequence[int]] | None,
 ) -> torch.Tensor:
-    """Run all prompts, in passes of at most so many tokens; logits `[B, vocabulary]`."""
+    """Run all prompts, in passes of at most so many tokens; logits `[B, vocabulary]`.
+
+    Args:
+        model: The model.
+        cache: Where the sequences begin.
+        input_ids: `[B, T]`.
+        lengths: Tokens of each prompt.
+        max_num_batched_tokens: Tokens of a pass.
+        prompts: Their tokens, for the cache to find what it holds of them; None if it is not to.
+    """
+    if prompts is None:
+        passes = prefill_passes(lengths, max_num_batched_tokens)
+    else:
+        passes = prefill_passes(
+            lengths,
+            max_num_batched_tokens,
+            begin=lambda at: cache.begin(at, prompts[at]),
+            choose=LeadersFirst(
+                prompts,
+                lambda at: cache.find(prompts[at]),
+                leaders_stop=cache.has_windows,
+                max_num_batched_tokens=max_num_batched_tokens,
+            ),
+        )
     width = input_ids.shape[1]
     last_logits: dict[int, torch.Tensor] = {}
-    for pieces in prefill_passes(lengths, max_num_batched_tokens):
+    for pieces in passes:
         tokens = torch.cat(
             [
                 input_ids[
@@ -191,32 +239,49 @@ def _prefill(
         ends = [end - 1 for end in accumulate(piece.num_new_tokens for piece in pieces)]
         logits = _forward(model, RaggedStep(cache, pieces), len(pieces), tokens, ends)
         for at, piece in enumerate(pieces):
+            if prompts is not None:
+                done = prompts[piece.sequence_id][piece.num_past_tokens : piece.num_tokens]
+                cache.record(piece.sequence_id, done)
             if piece.num_tokens == lengths[piece.sequence_id]:
                 last_logits[piece.sequence_id] = logits[at]
     return torch.stack([last_logits[at] for at in range(len(lengths))])
 
 
-def prefill_passes(lengths: Sequence[int], max_num_batched_tokens: int) -> Iterator[list[Piece]]:
-    """Cut prompts into passes of at most `max_num_batched_tokens`, in order, without gaps.
+def _decode(
+    model: Any,
+    cache: RaggedCache,
+    state: TokenState,
+    logits: torch.Tensor,
+    stopping_criteria: Any,
+    streamer: Any,
+    keeps_said: bool,
+) -> None:
+    """One token for every sequence, again and again, until all have ended.
 
-    Raises:
-        ConfigError: The bound is no positive integer.
+    Args:
+        model: The model.
+        cache: Where the sequences are.
+        state: What they say.
+        logits: `[B, vocabulary]`, of their prompts' last tokens.
+        stopping_criteria: When they end.
+        streamer: Gets every token; or None.
+        keeps_said: Whether the cache is to find what was said, when a prompt begins with it.
     """
-    check_positive("max_num_batched_tokens", max_num_batched_tokens)
-    pieces: list[Piece] = []
-    room = max_num_batched_tokens
-    for at, length in enumerate(lengths):
-        past = 0
-        while past < length:
-            take = min(room, length - past)
-            pieces.append(Piece(at, past, take))
-            past += take
-            room -= take
-            if not room:
-                yield pieces
-                pieces, room = [], max_num_batched_tokens
-    if pieces:
-        yield pieces
+    step: RaggedStep | None = None
+    while True:
+        tokens = state.choose(logits)
+        if streamer is not None:
+            streamer.put(tokens.cpu())
+        ended = state.stop(stopping_criteria)
+        if ended and keeps_said:
+            for row, said in zip(ended, state.said(ended), strict=True):
+                cache.record(row, said[:-1])  # The last one was never given to the model.
+        for row in ended:
+            cache.end(row)
+        if not state.live:
+            return
+        step = _decode_step(cache, state, step)
+        logits = _forward(model, step, len(state.live), state.last_tokens)
 
 
 def _decode_step(cache: RaggedCache, state: TokenState, last: RaggedStep | None) -> RaggedStep:

@@ -9,159 +9,16 @@ attention reads the rows in place. Nothing is padded, gathered or copied.
 from __future__ import annotations
 
 from collections.abc import Sequence as List_
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from ..attention import (
-    AttentionBackend,
-    AttentionBatch,
-    AttentionSpec,
-    SteadyDecode,
-    append,
-    select,
-)
-from ..cache import CacheStats, KVCache, Sequence
+from ..attention import AttentionBackend, AttentionBatch, AttentionSpec, SteadyDecode, append
+from ..cache import KVCache, Sequence
 from ..errors import ConfigError
-from . import compat
-from .device_rows import DeviceRows
+from .ragged_cache import Piece as Piece
+from .ragged_cache import RaggedCache as RaggedCache
 from .step import Slot
-from .store import LayerKind, Settings, Store
-
-
-@dataclass(frozen=True)
-class Piece:
-    """What one sequence does in a step.
-
-    Attributes:
-        sequence_id: Which sequence.
-        num_past_tokens: Tokens it holds already.
-        num_new_tokens: Tokens of this step.
-    """
-
-    sequence_id: int
-    num_past_tokens: int
-    num_new_tokens: int
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens it holds after the step."""
-        return self.num_past_tokens + self.num_new_tokens
-
-
-class RaggedCache:
-    """The rows of many sequences, on every device that the model is spread over.
-
-    Args:
-        config: The model's configuration.
-        settings: As of a `VMKVCache`.
-
-    Raises:
-        ConfigError: The model has layers whose state is not keys and values.
-    """
-
-    def __init__(self, config: object, settings: Settings):
-        decoder = settings.decoder_config
-        if "chunked_attention" in (getattr(decoder, "layer_types", None) or ()):
-            raise ConfigError(
-                "this model attends in chunks, which no kernel here does in a ragged batch; "
-                "generate with past_key_values=VMKVCache(config) instead"
-            )
-        layers = compat.default_layers(config)
-        if len(layers) != getattr(decoder, "num_hidden_layers", len(layers)):
-            raise ConfigError(
-                "layers of this model share keys and values, which only a cache can hand on; "
-                "generate with past_key_values=VMKVCache(config) instead"
-            )
-        kinds = []
-        for index, layer in enumerate(layers):
-            is_ours, window = compat.window_of(layer)
-            if not is_ours:
-                raise ConfigError(
-                    f"layer {index} of this model is a {type(layer).__name__}, whose state is not "
-                    "keys and values; generate with past_key_values=VMKVCache(config) instead"
-                )
-            kinds.append(LayerKind(index, window))
-        self.store = Store(settings, kinds)
-        self._sequences: dict[int, dict[int, Sequence]] = {}
-        self._backends: dict[tuple[int, AttentionSpec], AttentionBackend] = {}
-        # While a decode goes on, its sequences are grown ahead of what was written.
-        self._steady: SteadyDecode | None = None
-
-    def rows_for(self, rows: DeviceRows, pieces: List_[Piece]) -> list[Sequence]:
-        """The sequences of `pieces` on one device, grown for the step; all of them or none.
-
-        Raises:
-            OutOfPagesError, OutOfAddressSpaceError, SequenceFullError: None has grown.
-        """
-        self.settle()
-        core = rows.core
-        mine = self._sequences.setdefault(id(core), {})
-        opened = []
-        try:
-            for piece in pieces:
-                if piece.sequence_id not in mine:
-                    mine[piece.sequence_id] = core.open(piece.num_tokens)
-                    opened.append(piece.sequence_id)
-            sequences = [mine[piece.sequence_id] for piece in pieces]
-            core.grow(
-                (sequence, piece.num_tokens)
-                for sequence, piece in zip(sequences, pieces, strict=True)
-            )
-        except BaseException:
-            for sequence_id in opened:
-                mine.pop(sequence_id).close()
-            raise
-        return sequences
-
-    def begin_steady(self, steady: SteadyDecode) -> None:
-        """From now on sequences grow ahead of what is written, until anyone asks about them."""
-        self._steady = steady
-
-    def is_steady(self, steady: SteadyDecode) -> bool:
-        """Whether nothing else has been done with the sequences since `begin_steady`."""
-        return self._steady is steady
-
-    def settle(self) -> None:
-        """End a decode that is under way: every sequence says how long it is. Idempotent."""
-        if self._steady is not None:
-            self._steady.settle()
-            self._steady = None
-
-    def end(self, sequence_id: int) -> None:
-        """A sequence is finished: its rows are parked for the next one, on every device."""
-        self.settle()
-        for mine in self._sequences.values():
-            sequence = mine.pop(sequence_id, None)
-            if sequence is not None:
-                sequence.close()
-
-    def backend(self, core: KVCache, spec: AttentionSpec) -> AttentionBackend:
-        """The attention backend for layers of this kind; its over-read is kept resident."""
-        key = (id(core), spec)
-        if key not in self._backends:
-            backend = select(spec, self.store.settings.attention_backend)
-            core.keep_resident(backend.overread_tokens(spec.k_dim, spec.v_dim))
-            self._backends[key] = backend
-        return self._backends[key]
-
-    def stats(self) -> CacheStats:
-        """All devices together. Ends a steady decode, as `settle` does."""
-        self.settle()
-        return self.store.stats()
-
-    def check(self) -> None:
-        """Check the invariants of all memory. Ends a steady decode, as `settle` does."""
-        self.settle()
-        for core in self.store.cores:
-            core.check()
-
-    def close(self) -> None:
-        """Free everything. Idempotent."""
-        self._steady = None
-        self._sequences.clear()
-        self.store.close()
 
 
 class _Bound(NamedTuple):
@@ -326,10 +183,9 @@ class RaggedStep:
         bound = self._bound.get(index)
         if bound is not None and bound.made_for == made_for:
             return bound
-        store = self._cache.store
-        slot = store.bind(index, key, value)
+        slot = self._cache.bind(index, key, value)
         if window is None:
-            window = store.kinds[index].window_tokens
+            window = self._cache.store.kinds[index].window_tokens
         batch = self._batch(slot)
         keys, values = slot.step.all_rows(slot.place)
         spec = AttentionSpec(

@@ -40,7 +40,8 @@ class TokenState:
         self._live_at: torch.Tensor | None = None  # The same on the device; None while all live.
         self.last_tokens = input_ids[:, -1]
         self.is_steady = False
-        self._pads = [input_ids.shape[1] - length for length in lengths]
+        self._prompt_width = int(input_ids.shape[1])
+        self._pads = [self._prompt_width - length for length in lengths]
         self._ends: list[int | None] = [None] * len(lengths)
         self._processors = processors
         self._max_length = max_length
@@ -112,6 +113,16 @@ class TokenState:
         self._live_at = torch.tensor(self.live, device=self.ids.device)
         self.is_steady = False
         return ended
+
+    def prompts(self) -> list[list[int]]:
+        """The prompts without padding. Asks the device once."""
+        padded = self.ids[:, : self._prompt_width].tolist()
+        return [row[pad:] for row, pad in zip(padded, self._pads, strict=True)]
+
+    def said(self, rows: Sequence[int]) -> list[list[int]]:
+        """What these sequences, live or just ended, have said so far. Asks the device once."""
+        said: list[list[int]] = self.ids[list(rows), self._prompt_width :].tolist()
+        return said
 
     def as_lists(self) -> list[list[int]]:
         """Each sequence without padding on either side."""

@@ -180,7 +180,8 @@ class PageTable:
         taken = []
         while mappings and mappings[-1].first_page >= page:
             taken.append(self.retired(row, mappings.pop()))
-        self.rows[row].shared_end_page = min(self.rows[row].shared_end_page, page)
+        pages = self.rows[row]
+        pages.shared_end_page = min(pages.shared_end_page, pages.end_page)
         self.pool.reclaimer.retire(taken, fence)
 
     def wait_until_empty(self, row: int) -> None:

@@ -1,0 +1,607 @@
+"""`vmkv.generate` with prefix caching: what prompts have in common is computed once, and exact.
+
+The reference is `model.generate` of the same eager model, one prompt at a time, on a
+`DynamicCache`. Tokens are counted where they enter the model. All memory comes from one pool of
+host pages, whose books are checked when each test ends.
+
+Not covered: the plan of passes (`test_leaders_first.py`), the index (`tests/cache/test_prefix.py`),
+ragged batches without anything in common (`test_ragged_generate.py`).
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from helpers.tiny_models import VOCABULARY, tiny_config, tiny_model
+from transformers import LogitsProcessor, LogitsProcessorList
+from transformers.generation.streamers import BaseStreamer
+
+import vmkv
+from vmkv import (
+    BackendUsage,
+    ClosedError,
+    ConfigError,
+    ExtentPool,
+    HostBackend,
+    OutOfPagesError,
+    RaggedCache,
+)
+from vmkv.cache.prefix import BLOCK_TOKENS
+from vmkv.units import KiB, MiB
+
+FAMILIES = (
+    "llama",
+    "mistral",
+    "gemma2",
+    "gemma3",
+    "qwen3",
+    "gpt_oss",
+    "mixtral",
+    "phi3",
+    "deepseek_v3",
+)
+NEW_TOKENS = 6
+SYSTEM_TOKENS = 410  # More than a window of 8, what is kept before it, and a page.
+SHARED_TOKENS = SYSTEM_TOKENS // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+def _tokens(count: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCABULARY, (count,), generator=generator).tolist()
+
+
+SYSTEM = _tokens(SYSTEM_TOKENS, 0)
+PROMPTS = [SYSTEM + _tokens(count, count) for count in (13, 3, 30, 7, 21)]
+STRANGER = _tokens(40, 99)
+
+
+def _alone(model: Any, prompt: list[int], **options: Any) -> list[int]:
+    ids = torch.tensor([prompt])
+    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, **options}
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0].tolist()
+
+
+def _generate(model: Any, prompts: Any, **options: Any) -> list[list[int]]:
+    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, **options}
+    return vmkv.generate(model, prompts, **options)
+
+
+def _assert_exact(model: Any, prompts: list[list[int]], **options: Any) -> list[list[int]]:
+    actual = _generate(model, prompts, **options)
+    assert [_alone(model, prompt) for prompt in prompts] == actual
+    return actual
+
+
+@pytest.fixture
+def pool() -> Iterator[ExtentPool]:
+    """Host memory in 4 KiB pages; nothing of it may be in use when the test ends."""
+    backend = HostBackend(4 * KiB)
+    pool = ExtentPool(backend, 64 * MiB)
+    yield pool
+    assert pool.stats().resident_bytes == pool.stats().retired_bytes == 0
+    pool.close()
+    assert BackendUsage() == backend.usage(), "the test left something behind"
+
+
+NewCache = Callable[..., RaggedCache]
+
+
+@pytest.fixture
+def new_cache(pool: ExtentPool) -> Iterator[NewCache]:
+    """Makes caches over the pool; checks and closes them."""
+    made = []
+
+    def make(model: Any, **options: Any) -> RaggedCache:
+        made.append(RaggedCache(model.config, pool=pool, **options))
+        return made[-1]
+
+    yield make
+    for cache in made:
+        if not cache.store.is_closed:
+            cache.check()
+            assert cache.stats().num_sequences == 0
+        cache.close()
+
+
+@contextmanager
+def _passes(model: Any) -> Iterator[list[int]]:
+    """How many tokens each pass through the model has."""
+    sizes: list[int] = []
+
+    def note(module: Any, arguments: Any, keywords: dict[str, Any]) -> None:
+        sizes.append(keywords["input_ids"].numel())
+
+    handle = model.register_forward_pre_hook(note, with_kwargs=True)
+    yield sizes
+    handle.remove()
+
+
+def _num_prefilled(sizes: list[int], num_prompts: int) -> int:
+    """Tokens of prompts that went through the model: the rest were said by it."""
+    return sum(sizes) - num_prompts * (NEW_TOKENS - 1)
+
+
+# ---- within a call ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_num_batched_tokens", [8192, 150])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_common_system_prompt_is_computed_once(
+    name: str, max_num_batched_tokens: int, pool: ExtentPool
+) -> None:
+    """In whole blocks of 16; the rest of each prompt, and strangers, are computed as ever."""
+    model = tiny_model(name)
+    prompts = [*PROMPTS[:2], STRANGER, *PROMPTS[2:]]
+    expected = [_alone(model, prompt) for prompt in prompts]
+    options = {"pool": pool, "max_num_batched_tokens": max_num_batched_tokens}
+    with _passes(model) as sizes:
+        assert expected == _generate(model, prompts, **options)
+    once = sum(map(len, prompts)) - (len(PROMPTS) - 1) * SHARED_TOKENS
+    assert once == _num_prefilled(sizes, len(prompts))
+    assert max(sizes) <= max_num_batched_tokens
+
+
+def test_few_shared_tokens_cost_no_extra_pass(pool: ExtentPool) -> None:
+    """A pass more would cost more than it saves: such prompts go together."""
+    model = tiny_model("llama")
+    prompts = [_tokens(BLOCK_TOKENS, 1) + _tokens(5, seed) for seed in range(4)]
+    with _passes(model) as sizes:
+        _generate(model, prompts, pool=pool)
+    assert [4 * (BLOCK_TOKENS + 5), *[4] * (NEW_TOKENS - 1)] == sizes
+
+
+def test_equal_prompts_are_computed_once_but_for_their_ends(pool: ExtentPool) -> None:
+    """The last token of each gives its logits, so the block that holds it is computed."""
+    model = tiny_model("llama")
+    prompts = [SYSTEM[:96]] * 6
+    expected = [_alone(model, prompt) for prompt in prompts]
+    with _passes(model) as sizes:
+        assert expected == _generate(model, prompts, pool=pool)
+    assert [96, 5 * BLOCK_TOKENS, *[6] * (NEW_TOKENS - 1)] == sizes
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3", "gpt_oss"])
+def test_sharing_saves_memory(name: str, new_cache: NewCache) -> None:
+    """Mapped again rather than copied, a system prompt is resident once, not once per prompt."""
+    model = tiny_model(name)
+    expected = [_alone(model, prompt) for prompt in PROMPTS]
+    cost = vmkv.CostModel(map_us=0.0, unmap_us=0.0)  # Extents of one page are worth sharing.
+    most = {}
+    for prefix_caching in (True, False):
+        cache = new_cache(model)
+        _generate(model, PROMPTS[:1], cache=cache, max_new_tokens=1)
+        cache.store.cores[0].cost_model = cost
+        cache.trim()
+        assert expected == _generate(model, PROMPTS, cache=cache, prefix_caching=prefix_caching)
+        most[prefix_caching] = cache.stats().resident_bytes
+        assert (cache.stats().sharing.aliased_bytes > 0) == prefix_caching
+        cache.check()
+        cache.close()
+    # Windows leave what they keep of a prompt, and its leader's parting costs a tail.
+    assert most[True] < most[False] * (0.8 if cache.has_windows else 0.5)
+
+
+# ---- the flag -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_flag_off_computes_everything(name: str, new_cache: NewCache) -> None:
+    """And leaves nothing for others, nor finds what they left."""
+    model = tiny_model(name)
+    cache = new_cache(model)
+    expected = [_alone(model, prompt) for prompt in PROMPTS]
+    for _ in range(2):
+        with _passes(model) as sizes:
+            assert expected == _generate(model, PROMPTS, cache=cache, prefix_caching=False)
+        assert sum(map(len, PROMPTS)) == _num_prefilled(sizes, len(PROMPTS))
+    assert cache.stats().num_prefix_hits == cache.stats().num_prefix_misses == 0
+    with _passes(model) as sizes:
+        assert expected == _generate(model, PROMPTS, cache=cache)
+    assert sum(map(len, PROMPTS)) - 4 * SHARED_TOKENS == _num_prefilled(sizes, len(PROMPTS))
+    assert (cache.stats().num_prefix_hits, cache.stats().num_prefix_misses) == (4, 1)
+    with _passes(model) as sizes:
+        _generate(model, PROMPTS, cache=cache, prefix_caching=False)
+    assert sum(map(len, PROMPTS)) == _num_prefilled(sizes, len(PROMPTS))
+
+
+# ---- from call to call --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_repeated_calls_compute_the_system_prompt_once(name: str, new_cache: NewCache) -> None:
+    """Where all layers keep everything; with windows, once per call at worst. All are exact."""
+    model = tiny_model(name)
+    cache = new_cache(model)
+    _generate(model, PROMPTS[:1], cache=cache)
+    for turn in range(3):
+        prompts = [SYSTEM + _tokens(9, 10 * turn + at) for at in range(4)]
+        expected = [_alone(model, prompt) for prompt in prompts]
+        with _passes(model) as sizes:
+            assert expected == _generate(model, prompts, cache=cache)
+        num_passes, num_found = len(sizes) - (NEW_TOKENS - 1), 4 * SHARED_TOKENS
+        if cache.has_windows and num_passes == 2:  # They have passed it.
+            num_found = 3 * SHARED_TOKENS
+        else:
+            assert num_passes == 1
+        assert sum(map(len, prompts)) - num_found == _num_prefilled(sizes, 4)
+        cache.check()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_conversation_goes_on_where_it_was(name: str, new_cache: NewCache) -> None:
+    """Turn after turn, only what is new is computed; other conversations do not matter."""
+    model = tiny_model(name)
+    cache = new_cache(model)
+    said = _assert_exact(model, [STRANGER, PROMPTS[0]], cache=cache)
+    hits = 0
+    for turn in range(3):
+        prompts = [tokens + _tokens(5, turn) for tokens in said]
+        expected = [_alone(model, prompt) for prompt in prompts]
+        with _passes(model) as sizes:
+            said = _generate(model, prompts, cache=cache)
+        assert said == expected
+        hits, before = cache.stats().num_prefix_hits, hits
+        # All that was said but the last token was computed, and whole blocks of it are found.
+        known = [(len(prompt) - 6) // BLOCK_TOKENS * BLOCK_TOKENS for prompt in prompts]
+        # A window may have passed the end of the last whole block, of the one longer than it.
+        found = known[: hits - before] if cache.has_windows else known
+        assert found
+        assert sum(map(len, prompts)) - sum(found) == _num_prefilled(sizes, 2)
+        assert cache.stats().sharing.num_forks == 0, "a conversation left its row"
+        _generate(model, [_tokens(50, 7 + turn)], cache=cache, tenant="another")
+        cache.check()
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
+def test_the_past_of_a_conversation_costs_no_driver_call(name: str, new_cache: NewCache) -> None:
+    """Its row is adopted as it is; while there is room on the last page, nothing is mapped."""
+    model = tiny_model(name)
+    cache = new_cache(model)
+    (said,) = _generate(model, [STRANGER], cache=cache)  # 45 tokens; a page holds 32.
+    before = cache.stats()
+    (said,) = _generate(model, [[*said, 5, 6, 7]], cache=cache)
+    assert len(said) == 55
+    assert cache.stats().driver_calls == before.driver_calls
+    assert cache.stats().resident_bytes == before.resident_bytes
+    assert cache.stats().num_prefix_hit_tokens == 32
+
+
+def test_what_was_found_is_in_the_stats(new_cache: NewCache) -> None:
+    """Hits, misses and tokens; a cache that was not used yet knows of none."""
+    model = tiny_model("llama")
+    cache = new_cache(model)
+    assert cache.stats().num_prefix_hits == cache.stats().num_prefix_misses == 0
+    _generate(model, PROMPTS, cache=cache)
+    _generate(model, [STRANGER, PROMPTS[2]], cache=cache)
+    stats = cache.stats()
+    # The first prompt of all finds no index to look into.
+    assert (stats.num_prefix_hits, stats.num_prefix_misses) == (len(PROMPTS), 1)
+    whole = (len(PROMPTS[2]) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+    assert stats.num_prefix_hit_tokens == (len(PROMPTS) - 1) * SHARED_TOKENS + whole
+
+
+def test_tenants_do_not_share(new_cache: NewCache) -> None:
+    """Neither prompts nor what was said; each finds its own."""
+    model = tiny_model("llama")
+    cache = new_cache(model)
+    for tenant in ("a", "b", None):
+        with _passes(model) as sizes:
+            _generate(model, PROMPTS[:1], cache=cache, tenant=tenant)
+        assert len(PROMPTS[0]) == _num_prefilled(sizes, 1)
+    for tenant in ("a", "b", None):
+        expected = _alone(model, PROMPTS[1])
+        with _passes(model) as sizes:
+            assert [expected] == _generate(model, PROMPTS[1:2], cache=cache, tenant=tenant)
+        assert len(PROMPTS[1]) - SHARED_TOKENS == _num_prefilled(sizes, 1)
+
+
+def test_another_tenant_never_gets_old_bytes() -> None:
+    """The scrubbing of the pool knows whose the rows are, in the first pass as well."""
+    model = tiny_model("llama")
+    backend = HostBackend(4 * KiB)
+    pool = ExtentPool(backend, 64 * MiB, scrub="cross-tenant")
+    with RaggedCache(model.config, pool=pool, max_batch_size=1) as cache:
+        _generate(model, PROMPTS[:1], cache=cache, tenant="a")
+        _generate(model, [STRANGER], cache=cache, tenant="b")
+        (core,) = cache.store.cores
+        (group, *_) = core.groups
+        held = group.resident_tokens(0)
+        assert held >= len(PROMPTS[0])
+        assert not group.views.keys[0, 0, :, len(STRANGER) + NEW_TOKENS : held].any()
+    pool.close()
+
+
+# ---- inside model.generate, and what it brings --------------------------------------------------
+
+
+def test_custom_generate_takes_a_cache(new_cache: NewCache) -> None:
+    """Left-padded batches through `model.generate`, one after another."""
+    model = tiny_model("llama")
+    cache = new_cache(model)
+    width = max(map(len, PROMPTS))
+    inputs = {
+        "input_ids": torch.tensor([[0] * (width - len(each)) + each for each in PROMPTS]),
+        "attention_mask": torch.tensor(
+            [[0] * (width - len(each)) + [1] * len(each) for each in PROMPTS]
+        ),
+    }
+    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+    expected = model.generate(**inputs, **options)
+    options |= {"custom_generate": vmkv.ragged_generate, "vmkv_cache": cache}
+    for num_found in (4 * SHARED_TOKENS, sum((len(p) - 1) // 16 * 16 for p in PROMPTS)):
+        with _passes(model) as sizes:
+            assert torch.equal(expected, model.generate(**inputs, **options))
+        assert sum(map(len, PROMPTS)) - num_found == _num_prefilled(sizes, len(PROMPTS))
+    with _passes(model) as sizes:
+        assert torch.equal(expected, model.generate(**inputs, **options, vmkv_tenant="other"))
+    assert sum(map(len, PROMPTS)) - 4 * SHARED_TOKENS == _num_prefilled(sizes, len(PROMPTS))
+    with _passes(model) as sizes:
+        model.generate(**inputs, **options, vmkv_prefix_caching=False)
+    assert sum(map(len, PROMPTS)) == _num_prefilled(sizes, len(PROMPTS))
+
+
+@pytest.mark.parametrize(
+    "options", [{"repetition_penalty": 1.7}, {"no_repeat_ngram_size": 2}, {"max_new_tokens": 1}]
+)
+def test_settings_mean_what_they_mean_without_a_cache(
+    options: dict[str, Any], new_cache: NewCache
+) -> None:
+    """Processors see whole prompts, found or computed; one token is no special case."""
+    model = tiny_model("llama")
+    cache = new_cache(model)
+    expected = [_alone(model, prompt, **options) for prompt in PROMPTS]
+    for _ in range(2):
+        assert expected == _generate(model, PROMPTS, cache=cache, **options)
+
+
+def test_sequences_end_early_and_are_found_as_far_as_they_got(new_cache: NewCache) -> None:
+    """An end-of-sequence token parks a row in mid-decode, with what it has said."""
+    model = tiny_model("llama")
+    cache = new_cache(model)
+    plain = [_alone(model, prompt) for prompt in PROMPTS]
+    end = plain[0][len(PROMPTS[0]) + 2]
+    said = _generate(model, PROMPTS, cache=cache, eos_token_id=end)
+    assert said == [_alone(model, prompt, eos_token_id=end) for prompt in PROMPTS]
+    assert len(said[0]) <= len(PROMPTS[0]) + 3
+    assert len({len(a) - len(b) for a, b in zip(said, PROMPTS, strict=True)}) > 1
+    prompts = [tokens + _tokens(20, 3) for tokens in said]
+    expected = [_alone(model, prompt) for prompt in prompts]
+    with _passes(model) as sizes:
+        assert expected == _generate(model, prompts, cache=cache)
+    known = sum((len(tokens) - 1) // BLOCK_TOKENS * BLOCK_TOKENS for tokens in said)
+    assert sum(map(len, prompts)) - known == _num_prefilled(sizes, len(prompts))
+
+
+class _Collects(BaseStreamer):
+    def __init__(self) -> None:
+        self.got: list[int] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.got += value.flatten().tolist()
+
+    def end(self) -> None:
+        pass
+
+
+def test_a_streamer_gets_all_of_a_prompt_that_was_found(new_cache: NewCache) -> None:
+    """What is not computed is said nevertheless."""
+    model = tiny_model("llama")
+    cache = new_cache(model)
+    for _ in range(2):
+        streamer = _Collects()
+        (expected,) = _generate(model, PROMPTS[:1], cache=cache, streamer=streamer)
+        assert expected == streamer.got
+
+
+# ---- too little room ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
+def test_a_small_budget_evicts_and_stays_right(name: str) -> None:
+    """Twenty prompts, of which memory holds some: old rows give way, whatever is found is right."""
+    model = tiny_model(name)
+    backend = HostBackend(4 * KiB)
+    pool = ExtentPool(backend, 160 * 4 * KiB)  # Three long prompts.
+    prompts = [_tokens(150, seed) + _tokens(20, 9) for seed in range(10)]
+    expected = [_alone(model, prompt) for prompt in prompts]
+    with RaggedCache(model.config, pool=pool) as cache:
+        for turn in (0, 1, 1, 0, 2, 3, 4, 3, 5, 6, 7, 8, 9, 9, 0, 1, 2):
+            assert [expected[turn]] == _generate(model, [prompts[turn]], cache=cache)
+            cache.check()
+        stats = cache.stats()
+        assert stats.num_prefix_hits >= 3
+        assert stats.num_prefix_misses >= 10
+        assert pool.stats().resident_bytes <= 160 * 4 * KiB
+    pool.close()
+    assert BackendUsage() == backend.usage()
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize("num_rows", [1, 2, 5])
+def test_a_call_may_take_every_row(name: str, num_rows: int, new_cache: NewCache) -> None:
+    """Where there are no rows to keep anything in, what is found is lost, and nothing else."""
+    model = tiny_model(name)
+    cache = new_cache(model, max_batch_size=num_rows)
+    prompts = [SYSTEM[:40] + _tokens(60, seed) for seed in range(num_rows)]
+    others = [SYSTEM[:40] + _tokens(60, 10 + seed) for seed in range(num_rows)]
+    for each in (prompts, others, others, [others[-1] + [5]], prompts):
+        _assert_exact(model, each, cache=cache)
+        cache.check()
+
+
+# ---- errors on the way --------------------------------------------------------------------------
+
+
+class _Fails(LogitsProcessor):
+    """Raises in its third step, when the decode is steady."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        if self.num_calls == 4:
+            raise ZeroDivisionError
+        return scores
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_an_error_ends_the_sequences_and_leaves_the_cache(name: str, new_cache: NewCache) -> None:
+    """The next call finds the prompts that were computed before it."""
+    model = tiny_model(name)
+    cache = new_cache(model)
+    expected = [_alone(model, prompt) for prompt in PROMPTS]
+    for _ in range(2):
+        fails = LogitsProcessorList([_Fails()])
+        with pytest.raises(ZeroDivisionError):
+            _generate(model, PROMPTS, cache=cache, logits_processor=fails)
+        assert model.config._attn_implementation == "eager"
+        assert cache.stats().num_sequences == 0
+        cache.check()
+    with _passes(model) as sizes:
+        assert expected == _generate(model, PROMPTS, cache=cache)
+    known = sum((len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS for prompt in PROMPTS)
+    if cache.has_windows:  # Some have passed the end of a last whole block.
+        known = len(PROMPTS) * SHARED_TOKENS
+    assert sum(map(len, PROMPTS)) - known >= _num_prefilled(sizes, len(PROMPTS))
+
+
+@pytest.mark.parametrize("max_num_batched_tokens", [8192, 64])
+def test_too_small_a_budget_is_an_error_that_leaves_the_cache(max_num_batched_tokens: int) -> None:
+    """In the first pass, when nothing is bound yet, and in later ones; then less still fits."""
+    model = tiny_model("llama")
+    backend = HostBackend(4 * KiB)
+    pool = ExtentPool(backend, 30 * 4 * KiB)
+    with RaggedCache(model.config, pool=pool) as cache:
+        for _ in range(2):
+            prompts = [_tokens(200, seed) for seed in range(8)]
+            options = {"max_num_batched_tokens": max_num_batched_tokens}
+            with pytest.raises(OutOfPagesError):
+                _generate(model, prompts, cache=cache, **options)
+            assert cache.stats().num_sequences == 0
+            cache.check()
+            _assert_exact(model, [STRANGER, STRANGER], cache=cache)
+    pool.close()
+    assert BackendUsage() == backend.usage()
+
+
+# ---- what is refused ----------------------------------------------------------------------------
+
+
+def test_a_cache_of_another_model_is_refused(new_cache: NewCache) -> None:
+    """Of other layers, of the same ones, and of the same model before it was changed."""
+    model, other, same = tiny_model("llama"), tiny_model("gemma2"), tiny_model("llama", seed=1)
+    with pytest.raises(ConfigError, match="other layers"):
+        _generate(other, PROMPTS[:1], cache=new_cache(model))
+    cache = new_cache(model)
+    _generate(model, PROMPTS[:1], cache=cache)
+    for wrong in (other, same):
+        with pytest.raises(ConfigError, match="another model"):
+            _generate(wrong, PROMPTS[:1], cache=cache)
+    _assert_exact(model, PROMPTS[:2], cache=cache)
+
+
+def test_a_cache_from_before_the_model_was_changed_is_refused(new_cache: NewCache) -> None:
+    """Keys in another type are no beginning for these; the error names both."""
+    model = tiny_model("llama", "sdpa", seed=2)
+    cache = new_cache(model)
+    _generate(model, PROMPTS[:1], cache=cache)
+    model.to(torch.bfloat16)
+    try:
+        with pytest.raises(ConfigError, match=r"bfloat16.*float32.*make a new one"):
+            _generate(model, PROMPTS[:1], cache=cache)
+        assert cache.stats().num_sequences == 0
+    finally:
+        model.to(torch.float32)
+    with _passes(model) as sizes:
+        _generate(model, PROMPTS[:1], cache=cache)
+    assert _num_prefilled(sizes, 1) < BLOCK_TOKENS + 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"budget_bytes": MiB}, "a cache has its own pool"),
+        ({"attention_backend": "sdpa"}, "a cache has its own pool"),
+        ({"tenant": 5}, "tenant=5 must be a string"),
+    ],
+    ids=["budget", "kernels", "tenant"],
+)
+def test_options_that_a_cache_cannot_serve_are_refused(
+    options: dict[str, Any], message: str, new_cache: NewCache
+) -> None:
+    """Before anything runs."""
+    model = tiny_model("llama")
+    with pytest.raises(ConfigError, match=message):
+        _generate(model, PROMPTS, cache=new_cache(model), **options)
+
+
+def test_more_prompts_than_rows_are_refused(new_cache: NewCache) -> None:
+    """The error names the rows; fewer prompts are served."""
+    model = tiny_model("llama")
+    cache = new_cache(model, max_batch_size=4)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="5 prompts do not fit the 4 rows"):
+            _generate(model, PROMPTS, cache=cache)
+        _generate(model, PROMPTS[:4], cache=cache)
+
+
+def test_a_closed_cache_is_refused(new_cache: NewCache) -> None:
+    """So is one that serves another call, such as the one whose streamer asks for more."""
+    model = tiny_model("llama")
+    cache = new_cache(model)
+
+    class Nests(_Collects):
+        def put(self, value: torch.Tensor) -> None:
+            _generate(model, PROMPTS[:1], cache=cache)
+
+    with pytest.raises(ConfigError, match="serves another call"):
+        # The prompt is put before the cache is taken; the first token, when it is.
+        _generate(model, PROMPTS[:1], cache=cache, streamer=Nests())
+    _generate(model, PROMPTS[:1], cache=cache)
+    cache.close()
+    cache.close()
+    with pytest.raises(ClosedError, match="this RaggedCache is closed"):
+        _generate(model, PROMPTS[:1], cache=cache)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_tokens": 0},
+        {"max_batch_size": -1},
+        {"budget_bytes": 0},
+        {"layers_per_group": 1.5},
+        {"attention_backend": "nonesuch"},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_impossible_caches_are_refused(options: dict[str, Any]) -> None:
+    """When they are made, not in the first call."""
+    with pytest.raises(ConfigError, match=str(next(iter(options.values())))):
+        RaggedCache(tiny_config("llama"), **options)
+
+
+def test_a_pool_has_its_own_budget(pool: ExtentPool) -> None:
+    """Both at once is a mistake, which is named when the cache is made."""
+    with pytest.raises(ConfigError, match="a pool has its own budget"):
+        RaggedCache(tiny_config("llama"), pool=pool, budget_bytes=MiB)
+
+
+def test_a_cache_that_is_dropped_warns_and_is_freed_by_the_next(pool: ExtentPool) -> None:
+    """As a `VMKVCache` is: its memory comes back when a cache is made."""
+    model = tiny_model("llama")
+    cache = RaggedCache(model.config, pool=pool)
+    _generate(model, PROMPTS[:1], cache=cache)
+    caches = [cache]
+    del cache
+    with pytest.warns(ResourceWarning, match="never closed"):
+        caches.clear()
+    gc.collect()
+    RaggedCache(model.config, pool=pool).close()
+    assert pool.stats().resident_bytes == 0

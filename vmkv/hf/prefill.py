@@ -1,0 +1,192 @@
+"""Which tokens of which prompts go through the model next: prefill passes.
+
+Prompts are cut into passes of a bounded number of tokens. Where prompts begin alike, one of them,
+the *leader*, goes first, and the others, its *followers*, wait until what they have in common is
+computed, so that they find it in the cache:
+
+    pass 1   | system prompt, question A |  other prompts ...   |
+    pass 2   | question B | question C | question D | ...
+
+Rows of sliding-window layers forget what has left the window, so that a follower finds nothing
+once its leader is far ahead. There a leader stops where its followers part from it:
+
+    pass 1   | system prompt |  other prompts ...   |
+    pass 2   | question A | question B | question C | ...
+
+Pure: knows tokens and numbers, no memory and no model.
+"""
+
+from __future__ import annotations
+
+import functools
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from ..cache.geometry import check_positive
+from ..cache.prefix import BLOCK_TOKENS
+from .ragged_cache import Piece
+
+#: What a pass of its own must save at least: one pass more costs the time of some hundred tokens.
+MIN_SAVED_TOKENS = 256
+
+
+class Agenda(NamedTuple):
+    """What sharing asks of the next pass.
+
+    Attributes:
+        later: Prompts that wait.
+        stops: Prompts that go no further than so many tokens.
+    """
+
+    later: Collection[int] = frozenset()
+    stops: Mapping[int, int] = {}
+
+
+#: What the next pass should do, given how many tokens are computed of each prompt that has begun,
+#: and which ones have not.
+Chooser = Callable[[Mapping[int, int], Sequence[int]], Agenda]
+
+
+def prefill_passes(
+    lengths: Sequence[int],
+    max_num_batched_tokens: int,
+    *,
+    begin: Callable[[int], int] = lambda at: 0,
+    choose: Chooser = lambda past, waiting: Agenda(),
+) -> Iterator[list[Piece]]:
+    """Cut prompts into passes of at most `max_num_batched_tokens`, in order, without gaps.
+
+    Go on to the next pass when the last one has been submitted.
+
+    Args:
+        lengths: Tokens of each prompt.
+        max_num_batched_tokens: Tokens of a pass.
+        begin: Called once for each prompt, when its turn comes: how many of its tokens need not
+            be computed; never all of them.
+        choose: Called before each pass. While none is under way, the first to wait must not.
+
+    Raises:
+        ConfigError: The bound is no positive integer.
+    """
+    check_positive("max_num_batched_tokens", max_num_batched_tokens)
+    past: dict[int, int] = {}
+    running: list[int] = []
+    waiting = list(range(len(lengths)))
+    has_waited: set[int] = set()
+    while running or waiting:
+        agenda = choose(past, waiting)
+        pieces = []
+        room = max_num_batched_tokens
+        for at in [*running, *(each for each in waiting if each not in agenda.later)]:
+            if room or at in has_waited:  # Later, what it has waited for may be gone.
+                past[at] = begin(at) if at not in past else past[at]
+            if room:
+                stop = agenda.stops.get(at, 0)
+                end = stop if stop > past[at] else lengths[at]
+                pieces.append(Piece(at, past[at], min(room, end - past[at])))
+                room -= pieces[-1].num_new_tokens
+        yield pieces
+        past.update((piece.sequence_id, piece.num_tokens) for piece in pieces)
+        has_waited.update(agenda.later)
+        waiting = [at for at in waiting if at not in past]
+        running = [at for at, num_tokens in past.items() if num_tokens < lengths[at]]
+
+
+class LeadersFirst:
+    """A `Chooser`: prompts that begin like one under way wait for it, where that saves enough.
+
+    Args:
+        prompts: Their tokens.
+        find: How many tokens of a prompt the cache held before any of them began.
+        leaders_stop: Whether leaders stop where their followers part from them.
+        max_num_batched_tokens: Tokens of a pass. One that is full without those who wait is no
+            pass more.
+        min_saved_tokens: What all who wait must save together, where it is one.
+
+    Nobody waits for ever: each waits for one that has begun, and does not wait for what another
+    has computed.
+
+    Cost: a look-up for each block of 16 tokens; then for each prompt that waits, and pass, one
+        for each doubling of its blocks.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Sequence[int]],
+        find: Callable[[int], int] = lambda at: 0,
+        *,
+        leaders_stop: bool = False,
+        max_num_batched_tokens: int = 8192,
+        min_saved_tokens: int = MIN_SAVED_TOKENS,
+    ):
+        self._lengths = [len(prompt) for prompt in prompts]
+        self._paths = beginnings(prompts)
+        self._find = functools.cache(find)
+        self._leaders_stop = leaders_stop
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._min_saved_tokens = min_saved_tokens
+        self._computed: set[int] = set()
+        self._num_noted: dict[int, int] = {}  # Blocks of each prompt that are in `_computed`.
+
+    def __call__(self, past: Mapping[int, int], waiting: Sequence[int]) -> Agenda:
+        """See `Chooser`."""
+        coming: dict[int, int] = {}  # The beginnings that are under way, and whose they are.
+        for at, num_tokens in past.items():
+            path, num_blocks = self._paths[at], num_tokens // BLOCK_TOKENS
+            self._computed.update(path[self._num_noted.get(at, 0) : num_blocks])
+            self._num_noted[at] = num_blocks
+            if num_tokens < self._lengths[at]:
+                self._note_coming(at, coming)
+        later: dict[int, int] = {}
+        stops: dict[int, int] = {}
+        for at in waiting:
+            shared_tokens = self._shared_tokens(at, coming)
+            saved_tokens = shared_tokens - self._known_tokens(at) if shared_tokens else 0
+            if saved_tokens <= 0:
+                self._note_coming(at, coming)
+                continue
+            later[at] = saved_tokens
+            if self._leaders_stop:
+                leader = coming[self._paths[at][shared_tokens // BLOCK_TOKENS - 1]]
+                stops[leader] = min(shared_tokens, stops.get(leader, shared_tokens))
+        agenda = Agenda(later.keys(), stops)
+        num_tokens = sum(
+            max(0, agenda.stops.get(at, length) - past.get(at, 0))
+            for at, length in enumerate(self._lengths)
+            if at not in later
+        )
+        is_full = num_tokens >= self._max_num_batched_tokens
+        return agenda if is_full or sum(later.values()) >= self._min_saved_tokens else Agenda()
+
+    def _note_coming(self, at: int, coming: dict[int, int]) -> None:
+        for node in self._paths[at]:
+            coming.setdefault(node, at)
+
+    def _shared_tokens(self, at: int, nodes: Container[int]) -> int:
+        """How many tokens of a prompt, but for its last one, begin like what is in `nodes`."""
+        path = self._paths[at][: (self._lengths[at] - 1) // BLOCK_TOKENS]
+        # What begins like a prompt's 20th block begins like its 19th, so this may be bisected.
+        return BLOCK_TOKENS * bisect_left(path, True, key=lambda node: node not in nodes)
+
+    def _known_tokens(self, at: int) -> int:
+        """How many tokens of a prompt it would find in the cache now."""
+        computed_tokens = self._shared_tokens(at, self._computed)
+        return max(computed_tokens, self._find(at))
+
+
+def beginnings(prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """A number for the end of each whole block of 16 tokens of each prompt.
+
+    Equal where prompts are equal up to there, and only there: the nodes of a tree of blocks.
+    """
+    children: dict[tuple[int, tuple[int, ...]], int] = {}
+    paths = []
+    for prompt in prompts:
+        path, node = [], -1
+        for start in range(0, len(prompt) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
+            block = tuple(prompt[start : start + BLOCK_TOKENS])
+            node = children.setdefault((node, block), len(children))
+            path.append(node)
+        paths.append(path)
+    return paths
