@@ -3,7 +3,7 @@
 Question. Five workloads of one shape each (many mixed prompts, many more, long prompts, one
 request, much decoding): how long does `vmkv.serve.Engine` take for all of it, against what vLLM
 takes on the same GPU? How far is a decode step from the memory floor, and how much of the time is
-mapping that the device waits for?
+mapping that the device waits for? And when nothing is left to do: what does an engine cost?
 
 Prediction. A prompt token costs 2 * 7.0e9 operations, at the 0.70 PFLOP/s that matrix products of
 these shapes reach: W1's 344k prompt tokens take 6.9 s and, with all that is not a product (8 %),
@@ -14,7 +14,9 @@ runs, so mapping costs nothing but in the first step: under 0.1 % of W1. With a 
 memory that W1 needs, a quarter of its sequences decode together: decoding takes more than twice as
 long, prompts as long as before, so 0.75 of the throughput. Of 1,000 prompts that share 2,048 tokens
 and have 64 of their own, the prefix cache computes 66k tokens instead of 2.1 M: 1.5 s and the
-decoding, 3 s, instead of 46 s and the decoding: ten times the throughput.
+decoding, 3 s, instead of 46 s and the decoding: ten times the throughput. An idle engine waits on a
+condition and polls nothing; what CUDA's own threads do is under 0.1 % of a core. After W0, which
+fills 11 GiB, 7 GiB go back to the device in 0.1 s, at 15 µs for each 2 MiB.
 
 Method. Llama-3-8B's shape from transformers' own class, random weights, bfloat16, greedy, no end of
 sequence; prompts from `random.seed(0)`: a length by `random.choice`, then as many
@@ -23,6 +25,10 @@ Seconds are wall time of `engine.generate` for all requests, the median of its r
 is the median time between steps that decode all 32 sequences of W2 and nothing else. Mapping is
 what the engine spends growing sequences; it was on the critical path where the host did not have to
 wait for the step before afterwards, because then the device may have.
+The idle engine is an `AsyncEngine` over a warmed-up one, with a watermark of 4 GiB and the prefix
+cache on, after W0: from when it says that it is idle, the CPU time of the process (all of its
+threads) over 10 s of wall time, in which the main thread sleeps; memory is what the backend's books
+say that the device has given. Then W0 comes again, some of its prefixes still there.
 
 Rivals. Published figures, measured on the same kind of machine with the same prompts and not in
 this run: vLLM 0.26.0 (FlashAttention-3, compiled, CUDA graphs, prefix cache off), transformers 5.17
@@ -33,10 +39,12 @@ Not measured. Arrivals over time, sampling, several devices, the HTTP server.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import random
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -45,9 +53,9 @@ from typing import Any
 import torch
 from bench_generate import llama_config, make_model
 from common import spread, write_result
-from report import Figure, Row, bench_parser, make_record, print_figures, print_rows
+from report import Figure, Row, bench_parser, make_record, on_gpu, print_figures, print_rows
 
-from vmkv.serve import Engine, SamplingParams
+from vmkv.serve import AsyncEngine, Engine, RequestOutput, SamplingParams
 from vmkv.serve.observer import RequestRecord, StepRecord
 
 MIXED = (128, 256, 512, 1024, 2048, 4096)
@@ -61,6 +69,12 @@ COPY_BYTES_PER_S = 4.3e12  # Measured: torch's device-to-device copy, reads and 
 WAIT_MIN_S = 50e-6
 SMOKE_BUDGET_BYTES = 2**26
 QUARTER_BYTES = 12 * 2**30  # W1's keys and values take 48 GiB.
+IDLE = "idle"
+IDLE_S = 10.0
+SMOKE_IDLE_S = 0.2
+WATERMARK_BYTES = 4 * 2**30
+SMOKE_WATERMARK_BYTES = 2**17
+PATIENCE_S = 300.0  # An engine that is not idle by then never will be.
 
 
 @dataclass(frozen=True)
@@ -110,12 +124,14 @@ class Case:
         suffix: What the rows' names end in.
         budget_bytes: None for what there is.
         prefix_caching: Off for comparisons with rivals that had it off.
+        watermark_bytes: What the engine keeps when it is idle.
     """
 
     workloads: tuple[Workload, ...]
     suffix: str = ""
     budget_bytes: int | None = None
     prefix_caching: bool = False
+    watermark_bytes: int | None = None
 
 
 QUARTER = ", quarter of the memory"
@@ -139,29 +155,47 @@ SMOKE_CASES = (
     ),
     Case((_SMOKE_PREFIX,), CACHED, SMOKE_BUDGET_BYTES, prefix_caching=True),
 )
+IDLE_CASE = Case(
+    tuple(
+        replace(each, name=IDLE, rounds=1, vllm_s=None, hf_batch_s=None, hf_padded_s=None)
+        for each in WORKLOADS
+        if each.name == "W0"
+    ),
+    prefix_caching=True,
+    watermark_bytes=WATERMARK_BYTES,
+)
+SMOKE_IDLE_CASE = Case(
+    (Workload(IDLE, 6, (40, 60), 4, 1),),
+    budget_bytes=SMOKE_BUDGET_BYTES,
+    prefix_caching=True,
+    watermark_bytes=SMOKE_WATERMARK_BYTES,
+)
 
 
 @dataclass
 class Steps:
-    """Watches an engine: keeps what every step took."""
+    """Watches an engine: keeps what every step took, and knows whether it is idle."""
 
     records: list[StepRecord] = field(default_factory=list)
+    is_idle: threading.Event = field(default_factory=threading.Event)
 
     def step_finished(self, step: StepRecord, cache: Any) -> None:
         """Keep it."""
         self.records.append(step)
 
     def request_added(self, request_id: int, num_prompt_tokens: int) -> None:
-        """Not of interest, like the rest."""
+        """It is not idle now."""
+        self.is_idle.clear()
 
     def first_token(self, request_id: int, wait_s: float) -> None:
-        """Likewise."""
+        """Not of interest."""
 
     def request_finished(self, request: RequestRecord) -> None:
         """Likewise."""
 
     def idle(self, cache: Any) -> None:
-        """Likewise."""
+        """It is idle now."""
+        self.is_idle.set()
 
     @property
     def map_s(self) -> float:
@@ -182,6 +216,18 @@ class Steps:
         ]
         gaps = [later - earlier for earlier, later in itertools.pairwise(at)]
         return 1e3 * statistics.median(gaps[1:]) if len(gaps) > 3 else None
+
+
+@dataclass
+class MemorySteps(Steps):
+    """Notes as well how much memory there was at most."""
+
+    peak_bytes: int = 0
+
+    def step_finished(self, step: StepRecord, cache: Any) -> None:
+        """Look."""
+        super().step_finished(step, cache)
+        self.peak_bytes = max(self.peak_bytes, cache.pool.stats().created_bytes)
 
 
 def serve(
@@ -239,7 +285,7 @@ def figures_of(rows: dict[str, Row], decode_ms: float | None) -> list[Figure]:
             rival=f"vLLM {row['vllm_seconds']} s",
         )
         for name, row in sorted(rows.items())
-        if row["vllm_seconds"]
+        if row.get("vllm_seconds")
     ]
     if decode_ms is not None:
         floor_ms = 1e3 * (WEIGHT_BYTES + 32 * 8192 * KV_BYTES_PER_TOKEN) / COPY_BYTES_PER_S
@@ -285,7 +331,85 @@ def figures_of(rows: dict[str, Row], decode_ms: float | None) -> list[Figure]:
                 at_least=3 if torch.cuda.is_available() else None,
             )
         )
+    if IDLE in rows:
+        figures += idle_figures(rows[IDLE])
     return figures
+
+
+def idle_figures(row: Row) -> list[Figure]:
+    """What was promised of an engine without requests."""
+    return [
+        Figure(
+            "serve_idle_cpu",
+            f"idle engine: CPU share of a core, over {row['idle_s']:.3g} s",
+            row["cpu_share"],
+            "%",
+            at_most=on_gpu(0.01),
+        ),
+        Figure(
+            "serve_idle_above_watermark_mib",
+            f"idle engine: memory above the watermark of {row['watermark_bytes'] / 2**20:,.5g} "
+            f"MiB, of {row['peak_bytes'] / 2**20:,.5g} MiB before",
+            row["above_watermark_bytes"] / 2**20,
+            "MiB",
+            at_most=0,
+        ),
+    ]
+
+
+async def serve_at_once(
+    engine: AsyncEngine, prompts: Sequence[Sequence[int]], params: SamplingParams
+) -> tuple[float, int]:
+    """Stream all prompts together; seconds, and how many of their tokens were cached."""
+
+    async def last(prompt: Sequence[int]) -> RequestOutput:
+        output = [each async for each in engine.stream(prompt, params)][-1]
+        if output.error is not None:
+            raise RuntimeError("a request ended without its tokens") from output.error
+        return output
+
+    start = time.perf_counter()
+    outputs = await asyncio.gather(*map(last, prompts))
+    return time.perf_counter() - start, sum(each.num_cached_tokens for each in outputs)
+
+
+async def idle_row(
+    engine: Engine, steps: MemorySteps, case: Case, vocabulary: int, idle_s: float
+) -> Row:
+    """A burst, then nothing for `idle_s`, and the burst again. Closes the engine."""
+    workload, watermark_bytes = case.workloads[0], case.watermark_bytes or 0
+    prompts = workload.prompts(vocabulary)
+    params = SamplingParams(temperature=0, max_tokens=workload.new_tokens, ignore_eos=True)
+    served = AsyncEngine(engine)
+    try:
+        busy_s, _ = await serve_at_once(served, prompts, params)
+        start = time.perf_counter()
+        if not await asyncio.to_thread(steps.is_idle.wait, PATIENCE_S):
+            raise RuntimeError("the engine does not fall idle")
+        give_back_s = time.perf_counter() - start
+        kept_bytes = engine.cache.pool.backend.usage().physical_bytes
+        cpu_start, start = time.process_time(), time.perf_counter()
+        time.sleep(idle_s)
+        cpu_s, wall_s = time.process_time() - cpu_start, time.perf_counter() - start
+        again_s, cached_tokens = await serve_at_once(served, prompts, params)
+    finally:
+        await served.shutdown()
+    return {
+        "workload": workload.name,
+        "requests": workload.num_requests,
+        "prompt_tokens": sum(map(len, prompts)),
+        "new_tokens": workload.new_tokens,
+        "burst_seconds": busy_s,
+        "idle_s": wall_s,
+        "cpu_share": cpu_s / wall_s,
+        "peak_bytes": steps.peak_bytes,
+        "watermark_bytes": watermark_bytes,
+        "kept_bytes": kept_bytes,
+        "above_watermark_bytes": max(0, kept_bytes - watermark_bytes),
+        "give_back_ms": 1e3 * give_back_s,
+        "burst_again_seconds": again_s,
+        "cached_tokens_again": cached_tokens,
+    }
 
 
 def make_engine(model: Any, steps: Steps, case: Case) -> Engine:
@@ -297,6 +421,7 @@ def make_engine(model: Any, steps: Steps, case: Case) -> Engine:
         max_tokens=MAX_TOKENS if torch.cuda.is_available() else 256,
         budget_bytes=case.budget_bytes,
         prefix_caching=case.prefix_caching,
+        watermark_bytes=case.watermark_bytes,
         observer=steps,
     )
 
@@ -310,7 +435,12 @@ def synchronize() -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, show, write."""
     parser = bench_parser(__doc__)
-    parser.add_argument("--only", nargs="+", help="names of workloads; by default all")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        metavar="NAME",
+        help="W0 … W4, prefix, idle; by default all. The result is then called serve_NAME_…",
+    )
     arguments = parser.parse_args(argv)
     smoke = arguments.smoke or not torch.cuda.is_available()
     config = llama_config(smoke=smoke)
@@ -319,9 +449,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows: dict[str, Row] = {}
     decode_ms: float | None = None
     for case in SMOKE_CASES if smoke else CASES:
-        wanted = [
-            each for each in case.workloads if not arguments.only or each.name in arguments.only
-        ]
+        wanted = [each for each in case.workloads if is_wanted(each.name, arguments.only)]
         if not wanted:
             continue
         with make_engine(model, steps, case) as engine:
@@ -332,6 +460,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                 if name == "W2" and not smoke:
                     decode_ms = step_ms
                 print_rows([rows[name]])
+    if is_wanted(IDLE, arguments.only):
+        case = SMOKE_IDLE_CASE if smoke else IDLE_CASE
+        watch = MemorySteps()
+        engine = make_engine(model, watch, case)
+        idle_s = SMOKE_IDLE_S if smoke else IDLE_S
+        rows[IDLE] = asyncio.run(idle_row(engine, watch, case, config.vocab_size, idle_s))
+    if not rows:
+        parser.error(f"there is no workload called {' or '.join(arguments.only)}")
     figures = figures_of(rows, decode_ms)
     print_rows(list(rows.values()))
     print_figures(figures)
@@ -342,8 +478,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     record = make_record(__doc__, list(rows.values()), figures, constants)
     if arguments.json or not smoke:
-        print("wrote", write_result("serve", record, arguments.json))
+        # A part of the workloads does not replace the result of all.
+        name = "_".join(["serve", *(arguments.only or ())]).lower()
+        print("wrote", write_result(name, record, arguments.json))
     return 0
+
+
+def is_wanted(name: str, only: Sequence[str] | None) -> bool:
+    """Whether a workload was asked for, by its name or the first word of it."""
+    return not only or name in only or name.split()[0] in only
 
 
 if __name__ == "__main__":

@@ -119,6 +119,7 @@ EXACT_FIGURES = (
     ("sharing", "fork_new_mib", 1 / 8),  # An extent of 32 pages of 4 KiB.
     ("window", "window_spread_smoke", 1),
     ("window", "window_spread_smoke_mixed", 1),
+    ("serve", "serve_idle_above_watermark_mib", 0),
 )
 
 
@@ -131,6 +132,34 @@ def test_sharing_is_counted_exactly(
     (figure,) = (each for each in result.figures if each["name"] == name)
     assert figure["got"] == pytest.approx(expected)
     assert figure["is_met"] is not False
+
+
+def test_an_idle_engine_is_measured(results: Path, report) -> None:
+    """It had more than the watermark before, all that is kept of it are prefixes, and they hit."""
+    (result,) = (each for each in report.load(results) if each.bench == "serve")
+    (row,) = (each for each in result.rows if each["workload"] == "idle")
+    assert row["peak_bytes"] > row["watermark_bytes"] >= row["kept_bytes"] > 0
+    assert 0 < row["cached_tokens_again"] < row["prompt_tokens"]
+    assert row["idle_s"] >= 0.2
+    assert row["cpu_share"] >= 0
+    (figure,) = (each for each in result.figures if each["name"] == "serve_idle_cpu")
+    assert figure["got"] == row["cpu_share"]
+
+
+def test_a_part_of_a_bench_replaces_no_result(report, tmp_path: Path) -> None:
+    """Some workloads alone are a record of another name; a typing error is no empty record."""
+    script, path = BENCH / "bench_serve.py", tmp_path / "serve_idle-cpu.json"
+    done = run(script, "--smoke", "--only", "idle", "--json", path)
+    assert done.returncode == 0, done.stderr
+    [result] = report.load(tmp_path)
+    assert (result.bench, result.stem) == ("serve_idle", "serve_idle-cpu")
+    assert [row["workload"] for row in result.rows] == ["idle"]
+    assert result.record["question"].endswith("?")
+    assert "## serve_idle-cpu" in report.page([result], {})
+    refused = run(script, "--smoke", "--only", "W9", "--json", tmp_path / "none.json")
+    assert refused.returncode == 2
+    assert "no workload called W9" in refused.stderr
+    assert not (tmp_path / "none.json").exists()
 
 
 def test_beam_search_finds_the_same_tokens(results: Path, report) -> None:

@@ -413,8 +413,8 @@ def test_the_model_is_as_before_after_the_engine(make_engine: MakeEngine) -> Non
 
 
 def test_idle_engines_give_memory_back(make_engine: MakeEngine) -> None:
-    """Down to `keep_idle_bytes`, once nothing is left to do; and say that they are idle."""
-    engine = make_engine(keep_idle_bytes=16 * KiB, observer=(seen := Seen()))
+    """Down to `watermark_bytes`, once nothing is left to do; and say that they are idle."""
+    engine = make_engine(watermark_bytes=16 * KiB, observer=(seen := Seen()))
     engine.generate(prompts(6), GREEDY)
     assert engine.cache.pool.stats().created_bytes <= 16 * KiB
     assert 1 == seen.num_idle

@@ -42,7 +42,7 @@ def add_parser(commands: Commands) -> None:
     add("--max-model-tokens", type=positive_int, help="prompt and output; by default the model's")
     add("--memory", type=positive_number, metavar="GiB", help="for keys and values; by default all")
     add("--swap", type=number, metavar="GiB", default=0, help="host memory for preempted requests")
-    add("--keep-idle", type=number, metavar="GiB", help="kept when idle; by default everything")
+    add("--watermark", type=number, metavar="GiB", help="kept when idle; by default everything")
     add("--attention-backend", help="see vmkv doctor; by default the best that can run")
     add("--no-prefix-caching", action="store_true", help="compute common prefixes again")
     add("--deterministic", action="store_true", help="tokens do not depend on other requests")
@@ -137,7 +137,7 @@ def make_engine(arguments: argparse.Namespace, model: Any, tokenizer: Any, obser
         max_tokens=arguments.max_model_tokens,
         budget_bytes=None if arguments.memory is None else round(arguments.memory * GiB),
         host_budget_bytes=round(arguments.swap * GiB),
-        keep_idle_bytes=None if arguments.keep_idle is None else round(arguments.keep_idle * GiB),
+        watermark_bytes=None if arguments.watermark is None else round(arguments.watermark * GiB),
         attention_backend=arguments.attention_backend,
         deterministic=arguments.deterministic,
         prefix_caching=not arguments.no_prefix_caching,

@@ -5,14 +5,17 @@
         ...
     await engine.shutdown()
 
-The thread sleeps while there is nothing to do. What it has for a stream is not queued: a stream
-is told that there is something new, and takes everything so far when it comes to it. So a client
-that never reads costs one flag, and holds nobody up.
+The thread waits while there is nothing to do, without polling. Before that the engine falls idle;
+a request that comes meanwhile does not wait for all of what goes back to the device. What the
+thread has for a stream is not queued: a stream is told that there is something new, and takes
+everything so far when it comes to it. So a client that never reads costs one flag, and holds nobody
+up.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
@@ -26,6 +29,8 @@ from .request import RequestOutput
 
 if TYPE_CHECKING:
     from .engine import Engine
+
+_LOG = logging.getLogger(__name__)
 
 
 class _Stream:
@@ -149,7 +154,7 @@ class AsyncEngine:
             while self._wait():
                 try:
                     self._obey()
-                    self.engine.step()
+                    self.engine.advance()
                 except Exception as error:  # noqa: BLE001  # every request ends with it
                     self.engine.cancel_all(error)
                 self._publish()
@@ -164,12 +169,24 @@ class AsyncEngine:
 
     def _wait(self) -> bool:
         """Wait for something to do; false to end."""
+        self._rest()
         with self._wake:
             while not self._commands and not self.engine.has_unfinished:
                 if self._is_stopping:
                     return False
                 self._wake.wait()
         return True
+
+    def _rest(self) -> None:
+        """Let the engine fall idle, if it may; after `_publish`, so that no client waits for it."""
+        try:
+            self.engine.fall_idle(is_wanted=self._is_wanted)
+        except Exception:  # noqa: BLE001  # no request is left to end with it
+            _LOG.exception("the engine could not fall idle")
+
+    def _is_wanted(self) -> bool:
+        # Without the lock: whoever comes just after this is seen before the wait.
+        return bool(self._commands) or self._is_stopping
 
     def _obey(self) -> None:
         """Carry out what was asked for."""

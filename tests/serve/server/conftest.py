@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -92,6 +93,9 @@ def running(
         if not engine.cache.is_closed:
             engine.cache.check()
     assert app.state.gate.num_inside == app.state.gate.num_waiting == 0
+    # A request that failed leaves frames, and they the views they saw, until they are collected.
+    gc.collect()
+    engine.cache.pool.reclaimer.free_idle_reservations()
     assert BackendUsage() == engine.cache.pool.backend.usage(), "the server left something behind"
 
 

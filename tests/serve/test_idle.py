@@ -1,0 +1,479 @@
+"""Idle engines: memory above the watermark goes back to the device, and nothing runs.
+
+The `make_engine` fixture checks the books when a test is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import random
+import threading
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers.tiny_models import VOCABULARY, tiny_model
+
+from vmkv import ConfigError, HostBackend
+from vmkv.cli.arguments import Commands
+from vmkv.serve import AsyncEngine, Engine, RequestOutput, SamplingParams
+from vmkv.serve import engine as engine_module
+from vmkv.serve.observer import RequestRecord, StepRecord
+from vmkv.testing.faults import FaultInjectingBackend
+from vmkv.units import GiB, Handle, KiB
+
+MakeEngine = Callable[..., Engine]
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
+#: Only ever reached by a test that fails.
+PATIENCE_S = 60
+
+
+def prompts(count: int, seed: int = 0, *, length: int = 40) -> list[list[int]]:
+    draw = random.Random(seed)
+    return [[draw.randrange(3, VOCABULARY) for _ in range(length)] for _ in range(count)]
+
+
+@functools.cache
+def reference(prompt: tuple[int, ...]) -> list[int]:
+    """What transformers says alone."""
+    out = tiny_model("llama").generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)
+    return out[0, len(prompt) :].tolist()
+
+
+def check_output(prompt: list[int], output: RequestOutput) -> None:
+    assert reference(tuple(prompt)) == list(output.outputs[0].token_ids)
+
+
+def check_burst(engine: Engine, seed: int = 0) -> None:
+    """Serve some requests, at once."""
+    wanted = prompts(6, seed)
+    for prompt, output in zip(wanted, engine.generate(wanted, GREEDY), strict=True):
+        check_output(prompt, output)
+
+
+def physical_bytes(engine: Engine) -> int:
+    """What the device has given, by its own books."""
+    return engine.cache.pool.backend.usage().physical_bytes
+
+
+# ---- the watermark ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("slice_bytes", [4 * KiB, 20 * KiB, 1 * GiB])
+@pytest.mark.parametrize("watermark_bytes", [0, 4 * KiB, 24 * KiB, 64 * KiB])
+def test_memory_above_the_watermark_goes_back(
+    make_engine: MakeEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    watermark_bytes: int,
+    slice_bytes: int,
+) -> None:
+    """After each burst, in parts of any size; what runs later takes it again."""
+    monkeypatch.setattr(engine_module, "_SLICE_BYTES", slice_bytes)
+    engine = make_engine(watermark_bytes=watermark_bytes)
+    for seed in range(3):
+        wanted = prompts(6, seed)
+        handles = [engine.add(prompt, GREEDY) for prompt in wanted]
+        peak_bytes = 0
+        while engine.has_unfinished:
+            peak_bytes = max(peak_bytes, physical_bytes(engine))
+            engine.step()
+        assert peak_bytes > 80 * KiB
+        assert watermark_bytes >= physical_bytes(engine)
+        # Extents go whole, keys with their values.
+        assert physical_bytes(engine) > watermark_bytes - 24 * KiB
+        for prompt, handle in zip(wanted, handles, strict=True):
+            check_output(prompt, handle.output())
+        engine.cache.check()
+
+
+def test_without_a_watermark_everything_is_kept(make_engine: MakeEngine) -> None:
+    """No call reaches the driver when such an engine falls idle, and what follows needs none."""
+    engine = make_engine(prefix_caching=False)
+    check_burst(engine)
+    before, kept_bytes = dict(engine.cache.pool.backend.calls), physical_bytes(engine)
+    engine.step()
+    assert before == dict(engine.cache.pool.backend.calls)
+    assert kept_bytes == physical_bytes(engine) > 80 * KiB
+    check_burst(engine, seed=1)
+    assert before["mem_release"] == engine.cache.pool.backend.calls["mem_release"]
+    assert kept_bytes == physical_bytes(engine)
+
+
+def test_prefixes_that_were_used_last_are_kept(make_engine: MakeEngine) -> None:
+    """They still hit, and answer as before; those that were used longest ago are gone."""
+    engine = make_engine(watermark_bytes=64 * KiB)
+    wanted = prompts(6, length=64)
+    first = [engine.generate(prompt, GREEDY)[0] for prompt in wanted]
+    assert [0] * 6 == [output.num_cached_tokens for output in first]
+    cached = []
+    for prompt in (wanted[5], wanted[0]):
+        [output] = engine.generate(prompt, GREEDY)
+        check_output(prompt, output)
+        cached.append(output.num_cached_tokens)
+    assert cached[0] >= 48
+    assert 0 == cached[1]
+
+
+def test_free_memory_goes_before_prefixes(make_engine: MakeEngine) -> None:
+    """And so does what is retired: a fence that has not passed costs no prefix."""
+    engine = make_engine(watermark_bytes=72 * KiB)
+    prompt = prompts(1, length=100)[0]
+    engine.generate(prompt, GREEDY)
+    cache, pool = engine.cache, engine.cache.pool
+    backend = pool.backend
+    assert isinstance(backend, HostBackend)
+    other = cache.open()
+    cache.grow([(other, 120)])
+    engine.add([5, 6, 7], GREEDY)
+    while engine.advance():
+        pass
+    backend.hold_fences()
+    fence = pool.reclaimer.new_fence()
+    for group in cache.groups:
+        group.retire_from(other.row, 0, fence)
+    other.close()
+    assert pool.stats().retired_bytes > 40 * KiB
+    assert physical_bytes(engine) > 72 * KiB
+    engine.fall_idle()
+    backend.pass_fences()
+    assert physical_bytes(engine) <= 72 * KiB
+    [output] = engine.generate(prompt, GREEDY)
+    check_output(prompt, output)
+    assert output.num_cached_tokens >= 96
+
+
+def test_requests_that_are_cancelled_count_as_well(make_engine: MakeEngine) -> None:
+    """The step that finds nothing to do gives back what they leave."""
+    engine = make_engine(watermark_bytes=0)
+    handle = engine.add(prompts(1)[0], SamplingParams(temperature=0, max_tokens=60))
+    for _ in range(5):
+        engine.step()
+    assert physical_bytes(engine)
+    handle.cancel()
+    while engine.has_unfinished:
+        engine.step()
+    engine.step()
+    assert 0 == physical_bytes(engine)
+
+
+def test_a_negative_watermark_is_refused(make_engine: MakeEngine) -> None:
+    """Before anything is made."""
+    with pytest.raises(ConfigError, match="watermark_bytes=-1"):
+        make_engine(watermark_bytes=-1)
+
+
+@pytest.mark.parametrize("is_out_of_memory", [False, True])
+def test_any_driver_call_may_fail_meanwhile(
+    make_engine: MakeEngine, caplog: pytest.LogCaptureFixture, is_out_of_memory: bool
+) -> None:
+    """It is logged, nothing is lost, and the next time gives the rest back."""
+    failed = set()
+    for fail_at in range(1, 200):
+        faulty = FaultInjectingBackend(HostBackend(4 * KiB))
+        engine = make_engine(backend=faulty, watermark_bytes=8 * KiB)
+        wanted = prompts(3)
+        handles = [engine.add(prompt, GREEDY) for prompt in wanted]
+        while engine.advance():
+            pass
+        faulty.arm(fail_at, is_out_of_memory=is_out_of_memory)
+        caplog.clear()
+        engine.fall_idle()
+        call = faulty.failed_call
+        faulty.arm(0)
+        if call is not None:
+            failed.add(call)
+            assert call in caplog.text
+        for prompt, handle in zip(wanted, handles, strict=True):
+            check_output(prompt, handle.output())
+        engine.cache.check()
+        check_burst(engine)
+        assert physical_bytes(engine) <= 8 * KiB
+        if call is None:
+            break
+    else:
+        raise AssertionError("there is no end to the calls")
+    assert {"record_fence", "mem_unmap", "mem_release"} <= failed
+
+
+# ---- an engine in a thread --------------------------------------------------------------------
+
+
+class Watch:
+    """An observer that says when the engine is idle."""
+
+    def __init__(self) -> None:
+        self.is_idle = threading.Event()
+        self.num_idle = 0
+
+    def request_added(self, request_id: int, num_prompt_tokens: int) -> None:
+        self.is_idle.clear()
+
+    def first_token(self, request_id: int, wait_s: float) -> None: ...
+
+    def request_finished(self, request: RequestRecord) -> None: ...
+
+    def step_finished(self, step: StepRecord, cache: object) -> None: ...
+
+    def idle(self, cache: object) -> None:
+        self.num_idle += 1
+        self.is_idle.set()
+
+    async def wait(self) -> None:
+        assert await asyncio.to_thread(self.is_idle.wait, PATIENCE_S)
+
+
+class Waits(threading.Condition):
+    """A condition that notes who waits on it, and how."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.timeouts: list[float | None] = []
+        self.num_wakeups = 0
+        self.is_waiting = threading.Event()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.timeouts.append(timeout)
+        self.is_waiting.set()
+        is_notified = super().wait(timeout)
+        self.is_waiting.clear()
+        self.num_wakeups += 1
+        return is_notified
+
+
+async def last(stream: AsyncIterator[RequestOutput]) -> RequestOutput:
+    """The last output of a stream."""
+    return [output async for output in stream][-1]
+
+
+def run(main: Any) -> Any:
+    return asyncio.run(asyncio.wait_for(main, PATIENCE_S))
+
+
+async def shut_down(engine: AsyncEngine) -> None:
+    await asyncio.wait_for(engine.shutdown(), PATIENCE_S)
+    assert not engine.is_running
+
+
+def test_an_idle_thread_never_wakes_up(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits once, without a time limit, until a request comes; then once more."""
+    waits, watch = Waits(), Watch()
+    engine = make_engine(observer=watch, watermark_bytes=0)
+    with monkeypatch.context() as patch:
+        real = threading.Condition
+        # The one without a lock of its own is the engine's; a thread has others.
+        patch.setattr(threading, "Condition", lambda *lock: real(*lock) if lock else waits)
+        it = AsyncEngine(engine)
+
+    async def main() -> None:
+        for prompt in prompts(3):
+            assert await asyncio.to_thread(waits.is_waiting.wait, PATIENCE_S)
+            before = waits.num_wakeups
+            for _ in range(1000):
+                await asyncio.sleep(0)
+            assert before == waits.num_wakeups
+            check_output(prompt, await last(it.stream(prompt, GREEDY)))
+        await watch.wait()
+        await shut_down(it)
+
+    run(main())
+    assert {None} == set(waits.timeouts)
+    # Commands that come while it works need no wait; nothing else ends one but the shutdown.
+    assert 4 >= waits.num_wakeups >= 1
+    assert 3 == watch.num_idle  # After each request, and not before the first.
+
+
+def test_an_idle_thread_gives_memory_back(make_engine: MakeEngine) -> None:
+    """After each burst, by itself."""
+    watch = Watch()
+    engine = make_engine(observer=watch, watermark_bytes=16 * KiB)
+
+    async def main() -> None:
+        it = AsyncEngine(engine)
+        for seed in range(2):
+            wanted = prompts(6, seed)
+            outputs = await asyncio.gather(*(last(it.stream(each, GREEDY)) for each in wanted))
+            for prompt, output in zip(wanted, outputs, strict=True):
+                check_output(prompt, output)
+            await watch.wait()
+            assert physical_bytes(engine) <= 16 * KiB
+            engine.cache.check()
+        await shut_down(it)
+
+    run(main())
+
+
+class ReleasesSlowly(HostBackend):
+    """Calls `while_releasing` once, in the midst of a release."""
+
+    while_releasing: Callable[[], None] | None = None
+
+    def mem_release(self, handle: Handle) -> None:
+        call, self.while_releasing = self.while_releasing, None
+        if call is not None:
+            call()
+        super().mem_release(handle)
+
+
+def test_a_request_that_comes_meanwhile_is_served_first(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rest goes back after it, though nobody asks for that."""
+    monkeypatch.setattr(engine_module, "_SLICE_BYTES", 8 * KiB)
+    backend, watch = ReleasesSlowly(4 * KiB), Watch()
+    engine = make_engine(backend=backend, observer=watch, watermark_bytes=0)
+    bytes_at_start = []
+
+    async def main() -> None:
+        it = AsyncEngine(engine)
+        loop, prompt = asyncio.get_running_loop(), prompts(1, seed=9)[0]
+        comes = asyncio.Event()
+
+        def while_releasing() -> None:
+            loop.call_soon_threadsafe(comes.set)
+            # In the engine's thread: it goes on once the request has been posted.
+            assert posted.wait(PATIENCE_S)
+
+        posted = threading.Event()
+        real_add = engine.add
+
+        def add(*arguments: Any) -> Any:
+            bytes_at_start.append(physical_bytes(engine))
+            return real_add(*arguments)
+
+        wanted = prompts(6)
+        backend.while_releasing = while_releasing
+        outputs = asyncio.gather(*(last(it.stream(each, GREEDY)) for each in wanted))
+        # The outputs do not wait for the memory: the engine is in the midst of a release.
+        for each, output in zip(wanted, await outputs, strict=True):
+            check_output(each, output)
+        await comes.wait()
+        assert not watch.is_idle.is_set()
+        monkeypatch.setattr(engine, "add", add)
+        late = asyncio.create_task(last(it.stream(prompt, GREEDY)))
+        while not it._commands:
+            await asyncio.sleep(0)
+        posted.set()
+        check_output(prompt, await late)
+        await watch.wait()
+        assert 0 == physical_bytes(engine)
+        await shut_down(it)
+
+    run(main())
+    assert len(bytes_at_start) == 1
+    assert bytes_at_start[0] > 100 * KiB
+
+
+def test_a_client_that_leaves_meanwhile_holds_nothing_up(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A command that brings no request lets the engine go on where it was."""
+    monkeypatch.setattr(engine_module, "_SLICE_BYTES", 8 * KiB)
+    backend, watch = ReleasesSlowly(4 * KiB), Watch()
+    engine = make_engine(backend=backend, observer=watch, watermark_bytes=0)
+
+    async def main() -> None:
+        it = AsyncEngine(engine)
+        backend.while_releasing = lambda: it._post(lambda: None)
+        check_output(prompts(1)[0], await last(it.stream(prompts(1)[0], GREEDY)))
+        await watch.wait()
+        assert 0 == physical_bytes(engine)
+        await shut_down(it)
+
+    run(main())
+
+
+def test_shutting_down_does_not_wait_for_memory(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Closing gives everything back anyway."""
+    monkeypatch.setattr(engine_module, "_SLICE_BYTES", 4 * KiB)
+    backend, watch = ReleasesSlowly(4 * KiB), Watch()
+    engine = make_engine(backend=backend, observer=watch, watermark_bytes=0)
+
+    async def main() -> None:
+        it = AsyncEngine(engine)
+        stopping = threading.Event()
+        backend.while_releasing = lambda: assert_set(stopping)
+        await last(it.stream(prompts(1)[0], GREEDY))
+        ending = asyncio.create_task(it.shutdown())
+        while not it._is_stopping:
+            await asyncio.sleep(0)
+        stopping.set()
+        await ending
+
+    run(main())
+    assert 0 == watch.num_idle
+
+
+def assert_set(event: threading.Event) -> None:
+    assert event.wait(PATIENCE_S)
+
+
+@pytest.mark.parametrize("call", ["record_fence", "mem_unmap", "mem_release"])
+def test_a_fault_while_giving_back_does_not_end_the_thread(
+    make_engine: MakeEngine, call: str
+) -> None:
+    """The engine is idle with more than it should keep; later requests are served."""
+
+    class Faulty(FaultInjectingBackend):
+        """Fails every such call while `is_failing`."""
+
+        is_failing = False
+
+        def _fault(self, name: str) -> Any:
+            if self.is_failing and name == call:
+                self.num_calls, self._fail_at = 0, 1
+            return super()._fault(name)
+
+    backend, watch = Faulty(HostBackend(4 * KiB)), Watch()
+    engine = make_engine(backend=backend, observer=watch, watermark_bytes=0)
+
+    async def serve(it: AsyncEngine, seed: int, *, fails: bool) -> None:
+        prompt = prompts(1, seed)[0]
+        real = engine.fall_idle
+
+        def fall_idle(**options: Any) -> None:
+            backend.is_failing = fails
+            real(**options)
+
+        engine.fall_idle = fall_idle  # type: ignore[method-assign]
+        check_output(prompt, await last(it.stream(prompt, GREEDY)))
+        await watch.wait()
+        backend.is_failing = False
+        engine.fall_idle = real  # type: ignore[method-assign]
+
+    async def main() -> None:
+        it = AsyncEngine(engine)
+        await serve(it, 0, fails=True)
+        assert backend.failed_call == call
+        assert physical_bytes(engine)
+        engine.cache.check()
+        backend.arm(0)
+        await serve(it, 1, fails=False)
+        assert 0 == physical_bytes(engine)
+        await shut_down(it)
+
+    run(main())
+
+
+# ---- the command ------------------------------------------------------------------------------
+
+
+def test_the_command_takes_a_watermark(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In GiB; without it everything is kept."""
+    import argparse
+
+    from vmkv.cli import serve
+
+    made: list[dict[str, Any]] = []
+    monkeypatch.setattr(engine_module, "Engine", lambda model, **options: made.append(options))
+    parser = argparse.ArgumentParser()
+    commands: Commands = parser.add_subparsers()
+    serve.add_parser(commands)
+    for options in ([], ["--watermark", "1.5"], ["--watermark", "0"]):
+        serve.make_engine(parser.parse_args(["serve", "model", *options]), None, None, None)
+    assert [None, 3 * GiB // 2, 0] == [each["watermark_bytes"] for each in made]
