@@ -47,6 +47,13 @@ HEADLINES = (
     "beams_memory_ratio",
     "beams_time_ratio",
     "swap_out_share",
+    "swap_in_share",
+    "serve_w0_seconds",
+    "serve_w1_seconds",
+    "serve_w3_seconds",
+    "serve_decode_over_floor",
+    "serve_prefix_speedup",
+    "serve_idle_cpu",
     "steady_waste_share",
 )
 _SECTION = re.compile(r"(Question|Prediction|Verdict|Method|Rivals|Not measured)[.:]\s+")

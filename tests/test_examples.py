@@ -21,6 +21,12 @@ ROOT = Path(__file__).parents[1]
 
 #: What a reader must see, in this order.
 KEY_LINES = {
+    "engine.py": [
+        "11 began with a prefix that was there, 13200 tokens not computed again",
+        "two samples of one prompt: [6, 6] tokens",
+        "the cancelled one ended as 'cancelled'",
+        "at the end: 0 B in use",
+    ],
     "share_between_processes.py": [
         "exporting 4096 tokens",
         "with 0 B of memory",
