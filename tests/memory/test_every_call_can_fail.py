@@ -12,7 +12,7 @@ from __future__ import annotations
 import pytest
 from helpers.faulty_cache import PAGE, FaultyCache
 
-from vmkv import HostBackend
+from vmkv import HostBackend, Sequence
 from vmkv.cache import layer_group
 from vmkv.cache.cost import CostModel
 from vmkv.testing import FaultInjectingBackend, Scenario, check_every_call_can_fail
@@ -289,6 +289,49 @@ def _set_budget(backend: FaultInjectingBackend) -> Scenario:
 _MAPS = {"mem_create", "mem_map", "mem_set_access"}
 _EXCHANGES = {"record_fence", "mem_unmap", "mem_map", "mem_set_access"}
 
+
+def _swapping(
+    backend: FaultInjectingBackend, num_tokens: int = 150
+) -> tuple[FaultyCache, Sequence]:
+    state = FaultyCache(backend, window_tokens=40, host_budget_bytes=256 * PAGE)
+    return state, state.begin(num_tokens)
+
+
+def _swap_out(backend: FaultInjectingBackend) -> Scenario:
+    """There and back: a failure leaves the sequence whole, on one side or the other."""
+    state, sequence = _swapping(backend)
+    moves: list[str] = []
+
+    def there_and_back() -> None:
+        if "out" not in moves:
+            if sequence.transfer is None:
+                sequence.swap_out()
+            state.cache.finish_transfer(sequence)
+            moves.append("out")
+        sequence.swap_in()
+        moves.append("in")
+
+    def observe() -> object:
+        """Its content, wherever it is: read after it came back, without faults."""
+        if state.is_closing or sequence.is_resident:
+            return state.observe()
+        return observed
+
+    observed = state.observe()
+    return Scenario(there_and_back, observe, state.cache.check, state.close_cache)
+
+
+def _spill(backend: FaultInjectingBackend) -> Scenario:
+    state, sequence = _swapping(backend)
+    return state.scenario(lambda: sequence.spill(20 * PAGE))
+
+
+def _unspill(backend: FaultInjectingBackend) -> Scenario:
+    state, sequence = _swapping(backend)
+    sequence.spill(20 * PAGE)
+    return state.scenario(sequence.unspill)
+
+
 OPERATIONS = {
     # operation: (how to make it, the primitives it is known to consist of)
     "add_layers": (_add_layers, {"address_reserve"}),
@@ -340,6 +383,9 @@ OPERATIONS = {
     "append with scrubbing": (_append_with_scrubbing, {"mem_map", "mem_set_access", "fill"}),
     "evict by extents": (_evict_by_extents, _EXCHANGES),
     "evict what parked rows share": (_evict_what_parked_rows_share, _EXCHANGES),
+    "swap out and in": (_swap_out, {"mem_create", "stream_wait", "copy", *_EXCHANGES}),
+    "spill": (_spill, {"mem_create", "copy", "address_reserve", *_EXCHANGES}),
+    "unspill": (_unspill, {"copy", *_EXCHANGES}),
     "set_budget": (_set_budget, {"record_fence", "mem_unmap", "mem_release"}),
 }
 

@@ -1,0 +1,380 @@
+"""Host memory: sequences that are swapped, at their addresses, and spilled extents."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from helpers.stamps import append, assert_holds
+
+from vmkv import ClosedError, ConfigError, ExtentPool, HostBackend, KVCache, OutOfPagesError
+from vmkv.backend import MemoryLocation
+from vmkv.cache.cost import CostModel
+from vmkv.units import KiB, MiB
+
+PAGE = 4 * KiB
+MakeCache = Callable[..., KVCache]
+ALIASES = CostModel(map_us=0, unmap_us=0)
+
+
+@pytest.fixture
+def cache(host: HostBackend, make_cache: MakeCache) -> KVCache:
+    """A full and a windowed group; 150 pages of device memory and 130 of the host's."""
+    pool = ExtentPool(
+        host, 150 * PAGE, host_budget_bytes=130 * PAGE, page_bytes=PAGE, close_when_unused=True
+    )
+    return make_cache(pool, windows=(40,), cost_model=ALIASES)
+
+
+def _host_bytes(cache: KVCache) -> int:
+    return cache.pool.stats(MemoryLocation.HOST).resident_bytes
+
+
+# ---- out and in ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_tokens", [1, 4, 5, 103])
+@pytest.mark.parametrize("wait", [True, False])
+def test_what_comes_back_is_what_went_at_its_addresses(
+    cache: KVCache, num_tokens: int, wait: bool
+) -> None:
+    """A view taken before is right again afterwards; meanwhile the device memory is free."""
+    sequence = cache.open()
+    append(sequence, range(num_tokens))
+    view, content = sequence.keys(0), sequence.keys(0).clone()
+    before = cache.pool.stats()
+    transfer = sequence.swap_out(wait=wait)
+    if transfer is not None:
+        assert transfer.has_arrived()
+        cache.finish_transfer(sequence)
+    assert cache.pool.stats().resident_bytes < before.resident_bytes
+    assert _host_bytes(cache) > 0
+    cache.check()
+    sequence.swap_in()
+    assert view.data_ptr() == sequence.keys(0).data_ptr()
+    assert torch.equal(content, view)
+    assert_holds(sequence, range(num_tokens))
+    cache.pool.reclaimer.wait()
+    assert 0 == _host_bytes(cache)
+
+
+def test_what_is_swapped_in_goes_on(cache: KVCache) -> None:
+    """Appending, forking and swapping out again work as before."""
+    sequence = cache.open()
+    append(sequence, range(30))
+    for at in range(30, 60, 10):
+        sequence.swap_out()
+        sequence.swap_in()
+        append(sequence, range(at, at + 10))
+    fork = sequence.fork()
+    sequence.close()
+    assert_holds(fork, range(60))
+
+
+def test_others_use_the_memory_meanwhile(cache: KVCache) -> None:
+    """That is what it is for: two sequences that do not fit together take turns."""
+    first, second = cache.open(), cache.open()
+    append(first, range(250))
+    with pytest.raises(OutOfPagesError):
+        second.append(200)
+    first.swap_out()
+    append(second, range(1000, 1250))
+    with pytest.raises(OutOfPagesError):
+        first.swap_in()
+    assert not first.is_resident
+    second.close()
+    first.swap_in()
+    assert_holds(first, range(250))
+
+
+def test_what_is_shared_stays(cache: KVCache) -> None:
+    """It costs nothing while others hold it; only what is a sequence's own moves."""
+    parent = cache.open()
+    append(parent, range(64))
+    fork = parent.fork()
+    append(fork, range(100, 108))
+    own_bytes = cache.pool.stats().resident_bytes
+    fork.swap_out()
+    cache.check()
+    assert _host_bytes(cache) < own_bytes / 2
+    assert_holds(parent, range(64))
+    parent.close()
+    fork.swap_in()
+    assert_holds(fork, [*range(64), *range(100, 108)])
+
+
+def test_swapping_in_what_is_resident_is_nothing(cache: KVCache) -> None:
+    """So that a caller need not ask."""
+    sequence = cache.open()
+    append(sequence, range(9))
+    calls = dict(cache.pool.backend.calls)
+    sequence.swap_in()
+    assert calls == dict(cache.pool.backend.calls)
+
+
+def test_an_empty_sequence_can_be_swapped(cache: KVCache) -> None:
+    """It has nothing to move."""
+    sequence = cache.open()
+    sequence.swap_out()
+    assert not sequence.is_resident
+    sequence.swap_in()
+    append(sequence, range(3))
+    assert_holds(sequence, range(3))
+
+
+def test_stats_count_what_moved(cache: KVCache) -> None:
+    """In bytes of tokens, both ways."""
+    sequence = cache.open()
+    append(sequence, range(16))
+    sequence.swap_out()
+    assert 0 == cache.stats().used_bytes
+    assert cache.stats().host_bytes == _host_bytes(cache)
+    sequence.swap_in()
+    sharing = cache.stats().sharing
+    assert sharing.swapped_out_bytes == sharing.swapped_in_bytes == 2 * 16 * KiB
+
+
+# ---- moving -------------------------------------------------------------------------------
+
+
+def test_a_move_can_be_cancelled(cache: KVCache) -> None:
+    """The sequence is resident, whole, and the copy is dropped."""
+    sequence = cache.open()
+    append(sequence, range(50))
+    sequence.swap_out(wait=False)
+    assert not sequence.is_resident
+    sequence.swap_in()
+    assert sequence.is_resident
+    assert_holds(sequence, range(50))
+    cache.pool.reclaimer.wait()
+    assert 0 == _host_bytes(cache)
+    assert 0 == cache.stats().sharing.swapped_out_bytes
+
+
+def test_a_cache_out_of_memory_finishes_what_is_moving(cache: KVCache) -> None:
+    """Its device memory is held until somebody needs it."""
+    first, second = cache.open(), cache.open()
+    append(first, range(250))
+    first.swap_out(wait=False)
+    append(second, range(250))
+    assert first.transfer is None
+    assert first.swapped is not None
+    assert_holds(second, range(250))
+
+
+def test_nothing_is_unmapped_while_the_device_may_read_it(
+    host: HostBackend, cache: KVCache
+) -> None:
+    """The copy is work as well: memory goes after its fence."""
+    sequence = cache.open()
+    append(sequence, range(50))
+    host.hold_fences()
+    sequence.swap_out(wait=False)
+    cache.pool.reclaimer.poll()
+    assert 0 == host.calls["mem_unmap"]
+    host.pass_fences()
+    cache.finish_transfer(sequence)
+    assert host.calls["mem_unmap"] > 0
+
+
+# ---- refusals -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_moving", [True, False])
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda sequence: sequence.append(1),
+        lambda sequence: sequence.truncate(1),
+        lambda sequence: sequence.fork(),
+        lambda sequence: sequence.keys(0),
+        lambda sequence: sequence.values(0),
+        lambda sequence: sequence.record([1]),
+        lambda sequence: sequence.spill(1),
+        lambda sequence: sequence.unspill(),
+        lambda sequence: sequence.swap_out(),
+    ],
+)
+def test_a_swapped_sequence_cannot_be_used(
+    cache: KVCache, is_moving: bool, use: Callable[[object], object]
+) -> None:
+    """The error says what to do; nothing is lost."""
+    sequence = cache.open()
+    append(sequence, range(9))
+    sequence.swap_out(wait=not is_moving)
+    with pytest.raises(ConfigError, match=r"swapped out; swap_in\(\) first"):
+        use(sequence)
+    cache.check()
+    sequence.swap_in()
+    assert_holds(sequence, range(9))
+
+
+def test_no_host_memory_left(make_cache: MakeCache) -> None:
+    """The error names the budget; the sequence is as it was."""
+    cache = make_cache()
+    sequence = cache.open()
+    append(sequence, range(9))
+    with pytest.raises(OutOfPagesError, match="host_budget_bytes"):
+        sequence.swap_out()
+    assert_holds(sequence, range(9))
+    with pytest.raises(OutOfPagesError, match="host_budget_bytes"):
+        sequence.spill(2 * PAGE)
+    assert_holds(sequence, range(9))
+
+
+def test_a_closed_sequence_is_closed(cache: KVCache) -> None:
+    """Whichever way it is asked to go."""
+    sequence = cache.open()
+    sequence.close()
+    for use in (sequence.swap_out, sequence.swap_in, lambda: sequence.spill(1)):
+        with pytest.raises(ClosedError):
+            use()
+
+
+@pytest.mark.parametrize("is_moving", [True, False])
+def test_closing_lets_the_host_memory_go(cache: KVCache, is_moving: bool) -> None:
+    """A conversation that nobody continues."""
+    sequence = cache.open()
+    append(sequence, range(80))
+    sequence.swap_out(wait=not is_moving)
+    sequence.close()
+    cache.pool.reclaimer.wait()
+    assert 0 == _host_bytes(cache)
+    cache.check()
+    heir = cache.open()
+    append(heir, range(500, 580))
+    assert_holds(heir, range(500, 580))
+
+
+def test_closing_the_cache_lets_it_go_as_well(host: HostBackend, cache: KVCache) -> None:
+    """Streams included."""
+    for wait in (True, False):
+        sequence = cache.open()
+        append(sequence, range(40))
+        sequence.swap_out(wait=wait)
+    cache.close()
+    assert (0, 0) == (host.usage().host_bytes, host.usage().num_streams)
+
+
+# ---- spilling -----------------------------------------------------------------------------
+
+
+def test_spilled_extents_are_read_in_place(cache: KVCache) -> None:
+    """The sequence stays usable; its oldest extents are elsewhere, at the same addresses."""
+    sequence = cache.open()
+    append(sequence, range(200))
+    view, before = sequence.keys(0), cache.pool.stats().resident_bytes
+    moved_bytes = sequence.spill(16 * PAGE)
+    assert moved_bytes >= 16 * PAGE
+    cache.pool.reclaimer.wait()
+    assert cache.pool.stats().resident_bytes == before - moved_bytes
+    assert _host_bytes(cache) == moved_bytes
+    assert view.data_ptr() == sequence.keys(0).data_ptr()
+    append(sequence, range(200, 210))
+    assert_holds(sequence, range(210))
+    assert moved_bytes == sequence.unspill()
+    assert_holds(sequence, range(210))
+    cache.pool.reclaimer.wait()
+    assert 0 == _host_bytes(cache)
+
+
+def test_spilling_takes_what_there_is(cache: KVCache) -> None:
+    """Not the extents still written to, nor what is shared."""
+    sequence = cache.open()
+    append(sequence, range(3))
+    assert 0 == sequence.spill(10 * PAGE)
+    append(sequence, range(3, 64))
+    fork = sequence.fork(64)
+    assert 0 == sequence.spill(PAGE) or not sequence.cache.groups[0].table.rows[0].shared_end_page
+    assert_holds(fork, range(64))
+
+
+def test_a_spilled_sequence_forks_swaps_and_closes(cache: KVCache) -> None:
+    """Where its memory lies makes no difference; a new sequence never gets the slow kind."""
+    sequence = cache.open()
+    append(sequence, range(100))
+    sequence.spill(10 * PAGE)
+    fork = sequence.fork()
+    append(fork, range(100, 104))
+    assert_holds(fork, range(104))
+    fork.close()
+    sequence.swap_out()
+    sequence.swap_in()
+    assert_holds(sequence, range(100))
+    sequence.spill(10 * PAGE)
+    sequence.close()
+    heir = cache.open()
+    append(heir, range(7, 90))
+    locations = {
+        mapping.extent.location
+        for group in cache.groups
+        for mapping in group.table.rows[heir.row].mappings
+    }
+    assert {MemoryLocation.DEVICE} == locations
+    assert_holds(heir, range(7, 90))
+
+
+# ---- on the device ------------------------------------------------------------------------
+
+
+def _gpu_cache() -> KVCache:
+    cache = KVCache(
+        "cuda:0",
+        max_tokens=8192,
+        max_sequences=2,
+        budget_bytes=512 * MiB,
+        host_budget_bytes=512 * MiB,
+    )
+    cache.add_layers(range(4), num_kv_heads=8, head_dim=128, dtype=torch.float16)
+    return cache
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_is_valid_after_swapping() -> None:
+    """It was captured over addresses, and they hold the same again, in other memory."""
+    with _gpu_cache() as cache:
+        sequence = cache.open()
+        sequence.append(4096)
+        keys = sequence.keys(1)
+        keys.copy_(torch.randn(keys.shape, device="cuda", dtype=keys.dtype))
+        expected = keys.float().sum(0)
+        out = torch.empty_like(expected)
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            out.copy_(keys.float().sum(0))
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out.copy_(keys.float().sum(0))
+        for wait in (True, False):
+            sequence.swap_out(wait=wait)
+            if not wait:
+                cache.finish_transfer(sequence)
+            other = cache.open()
+            other.append(6000)
+            other.keys(1).fill_(float("nan"))
+            other.close()
+            cache.trim()
+            sequence.swap_in()
+            out.zero_()
+            graph.replay()
+            assert torch.equal(expected, out)
+
+
+@pytest.mark.gpu
+def test_kernels_read_what_is_spilled() -> None:
+    """Host and device extents side by side in one tensor."""
+    with _gpu_cache() as cache:
+        sequence = cache.open()
+        sequence.append(8000)
+        keys = sequence.keys(2)
+        keys.copy_(torch.randn(keys.shape, device="cuda", dtype=keys.dtype))
+        expected = keys.clone()
+        assert sequence.spill(64 * MiB) >= 64 * MiB
+        assert torch.equal(expected, sequence.keys(2))
+        sequence.keys(2)[:100] = 1.0
+        assert torch.equal(torch.ones_like(keys[:100]), keys[:100])
+        sequence.unspill()
+        assert torch.equal(expected[100:], sequence.keys(2)[100:])
+        cache.check()
