@@ -219,7 +219,7 @@ def test_repeated_calls_compute_the_system_prompt_once(name: str, new_cache: New
     cache = new_cache(model)
     _generate(model, PROMPTS[:1], cache=cache)
     for turn in range(3):
-        prompts = [SYSTEM + _tokens(9, 10 * turn + at) for at in range(4)]
+        prompts = [SYSTEM + _tokens(9, 100 + 10 * turn + at) for at in range(4)]
         expected = [_alone(model, prompt) for prompt in prompts]
         with _passes(model) as sizes:
             assert expected == _generate(model, prompts, cache=cache)
