@@ -32,7 +32,7 @@ from .preemption import PreemptionCosts
 from .request import RequestState
 
 #: Free memory that admission leaves alone while something runs: room for a few steps of growth.
-_WATERMARK_DIVISOR = 100
+_HEADROOM_DIVISOR = 100
 
 
 class Scheduler:
@@ -413,7 +413,7 @@ class _Step:
             )
         kept = self._promised_pages
         if scheduler.num_running:
-            kept += div_ceil(view.total_pages, _WATERMARK_DIVISOR) + scheduler.num_running
+            kept += div_ceil(view.total_pages, _HEADROOM_DIVISOR) + scheduler.num_running
         num_new = scheduler.chunk_tokens(job, self._prompt_tokens)
         if not num_new or not self._has_free(needed + kept):
             return False
