@@ -17,7 +17,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -26,9 +26,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ..errors import ClosedError, ConfigError, OutOfPagesError
-from ..memory import PageTable
 from ..units import Address, MiB
-from .access import protect
 from .layer_group import LayerGroup
 from .portable import (
     Claims,
@@ -39,7 +37,6 @@ from .portable import (
     first_seen_token,
     note_first_kept_token,
 )
-from .staging import staged
 from .swap import Swapped
 
 if TYPE_CHECKING:
@@ -152,16 +149,11 @@ def save(sequence: CacheSequence, path: str | os.PathLike[str]) -> None:
     cache.note_stream()
     cache.pool.backend.join_streams(cache.current_stream())
     # The file takes its name last: after everything that can fail.
-    with _replacing(Path(path)) as file, ExitStack() as stack:
-        staging = None
-        if sequence.swapped is not None:
-            staging = stack.enter_context(staged(cache.pool, sequence.swapped.extents))
-            # If its closing fails it stays for a while, and the next attempt maps beside it.
-            protect(cache.pool, [(staging, 0, list(staging.rows[0].mappings))])
+    with _replacing(Path(path)) as file:
         buffer = _Buffer(cache)
         contents: list[Iterator[torch.Tensor]] = [_chunks(token_ids)]
         for group, first_token in zip(cache.groups, first_tokens, strict=True):
-            ranges = _ranges(group, row, first_token, num_tokens, sequence.swapped, staging)
+            ranges = _ranges(group, row, first_token, num_tokens, sequence.swapped)
             contents.append(chunk for each in ranges for chunk in buffer.read(each))
         _write(file, json.dumps(description), tensors, contents)
 
@@ -176,19 +168,18 @@ def _ranges(
     first_token: int,
     num_tokens: int,
     swapped: Swapped | None,
-    staging: PageTable | None,
 ) -> list[_Range]:
     """Where the token rows from `first_token` to `num_tokens` lie: in the row, then in staging."""
     token_bytes, page_bytes = group.geometry.token_bytes, group.geometry.page_bytes
     start, end = first_token * token_bytes, num_tokens * token_bytes
     moved = end  # From here on it was swapped out.
     moved_address = Address(0)
-    if swapped is not None and staging is not None:
+    if swapped is not None:
         staging_page = 0
         for part in swapped.parts:
             if part.group is group:
                 moved = part.first_page * page_bytes
-                moved_address = staging.page_address(0, staging_page)
+                moved_address = swapped.staging.page_address(0, staging_page)
             staging_page += part.num_pages
     ranges = []
     row_address = group.table.page_address(row, 0)
