@@ -44,7 +44,7 @@ class KVCache(RowedCache):
         host_budget_bytes: Host memory at most, for sequences that are swapped out; by default
             none. Likewise.
         layers_per_group: How many layers share a token row. By default all on a GPU, where
-            decode pays 2 % for it (7 at worst) and saves calls, and one on the host, where small
+            decode pays 2 % for it (8 at worst) and saves calls, and one on the host, where small
             pages make calls cheap and interleaving costs 1.8 x in CPU attention.
         cost_model: Decides between mapping and copying; by default the device's measured costs.
 
