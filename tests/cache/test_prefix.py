@@ -435,3 +435,29 @@ def test_no_memory_for_the_tail_of_a_prefix_is_no_reason_to_fail(
 def test_block_is_as_long_as_documented() -> None:
     """What other tests take for granted."""
     assert 16 == BLOCK_TOKENS
+
+
+def test_a_hit_has_what_kernels_read_past_its_end(make_cache: MakeCache) -> None:
+    """A row parked before a kernel said how far it reads is too short to be adopted as it is."""
+    cache = make_cache(cost_model=ALIASES)
+    first = cache.open()
+    first.append(64)
+    first.record(range(64))
+    first.close()
+    cache.keep_resident(30)
+    second = cache.open(prompt=[*range(64), 99])
+    assert 64 == second.num_cached_tokens
+    cache.check()
+
+
+def test_a_fork_into_another_cache_is_found_there(make_cache: MakeCache) -> None:
+    """What was recorded goes along, for the same tenant."""
+    first = make_cache(cost_model=ALIASES)
+    second = make_cache(first.pool, cost_model=ALIASES)
+    sequence = first.open(tenant="a")
+    sequence.append(64)
+    sequence.record(range(64))
+    fork = second.fork(sequence, 50)
+    fork.close()
+    assert 48 == second.open(prompt=list(range(64)), tenant="a").num_cached_tokens
+    assert 0 == second.open(prompt=list(range(64)), tenant="b").num_cached_tokens

@@ -11,6 +11,8 @@ from helpers.stamps import append, assert_holds
 from vmkv import ClosedError, ConfigError, ExtentPool, HostBackend, KVCache, OutOfPagesError
 from vmkv.backend import MemoryLocation
 from vmkv.cache.cost import CostModel
+from vmkv.errors import DriverError
+from vmkv.testing import FaultInjectingBackend
 from vmkv.units import KiB, MiB
 
 PAGE = 4 * KiB
@@ -47,7 +49,8 @@ def test_what_comes_back_is_what_went_at_its_addresses(
     transfer = sequence.swap_out(wait=wait)
     if transfer is not None:
         assert transfer.has_arrived()
-        cache.finish_transfer(sequence)
+        transfer.finish()
+        transfer.finish()  # Once more is nothing.
     assert cache.pool.stats().resident_bytes < before.resident_bytes
     assert _host_bytes(cache) > 0
     cache.check()
@@ -152,6 +155,78 @@ def test_a_move_can_be_cancelled(cache: KVCache) -> None:
     assert 0 == cache.stats().sharing.swapped_out_bytes
 
 
+def test_a_transfer_can_be_cancelled_until_it_has_left(cache: KVCache) -> None:
+    """By itself, too; afterwards the way back is another one."""
+    sequence = cache.open()
+    append(sequence, range(50))
+    transfer = sequence.swap_out(wait=False)
+    transfer.cancel()
+    assert_holds(sequence, range(50))
+    transfer = sequence.swap_out(wait=False)
+    transfer.finish()
+    with pytest.raises(ConfigError, match=r"swap_in\(\) brings it back"):
+        transfer.cancel()
+    cache.check()
+    sequence.swap_in()
+    assert_holds(sequence, range(50))
+
+
+@pytest.mark.parametrize("call", ["swap_out", "finish", "swap_in"])
+def test_a_failure_at_the_end_loses_nothing(
+    host: HostBackend, make_cache: MakeCache, call: str
+) -> None:
+    """Whichever driver call fails on the way, the sequence comes back with what it held."""
+    struck = set()
+    for fail_at in range(1, 60):
+        backend = FaultInjectingBackend(host)
+        pool = ExtentPool(
+            backend, 100 * PAGE, host_budget_bytes=100 * PAGE, close_when_unused=False
+        )
+        cache = make_cache(pool, windows=(40,))
+        sequence = cache.open()
+        append(sequence, range(70))
+        transfer = None if call == "swap_out" else sequence.swap_out(wait=call == "swap_in")
+        backend.arm(fail_at)
+        try:
+            if call == "finish":
+                transfer.finish()
+            else:
+                getattr(sequence, call)()
+        except DriverError:
+            struck.add(backend.failed_call)
+        has_struck = backend.failed_call is not None
+        backend.arm(0)
+        cache.check()
+        sequence.swap_in()
+        cache.check()
+        assert_holds(sequence, range(70))
+        cache.close()
+        pool._close_stranded()
+        pool.reclaimer.free_idle_reservations()
+        pool.trim()
+        pool.trim(location=MemoryLocation.HOST)
+        if not has_struck:
+            break
+    assert struck >= {"record_fence", "mem_unmap" if call != "swap_in" else "copy"}
+
+
+def test_memory_that_is_moving_serves_whoever_is_short(
+    host: HostBackend, make_cache: MakeCache
+) -> None:
+    """Not growth alone: a sequence that comes back as well."""
+    pool = ExtentPool(host, 150 * PAGE, host_budget_bytes=300 * PAGE, close_when_unused=True)
+    cache = make_cache(pool, windows=(40,))
+    first, second = cache.open(), cache.open()
+    append(first, range(240))
+    first.swap_out()
+    append(second, range(500, 740))
+    second.swap_out(wait=False)
+    first.swap_in()
+    assert second.transfer is None
+    assert not second.is_resident
+    assert_holds(first, range(240))
+
+
 def test_a_cache_out_of_memory_finishes_what_is_moving(cache: KVCache) -> None:
     """Its device memory is held until somebody needs it."""
     first, second = cache.open(), cache.open()
@@ -170,11 +245,11 @@ def test_nothing_is_unmapped_while_the_device_may_read_it(
     sequence = cache.open()
     append(sequence, range(50))
     host.hold_fences()
-    sequence.swap_out(wait=False)
+    transfer = sequence.swap_out(wait=False)
     cache.pool.reclaimer.poll()
     assert 0 == host.calls["mem_unmap"]
     host.pass_fences()
-    cache.finish_transfer(sequence)
+    transfer.finish()
     assert host.calls["mem_unmap"] > 0
 
 
@@ -348,9 +423,9 @@ def test_a_captured_graph_is_valid_after_swapping() -> None:
         with torch.cuda.graph(graph):
             out.copy_(keys.float().sum(0))
         for wait in (True, False):
-            sequence.swap_out(wait=wait)
-            if not wait:
-                cache.finish_transfer(sequence)
+            transfer = sequence.swap_out(wait=wait)
+            if transfer is not None:
+                transfer.finish()
             other = cache.open()
             other.append(6000)
             other.keys(1).fill_(float("nan"))

@@ -351,9 +351,7 @@ class CacheMachine(RuleBasedStateMachine):
         except OutOfPagesError:
             assert sequence.is_resident
         except DriverError:
-            assert self._end_fault()
-            # Failing before its memory went, or when that was to go: it is still whole.
-            assert sequence.is_resident or sequence.transfer is not None
+            assert self._end_fault()  # Wherever it is now, it is whole: `swap_in` shows.
         else:
             assert not sequence.is_resident
             assert (sequence.transfer is None) == wait
@@ -377,6 +375,24 @@ class CacheMachine(RuleBasedStateMachine):
         else:
             assert sequence.is_resident
             assert address == self.cache.keys(0)[sequence.row].data_ptr()
+        self._end_fault()
+
+    @has_sequences
+    @rule(pick=picks, cancels=st.booleans(), fail_at=st.sampled_from([0, 0, 1, 2, 3]))
+    def end_transfer(self, pick: int, cancels: bool, fail_at: int) -> None:
+        """Of a sequence that is moving: it has left, or it stays."""
+        sequence = self.by_id[self._picked(pick)]
+        transfer = sequence.transfer
+        if transfer is None:
+            return
+        self._fault(fail_at)
+        self.unmaps_at_hold = None  # Finishing waits for the device.
+        try:
+            transfer.cancel() if cancels else transfer.finish()
+        except DriverError:
+            assert self._end_fault()
+        else:
+            assert cancels == sequence.is_resident
         self._end_fault()
 
     @has_sequences

@@ -304,9 +304,8 @@ def _swap_out(backend: FaultInjectingBackend) -> Scenario:
 
     def there_and_back() -> None:
         if "out" not in moves:
-            if sequence.transfer is None:
+            if sequence.is_resident:
                 sequence.swap_out()
-            state.cache.finish_transfer(sequence)
             moves.append("out")
         sequence.swap_in()
         moves.append("in")

@@ -11,11 +11,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from ..backend import Access, MemoryLocation
-from ..errors import CapacityError, ConfigError, OutOfPagesError
+from ..errors import CapacityError, ConfigError
 from ..memory import Victim
 from .cost import CostModel
 from .forking import fork_row
-from .layer_group import LayerGroup
 from .layered import LayeredCache
 from .prefix import PrefixIndex
 from .rows import Rows
@@ -102,6 +101,7 @@ class RowedCache(LayeredCache):
                 for row in parked
                 if self.prefixes.num_recorded(row) <= 2 * match.num_tokens
                 and self._can_extend(row, match.num_tokens)
+                and self._can_begin(row, match.num_tokens)
             ]
             if whole:
                 row = min(whole, key=self.prefixes.num_recorded)
@@ -112,6 +112,7 @@ class RowedCache(LayeredCache):
                     sequence = self._fork(self, row, match.num_tokens, tenant)
                 except CapacityError:
                     # No second row, or no memory for the tail: one row can be had as it is.
+                    parked = [row for row in parked if self._can_begin(row, match.num_tokens)]
                     if not parked:
                         break
                     row = min(parked, key=self.prefixes.num_recorded)
@@ -171,6 +172,9 @@ class RowedCache(LayeredCache):
         sequence = self.begin(num_tokens, tenant, fill, row=row)
         if origin is self:
             self.prefixes.copy(source_row, row, num_tokens)
+        else:
+            known = origin.prefixes.token_ids(source_row)[:num_tokens]
+            self.prefixes.record(row, known, tenant)
         return sequence
 
     def begin(
@@ -229,9 +233,9 @@ class RowedCache(LayeredCache):
     def park(self, sequence: Sequence) -> None:
         """See `Sequence.close`."""
         if not self.is_closed:
-            self._drop_swapped(sequence)
-            self._drop_spilled(sequence.row)
             with self.pool.lock:
+                self._drop_swapped(sequence)
+                self._drop_spilled(sequence.row)
                 if not self.prefixes.num_recorded(sequence.row):
                     drop_displaced(self.groups, sequence.row, self.pool.reclaimer)
                 del self._sequences[sequence.row]
@@ -243,26 +247,34 @@ class RowedCache(LayeredCache):
     def swap_out(self, sequence: Sequence, wait: bool) -> Transfer | None:
         """See `Sequence.swap_out`."""
         self.note_stream()
-        sequence.transfer = begin_swap_out(self, sequence.row, sequence.num_tokens)
-        self._moving.append(sequence)
+        transfer = sequence.transfer = begin_swap_out(self, sequence)
+        with self.pool.lock:
+            self._moving.append(sequence)
         if wait:
-            self.finish_transfer(sequence)
+            transfer.finish()
         return sequence.transfer
 
-    def finish_transfer(self, sequence: Sequence) -> None:
-        """Wait until a moving sequence is swapped out, and free its device memory."""
-        if sequence.transfer is not None:
-            sequence.swapped = sequence.transfer.finish()
-            self.sharing.swapped_out_bytes += sequence.swapped.num_bytes
-            sequence.transfer = None
-            self._moving.remove(sequence)
+    def let_go(self, sequence: Sequence) -> None:
+        """A moving sequence is swapped out from now on: its device memory is retired.
+
+        Raises:
+            DriverError: It is still moving.
+        """
+        with self.pool.lock:
+            transfer = sequence.transfer
+            if transfer is not None:
+                transfer.swapped.retire(self.pool.reclaimer.new_fence())
+                sequence.swapped, sequence.transfer = transfer.swapped, None
+                self._moving.remove(sequence)
+                self.sharing.swapped_out_bytes += transfer.swapped.num_bytes
 
     def cancel_transfer(self, sequence: Sequence) -> None:
         """Leave a moving sequence where it is."""
-        if sequence.transfer is not None:
-            sequence.transfer.cancel()
-            sequence.transfer = None
-            self._moving.remove(sequence)
+        with self.pool.lock:
+            if sequence.transfer is not None:
+                sequence.transfer.swapped.drop(self.pool)
+                sequence.transfer = None
+                self._moving.remove(sequence)
 
     def swap_in(self, sequence: Sequence) -> None:
         """See `Sequence.swap_in`."""
@@ -307,16 +319,6 @@ class RowedCache(LayeredCache):
     def _resident_sequences(self) -> list[Sequence]:
         return [each for each in self._sequences.values() if each.is_resident]
 
-    def _grow(self, targets: list[Target], groups: list[LayerGroup]) -> None:
-        try:
-            super()._grow(targets, groups)
-        except OutOfPagesError:
-            if not self._moving:
-                raise
-            for sequence in tuple(self._moving):
-                self.finish_transfer(sequence)
-            super()._grow(targets, groups)
-
     # ---- what rows share, and give back ---------------------------------------------------
 
     def _unshare(self, sequence: Sequence) -> None:
@@ -332,7 +334,9 @@ class RowedCache(LayeredCache):
                 )
 
     def _victims(self) -> Iterable[Victim]:
-        """What parked rows could give back."""
+        """What sequences that are on their way to the host, and parked rows, could give back."""
+        for sequence in tuple(self._moving):
+            yield self._moving_victim(sequence)
         for row in self._rows.parked():
             yield victim_of(
                 self.groups,
@@ -342,6 +346,17 @@ class RowedCache(LayeredCache):
                 num_prefix_tokens=self.prefixes.num_recorded(row),
                 retire=partial(self._retire_parked, row),
             )
+
+    def _moving_victim(self, sequence: Sequence) -> Victim:
+        """First in line: nobody loses anything by it."""
+        assert sequence.transfer is not None  # It is moving.
+        num_bytes = sum(part.own_bytes() for part in sequence.transfer.swapped.parts)
+
+        def evict(_: int) -> int:
+            self.let_go(sequence)
+            return num_bytes
+
+        return Victim(last_used=0, freeable_bytes=num_bytes, num_hits=0, num_tokens=0, evict=evict)
 
     def _retire_parked(self, row: int, num_tokens: int) -> None:
         """Retire what a parked row holds behind its first `num_tokens` tokens."""
@@ -364,6 +379,14 @@ class RowedCache(LayeredCache):
 
     def _resident_tokens(self, row: int) -> int:
         return min((group.resident_tokens(row) for group in self.groups), default=0)
+
+    def _can_begin(self, row: int, num_tokens: int) -> bool:
+        """Whether all is mapped that a sequence of `num_tokens` must have, over-read included."""
+        end = num_tokens + self.overread_tokens
+        return all(
+            group.resident_tokens(row) >= min(end, group.geometry.row_tokens)
+            for group in self.groups
+        )
 
     def _can_extend(self, row: int, num_tokens: int) -> bool:
         """Whether `row` can be written from `num_tokens` on without a copy."""

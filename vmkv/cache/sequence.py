@@ -117,14 +117,16 @@ class Sequence:
 
         Args:
             wait: Return when the device memory is free. Otherwise return a `Transfer`, whose
-                `finish` frees it and whose `cancel` takes everything back; a cache that runs out
-                of memory finishes what is under way.
+                `finish` frees it and whose `cancel` takes everything back. Where memory is short,
+                what is moving is let go before anything else gives way.
 
         Raises:
             ConfigError: It is swapped out, or moving, already.
             OutOfPagesError: No host memory is left (`host_budget_bytes`).
-            ClosedError, OutOfAddressSpaceError, DriverError.
+            ClosedError, OutOfAddressSpaceError.
             In every case the sequence is as it was.
+            DriverError: Likewise; or, if the last steps failed, it is moving or swapped out. It is
+                whole in any case, and `swap_in` brings it back.
 
         Ordering: behind what the current stream was given so far, beside what it is given next.
         """

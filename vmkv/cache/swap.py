@@ -1,7 +1,10 @@
 """Swapping: a sequence's memory to the host and back, at the same addresses.
 
-    resident --swap_out--> moving --finish--> swapped --swap_in--> resident
+    resident --swap_out--> moving --let_go--> swapped --swap_in--> resident
                               '-----cancel----> resident
+
+A sequence is let go when its transfer is finished, or earlier when memory is short: its device
+memory is retired behind a fence that covers the copies.
 
 The copies run on a stream of their own, beside the compute stream's work: outwards behind what
 that was given so far, inwards before what it is given next. Because addresses stay, views of the
@@ -16,12 +19,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..backend import Access, Fence, MemoryLocation
+from ..errors import ConfigError
 from ..memory import Extent, ExtentPool, PageTable, Placement, size_classes
 from ..units import Address
 
 if TYPE_CHECKING:
     from .layer_group import LayerGroup
     from .rowed import RowedCache
+    from .sequence import Sequence as Moving
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,13 @@ class Part:
     def address(self) -> Address:
         """Where it lies."""
         return self.group.table.page_address(self.row, self.first_page)
+
+    def own_bytes(self) -> int:
+        """The device memory that the row holds there for itself alone."""
+        mappings = self.group.table.overlapping(
+            self.row, self.first_page, self.group.table.row_pages
+        )
+        return sum(each.extent.num_bytes for each in mappings if not each.extent.is_shared)
 
     def wait_until_gone(self) -> None:
         """Wait until what was retired from these pages is unmapped."""
@@ -85,6 +97,11 @@ class Swapped:
     parts: Sequence[Part]
     extents: Sequence[Extent]
     staging: PageTable
+
+    def retire(self, fence: Fence) -> None:
+        """Retire the device memory that the parts had, until `fence` has passed."""
+        for part in self.parts:
+            part.group.table.retire_back(part.row, part.first_page, fence)
 
     @property
     def num_bytes(self) -> int:
@@ -133,47 +150,47 @@ def _pieces(swapped: Swapped) -> Iterator[_Piece]:
 
 
 class Transfer:
-    """A sequence on its way to host memory. Its device memory is held until `finish`.
+    """A sequence on its way to host memory. Its device memory is held until it is let go.
 
     Attributes:
         swapped: What moves, and where to.
     """
 
-    def __init__(self, pool: ExtentPool, swapped: Swapped, fence: Fence):
+    def __init__(self, cache: RowedCache, sequence: Moving, swapped: Swapped, fence: Fence):
         self.swapped = swapped
-        self._pool = pool
+        self._cache = cache
+        self._sequence = sequence
         self._fence = fence
 
     def has_arrived(self) -> bool:
         """Whether the copies are through. Never blocks."""
         return self._fence.has_passed()
 
-    def finish(self) -> Swapped:
-        """Wait for the copies, and let the device memory go.
+    def finish(self) -> None:
+        """Wait until the sequence is swapped out and its device memory free. Idempotent.
 
         Raises:
-            DriverError: Call it again.
+            DriverError: It may be swapped out, its memory not free yet.
         """
-        self._fence.wait()
-        # Once more: what others were given meanwhile may still be reading neighbours.
-        fence = self._pool.reclaimer.new_fence()
-        for part in self.swapped.parts:
-            part.group.table.retire_back(part.row, part.first_page, fence)
+        if self._sequence.transfer is self:
+            self._cache.let_go(self._sequence)
         for part in self.swapped.parts:
             part.wait_until_gone()
-        return self.swapped
 
     def cancel(self) -> None:
         """Leave the sequence where it is; its copy is dropped.
 
         Raises:
+            ConfigError: It has left: `finish` was called, or a cache was out of memory.
             DriverError: Call it again.
         """
-        self.swapped.drop(self._pool)
+        if self._sequence.transfer is not self:
+            raise ConfigError(f"{self._sequence} has left; swap_in() brings it back")
+        self._cache.cancel_transfer(self._sequence)
 
 
-def begin_swap_out(cache: RowedCache, row: int, num_tokens: int) -> Transfer:
-    """Start copying a row's own memory to the host.
+def begin_swap_out(cache: RowedCache, sequence: Moving) -> Transfer:
+    """Start copying a sequence's own memory to the host.
 
     Raises:
         OutOfPagesError: No host memory is left. Nothing changed.
@@ -184,6 +201,7 @@ def begin_swap_out(cache: RowedCache, row: int, num_tokens: int) -> Transfer:
     """
     pool, backend = cache.pool, cache.pool.backend
     pool.reclaimer.free_idle_reservations()
+    row, num_tokens = sequence.row, sequence.num_tokens
     parts = parts_to_move(cache.groups, row, num_tokens, cache.overread_tokens)
     extents = pool.acquire_or_wait(_classes(parts, pool.largest_class), MemoryLocation.HOST)
     try:
@@ -206,7 +224,7 @@ def begin_swap_out(cache: RowedCache, row: int, num_tokens: int) -> Transfer:
             raise
     finally:
         pool.disown(extents)  # From here on the staging addresses hold them.
-    return Transfer(pool, swapped, fence)
+    return Transfer(cache, sequence, swapped, fence)
 
 
 def swap_in(cache: RowedCache, swapped: Swapped, tenant: object) -> None:
@@ -237,9 +255,7 @@ def swap_in(cache: RowedCache, swapped: Swapped, tenant: object) -> None:
             backend.stream_wait(current, side)
             swapped.drop(pool)
         except BaseException:
-            fence = pool.reclaimer.new_fence()
-            for part in swapped.parts:
-                part.group.table.retire_back(part.row, part.first_page, fence)
+            swapped.retire(pool.reclaimer.new_fence())
             raise
     finally:
         pool.disown(fresh)

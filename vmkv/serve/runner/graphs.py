@@ -113,11 +113,6 @@ class DecodeGraphs:
         self._lines[: lines.shape[0]].copy_(lines, non_blocking=True)
         graph.replay()
 
-    def run_eagerly(self, key: tuple[int, int], lines: torch.Tensor) -> None:
-        """The same step without a graph."""
-        self._lines[: lines.shape[0]].copy_(lines, non_blocking=True)
-        self._step(key)
-
     def capture(self, key: tuple[int, int]) -> torch.cuda.CUDAGraph:
         """Capture the graph of `key`; the model has run with as many tokens before.
 
