@@ -773,3 +773,15 @@ def test_every_part_of_a_model_attends_as_before_afterwards(pool: ExtentPool) ->
     expected = [_alone(model, prompt) for prompt in PROMPTS]
     assert expected == _generate(model, PROMPTS, pool)
     assert parts == {name: getattr(model.config, name)._attn_implementation for name in parts}
+
+
+def test_out_of_memory_before_any_attention_is_said_as_it_is() -> None:
+    """It is no sign of a model that attends by itself."""
+    model = copy.deepcopy(tiny_model("llama"))
+
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory (played)")
+
+    model.get_input_embeddings().register_forward_hook(full)
+    with pytest.raises(torch.OutOfMemoryError, match="played"):
+        vmkv.generate(model, [[1, 2, 3], [4, 5]], max_new_tokens=2)

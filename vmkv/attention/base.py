@@ -72,6 +72,32 @@ class AttentionSpec:
         if self.softcap < 0:
             raise ConfigError(f"softcap must be positive, or 0 for none, not {self.softcap}")
 
+    @classmethod
+    def of(
+        cls,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        window: int | None,
+        softcap: float,
+        has_sinks: bool,
+        left_pad: bool = False,
+    ) -> AttentionSpec:
+        """What a layer asks with `[B, H, T, D]` tensors; raises what making one does."""
+        return cls(
+            device_type=query.device.type,
+            dtype=query.dtype,
+            num_query_heads=query.shape[1],
+            num_kv_heads=key.shape[1],
+            k_dim=key.shape[3],
+            v_dim=value.shape[3],
+            window=window,
+            softcap=softcap,
+            has_sinks=has_sinks,
+            left_pad=left_pad,
+        )
+
     def __str__(self) -> str:
         """One line for error messages."""
         parts = [

@@ -14,11 +14,15 @@ from ..errors import DriverError
 from ..memory import Extent, ExtentPool, PageTable, Placement
 
 
-def stage(pool: ExtentPool, extents: Sequence[Extent]) -> PageTable:
-    """A table of one row with `extents` mapped from its start on, one after the other.
+@contextmanager
+def staged(pool: ExtentPool, extents: Sequence[Extent]) -> Iterator[PageTable]:
+    """A table of one row with `extents` mapped from its start on, for the length of a block.
+
+    At its end it waits for what was submitted in it.
 
     Raises:
-        OutOfAddressSpaceError, DriverError: There is no such table.
+        OutOfAddressSpaceError, DriverError: There is no such table; or at the end, it could not
+            be closed yet, and the pool does it later.
     """
     pool.reclaimer.free_idle_reservations()
     table = PageTable(pool, 1, sum(extent.num_pages for extent in extents))
@@ -26,17 +30,6 @@ def stage(pool: ExtentPool, extents: Sequence[Extent]) -> PageTable:
         placement = Placement(0, 0, extents)
         pool.backend.execute(table.ops_to_map(placement, Access.READ_WRITE))
         table.note_mapped(placement, Access.READ_WRITE)
-    except BaseException:
-        table.close(lambda: False)
-        raise
-    return table
-
-
-@contextmanager
-def staged(pool: ExtentPool, extents: Sequence[Extent]) -> Iterator[PageTable]:
-    """`stage`, for the length of a block. At its end it waits for what was submitted in it."""
-    table = stage(pool, extents)
-    try:
         yield table
     finally:
         try:

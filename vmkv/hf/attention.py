@@ -124,13 +124,10 @@ def _in_place(
     windows = (sliding_window, None if recipe is None else recipe.window, layer.window_tokens)
     window = min((each for each in windows if each is not None), default=None)
     keys, values = layer.rows()
-    spec = AttentionSpec(
-        device_type=query.device.type,
-        dtype=query.dtype,
-        num_query_heads=query.shape[1],
-        num_kv_heads=key.shape[1],
-        k_dim=key.shape[3],
-        v_dim=value.shape[3],
+    spec = AttentionSpec.of(
+        query,
+        key,
+        value,
         window=window,
         softcap=softcap,
         has_sinks=sinks is not None,

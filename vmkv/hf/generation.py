@@ -328,6 +328,8 @@ def _forward(
             return_dict=True,
             **kept,
         )
+    except torch.OutOfMemoryError:
+        raise  # Also a RuntimeError; what it says is true.
     except RuntimeError:
         # A model that attends by itself trips over the placeholder: say that instead.
         if not step.has_attended:

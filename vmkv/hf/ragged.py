@@ -188,13 +188,10 @@ class RaggedStep:
             window = self._cache.store.kinds[index].window_tokens
         batch = self._batch(slot)
         keys, values = slot.step.all_rows(slot.place)
-        spec = AttentionSpec(
-            device_type=query.device.type,
-            dtype=query.dtype,
-            num_query_heads=query.shape[1],
-            num_kv_heads=key.shape[1],
-            k_dim=key.shape[3],
-            v_dim=value.shape[3],
+        spec = AttentionSpec.of(
+            query,
+            key,
+            value,
             window=window,
             softcap=softcap,
             has_sinks=has_sinks,

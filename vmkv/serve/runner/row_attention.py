@@ -190,13 +190,10 @@ class RowAttention:
         softcap: float,
         sinks: torch.Tensor | None,
     ) -> _Kernels:
-        spec = AttentionSpec(
-            device_type=query.device.type,
-            dtype=query.dtype,
-            num_query_heads=query.shape[1],
-            num_kv_heads=key.shape[1],
-            k_dim=key.shape[3],
-            v_dim=value.shape[3],
+        spec = AttentionSpec.of(
+            query,
+            key,
+            value,
             window=window,
             softcap=softcap,
             has_sinks=sinks is not None,
