@@ -18,6 +18,9 @@ from hypothesis import HealthCheck, settings
 from vmkv import Backend, BackendUsage, HostBackend, open_backend
 from vmkv.units import KiB, MiB
 
+# What every submitted step writes is checked in every test.
+os.environ["VMKV_CHECKS"] = "1"
+
 # Every run of `ci` tries the same examples, so that a failure is the change's and not the day's.
 settings.register_profile(
     "ci",

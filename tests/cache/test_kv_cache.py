@@ -376,7 +376,7 @@ def test_resident_tokens_says_how_far_growth_is_free(cache: KVCache) -> None:
     """Up to there no driver call; one further, some."""
     sequence = cache.open()
     sequence.append(5)
-    assert 8 == cache.resident_tokens(sequence)
+    assert 8 == sequence.writable_tokens
     before = sum(cache.stats().driver_calls.values())
     sequence.append(3)
     assert before == sum(cache.stats().driver_calls.values())

@@ -162,9 +162,7 @@ class GrowthAhead:
         """Use what is mapped for sequences already; note the step in which they need more."""
         core = self._core
         for sequence, start in grown:
-            # Rows end on a page, a little after what was promised.
-            end = min(core.resident_tokens(sequence), core.max_tokens)
-            sequence.num_tokens = max(end, sequence.num_tokens)
+            sequence.num_tokens = max(core.writable_tokens(sequence), sequence.num_tokens)
             self._due.setdefault(sequence.num_tokens - start + 1, []).append((sequence, start))
 
     def settle(self) -> None:

@@ -12,14 +12,15 @@ extent or none, and maps in one driver batch that is undone if any call fails.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as List_
 
 from ..backend import Backend
-from ..errors import ConfigError, SequenceFullError
-from ..memory import ExtentPool, Scrub, check_pool
+from ..errors import ConfigError, OutOfPagesError, SequenceFullError
+from ..memory import ExtentPool, Scrub, WriteRange, check_pool
 from .cost import CostModel
 from .disk import load
 from .prefix import BLOCK_TOKENS
@@ -109,13 +110,16 @@ class KVCache(RowedCache):
     def grow(self, wanted: Iterable[tuple[Sequence, int]]) -> None:
         """Make each sequence hold the given number of tokens, all of them or none.
 
-        Sequences that are longer already stay as they are. Memory is mapped where it is
-        missing; parked rows and free memory give way first where the pool is short.
+        Sequences that are longer already stay as they are. Memory is mapped where it is missing,
+        and what is shared is copied where it will be written; parked rows, free memory and what
+        other sequences hold beyond their length give way first where the pool is short.
 
         Raises:
             OutOfPagesError: The pool cannot supply all pages. No sequence has changed.
             SequenceFullError: A row ends before that. No sequence has changed.
             ClosedError: The cache or a sequence is closed.
+
+        Cost: a comparison for a sequence below its `writable_tokens` (most decode steps).
         """
         self.check_open()
         targets = list(wanted)
@@ -127,21 +131,89 @@ class KVCache(RowedCache):
                     f"this cache end at max_tokens={self.max_tokens}: make it with a larger one",
                     max_tokens=self.max_tokens,
                 )
-        longest: dict[Sequence, int] = {}  # One may be named twice.
-        for sequence, num_tokens in targets:
-            longest[sequence] = max(num_tokens, longest.get(sequence, 0))
         self.note_stream()
-        for sequence, num_tokens in longest.items():
-            if num_tokens > sequence.num_tokens:
-                self._unshare(sequence)
-        wanted_rows = [
-            Target(each.row, to, each.num_tokens, each.tenant) for each, to in longest.items()
-        ]
-        self._grow(wanted_rows, self.groups)
+        short: dict[Sequence, int] = {}  # One may be named twice.
+        for sequence, num_tokens in targets:
+            if num_tokens > sequence.writable_tokens:
+                short[sequence] = max(num_tokens, short.get(sequence, 0))
+        if short:
+            self._make_writable(short, {sequence.row for sequence, _ in targets})
         if not self.keeps_past:
             self.retire_behind_windows(sequence for sequence, _ in targets)
         for sequence, num_tokens in targets:
             sequence.num_tokens = max(sequence.num_tokens, num_tokens)
+
+    def _make_writable(self, wanted: dict[Sequence, int], spared_rows: set[int]) -> None:
+        """Unshare and map what sequences lack; what live rows but `spared_rows` hold may go."""
+        for sequence, num_tokens in wanted.items():
+            if num_tokens > sequence.num_tokens:
+                self._unshare(sequence)
+        targets = [
+            Target(each.row, to, each.num_tokens, each.tenant) for each, to in wanted.items()
+        ]
+        try:
+            self._grow(targets, self.groups)
+        except OutOfPagesError:
+            if not self.retire_surplus(spared_rows):
+                raise
+            self._grow(targets, self.groups)
+
+    def retire_surplus(self, spared_rows: Collection[int] = ()) -> int:
+        """Retire what live rows hold beyond their length, but for `spared_rows`.
+
+        Returns the bytes that are free once their fences have passed.
+        """
+        with self.pool.lock:
+            fence = self.pool.reclaimer.new_fence()
+            before_bytes = self.pool.stats().resident_bytes
+            for sequence in self._resident_sequences():
+                if sequence.row not in spared_rows:
+                    for group in self.groups:
+                        group.retire_from(sequence.row, self._needed_tokens(sequence), fence)
+            return before_bytes - self.pool.stats().resident_bytes
+
+    def surplus_bytes(self) -> int:
+        """What `retire_surplus` would give back. Cost: proportional to the live rows."""
+        return sum(
+            mapping.extent.num_bytes
+            for sequence in self._resident_sequences()
+            for group in self.groups
+            for mapping in group.behind(sequence.row, self._needed_tokens(sequence))
+            if not mapping.extent.is_shared
+        )
+
+    def _needed_tokens(self, sequence: Sequence) -> int:
+        """How far `sequence` must stay mapped."""
+        return sequence.num_tokens + self.overread_tokens if sequence.num_tokens else 0
+
+    def submitting(
+        self, writes: Iterable[tuple[int, int, int]]
+    ) -> contextlib.AbstractContextManager[None]:
+        """Submit a step within this; where checks are on, it is held against I10.
+
+        Args:
+            writes: The rows that it writes, each from a token to another.
+
+        Raises:
+            InternalError: A row may not be written there. Nothing is submitted.
+
+        Cost: nothing where checks are off.
+        """
+        submitted = self.pool.submitted
+        if submitted is None:
+            return contextlib.nullcontext()
+        return submitted.submitting(
+            [
+                WriteRange(
+                    group.table,
+                    row,
+                    group.geometry.whole_pages_below(start),
+                    group.geometry.pages_for(end),
+                )
+                for row, start, end in writes
+                for group in self.groups
+            ]
+        )
 
     def keep_resident(self, overread_tokens: int) -> None:
         """Have `overread_tokens` past every sequence's length mapped, now and from now on.
@@ -172,12 +244,15 @@ class KVCache(RowedCache):
             self.overread_tokens = before
             raise
 
-    def resident_tokens(self, sequence: Sequence) -> int:
-        """How long `sequence` can become without another driver call."""
-        return min(
-            (group.resident_tokens(sequence.row) - self.overread_tokens for group in self.groups),
-            default=0,
-        )
+    def writable_tokens(self, sequence: Sequence) -> int:
+        """See `Sequence.writable_tokens`."""
+        if not sequence.is_resident:
+            return 0
+        row, num_tokens, overread_tokens = sequence.row, sequence.num_tokens, self.overread_tokens
+        end = self.max_tokens
+        for group in self.groups:
+            end = min(end, group.writable_tokens(row, num_tokens, overread_tokens))
+        return end if self.groups else 0
 
     def truncate(self, sequence: Sequence, num_tokens: int) -> None:
         """See `Sequence.truncate`."""
@@ -274,11 +349,7 @@ class KVCache(RowedCache):
                 else:
                     missing_bytes = num_bytes - self.pool.stats().free_bytes
                     self.pool.pressure.evict(missing_bytes, only=self._victims)
-                fence = self.pool.reclaimer.new_fence()
-                for sequence in self._sequences.values():
-                    keep = sequence.num_tokens + self.overread_tokens if sequence.num_tokens else 0
-                    for group in self.groups:
-                        group.retire_from(sequence.row, keep, fence)
+                self.retire_surplus()
             self.pool.reclaimer.wait()
         return self.pool.trim(num_bytes)
 
@@ -294,12 +365,18 @@ class KVCache(RowedCache):
     def check(self) -> None:
         """Check every invariant of memory; raises `InternalError` where one is broken."""
         check_pool(self.pool)
+        for group in self.groups:
+            for row in range(self.max_sequences):
+                group.table.check_writable(row)
         for sequence in self._resident_sequences():
             for group in self.groups:
                 group.check_row(sequence.row, sequence.num_tokens, self.overread_tokens)
 
     def retire_behind_windows(self, sequences: Iterable[Sequence] | None = None) -> None:
         """Retire what no later query of these sequences (or all) can see."""
+        windowed = [group for group in self.groups if group.window_tokens is not None]
+        if not windowed:
+            return
         chosen = self._resident_sequences() if sequences is None else sequences
         # What is found as a prefix is cut to whole blocks, and must see its own window.
         lengths = (
@@ -311,7 +388,7 @@ class KVCache(RowedCache):
             )
             for each in chosen
         )
-        retire_behind(self.groups, lengths, self.pool.reclaimer)
+        retire_behind(windowed, lengths, self.pool.reclaimer)
 
     # ---- end ------------------------------------------------------------------------------
 

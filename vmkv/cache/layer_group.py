@@ -14,7 +14,7 @@ import torch
 from .. import _native
 from ..backend import Fence
 from ..errors import InternalError
-from ..memory import ExtentPool, PageTable
+from ..memory import ExtentPool, Mapping, PageTable
 from ..units import div_ceil
 from .geometry import Geometry
 from .growth import growth_quantum_class, largest_class_for_window, pages_to_map
@@ -96,6 +96,18 @@ class LayerGroup:
         pages = self.table.rows[row]
         return pages.end_page if pages.mappings else self.first_needed_page(num_tokens)
 
+    def pages_lacking(self, row: int, num_tokens: int, end_tokens: int) -> int:
+        """Pages that `row`, of a sequence of `num_tokens`, lacks to be written to `end_tokens`.
+
+        Copies of what is shared there are among them.
+        """
+        first_page = self.next_page(row, num_tokens)
+        if self.table.rows[row].mappings:
+            written_page = self.geometry.whole_pages_below(num_tokens)
+            first_page = min(first_page, self.table.writable_end_page(row, written_page))
+        end_tokens = min(end_tokens, self.geometry.row_tokens)
+        return max(0, self.geometry.pages_for(end_tokens) - first_page)
+
     def pages_to_add(self, first_page: int, num_tokens: int, *, exactly: bool) -> int:
         """Pages to map from `first_page` for a row to hold `num_tokens`.
 
@@ -111,6 +123,17 @@ class LayerGroup:
         """Tokens of `row` up to which memory is mapped."""
         end_bytes = self.table.rows[row].end_page * self.geometry.page_bytes
         return min(end_bytes // self.geometry.token_bytes, self.geometry.row_tokens)
+
+    def writable_tokens(self, row: int, num_tokens: int, overread_tokens: int) -> int:
+        """Up to which token a sequence of `num_tokens` in `row` may be written, as it is now.
+
+        From `num_tokens` on, all before it is mapped, the row's own and not protected; what is
+        read `overread_tokens` past it is mapped. Less than `num_tokens` where nothing is.
+        """
+        geometry = self.geometry
+        end_page = self.table.writable_end_page(row, geometry.whole_pages_below(num_tokens))
+        own_tokens = geometry.whole_tokens_below(end_page)
+        return min(own_tokens, self.resident_tokens(row) - overread_tokens)
 
     def first_mapped_token(self, row: int, num_tokens: int) -> int:
         """The first of `num_tokens` tokens of `row` that is mapped in full; else `num_tokens`."""
@@ -168,6 +191,12 @@ class LayerGroup:
     def retire_front(self, row: int, num_tokens: int, fence: Fence) -> None:
         """Retire what no query at position `num_tokens` or later can see."""
         self.table.retire_front(row, self.first_needed_page(num_tokens), fence)
+
+    def behind(self, row: int, num_tokens: int) -> list[Mapping]:
+        """The mappings of `row` that hold nothing of its first `num_tokens` tokens."""
+        first_page = self.geometry.pages_for(num_tokens)
+        mappings = self.table.overlapping(row, first_page, self.table.row_pages)
+        return [mapping for mapping in mappings if mapping.first_page >= first_page]
 
     def retire_from(self, row: int, num_tokens: int, fence: Fence) -> None:
         """Retire the extents that hold nothing of the first `num_tokens` tokens of `row`."""

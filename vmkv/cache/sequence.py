@@ -213,6 +213,16 @@ class Sequence:
         )
 
     @property
+    def writable_tokens(self) -> int:
+        """How long the sequence can become with nothing done before its tokens are written.
+
+        From `num_tokens` up to there its memory is mapped, its own alone and not protected; what
+        kernels read past the end is mapped too. What is not so `append` makes so. 0 while the
+        sequence is swapped out or moving.
+        """
+        return self.cache.writable_tokens(self)
+
+    @property
     def is_resident(self) -> bool:
         """Whether kernels can read it: neither swapped out nor moving."""
         return self.swapped is None and self.transfer is None

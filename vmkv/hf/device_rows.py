@@ -17,7 +17,6 @@ class DeviceRows:
     def __init__(self, core: KVCache):
         self.core = core
         self.sequences: list[Sequence] = []
-        self._ready_tokens = 0
         # What masks of the current step say; a model has one for each kind of layer.
         self._paddings: dict[int, tuple[weakref.ref[torch.Tensor], bool, torch.Tensor | None]] = {}
         self._padding_tokens = -1
@@ -25,22 +24,18 @@ class DeviceRows:
     def ensure(self, batch_size: int, num_tokens: int) -> None:
         """Make the first `batch_size` rows hold `num_tokens` tokens.
 
-        Cost while the last extents have room: one comparison and one store per row.
+        Cost: once a step what `KVCache.grow` costs; a comparison for further layer groups.
         """
         num_rows = len(self.sequences)
         if batch_size > num_rows:
             self._open_rows(batch_size)
-        if num_tokens > self._ready_tokens:
-            try:
-                self.core.grow([(sequence, num_tokens) for sequence in self.sequences])
-            except BaseException:
-                self.keep_rows(num_rows)
-                raise
-            resident_tokens = min(map(self.core.resident_tokens, self.sequences))
-            # Rows end on a page, a little after what was promised.
-            self._ready_tokens = min(resident_tokens, self.core.max_tokens)
-        for sequence in self.sequences:
-            sequence.num_tokens = num_tokens
+        elif num_tokens <= self.sequences[0].num_tokens:
+            return
+        try:
+            self.core.grow([(sequence, num_tokens) for sequence in self.sequences])
+        except BaseException:
+            self.keep_rows(num_rows)
+            raise
 
     def _open_rows(self, batch_size: int) -> None:
         if batch_size > self.core.max_sequences:
@@ -51,7 +46,6 @@ class DeviceRows:
             sequence = self.core.open(row=row)
             sequence.num_tokens = num_tokens
             self.sequences.append(sequence)
-        self._ready_tokens = 0
 
     def _too_large(self, batch_size: int) -> ConfigError:
         return ConfigError(
@@ -67,7 +61,6 @@ class DeviceRows:
         """
         if overread_tokens > self.core.overread_tokens:
             self.core.keep_resident(overread_tokens)
-            self._ready_tokens = 0
 
     def left_pad(self, padding: torch.Tensor, num_tokens: int) -> tuple[bool, torch.Tensor | None]:
         """What a padding mask `[B, num_tokens]` says: whether it is left padding, and how much.
@@ -108,7 +101,6 @@ class DeviceRows:
         before = len(self.sequences)
         if len(sources) > self.core.max_sequences:
             raise self._too_large(len(sources))
-        self._ready_tokens = 0
         try:
             for row in range(before, len(sources)):
                 source = self.sequences[sources[row]]
@@ -129,29 +121,23 @@ class DeviceRows:
         """
         for row, sequence in enumerate(other.sequences):
             self.sequences.append(self.core.fork(sequence, sequence.num_tokens, row=row))
-        self._ready_tokens = 0
 
     def begin_at(self, batch_size: int, num_tokens: int) -> None:
         """Make rows as if `num_tokens` had been seen: for a copy of another cache."""
         for row in range(len(self.sequences), batch_size):
             self.sequences.append(self.core.open(row=row))
         for sequence in self.sequences:
+            # First: what no window of theirs sees is not mapped.
             sequence.num_tokens = max(sequence.num_tokens, num_tokens)
-        self._ready_tokens = 0
-        self.ensure(batch_size, num_tokens)
+        self.core.grow([(sequence, num_tokens) for sequence in self.sequences])
 
     def set_length(self, num_tokens: int) -> None:
         """Forget tokens from `num_tokens` on, in every row."""
         for sequence in self.sequences:
             if num_tokens < sequence.num_tokens:
                 self.core.truncate(sequence, num_tokens)
-                self._ready_tokens = 0  # What is written next may be shared: ask again.
 
     def keep_rows(self, batch_size: int) -> None:
         """End the rows from `batch_size` on; their memory is parked."""
         while len(self.sequences) > batch_size:
             self.sequences.pop().close()
-
-    def forget_growth(self) -> None:
-        """What is resident has changed: ask again before the next step."""
-        self._ready_tokens = 0

@@ -157,7 +157,6 @@ class Store:
             window_tokens=window,
             num_past_tokens=num_past_tokens,
         )
-        rows.forget_growth()
         steps = {id(group): GroupStep(rows, group) for group in groups}
         for other in alike:
             group, place = rows.core.place(other)
@@ -183,7 +182,6 @@ class Store:
 
     def _follow(self, rows: DeviceRows) -> None:
         """Point the slots of moved layers to where they are now."""
-        rows.forget_growth()
         steps: dict[int, GroupStep] = {}
         for index, slot in self._slots.items():
             if slot.step.rows is rows:
@@ -300,7 +298,6 @@ class Store:
         for rows in self._rows.values():
             rest = None if num_bytes is None else max(0, num_bytes - released_bytes)
             released_bytes += rows.core.trim(rest)
-            rows.forget_growth()
         return released_bytes
 
     def stats(self) -> CacheStats:

@@ -2,7 +2,7 @@
 
 `extent.py` what is owned; `pool.py` by whom; `shelf.py` where it comes from, within which budget;
 `page_table.py` where it is mapped; `reclaim.py` when it may go; `pressure.py` who gives way;
-`scrub.py` what is left in it; `invariants.py` what always holds.
+`scrub.py` what is left in it; `submitted.py` what steps write; `invariants.py` what always holds.
 """
 
 from .exchange import Exchange as Exchange
@@ -23,3 +23,4 @@ from .pressure import Victim as Victim
 from .reclaim import Reclaimer as Reclaimer
 from .reclaim import RetiredMapping as RetiredMapping
 from .scrub import Scrub as Scrub
+from .submitted import WriteRange as WriteRange

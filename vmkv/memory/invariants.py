@@ -12,6 +12,8 @@ In bytes or counts, over one pool and everything built on it:
     I7  a retired mapping is still mapped: not reissued, not unmapped, before its fence
     I8  the backend's usage equals these books
     I9  created <= budget
+    I10 what a submitted step writes is mapped, its row's own and writable until its fence
+        (`submitted.py`, where checks are on)
 
 I1, I4 and I9 hold for device memory and for host memory, each by itself.
 
@@ -29,7 +31,7 @@ from .pool import ExtentPool
 
 
 def check_pool(pool: ExtentPool) -> None:
-    """Check I1-I9 over `pool`.
+    """Check I1-I10 over `pool`.
 
     Raises:
         InternalError: Naming the invariant that does not hold, with both sides of it.
@@ -87,6 +89,8 @@ def check_pool(pool: ExtentPool) -> None:
     _equal("I8", "imported bytes", usage.imported_bytes, imported_bytes)
     _equal("I7", "mappings, retired ones included", usage.num_mappings, mappings.total())
     _equal("I8", "mapped bytes", usage.mapped_bytes, len(occupied) * page_bytes)
+    if pool.submitted is not None:
+        pool.submitted.check(pool.page_tables)
 
 
 def _check_location(pool: ExtentPool, location: MemoryLocation) -> None:

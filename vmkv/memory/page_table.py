@@ -47,7 +47,8 @@ class RowPages:
 
     Attributes:
         mappings: The run.
-        shared_end_page: No page from here on is shared: what is written there needs no look.
+        shared_end_page: No page from here on is shared or read-only: what is written there needs
+            no look. A bound, raised where an extent is mapped again and lowered by who looked.
     """
 
     mappings: deque[Mapping] = field(default_factory=deque)
@@ -112,6 +113,34 @@ class PageTable:
             for mapping in self.rows[row].mappings
             if mapping.end_page > first_page and mapping.first_page < end_page
         ]
+
+    def writable_end_page(self, row: int, first_page: int) -> int:
+        """The page up to which `row` may be written from `first_page` on, as it is now.
+
+        Every page from there to it is mapped, the row's own and not protected; at or before
+        `first_page` if that one is not. Cost: a comparison, unless something there was shared.
+        """
+        pages = self.rows[row]
+        if first_page < pages.shared_end_page:
+            for mapping in self.overlapping(row, first_page, pages.shared_end_page):
+                if mapping.extent.is_shared or mapping.access is not Access.READ_WRITE:
+                    return mapping.first_page
+        return pages.end_page
+
+    def check_writable(self, row: int) -> None:
+        """Check that what `row` may not write lies below its `shared_end_page`.
+
+        Raises:
+            InternalError: It does not: `writable_end_page` would say too much.
+        """
+        pages = self.rows[row]
+        for mapping in pages.mappings:
+            is_guarded = mapping.extent.is_shared or mapping.access is not Access.READ_WRITE
+            if is_guarded and mapping.end_page > pages.shared_end_page:
+                raise InternalError(
+                    f"I3: row {row} may not write {mapping}, and its books end what is shared at "
+                    f"page {pages.shared_end_page}"
+                )
 
     # ---- mapping --------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ This file says who needs an extent; `shelf.py` where it comes from and goes.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from .pressure import EvictionPolicy, Pressure
 from .reclaim import Reclaimer
 from .scrub import Scrub
 from .shelf import Shelf
+from .submitted import SubmittedWrites
 
 if TYPE_CHECKING:
     from .page_table import PageTable
@@ -68,10 +70,13 @@ class ExtentPool:
             default the sequence that wrote it keeps its right to write, which saves a wait for
             the device at each fork; nothing in vmkv uses that right.
         is_shareable: Create memory that can be exported to other processes.
+        checks: Check what every submitted step writes (I10); by default where the environment
+            says `VMKV_CHECKS=1`.
 
     Attributes:
         lock: Guards everything in the pool, and which rows of its caches are parked.
         pressure: Who gives memory back when it is short.
+        submitted: What submitted steps write, where checks are on; else None.
 
     Raises:
         ConfigError: A size is impossible.
@@ -91,6 +96,7 @@ class ExtentPool:
         scrub: Scrub | str = Scrub.NEVER,
         protects_shared: bool = False,
         is_shareable: bool = False,
+        checks: bool | None = None,
     ):
         page_bytes = backend.granularity_bytes if page_bytes is None else page_bytes
         if (
@@ -137,6 +143,9 @@ class ExtentPool:
         self.page_tables: list[PageTable] = []
         self.reclaimer = Reclaimer(backend, self.lock, self._unreference)
         self.pressure = Pressure(policy)
+        if checks is None:
+            checks = os.environ.get("VMKV_CHECKS") == "1"
+        self.submitted = SubmittedWrites(self.reclaimer) if checks else None
         self._close_when_unused = close_when_unused
         self._num_users = 0
         self._is_closed = False

@@ -6,11 +6,13 @@ cached, or as a fork of a sibling), growing, swapping, ending.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 
 from ..backend import MemoryLocation
 from ..cache import KVCache, LayerGroup, Sequence
 from ..errors import CapacityError, ConfigError, DriverError
+from .plan import PlannedChunk
 from .request import Request
 
 #: What a windowed group may keep beside its window: see `LayerGroup.first_needed_page`.
@@ -42,9 +44,7 @@ class MemoryView:
         self._requests: dict[int, Request] = {}
         self._leaders: dict[int, int] = {}
         self._sequences: dict[int, Sequence] = {}
-        self._swapped: set[int] = set()
-        # How far each sequence can grow without a driver call, and how far it is computed.
-        self._resident_tokens: dict[int, int] = {}
+        # How far each sequence is computed: it is grown before a step is submitted.
         self._computed_tokens: dict[int, int] = {}
 
     # ---- requests -------------------------------------------------------------------------
@@ -73,7 +73,6 @@ class MemoryView:
         else:
             sequence = self.cache.open(len(tokens) + 1)
         self._sequences[request_id] = sequence
-        self._resident_tokens[request_id] = self.cache.resident_tokens(sequence)
         self._computed_tokens[request_id] = sequence.num_tokens
         return sequence.num_tokens
 
@@ -87,19 +86,14 @@ class MemoryView:
         Raises:
             OutOfPagesError, DriverError: None has changed.
         """
-        short: list[tuple[int, int]] = []
-        enough: list[tuple[int, int]] = []
-        for request_id, num_tokens in wanted:
-            is_enough = num_tokens <= self._resident_tokens[request_id]
-            (enough if is_enough else short).append((request_id, num_tokens))
-        if short:
-            self.cache.grow([(self._sequences[each], to) for each, to in short])
-            for request_id, _ in short:
-                sequence = self._sequences[request_id]
-                self._resident_tokens[request_id] = self.cache.resident_tokens(sequence)
-        for request_id, num_tokens in enough:
-            sequence = self._sequences[request_id]
-            sequence.num_tokens = max(sequence.num_tokens, num_tokens)
+        self.cache.grow([(self._sequences[each], to) for each, to in wanted])
+
+    def submitting(self, chunks: Iterable[PlannedChunk]) -> contextlib.AbstractContextManager[None]:
+        """Submit a step of `chunks`, which are grown, within this; see `KVCache.submitting`."""
+        return self.cache.submitting(
+            (self.row(chunk.request_id), chunk.num_past_tokens, chunk.num_tokens)
+            for chunk in chunks
+        )
 
     def note_computed(self, request_id: int, num_tokens: int) -> None:
         """The first `num_tokens` tokens' keys and values are computed by submitted steps."""
@@ -124,12 +118,10 @@ class MemoryView:
             return
         if keep:
             self._record(request_id)
-        elif sequence.num_tokens and request_id not in self._swapped:
+        elif sequence.num_tokens and sequence.is_resident:
             self.cache.prefixes.truncate(sequence.row)
         sequence.close()
-        for each in (self._sequences, self._resident_tokens, self._computed_tokens):
-            each.pop(request_id, None)
-        self._swapped.discard(request_id)
+        del self._sequences[request_id], self._computed_tokens[request_id]
 
     def remove(self, request_id: int) -> None:
         """A request has ended, and its sequence with it. Idempotent."""
@@ -141,17 +133,13 @@ class MemoryView:
 
         At least `num_bytes`, or all of it. Returns the bytes given back. Waits for the device.
         """
-        released_bytes = self.cache.trim(num_bytes)
-        for request_id, sequence in self._sequences.items():
-            if request_id not in self._swapped:
-                self._resident_tokens[request_id] = self.cache.resident_tokens(sequence)
-        return released_bytes
+        return self.cache.trim(num_bytes)
 
     def _record(self, request_id: int) -> None:
         """Let others begin with the tokens of a request that are known and computed."""
-        if not self._prefix_caching or request_id in self._swapped:
-            return
         sequence, request = self._sequences[request_id], self._requests[request_id]
+        if not self._prefix_caching or not sequence.is_resident:
+            return
         start = self.cache.prefixes.num_recorded(sequence.row)
         end = min(self._num_known(request), self._computed_tokens[request_id], sequence.num_tokens)
         if end > start:
@@ -163,24 +151,26 @@ class MemoryView:
 
     def _leader(self, request_id: int) -> Sequence | None:
         """The sequence of a sibling that has all of the prompt, while it lives."""
-        leader_id = self._leaders.get(request_id)
-        if leader_id is None or leader_id in self._swapped or leader_id not in self._sequences:
+        leader_id = self._leaders.get(request_id, -1)
+        leader = self._sequences.get(leader_id)
+        if leader is None or not leader.is_resident:
             return None
         num_prompt = len(self._requests[request_id].prompt_token_ids)
         if num_prompt < 2 or self._computed_tokens[leader_id] < num_prompt:
             return None
         if any(group.window_tokens is not None for group in self.cache.groups):
             return None  # The leader may have gone on, and its windows with it.
-        return self._sequences[leader_id]
+        return leader
 
     # ---- host memory ----------------------------------------------------------------------
 
     def can_swap(self, request_id: int) -> bool:
         """See `CacheView`."""
         sequence = self._sequences.get(request_id)
-        if sequence is None or not sequence.num_tokens or request_id in self._swapped:
+        if sequence is None or not sequence.num_tokens or not sequence.is_resident:
             return False
-        if len(self._swapped) + 1 + self._num_reserved_rows > self.cache.max_sequences:
+        num_swapped = sum(not each.is_resident for each in self._sequences.values())
+        if num_swapped + 1 + self._num_reserved_rows > self.cache.max_sequences:
             return False
         host = self.cache.pool.stats(MemoryLocation.HOST)
         free_bytes = host.budget_bytes - host.resident_bytes - host.retired_bytes
@@ -188,7 +178,7 @@ class MemoryView:
 
     def is_swapped(self, request_id: int) -> bool:
         """Whether the request's sequence is in host memory."""
-        return request_id in self._swapped
+        return not self._sequences[request_id].is_resident
 
     def swap_out(self, request_id: int) -> bool:
         """Move a request's sequence to host memory; False where that failed and nothing moved."""
@@ -196,7 +186,6 @@ class MemoryView:
             self._sequences[request_id].swap_out()
         except (CapacityError, DriverError):
             return False
-        self._swapped.add(request_id)
         return True
 
     def swap_in(self, request_id: int) -> None:
@@ -205,11 +194,7 @@ class MemoryView:
         Raises:
             OutOfPagesError, DriverError: It is still in host memory.
         """
-        sequence = self._sequences[request_id]
-        if request_id in self._swapped:
-            sequence.swap_in()
-        self._swapped.discard(request_id)
-        self._resident_tokens[request_id] = self.cache.resident_tokens(sequence)
+        self._sequences[request_id].swap_in()
 
     def pages_to_resume(self, request_id: int) -> int:
         """See `CacheView`."""
@@ -239,7 +224,8 @@ class MemoryView:
 
     def evictable_pages(self) -> int:
         """See `CacheView`."""
-        return self.cache.stats().parked_bytes // self.page_bytes
+        evictable_bytes = self.cache.stats().parked_bytes + self.cache.surplus_bytes()
+        return evictable_bytes // self.page_bytes
 
     def peak_pages(self, num_tokens: int) -> int:
         """See `CacheView`."""
@@ -267,17 +253,16 @@ class MemoryView:
 
     def pages_to_grow(self, request_id: int, num_tokens: int) -> int:
         """See `CacheView`."""
-        if num_tokens <= self._resident_tokens[request_id]:
-            return 0
         sequence = self._sequences[request_id]
+        if num_tokens <= sequence.writable_tokens:
+            return 0
         num_pages = 0
         for group in self.cache.groups:
-            end_tokens = min(num_tokens + self.cache.overread_tokens, group.geometry.row_tokens)
-            start_page = group.next_page(sequence.row, sequence.num_tokens)
-            missing = group.geometry.pages_for(end_tokens) - start_page
+            end_tokens = num_tokens + self.cache.overread_tokens
+            lacking = group.pages_lacking(sequence.row, sequence.num_tokens, end_tokens)
             if group.window_tokens is not None:
-                missing = min(missing, self._peak_pages(group, num_tokens))
-            num_pages += max(0, missing)
+                lacking = min(lacking, self._peak_pages(group, num_tokens))
+            num_pages += lacking
         return num_pages
 
     def held_pages(self, request_id: int) -> int:

@@ -61,14 +61,15 @@ class StepPlan:
 
     Attributes:
         preempted: Requests that give way first.
+        resumed: Requests whose memory comes back from the host; before any that begins takes a
+            row, and all that is mapped there.
         admitted: Requests that begin, or begin again after their memory was dropped.
-        resumed: Requests whose memory comes back from the host.
         chunks: What is computed, best-placed request first; empty if nothing can be.
     """
 
     preempted: tuple[Preemption, ...] = ()
-    admitted: tuple[Admission, ...] = ()
     resumed: tuple[Admission, ...] = ()
+    admitted: tuple[Admission, ...] = ()
     chunks: tuple[PlannedChunk, ...] = ()
 
     @property

@@ -209,7 +209,7 @@ class Scheduler:
             if waiting is None or not step.admit(waiting):
                 break
         return StepPlan(
-            tuple(step.preempted), tuple(step.admitted), tuple(step.resumed), tuple(step.chunks)
+            tuple(step.preempted), tuple(step.resumed), tuple(step.admitted), tuple(step.chunks)
         )
 
     def undo(self, chunks: Sequence[PlannedChunk]) -> None:

@@ -219,6 +219,9 @@ class StepLoop:
                 continue
             self._scheduler.drop_swapped(request_id)
             view.end(request_id)
+        for request_id, _ in plan.resumed:
+            view.swap_in(request_id)
+            self._to_set.add(request_id)
         num_past = {}
         for request_id, _ in plan.admitted:
             num_past[request_id] = view.begin(request_id)
@@ -226,9 +229,6 @@ class StepLoop:
             if not request.num_preemptions:
                 request.num_cached_tokens = num_past[request_id]
                 request.started_s = request.started_s or time.perf_counter()
-            self._to_set.add(request_id)
-        for request_id, _ in plan.resumed:
-            view.swap_in(request_id)
             self._to_set.add(request_id)
         for at, chunk in enumerate(chunks):
             actual = num_past.get(chunk.request_id, chunk.num_past_tokens)
@@ -260,7 +260,8 @@ class StepLoop:
                         request.output_token_ids,
                     )
                     self._to_set.discard(chunk.request_id)
-            pending = self._runner.submit([self._chunk(chunk) for chunk in chunks])
+            with self._view.submitting(chunks):
+                pending = self._runner.submit([self._chunk(chunk) for chunk in chunks])
         except BaseException as error:  # noqa: BLE001  # ends who is to blame, or is raised again
             self._recover(chunks, error)
             return None

@@ -1,0 +1,161 @@
+"""How far a row may be written: one number, asked before every step, and I10 held against it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from helpers.stamps import append
+
+from vmkv import ExtentPool, HostBackend, KVCache, Sequence
+from vmkv.cache.cost import CostModel
+from vmkv.errors import ConfigError, InternalError, OutOfPagesError
+from vmkv.units import KiB
+
+PAGE = 4 * KiB
+MakeCache = Callable[..., KVCache]
+
+
+@pytest.fixture
+def cache(make_cache: MakeCache) -> KVCache:
+    """Four rows, four tokens in a page; everything whole is shared."""
+    return make_cache(cost_model=CostModel(map_us=0, unmap_us=0), host_budget_bytes=64 * PAGE)
+
+
+def _written(cache: KVCache, num_tokens: int) -> Sequence:
+    sequence = cache.open()
+    append(sequence, range(num_tokens))
+    return sequence
+
+
+def test_new_memory_is_writable_to_its_end(cache: KVCache) -> None:
+    sequence = cache.open()
+    assert 0 == sequence.writable_tokens
+    sequence.append(5)
+    assert 8 == sequence.writable_tokens
+    calls = dict(cache.pool.backend.calls)
+    sequence.append(3)
+    assert calls == cache.pool.backend.calls
+    sequence.append(1)
+    assert sequence.writable_tokens >= 9
+
+
+def test_what_is_read_past_the_end_is_mapped_below_it(cache: KVCache) -> None:
+    sequence = _written(cache, 5)
+    cache.keep_resident(6)
+    assert 5 <= sequence.writable_tokens <= cache.groups[0].resident_tokens(sequence.row) - 6
+
+
+def test_a_fork_may_be_written_behind_what_it_shares(cache: KVCache) -> None:
+    parent = _written(cache, 9)
+    fork = parent.fork()
+    assert fork.writable_tokens >= 9
+    assert parent.writable_tokens >= 9
+    for each in (parent, fork):
+        each.truncate(6)
+        assert each.writable_tokens < 7, "the second page is both's"
+
+
+def test_the_last_holder_of_a_page_asks_once_more(cache: KVCache) -> None:
+    """A fork's page stays read-only when the other row is gone, until something is written."""
+    parent = _written(cache, 8)
+    fork = parent.fork()
+    fork.truncate(6)
+    parent.close()
+    cache.trim()
+    assert fork.writable_tokens < 7
+    fork.append(1)
+    assert 8 == fork.writable_tokens
+
+
+def test_a_row_adopted_with_another_ones_prefix_may_not_be_written_where_it_shares(
+    cache: KVCache,
+) -> None:
+    parent = _written(cache, 12)
+    parent.fork()
+    row = parent.row
+    parent.close()
+    adopted = cache.open(row=row)
+    assert 0 == adopted.writable_tokens
+    append(adopted, range(12))
+    assert adopted.writable_tokens >= 12
+    cache.check()
+
+
+def test_a_moving_and_a_swapped_sequence_may_not_be_written(cache: KVCache) -> None:
+    sequence = _written(cache, 9)
+    transfer = sequence.swap_out(wait=False)
+    assert 0 == sequence.writable_tokens
+    assert transfer is not None
+    transfer.finish()
+    assert 0 == sequence.writable_tokens
+    sequence.swap_in()
+    assert sequence.writable_tokens >= 9
+
+
+def test_what_is_protected_may_not_be_written(host: HostBackend, make_cache: MakeCache) -> None:
+    pool = ExtentPool(host, 100 * PAGE, protects_shared=True, close_when_unused=True)
+    cache = make_cache(pool, cost_model=CostModel(map_us=0, unmap_us=0))
+    parent = _written(cache, 8)
+    parent.fork().close()
+    cache.trim()
+    parent.truncate(6)
+    assert parent.writable_tokens < 7
+
+
+def test_memory_beyond_the_length_gives_way_to_others(make_cache: MakeCache) -> None:
+    """A row that adopted more than it needs is no reason to refuse another one."""
+    cache = make_cache(budget_bytes=8 * PAGE)
+    first = _written(cache, 28)
+    first.truncate(1)
+    assert 28 == first.writable_tokens
+    assert 3 * PAGE == cache.surplus_bytes(), "extents go whole: four pages, two and one"
+    second = _written(cache, 16)
+    assert 16 == first.writable_tokens
+    with pytest.raises(OutOfPagesError):
+        cache.grow([(first, 20), (second, 17)])
+    assert (1, 16) == (first.num_tokens, second.num_tokens)
+    cache.check()
+
+
+def test_a_write_that_is_not_the_rows_own_is_refused_before_it_is_submitted(
+    cache: KVCache,
+) -> None:
+    parent = _written(cache, 9)
+    fork = parent.fork()
+    fork.append(2)
+    submitted = []
+    with cache.submitting([(fork.row, 9, 11)]):
+        submitted.append("behind")
+    for row, start, end in ((fork.row, 7, 9), (parent.row, 0, 1), (fork.row, 9, 400)):
+        with pytest.raises(InternalError, match="I10"), cache.submitting([(row, start, end)]):
+            submitted.append("shared, or not mapped")
+    assert ["behind"] == submitted
+
+
+def test_what_is_under_way_stays_mapped_until_its_fence(host: HostBackend, cache: KVCache) -> None:
+    sequence = _written(cache, 12)
+    table = cache.groups[0].table
+    host.hold_fences()
+    with cache.submitting([(sequence.row, 0, 12)]):
+        pass
+    table.retire_back(sequence.row, 2, cache.pool.reclaimer.new_fence())
+    cache.pool.submitted.check([table])  # Retired, and still there.
+    retired = cache.pool.reclaimer.retired_mappings()
+    cache.pool.reclaimer.retired_mappings = list  # type: ignore[method-assign]  # As if unmapped.
+    with pytest.raises(InternalError, match="I10"):
+        cache.pool.submitted.check([table])
+    del cache.pool.reclaimer.retired_mappings
+    assert retired == cache.pool.reclaimer.retired_mappings()
+    sequence.truncate(4)
+    host.pass_fences()
+    cache.check()
+
+
+def test_checks_are_a_switch(host: HostBackend, make_cache: MakeCache) -> None:
+    pool = ExtentPool(host, 100 * PAGE, checks=False, close_when_unused=True)
+    cache = make_cache(pool)
+    with cache.submitting([(0, 0, 400)]):  # Nobody looks.
+        pass
+    with pytest.raises(ConfigError):
+        cache.open(row=99)
