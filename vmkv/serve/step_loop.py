@@ -265,6 +265,7 @@ class StepLoop:
         except BaseException as error:  # noqa: BLE001  # ends who is to blame, or is raised again
             self._recover(chunks, error)
             return None
+        self._shortage = None  # That is past.
         for chunk in chunks:
             self._view.note_computed(chunk.request_id, chunk.num_tokens)
         if self._token_limit is not None:
