@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as List_
+from pathlib import Path
 
 import pytest
+import torch
 from helpers.stamps import append, assert_holds
 
 from vmkv import ConfigError, ExtentPool, HostBackend, KVCache, OutOfPagesError, Sequence
@@ -217,6 +219,160 @@ def test_source_of_a_prefix_is_not_taken_to_make_room_for_its_copy(
     cache.check()
     assert_holds(hit, range(48))
     assert 48 <= _found(cache, range(124))
+
+
+# ---- what a change in progress reads ------------------------------------------------------
+
+
+@pytest.mark.usefixtures("no_underread")
+def test_source_of_a_prefix_keeps_its_windows_while_it_is_copied(make_cache: MakeCache) -> None:
+    """It gives up nothing before what is read either: that would take all behind it as well."""
+    cache = make_cache(windows=(24,), cost_model=ALIASES)
+    said = list(range(300))
+    first = cache.open(prompt=said)
+    for start in range(0, 300, 100):
+        append(first, said[start : start + 100])
+    first.record(said)
+    fork = first.fork()
+    first.close()  # Parked, and shared but for what lies before the fork's window.
+    cache.pool.trim()
+    cache.pool.set_budget(cache.pool.stats().created_bytes)
+    hit = cache.open(prompt=[*said[:280], 7, 7])
+    cache.check()
+    assert_holds(hit, said[: hit.num_tokens])
+    assert hit.num_tokens
+    assert_holds(fork, said)
+
+
+def test_moving_sequence_that_a_prompt_begins_like_is_read_where_it_is(
+    make_cache: MakeCache,
+) -> None:
+    """The only one that could give way is the one that is read: the prompt begins from nothing."""
+    cache = make_cache(budget_bytes=28 * PAGE, host_budget_bytes=64 * PAGE)
+    said = list(range(100))
+    first = _say(cache, said)
+    first.swap_out(wait=False)
+    second = cache.open(prompt=[*said[:50], 7])
+    cache.check()
+    assert_holds(second, said[: second.num_tokens])
+    first.swap_in()
+    assert_holds(first, said)
+
+
+def test_moving_sequence_gives_way_to_others_than_those_who_read_it(make_cache: MakeCache) -> None:
+    """What is mapped again stays; when the copy is made, the rest goes."""
+    cache = make_cache(budget_bytes=40 * PAGE, host_budget_bytes=64 * PAGE, cost_model=ALIASES)
+    said = list(range(100))
+    first = _say(cache, said)
+    first.swap_out(wait=False)
+    second = cache.open(prompt=[*said[:64], 7])
+    assert 64 == second.num_cached_tokens
+    append(second, range(1000, 1000 + 4 * 20))
+    assert first.transfer is None
+    assert_holds(second, [*said[:64], *range(1000, 1000 + 4 * 20)])
+    second.close()
+    first.swap_in()
+    assert_holds(first, said)
+
+
+def test_saving_reads_a_moving_sequence_where_it_is(make_cache: MakeCache, tmp_path: Path) -> None:
+    """A budget that is lowered meanwhile takes what it can, and not that."""
+    cache = make_cache(budget_bytes=64 * PAGE, host_budget_bytes=64 * PAGE)
+    sequence = _say(cache, range(100))
+    sequence.swap_out(wait=False)
+    with cache.pinned_row(sequence.row):
+        with pytest.raises(ConfigError, match="in use"):
+            cache.pool.set_budget(10 * PAGE)
+        assert sequence.transfer is not None
+        sequence.save(tmp_path / "sequence")
+    cache.pool.set_budget(10 * PAGE)
+    assert sequence.swapped is not None
+    cache.pool.set_budget(64 * PAGE)
+    assert_holds(cache.load(tmp_path / "sequence"), range(100))
+
+
+# ---- a refusal is the last word -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["budget", "fork"])
+def test_spilled_memory_of_a_moving_sequence_is_no_device_memory(
+    make_cache: MakeCache, what: str
+) -> None:
+    """What is in host memory already frees nothing, so parked rows go as well."""
+    copies = CostModel(copy_us_per_mib=0, lasting_us_per_mib=0)
+    cache = make_cache(
+        budget_bytes=64 * PAGE, host_budget_bytes=256 * PAGE, cost_model=copies, max_sequences=8
+    )
+    moving, live = cache.open(), cache.open()
+    for at in range(16):
+        append(moving, range(4 * at, 4 * at + 4))
+    moving.spill(8 * PAGE)
+    append(live, range(64))
+    _say(cache, range(1000, 1064)).close()
+    moving.swap_out(wait=False)
+    if what == "budget":
+        cache.pool.set_budget(28 * PAGE)
+    else:
+        cache.pool.set_budget(40 * PAGE)  # In use, 24 pages of it by those who can give way.
+        assert_holds(live.fork(), range(64))
+    assert_holds(live, range(64))
+
+
+def test_victim_that_was_emptied_on_the_way_is_not_asked_again(
+    host: HostBackend,
+) -> None:
+    """Two groups share unlike: what the first round took changes what the second may take."""
+    cache = _uneven(ExtentPool(host, 18 * PAGE, close_when_unused=True))
+    live = cache.open()
+    live.append(8)
+    live.append(8)
+    short, whole = live.fork(8), live.fork(16)  # A page of its own, and nothing of its own.
+    short.close()
+    whole.close()
+    other = cache.open(row=7)
+    with pytest.raises(OutOfPagesError):
+        other.append(1)  # Two pages; one can be had.
+    cache.check()
+    cache.close()
+
+
+def test_what_two_victims_shared_is_had_once_one_has_let_go(host: HostBackend) -> None:
+    """In the call that asks for it, not in the next."""
+    pool = ExtentPool(host, 64 * PAGE, host_budget_bytes=64 * PAGE, close_when_unused=True)
+    cache = _uneven(pool)
+    first = cache.open()
+    first.append(8)
+    second = first.fork()
+    second.swap_out()
+    second.close()
+    first.close()
+    pool.set_budget(PAGE)
+    assert 0 == pool.stats().resident_bytes
+    cache.close()
+
+
+@pytest.mark.usefixtures("no_underread")
+def test_moving_sequence_lets_go_of_what_a_parked_row_shares(make_cache: MakeCache) -> None:
+    """It has nothing else to give: what is its own is in host memory already."""
+    cache = make_cache(host_budget_bytes=64 * PAGE, windows=(8,), cost_model=ALIASES)
+    moving = _say(cache, range(100))
+    moving.fork().close()  # Shares all of it, but for 16 pages before the window.
+    assert 16 * PAGE == moving.spill(16 * PAGE)
+    moving.swap_out(wait=False)
+    cache.trim(0)
+    assert (25 + 9) * PAGE == cache.pool.stats().resident_bytes
+    cache.pool.set_budget(25 * PAGE)
+    cache.pool.set_budget(64 * PAGE)
+    moving.swap_in()
+    assert_holds(moving, range(100))
+
+
+def _uneven(pool: ExtentPool) -> KVCache:
+    """A group in which 16 tokens fill a page, and one in which each fills its own."""
+    cache = KVCache(pool, max_tokens=1024, max_sequences=8, cost_model=ALIASES)
+    cache.add_layers([0], num_kv_heads=2, head_dim=16, dtype=torch.float32)
+    cache.add_layers([1], num_kv_heads=8, head_dim=64, dtype=torch.float32)
+    return cache
 
 
 # ---- a policy of one's own ----------------------------------------------------------------

@@ -5,14 +5,15 @@ Abstract victims here; parked rows as victims are cache/test_eviction.py's.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 import pytest
 
-from vmkv import ConfigError, ExtentPool, HostBackend, OutOfPagesError
+from vmkv import ConfigError, ExtentPool, HostBackend, InternalError, OutOfPagesError
 from vmkv.backend import Access
-from vmkv.memory import Extent, PageTable, Placement, Pressure, Victim
+from vmkv.memory import Extent, PageTable, Placement, Pressure, Victim, pinned
 from vmkv.units import KiB
 
 PAGE = 4 * KiB
@@ -288,3 +289,57 @@ def test_budget_is_lowered_by_eviction(make_pool: MakePool) -> None:
         pool.set_budget(PAGE)
     assert 4 * PAGE == pool.stats().budget_bytes
     assert 2 == rows.num_pages[2]
+
+
+# ---- what somebody reads ------------------------------------------------------------------
+
+
+def test_pinned_mappings_are_never_retired(make_pool: MakePool) -> None:
+    """Whoever reads them has said so; whoever retires them all the same has a defect."""
+    pool = make_pool(8)
+    rows = _Sharers(pool, [0, 1, 2])
+    mappings = list(rows.table.rows[0].mappings)
+    with pinned(pool, mappings[1:2]):
+        rows._retire(0, 2)
+        with pytest.raises(InternalError, match="reads"):
+            rows._retire(0, 1)
+        with pytest.raises(InternalError, match="reads"):
+            rows.table.retire_front(0, 2, pool.reclaimer.new_fence())
+        assert mappings[:2] == list(rows.table.rows[0].mappings)
+    rows._retire(0, 0)
+
+
+def test_pins_are_counted_and_end_with_their_block(make_pool: MakePool) -> None:
+    """Two may read the same; one that fails lets go as well."""
+    pool = make_pool(8)
+    rows = _Sharers(pool, [0])
+    mappings = rows.table.rows[0].mappings
+    with pinned(pool, mappings):
+        with contextlib.suppress(KeyError), pinned(pool, mappings):
+            raise KeyError
+        assert 1 == mappings[0].num_pins
+    assert 0 == mappings[0].num_pins
+
+
+@pytest.mark.parametrize("num_pages", [1, 3, 6, 7, 99])
+def test_room_is_made_until_nothing_more_can_be_had(make_pool: MakePool, num_pages: int) -> None:
+    """In one call: a second one finds nothing."""
+    pool = make_pool(12)
+    rows = _Sharers(pool, [0, 1, 2, 3], [0, 1, 4], [0, 5], [6, 7])
+    rows.live = {3}
+    before_bytes = pool.available_bytes
+    assert pool.make_room(num_pages * PAGE)
+    made_bytes = pool.available_bytes - before_bytes
+    assert made_bytes >= min(num_pages, 6) * PAGE
+    if made_bytes < num_pages * PAGE:
+        assert not pool.make_room(PAGE)
+        assert [0, 0, 0, 2] == rows.num_pages
+
+
+def test_room_may_be_asked_of_one_cache_alone(make_pool: MakePool) -> None:
+    """Others keep what they have."""
+    pool = make_pool(12)
+    mine, others = _Sharers(pool, [0, 1, 2]), _Sharers(pool, [0, 1, 2])
+    assert pool.make_room(99 * PAGE, only=mine.victims)
+    assert ([0], [3]) == (mine.num_pages, others.num_pages)
+    assert not pool.make_room(PAGE, only=mine.victims)

@@ -149,7 +149,7 @@ def save(sequence: CacheSequence, path: str | os.PathLike[str]) -> None:
     cache.note_stream()
     cache.pool.backend.join_streams(cache.current_stream())
     # The file takes its name last: after everything that can fail.
-    with _replacing(Path(path)) as file:
+    with cache.pinned_row(row), _replacing(Path(path)) as file:
         buffer = _Buffer(cache)
         contents: list[Iterator[torch.Tensor]] = [_chunks(token_ids)]
         for group, first_token in zip(cache.groups, first_tokens, strict=True):

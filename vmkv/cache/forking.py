@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from ..backend import Access, CopyOp, Op
 from ..errors import ConfigError, DriverError
-from ..memory import Extent, ExtentPool, Mapping, Placement, size_classes
+from ..memory import Extent, ExtentPool, Mapping, Placement, pinned, size_classes
 from ..units import Address
 from .access import protect
 from .cost import CostModel
@@ -150,10 +150,8 @@ def fork_row(
         for theirs, mine in zip(origin.groups, cache.groups, strict=True)
     ]
     # Nobody may take away what is about to be mapped again or copied, even if room must be made
-    # and the source is a parked row.
-    kept = [mapping.extent for each in forks for mapping in each.needed]
-    pool.own(kept)
-    try:
+    # and the source is a parked row, or one that is moving.
+    with pinned(pool, (mapping for each in forks for mapping in each.needed)):
         if pool.protects_shared:
             protect(pool, ((each.source.table, each.source_row, each.aliased) for each in forks))
         fresh = pool.acquire_or_evict([each for fork in forks for each in fork.classes])
@@ -164,8 +162,6 @@ def fork_row(
             _fill(cache, forks, fresh, tenant, stream)
         finally:
             pool.disown(fresh)
-    finally:
-        pool.disown(kept)
     for each in forks:
         if each.aliased:
             for group, row in ((each.source, each.source_row), (each.target, each.target_row)):

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as List_
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from ..backend import Access, MemoryLocation
 from ..errors import CapacityError, ConfigError
-from ..memory import Victim
+from ..memory import Victim, pinned
 from .cost import CostModel
 from .forking import fork_row
 from .layered import LayeredCache
@@ -21,10 +22,10 @@ from .rows import Rows
 from .sequence import Sequence
 from .spill import oldest, relocate, spilled
 from .stats import SharingStats
-from .swap import Transfer, begin_swap_out, swap_in
+from .swap import Transfer, begin_swap_out, moving_ends, swap_in
 from .transaction import Target
 from .unshare import unshare
-from .victims import victim_of
+from .victims import ends_of, victim_of
 from .windows import drop_displaced
 
 if TYPE_CHECKING:
@@ -112,7 +113,14 @@ class RowedCache(LayeredCache):
                     sequence = self._fork(self, row, match.num_tokens, tenant)
                 except CapacityError:
                     # No second row, or no memory for the tail: one row can be had as it is.
-                    parked = [row for row in parked if self._can_begin(row, match.num_tokens)]
+                    # Looked for anew: who was parked may have given way to the attempt.
+                    parked = [
+                        row
+                        for row in holders
+                        if self._rows.is_parked(row)
+                        and self._keeps(row, match.num_tokens)
+                        and self._can_begin(row, match.num_tokens)
+                    ]
                     if not parked:
                         break
                     row = min(parked, key=self.prefixes.num_recorded)
@@ -319,6 +327,11 @@ class RowedCache(LayeredCache):
     def _resident_sequences(self) -> list[Sequence]:
         return [each for each in self._sequences.values() if each.is_resident]
 
+    def pinned_row(self, row: int) -> AbstractContextManager[None]:
+        """For the length of a block, `row` is read: it stays mapped where it is."""
+        its = (mapping for group in self.groups for mapping in group.table.rows[row].mappings)
+        return pinned(self.pool, its)
+
     # ---- what rows share, and give back ---------------------------------------------------
 
     def _unshare(self, sequence: Sequence) -> None:
@@ -339,24 +352,17 @@ class RowedCache(LayeredCache):
             yield self._moving_victim(sequence)
         for row in self._rows.parked():
             yield victim_of(
-                self.groups,
-                row,
+                partial(ends_of, self.groups, row),
+                partial(self._retire_parked, row),
                 last_used=self._rows.last_used(row),
                 num_hits=self.prefixes.hits_of(row),
                 num_prefix_tokens=self.prefixes.num_recorded(row),
-                retire=partial(self._retire_parked, row),
             )
 
     def _moving_victim(self, sequence: Sequence) -> Victim:
         """First in line: nobody loses anything by it."""
-        assert sequence.transfer is not None  # It is moving.
-        num_bytes = sum(part.own_bytes() for part in sequence.transfer.swapped.parts)
-
-        def evict(_: int) -> int:
-            self.let_go(sequence)
-            return num_bytes
-
-        return Victim(last_used=0, freeable_bytes=num_bytes, num_hits=0, num_tokens=0, evict=evict)
+        gives = partial(moving_ends, sequence)
+        return victim_of(gives, lambda _: self.let_go(sequence), last_used=0)
 
     def _retire_parked(self, row: int, num_tokens: int) -> None:
         """Retire what a parked row holds behind its first `num_tokens` tokens."""

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ..backend import Access, Fence, MemoryLocation
 from ..errors import ConfigError
-from ..memory import Extent, ExtentPool, PageTable, Placement, size_classes
+from ..memory import Extent, ExtentPool, Mapping, PageTable, Placement, size_classes
 from ..units import Address
 
 if TYPE_CHECKING:
@@ -52,12 +52,10 @@ class Part:
         """Where it lies."""
         return self.group.table.page_address(self.row, self.first_page)
 
-    def own_bytes(self) -> int:
-        """The device memory that the row holds there for itself alone."""
-        mappings = self.group.table.overlapping(
-            self.row, self.first_page, self.group.table.row_pages
-        )
-        return sum(each.extent.num_bytes for each in mappings if not each.extent.is_shared)
+    def mappings(self) -> list[Mapping]:
+        """What is mapped there, and behind."""
+        table = self.group.table
+        return table.overlapping(self.row, self.first_page, table.row_pages)
 
     def wait_until_gone(self) -> None:
         """Wait until what was retired from these pages is unmapped."""
@@ -187,6 +185,15 @@ class Transfer:
         if self._sequence.transfer is not self:
             raise ConfigError(f"{self._sequence} has left; swap_in() brings it back")
         self._cache.cancel_transfer(self._sequence)
+
+
+def moving_ends(sequence: Moving) -> list[tuple[int, Extent]]:
+    """What a moving sequence could give up: it leaves as a whole, or not while part is pinned."""
+    transfer = sequence.transfer
+    parts = () if transfer is None else transfer.swapped.parts
+    mappings = [mapping for part in parts for mapping in part.mappings()]
+    is_pinned = any(mapping.num_pins for mapping in mappings)
+    return [] if is_pinned else [(0, mapping.extent) for mapping in mappings]
 
 
 def begin_swap_out(cache: RowedCache, sequence: Moving) -> Transfer:

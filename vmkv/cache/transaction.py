@@ -7,13 +7,13 @@ driver batch that undoes itself if any call fails. So no failure leaves anything
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..backend import Access, Op
 from ..errors import DriverError, OutOfPagesError
-from ..memory import ExtentPool, Placement, size_classes
+from ..memory import Extent, ExtentPool, Placement, size_classes
 from .layer_group import LayerGroup
 
 
@@ -69,21 +69,10 @@ def grow(
     if not steps:
         return
     try:
-        _execute(pool, steps, stream)
-        return
-    except OutOfPagesError as error:
-        free_bytes = error.free_bytes
-    steps = plan(groups, targets, overread_tokens, exactly=True)
-    needed_bytes = pool.page_bytes * sum(step.num_pages for step in steps)
-    if needed_bytes > free_bytes:
-        pool.make_room(needed_bytes - free_bytes)
-    try:
-        _execute(pool, steps, stream)
-        return
+        _execute(pool, steps, stream, pool.acquire)
     except OutOfPagesError:
-        # A device that is shared has less than it said.
-        pool.make_room(needed_bytes)
-    _execute(pool, steps, stream)
+        steps = plan(groups, targets, overread_tokens, exactly=True)
+        _execute(pool, steps, stream, pool.acquire_or_evict)
 
 
 def plan(
@@ -111,9 +100,14 @@ def plan(
     return steps
 
 
-def _execute(pool: ExtentPool, steps: Sequence[Step], stream: int) -> None:
+def _execute(
+    pool: ExtentPool,
+    steps: Sequence[Step],
+    stream: int,
+    acquire: Callable[[Sequence[int]], list[Extent]],
+) -> None:
     _wait_for_retired_at(pool, steps)
-    extents = pool.acquire([size_class for step in steps for size_class in step.classes])
+    extents = acquire([size_class for step in steps for size_class in step.classes])
     try:
         supply = iter(extents)
         placements = [

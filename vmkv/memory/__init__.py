@@ -5,6 +5,7 @@
 `scrub.py` what is left in it; `submitted.py` what steps write; `invariants.py` what always holds.
 """
 
+from .change import pinned as pinned
 from .exchange import Exchange as Exchange
 from .exchange import exchange as exchange
 from .extent import Extent as Extent

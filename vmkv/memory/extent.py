@@ -77,6 +77,16 @@ class Extent:
         return self.num_live_mappings + self.num_owners > 1 or not self.is_recyclable
 
     @property
+    def is_freeable(self) -> bool:
+        """Whether device memory becomes free where the one mapping of it is retired."""
+        return self.num_live_mappings == 1 and self.is_of_budget and not self.num_owners
+
+    @property
+    def is_of_budget(self) -> bool:
+        """Whether it is device memory of this pool's: neither the host's, nor imported."""
+        return self.location is MemoryLocation.DEVICE and self.id >= 0
+
+    @property
     def num_references(self) -> int:
         """How many need the extent; it is free exactly when nobody does."""
         return self.num_mappings + self.num_owners

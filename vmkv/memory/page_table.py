@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from ..backend import Access, AccessOp, Fence, MapOp, Op
 from ..errors import InternalError
@@ -29,11 +30,17 @@ from .reclaim import RetiredMapping
 
 @dataclass
 class Mapping:
-    """An extent at a place in a row."""
+    """An extent at a place in a row.
+
+    Attributes:
+        num_pins: How many changes in progress read it; while there are any, it stays (see
+            `change.py`).
+    """
 
     first_page: int
     extent: Extent
     access: Access
+    num_pins: int = field(default=0, compare=False)
 
     @property
     def end_page(self) -> int:
@@ -197,21 +204,25 @@ class PageTable:
 
     def retire_front(self, row: int, page: int, fence: Fence) -> None:
         """Retire the mappings of `row` that lie wholly below `page`, until `fence` passes."""
-        mappings = self.rows[row].mappings
-        taken = []
-        while mappings and mappings[0].end_page <= page:
-            taken.append(self.retired(row, mappings.popleft()))
-        self.pool.reclaimer.retire(taken, fence)
+        pages = self.rows[row]
+        taken = list(takewhile(lambda each: each.end_page <= page, pages.mappings))
+        self._retire(row, taken, fence)
+        for _ in taken:
+            pages.mappings.popleft()
 
     def retire_back(self, row: int, page: int, fence: Fence) -> None:
         """Retire the mappings of `row` that lie wholly at or above `page`."""
-        mappings = self.rows[row].mappings
-        taken = []
-        while mappings and mappings[-1].first_page >= page:
-            taken.append(self.retired(row, mappings.pop()))
         pages = self.rows[row]
+        taken = list(takewhile(lambda each: each.first_page >= page, reversed(pages.mappings)))
+        self._retire(row, taken, fence)
+        for _ in taken:
+            pages.mappings.pop()
         pages.shared_end_page = min(pages.shared_end_page, pages.end_page)
-        self.pool.reclaimer.retire(taken, fence)
+
+    def _retire(self, row: int, mappings: Sequence[Mapping], fence: Fence) -> None:
+        if any(mapping.num_pins for mapping in mappings):
+            raise InternalError(f"row {row}: a change in progress reads what was to be retired")
+        self.pool.reclaimer.retire([self.retired(row, each) for each in mappings], fence)
 
     def wait_until_empty(self, row: int) -> None:
         """Wait until what was retired from `row`, which shows nothing any more, is unmapped."""

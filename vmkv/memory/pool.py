@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,7 +24,7 @@ from ..backend import Backend, MemoryLocation
 from ..errors import ClosedError, ConfigError, OutOfPagesError
 from ..units import Address, Handle, MiB, is_power_of_two
 from .extent import Extent
-from .pressure import EvictionPolicy, Pressure
+from .pressure import EvictionPolicy, Pressure, Victim
 from .reclaim import Reclaimer
 from .scrub import Scrub
 from .shelf import Shelf
@@ -195,15 +195,18 @@ class ExtentPool:
         """`acquire` device memory; where it is short, parked rows of any cache give way first.
 
         Raises:
-            OutOfPagesError, DriverError: As `acquire`. Parked rows may have lost memory.
+            OutOfPagesError: Nothing more can be had: the same call again would say the same.
+                Parked rows may have lost memory.
+            DriverError: As `acquire`. Likewise.
         """
-        try:
-            return self.acquire(size_classes)
-        except OutOfPagesError as error:
-            missing_bytes = error.needed_bytes - error.free_bytes
-            # A device that is shared may have less than it said.
-            self.make_room(missing_bytes if missing_bytes > 0 else error.needed_bytes)
-        return self.acquire(size_classes)
+        while True:
+            try:
+                return self.acquire(size_classes)
+            except OutOfPagesError as error:
+                missing_bytes = error.needed_bytes - error.free_bytes
+                # A device that is shared may have less than it said.
+                if not self.make_room(missing_bytes if missing_bytes > 0 else error.needed_bytes):
+                    raise
 
     def disown(self, extents: Sequence[Extent]) -> None:
         """Drop the ownership that `acquire` (or `own`) gave; an unneeded extent becomes free."""
@@ -317,29 +320,29 @@ class ExtentPool:
         Parked rows of every cache give way, in the policy's order; waits for their fences.
         Returns the bytes given back, less than asked for where there is no more.
         """
-        wanted_bytes = self.stats().created_bytes if num_bytes is None else num_bytes
-        missing_bytes = wanted_bytes - self.stats().free_bytes
-        if missing_bytes > 0:
-            with self.lock:
-                self.pressure.evict(missing_bytes)
-            self.reclaimer.wait()
+        stats = self.stats()
+        self.make_room((stats.created_bytes if num_bytes is None else num_bytes) - stats.free_bytes)
         return self.trim(num_bytes)
 
-    def make_room(self, num_bytes: int) -> None:
-        """Have parked rows of any cache give `num_bytes` back, and wait until they are free.
+    def make_room(self, num_bytes: int, only: Callable[[], Iterable[Victim]] | None = None) -> bool:
+        """Have what `acquire` can supply become `num_bytes` more, or as much as can be had.
 
-        What is retired already is waited for first. Frees less where there is no more to be had.
+        What is retired already is waited for; then parked rows, of any cache or those that `only`
+        names, give way.
+
+        Returns:
+            Whether it became more. It did not: nothing more can be had.
         """
+        # Not what is unmapped is counted: some of it may be mapped elsewhere as well.
+        start_bytes = self.available_bytes
         with self.lock:
             self._close_stranded()
-        # Not what `wait` unmaps is counted: some of it may be mapped elsewhere as well.
-        goal_bytes = self.available_bytes + num_bytes
-        while self.available_bytes < goal_bytes and self.reclaimer.wait(until_bytes=1):
-            pass
-        if self.available_bytes < goal_bytes:
-            with self.lock:
-                self.pressure.evict(goal_bytes - self.available_bytes)
-            self.reclaimer.wait()
+        while (missing_bytes := start_bytes + num_bytes - self.available_bytes) > 0:
+            if not self.reclaimer.wait(until_bytes=1):
+                with self.lock:
+                    if not self.pressure.evict(missing_bytes, only):
+                        break
+        return self.available_bytes > start_bytes
 
     # ---- budget and books -----------------------------------------------------------------
 

@@ -20,14 +20,17 @@ from .extent import Extent
 class Victim:
     """Memory that could be given back.
 
+    Its facts are those of the moment it was named at; `evict` looks again, since those before it
+    may have changed what there is to give.
+
     Attributes:
         last_used: When it was last used; larger is later. Counts over all caches of a pool.
         freeable_bytes: What retiring all of it would free: extents that nobody shares.
         num_hits: How often a new sequence has started from it.
         num_tokens: Tokens of a prefix that it holds for others to find; 0 for none.
-        evict: Retire its last extents until so many bytes have been retired; returns how many.
-            What is kept stays usable.
-        shared: Those of its extents that others map as well.
+        evict: Retire its last extents until so many bytes have been retired; returns how many,
+            0 where nothing is left. What is kept stays usable.
+        shared: Extents that it could let go of, and that others map as well.
         let_go: Retire its mappings from the first of these extents on, which others still map.
     """
 
@@ -84,19 +87,24 @@ class Pressure:
     def evict(self, num_bytes: int, only: Callable[[], Iterable[Victim]] | None = None) -> int:
         """Retire victims, of one source `only` or of all, until `num_bytes` have been retired.
 
+        They are looked at anew until nobody has anything to give: what somebody gives up may be
+        all that kept another from giving.
+
         Returns the bytes retired. They are free once their fences have passed.
         """
         sources = [each() for each in self._sources] if only is None else [only]
         evicted_bytes = 0
-        while True:
+        while evicted_bytes < num_bytes:
+            before_bytes = evicted_bytes
             victims = [each for source in sources if source for each in source()]
             freeable = [each for each in victims if each.freeable_bytes]
             for victim in self.policy.order(freeable):
-                if evicted_bytes >= num_bytes:
-                    return evicted_bytes
-                evicted_bytes += victim.evict(num_bytes - evicted_bytes)
-            if evicted_bytes >= num_bytes or not self._part_one(victims):
-                return evicted_bytes
+                if evicted_bytes < num_bytes:
+                    evicted_bytes += victim.evict(num_bytes - evicted_bytes)
+            # With nothing evicted since, the victims are what was said of them.
+            if evicted_bytes == before_bytes and not self._part_one(victims):
+                break
+        return evicted_bytes
 
     def _part_one(self, victims: Sequence[Victim]) -> bool:
         """Let one victim give up what it shares with other victims only; the others have it still.
