@@ -135,8 +135,11 @@ class Device(HostBackend):
         for page in range(first, address + num_bytes, self.granularity_bytes):
             held = self._pages.get(page)
             if held is None or held[1] < access:
-                state = "not mapped" if held is None else f"mapped for {held[1].name}"
-                self.fail(f"{what} {page - first} bytes into a range of {num_bytes}: {state}")
+                state = "not mapped" if held is None else "read-only"
+                self.fail(
+                    f"{what} memory that is {state}: {page - first} bytes into a range of "
+                    f"{num_bytes}"
+                )
 
     def fail(self, what: str) -> None:
         """Note a violation, and raise it.

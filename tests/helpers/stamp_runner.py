@@ -175,6 +175,6 @@ class StampRunner:
 
 def _name(chunk: Chunk) -> str:
     return (
-        f"the chunk [{chunk.num_past_tokens}, {chunk.num_tokens}) of slot {chunk.slot} "
-        f"in row {chunk.row}"
+        f"a chunk ({chunk.num_past_tokens}+{chunk.num_new_tokens} tokens of slot {chunk.slot} in "
+        f"row {chunk.row})"
     )

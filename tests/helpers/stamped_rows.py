@@ -17,6 +17,7 @@ from helpers.device import Device
 from vmkv import KVCache
 from vmkv.backend import Access
 from vmkv.cache import LayerGroup
+from vmkv.memory import Mapping
 
 _LONGEST = 4096
 _BITS = (1 << 64) - 1
@@ -125,20 +126,20 @@ class StampedRows:
             page_bytes, token_bytes = group.geometry.page_bytes, group.geometry.token_bytes
             page, end_page = start * token_bytes // page_bytes, -(-end * token_bytes // page_bytes)
             address, first_page = group.table.page_address(row, page), page
+            why = "not mapped"
             for mapping in group.table.overlapping(row, page, end_page):
-                extent = mapping.extent
-                alone = extent.num_live_mappings == 1 and not extent.num_owners
-                if mapping.first_page > page or not alone or not extent.is_recyclable:
+                if mapping.first_page > page:
                     break
-                if mapping.access is not Access.READ_WRITE:
+                found = _why_not_written(mapping)
+                if found is not None:
+                    why = found
                     break
                 page = mapping.end_page
             if page < end_page:
-                at = page * page_bytes // token_bytes
+                begun = "after what it holds" if start else "from its beginning"
                 self.device.fail(
-                    f"{what} is to write tokens [{start}, {end}) of row {row}, and from about "
-                    f"{at} on they are not mapped, or not for it alone: "
-                    f"{list(group.table.rows[row].mappings)}"
+                    f"{what} is to write {begun} into memory that is {why}: tokens [{start}, "
+                    f"{end}) of row {row}, {list(group.table.rows[row].mappings)}"
                 )
             num_bytes = (end_page - first_page) * page_bytes
             ranges.append((address, num_bytes, self.device.handles(address, num_bytes)))
@@ -208,9 +209,21 @@ class StampedRows:
                 positions = (np.flatnonzero(wrong.any(1)) + first).tolist()
                 kind = "values" if at else "keys"
                 self.device.fail(
-                    f"{what} reads row {row} up to token {end}: the {kind} of {positions} "
-                    f"(window {layer.window_tokens}) are not its own"
+                    f"{what} reads {kind} that are not its own: row {row} up to token {end} at "
+                    f"{positions}, window {layer.window_tokens}"
                 )
+
+
+def _why_not_written(mapping: Mapping) -> str | None:
+    """Why a row may not write what it has there; None where it may."""
+    extent = mapping.extent
+    if extent.num_live_mappings > 1:
+        return "shared"
+    if extent.num_owners:
+        return "kept for others"
+    if not extent.is_recyclable:
+        return "other processes'"
+    return None if mapping.access is Access.READ_WRITE else "read-only"
 
 
 def _range(group: LayerGroup, row: int, start: int, end: int) -> tuple[int, int]:
