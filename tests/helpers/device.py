@@ -4,7 +4,7 @@
 back, and what touches memory that is not there ends the process. `Device` does what it is told in
 the order in which it was told, copies and fills included, but as late as it may: when somebody
 waits for a fence, or for a step's result. And it looks before it touches: where a GPU would stop
-with an illegal access, it raises `IllegalAccess`, which a test can report and shrink.
+with an illegal access, it raises `IllegalAccessError`, which a test can report and shrink.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from vmkv import HostBackend
+from vmkv import HostBackend, _native
 from vmkv.backend import Access, AccessOp, CopyOp, Fence, MapOp, Op
 from vmkv.errors import DriverError
 from vmkv.units import Address
 
 
-class IllegalAccess(AssertionError):
+class IllegalAccessError(AssertionError):
     """Work touched memory that is not mapped, or wrote where it may only read."""
 
 
@@ -55,6 +55,7 @@ class Device(HostBackend):
         self._queue: deque[Callable[[], None]] = deque()
         # Of each mapped page, the handle behind it and what may be done there.
         self._pages: dict[int, tuple[int, Access]] = {}
+        self._reserved: dict[int, int] = {}
         self.num_submitted = 0
         self.num_done = 0
         self.violations: list[str] = []
@@ -102,7 +103,23 @@ class Device(HostBackend):
         self.check_access("a fill writes", address, num_bytes, Access.READ_WRITE)
         super().fill(Address(address), num_bytes, byte, stream)
 
+    def abandon(self) -> None:
+        """Give memory and addresses back to the system as they are. Nothing may touch them."""
+        self._queue.clear()
+        while self._reserved:
+            _native.host_free(*self._reserved.popitem())
+        self.close()
+
     # ---- what is mapped -------------------------------------------------------------------
+
+    def address_reserve(self, num_bytes: int) -> Address:
+        address = super().address_reserve(num_bytes)
+        self._reserved[address] = num_bytes
+        return address
+
+    def address_free(self, address: Address, num_bytes: int) -> None:
+        super().address_free(address, num_bytes)
+        del self._reserved[address]
 
     def run_until_failure(self, ops: Sequence[Op]) -> tuple[int, DriverError | None]:
         num_done, error = super().run_until_failure(ops)
@@ -129,7 +146,7 @@ class Device(HostBackend):
         """Raise where the range cannot be accessed so.
 
         Raises:
-            IllegalAccess: It is in `violations` as well.
+            IllegalAccessError: It is in `violations` as well.
         """
         first = address - address % self.granularity_bytes
         for page in range(first, address + num_bytes, self.granularity_bytes):
@@ -145,7 +162,7 @@ class Device(HostBackend):
         """Note a violation, and raise it.
 
         Raises:
-            IllegalAccess: Always.
+            IllegalAccessError: Always.
         """
         self.violations.append(what)
-        raise IllegalAccess(what)
+        raise IllegalAccessError(what)

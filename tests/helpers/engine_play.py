@@ -14,7 +14,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from helpers.device import Device, IllegalAccess
+from helpers.device import Device, IllegalAccessError
 from helpers.small_cache import small_constants
 from helpers.stamp_runner import VOCABULARY, Mishap, StampRunner, answer
 from helpers.stamped_rows import DTYPE, History, StampedRows
@@ -34,6 +34,7 @@ BLOCK_TOKENS = 4
 #: Far more steps than anything here takes to end.
 _STEPS_MAX = 4000
 _SAID_MAX = 60
+_GUESTS_MAX = 2
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,7 @@ class EnginePlay:
         self.shape = shape
         self._constants = small_constants(UNDERREAD_TOKENS, BLOCK_TOKENS)
         self._constants.__enter__()
+        self._is_abandoned = False
         self.device = Device(PAGE, is_late=shape.is_late)
         self.backend = FaultInjectingBackend(self.device)
         keep_free = shape.keep_free_pages
@@ -190,62 +192,57 @@ class EnginePlay:
 
     # ---- requests -------------------------------------------------------------------------
 
-    def add(self, prompt: list[int], params: SamplingParams, priority: int = 0) -> bool:
-        """Ask for something; whether the engine took it."""
-        self._log(f"add({prompt}, {_words(params)}, {priority})")
-        try:
-            handle = self.engine.add(prompt, params, priority)
-        except ConfigError:
-            return False
-        total = len(prompt) + (handle.requests[0].params.max_tokens or 0)
-        peak = self.engine._view.peak_pages(total)
-        num_past_mishaps = self.num_mishaps - (self.runner.mishap is not None)
-        self.asked.append(Asked(handle, peak, 1 << 60, self.num_faults, num_past_mishaps))
-        self._note_available()
-        self._say(prompt)
-        return True
+    def add(self, prompt: list[int], params: SamplingParams, priority: int = 0) -> None:
+        """Ask for something; the engine may find that it can never be."""
+        with self._doing(f"add({prompt}, {_words(params)}, {priority})"):
+            try:
+                handle = self.engine.add(prompt, params, priority)
+            except ConfigError:
+                return
+            total = len(prompt) + (handle.requests[0].params.max_tokens or 0)
+            peak = self.engine._view.peak_pages(total)
+            num_past_mishaps = self.num_mishaps - (self.runner.mishap is not None)
+            self.asked.append(Asked(handle, peak, 1 << 60, self.num_faults, num_past_mishaps))
+            self._say(prompt)
 
     def cancel(self, pick: int) -> None:
         """End one of those that have not ended."""
         if self.asked:
             asked = self.asked[pick % len(self.asked)]
-            self._log(f"cancel({asked.handle})")
-            asked.handle.cancel()
-            self.check()
+            with self._doing(f"cancel({pick})  # {asked.handle}"):
+                asked.handle.cancel()
 
     def cancel_all(self) -> None:
         """End all of them."""
-        self._log("cancel_all()")
-        self.engine.cancel_all()
-        assert not self.engine._scheduler.has_unfinished
-        self.check()
+        with self._doing("cancel_all()"):
+            self.engine.cancel_all()
+            assert not self.engine._scheduler.has_unfinished
 
     def step(self, num_steps: int = 1) -> None:
         """Run the engine."""
-        self._log(f"step({num_steps})")
-        for _ in range(num_steps):
-            try:
-                self.engine.step()
-            except DriverError as error:
-                # What a background engine does where a call outside of a step's own fails.
-                assert self.backend.failed_call, error
-                self._end_fault()
-                self.engine.cancel_all(error)
-            self.check()
+        with self._doing(f"step({num_steps})"):
+            for _ in range(num_steps):
+                try:
+                    self.engine.step()
+                except DriverError as error:
+                    if not self._end_fault():
+                        raise
+                    # What a background engine does where a call outside of a step's own fails.
+                    self.engine.cancel_all(error)
+                self.check()
 
     def drain(self) -> None:
         """Run until nothing is left to do; that must come, and leave nothing behind."""
-        self._log("drain()")
-        self._end_fault()
-        self.runner.mishap = None
-        for _ in range(_STEPS_MAX):
-            if not self.engine.has_unfinished:
-                break
-            self.engine.step()
-            self.check(is_deep=False)
-        else:
-            raise AssertionError(f"the engine does not come to an end: {self.engine!r}")
-        self.check()
+        with self._doing("drain()"):
+            self._end_fault()
+            self.runner.mishap = None
+            for _ in range(_STEPS_MAX):
+                if not self.engine.has_unfinished:
+                    break
+                self.engine.step()
+                self.check(is_deep=False)
+            else:
+                raise AssertionError(f"the engine does not come to an end: {self.engine!r}")
         assert not self.asked
         assert len(self.guests) == self.cache.stats().num_sequences
         assert not self.engine._view._sequences
@@ -255,188 +252,149 @@ class EnginePlay:
 
     def set_budget(self, num_pages: int) -> None:
         """Change the pool's budget; it may not refuse for memory that nobody needs."""
-        self._log(f"set_budget({num_pages})")
         live_pages = self._live_pages()
-        try:
-            self.pool.set_budget(num_pages * PAGE)
-        except ConfigError:
-            assert num_pages < max(1, live_pages), "refused, and only idle memory is in the way"
-        except DriverError:
-            assert self._end_fault()
-        self._end_fault()
-        self._note_available()
-        self.check()
+        with self._doing(f"set_budget({num_pages})"):
+            try:
+                self.pool.set_budget(num_pages * PAGE)
+            except ConfigError:
+                assert num_pages < max(1, live_pages), "refused, and only idle memory is in the way"
 
     def trim(self, num_pages: int | None) -> None:
         """Give memory back that no live sequence needs."""
-        self._log(f"trim({num_pages})")
-        try:
+        with self._doing(f"trim({num_pages})"):
             self.cache.trim(None if num_pages is None else num_pages * PAGE)
-        except DriverError:
-            assert self._end_fault()
-        else:
             if num_pages is None:
                 stats = self.cache.stats()
                 assert (0, 0, 0) == (stats.parked_bytes, stats.free_bytes, stats.retired_bytes)
-        self._end_fault()
-        self.check()
 
     def other_append(self, num_tokens: int, is_new: bool) -> None:
         """Another cache on the pool takes memory."""
-        self._log(f"other_append({num_tokens}, {is_new})")
-        if self._other is None:
-            cache = KVCache(self.pool, max_tokens=64, max_sequences=2, cost_model=_cost_model(0))
-            _add_layers(cache, 0, 1, 32, None)
-            self._other = StampedRows(cache, self.device)
-        if is_new and len(self._other_sequences) < 2:
-            self._other_sequences.append(Guest(self._other.cache.open(), History()))
-        if self._other_sequences:
-            guest = self._other_sequences[-1]
-            self._append(self._other, guest, min(num_tokens, 64 - len(guest.history)))
-        self._note_available()
-        self.check()
+        with self._doing(f"other_append({num_tokens}, {is_new})"):
+            if self._other is None:
+                cache = KVCache(
+                    self.pool, max_tokens=64, max_sequences=2, cost_model=_cost_model(0)
+                )
+                _add_layers(cache, 0, 1, 32, None)
+                self._other = StampedRows(cache, self.device)
+            if is_new and len(self._other_sequences) < 2:
+                self._other_sequences.append(Guest(self._other.cache.open(), History()))
+            if self._other_sequences:
+                guest = self._other_sequences[-1]
+                self._append(self._other, guest, [1] * min(num_tokens, 64 - len(guest.history)))
 
     def other_close(self, is_all: bool) -> None:
         """Its sequences end, or the whole cache does."""
-        self._log(f"other_close({is_all})")
-        if self._other_sequences:
-            self._other_sequences.pop(0).sequence.close()
-        if is_all and self._other is not None:
-            self.device.run_until(self.device.num_submitted)
-            self._other.close()
-            self._other, self._other_sequences = None, []
-        self._note_available()
-        self.check()
+        with self._doing(f"other_close({is_all})"):
+            if self._other_sequences:
+                self._other_sequences[0].sequence.close()
+                self._other_sequences.pop(0)
+            if is_all and self._other is not None:
+                for guest in self._other_sequences:
+                    guest.sequence.close()
+                self._other_sequences.clear()
+                self._other.close()
+                self._other = None
 
     def catch_up(self, num_works: int) -> None:
         """The device gets some of its work done."""
-        self._log(f"catch_up({num_works})")
-        with _noted():
+        with self._doing(f"catch_up({num_works})"), _noted():
             place = min(self.device.num_submitted, self.device.num_done + num_works)
             self.device.run_until(place)
-        self.check()
 
     # ---- guests in the engine's cache -----------------------------------------------------
 
     def guest_open(self, prompt: list[int]) -> None:
         """Somebody opens a sequence beside the engine's."""
-        if len(self.guests) >= 2:
-            return
-        self._log(f"guest_open({prompt})")
-        try:
-            sequence = self.cache.open(prompt=prompt)
-        except (CapacityError, DriverError) as error:
-            assert isinstance(error, CapacityError) or self._end_fault()
-            return
-        finally:
-            self._end_fault()
-            self.check()
-        self.guests.append(Guest(sequence, History(prompt[: sequence.num_tokens])))
-        self._guest_write(self.guests[-1], prompt[sequence.num_tokens :])
+        if len(self.guests) < _GUESTS_MAX:
+            with self._doing(f"guest_open({prompt})"):
+                try:
+                    sequence = self.cache.open(prompt=prompt)
+                except CapacityError:
+                    return
+                guest = Guest(sequence, History(prompt[: sequence.num_tokens]))
+                self.guests.append(guest)
+                self._guest_write(guest, prompt[sequence.num_tokens :])
 
     def guest_append(self, pick: int, num_tokens: int) -> None:
         """It grows, and says so."""
-        if self.guests:
-            guest = self.guests[pick % len(self.guests)]
-            self._log(f"guest_append({pick}, {num_tokens})")
-            self._guest_write(guest, [1 + at % (VOCABULARY - 1) for at in range(num_tokens)])
+        guest = self._guest(pick)
+        if guest is not None and guest.sequence.is_resident:
+            with self._doing(f"guest_append({pick}, {num_tokens})"):
+                self._guest_write(guest, [1 + at % (VOCABULARY - 1) for at in range(num_tokens)])
 
     def guest_fork(self, pick: int, num_tokens: int) -> None:
-        """It is forked, wherever its memory is."""
-        if not self.guests or len(self.guests) >= 2:
-            return
-        guest = self.guests[pick % len(self.guests)]
-        num_tokens = min(num_tokens, len(guest.history))
-        self._log(f"guest_fork({pick}, {num_tokens})")
-        try:
-            fork = guest.sequence.fork(num_tokens)
-        except (CapacityError, ConfigError, DriverError):
-            return
-        finally:
-            self._end_fault()
-        self.guests.append(Guest(fork, History(guest.history.tokens[:num_tokens])))
-        self.check()
+        """It is forked, where its memory is there."""
+        guest = self._guest(pick)
+        if guest is not None and len(self.guests) < _GUESTS_MAX:
+            tokens = guest.history.tokens[:num_tokens]
+            with self._doing(f"guest_fork({pick}, {num_tokens})"):
+                try:
+                    fork = guest.sequence.fork(len(tokens))
+                except (CapacityError, ConfigError):
+                    return
+                self.guests.append(Guest(fork, History(tokens)))
 
     def guest_swap(self, pick: int, wait: bool) -> None:
         """It goes to host memory, or comes back; or it stops on its way."""
-        if not self.guests:
-            return
-        self._log(f"guest_swap({pick}, {wait})")
-        sequence = self.guests[pick % len(self.guests)].sequence
-        try:
-            if sequence.is_resident:
-                sequence.swap_out(wait=wait)
-            elif sequence.transfer is not None and wait:
-                sequence.transfer.finish()
-            else:
-                sequence.swap_in()
-        except (CapacityError, DriverError) as error:
-            assert isinstance(error, CapacityError) or self._end_fault()
-        self._end_fault()
-        self._note_available()
-        self.check()
+        guest = self._guest(pick)
+        if guest is not None:
+            sequence = guest.sequence
+            with self._doing(f"guest_swap({pick}, {wait})"):
+                try:
+                    if sequence.is_resident:
+                        sequence.swap_out(wait=wait)
+                    elif sequence.transfer is not None and wait:
+                        sequence.transfer.finish()
+                    else:
+                        sequence.swap_in()
+                except CapacityError:
+                    pass
 
     def guest_close(self, pick: int) -> None:
         """It ends."""
-        if self.guests:
-            self._log(f"guest_close({pick})")
-            guest = self.guests[pick % len(self.guests)]
-            try:
+        guest = self._guest(pick)
+        if guest is not None:
+            with self._doing(f"guest_close({pick})"):
                 guest.sequence.close()
-            except DriverError:
-                assert self._end_fault()
-            else:
                 self.guests.remove(guest)
-            self._end_fault()
-            self._note_available()
-            self.check()
+
+    def _guest(self, pick: int) -> Guest | None:
+        return self.guests[pick % len(self.guests)] if self.guests else None
 
     def _guest_write(self, guest: Guest, tokens: list[int]) -> None:
         room = self.shape.max_tokens - len(guest.history)
-        if guest.sequence.is_resident and self._append(self.rows, guest, 0, tokens[:room]):
+        if self._append(self.rows, guest, tokens[:room]):
             known = self.cache.prefixes.num_recorded(guest.sequence.row)
             guest.sequence.record(guest.history.tokens[known:])
             self._say(guest.history.tokens)
-        self._note_available()
-        self.check()
 
-    def _append(
-        self, rows: StampedRows, guest: Guest, num_tokens: int, tokens: list[int] | None = None
-    ) -> bool:
+    def _append(self, rows: StampedRows, guest: Guest, tokens: list[int]) -> bool:
         """Grow a sequence that is not the engine's, and write what is new."""
-        new = [1] * num_tokens if tokens is None else tokens
-        start = len(guest.history)
-        end = start + len(new)
+        start, row = len(guest.history), guest.sequence.row
+        end = start + len(tokens)
         free_pages = self.pool.stats().budget_bytes // PAGE - self._live_pages()
-        missing = sum(
-            max(0, group.geometry.pages_for(end + rows.cache.overread_tokens) - run.end_page)
-            + (len(run.mappings) and run.shared_end_page)
-            for group in rows.cache.groups
-            for run in [group.table.rows[guest.sequence.row]]
-        )
+        missing = 0
+        for group in rows.cache.groups:
+            run = group.table.rows[row]
+            needed = group.geometry.pages_for(end + rows.cache.overread_tokens)
+            # What is shared may have to be copied.
+            missing += max(0, needed - run.end_page) + run.shared_end_page
         try:
             rows.cache.grow([(guest.sequence, end)])
         except OutOfPagesError:
-            assert self._end_fault() or missing > free_pages
+            assert self._end_fault() or missing > free_pages, "idle memory did not give way"
             return False
-        except DriverError:
-            assert self._end_fault()
-            return False
-        self._end_fault()
-        if not new:
-            return True
-        row = guest.sequence.row
-        claim = rows.claim("a guest", row, start, end)
-        before = History(guest.history.tokens)
-        for token in new:
-            guest.history.append(token)
-        after = History(guest.history.tokens)
+        if tokens:
+            claim = rows.claim("a guest", row, start, end)
+            before = History(guest.history.tokens)
+            after = History([*before.tokens, *tokens])
+            guest.history = after
 
-        def work() -> None:
-            rows.read("a guest", row, before, start, end)
-            rows.write("a guest", row, after, start, claim)
+            def work() -> None:
+                rows.read("a guest", row, before, start, end)
+                rows.write("a guest", row, after, start, claim)
 
-        self.device.submit(work)
+            self.device.submit(work)
         return True
 
     # ---- trouble --------------------------------------------------------------------------
@@ -446,18 +404,31 @@ class EnginePlay:
         self._log(f"fault({fail_at}, is_out_of_memory={is_out_of_memory})")
         self.backend.arm(fail_at, is_out_of_memory=is_out_of_memory)
 
+    def mishap(self, kind: str) -> None:
+        """Let the next step fail."""
+        self._log(f"mishap({kind!r})")
+        self.num_mishaps += self.runner.mishap is None
+        self.runner.mishap = _mishap(kind)
+
+    @contextmanager
+    def _doing(self, what: str) -> Iterator[None]:
+        """Something that may fail where a driver call was to, and after which all must hold."""
+        self._log(what)
+        try:
+            yield
+        except DriverError:
+            if not self._end_fault():
+                raise
+        self._end_fault()
+        self._note_available()
+        self.check()
+
     def _end_fault(self) -> bool:
         """Whether the fault struck; there is none any more."""
         struck = self.backend.failed_call is not None
         self.num_faults += struck
         self.backend.arm(0)
         return struck
-
-    def mishap(self, kind: str) -> None:
-        """Let the next step fail."""
-        self._log(f"mishap({kind!r})")
-        self.num_mishaps += self.runner.mishap is None
-        self.runner.mishap = _mishap(kind)
 
     # ---- what must hold -------------------------------------------------------------------
 
@@ -468,9 +439,7 @@ class EnginePlay:
             is_deep: The invariants of memory, and every row's content, as well.
         """
         if self.device.violations:
-            raise IllegalAccess(self.device.violations[0])
-        if self.backend.failed_call is not None:
-            self._end_fault()
+            raise IllegalAccessError(self.device.violations[0])
         self.engine._scheduler.check()
         for asked in [each for each in self.asked if each.handle.is_finished]:
             self.asked.remove(asked)
@@ -483,7 +452,7 @@ class EnginePlay:
             self.cache.check()
             self._check_recorded()
             if self.device.violations:
-                raise IllegalAccess(self.device.violations[0])
+                raise IllegalAccessError(self.device.violations[0])
 
     def _check_outcome(self, asked: Asked) -> None:
         """A request that has ended says what it would have said alone, or why it could not."""
@@ -589,13 +558,20 @@ class EnginePlay:
             self.pool.close()
             assert BackendUsage() == self.device.usage()
             assert not self.device.violations
-        finally:
+        except BaseException:
             self.abandon()
+            raise
+        self._constants.__exit__(None, None, None)
 
     def abandon(self) -> None:
-        """Leave everything as it is, after a failure."""
-        self._constants.__exit__(None, None, None)
-        self.cache.is_closed = True  # So that no destructor complains.
+        """Give back what can be given back after a failure. Idempotent."""
+        if not self._is_abandoned:
+            self._is_abandoned = True
+            self._constants.__exit__(None, None, None)
+            for rows in (self.rows, self._other):
+                if rows is not None:
+                    rows.cache.is_closed = True  # So that no destructor complains.
+            self.device.abandon()
 
     def _say(self, tokens: list[int]) -> None:
         self.said.append(list(tokens))
@@ -616,9 +592,7 @@ def _cost_model(alias_pages: int) -> CostModel:
     return CostModel(map_us=per_mib * alias_pages * PAGE / (1 << 20), unmap_us=0)
 
 
-def _add_layers(
-    cache: KVCache, first: int, count: int, head_dim: int, window: int | None
-) -> None:
+def _add_layers(cache: KVCache, first: int, count: int, head_dim: int, window: int | None) -> None:
     cache.add_layers(
         range(first, first + count),
         num_kv_heads=1,
@@ -670,7 +644,7 @@ def _noted() -> Iterator[None]:
     """Violations are in the device's list, where `check` finds them."""
     try:
         yield
-    except IllegalAccess:
+    except IllegalAccessError:
         pass
 
 

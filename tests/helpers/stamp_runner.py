@@ -1,8 +1,8 @@
 """A runner without a model: it writes stamps, and reads them as an attention kernel would.
 
-What it is asked to do is checked against what the protocol promises (see `vmkv.serve.runner`), and
-against the page tables. What it says next is a hash of everything before, so a wrong history gives a
-wrong answer even where memory is right.
+What it is asked to do is checked against what the protocol promises (see `vmkv.serve.runner`),
+and against the page tables. What it says next is a hash of everything before, so a wrong history
+gives a wrong answer even where memory is right.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ class StampedRows:
         Read off the page table, and asked of nobody who might be wrong about it.
 
         Raises:
-            IllegalAccess: They may not.
+            IllegalAccessError: They may not.
         """
         ranges = []
         for group in self.cache.groups:
@@ -151,7 +151,7 @@ class StampedRows:
         """Write what is known of `history` from token `start` on.
 
         Raises:
-            IllegalAccess: What is there is not what was there when it was claimed.
+            IllegalAccessError: What is there is not what was there when it was claimed.
         """
         for address, num_bytes, handles in claim.ranges:
             self.device.check_access(f"{what} writes", address, num_bytes, Access.READ_WRITE)
@@ -166,7 +166,7 @@ class StampedRows:
         """Read what a kernel reads for queries at `[num_past, end)`, and check what they see.
 
         Raises:
-            IllegalAccess: It is not there, or it is not this sequence's.
+            IllegalAccessError: It is not there, or it is not this sequence's.
         """
         for group in self.cache.groups:
             self._check_readable(what, group, row, num_past, end)
@@ -177,7 +177,7 @@ class StampedRows:
         """Check that `row` holds all of `history`, in each layer from its first token on.
 
         Raises:
-            IllegalAccess: It does not.
+            IllegalAccessError: It does not.
         """
         for layer, first in zip(self._layers, firsts, strict=True):
             if first < len(history):

@@ -241,7 +241,7 @@ def _run(seed: int, options: argparse.Namespace, pipe: int) -> int:
 
     try:
         num_steps = play_episode(seed, options.operations, trace)
-    except BaseException:
+    except Exception:  # noqa: BLE001  # printed, and counted
         traceback.print_exc()
         return 1
     os.write(pipe, struct.pack("q", num_steps))
@@ -319,8 +319,7 @@ def main() -> int:
             print(f"again: python {sys.argv[0]} --seed {episode.seed} --episodes 1 --verbose")
     seconds = time.monotonic() - start_s
     print(
-        f"{num_steps} steps in {seed - first} episodes and {seconds:.0f} s; "
-        f"{causes.total()} failed"
+        f"{num_steps} steps in {seed - first} episodes and {seconds:.0f} s; {causes.total()} failed"
     )
     for cause, count in causes.most_common():
         print(f"{count:6} x {cause}   seeds {seeds[cause][:6]}")
