@@ -167,17 +167,22 @@ def random_operation(draw: random.Random, weights: dict[str, float]) -> Operatio
     return OPERATIONS[name]
 
 
-def play_episode(seed: int, num_operations: int, trace: Callable[[list[str]], None]) -> int:
+def play_episode(
+    seed: int, num_operations: int, without: list[str], trace: Callable[[list[str]], None]
+) -> int:
     """Play an engine of the seed's shape; returns the steps that it submitted.
 
     Args:
         seed: Of everything.
         num_operations: How many.
+        without: Operations to leave out.
         trace: Given what was done, also where it fails.
     """
     draw = random.Random(seed)
     shape = random_shape(draw)
     weights = _ALWAYS | {name: much for name, much in _SOMETIMES.items() if draw.random() < 0.35}
+    for name in without:
+        weights.pop(name, None)
     trace([f"{shape}", f"{sorted(weights)}"])
     try:
         play = EnginePlay(shape)
@@ -240,7 +245,7 @@ def _run(seed: int, options: argparse.Namespace, pipe: int) -> int:
             print(line)
 
     try:
-        num_steps = play_episode(seed, options.operations, trace)
+        num_steps = play_episode(seed, options.operations, options.without, trace)
     except Exception:  # noqa: BLE001  # printed, and counted
         traceback.print_exc()
         return 1
@@ -273,6 +278,9 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=None, help="end after so many submitted ones")
     parser.add_argument("--episodes", type=int, default=None)
     parser.add_argument("--operations", type=int, default=300, help="of an episode")
+    parser.add_argument(
+        "--without", nargs="*", default=[], choices=sorted(_SOMETIMES), help="operations"
+    )
     parser.add_argument("--seed", type=int, default=None, help="of the first episode")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--keep-going", action="store_true", help="count failures, by their cause")
@@ -313,6 +321,8 @@ def main() -> int:
             continue
         cause = _cause(failure)
         causes[cause] += 1
+        if cause not in seeds:
+            print(f"after {num_steps} steps, seed {episode.seed}: {cause}", flush=True)
         seeds.setdefault(cause, []).append(episode.seed)
         if not options.keep_going:
             print(failure)
