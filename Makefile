@@ -12,11 +12,14 @@ TRANSFORMERS ?= transformers==5.23.0
 MATRIX ?= 4.57.6 5.17.0
 # Python versions whose torch-free layers are tested where the interpreter is installed.
 PYTHONS ?= 3.10 3.12 3.13
+# How long `make fuzz` plays the engine, and more for it: FUZZ_ARGS="--seed 7 --keep-going".
+FUZZ_SECONDS ?= 120
+FUZZ_ARGS ?=
 
 BIN = $(VENV)/bin
 SOURCES = $(wildcard vmkv/_native/*.[ch]) pyproject.toml
 
-.PHONY: demo test lint types unit test-matrix test-pythons report clean
+.PHONY: demo test lint types unit fuzz test-matrix test-pythons report clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python examples/generate.py --out out
@@ -32,6 +35,10 @@ types: $(VENV)/.ready
 
 unit: $(VENV)/.ready
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+fuzz: $(VENV)/.ready
+	OMP_NUM_THREADS=1 $(BIN)/python tests/machines/fuzz_engine.py --seconds $(FUZZ_SECONDS) \
+		--jobs $$(nproc) $(FUZZ_ARGS)
 
 # torch goes first and alone, so that nothing pulls in another build of it.
 $(VENV)/.ready: $(SOURCES)

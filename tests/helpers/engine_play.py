@@ -1,0 +1,651 @@
+"""An engine over stamped rows, everything that may happen to it, and what must then hold.
+
+What a state machine and a fuzzer share: they choose, this carries out and checks. Everything is
+the engine's own but the model: `Engine`, its loop, scheduler, cache and pool are real.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from helpers.device import Device, IllegalAccessError
+from helpers.small_cache import small_constants
+from helpers.stamp_runner import VOCABULARY, Mishap, StampRunner, answer
+from helpers.stamped_rows import DTYPE, History, StampedRows
+
+from vmkv import BackendUsage, ExtentPool, KVCache, OutOfPagesError, SamplingParams, Sequence
+from vmkv.backend import MemoryLocation
+from vmkv.cache.cost import CostModel
+from vmkv.errors import CapacityError, ConfigError, DriverError, VMKVError
+from vmkv.serve import Engine, FinishReason, RequestHandle, engine
+from vmkv.serve.preemption import PreemptionCosts
+from vmkv.testing import FaultInjectingBackend
+from vmkv.units import KiB
+
+PAGE = 4 * KiB
+UNDERREAD_TOKENS = 5
+BLOCK_TOKENS = 4
+#: Far more steps than anything here takes to end.
+_STEPS_MAX = 4000
+_SAID_MAX = 60
+_GUESTS_MAX = 2
+
+
+@dataclass(frozen=True)
+class Shape:
+    """An engine, its layers and its memory.
+
+    Attributes:
+        windows: Of each layer group; None for one that sees everything.
+        layers_per_group: Layers that share a token row.
+        head_dim: 32 makes a token of one layer 512 bytes, an eighth of a page.
+        max_num_seqs: Requests that run at once.
+        max_num_batched_tokens: Of a step.
+        max_tokens: Of a request.
+        budget_pages: Device memory.
+        host_pages: Memory to swap to.
+        prefix_caching: As of `Engine`, as is `deterministic`.
+        deterministic: See there.
+        swaps: Whether preempted requests are swapped rather than computed again.
+        alias_pages: From how many pages on an extent is mapped again rather than copied.
+        overread_tokens: What kernels fetch past the end.
+        is_late: Whether the device runs behind.
+        protects_shared: As of `ExtentPool`, as is the rest.
+        keep_free_pages: See there.
+        watermark_pages: As of `Engine`.
+    """
+
+    windows: tuple[int | None, ...] = (None,)
+    layers_per_group: int = 1
+    head_dim: int = 32
+    max_num_seqs: int = 2
+    max_num_batched_tokens: int = 16
+    max_tokens: int = 96
+    budget_pages: int = 40
+    host_pages: int = 0
+    prefix_caching: bool = True
+    deterministic: bool = False
+    swaps: bool = True
+    alias_pages: int = 0
+    overread_tokens: int = 0
+    is_late: bool = False
+    protects_shared: bool = False
+    keep_free_pages: int | None = None
+    watermark_pages: int | None = None
+
+
+@dataclass(eq=False)
+class Asked:
+    """A request that was accepted, and what may excuse its failure.
+
+    Attributes:
+        handle: The engine's.
+        peak_pages: What it may hold at most, by the engine's own account.
+        available_pages: The least that it could have had if it had been alone.
+        num_faults: Faults injected before it came.
+        num_mishaps: Steps made to fail before it came.
+    """
+
+    handle: RequestHandle
+    peak_pages: int
+    available_pages: int
+    num_faults: int
+    num_mishaps: int
+
+
+@dataclass(eq=False)
+class Guest:
+    """A sequence that somebody other than the engine has in the engine's cache."""
+
+    sequence: Sequence
+    history: History
+
+
+class EnginePlay:
+    """One engine and its surroundings.
+
+    Args:
+        shape: What to play.
+
+    Attributes:
+        said: Token lists that were prompts, with what was said after them.
+        asked: Requests that have not ended.
+        guests: Sequences of others in the engine's cache.
+        trace: What was done, to be read after a failure.
+    """
+
+    def __init__(self, shape: Shape):
+        self.shape = shape
+        self._constants = small_constants(UNDERREAD_TOKENS, BLOCK_TOKENS)
+        self._constants.__enter__()
+        self._is_abandoned = False
+        self.device = Device(PAGE, is_late=shape.is_late)
+        self.backend = FaultInjectingBackend(self.device)
+        keep_free = shape.keep_free_pages
+        self.pool = ExtentPool(
+            self.backend,
+            shape.budget_pages * PAGE,
+            host_budget_bytes=shape.host_pages * PAGE,
+            keep_free_bytes=None if keep_free is None else keep_free * PAGE,
+            protects_shared=shape.protects_shared,
+        )
+        self.pool.attach()
+        self.engine, self.rows, self.runner = self._make_engine()
+        self.cache = self.engine.cache
+        self._other: StampedRows | None = None
+        self._other_sequences: list[Guest] = []
+        self.guests: list[Guest] = []
+        self.asked: list[Asked] = []
+        self.said: list[list[int]] = []
+        self.trace: list[str] = []
+        self.num_faults = 0
+        self.num_mishaps = 0
+
+    def _make_engine(self) -> tuple[Engine, StampedRows, StampRunner]:
+        shape = self.shape
+        made: dict[str, Any] = {}
+
+        def open_rows(_: object, pool: ExtentPool, max_num_seqs: int, *__: object) -> StampedRows:
+            cache = KVCache(
+                pool,
+                max_tokens=shape.max_tokens,
+                max_sequences=2 * max_num_seqs + 2,
+                layers_per_group=shape.layers_per_group,
+                cost_model=_cost_model(shape.alias_pages),
+            )
+            for at, window in enumerate(shape.windows):
+                first = at * shape.layers_per_group
+                _add_layers(cache, first, shape.layers_per_group, shape.head_dim, window)
+            cache.keep_resident(shape.overread_tokens)
+            made["rows"] = StampedRows(cache, self.device, UNDERREAD_TOKENS)
+            return made["rows"]
+
+        def make_runner(_: object, __: object, rows: StampedRows, **___: object) -> StampRunner:
+            made["runner"] = StampRunner(rows)
+            return made["runner"]
+
+        with (
+            mock.patch.object(engine, "open_rows", open_rows),
+            mock.patch.object(engine, "make_runner", make_runner),
+        ):
+            watermark = shape.watermark_pages
+            made["engine"] = Engine(
+                _model(),
+                max_num_seqs=shape.max_num_seqs,
+                max_num_batched_tokens=shape.max_num_batched_tokens,
+                max_tokens=shape.max_tokens,
+                deterministic=shape.deterministic,
+                prefix_caching=shape.prefix_caching,
+                pool=self.pool,
+                preemption_costs=PreemptionCosts(flops_per_s=1.0 if shape.swaps else 1e30),
+                aging_steps=8,
+                watermark_bytes=None if watermark is None else watermark * PAGE,
+                seed=0,
+            )
+        return made["engine"], made["rows"], made["runner"]
+
+    # ---- requests -------------------------------------------------------------------------
+
+    def add(self, prompt: list[int], params: SamplingParams, priority: int = 0) -> None:
+        """Ask for something; the engine may find that it can never be."""
+        with self._doing(f"add({prompt}, {_words(params)}, {priority})"):
+            try:
+                handle = self.engine.add(prompt, params, priority)
+            except ConfigError:
+                return
+            total = len(prompt) + (handle.requests[0].params.max_tokens or 0)
+            peak = self.engine._view.peak_pages(total)
+            num_past_mishaps = self.num_mishaps - (self.runner.mishap is not None)
+            self.asked.append(Asked(handle, peak, 1 << 60, self.num_faults, num_past_mishaps))
+            self._say(prompt)
+
+    def cancel(self, pick: int) -> None:
+        """End one of those that have not ended."""
+        if self.asked:
+            asked = self.asked[pick % len(self.asked)]
+            with self._doing(f"cancel({pick})  # {asked.handle}"):
+                asked.handle.cancel()
+
+    def cancel_all(self) -> None:
+        """End all of them."""
+        with self._doing("cancel_all()"):
+            self.engine.cancel_all()
+            assert not self.engine._scheduler.has_unfinished
+
+    def step(self, num_steps: int = 1) -> None:
+        """Run the engine."""
+        with self._doing(f"step({num_steps})"):
+            for _ in range(num_steps):
+                try:
+                    self.engine.step()
+                except DriverError as error:
+                    if not self._end_fault():
+                        raise
+                    # What a background engine does where a call outside of a step's own fails.
+                    self.engine.cancel_all(error)
+                self.check()
+
+    def drain(self) -> None:
+        """Run until nothing is left to do; that must come, and leave nothing behind."""
+        with self._doing("drain()"):
+            self._end_fault()
+            self.runner.mishap = None
+            for _ in range(_STEPS_MAX):
+                if not self.engine.has_unfinished:
+                    break
+                self.engine.step()
+                self.check(is_deep=False)
+            else:
+                raise AssertionError(f"the engine does not come to an end: {self.engine!r}")
+        assert not self.asked
+        assert len(self.guests) == self.cache.stats().num_sequences
+        assert not self.engine._view._sequences
+        assert not self.engine._view._requests
+
+    # ---- memory ---------------------------------------------------------------------------
+
+    def set_budget(self, num_pages: int) -> None:
+        """Change the pool's budget; it may not refuse for memory that nobody needs."""
+        live_pages = self._live_pages()
+        with self._doing(f"set_budget({num_pages})"):
+            try:
+                self.pool.set_budget(num_pages * PAGE)
+            except ConfigError:
+                assert num_pages < max(1, live_pages), "refused, and only idle memory is in the way"
+
+    def trim(self, num_pages: int | None) -> None:
+        """Give memory back that no live sequence needs."""
+        with self._doing(f"trim({num_pages})"):
+            self.cache.trim(None if num_pages is None else num_pages * PAGE)
+            if num_pages is None:
+                stats = self.cache.stats()
+                assert (0, 0, 0) == (stats.parked_bytes, stats.free_bytes, stats.retired_bytes)
+
+    def other_append(self, num_tokens: int, is_new: bool) -> None:
+        """Another cache on the pool takes memory."""
+        with self._doing(f"other_append({num_tokens}, {is_new})"):
+            if self._other is None:
+                cache = KVCache(
+                    self.pool, max_tokens=64, max_sequences=2, cost_model=_cost_model(0)
+                )
+                _add_layers(cache, 0, 1, 32, None)
+                self._other = StampedRows(cache, self.device)
+            if is_new and len(self._other_sequences) < 2:
+                self._other_sequences.append(Guest(self._other.cache.open(), History()))
+            if self._other_sequences:
+                guest = self._other_sequences[-1]
+                self._append(self._other, guest, [1] * min(num_tokens, 64 - len(guest.history)))
+
+    def other_close(self, is_all: bool) -> None:
+        """Its sequences end, or the whole cache does."""
+        with self._doing(f"other_close({is_all})"):
+            if self._other_sequences:
+                self._other_sequences[0].sequence.close()
+                self._other_sequences.pop(0)
+            if is_all and self._other is not None:
+                for guest in self._other_sequences:
+                    guest.sequence.close()
+                self._other_sequences.clear()
+                self._other.close()
+                self._other = None
+
+    def catch_up(self, num_works: int) -> None:
+        """The device gets some of its work done."""
+        with self._doing(f"catch_up({num_works})"), _noted():
+            place = min(self.device.num_submitted, self.device.num_done + num_works)
+            self.device.run_until(place)
+
+    # ---- guests in the engine's cache -----------------------------------------------------
+
+    def guest_open(self, prompt: list[int]) -> None:
+        """Somebody opens a sequence beside the engine's."""
+        if len(self.guests) < _GUESTS_MAX:
+            with self._doing(f"guest_open({prompt})"):
+                try:
+                    sequence = self.cache.open(prompt=prompt)
+                except CapacityError:
+                    return
+                guest = Guest(sequence, History(prompt[: sequence.num_tokens]))
+                self.guests.append(guest)
+                self._guest_write(guest, prompt[sequence.num_tokens :])
+
+    def guest_append(self, pick: int, num_tokens: int) -> None:
+        """It grows, and says so."""
+        guest = self._guest(pick)
+        if guest is not None and guest.sequence.is_resident:
+            with self._doing(f"guest_append({pick}, {num_tokens})"):
+                self._guest_write(guest, [1 + at % (VOCABULARY - 1) for at in range(num_tokens)])
+
+    def guest_fork(self, pick: int, num_tokens: int) -> None:
+        """It is forked, where its memory is there."""
+        guest = self._guest(pick)
+        if guest is not None and len(self.guests) < _GUESTS_MAX:
+            tokens = guest.history.tokens[:num_tokens]
+            with self._doing(f"guest_fork({pick}, {num_tokens})"):
+                try:
+                    fork = guest.sequence.fork(len(tokens))
+                except (CapacityError, ConfigError):
+                    return
+                self.guests.append(Guest(fork, History(tokens)))
+
+    def guest_swap(self, pick: int, wait: bool) -> None:
+        """It goes to host memory, or comes back; or it stops on its way."""
+        guest = self._guest(pick)
+        if guest is not None:
+            sequence = guest.sequence
+            with self._doing(f"guest_swap({pick}, {wait})"):
+                try:
+                    if sequence.is_resident:
+                        sequence.swap_out(wait=wait)
+                    elif sequence.transfer is not None and wait:
+                        sequence.transfer.finish()
+                    else:
+                        sequence.swap_in()
+                except CapacityError:
+                    pass
+
+    def guest_close(self, pick: int) -> None:
+        """It ends."""
+        guest = self._guest(pick)
+        if guest is not None:
+            with self._doing(f"guest_close({pick})"):
+                guest.sequence.close()
+                self.guests.remove(guest)
+
+    def _guest(self, pick: int) -> Guest | None:
+        return self.guests[pick % len(self.guests)] if self.guests else None
+
+    def _guest_write(self, guest: Guest, tokens: list[int]) -> None:
+        room = self.shape.max_tokens - len(guest.history)
+        if self._append(self.rows, guest, tokens[:room]):
+            known = self.cache.prefixes.num_recorded(guest.sequence.row)
+            guest.sequence.record(guest.history.tokens[known:])
+            self._say(guest.history.tokens)
+
+    def _append(self, rows: StampedRows, guest: Guest, tokens: list[int]) -> bool:
+        """Grow a sequence that is not the engine's, and write what is new."""
+        start, row = len(guest.history), guest.sequence.row
+        end = start + len(tokens)
+        free_pages = self.pool.stats().budget_bytes // PAGE - self._live_pages()
+        missing = 0
+        for group in rows.cache.groups:
+            run = group.table.rows[row]
+            needed = group.geometry.pages_for(end + rows.cache.overread_tokens)
+            # What is shared may have to be copied.
+            missing += max(0, needed - run.end_page) + run.shared_end_page
+        try:
+            rows.cache.grow([(guest.sequence, end)])
+        except OutOfPagesError:
+            assert self._end_fault() or missing > free_pages, "idle memory did not give way"
+            return False
+        if tokens:
+            claim = rows.claim("a guest", row, start, end)
+            before = History(guest.history.tokens)
+            after = History([*before.tokens, *tokens])
+            guest.history = after
+
+            def work() -> None:
+                rows.read("a guest", row, before, start, end)
+                rows.write("a guest", row, after, start, claim)
+
+            self.device.submit(work)
+        return True
+
+    # ---- trouble --------------------------------------------------------------------------
+
+    def fault(self, fail_at: int, *, is_out_of_memory: bool) -> None:
+        """Let a driver call of what is done next fail."""
+        self._log(f"fault({fail_at}, is_out_of_memory={is_out_of_memory})")
+        self.backend.arm(fail_at, is_out_of_memory=is_out_of_memory)
+
+    def mishap(self, kind: str) -> None:
+        """Let the next step fail."""
+        self._log(f"mishap({kind!r})")
+        self.num_mishaps += self.runner.mishap is None
+        self.runner.mishap = _mishap(kind)
+
+    @contextmanager
+    def _doing(self, what: str) -> Iterator[None]:
+        """Something that may fail where a driver call was to, and after which all must hold."""
+        self._log(what)
+        try:
+            yield
+        except DriverError:
+            if not self._end_fault():
+                raise
+        self._end_fault()
+        self._note_available()
+        self.check()
+
+    def _end_fault(self) -> bool:
+        """Whether the fault struck; there is none any more."""
+        struck = self.backend.failed_call is not None
+        self.num_faults += struck
+        self.backend.arm(0)
+        return struck
+
+    # ---- what must hold -------------------------------------------------------------------
+
+    def check(self, *, is_deep: bool = True) -> None:
+        """Everything that must hold between two calls.
+
+        Args:
+            is_deep: The invariants of memory, and every row's content, as well.
+        """
+        if self.device.violations:
+            raise IllegalAccessError(self.device.violations[0])
+        self.engine._scheduler.check()
+        for asked in [each for each in self.asked if each.handle.is_finished]:
+            self.asked.remove(asked)
+            self._check_outcome(asked)
+        for asked in self.asked:
+            for request in asked.handle.requests:
+                said = request.output_token_ids
+                assert len(said) <= (request.params.max_tokens or 0)
+        if is_deep:
+            self.cache.check()
+            self._check_recorded()
+            if self.device.violations:
+                raise IllegalAccessError(self.device.violations[0])
+
+    def _check_outcome(self, asked: Asked) -> None:
+        """A request that has ended says what it would have said alone, or why it could not."""
+        for request in asked.handle.requests:
+            said, params = request.output_token_ids, request.params
+            wanted = answer(request.prompt_token_ids, params, params.max_tokens or 0)
+            assert wanted[: len(said)] == said, f"{asked.handle} says {said} and not {wanted}"
+            self._say([*request.prompt_token_ids, *said])
+            reason = request.finish_reason
+            if reason in (FinishReason.LENGTH, FinishReason.STOP):
+                assert len(said) == len(wanted), f"{asked.handle} says only {said} of {wanted}"
+                is_stop = said[-1] in params.stop_token_ids
+                assert is_stop == (reason is FinishReason.STOP)
+            elif reason is FinishReason.ERROR:
+                self._check_error(asked, request.error)
+            else:
+                assert reason is FinishReason.CANCELLED
+
+    def _check_error(self, asked: Asked, error: Exception | None) -> None:
+        had_fault = self.num_faults > asked.num_faults or self.backend.failed_call is not None
+        had_mishap = self.num_mishaps > asked.num_mishaps
+        was_short = asked.available_pages < asked.peak_pages
+        if isinstance(error, DriverError):
+            assert had_fault, f"{asked.handle} ended by {error!r}, and no fault was injected"
+        elif isinstance(error, CapacityError):
+            assert had_fault or had_mishap or was_short, (
+                f"{asked.handle} ended by {error}, though it needs {asked.peak_pages} pages at "
+                f"most and could always have had {asked.available_pages}"
+            )
+        else:
+            assert had_mishap, f"{asked.handle} ended by {error!r}"
+
+    def _check_recorded(self) -> None:
+        """Whatever can be found as a prefix is what it says, in live rows and parked ones."""
+        for row in range(self.cache.max_sequences):
+            tokens = self.cache.prefixes.token_ids(row)
+            sequence = self.cache._sequences.get(row)
+            if not tokens or (sequence is not None and sequence.swapped is not None):
+                continue
+            firsts = self.rows.firsts_mapped(row, len(tokens))
+            self._check_row("a prefix", row, tokens, firsts)
+        for guest in self.guests:
+            if guest.sequence.is_resident:
+                row, tokens = guest.sequence.row, guest.history.tokens
+                self._check_row("a guest", row, tokens, self.rows.firsts_mapped(row, len(tokens)))
+
+    def _check_row(self, what: str, row: int, tokens: list[int], firsts: list[int]) -> None:
+        """In the order of the device's work, so that what is under way counts as done."""
+        history = History(tokens)
+        with _noted():
+            self.device.submit(lambda: self.rows.compare(what, row, history, firsts))
+
+    def _note_available(self) -> None:
+        """What a request could have if it were alone, now."""
+        foreign = sum(
+            mapping.extent.num_pages
+            for rows, guests in ((self._other, self._other_sequences), (self.rows, self.guests))
+            if rows is not None
+            for guest in guests
+            for group in rows.cache.groups
+            for mapping in group.table.rows[guest.sequence.row].mappings
+        )
+        available = self.pool.stats().budget_bytes // PAGE - foreign
+        for asked in self.asked:
+            asked.available_pages = min(asked.available_pages, available)
+
+    def _live_pages(self) -> int:
+        """Device memory that live sequences hold, of all caches: what nobody may take."""
+        live = {}
+        for rows in (self.rows, self._other):
+            if rows is None:
+                continue
+            for row in rows.cache._rows.live:
+                is_moving = rows.cache._sequences[row].transfer is not None
+                for group in rows.cache.groups:
+                    for mapping in group.table.rows[row].mappings:
+                        extent = mapping.extent
+                        may_go = is_moving and extent.num_live_mappings == 1
+                        if extent.location is MemoryLocation.DEVICE and not may_go:
+                            live[id(extent)] = extent.num_pages
+        return sum(live.values())
+
+    # ---- end ------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End everything; nothing may be left."""
+        try:
+            self._end_fault()
+            for guest in self.guests:
+                guest.sequence.close()
+            self.guests.clear()
+            self.drain()
+            self.cache.trim()
+            stats = self.cache.stats()
+            assert (0, 0, 0) == (stats.parked_bytes, stats.free_bytes, stats.retired_bytes)
+            self.engine.close()
+            if self._other is not None:
+                self._other.close()
+            assert 0 == self.pool.stats().created_bytes - self.pool.stats().free_bytes
+            host = self.pool.stats(MemoryLocation.HOST)
+            assert 0 == host.created_bytes - host.free_bytes
+            self.pool.detach()
+            self.pool.close()
+            assert BackendUsage() == self.device.usage()
+            assert not self.device.violations
+        except BaseException:
+            self.abandon()
+            raise
+        self._constants.__exit__(None, None, None)
+
+    def abandon(self) -> None:
+        """Give back what can be given back after a failure. Idempotent."""
+        if not self._is_abandoned:
+            self._is_abandoned = True
+            self._constants.__exit__(None, None, None)
+            for rows in (self.rows, self._other):
+                if rows is not None:
+                    rows.cache.is_closed = True  # So that no destructor complains.
+            self.device.abandon()
+
+    def _say(self, tokens: list[int]) -> None:
+        self.said.append(list(tokens))
+        del self.said[:-_SAID_MAX]
+
+    def _log(self, what: str) -> None:
+        self.trace.append(what)
+        del self.trace[:-2000]
+
+
+# ---- what an engine is made of ----------------------------------------------------------------
+
+
+def _cost_model(alias_pages: int) -> CostModel:
+    """Shares extents of so many pages and above, and copies smaller ones."""
+    worth = CostModel(map_us=0, unmap_us=0)
+    per_mib = worth.copy_us_per_mib + worth.lasting_us_per_mib
+    return CostModel(map_us=per_mib * alias_pages * PAGE / (1 << 20), unmap_us=0)
+
+
+def _add_layers(cache: KVCache, first: int, count: int, head_dim: int, window: int | None) -> None:
+    cache.add_layers(
+        range(first, first + count),
+        num_kv_heads=1,
+        head_dim=head_dim,
+        dtype=DTYPE,
+        window_tokens=window,
+    )
+
+
+def _model() -> Any:
+    """What an engine asks of a model besides running it."""
+    embedding = torch.nn.Embedding(VOCABULARY, 1)
+    return SimpleNamespace(
+        training=False,
+        config=SimpleNamespace(is_encoder_decoder=False, eos_token_id=0),
+        generation_config=SimpleNamespace(eos_token_id=0),
+        get_input_embeddings=lambda: embedding,
+        get_output_embeddings=lambda: embedding,
+    )
+
+
+def _mishap(kind: str) -> Mishap:
+    if kind == "out of memory":
+        return Mishap(torch.OutOfMemoryError("CUDA out of memory"))
+    if kind == "half-way":
+        return Mishap(ValueError("the model broke"), has_written=True)
+    if kind == "on the device":
+        return Mishap(ValueError("the device broke"), is_late=True)
+    assert kind == "at once"
+    return Mishap(ValueError("the model broke"))
+
+
+MISHAPS = ("out of memory", "half-way", "on the device", "at once")
+
+
+def wait_for_host(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """A logits processor: a request that has one is not run ahead of."""
+    return scores
+
+
+def _words(params: SamplingParams) -> str:
+    named = ("n", "max_tokens", "temperature", "seed", "ignore_eos", "min_tokens")
+    words = [f"{name}={getattr(params, name)}" for name in named]
+    return ", ".join(words + ["waits"] * bool(params.logits_processors))
+
+
+@contextmanager
+def _noted() -> Iterator[None]:
+    """Violations are in the device's list, where `check` finds them."""
+    try:
+        yield
+    except IllegalAccessError:
+        pass
+
+
+__all__ = ["MISHAPS", "Asked", "EnginePlay", "Shape", "VMKVError", "wait_for_host"]

@@ -1,0 +1,25 @@
+"""Distances that are made for GPUs, shortened, so that short sequences cross them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from unittest import mock
+
+
+@contextmanager
+def small_constants(underread_tokens: int, block_tokens: int) -> Iterator[None]:
+    """What is kept before a window, and the tokens of a prefix block, wherever they are kept."""
+    values = {"_UNDERREAD_TOKENS": underread_tokens, "BLOCK_TOKENS": block_tokens}
+    with ExitStack() as stack:
+        for name, value in values.items():
+            homes = [
+                module
+                for path, module in sorted(sys.modules.items())
+                if path.startswith("vmkv.") and name in vars(module)
+            ]
+            assert homes, f"nothing in vmkv has {name}"
+            for module in homes:
+                stack.enter_context(mock.patch.object(module, name, value))
+        yield

@@ -1,0 +1,180 @@
+"""A runner without a model: it writes stamps, and reads them as an attention kernel would.
+
+What it is asked to do is checked against what the protocol promises (see `vmkv.serve.runner`),
+and against the page tables. What it says next is a hash of everything before, so a wrong history
+gives a wrong answer even where memory is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from helpers.stamped_rows import Claim, History, StampedRows, mixed
+
+from vmkv.serve.params import SamplingParams
+from vmkv.serve.runner import Chunk
+from vmkv.serve.runner.base import StepResult
+
+#: Token 0 is the end of sequence. Few, so that strangers often begin alike.
+VOCABULARY = 8
+
+
+def next_token(history: History, num_prompt_tokens: int, params: SamplingParams) -> int:
+    """What comes after `history`: the same for equal ones, and for sampled ones for equal seeds."""
+    seed = 0 if params.is_greedy else mixed((params.seed or 0) + 1)
+    token = mixed(history.digest() ^ seed) % VOCABULARY
+    if len(history) - num_prompt_tokens < params.min_tokens:
+        while token in params.stop_token_ids:
+            token = (token + 1) % VOCABULARY
+    return token
+
+
+def answer(prompt: Sequence[int], params: SamplingParams, max_tokens: int) -> list[int]:
+    """All that a request says if nothing goes wrong; `params` are resolved."""
+    history = History(prompt)
+    while True:
+        history.append(next_token(history, len(prompt), params))
+        num_said = len(history) - len(prompt)
+        is_stop = history.tokens[-1] in params.stop_token_ids and num_said >= params.min_tokens
+        if is_stop or num_said == max_tokens:
+            return history.tokens[len(prompt) :]
+
+
+@dataclass
+class _Slot:
+    """A running request, as the device knows it."""
+
+    params: SamplingParams
+    num_prompt_tokens: int
+    history: History
+
+
+@dataclass
+class Mishap:
+    """How the next step is to fail.
+
+    Attributes:
+        error: What is raised.
+        is_late: By `result`, and not by `submit`.
+        has_written: The keys and values of the step were written all the same.
+    """
+
+    error: Exception
+    is_late: bool = False
+    has_written: bool = False
+
+
+@dataclass
+class _Step:
+    """A submitted step. Implements `PendingStep`."""
+
+    runner: StampRunner
+    chunks: Sequence[tuple[_Slot, Chunk, Claim]]
+    error: Exception | None = None
+    token_ids: list[int] = field(default_factory=list)
+    place: int = 0
+    is_read: bool = False
+
+    def run(self) -> None:
+        for slot, chunk, claim in self.chunks:
+            self.runner.compute(slot, chunk, claim)
+        for slot, chunk, _ in self.chunks:
+            if chunk.samples:
+                token = next_token(slot.history, slot.num_prompt_tokens, slot.params)
+                slot.history.append(token)
+                self.token_ids.append(token)
+
+    def result(self) -> StepResult:
+        assert not self.is_read
+        self.is_read = True
+        self.runner.rows.device.run_until(self.place)
+        if self.error is not None:
+            raise self.error
+        return StepResult(self.token_ids, [None] * len(self.token_ids))
+
+
+class StampRunner:
+    """Implements `Runner`.
+
+    Args:
+        rows: Where it writes.
+
+    Attributes:
+        num_steps: Steps that were submitted.
+        mishap: How the next one is to fail; None for not at all.
+    """
+
+    def __init__(self, rows: StampedRows):
+        self.rows = rows
+        self.num_steps = 0
+        self.mishap: Mishap | None = None
+        self._slots: dict[int, _Slot] = {}
+
+    def set_slot(
+        self,
+        slot: int,
+        params: SamplingParams,
+        prompt_token_ids: Sequence[int],
+        output_token_ids: Sequence[int] = (),
+    ) -> None:
+        history = History([*prompt_token_ids, *output_token_ids])
+        self._slots[slot] = _Slot(params, len(prompt_token_ids), history)
+
+    def submit(self, chunks: Sequence[Chunk]) -> _Step:
+        self.rows.cache.note_stream()
+        device = self.rows.device
+        for name, each in (("slots", "slot"), ("rows", "row")):
+            named = [getattr(chunk, each) for chunk in chunks]
+            if len(set(named)) < len(named):
+                device.fail(f"a step names {name} twice: {named}")
+        claimed = [
+            (
+                self._slots[chunk.slot],
+                chunk,
+                self.rows.claim(_name(chunk), chunk.row, chunk.num_past_tokens, chunk.num_tokens),
+            )
+            for chunk in chunks
+        ]
+        mishap, self.mishap = self.mishap, None
+        if mishap is not None and not mishap.is_late:
+            if mishap.has_written:
+                device.submit(lambda: self._write_only(claimed))
+            raise mishap.error
+        self.num_steps += 1
+        step = _Step(self, claimed, None if mishap is None else mishap.error)
+        step.place = device.submit(step.run)
+        return step
+
+    def close(self) -> None:
+        self.rows.device.run_until(self.rows.device.num_submitted)
+
+    def compute(self, slot: _Slot, chunk: Chunk, claim: Claim) -> None:
+        """What a model does with one chunk: read what is before, write what is new."""
+        name, history = _name(chunk), slot.history
+        fail = self.rows.device.fail
+        start, end = chunk.num_past_tokens, chunk.num_tokens
+        if chunk.token_ids is None:
+            if (chunk.num_new_tokens, end) != (1, len(history)):
+                fail(f"{name} goes on from a token that is not the last of {len(history)}")
+        elif list(chunk.token_ids) != history.tokens[start:end] or end == start:
+            fail(f"{name} is told {chunk.token_ids}, and has {history.tokens[start:end]}")
+        if chunk.samples != (end == len(history)):
+            fail(f"{name} samples: {chunk.samples}, and {len(history)} tokens are known")
+        self.rows.read(name, chunk.row, history, start, end)
+        known = history
+        if end < len(history):
+            known = History(history.tokens[:end])
+        self.rows.write(name, chunk.row, known, start, claim)
+
+    def _write_only(self, claimed: Sequence[tuple[_Slot, Chunk, Claim]]) -> None:
+        for slot, chunk, claim in claimed:
+            known = History(slot.history.tokens[: chunk.num_tokens])
+            self.rows.write(_name(chunk), chunk.row, known, chunk.num_past_tokens, claim)
+
+
+def _name(chunk: Chunk) -> str:
+    return (
+        f"a chunk ({chunk.num_past_tokens}+{chunk.num_new_tokens} tokens of slot {chunk.slot} in "
+        f"row {chunk.row})"
+    )

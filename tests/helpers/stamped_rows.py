@@ -1,0 +1,249 @@
+"""Rows whose every byte says which tokens it was computed from.
+
+What a model computes of a token depends on the token and on all before it. So does a stamp: it is
+a hash of the sequence up to its token, another one for each layer, for keys and for values. Equal
+beginnings have equal stamps, whoever wrote them, and nothing else has: memory of another sequence,
+of another position or from another time is recognised, and so is a copy that was never made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from helpers.device import Device
+
+from vmkv import KVCache
+from vmkv.backend import Access
+from vmkv.cache import LayerGroup
+from vmkv.memory import Mapping
+
+_LONGEST = 4096
+_BITS = (1 << 64) - 1
+_FACTOR = 0x9E3779B97F4A7C15  # Odd, so that it has an inverse.
+_POWERS = np.array([pow(_FACTOR, at, 1 << 64) for at in range(_LONGEST)], np.uint64)
+_INVERSES = np.array(
+    [pow(pow(_FACTOR, -1, 1 << 64), at, 1 << 64) for at in range(_LONGEST)], np.uint64
+)
+
+
+class History:
+    """The tokens of one sequence, and for each the hash of everything up to it."""
+
+    def __init__(self, tokens: Iterable[int] = ()):
+        self.tokens = list(tokens)
+        terms = np.array(self.tokens, np.uint64) + np.uint64(1)
+        count = len(terms)
+        self._hashes = np.zeros(max(64, 2 * count), np.uint64)
+        self._hashes[:count] = np.cumsum(terms * _INVERSES[:count], dtype=np.uint64)
+        self._hashes[:count] *= _POWERS[:count]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def append(self, token: int) -> None:
+        count = len(self.tokens)
+        if count == len(self._hashes):
+            self._hashes = np.concatenate([self._hashes, np.zeros_like(self._hashes)])
+        last = int(self._hashes[count - 1]) if count else 0
+        self._hashes[count] = (last * _FACTOR + token + 1) & _BITS
+        self.tokens.append(token)
+
+    def truncate(self, num_tokens: int) -> None:
+        del self.tokens[num_tokens:]
+
+    def hashes(self, start: int, end: int) -> np.ndarray:
+        """uint64 `[end - start]`."""
+        return self._hashes[start:end]
+
+    def digest(self) -> int:
+        """The hash of all of it."""
+        return int(self._hashes[len(self.tokens) - 1])
+
+
+class _Layer:
+    """Keys and values of one layer, as integers: `[rows, tokens, width]` each."""
+
+    def __init__(self, cache: KVCache, layer: int):
+        self.group, _ = cache.place(layer)
+        self.window_tokens = self.group.window_tokens
+        self.tensors = [cache.keys(layer).numpy()[:, :, 0], cache.values(layer).numpy()[:, :, 0]]
+        self._factors = [np.uint64(_mixed(4 * layer + at + 1) | 1) for at in range(2)]
+        self._lanes = [
+            np.array([_mixed(1000 * at + lane) for lane in range(tensor.shape[2])], np.uint64)
+            for at, tensor in enumerate(self.tensors)
+        ]
+
+    def stamps(self, at: int, hashes: np.ndarray) -> np.ndarray:
+        """int64 `[tokens, width]`: what the keys (0) or values (1) of these tokens are."""
+        return (hashes[:, None] * self._factors[at] ^ self._lanes[at]).view(np.int64)
+
+    def first_seen(self, num_past: int) -> int:
+        """The first token that a query after `num_past` tokens sees."""
+        return 0 if self.window_tokens is None else max(0, num_past - self.window_tokens + 1)
+
+
+class Claim:
+    """Where a step that was submitted is going to write, and what lay there then."""
+
+    def __init__(self, ranges: list[tuple[int, int, list[int]]]):
+        self.ranges = ranges
+
+
+class StampedRows:
+    """A cache whose layers hold stamps, as a device sees it.
+
+    Args:
+        cache: Layers of one int64 head each.
+        device: Where it lives.
+        underread_tokens: What kernels fetch before a window.
+    """
+
+    def __init__(self, cache: KVCache, device: Device, underread_tokens: int = 0):
+        self.cache = cache
+        self.device = device
+        self._underread_tokens = underread_tokens
+        self._layers = [_Layer(cache, layer) for layer in cache.layers]
+
+    def close(self) -> None:
+        """Drop what points into the rows, and close the cache."""
+        self._layers.clear()
+        self.cache.close()
+
+    # ---- when work is submitted -----------------------------------------------------------
+
+    def claim(self, what: str, row: int, start: int, end: int) -> Claim:
+        """Check that tokens `[start, end)` may be written: the row's own, for it alone.
+
+        Read off the page table, and asked of nobody who might be wrong about it.
+
+        Raises:
+            IllegalAccessError: They may not.
+        """
+        ranges = []
+        for group in self.cache.groups:
+            page_bytes, token_bytes = group.geometry.page_bytes, group.geometry.token_bytes
+            page, end_page = start * token_bytes // page_bytes, -(-end * token_bytes // page_bytes)
+            address, first_page = group.table.page_address(row, page), page
+            why = "not mapped"
+            for mapping in group.table.overlapping(row, page, end_page):
+                if mapping.first_page > page:
+                    break
+                found = _why_not_written(mapping)
+                if found is not None:
+                    why = found
+                    break
+                page = mapping.end_page
+            if page < end_page:
+                begun = "after what it holds" if start else "from its beginning"
+                self.device.fail(
+                    f"{what} is to write {begun} into memory that is {why}: tokens [{start}, "
+                    f"{end}) of row {row}, {list(group.table.rows[row].mappings)}"
+                )
+            num_bytes = (end_page - first_page) * page_bytes
+            ranges.append((address, num_bytes, self.device.handles(address, num_bytes)))
+        return Claim(ranges)
+
+    # ---- when it runs ---------------------------------------------------------------------
+
+    def write(self, what: str, row: int, history: History, start: int, claim: Claim) -> None:
+        """Write what is known of `history` from token `start` on.
+
+        Raises:
+            IllegalAccessError: What is there is not what was there when it was claimed.
+        """
+        for address, num_bytes, handles in claim.ranges:
+            self.device.check_access(f"{what} writes", address, num_bytes, Access.READ_WRITE)
+            if handles != self.device.handles(address, num_bytes):
+                self.device.fail(f"{what} writes row {row} from {start}: other memory is there now")
+        hashes = history.hashes(start, len(history))
+        for layer in self._layers:
+            for at, tensor in enumerate(layer.tensors):
+                tensor[row, start : len(history)] = layer.stamps(at, hashes)
+
+    def read(self, what: str, row: int, history: History, num_past: int, end: int) -> None:
+        """Read what a kernel reads for queries at `[num_past, end)`, and check what they see.
+
+        Raises:
+            IllegalAccessError: It is not there, or it is not this sequence's.
+        """
+        for group in self.cache.groups:
+            self._check_readable(what, group, row, num_past, end)
+        for layer in self._layers:
+            self._compare(what, layer, row, history, layer.first_seen(num_past), num_past)
+
+    def compare(self, what: str, row: int, history: History, firsts: Sequence[int]) -> None:
+        """Check that `row` holds all of `history`, in each layer from its first token on.
+
+        Raises:
+            IllegalAccessError: It does not.
+        """
+        for layer, first in zip(self._layers, firsts, strict=True):
+            if first < len(history):
+                address, num_bytes = _range(layer.group, row, first, len(history))
+                self.device.check_access(f"{what} reads", address, num_bytes, Access.READ)
+                self._compare(what, layer, row, history, first, len(history))
+
+    def firsts_mapped(self, row: int, num_tokens: int) -> list[int]:
+        """In each layer, the first of `num_tokens` tokens that is there."""
+        return [layer.group.first_mapped_token(row, num_tokens) for layer in self._layers]
+
+    def _check_readable(
+        self, what: str, group: LayerGroup, row: int, num_past: int, end: int
+    ) -> None:
+        first = 0
+        if group.window_tokens is not None:
+            first = max(0, num_past - group.window_tokens + 1 - self._underread_tokens)
+        last = min(end + self.cache.overread_tokens, group.geometry.row_tokens)
+        address, num_bytes = _range(group, row, first, last)
+        self.device.check_access(f"{what} reads", address, num_bytes, Access.READ)
+
+    def _compare(
+        self, what: str, layer: _Layer, row: int, history: History, first: int, end: int
+    ) -> None:
+        wanted = history.hashes(first, end)
+        for at, tensor in enumerate(layer.tensors):
+            wrong = tensor[row, first:end] != layer.stamps(at, wanted)
+            if wrong.any():
+                positions = (np.flatnonzero(wrong.any(1)) + first).tolist()
+                kind = "values" if at else "keys"
+                self.device.fail(
+                    f"{what} reads {kind} that are not its own: row {row} up to token {end} at "
+                    f"{positions}, window {layer.window_tokens}"
+                )
+
+
+def _why_not_written(mapping: Mapping) -> str | None:
+    """Why a row may not write what it has there; None where it may."""
+    extent = mapping.extent
+    if extent.num_live_mappings > 1:
+        return "shared"
+    if extent.num_owners:
+        return "kept for others"
+    if not extent.is_recyclable:
+        return "other processes'"
+    return None if mapping.access is Access.READ_WRITE else "read-only"
+
+
+def _range(group: LayerGroup, row: int, start: int, end: int) -> tuple[int, int]:
+    """Address and bytes of tokens `[start, end)` of a row."""
+    token_bytes = group.geometry.token_bytes
+    return group.table.page_address(row, 0) + start * token_bytes, (end - start) * token_bytes
+
+
+def _mixed(number: int) -> int:
+    """64 bits in which every bit of `number` counts (splitmix64)."""
+    number = (number * _FACTOR) & _BITS
+    number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & _BITS
+    number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & _BITS
+    return number ^ (number >> 31)
+
+
+def mixed(number: int) -> int:
+    """See `_mixed`."""
+    return _mixed(number & _BITS)
+
+
+#: What the layers of a stamped cache are made of.
+DTYPE = torch.int64
