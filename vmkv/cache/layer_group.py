@@ -104,7 +104,7 @@ class LayerGroup:
         first_page = self.next_page(row, num_tokens)
         if self.table.rows[row].mappings:
             written_page = self.geometry.whole_pages_below(num_tokens)
-            first_page = min(first_page, self.table.writable_end_page(row, written_page))
+            first_page = min(first_page, self.table.guarded_page(row, written_page))
         end_tokens = min(end_tokens, self.geometry.row_tokens)
         return max(0, self.geometry.pages_for(end_tokens) - first_page)
 

@@ -47,6 +47,11 @@ class Mapping:
         """The page after its last."""
         return self.first_page + self.extent.num_pages
 
+    @property
+    def is_guarded(self) -> bool:
+        """Whether its row may not write it: others need it, or it is protected."""
+        return self.extent.is_shared or self.access is not Access.READ_WRITE
+
 
 @dataclass
 class RowPages:
@@ -122,16 +127,23 @@ class PageTable:
         ]
 
     def writable_end_page(self, row: int, first_page: int) -> int:
-        """The page up to which `row` may be written from `first_page` on, as it is now.
+        """The page up to which `row` may be written from `first_page` on with nothing done before.
 
-        Every page from there to it is mapped, the row's own and not protected; at or before
-        `first_page` if that one is not. Cost: a comparison, unless something there was shared.
+        Every page from there to it is mapped, the row's own and not protected. 0 where something
+        was shared there and nobody has looked since. Cost: a comparison.
         """
         pages = self.rows[row]
-        if first_page < pages.shared_end_page:
-            for mapping in self.overlapping(row, first_page, pages.shared_end_page):
-                if mapping.extent.is_shared or mapping.access is not Access.READ_WRITE:
-                    return mapping.first_page
+        return pages.end_page if first_page >= pages.shared_end_page else 0
+
+    def guarded_page(self, row: int, first_page: int) -> int:
+        """Where the first mapping that `row` may not write from `first_page` on begins, as it is.
+
+        It may begin before. The end of the row's run where there is none.
+        """
+        pages = self.rows[row]
+        for mapping in self.overlapping(row, first_page, pages.shared_end_page):
+            if mapping.is_guarded:
+                return mapping.first_page
         return pages.end_page
 
     def check_writable(self, row: int) -> None:
@@ -142,8 +154,7 @@ class PageTable:
         """
         pages = self.rows[row]
         for mapping in pages.mappings:
-            is_guarded = mapping.extent.is_shared or mapping.access is not Access.READ_WRITE
-            if is_guarded and mapping.end_page > pages.shared_end_page:
+            if mapping.is_guarded and mapping.end_page > pages.shared_end_page:
                 raise InternalError(
                     f"I3: row {row} may not write {mapping}, and its books end what is shared at "
                     f"page {pages.shared_end_page}"

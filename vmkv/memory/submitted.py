@@ -101,7 +101,7 @@ def _writable(it: WriteRange) -> Iterator[_Written]:
     for mapping in it.table.overlapping(it.row, it.first_page, it.end_page):
         if mapping.first_page > end_page:
             break
-        if mapping.access is not Access.READ_WRITE or mapping.extent.is_shared:
+        if mapping.is_guarded:
             raise InternalError(
                 f"I10: a step would write pages [{it.first_page}, {it.end_page}) of row {it.row}, "
                 f"of which {mapping} is not its own to write"
