@@ -198,7 +198,13 @@ class MemoryView:
 
     def pages_to_resume(self, request_id: int) -> int:
         """See `CacheView`."""
-        return self.peak_pages(self._sequences[request_id].num_tokens + 1)
+        sequence = self._sequences[request_id]
+        pages = self.peak_pages(sequence.num_tokens + 1)
+        if sequence.swapped is None:
+            return pages
+        # What it shares has stayed.
+        moved_pages = sum(part.num_pages for part in sequence.swapped.parts)
+        return min(pages, moved_pages + pages - self.peak_pages(sequence.num_tokens))
 
     # ---- what the scheduler may know ------------------------------------------------------
 

@@ -179,6 +179,23 @@ class Scheduler:
         job = self._first_waiting()
         return None if job is None else job.request_id
 
+    def last_swapped(self) -> int | None:
+        """The request in host memory that comes back last."""
+        swapped = (job for job in self._jobs.values() if job.state is RequestState.SWAPPED)
+        job = max(swapped, key=lambda each: each.rank, default=None)
+        return None if job is None else job.request_id
+
+    def fewer_tokens(self, chunks: Sequence[PlannedChunk]) -> int:
+        """Tokens of a smaller step than that of `chunks`; 0 where there is none.
+
+        With fixed chunks, one at least must fit.
+        """
+        num_tokens = sum(chunk.num_new_tokens for chunk in chunks)
+        if not self._fixed_chunks:
+            return num_tokens // 2
+        largest = max(chunk.num_new_tokens for chunk in chunks)
+        return max(num_tokens // 2, largest) if len(chunks) > 1 else 0
+
     # ---- a step ---------------------------------------------------------------------------
 
     def plan(

@@ -151,7 +151,7 @@ class StepLoop:
         if unread is not None:
             self._read(unread)
         elif not plan.chunks and not plan.preempted:
-            self._fail_stuck()
+            self._unblock()
         if not self._scheduler.has_unfinished:
             self._settle()  # What is left there is superfluous; nobody would come to read it.
         times.wait_s = time.perf_counter() - wait_start_s
@@ -313,11 +313,11 @@ class StepLoop:
         if isinstance(error, SlotError):
             chunks = [chunk for chunk in chunks if chunk.slot == error.slot]
         elif _is_out_of_memory(error):
-            num_tokens = sum(chunk.num_new_tokens for chunk in chunks)
             self._shortage = error
             self._view.reclaim()
-            if num_tokens > 1:
-                self._token_limit = num_tokens // 2
+            fewer = self._scheduler.fewer_tokens(chunks)
+            if fewer:
+                self._token_limit = fewer
                 return
         self._fail(chunks, error)
 
@@ -334,8 +334,21 @@ class StepLoop:
             if request is not None:
                 self.end(request, FinishReason.ERROR, error, keep=False)
 
-    def _fail_stuck(self) -> None:
-        """Nothing runs and nothing can begin: the first in order ends, so that others may."""
+    def _unblock(self) -> None:
+        """Nothing runs and nothing can begin: whatever is in the way of the first in order goes.
+
+        Steps become as large as usual again; who waits in host memory, and still holds what it
+        shares here, is to be computed again, the last in order first. If all of that has gone,
+        the first in order ends, so that others may go on.
+        """
+        if self._token_limit is not None:
+            self._token_limit = None
+            return
+        swapped = self._scheduler.last_swapped()
+        if swapped is not None:
+            self._scheduler.drop_swapped(swapped)
+            self._view.end(swapped)
+            return
         request_id = self._scheduler.best_running()
         if request_id is None:
             request_id = self._scheduler.best_waiting()
