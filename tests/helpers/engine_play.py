@@ -6,7 +6,7 @@ the engine's own but the model: `Engine`, its loop, scheduler, cache and pool ar
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -334,7 +334,7 @@ class EnginePlay(PoolPlay):
         """A request that has ended says what it would have said alone, or why it could not."""
         for request in asked.handle.requests:
             said, params = request.output_token_ids, request.params
-            wanted = answer(request.prompt_token_ids, params, params.max_tokens or 0)
+            wanted = self._answer(request.prompt_token_ids, params)
             assert wanted[: len(said)] == said, f"{asked.handle} says {said} and not {wanted}"
             self._say([*request.prompt_token_ids, *said])
             reason = request.finish_reason
@@ -346,6 +346,9 @@ class EnginePlay(PoolPlay):
                 self._check_error(asked, request.error)
             else:
                 assert reason is FinishReason.CANCELLED
+
+    def _answer(self, prompt: Sequence[int], params: SamplingParams) -> list[int]:
+        return answer(prompt, params, params.max_tokens or 0)
 
     def _check_error(self, asked: Asked, error: Exception | None) -> None:
         had_fault = self.num_faults > asked.num_faults or self.backend.failed_call is not None

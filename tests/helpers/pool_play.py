@@ -92,7 +92,11 @@ class PoolPlay:
         with self._doing(f"other_append({num_tokens}, {is_new})"):
             if self._other is None:
                 cache = KVCache(self.pool, max_tokens=64, max_sequences=2, cost_model=cost_model(0))
-                add_layers(cache, 0, 1, 32, None)
+                try:
+                    add_layers(cache, 0, 1, 32, None)
+                except BaseException:
+                    cache.close()
+                    raise
                 self._other = StampedRows(cache, self.device)
             if is_new and len(self._other_sequences) < 2:
                 self._other_sequences.append(Guest(self._other.cache.open(), History()))

@@ -6,10 +6,13 @@ operations happen as well as those in which everything does.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable, Collection
+from typing import ClassVar
 
 from helpers.engine_play import MISHAPS, EnginePlay, Shape, wait_for_host
+from helpers.model_play import ModelPlay, ModelShape
 from helpers.stamp_runner import VOCABULARY
 
 from vmkv import SamplingParams
@@ -147,12 +150,16 @@ class RandomEngine:
 
     def __init__(self, draw: random.Random, without: Collection[str] = ()):
         self._draw = draw
-        self.shape = _random_shape(draw)
+        self.shape = self._random_shape(draw)
         chosen = {name: much for name, much in _SOMETIMES.items() if draw.random() < 0.35}
         self._weights = {
             name: much for name, much in (_ALWAYS | chosen).items() if name not in without
         }
-        self.play = EnginePlay(self.shape)
+        self.play = self._play(self.shape)
+
+    #: What is played, and over what.
+    _play: ClassVar[type[EnginePlay]] = EnginePlay
+    _random_shape: ClassVar[Callable[[random.Random], Shape]] = staticmethod(_random_shape)
 
     @property
     def num_steps(self) -> int:
@@ -170,3 +177,21 @@ class RandomEngine:
             weights = {name: much for name, much in weights.items() if name not in _NO_FAULT}
             [name] = self._draw.choices(list(weights), list(weights.values()))
         _OPERATIONS[name](self._draw, self.play)
+
+
+def _random_model_shape(draw: random.Random) -> Shape:
+    shape = dataclasses.asdict(_random_shape(draw))
+    name = draw.choice(["llama", "mistral", "gemma3"])
+    # Each layer is a group, and a token of one an eighth of what it is above.
+    shape |= {"is_late": False, "budget_pages": draw.choice([20, 30, 50, 100]), "name": name}
+    return ModelShape(**shape)
+
+
+class RandomModelEngine(RandomEngine):
+    """An episode with a real model."""
+
+    _play = ModelPlay
+    _random_shape = staticmethod(_random_model_shape)
+
+    def __init__(self, draw: random.Random, without: Collection[str] = ()):
+        super().__init__(draw, {*without, "guest", "mishap", "catch_up"})

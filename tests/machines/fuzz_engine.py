@@ -5,8 +5,9 @@
     python tests/machines/fuzz_engine.py --seed 4711 --episodes 1 --verbose      # one again
 
 An episode is an engine, or a `RaggedCache`, of a random shape and some hundred operations on it,
-all drawn from its seed (see `helpers.random_engine`). Each is played in a process of its own, so that one that ends by a
-signal is a failure with a seed like any other. Runs until a failure, unless told to go on.
+all drawn from its seed (see `helpers.random_engine`). Each is played in a process of its own, so
+that one that ends by a signal is a failure with a seed like any other. Runs until a failure, unless
+told to go on.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from helpers.random_engine import RandomEngine
+from helpers.random_engine import RandomEngine, RandomModelEngine
 from helpers.random_generate import RandomGenerate
 
 from vmkv.errors import CapacityError, ConfigError
@@ -40,6 +41,7 @@ _TIMEOUT_S = 120
 
 PLAYS: dict[str, type[RandomEngine] | type[RandomGenerate]] = {
     "engine": RandomEngine,
+    "model": RandomModelEngine,
     "generate": RandomGenerate,
 }
 
@@ -204,7 +206,8 @@ def main() -> int:
         if not options.keep_going:
             print(failure)
             print(
-                f"again: python {sys.argv[0]} --play {options.play} --seed {episode.seed} --episodes 1 --verbose"
+                f"again: python {sys.argv[0]} --play {options.play} --seed {episode.seed} "
+                f"--operations {options.operations} --episodes 1 --verbose"
             )
     seconds = time.monotonic() - start_s
     print(
