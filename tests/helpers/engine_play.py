@@ -6,31 +6,22 @@ the engine's own but the model: `Engine`, its loop, scheduler, cache and pool ar
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
-from helpers.device import Device, IllegalAccessError
-from helpers.small_cache import small_constants
+from helpers.pool_play import PAGE, UNDERREAD_TOKENS, Guest, PoolPlay, add_layers, cost_model, noted
 from helpers.stamp_runner import VOCABULARY, Mishap, StampRunner, answer
-from helpers.stamped_rows import DTYPE, History, StampedRows
+from helpers.stamped_rows import History, StampedRows
 
-from vmkv import BackendUsage, ExtentPool, KVCache, OutOfPagesError, SamplingParams, Sequence
-from vmkv.backend import MemoryLocation
-from vmkv.cache.cost import CostModel
-from vmkv.errors import CapacityError, ConfigError, DriverError, VMKVError
+from vmkv import ExtentPool, KVCache, SamplingParams
+from vmkv.errors import CapacityError, ConfigError, DriverError
 from vmkv.serve import Engine, FinishReason, RequestHandle, engine
 from vmkv.serve.preemption import PreemptionCosts
-from vmkv.testing import FaultInjectingBackend
-from vmkv.units import KiB
 
-PAGE = 4 * KiB
-UNDERREAD_TOKENS = 5
-BLOCK_TOKENS = 4
 #: Far more steps than anything here takes to end.
 _STEPS_MAX = 4000
 _SAID_MAX = 60
@@ -99,15 +90,7 @@ class Asked:
     num_mishaps: int
 
 
-@dataclass(eq=False)
-class Guest:
-    """A sequence that somebody other than the engine has in the engine's cache."""
-
-    sequence: Sequence
-    history: History
-
-
-class EnginePlay:
+class EnginePlay(PoolPlay):
     """One engine and its surroundings.
 
     Args:
@@ -117,34 +100,26 @@ class EnginePlay:
         said: Token lists that were prompts, with what was said after them.
         asked: Requests that have not ended.
         guests: Sequences of others in the engine's cache.
-        trace: What was done, to be read after a failure.
     """
 
     def __init__(self, shape: Shape):
-        self.shape = shape
-        self._constants = small_constants(UNDERREAD_TOKENS, BLOCK_TOKENS)
-        self._constants.__enter__()
-        self._is_abandoned = False
-        self.device = Device(PAGE, is_late=shape.is_late)
-        self.backend = FaultInjectingBackend(self.device)
-        keep_free = shape.keep_free_pages
-        self.pool = ExtentPool(
-            self.backend,
-            shape.budget_pages * PAGE,
-            host_budget_bytes=shape.host_pages * PAGE,
-            keep_free_bytes=None if keep_free is None else keep_free * PAGE,
+        super().__init__(
+            shape.budget_pages,
+            shape.host_pages,
+            is_late=shape.is_late,
+            keep_free_pages=shape.keep_free_pages,
             protects_shared=shape.protects_shared,
         )
-        self.pool.attach()
-        self.engine, self.rows, self.runner = self._make_engine()
+        self.shape = shape
+        try:
+            self.engine, self.rows, self.runner = self._make_engine()
+        except BaseException:
+            self.abandon()
+            raise
         self.cache = self.engine.cache
-        self._other: StampedRows | None = None
-        self._other_sequences: list[Guest] = []
         self.guests: list[Guest] = []
         self.asked: list[Asked] = []
         self.said: list[list[int]] = []
-        self.trace: list[str] = []
-        self.num_faults = 0
         self.num_mishaps = 0
 
     def _make_engine(self) -> tuple[Engine, StampedRows, StampRunner]:
@@ -157,11 +132,11 @@ class EnginePlay:
                 max_tokens=shape.max_tokens,
                 max_sequences=2 * max_num_seqs + 2,
                 layers_per_group=shape.layers_per_group,
-                cost_model=_cost_model(shape.alias_pages),
+                cost_model=cost_model(shape.alias_pages),
             )
             for at, window in enumerate(shape.windows):
                 first = at * shape.layers_per_group
-                _add_layers(cache, first, shape.layers_per_group, shape.head_dim, window)
+                add_layers(cache, first, shape.layers_per_group, shape.head_dim, window)
             cache.keep_resident(shape.overread_tokens)
             made["rows"] = StampedRows(cache, self.device, UNDERREAD_TOKENS)
             return made["rows"]
@@ -250,15 +225,6 @@ class EnginePlay:
 
     # ---- memory ---------------------------------------------------------------------------
 
-    def set_budget(self, num_pages: int) -> None:
-        """Change the pool's budget; it may not refuse for memory that nobody needs."""
-        live_pages = self._live_pages()
-        with self._doing(f"set_budget({num_pages})"):
-            try:
-                self.pool.set_budget(num_pages * PAGE)
-            except ConfigError:
-                assert num_pages < max(1, live_pages), "refused, and only idle memory is in the way"
-
     def trim(self, num_pages: int | None) -> None:
         """Give memory back that no live sequence needs."""
         with self._doing(f"trim({num_pages})"):
@@ -266,40 +232,6 @@ class EnginePlay:
             if num_pages is None:
                 stats = self.cache.stats()
                 assert (0, 0, 0) == (stats.parked_bytes, stats.free_bytes, stats.retired_bytes)
-
-    def other_append(self, num_tokens: int, is_new: bool) -> None:
-        """Another cache on the pool takes memory."""
-        with self._doing(f"other_append({num_tokens}, {is_new})"):
-            if self._other is None:
-                cache = KVCache(
-                    self.pool, max_tokens=64, max_sequences=2, cost_model=_cost_model(0)
-                )
-                _add_layers(cache, 0, 1, 32, None)
-                self._other = StampedRows(cache, self.device)
-            if is_new and len(self._other_sequences) < 2:
-                self._other_sequences.append(Guest(self._other.cache.open(), History()))
-            if self._other_sequences:
-                guest = self._other_sequences[-1]
-                self._append(self._other, guest, [1] * min(num_tokens, 64 - len(guest.history)))
-
-    def other_close(self, is_all: bool) -> None:
-        """Its sequences end, or the whole cache does."""
-        with self._doing(f"other_close({is_all})"):
-            if self._other_sequences:
-                self._other_sequences[0].sequence.close()
-                self._other_sequences.pop(0)
-            if is_all and self._other is not None:
-                for guest in self._other_sequences:
-                    guest.sequence.close()
-                self._other_sequences.clear()
-                self._other.close()
-                self._other = None
-
-    def catch_up(self, num_works: int) -> None:
-        """The device gets some of its work done."""
-        with self._doing(f"catch_up({num_works})"), _noted():
-            place = min(self.device.num_submitted, self.device.num_done + num_works)
-            self.device.run_until(place)
 
     # ---- guests in the engine's cache -----------------------------------------------------
 
@@ -368,67 +300,13 @@ class EnginePlay:
             guest.sequence.record(guest.history.tokens[known:])
             self._say(guest.history.tokens)
 
-    def _append(self, rows: StampedRows, guest: Guest, tokens: list[int]) -> bool:
-        """Grow a sequence that is not the engine's, and write what is new."""
-        start, row = len(guest.history), guest.sequence.row
-        end = start + len(tokens)
-        free_pages = self.pool.stats().budget_bytes // PAGE - self._live_pages()
-        missing = 0
-        for group in rows.cache.groups:
-            run = group.table.rows[row]
-            needed = group.geometry.pages_for(end + rows.cache.overread_tokens)
-            # What is shared may have to be copied.
-            missing += max(0, needed - run.end_page) + run.shared_end_page
-        try:
-            rows.cache.grow([(guest.sequence, end)])
-        except OutOfPagesError:
-            assert self._end_fault() or missing > free_pages, "idle memory did not give way"
-            return False
-        if tokens:
-            claim = rows.claim("a guest", row, start, end)
-            before = History(guest.history.tokens)
-            after = History([*before.tokens, *tokens])
-            guest.history = after
-
-            def work() -> None:
-                rows.read("a guest", row, before, start, end)
-                rows.write("a guest", row, after, start, claim)
-
-            self.device.submit(work)
-        return True
-
     # ---- trouble --------------------------------------------------------------------------
-
-    def fault(self, fail_at: int, *, is_out_of_memory: bool) -> None:
-        """Let a driver call of what is done next fail."""
-        self._log(f"fault({fail_at}, is_out_of_memory={is_out_of_memory})")
-        self.backend.arm(fail_at, is_out_of_memory=is_out_of_memory)
 
     def mishap(self, kind: str) -> None:
         """Let the next step fail."""
         self._log(f"mishap({kind!r})")
         self.num_mishaps += self.runner.mishap is None
         self.runner.mishap = _mishap(kind)
-
-    @contextmanager
-    def _doing(self, what: str) -> Iterator[None]:
-        """Something that may fail where a driver call was to, and after which all must hold."""
-        self._log(what)
-        try:
-            yield
-        except DriverError:
-            if not self._end_fault():
-                raise
-        self._end_fault()
-        self._note_available()
-        self.check()
-
-    def _end_fault(self) -> bool:
-        """Whether the fault struck; there is none any more."""
-        struck = self.backend.failed_call is not None
-        self.num_faults += struck
-        self.backend.arm(0)
-        return struck
 
     # ---- what must hold -------------------------------------------------------------------
 
@@ -438,8 +316,7 @@ class EnginePlay:
         Args:
             is_deep: The invariants of memory, and every row's content, as well.
         """
-        if self.device.violations:
-            raise IllegalAccessError(self.device.violations[0])
+        super().check()
         self.engine._scheduler.check()
         for asked in [each for each in self.asked if each.handle.is_finished]:
             self.asked.remove(asked)
@@ -451,14 +328,13 @@ class EnginePlay:
         if is_deep:
             self.cache.check()
             self._check_recorded()
-            if self.device.violations:
-                raise IllegalAccessError(self.device.violations[0])
+            super().check()
 
     def _check_outcome(self, asked: Asked) -> None:
         """A request that has ended says what it would have said alone, or why it could not."""
         for request in asked.handle.requests:
             said, params = request.output_token_ids, request.params
-            wanted = answer(request.prompt_token_ids, params, params.max_tokens or 0)
+            wanted = self._answer(request.prompt_token_ids, params)
             assert wanted[: len(said)] == said, f"{asked.handle} says {said} and not {wanted}"
             self._say([*request.prompt_token_ids, *said])
             reason = request.finish_reason
@@ -470,6 +346,9 @@ class EnginePlay:
                 self._check_error(asked, request.error)
             else:
                 assert reason is FinishReason.CANCELLED
+
+    def _answer(self, prompt: Sequence[int], params: SamplingParams) -> list[int]:
+        return answer(prompt, params, params.max_tokens or 0)
 
     def _check_error(self, asked: Asked, error: Exception | None) -> None:
         had_fault = self.num_faults > asked.num_faults or self.backend.failed_call is not None
@@ -502,7 +381,7 @@ class EnginePlay:
     def _check_row(self, what: str, row: int, tokens: list[int], firsts: list[int]) -> None:
         """In the order of the device's work, so that what is under way counts as done."""
         history = History(tokens)
-        with _noted():
+        with noted():
             self.device.submit(lambda: self.rows.compare(what, row, history, firsts))
 
     def _note_available(self) -> None:
@@ -519,87 +398,30 @@ class EnginePlay:
         for asked in self.asked:
             asked.available_pages = min(asked.available_pages, available)
 
-    def _live_pages(self) -> int:
-        """Device memory that live sequences hold, of all caches: what nobody may take."""
-        live = {}
-        for rows in (self.rows, self._other):
-            if rows is None:
-                continue
-            for row in rows.cache._rows.live:
-                is_moving = rows.cache._sequences[row].transfer is not None
-                for group in rows.cache.groups:
-                    for mapping in group.table.rows[row].mappings:
-                        extent = mapping.extent
-                        may_go = is_moving and extent.num_live_mappings == 1
-                        if extent.location is MemoryLocation.DEVICE and not may_go:
-                            live[id(extent)] = extent.num_pages
-        return sum(live.values())
+    def _caches(self) -> Iterator[KVCache]:
+        yield from super()._caches()
+        if hasattr(self, "cache"):
+            yield self.cache
 
     # ---- end ------------------------------------------------------------------------------
 
     def close(self) -> None:
         """End everything; nothing may be left."""
-        try:
-            self._end_fault()
-            for guest in self.guests:
-                guest.sequence.close()
-            self.guests.clear()
-            self.drain()
-            self.cache.trim()
-            stats = self.cache.stats()
-            assert (0, 0, 0) == (stats.parked_bytes, stats.free_bytes, stats.retired_bytes)
-            self.engine.close()
-            if self._other is not None:
-                self._other.close()
-            assert 0 == self.pool.stats().created_bytes - self.pool.stats().free_bytes
-            host = self.pool.stats(MemoryLocation.HOST)
-            assert 0 == host.created_bytes - host.free_bytes
-            self.pool.detach()
-            self.pool.close()
-            assert BackendUsage() == self.device.usage()
-            assert not self.device.violations
-        except BaseException:
-            self.abandon()
-            raise
-        self._constants.__exit__(None, None, None)
-
-    def abandon(self) -> None:
-        """Give back what can be given back after a failure. Idempotent."""
-        if not self._is_abandoned:
-            self._is_abandoned = True
-            self._constants.__exit__(None, None, None)
-            for rows in (self.rows, self._other):
-                if rows is not None:
-                    rows.cache.is_closed = True  # So that no destructor complains.
-            self.device.abandon()
+        self._end_fault()
+        for guest in self.guests:
+            guest.sequence.close()
+        self.guests.clear()
+        self.drain()
+        self.trim(None)
+        self.engine.close()
+        super().close()
 
     def _say(self, tokens: list[int]) -> None:
         self.said.append(list(tokens))
         del self.said[:-_SAID_MAX]
 
-    def _log(self, what: str) -> None:
-        self.trace.append(what)
-        del self.trace[:-2000]
-
 
 # ---- what an engine is made of ----------------------------------------------------------------
-
-
-def _cost_model(alias_pages: int) -> CostModel:
-    """Shares extents of so many pages and above, and copies smaller ones."""
-    worth = CostModel(map_us=0, unmap_us=0)
-    per_mib = worth.copy_us_per_mib + worth.lasting_us_per_mib
-    return CostModel(map_us=per_mib * alias_pages * PAGE / (1 << 20), unmap_us=0)
-
-
-def _add_layers(cache: KVCache, first: int, count: int, head_dim: int, window: int | None) -> None:
-    cache.add_layers(
-        range(first, first + count),
-        num_kv_heads=1,
-        head_dim=head_dim,
-        dtype=DTYPE,
-        window_tokens=window,
-    )
 
 
 def _model() -> Any:
@@ -637,15 +459,3 @@ def _words(params: SamplingParams) -> str:
     named = ("n", "max_tokens", "temperature", "seed", "ignore_eos", "min_tokens")
     words = [f"{name}={getattr(params, name)}" for name in named]
     return ", ".join(words + ["waits"] * bool(params.logits_processors))
-
-
-@contextmanager
-def _noted() -> Iterator[None]:
-    """Violations are in the device's list, where `check` finds them."""
-    try:
-        yield
-    except IllegalAccessError:
-        pass
-
-
-__all__ = ["MISHAPS", "Asked", "EnginePlay", "Shape", "VMKVError", "wait_for_host"]

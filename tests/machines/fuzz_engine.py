@@ -4,9 +4,10 @@
     python tests/machines/fuzz_engine.py --seconds 600 --jobs 2
     python tests/machines/fuzz_engine.py --seed 4711 --episodes 1 --verbose      # one again
 
-An episode is an engine of a random shape and some hundred operations on it, all drawn from its
-seed (see `helpers.engine_play`). Each is played in a process of its own, so that one that ends by a
-signal is a failure with a seed like any other. Runs until a failure, unless told to go on.
+An episode is an engine, or a `RaggedCache`, of a random shape and some hundred operations on it,
+all drawn from its seed (see `helpers.random_engine`). Each is played in a process of its own, so
+that one that ends by a signal is a failure with a seed like any other. Runs until a failure, unless
+told to go on.
 """
 
 from __future__ import annotations
@@ -28,173 +29,50 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from helpers.engine_play import MISHAPS, EnginePlay, Shape, wait_for_host
-from helpers.stamp_runner import VOCABULARY
+from helpers.random_engine import RandomEngine, RandomModelEngine
+from helpers.random_generate import RandomGenerate
 
-from vmkv import SamplingParams
+from vmkv.errors import CapacityError, ConfigError
 
 _TIMEOUT_S = 120
 
 
 # ---- what an episode does ---------------------------------------------------------------------
 
-
-def random_shape(draw: random.Random) -> Shape:
-    """An engine; memory is short in most of them."""
-    windows = draw.choice([(None,), (None,), (None, 8), (None, 3), (8,), (20, None), (None, 1)])
-    max_num_seqs = draw.choice([1, 2, 2, 3, 5])
-    return Shape(
-        windows=windows,
-        layers_per_group=draw.choice([1, 1, 2]),
-        head_dim=draw.choice([32, 32, 24, 16]),
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_seqs + draw.choice([0, 4, 16, 60]),
-        max_tokens=draw.choice([48, 96, 96]),
-        budget_pages=draw.choice([20, 30, 40, 60, 120]) * len(windows),
-        host_pages=draw.choice([0, 8, 30, 200]),
-        prefix_caching=draw.random() < 0.8,
-        deterministic=draw.random() < 0.1,
-        swaps=draw.random() < 0.7,
-        alias_pages=draw.choice([0, 0, 2, 100]),
-        overread_tokens=draw.choice([0, 0, 3, 9]),
-        is_late=draw.random() < 0.5,
-        protects_shared=draw.random() < 0.2,
-        keep_free_pages=draw.choice([None, None, 0, 4]),
-        watermark_pages=draw.choice([None, None, 0, 10]),
-    )
-
-
-def random_prompt(draw: random.Random, play: EnginePlay) -> list[int]:
-    """A fresh one, or one that begins as something said before."""
-    longest = play.shape.max_tokens - 2
-    head: list[int] = []
-    if play.said and draw.random() < 0.7:
-        said = draw.choice(play.said)
-        head = said[: draw.choice([len(said), draw.randint(0, len(said))])]
-    most = max(0, longest - len(head))
-    tail_tokens = min(most, draw.choice([0, 1, draw.randint(0, 8), draw.randint(0, longest)]))
-    tail = [draw.randrange(1, VOCABULARY) for _ in range(tail_tokens)]
-    return (head + tail)[:longest] or [1]
-
-
-def random_params(draw: random.Random) -> SamplingParams:
-    """Greedy ones mostly, so that answers are said again."""
-    max_tokens = draw.choice([1, 2, draw.randint(1, 12), draw.randint(1, 60), None])
-    waits = draw.random() < 0.1
-    return SamplingParams(
-        n=draw.choice([1, 1, 1, 2, 3]),
-        temperature=draw.choice([0, 0, 1.0]),
-        seed=draw.choice([None, 1, 2]),
-        max_tokens=max_tokens,
-        min_tokens=draw.choice([0, 0, 1 if max_tokens is None else max_tokens // 2]),
-        ignore_eos=draw.random() < 0.6,
-        logits_processors=[wait_for_host] if waits else [],
-    )
-
-
-Operation = Callable[[random.Random, EnginePlay], object]
-
-
-def _add(draw: random.Random, play: EnginePlay) -> None:
-    play.add(random_prompt(draw, play), random_params(draw), draw.choice([0, 0, 0, -1, 1]))
-
-
-def _some_pages(draw: random.Random, play: EnginePlay) -> int:
-    return draw.randint(4, play.shape.budget_pages * 3 // 2)
-
-
-def _with_fault(draw: random.Random, play: EnginePlay) -> None:
-    play.fault(draw.choice([1, 2, 3, 5, 8, 13]), is_out_of_memory=draw.random() < 0.3)
-    random_operation(draw, {"step": 6, "add": 1, "set_budget": 1, "trim": 1, "guest": 2})(
-        draw, play
-    )
-
-
-def _guest(draw: random.Random, play: EnginePlay) -> None:
-    pick = draw.randrange(4)
-    draw.choice(
-        [
-            lambda: play.guest_open(random_prompt(draw, play)),
-            lambda: play.guest_append(pick, draw.randint(0, 20)),
-            lambda: play.guest_fork(pick, draw.randint(0, 60)),
-            lambda: play.guest_swap(pick, draw.random() < 0.5),
-            lambda: play.guest_swap(pick, draw.random() < 0.5),
-            lambda: play.guest_close(pick),
-        ]
-    )()
-
-
-def _trim(draw: random.Random, play: EnginePlay) -> None:
-    play.trim(draw.choice([None, draw.randint(0, 20)]))
-
-
-OPERATIONS: dict[str, Operation] = {
-    "step": lambda draw, play: play.step(draw.choice([1, 1, 2, 5, 20])),
-    "add": _add,
-    "cancel": lambda draw, play: play.cancel(draw.randrange(50)),
-    "cancel_all": lambda draw, play: play.cancel_all(),
-    "drain": lambda draw, play: play.drain(),
-    "set_budget": lambda draw, play: play.set_budget(_some_pages(draw, play)),
-    "restore_budget": lambda draw, play: play.set_budget(play.shape.budget_pages),
-    "trim": _trim,
-    "other_append": lambda draw, play: play.other_append(draw.randint(0, 40), draw.random() < 0.4),
-    "other_close": lambda draw, play: play.other_close(draw.random() < 0.2),
-    "catch_up": lambda draw, play: play.catch_up(draw.randint(1, 20)),
-    "guest": _guest,
-    "fault": _with_fault,
-    "mishap": lambda draw, play: play.mishap(draw.choice(MISHAPS)),
+PLAYS: dict[str, type[RandomEngine] | type[RandomGenerate]] = {
+    "engine": RandomEngine,
+    "model": RandomModelEngine,
+    "generate": RandomGenerate,
 }
-#: What every episode does, and what only some do; how often.
-_ALWAYS = {"step": 30, "add": 14, "drain": 0.5}
-_SOMETIMES = {
-    "cancel": 2,
-    "cancel_all": 0.3,
-    "set_budget": 1,
-    "restore_budget": 1,
-    "trim": 0.7,
-    "other_append": 2,
-    "other_close": 1.5,
-    "catch_up": 2,
-    "guest": 3,
-    "fault": 1,
-    "mishap": 0.4,
-}
-
-
-def random_operation(draw: random.Random, weights: dict[str, float]) -> Operation:
-    """One of those named, as often as they say."""
-    [name] = draw.choices(list(weights), list(weights.values()))
-    return OPERATIONS[name]
 
 
 def play_episode(
-    seed: int, num_operations: int, without: list[str], trace: Callable[[list[str]], None]
+    name: str,
+    seed: int,
+    num_operations: int,
+    without: list[str],
+    trace: Callable[[list[str]], None],
 ) -> int:
-    """Play an engine of the seed's shape; returns the steps that it submitted.
+    """Play what comes of a seed; returns the steps that it made.
 
     Args:
+        name: Of `PLAYS`.
         seed: Of everything.
         num_operations: How many.
         without: Operations to leave out.
         trace: Given what was done, also where it fails.
     """
-    draw = random.Random(seed)
-    shape = random_shape(draw)
-    weights = _ALWAYS | {name: much for name, much in _SOMETIMES.items() if draw.random() < 0.35}
-    for name in without:
-        weights.pop(name, None)
-    trace([f"{shape}", f"{sorted(weights)}"])
     try:
-        play = EnginePlay(shape)
-    except (MemoryError, ValueError):  # The budget does not hold one token of that shape.
+        episode = PLAYS[name](random.Random(seed), without)
+    except (CapacityError, ConfigError):  # The budget does not hold one token of that shape.
         return 0
     try:
         for _ in range(num_operations):
-            random_operation(draw, weights)(draw, play)
-        play.close()
+            episode.operate()
+        episode.play.close()
     finally:
-        trace(play.trace)
-    return play.runner.num_steps
+        trace([f"{episode.shape}", *episode.play.trace])
+    return episode.num_steps
 
 
 # ---- episodes in processes of their own -------------------------------------------------------
@@ -241,11 +119,11 @@ def begin(seed: int, options: argparse.Namespace, log: Path) -> Episode:
 
 def _run(seed: int, options: argparse.Namespace, pipe: int) -> int:
     def trace(lines: list[str]) -> None:
-        for line in lines if options.verbose else lines[-40:]:
+        for line in lines if options.verbose else [lines[0], "…", *lines[-40:]]:
             print(line)
 
     try:
-        num_steps = play_episode(seed, options.operations, options.without, trace)
+        num_steps = play_episode(options.play, seed, options.operations, options.without, trace)
     except Exception:  # noqa: BLE001  # printed, and counted
         traceback.print_exc()
         return 1
@@ -274,12 +152,13 @@ def _cause(failure: str) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--play", choices=sorted(PLAYS), default="engine")
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--steps", type=int, default=None, help="end after so many submitted ones")
     parser.add_argument("--episodes", type=int, default=None)
     parser.add_argument("--operations", type=int, default=300, help="of an episode")
     parser.add_argument(
-        "--without", nargs="*", default=[], choices=sorted(_SOMETIMES), help="operations"
+        "--without", nargs="*", default=[], metavar="OPERATION", help="leave operations out"
     )
     parser.add_argument("--seed", type=int, default=None, help="of the first episode")
     parser.add_argument("--jobs", type=int, default=1)
@@ -326,7 +205,10 @@ def main() -> int:
         seeds.setdefault(cause, []).append(episode.seed)
         if not options.keep_going:
             print(failure)
-            print(f"again: python {sys.argv[0]} --seed {episode.seed} --episodes 1 --verbose")
+            print(
+                f"again: python {sys.argv[0]} --play {options.play} --seed {episode.seed} "
+                f"--operations {options.operations} --episodes 1 --verbose"
+            )
     seconds = time.monotonic() - start_s
     print(
         f"{num_steps} steps in {seed - first} episodes and {seconds:.0f} s; {causes.total()} failed"

@@ -14,6 +14,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+import pytest
 from helpers.engine_play import MISHAPS, EnginePlay, Shape, wait_for_host
 from helpers.stamp_runner import VOCABULARY
 from hypothesis import settings
@@ -192,7 +193,7 @@ class EngineMachine(RuleBasedStateMachine):
             self._do(lambda play: play.close())
 
 
-TestEngineMachine = EngineMachine.TestCase
+TestEngineMachine = pytest.mark.slow(EngineMachine.TestCase)
 TestEngineMachine.settings = settings(
     max_examples=3 * settings().max_examples, stateful_step_count=40
 )

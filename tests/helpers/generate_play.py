@@ -1,0 +1,163 @@
+"""A `RaggedCache` between calls of `vmkv.generate`, and everything that may happen to it.
+
+The model is real and tiny. Whatever earlier calls have left in the cache, and whatever became of
+it, a call says what transformers says of each prompt alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from helpers.pool_play import PoolPlay, cost_model
+from helpers.tiny_models import tiny_model
+
+import vmkv
+from vmkv import KVCache, OutOfPagesError, RaggedCache
+
+_SAID_MAX = 40
+
+
+@dataclass(frozen=True)
+class GenerateShape:
+    """A model and its cache.
+
+    Attributes:
+        name: Of `helpers.tiny_models`.
+        max_batch_size: Rows.
+        max_tokens: Of a row.
+        budget_pages: Device memory.
+        max_num_batched_tokens: Of a prefill pass.
+        alias_pages: From how many pages on an extent is mapped again rather than copied.
+        protects_shared: As of `ExtentPool`, as is the rest.
+        keep_free_pages: See there.
+    """
+
+    name: str = "llama"
+    max_batch_size: int = 4
+    max_tokens: int = 200
+    budget_pages: int = 60
+    max_num_batched_tokens: int = 64
+    alias_pages: int = 0
+    protects_shared: bool = False
+    keep_free_pages: int | None = None
+
+
+class GeneratePlay(PoolPlay):
+    """One cache and its surroundings.
+
+    Args:
+        shape: What to play.
+
+    Attributes:
+        said: Prompts with what was said after them.
+        num_steps: Passes through the model.
+    """
+
+    def __init__(self, shape: GenerateShape):
+        super().__init__(
+            shape.budget_pages,
+            keep_free_pages=shape.keep_free_pages,
+            protects_shared=shape.protects_shared,
+        )
+        self.shape = shape
+        self.said: list[list[int]] = []
+        self.num_steps = 0
+        self._model = tiny_model(shape.name)
+        self._handle = self._model.register_forward_pre_hook(self._note_step)
+        self.cache = RaggedCache(
+            self._model.config,
+            pool=self.pool,
+            max_tokens=shape.max_tokens,
+            max_batch_size=shape.max_batch_size,
+        )
+
+    def _note_step(self, *_: object) -> None:
+        self.num_steps += 1
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        num_new: int,
+        *,
+        prefix_caching: bool = True,
+        tenant: str | None = None,
+    ) -> None:
+        """Continue prompts; what is said must be right, and there must be room if there is any."""
+        what = f"generate({prompts}, {num_new}, prefix_caching={prefix_caching}, tenant={tenant!r})"
+        needed = self._pages_for([len(prompt) + num_new for prompt in prompts])
+        with self._doing(what):
+            available = self.pool.stats().budget_bytes // self.pool.page_bytes - self._live_pages()
+            try:
+                outputs = vmkv.generate(
+                    self._model,
+                    prompts,
+                    max_new_tokens=num_new,
+                    do_sample=False,
+                    cache=self.cache,
+                    prefix_caching=prefix_caching,
+                    tenant=tenant,
+                    max_num_batched_tokens=self.shape.max_num_batched_tokens,
+                )
+            except OutOfPagesError:
+                fits = needed is not None and needed <= available
+                assert self._end_fault() or not fits, "idle memory did not give way"
+                return
+            wanted = [alone(self.shape.name, tuple(prompt), num_new) for prompt in prompts]
+            assert wanted == outputs
+            self.said = [*self.said, *outputs][-_SAID_MAX:]
+            for core in self.cache.store.cores:
+                core.cost_model = cost_model(self.shape.alias_pages)
+
+    def trim(self, num_pages: int | None) -> None:
+        """Give memory back that no sequence needs."""
+        with self._doing(f"trim({num_pages})"):
+            self.cache.trim(None if num_pages is None else num_pages * self.pool.page_bytes)
+            if num_pages is None and self.cache.store.cores:
+                stats = self.cache.stats()
+                assert (0, 0, 0) == (stats.parked_bytes, stats.free_bytes, stats.retired_bytes)
+
+    def check(self) -> None:
+        super().check()
+        self.cache.check()
+        for core in self.cache.store.cores:
+            assert 0 == core.stats().num_sequences
+
+    def close(self) -> None:
+        self._end_fault()
+        self._handle.remove()
+        self.cache.close()
+        super().close()
+
+    def abandon(self) -> None:
+        self._handle.remove()
+        super().abandon()
+        self.cache.store.is_closed = True
+
+    def _caches(self) -> Iterator[KVCache]:
+        yield from super()._caches()
+        yield from self.cache.store.cores
+
+    def _pages_for(self, lengths: list[int]) -> int | None:
+        """What sequences of these lengths hold at most; None before the first call."""
+        if not self.cache.store.cores:
+            return None
+        [core] = self.cache.store.cores
+        return sum(
+            group.geometry.pages_for(min(length + core.overread_tokens, group.geometry.row_tokens))
+            for length in lengths
+            for group in core.groups
+        )
+
+
+@functools.lru_cache(maxsize=4096)
+def alone(name: str, prompt: tuple[int, ...], num_new: int) -> list[int]:
+    """What transformers says of a prompt, with a cache of its own."""
+    ids = torch.tensor([prompt])
+    options = {"attention_mask": torch.ones_like(ids), "do_sample": False}
+    output: list[int] = (
+        tiny_model(name, seed=0).generate(ids, max_new_tokens=num_new, **options)[0].tolist()
+    )
+    return output

@@ -1,0 +1,83 @@
+"""The engine's play with a real model, as its users have it: rows, runner and kernels are real.
+
+What steps read and write cannot be looked into here; what requests say is what transformers says.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from helpers.engine_play import EnginePlay, Shape
+from helpers.generate_play import alone
+from helpers.pool_play import PAGE, cost_model
+from helpers.tiny_models import tiny_model
+
+from vmkv import SamplingParams
+from vmkv.serve import Engine
+from vmkv.serve.preemption import PreemptionCosts
+
+#: What transformers is asked for once, whatever requests want of it.
+_LONGEST_ANSWER = 24
+
+
+@dataclass(frozen=True)
+class ModelShape(Shape):
+    """A shape whose layers are a model's.
+
+    Attributes:
+        name: Of `helpers.tiny_models`.
+    """
+
+    name: str = "llama"
+
+
+class ModelPlay(EnginePlay):
+    """One engine with a real model. Everything is greedy, and the device is never late."""
+
+    shape: ModelShape
+
+    def _make_engine(self) -> tuple[Engine, Any, Any]:
+        shape = self.shape
+        model = copy.deepcopy(tiny_model(shape.name))  # The engine changes how it attends.
+        watermark = shape.watermark_pages
+        engine = Engine(
+            model,
+            max_num_seqs=shape.max_num_seqs,
+            max_num_batched_tokens=shape.max_num_batched_tokens,
+            max_tokens=shape.max_tokens,
+            deterministic=shape.deterministic,
+            prefix_caching=shape.prefix_caching,
+            pool=self.pool,
+            preemption_costs=PreemptionCosts(flops_per_s=1.0 if shape.swaps else 1e30),
+            aging_steps=8,
+            watermark_bytes=None if watermark is None else watermark * PAGE,
+            runner="eager",
+        )
+        engine.cache.cost_model = cost_model(shape.alias_pages)
+        runner = SimpleNamespace(num_steps=0, mishap=None)
+
+        def count(*_: object) -> None:
+            runner.num_steps += 1
+
+        model.register_forward_pre_hook(count)
+        return engine, SimpleNamespace(cache=engine.cache), runner
+
+    def add(self, prompt: list[int], params: SamplingParams, priority: int = 0) -> None:
+        params = SamplingParams(
+            n=params.n,
+            temperature=0,
+            max_tokens=min(params.max_tokens or _LONGEST_ANSWER, _LONGEST_ANSWER),
+            logits_processors=params.logits_processors,
+        )
+        super().add(prompt, params, priority)
+
+    def _answer(self, prompt: Sequence[int], params: SamplingParams) -> list[int]:
+        said = alone(self.shape.name, tuple(prompt), _LONGEST_ANSWER)[len(prompt) :]
+        return said[: params.max_tokens]
+
+    def _check_recorded(self) -> None:
+        """What is found is compared by what is said of it."""

@@ -1,0 +1,265 @@
+"""What surrounds a cache under test: a device, a pool, others who want memory too, and failures.
+
+The operations that plays have in common, each with what must hold after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from helpers.device import Device, IllegalAccessError
+from helpers.small_cache import small_constants
+from helpers.stamped_rows import DTYPE, History, StampedRows
+
+from vmkv import BackendUsage, ExtentPool, KVCache, OutOfPagesError, Sequence
+from vmkv.backend import MemoryLocation
+from vmkv.cache.cost import CostModel
+from vmkv.errors import ConfigError, DriverError
+from vmkv.testing import FaultInjectingBackend
+from vmkv.units import KiB
+
+PAGE = 4 * KiB
+UNDERREAD_TOKENS = 5
+BLOCK_TOKENS = 4
+_OTHER_TOKENS = 64
+
+
+@dataclass(eq=False)
+class Guest:
+    """A sequence that nobody but the play has."""
+
+    sequence: Sequence
+    history: History
+
+
+class PoolPlay:
+    """A pool on a device, and a second cache over it.
+
+    Args:
+        budget_pages: Device memory.
+        host_pages: Host memory.
+        is_late: Whether the device runs behind.
+        keep_free_pages: As of `ExtentPool`, as is the rest.
+        protects_shared: See there.
+
+    Attributes:
+        trace: What was done, to be read after a failure.
+        num_faults: Driver calls that were made to fail.
+    """
+
+    def __init__(
+        self,
+        budget_pages: int,
+        host_pages: int = 0,
+        *,
+        is_late: bool = False,
+        keep_free_pages: int | None = None,
+        protects_shared: bool = False,
+    ):
+        self._constants = small_constants(UNDERREAD_TOKENS, BLOCK_TOKENS)
+        self._constants.__enter__()
+        self._is_abandoned = False
+        self.device = Device(PAGE, is_late=is_late)
+        self.backend = FaultInjectingBackend(self.device)
+        self.pool = ExtentPool(
+            self.backend,
+            budget_pages * PAGE,
+            host_budget_bytes=host_pages * PAGE,
+            keep_free_bytes=None if keep_free_pages is None else keep_free_pages * PAGE,
+            protects_shared=protects_shared,
+        )
+        self.pool.attach()
+        self._other: StampedRows | None = None
+        self._other_sequences: list[Guest] = []
+        self.trace: list[str] = []
+        self.num_faults = 0
+
+    # ---- memory ---------------------------------------------------------------------------
+
+    def set_budget(self, num_pages: int) -> None:
+        """Change the pool's budget; it may not refuse for memory that nobody needs."""
+        live_pages = self._live_pages()
+        with self._doing(f"set_budget({num_pages})"):
+            try:
+                self.pool.set_budget(num_pages * PAGE)
+            except ConfigError:
+                assert num_pages < max(1, live_pages), "refused, and only idle memory is in the way"
+
+    def other_append(self, num_tokens: int, is_new: bool) -> None:
+        """Another cache on the pool takes memory."""
+        with self._doing(f"other_append({num_tokens}, {is_new})"):
+            if self._other is None:
+                cache = KVCache(self.pool, max_tokens=64, max_sequences=2, cost_model=cost_model(0))
+                try:
+                    add_layers(cache, 0, 1, 32, None)
+                except BaseException:
+                    cache.close()
+                    raise
+                self._other = StampedRows(cache, self.device)
+            if is_new and len(self._other_sequences) < 2:
+                self._other_sequences.append(Guest(self._other.cache.open(), History()))
+            if self._other_sequences:
+                guest = self._other_sequences[-1]
+                self._append(self._other, guest, [1] * min(num_tokens, 64 - len(guest.history)))
+
+    def other_close(self, is_all: bool) -> None:
+        """Its sequences end, or the whole cache does."""
+        with self._doing(f"other_close({is_all})"):
+            if self._other_sequences:
+                self._other_sequences[0].sequence.close()
+                self._other_sequences.pop(0)
+            if is_all and self._other is not None:
+                for guest in self._other_sequences:
+                    guest.sequence.close()
+                self._other_sequences.clear()
+                self._other.close()
+                self._other = None
+
+    def catch_up(self, num_works: int) -> None:
+        """The device gets some of its work done."""
+        with self._doing(f"catch_up({num_works})"), noted():
+            place = min(self.device.num_submitted, self.device.num_done + num_works)
+            self.device.run_until(place)
+
+    # ---- trouble --------------------------------------------------------------------------
+
+    def fault(self, fail_at: int, *, is_out_of_memory: bool) -> None:
+        """Let a driver call of what is done next fail."""
+        self._log(f"fault({fail_at}, is_out_of_memory={is_out_of_memory})")
+        self.backend.arm(fail_at, is_out_of_memory=is_out_of_memory)
+
+    @contextmanager
+    def _doing(self, what: str) -> Iterator[None]:
+        """Something that may fail where a driver call was to, and after which all must hold."""
+        self._log(what)
+        try:
+            yield
+        except DriverError:
+            if not self._end_fault():
+                raise
+        self._end_fault()
+        self._note_available()
+        self.check()
+
+    def _end_fault(self) -> bool:
+        """Whether the fault struck; there is none any more."""
+        struck = self.backend.failed_call is not None
+        self.num_faults += struck
+        self.backend.arm(0)
+        return struck
+
+    def check(self) -> None:
+        """Everything that must hold between two calls."""
+        if self.device.violations:
+            raise IllegalAccessError(self.device.violations[0])
+
+    def _note_available(self) -> None:
+        """What others hold may have changed."""
+
+    def _caches(self) -> Iterator[KVCache]:
+        """Every cache over the pool."""
+        if self._other is not None:
+            yield self._other.cache
+
+    # ---- what others hold -----------------------------------------------------------------
+
+    def _append(self, rows: StampedRows, guest: Guest, tokens: list[int]) -> bool:
+        """Grow a sequence that is not the engine's, and write what is new."""
+        start, row = len(guest.history), guest.sequence.row
+        end = start + len(tokens)
+        free_pages = self.pool.stats().budget_bytes // PAGE - self._live_pages()
+        missing = 0
+        for group in rows.cache.groups:
+            run = group.table.rows[row]
+            needed = group.geometry.pages_for(end + rows.cache.overread_tokens)
+            # What is shared may have to be copied.
+            missing += max(0, needed - run.end_page) + run.shared_end_page
+        try:
+            rows.cache.grow([(guest.sequence, end)])
+        except OutOfPagesError:
+            assert self._end_fault() or missing > free_pages, "idle memory did not give way"
+            return False
+        if tokens:
+            claim = rows.claim("a guest", row, start, end)
+            before = History(guest.history.tokens)
+            after = History([*before.tokens, *tokens])
+            guest.history = after
+
+            def work() -> None:
+                rows.read("a guest", row, before, start, end)
+                rows.write("a guest", row, after, start, claim)
+
+            self.device.submit(work)
+        return True
+
+    def _live_pages(self) -> int:
+        """Device memory that live sequences hold, of all caches: what nobody may take."""
+        live = {}
+        for cache in self._caches():
+            for row in cache._rows.live:
+                is_moving = cache._sequences[row].transfer is not None
+                for group in cache.groups:
+                    for mapping in group.table.rows[row].mappings:
+                        extent = mapping.extent
+                        may_go = is_moving and extent.num_live_mappings == 1
+                        if extent.location is MemoryLocation.DEVICE and not may_go:
+                            live[id(extent)] = extent.num_pages
+        return sum(live.values())
+
+    # ---- end ------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Nothing may be left."""
+        if self._other is not None:
+            self._other.close()
+            self._other = None
+        for location in MemoryLocation:
+            stats = self.pool.stats(location)
+            assert (0, 0) == (stats.resident_bytes, stats.retired_bytes)
+        self.pool.detach()
+        self.pool.close()
+        assert BackendUsage() == self.device.usage()
+        assert not self.device.violations
+        self._constants.__exit__(None, None, None)
+        self._is_abandoned = True
+
+    def abandon(self) -> None:
+        """Give back what can be given back after a failure. Idempotent."""
+        if not self._is_abandoned:
+            self._is_abandoned = True
+            self._constants.__exit__(None, None, None)
+            for cache in self._caches():
+                cache.is_closed = True  # So that no destructor complains.
+            self.device.abandon()
+
+    def _log(self, what: str) -> None:
+        self.trace.append(what)
+        del self.trace[:-2000]
+
+
+def cost_model(alias_pages: int) -> CostModel:
+    """Shares extents of so many pages and above, and copies smaller ones."""
+    worth = CostModel(map_us=0, unmap_us=0)
+    per_mib = worth.copy_us_per_mib + worth.lasting_us_per_mib
+    return CostModel(map_us=per_mib * alias_pages * PAGE / (1 << 20), unmap_us=0)
+
+
+def add_layers(cache: KVCache, first: int, count: int, head_dim: int, window: int | None) -> None:
+    cache.add_layers(
+        range(first, first + count),
+        num_kv_heads=1,
+        head_dim=head_dim,
+        dtype=DTYPE,
+        window_tokens=window,
+    )
+
+
+@contextmanager
+def noted() -> Iterator[None]:
+    """Violations are in the device's list, where `check` finds them."""
+    try:
+        yield
+    except IllegalAccessError:
+        pass

@@ -1,0 +1,197 @@
+"""Random engines, and random operations on them: what the fuzzer plays.
+
+Each episode does some things always and others only in some, so that rare histories of a few
+operations happen as well as those in which everything does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Collection
+from typing import ClassVar
+
+from helpers.engine_play import MISHAPS, EnginePlay, Shape, wait_for_host
+from helpers.model_play import ModelPlay, ModelShape
+from helpers.stamp_runner import VOCABULARY
+
+from vmkv import SamplingParams
+
+
+def _random_shape(draw: random.Random) -> Shape:
+    """An engine; memory is short in most of them."""
+    windows = draw.choice([(None,), (None,), (None, 8), (None, 3), (8,), (20, None), (None, 1)])
+    max_num_seqs = draw.choice([1, 2, 2, 3, 5])
+    return Shape(
+        windows=windows,
+        layers_per_group=draw.choice([1, 1, 2]),
+        head_dim=draw.choice([32, 32, 24, 16]),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_seqs + draw.choice([0, 4, 16, 60]),
+        max_tokens=draw.choice([48, 96, 96]),
+        budget_pages=draw.choice([20, 30, 40, 60, 120]) * len(windows),
+        host_pages=draw.choice([0, 8, 30, 200]),
+        prefix_caching=draw.random() < 0.8,
+        deterministic=draw.random() < 0.1,
+        swaps=draw.random() < 0.7,
+        alias_pages=draw.choice([0, 0, 2, 100]),
+        overread_tokens=draw.choice([0, 0, 3, 9]),
+        is_late=draw.random() < 0.5,
+        protects_shared=draw.random() < 0.2,
+        keep_free_pages=draw.choice([None, None, 0, 4]),
+        watermark_pages=draw.choice([None, None, 0, 10]),
+    )
+
+
+def _random_prompt(draw: random.Random, play: EnginePlay) -> list[int]:
+    """A fresh one, or one that begins as something said before."""
+    longest = play.shape.max_tokens - 2
+    head: list[int] = []
+    if play.said and draw.random() < 0.7:
+        said = draw.choice(play.said)
+        head = said[: draw.choice([len(said), draw.randint(0, len(said))])]
+    most = max(0, longest - len(head))
+    tail_tokens = min(most, draw.choice([0, 1, draw.randint(0, 8), draw.randint(0, longest)]))
+    tail = [draw.randrange(1, VOCABULARY) for _ in range(tail_tokens)]
+    return (head + tail)[:longest] or [1]
+
+
+def _random_params(draw: random.Random) -> SamplingParams:
+    """Greedy ones mostly, so that answers are said again."""
+    max_tokens = draw.choice([1, 2, draw.randint(1, 12), draw.randint(1, 60), None])
+    waits = draw.random() < 0.1
+    return SamplingParams(
+        n=draw.choice([1, 1, 1, 2, 3]),
+        temperature=draw.choice([0, 0, 1.0]),
+        seed=draw.choice([None, 1, 2]),
+        max_tokens=max_tokens,
+        min_tokens=draw.choice([0, 0, 1 if max_tokens is None else max_tokens // 2]),
+        ignore_eos=draw.random() < 0.6,
+        logits_processors=[wait_for_host] if waits else [],
+    )
+
+
+_Operation = Callable[[random.Random, EnginePlay], object]
+
+
+def _add(draw: random.Random, play: EnginePlay) -> None:
+    play.add(_random_prompt(draw, play), _random_params(draw), draw.choice([0, 0, 0, -1, 1]))
+
+
+def _some_pages(draw: random.Random, play: EnginePlay) -> int:
+    return draw.randint(4, play.shape.budget_pages * 3 // 2)
+
+
+def _guest(draw: random.Random, play: EnginePlay) -> None:
+    pick = draw.randrange(4)
+    draw.choice(
+        [
+            lambda: play.guest_open(_random_prompt(draw, play)),
+            lambda: play.guest_append(pick, draw.randint(0, 20)),
+            lambda: play.guest_fork(pick, draw.randint(0, 60)),
+            lambda: play.guest_swap(pick, draw.random() < 0.5),
+            lambda: play.guest_swap(pick, draw.random() < 0.5),
+            lambda: play.guest_close(pick),
+        ]
+    )()
+
+
+def _trim(draw: random.Random, play: EnginePlay) -> None:
+    play.trim(draw.choice([None, draw.randint(0, 20)]))
+
+
+_OPERATIONS: dict[str, _Operation] = {
+    "step": lambda draw, play: play.step(draw.choice([1, 1, 2, 5, 20])),
+    "add": _add,
+    "cancel": lambda draw, play: play.cancel(draw.randrange(50)),
+    "cancel_all": lambda draw, play: play.cancel_all(),
+    "drain": lambda draw, play: play.drain(),
+    "set_budget": lambda draw, play: play.set_budget(_some_pages(draw, play)),
+    "restore_budget": lambda draw, play: play.set_budget(play.shape.budget_pages),
+    "trim": _trim,
+    "other_append": lambda draw, play: play.other_append(draw.randint(0, 40), draw.random() < 0.4),
+    "other_close": lambda draw, play: play.other_close(draw.random() < 0.2),
+    "catch_up": lambda draw, play: play.catch_up(draw.randint(1, 20)),
+    "guest": _guest,
+    "mishap": lambda draw, play: play.mishap(draw.choice(MISHAPS)),
+}
+#: What every episode does, and what only some do; how often.
+_ALWAYS = {"step": 30, "add": 14, "drain": 0.5}
+_SOMETIMES = {
+    "cancel": 2,
+    "cancel_all": 0.3,
+    "set_budget": 1,
+    "restore_budget": 1,
+    "trim": 0.7,
+    "other_append": 2,
+    "other_close": 1.5,
+    "catch_up": 2,
+    "guest": 3,
+    "fault": 1,
+    "mishap": 0.4,
+}
+#: Where no driver call is made to fail.
+_NO_FAULT = ("fault", "mishap", "drain", "cancel_all", "catch_up")
+
+
+class RandomEngine:
+    """An episode.
+
+    Args:
+        draw: Where everything comes from.
+        without: Operations to leave out.
+
+    Raises:
+        ConfigError, OutOfPagesError: The budget holds no token of that shape.
+    """
+
+    #: What may be left out.
+    optional: Collection[str] = _SOMETIMES
+
+    def __init__(self, draw: random.Random, without: Collection[str] = ()):
+        self._draw = draw
+        self.shape = self._random_shape(draw)
+        chosen = {name: much for name, much in _SOMETIMES.items() if draw.random() < 0.35}
+        self._weights = {
+            name: much for name, much in (_ALWAYS | chosen).items() if name not in without
+        }
+        self.play = self._play(self.shape)
+
+    #: What is played, and over what.
+    _play: ClassVar[type[EnginePlay]] = EnginePlay
+    _random_shape: ClassVar[Callable[[random.Random], Shape]] = staticmethod(_random_shape)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps submitted so far."""
+        return self.play.runner.num_steps
+
+    def operate(self) -> None:
+        """Do one thing."""
+        weights = self._weights
+        [name] = self._draw.choices(list(weights), list(weights.values()))
+        if name == "fault":
+            self.play.fault(
+                self._draw.choice([1, 2, 3, 5, 8, 13]), is_out_of_memory=self._draw.random() < 0.3
+            )
+            weights = {name: much for name, much in weights.items() if name not in _NO_FAULT}
+            [name] = self._draw.choices(list(weights), list(weights.values()))
+        _OPERATIONS[name](self._draw, self.play)
+
+
+def _random_model_shape(draw: random.Random) -> Shape:
+    shape = dataclasses.asdict(_random_shape(draw))
+    name = draw.choice(["llama", "mistral", "gemma3"])
+    # Each layer is a group, and a token of one an eighth of what it is above.
+    shape |= {"is_late": False, "budget_pages": draw.choice([20, 30, 50, 100]), "name": name}
+    return ModelShape(**shape)
+
+
+class RandomModelEngine(RandomEngine):
+    """An episode with a real model."""
+
+    _play = ModelPlay
+    _random_shape = staticmethod(_random_model_shape)
+
+    def __init__(self, draw: random.Random, without: Collection[str] = ()):
+        super().__init__(draw, {*without, "guest", "mishap", "catch_up"})
