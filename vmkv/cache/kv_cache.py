@@ -29,7 +29,7 @@ from .rowed import RowedCache
 from .sequence import Sequence
 from .stats import CacheStats, collect_stats
 from .transaction import Target
-from .windows import drop_displaced, retire_behind
+from .windows import begin_anew, retire_behind
 
 
 class KVCache(RowedCache):
@@ -194,7 +194,7 @@ class KVCache(RowedCache):
                 "what they would see (set keeps_past before appending)"
             )
         if not num_tokens:
-            drop_displaced(self.groups, sequence.row, self.pool.reclaimer)
+            begin_anew(self.groups, sequence.row, self.pool.reclaimer)
         with self.pool.lock:
             self.prefixes.truncate(sequence.row, num_tokens)
         sequence.num_tokens = num_tokens

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -85,7 +85,12 @@ def check_beams(cache: RowedCache, beams: Sequence[Beam], sources: Sequence[int]
 
 
 def plan_moves(
-    group: LayerGroup, moves: Sequence[tuple[int, int]], num_tokens: int, cost: CostModel
+    group: LayerGroup,
+    moves: Sequence[tuple[int, int]],
+    num_tokens: int,
+    cost: CostModel,
+    *,
+    keeps_past: bool,
 ) -> list[Move]:
     """How each target row comes to hold the `num_tokens` tokens of its source.
 
@@ -96,21 +101,31 @@ def plan_moves(
         moves: `(source, target)` rows.
         num_tokens: The length of all.
         cost: Decides what is mapped again and what is copied.
+        keeps_past: Whether what has left the windows is taken over as well.
     """
-    aliased = [_to_alias(group, *move, num_tokens, cost) for move in moves]
+    differences = [_after_common(group, *move, num_tokens, keeps_past=keeps_past) for move in moves]
+    aliased = [_to_alias(group, each, num_tokens, cost) for each in differences]
     # What a row gives to another it shares with it afterwards, and may not write either.
     given = {id(mapping.extent) for mappings in aliased for mapping in mappings}
     return [
-        _plan_move(group, *move, num_tokens, its, given)
-        for move, its in zip(moves, aliased, strict=True)
+        _plan_move(group, *move, num_tokens, each, its, given)
+        for move, each, its in zip(moves, differences, aliased, strict=True)
     ]
 
 
+class _Difference(NamedTuple):
+    """From which page on two rows differ, and the mappings of each from there on."""
+
+    page: int
+    theirs: Sequence[Mapping]
+    mine: Sequence[Mapping]
+
+
 def _to_alias(
-    group: LayerGroup, source: int, target: int, num_tokens: int, cost: CostModel
+    group: LayerGroup, difference: _Difference, num_tokens: int, cost: CostModel
 ) -> list[Mapping]:
-    """The mappings of `source`, behind what it has in common with `target`, to map there too."""
-    _, theirs, mine = _after_common(group, source, target, num_tokens)
+    """The source's mappings, behind what it has in common with the target, to map there too."""
+    _, theirs, mine = difference
     aliased: list[Mapping] = []
     # Both rows must have a boundary where the exchange begins.
     if theirs and mine and theirs[0].first_page == mine[0].first_page:
@@ -128,11 +143,12 @@ def _plan_move(
     source: int,
     target: int,
     num_tokens: int,
+    difference: _Difference,
     aliased: Sequence[Mapping],
     given: Container[int],
 ) -> Move:
     table, geometry = group.table, group.geometry
-    page, _, mine = _after_common(group, source, target, num_tokens)
+    page, _, mine = difference
     page = aliased[-1].end_page if aliased else page
     behind = [mapping for mapping in mine if mapping.end_page > page]
     # What is copied into must be the target's own.
@@ -159,17 +175,17 @@ def _plan_move(
 
 
 def _after_common(
-    group: LayerGroup, source: int, target: int, num_tokens: int
-) -> tuple[int, list[Mapping], list[Mapping]]:
-    """Where the rows begin to differ: the page, and the mappings of each from there on."""
+    group: LayerGroup, source: int, target: int, num_tokens: int, *, keeps_past: bool
+) -> _Difference:
     theirs = list(group.table.rows[source].mappings)
     mine = list(group.table.rows[target].mappings)
-    at, page = 0, group.first_needed_page(num_tokens)
+    page = group.first_common_page(source, target, num_tokens, keeps_past=keeps_past)
+    at = 0
     for their, my in zip(theirs, mine, strict=False):
         if their.extent is not my.extent or their.first_page != my.first_page:
             break
         at, page = at + 1, max(page, their.end_page)
-    return page, theirs[at:], mine[at:]
+    return _Difference(page, theirs[at:], mine[at:])
 
 
 def reorder(
@@ -198,7 +214,9 @@ def reorder(
     plans = [
         plan
         for group in cache.groups
-        for plan in plan_moves(group, moves, num_tokens, cache.cost_model)
+        for plan in plan_moves(
+            group, moves, num_tokens, cache.cost_model, keeps_past=cache.keeps_past
+        )
     ]
     kept = [mapping.extent for plan in plans for mapping in plan.aliased]
     pool.own(kept)
@@ -213,7 +231,7 @@ def reorder(
     finally:
         pool.disown(kept)
     for group in cache.groups:
-        group.note_taken_over(moves, num_tokens)
+        group.note_taken_over(moves, num_tokens, keeps_past=cache.keeps_past)
     sharing.aliased_bytes += sum(extent.num_bytes for extent in kept)
     sharing.copied_bytes += sum(plan.copied_bytes for plan in plans)
 
