@@ -78,6 +78,8 @@ class KVCache(RowedCache):
     def reorder(self, sequences: List_[Sequence], sources: List_[int]) -> None:
         """Let each sequence go on from another one: the step of a beam search.
 
+        What is recorded of a source is recorded of who goes on from it.
+
         Args:
             sequences: Live sequences of this cache, of equal length, each once.
             sources: For each, which of `sequences` it continues.
@@ -85,7 +87,8 @@ class KVCache(RowedCache):
         Raises:
             ConfigError: They are not. Nothing changed.
             OutOfPagesError: Nothing changed.
-            DriverError: Nothing changed, unless a copy failed: then tails are undefined.
+            DriverError: Nothing changed, unless a copy failed: then the sequences that were to go
+                on from another one have undefined tails, and nothing of them is recorded.
 
         Cost: a copy of what the beams have written since they parted; the first time, extents
             are mapped instead of copied, which waits for the device once.
@@ -100,10 +103,7 @@ class KVCache(RowedCache):
         if not moves or not sequences[0].num_tokens:
             return
         self.note_stream()
-        with self.pool.lock:
-            for _, row in moves:
-                self.prefixes.truncate(row)
-        tenants: dict[int, object] = {each.row: each.tenant for each in sequences}
+        tenants = {each.row: each.tenant for each in sequences}
         reorder(self, moves, sequences[0].num_tokens, tenants, self.sharing)
 
     def grow(self, wanted: Iterable[tuple[Sequence, int]]) -> None:

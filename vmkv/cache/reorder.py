@@ -192,7 +192,7 @@ def reorder(
     cache: RowedCache,
     moves: Sequence[tuple[int, int]],
     num_tokens: int,
-    tenants: dict[int, object],
+    tenants: dict[int, str | None],
     sharing: SharingStats,
 ) -> None:
     """Give each target row what its source row holds now.
@@ -206,7 +206,8 @@ def reorder(
 
     Raises:
         OutOfPagesError: Nothing changed.
-        DriverError: Nothing changed, unless a copy failed: then the targets' tails are undefined.
+        DriverError: Nothing changed, unless a copy failed: then the targets' tails are undefined,
+            and nothing of them is recorded.
 
     Cost: copies on the current stream; where extents are exchanged, a wait for the device.
     """
@@ -224,12 +225,23 @@ def reorder(
         fresh = pool.acquire_or_evict([each for plan in plans for each in plan.classes])
         try:
             copies = _through_buffer(cache, plans, stream)
-            _exchange(cache, plans, fresh, tenants, stream)
-            pool.backend.copy_many(copies.second_half, stream)
+            filled = _exchange(cache, plans, fresh)
+            try:
+                for extents, address, row in filled:
+                    pool.prepare(extents, address, tenants[row], stream)
+                pool.backend.copy_many(copies.second_half, stream)
+            except BaseException:
+                with pool.lock:  # The targets hold neither what they held nor all of the other.
+                    for _, target in moves:
+                        cache.prefixes.truncate(target)
+                raise
         finally:
             pool.disown(fresh)
     finally:
         pool.disown(kept)
+    with pool.lock:
+        records = [(source, target, tenants[target]) for source, target in moves]
+        cache.prefixes.copy(records, num_tokens)
     for group in cache.groups:
         group.note_taken_over(moves, num_tokens, keeps_past=cache.keeps_past)
     sharing.aliased_bytes += sum(extent.num_bytes for extent in kept)
@@ -269,13 +281,15 @@ def _exchange(
     cache: RowedCache,
     plans: Sequence[Move],
     fresh: Sequence[Extent],
-    tenants: dict[int, object],
-    stream: int,
-) -> None:
-    """Map the sources' extents in the targets' place, with a copy-on-write boundary behind."""
+) -> list[tuple[Sequence[Extent], Address, int]]:
+    """Map the sources' extents in the targets' place, and fresh ones behind.
+
+    Returns those that are fresh, where they are, and in which row.
+    """
     pool = cache.pool
     supply = iter(fresh)
-    exchanges, filled = [], []
+    exchanges = []
+    filled: list[tuple[Sequence[Extent], Address, int]] = []
     for plan in plans:
         make_writable(plan.group.table, plan.target, plan.readonly)
         if not plan.old:
@@ -287,9 +301,9 @@ def _exchange(
         exchanges.append(Exchange(plan.group.table, plan.target, first_page, plan.old, new))
         behind_page = first_page + sum(each.extent.num_pages for each in plan.aliased)
         address = plan.group.table.page_address(plan.target, behind_page)
-        filled.append((behind, address, tenants.get(plan.target)))
+        filled.append((behind, address, plan.target))
     if not exchanges:
-        return
+        return []
     if pool.protects_shared:
         protect(pool, ((plan.group.table, plan.source, plan.aliased) for plan in plans))
     exchange(pool, exchanges)
@@ -298,5 +312,4 @@ def _exchange(
             for row in (plan.source, plan.target):
                 pages = plan.group.table.rows[row]
                 pages.shared_end_page = max(pages.shared_end_page, mapping.end_page)
-    for extents, address, tenant in filled:
-        pool.prepare(extents, address, tenant, stream)
+    return filled

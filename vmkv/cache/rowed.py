@@ -186,7 +186,7 @@ class RowedCache(LayeredCache):
 
         sequence = self.begin(num_tokens, tenant, fill, row=row)
         if origin is self:
-            self.prefixes.copy(source_row, row, num_tokens)
+            self.prefixes.copy([(source_row, row, tenant)], num_tokens)
         else:
             known = origin.prefixes.token_ids(source_row)[:num_tokens]
             self.prefixes.record(row, known, tenant)
