@@ -205,6 +205,96 @@ def test_reordered_rows_are_not_found_by_what_they_held(make_cache: MakeCache) -
     assert_holds(hit, beams.wanted[0])
 
 
+@pytest.mark.parametrize("sources", [[1, 0, 2], [1, 1, 0], [2, 0, 1], [0, 0, 0]])
+def test_records_move_with_the_beams(make_cache: MakeCache, sources: list[int]) -> None:
+    """Who goes on from another holds what that one did, and is found and recorded on by it."""
+    cache = make_cache(cost_model=ALIASES, max_sequences=5)
+    beams = _Beams(cache, 3, 64, forked=False)
+    num_recorded = [64, 40, 0]
+    for sequence, stamps, num_tokens in zip(
+        beams.sequences, beams.wanted, num_recorded, strict=True
+    ):
+        sequence.record(stamps[:num_tokens])
+    beams.reorder(sources)
+    assert [num_recorded[source] for source in sources] == [
+        each.num_recorded for each in beams.sequences
+    ]
+    beams.step(24)
+    for sequence, stamps in zip(beams.sequences, beams.wanted, strict=True):
+        sequence.record(stamps[sequence.num_recorded :])
+        hit = cache.open(prompt=[*stamps, 5])
+        assert 80 == hit.num_cached_tokens
+        assert_holds(hit, stamps[:80])
+        hit.close()
+        cache.trim()
+
+
+def test_records_of_beams_are_their_tenants(make_cache: MakeCache) -> None:
+    """A beam of another tenant is found by its own alone."""
+    cache = make_cache(cost_model=ALIASES, max_sequences=5)
+    beams = [cache.open(tenant="a"), cache.open(tenant="b")]
+    for at, beam in enumerate(beams):
+        append(beam, range(1000 * at, 1000 * at + 64))
+    beams[0].record(range(64))
+    cache.reorder(beams, [0, 0])
+    assert 64 == beams[1].num_recorded
+    for beam in beams:
+        append(beam, range(5000, 5016))
+    beams[1].record(range(5000, 5016))
+    said = [*range(64), *range(5000, 5016), 7]
+    assert [64, 80, 0] == [
+        cache.open(prompt=said, tenant=tenant).num_cached_tokens for tenant in ("a", "b", None)
+    ]
+
+
+@pytest.mark.parametrize("cost", [ALIASES, COPIES], ids=["alias", "copy"])
+def test_beams_that_could_not_move_keep_their_records(
+    host: HostBackend, make_cache: MakeCache, cost: CostModel
+) -> None:
+    """Whichever driver call fails before the first byte is copied over, nothing has changed."""
+    faulty = FaultInjectingBackend(host)
+    pool = ExtentPool(faulty, 400 * PAGE, close_when_unused=True)
+    cache = make_cache(pool, cost_model=cost)
+    beams = _Beams(cache, 2, 64, forked=False)
+    for sequence, stamps in zip(beams.sequences, beams.wanted, strict=True):
+        sequence.record(stamps)
+    struck = []
+    for fail_at in range(1, 20):
+        faulty.arm(fail_at)
+        try:
+            cache.reorder(beams.sequences, [1, 0])
+        except DriverError:
+            struck.append(faulty.failed_call)
+        else:
+            break
+        faulty.arm(0)
+        if "copy" in struck[2:]:
+            break  # Two saved what is to be overwritten; this one overwrites it.
+        beams.check()
+        for sequence, stamps in zip(beams.sequences, beams.wanted, strict=True):
+            assert stamps == cache.prefixes.token_ids(sequence.row)
+    faulty.arm(0)
+    assert {"mem_unmap", "mem_map"} <= set(struck) if cost is ALIASES else struck == ["copy"] * 3
+
+
+def test_beams_without_memory_keep_their_records(make_cache: MakeCache) -> None:
+    """A refusal changes nothing, this neither."""
+    cache = make_cache(budget_bytes=48 * PAGE, cost_model=ALIASES)
+    beams = _Beams(cache, 2, 64, forked=True)
+    for sequence, stamps in zip(beams.sequences, beams.wanted, strict=True):
+        sequence.record(stamps[sequence.num_recorded :])
+    beams.step(60)
+    fork = beams.sequences[1].fork()
+    cache.cost_model = COPIES
+    cache.pool.trim()
+    cache.pool.set_budget(cache.pool.stats().created_bytes)
+    with pytest.raises(OutOfPagesError):
+        cache.reorder(beams.sequences, [0, 0])
+    assert [64, 64] == [each.num_recorded for each in beams.sequences]
+    fork.close()
+    assert 0 == fork.num_recorded
+
+
 def test_beams_whose_copy_failed_are_not_found_by_what_they_held(
     host: HostBackend, make_cache: MakeCache
 ) -> None:

@@ -9,9 +9,11 @@ import torch
 
 from vmkv import ConfigError, HostBackend, KVCache, Sequence
 from vmkv.cache import layer_group
+from vmkv.cache.cost import CostModel
 from vmkv.units import KiB
 
 PAGE = 4 * KiB
+ALIASES = CostModel(map_us=0, unmap_us=0)
 MakeCache = Callable[..., KVCache]
 FULL, WINDOWED = 0, 2  # The first layers of the two groups.
 
@@ -144,6 +146,96 @@ def test_keeping_the_past_keeps_it(make_cache: MakeCache) -> None:
     _decode(cache, sequence, 100)
     sequence.truncate(50)
     assert torch.equal(torch.arange(50.0), sequence.keys(WINDOWED)[:, 0, 0])
+
+
+def test_forks_keep_what_keeping_the_past_keeps(make_cache: MakeCache) -> None:
+    """A fork can be rolled back as far as its source, and a fork of a part as well."""
+    cache = make_cache(windows=(8,), cost_model=ALIASES)
+    cache.keeps_past = True
+    sequence = cache.open()
+    _decode(cache, sequence, 100)
+    for fork in (sequence.fork(), sequence.fork(60)):
+        assert torch.equal(torch.arange(float(fork.num_tokens)), fork.keys(WINDOWED)[:, 0, 0])
+        fork.truncate(50)
+        assert torch.equal(torch.arange(50.0), fork.keys(WINDOWED)[:, 0, 0])
+    cache.check()
+
+
+@pytest.mark.parametrize("cost_model", [ALIASES, None], ids=["alias", "copy"])
+def test_beams_keep_what_keeping_the_past_keeps(
+    make_cache: MakeCache, cost_model: CostModel | None
+) -> None:
+    """They take over all of each other, and can be rolled back as far as before."""
+    cache = make_cache(windows=(8,), cost_model=cost_model)
+    cache.keeps_past = True
+    beams = [cache.open(), cache.open()]
+    for at, beam in enumerate(beams):
+        _decode(cache, beam, 98)
+        beam.keys(WINDOWED)[:] += 1000 * at
+    cache.reorder(beams, [1, 0])
+    for at, beam in enumerate(beams):
+        beam.truncate(50)
+        wanted = torch.arange(50.0) + 1000 * (1 - at)
+        assert torch.equal(wanted, beam.keys(WINDOWED)[:, 0, 0])
+    cache.check()
+
+
+def test_past_that_was_let_go_of_does_not_come_back(make_cache: MakeCache) -> None:
+    """Keeping begins when it is asked for: forks and beams have no more than their source."""
+    cache = make_cache(windows=(8,), cost_model=ALIASES)
+    beams = [cache.open(), cache.open()]
+    for beam in beams:
+        _decode(cache, beam, 60)
+    cache.keeps_past = True
+    for beam in beams:
+        _decode(cache, beam, 40)
+    beams.append(beams[0].fork())
+    cache.reorder(beams[:2], [1, 0])
+    cache.check()
+    for beam in beams:
+        with pytest.raises(ConfigError, match="cannot go back to 50 tokens"):
+            beam.truncate(50)
+        beam.truncate(70)
+        cache.check()
+
+
+@pytest.mark.parametrize("how", ["close", "truncate"])
+def test_row_that_begins_anew_forgets_what_was_never_written(
+    make_cache: MakeCache, how: str
+) -> None:
+    """A reordered beam holds what its window sees; who comes after it holds all it writes."""
+    cache = make_cache(windows=(8,), max_sequences=3)
+    beams = [cache.open(), cache.open()]
+    for beam in beams:
+        beam.append(100)
+    cache.reorder(beams, [1, 0])
+    with pytest.raises(ConfigError, match="cannot go back"):
+        beams[0].truncate(50)
+    if how == "close":
+        beams[0].close()
+        sequence = cache.open(row=beams[0].row)
+    else:
+        sequence = beams[0]
+        sequence.truncate(0)
+    sequence.append(40)
+    sequence.record(range(40))
+    sequence.fork().close()
+    sequence.truncate(39)
+    sequence.close()
+    assert 32 == cache.open(prompt=range(34)).num_cached_tokens
+
+
+def test_compacting_does_not_invent_what_beams_never_wrote(make_cache: MakeCache) -> None:
+    """The pages move, and with them what is known of them."""
+    cache = make_cache(windows=(8,), max_sequences=3)
+    beams = [cache.open(), cache.open()]
+    for beam in beams:
+        beam.append(100)
+    cache.reorder(beams, [1, 0])
+    cache.drop_layers([WINDOWED + 1])
+    cache.compact()
+    with pytest.raises(ConfigError, match="cannot go back"):
+        beams[0].truncate(50)
 
 
 def test_displaced_row_is_not_adopted(make_cache: MakeCache) -> None:

@@ -78,6 +78,8 @@ def plan_fork(
     num_tokens: int,
     overread_tokens: int,
     cost: CostModel,
+    *,
+    keeps_past: bool = False,
 ) -> GroupFork:
     """What forking the first `num_tokens` tokens of a row takes. Changes nothing.
 
@@ -88,10 +90,11 @@ def plan_fork(
         num_tokens: How many tokens the fork begins with.
         overread_tokens: How many past them must be mapped as well.
         cost: Decides which extents are worth mapping again.
+        keeps_past: Whether the fork keeps what has left its windows, where that is still there.
     """
     geometry = target.geometry
     source_row, target_row = rows
-    first_needed = source.first_needed_page(num_tokens)
+    first_needed = source.first_kept_page(source_row, num_tokens, keeps_past=keeps_past)
     full_end_page = geometry.whole_pages_below(num_tokens)
     aliased = [
         mapping
@@ -146,7 +149,15 @@ def fork_row(
     _check_alike(origin, cache, num_tokens)
     pool, stream = cache.pool, cache.current_stream()
     forks = [
-        plan_fork(theirs, mine, rows, num_tokens, cache.overread_tokens, cache.cost_model)
+        plan_fork(
+            theirs,
+            mine,
+            rows,
+            num_tokens,
+            cache.overread_tokens,
+            cache.cost_model,
+            keeps_past=cache.keeps_past,
+        )
         for theirs, mine in zip(origin.groups, cache.groups, strict=True)
     ]
     # Nobody may take away what is about to be mapped again or copied, even if room must be made
@@ -167,7 +178,7 @@ def fork_row(
             for group, row in ((each.source, each.source_row), (each.target, each.target_row)):
                 pages = group.table.rows[row]
                 pages.shared_end_page = max(pages.shared_end_page, each.first_fresh_page)
-        each.target.note_fork(each.source, each.source_row, each.target_row)
+        each.target.begin_row(each.target_row, each.source.first_written(each.source_row))
     return forks
 
 

@@ -30,7 +30,7 @@ from .rowed import RowedCache
 from .sequence import Sequence
 from .stats import CacheStats, collect_stats
 from .transaction import Target
-from .windows import drop_displaced, retire_behind
+from .windows import begin_anew, retire_behind
 
 
 class KVCache(RowedCache):
@@ -79,6 +79,8 @@ class KVCache(RowedCache):
     def reorder(self, sequences: List_[Sequence], sources: List_[int]) -> None:
         """Let each sequence go on from another one: the step of a beam search.
 
+        What is recorded of a source is recorded of who goes on from it.
+
         Args:
             sequences: Live sequences of this cache, of equal length, each once.
             sources: For each, which of `sequences` it continues.
@@ -86,7 +88,8 @@ class KVCache(RowedCache):
         Raises:
             ConfigError: They are not. Nothing changed.
             OutOfPagesError: Nothing changed.
-            DriverError: Nothing changed, unless a copy failed: then tails are undefined.
+            DriverError: Nothing changed, unless a copy failed: then the sequences that were to go
+                on from another one have undefined tails, and nothing of them is recorded.
 
         Cost: a copy of what the beams have written since they parted; the first time, extents
             are mapped instead of copied, which waits for the device once.
@@ -101,10 +104,7 @@ class KVCache(RowedCache):
         if not moves or not sequences[0].num_tokens:
             return
         self.note_stream()
-        with self.pool.lock:
-            for _, row in moves:
-                self.prefixes.truncate(row)
-        tenants: dict[int, object] = {each.row: each.tenant for each in sequences}
+        tenants = {each.row: each.tenant for each in sequences}
         reorder(self, moves, sequences[0].num_tokens, tenants, self.sharing)
 
     def grow(self, wanted: Iterable[tuple[Sequence, int]]) -> None:
@@ -269,7 +269,7 @@ class KVCache(RowedCache):
                 "what they would see (set keeps_past before appending)"
             )
         if not num_tokens:
-            drop_displaced(self.groups, sequence.row, self.pool.reclaimer)
+            begin_anew(self.groups, sequence.row, self.pool.reclaimer)
         with self.pool.lock:
             self.prefixes.truncate(sequence.row, num_tokens)
         sequence.num_tokens = num_tokens

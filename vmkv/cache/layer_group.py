@@ -139,8 +139,7 @@ class LayerGroup:
         """The first of `num_tokens` tokens of `row` that is mapped in full; else `num_tokens`."""
         if not self.table.rows[row].mappings:
             return num_tokens  # A window of one token sees nothing that was before.
-        first_bytes = self.table.rows[row].first_page * self.geometry.page_bytes
-        return div_ceil(first_bytes, self.geometry.token_bytes)
+        return self.first_token_at(self.table.rows[row].first_page)
 
     def keeps(self, row: int, num_tokens: int) -> bool:
         """Whether all that a query at position `num_tokens` sees, and reads besides, is there."""
@@ -150,7 +149,7 @@ class LayerGroup:
         if self.window_tokens is None:
             return True
         first_seen = max(0, num_tokens - self.window_tokens + 1)
-        return self._first_written.get(row, 0) <= first_seen
+        return self.first_written(row) <= first_seen
 
     def adoptable_tokens(self, row: int) -> int:
         """Tokens a new sequence in `row` would find mapped, for itself alone."""
@@ -167,6 +166,10 @@ class LayerGroup:
         """The token that `page` of a row begins in, or with."""
         return self.geometry.whole_tokens_below(page)
 
+    def first_token_at(self, page: int) -> int:
+        """The first token that begins in `page` of a row, or behind."""
+        return div_ceil(page * self.geometry.page_bytes, self.geometry.token_bytes)
+
     def resident_bytes(self, row: int) -> int:
         """Bytes mapped in `row`."""
         return self.table.rows[row].num_pages * self.geometry.page_bytes
@@ -182,6 +185,21 @@ class LayerGroup:
             return 0
         first_seen = num_tokens - self.window_tokens + 1
         return self.geometry.whole_pages_below(max(0, first_seen - _UNDERREAD_TOKENS))
+
+    def first_kept_page(self, row: int, num_tokens: int, *, keeps_past: bool) -> int:
+        """The first page of what goes with `row` where another takes over its `num_tokens` tokens.
+
+        With `keeps_past` all that there is.
+        """
+        pages, needed = self.table.rows[row], self.first_needed_page(num_tokens)
+        return min(needed, pages.first_page) if keeps_past and pages.mappings else needed
+
+    def first_common_page(
+        self, source: int, target: int, num_tokens: int, *, keeps_past: bool
+    ) -> int:
+        """The first page of what a live row can take over from another, of `num_tokens` both."""
+        rows = (source, target)
+        return max(self.first_kept_page(row, num_tokens, keeps_past=keeps_past) for row in rows)
 
     def has_front_to_retire(self, row: int, num_tokens: int) -> bool:
         """Whether the window has passed all of the row's first extent."""
@@ -200,22 +218,24 @@ class LayerGroup:
 
     def retire_from(self, row: int, num_tokens: int, fence: Fence) -> None:
         """Retire the extents that hold nothing of the first `num_tokens` tokens of `row`."""
-        if not num_tokens:
-            self._first_written.pop(row, None)
         self.table.retire_back(row, self.geometry.pages_for(num_tokens), fence)
 
-    def note_fork(self, source: LayerGroup, source_row: int, row: int) -> None:
-        """`row` begins with what `source_row` of `source` holds."""
-        self._first_written.pop(row, None)
-        if source_row in source._first_written:
-            self._first_written[row] = source._first_written[source_row]
+    def begin_row(self, row: int, first_token: int = 0) -> None:
+        """`row` begins anew: what it will hold is written from `first_token` on, not before."""
+        self._first_written[row] = first_token
 
-    def note_taken_over(self, moves: Sequence[tuple[int, int]], num_tokens: int) -> None:
-        """Of each `(source, target)` row, the target holds what a query after `num_tokens` sees."""
-        first_page = self.first_needed_page(num_tokens)
-        first_token = div_ceil(first_page * self.geometry.page_bytes, self.geometry.token_bytes)
+    def first_written(self, row: int) -> int:
+        """The first token of `row` that was written; what is mapped before it is not its own."""
+        return self._first_written.get(row, 0)
+
+    def note_taken_over(
+        self, moves: Sequence[tuple[int, int]], num_tokens: int, *, keeps_past: bool
+    ) -> None:
+        """Of each `(source, target)` row, the target holds what `first_common_page` says."""
         before = dict(self._first_written)
         for source, target in moves:
+            first_page = self.first_common_page(source, target, num_tokens, keeps_past=keeps_past)
+            first_token = self.first_token_at(first_page)
             self._first_written[target] = max(first_token, before.get(source, 0))
 
     def copy_row(
@@ -225,7 +245,7 @@ class LayerGroup:
 
         What lies before them was never written here, though it may be mapped.
         """
-        self._first_written[row] = tokens.start
+        self.begin_row(row, max(tokens.start, source.first_written(row)))
         with torch.inference_mode(mode=False), torch.no_grad():
             for mine, theirs in (
                 (self.views.keys, source.views.keys),

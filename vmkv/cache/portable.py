@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
-from ..units import div_ceil
 from .layer_group import LayerGroup
 
 if TYPE_CHECKING:
@@ -76,17 +75,13 @@ def check_length(cache: RowedCache, num_tokens: int, where: str) -> None:
 
 def first_kept_token(group: LayerGroup, row: int, num_tokens: int) -> int:
     """The first token of `row` that goes with it: whatever a query after `num_tokens` can read."""
-    first_page = group.first_needed_page(num_tokens)
-    first_token = div_ceil(first_page * group.geometry.page_bytes, group.geometry.token_bytes)
-    return max(first_token, group._first_written.get(row, 0))
+    first_token = group.first_token_at(group.first_needed_page(num_tokens))
+    return max(first_token, group.first_written(row))
 
 
 def note_first_kept_token(group: LayerGroup, row: int, token: int) -> None:
     """`row` was filled from `token` on; what is mapped before it was never written."""
-    if token:
-        group._first_written[row] = token
-    else:
-        group._first_written.pop(row, None)
+    group.begin_row(row, token)
 
 
 def first_seen_token(group: LayerGroup, num_tokens: int) -> int:

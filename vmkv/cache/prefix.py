@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ..errors import ConfigError
@@ -75,12 +75,19 @@ class PrefixIndex:
 
         Cost: about 1 µs per block of 16 tokens.
         """
-        new = _as_array(token_ids)
-        if not new:
+        content = self._contents.get(row, _Content(tenant))
+        self._record(row, content, _as_array(token_ids), [])
+
+    def _record(
+        self, row: int, content: _Content, tokens: array[int], known: Sequence[bytes]
+    ) -> None:
+        """`row` holds `content`, and behind it `tokens`, of whose hashes the first are `known`."""
+        if not tokens:
             return
-        content = self._contents.setdefault(row, _Content(tenant))
-        content.tokens.extend(new)
+        self._contents[row] = content
         first_new = len(content.hashes)
+        content.tokens.extend(tokens)
+        content.hashes.extend(known)
         content.hashes.extend(_chain(content.tokens, content.hashes, content.tenant))
         for each in content.hashes[first_new:]:
             self._rows.setdefault(each, {})[row] = None
@@ -101,17 +108,24 @@ class PrefixIndex:
         if not num_tokens:
             del self._contents[row]
 
-    def copy(self, source: int, target: int, num_tokens: int) -> None:
-        """`target` holds what `source` holds of its first `num_tokens` tokens."""
-        content = self._contents.get(source)
-        self.truncate(target)
-        if content is None or not num_tokens:
-            return
-        tokens = content.tokens[:num_tokens]
-        hashes = content.hashes[: len(tokens) // BLOCK_TOKENS]
-        self._contents[target] = _Content(content.tenant, tokens, hashes)
-        for each in hashes:
-            self._rows[each][target] = None
+    def copy(self, moves: Iterable[tuple[int, int, str | None]], num_tokens: int) -> None:
+        """Each target holds what its source does now, of its first `num_tokens` tokens.
+
+        Args:
+            moves: `(source, target, tenant)`: two rows, and whose the target is.
+            num_tokens: How much of it.
+        """
+        found = [(self._contents.get(source), target, tenant) for source, target, tenant in moves]
+        copies = [
+            (target, tenant, content.tenant, content.tokens[:num_tokens], content.hashes[:])
+            for content, target, tenant in found
+            if content is not None
+        ]
+        for _, target, _ in found:
+            self.truncate(target)
+        for target, tenant, owner, tokens, hashes in copies:
+            known = hashes[: len(tokens) // BLOCK_TOKENS] if tenant == owner else []
+            self._record(target, _Content(tenant), tokens, known)
 
     def num_recorded(self, row: int) -> int:
         """Tokens that `row` is known to hold."""

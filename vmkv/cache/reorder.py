@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -85,7 +85,12 @@ def check_beams(cache: RowedCache, beams: Sequence[Beam], sources: Sequence[int]
 
 
 def plan_moves(
-    group: LayerGroup, moves: Sequence[tuple[int, int]], num_tokens: int, cost: CostModel
+    group: LayerGroup,
+    moves: Sequence[tuple[int, int]],
+    num_tokens: int,
+    cost: CostModel,
+    *,
+    keeps_past: bool,
 ) -> list[Move]:
     """How each target row comes to hold the `num_tokens` tokens of its source.
 
@@ -96,21 +101,31 @@ def plan_moves(
         moves: `(source, target)` rows.
         num_tokens: The length of all.
         cost: Decides what is mapped again and what is copied.
+        keeps_past: Whether what has left the windows is taken over as well.
     """
-    aliased = [_to_alias(group, *move, num_tokens, cost) for move in moves]
+    differences = [_after_common(group, *move, num_tokens, keeps_past=keeps_past) for move in moves]
+    aliased = [_to_alias(group, each, num_tokens, cost) for each in differences]
     # What a row gives to another it shares with it afterwards, and may not write either.
     given = {id(mapping.extent) for mappings in aliased for mapping in mappings}
     return [
-        _plan_move(group, *move, num_tokens, its, given)
-        for move, its in zip(moves, aliased, strict=True)
+        _plan_move(group, *move, num_tokens, each, its, given)
+        for move, each, its in zip(moves, differences, aliased, strict=True)
     ]
 
 
+class _Difference(NamedTuple):
+    """From which page on two rows differ, and the mappings of each from there on."""
+
+    page: int
+    theirs: Sequence[Mapping]
+    mine: Sequence[Mapping]
+
+
 def _to_alias(
-    group: LayerGroup, source: int, target: int, num_tokens: int, cost: CostModel
+    group: LayerGroup, difference: _Difference, num_tokens: int, cost: CostModel
 ) -> list[Mapping]:
-    """The mappings of `source`, behind what it has in common with `target`, to map there too."""
-    _, theirs, mine = _after_common(group, source, target, num_tokens)
+    """The source's mappings, behind what it has in common with the target, to map there too."""
+    _, theirs, mine = difference
     aliased: list[Mapping] = []
     # Both rows must have a boundary where the exchange begins.
     if theirs and mine and theirs[0].first_page == mine[0].first_page:
@@ -128,11 +143,12 @@ def _plan_move(
     source: int,
     target: int,
     num_tokens: int,
+    difference: _Difference,
     aliased: Sequence[Mapping],
     given: Container[int],
 ) -> Move:
     table, geometry = group.table, group.geometry
-    page, _, mine = _after_common(group, source, target, num_tokens)
+    page, _, mine = difference
     page = aliased[-1].end_page if aliased else page
     behind = [mapping for mapping in mine if mapping.end_page > page]
     # What is copied into must be the target's own.
@@ -159,24 +175,24 @@ def _plan_move(
 
 
 def _after_common(
-    group: LayerGroup, source: int, target: int, num_tokens: int
-) -> tuple[int, list[Mapping], list[Mapping]]:
-    """Where the rows begin to differ: the page, and the mappings of each from there on."""
+    group: LayerGroup, source: int, target: int, num_tokens: int, *, keeps_past: bool
+) -> _Difference:
     theirs = list(group.table.rows[source].mappings)
     mine = list(group.table.rows[target].mappings)
-    at, page = 0, group.first_needed_page(num_tokens)
+    page = group.first_common_page(source, target, num_tokens, keeps_past=keeps_past)
+    at = 0
     for their, my in zip(theirs, mine, strict=False):
         if their.extent is not my.extent or their.first_page != my.first_page:
             break
         at, page = at + 1, max(page, their.end_page)
-    return page, theirs[at:], mine[at:]
+    return _Difference(page, theirs[at:], mine[at:])
 
 
 def reorder(
     cache: RowedCache,
     moves: Sequence[tuple[int, int]],
     num_tokens: int,
-    tenants: dict[int, object],
+    tenants: dict[int, str | None],
     sharing: SharingStats,
 ) -> None:
     """Give each target row what its source row holds now.
@@ -190,7 +206,8 @@ def reorder(
 
     Raises:
         OutOfPagesError: Nothing changed.
-        DriverError: Nothing changed, unless a copy failed: then the targets' tails are undefined.
+        DriverError: Nothing changed, unless a copy failed: then the targets' tails are undefined,
+            and nothing of them is recorded.
 
     Cost: copies on the current stream; where extents are exchanged, a wait for the device.
     """
@@ -198,7 +215,9 @@ def reorder(
     plans = [
         plan
         for group in cache.groups
-        for plan in plan_moves(group, moves, num_tokens, cache.cost_model)
+        for plan in plan_moves(
+            group, moves, num_tokens, cache.cost_model, keeps_past=cache.keeps_past
+        )
     ]
     kept = [mapping.extent for plan in plans for mapping in plan.aliased]
     pool.own(kept)
@@ -206,14 +225,25 @@ def reorder(
         fresh = pool.acquire_or_evict([each for plan in plans for each in plan.classes])
         try:
             copies = _through_buffer(cache, plans, stream)
-            _exchange(cache, plans, fresh, tenants, stream)
-            pool.backend.copy_many(copies.second_half, stream)
+            filled = _exchange(cache, plans, fresh)
+            try:
+                for extents, address, row in filled:
+                    pool.prepare(extents, address, tenants[row], stream)
+                pool.backend.copy_many(copies.second_half, stream)
+            except BaseException:
+                with pool.lock:  # The targets hold neither what they held nor all of the other.
+                    for _, target in moves:
+                        cache.prefixes.truncate(target)
+                raise
         finally:
             pool.disown(fresh)
     finally:
         pool.disown(kept)
+    with pool.lock:
+        records = [(source, target, tenants[target]) for source, target in moves]
+        cache.prefixes.copy(records, num_tokens)
     for group in cache.groups:
-        group.note_taken_over(moves, num_tokens)
+        group.note_taken_over(moves, num_tokens, keeps_past=cache.keeps_past)
     sharing.aliased_bytes += sum(extent.num_bytes for extent in kept)
     sharing.copied_bytes += sum(plan.copied_bytes for plan in plans)
 
@@ -251,13 +281,15 @@ def _exchange(
     cache: RowedCache,
     plans: Sequence[Move],
     fresh: Sequence[Extent],
-    tenants: dict[int, object],
-    stream: int,
-) -> None:
-    """Map the sources' extents in the targets' place, with a copy-on-write boundary behind."""
+) -> list[tuple[Sequence[Extent], Address, int]]:
+    """Map the sources' extents in the targets' place, and fresh ones behind.
+
+    Returns those that are fresh, where they are, and in which row.
+    """
     pool = cache.pool
     supply = iter(fresh)
-    exchanges, filled = [], []
+    exchanges = []
+    filled: list[tuple[Sequence[Extent], Address, int]] = []
     for plan in plans:
         make_writable(plan.group.table, plan.target, plan.readonly)
         if not plan.old:
@@ -269,9 +301,9 @@ def _exchange(
         exchanges.append(Exchange(plan.group.table, plan.target, first_page, plan.old, new))
         behind_page = first_page + sum(each.extent.num_pages for each in plan.aliased)
         address = plan.group.table.page_address(plan.target, behind_page)
-        filled.append((behind, address, tenants.get(plan.target)))
+        filled.append((behind, address, plan.target))
     if not exchanges:
-        return
+        return []
     if pool.protects_shared:
         protect(pool, ((plan.group.table, plan.source, plan.aliased) for plan in plans))
     exchange(pool, exchanges)
@@ -280,5 +312,4 @@ def _exchange(
             for row in (plan.source, plan.target):
                 pages = plan.group.table.rows[row]
                 pages.shared_end_page = max(pages.shared_end_page, mapping.end_page)
-    for extents, address, tenant in filled:
-        pool.prepare(extents, address, tenant, stream)
+    return filled

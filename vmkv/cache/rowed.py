@@ -26,7 +26,7 @@ from .swap import Transfer, begin_swap_out, moving_ends, swap_in
 from .transaction import Target
 from .unshare import unshare
 from .victims import ends_of, victim_of
-from .windows import drop_displaced
+from .windows import begin_anew
 
 if TYPE_CHECKING:
     from .kv_cache import KVCache
@@ -133,16 +133,23 @@ class RowedCache(LayeredCache):
         return None
 
     def _adopt(self, row: int, num_tokens: int, tenant: str | None) -> Sequence:
-        """Make an empty or parked row live, with the first `num_tokens` tokens that it holds."""
+        self._take(row, num_tokens, tenant)
+        return self._begun(row, num_tokens, tenant)
+
+    def _take(self, row: int, num_tokens: int, tenant: str | None) -> None:
+        """Make an empty or parked row live, with the first `num_tokens` tokens that it holds.
+
+        Every sequence begins here: what the row knows of the one before is forgotten.
+        """
+        self._rows.check_free(row)
         if self._rows.is_parked(row):
             # Another stream may still read what this one will overwrite.
             self.pool.backend.join_streams(self.current_stream())
-            if not num_tokens:
-                drop_displaced(self.groups, row, self.pool.reclaimer)
-            self.prefixes.truncate(row, num_tokens)  # First: what follows overwrites the rest.
-            self._scrub(row, num_tokens, tenant)
+        if not num_tokens:
+            begin_anew(self.groups, row, self.pool.reclaimer)
+        self.prefixes.truncate(row, num_tokens)  # First: what follows overwrites the rest.
+        self._scrub(row, num_tokens, tenant)
         self._rows.take(row)
-        return self._begun(row, num_tokens, tenant)
 
     def fork(self, source: Sequence, num_tokens: int, *, row: int | None = None) -> Sequence:
         """See `Sequence.fork`. `source` may be of another cache of the same pool and layers."""
@@ -179,7 +186,7 @@ class RowedCache(LayeredCache):
 
         sequence = self.begin(num_tokens, tenant, fill, row=row)
         if origin is self:
-            self.prefixes.copy(source_row, row, num_tokens)
+            self.prefixes.copy([(source_row, row, tenant)], num_tokens)
         else:
             known = origin.prefixes.token_ids(source_row)[:num_tokens]
             self.prefixes.record(row, known, tenant)
@@ -205,7 +212,7 @@ class RowedCache(LayeredCache):
                 row = self._rows.choose_unneeded()
             if self._rows.is_parked(row):
                 self._retire_parked(row, 0)
-            self._rows.take(row)
+            self._take(row, 0, tenant)
         try:
             fill(row)
         except BaseException:
@@ -245,7 +252,7 @@ class RowedCache(LayeredCache):
                 self._drop_swapped(sequence)
                 self._drop_spilled(sequence.row)
                 if not self.prefixes.num_recorded(sequence.row):
-                    drop_displaced(self.groups, sequence.row, self.pool.reclaimer)
+                    begin_anew(self.groups, sequence.row, self.pool.reclaimer)
                 del self._sequences[sequence.row]
                 self._rows.park(sequence.row, self.pool.pressure.tick())
         sequence.is_closed = True

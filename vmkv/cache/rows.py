@@ -91,16 +91,16 @@ class Rows:
             needed_bytes=0,
         )
 
-    def take(self, row: int) -> None:
-        """Make `row` live.
+    def check_free(self, row: int) -> None:
+        """Raise `ConfigError` if there is no such row, or it is live already."""
+        if row in self._live or not 0 <= row < self.num_rows:
+            raise ConfigError(f"row {row} of {self.num_rows} is not free")
 
-        Raises:
-            ConfigError: There is no such row, or it is live already.
-        """
+    def take(self, row: int) -> None:
+        """Make `row` live. Raises what `check_free` does."""
+        self.check_free(row)
         if row in self._parked:
             del self._parked[row]
-        elif row in self._live or not 0 <= row < self.num_rows:
-            raise ConfigError(f"row {row} of {self.num_rows} is not free")
         else:
             self._empty.remove(row)
             heapq.heapify(self._empty)

@@ -97,7 +97,7 @@ class Sequence:
         """Say which tokens have been appended and computed, so that others can begin with them.
 
         Args:
-            token_ids: Those after the ones recorded before.
+            token_ids: Those after the ones recorded before, of which there are `num_recorded`.
 
         Raises:
             ConfigError: More than the sequence holds, or no token ids. Nothing is recorded.
@@ -221,6 +221,11 @@ class Sequence:
         sequence is swapped out or moving.
         """
         return self.cache.writable_tokens(self)
+
+    @property
+    def num_recorded(self) -> int:
+        """How many of its tokens are recorded: `record` goes on behind them. 0 once closed."""
+        return 0 if self.is_closed else self.cache.prefixes.num_recorded(self.row)
 
     @property
     def is_resident(self) -> bool:

@@ -18,10 +18,15 @@ def retire_behind(
                 group.retire_front(row, num_tokens, reclaimer.new_fence())
 
 
-def drop_displaced(groups: Sequence[LayerGroup], row: int, reclaimer: Reclaimer) -> None:
-    """Retire runs that a window has moved off the row's start: no new beginning can use them."""
+def begin_anew(groups: Sequence[LayerGroup], row: int, reclaimer: Reclaimer) -> None:
+    """`row` will be written from its first token on: it remembers nothing of what was before.
+
+    Retires runs that a window has moved off the row's start: no new beginning can use them.
+    """
     displaced = [group for group in groups if group.table.rows[row].first_page]
     if displaced:
         fence = reclaimer.new_fence()
         for group in displaced:
             group.retire_from(row, 0, fence)
+    for group in groups:
+        group.begin_row(row)
