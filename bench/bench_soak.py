@@ -216,7 +216,7 @@ def make_config(*, smoke: bool, layers: int | None) -> LlamaConfig:
     """Llama-3-8B's shape, with fewer layers where wanted; or a tiny one."""
     return LlamaConfig(
         vocab_size=512 if smoke else 128256,
-        hidden_size=64 if smoke else 4096,
+        hidden_size=256 if smoke else 4096,
         intermediate_size=96 if smoke else 14336,
         num_attention_heads=4 if smoke else 32,
         num_hidden_layers=layers or (2 if smoke else 32),
@@ -236,7 +236,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     smoke = arguments.smoke or not torch.cuda.is_available()
     config = make_config(smoke=smoke, layers=arguments.layers)
-    model = make_model(config, torch.device("cpu" if smoke else "cuda"))
+    model = make_model(config, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     asked = traffic(
         arguments.requests or (60 if smoke else NUM_REQUESTS),
         config.vocab_size,
