@@ -53,7 +53,7 @@ from vmkv.cache.prefix import PrefixIndex
 index = PrefixIndex()
 for row, tenant in enumerate([None, "a", "b"]):
     index.record(row, [7 * at - 3 for at in range(50)], tenant)
-print([each.hex() for each in index._rows])
+print([each.hex() for row in range(3) for each in index.hashes(row)])
 """
 
 
@@ -72,7 +72,7 @@ def test_hashes_are_the_same_in_every_process(seed: str) -> None:
     index = PrefixIndex()
     for row, tenant in enumerate([None, "a", "b"]):
         index.record(row, [7 * at - 3 for at in range(50)], tenant)
-    hashes = [each.hex() for each in index._rows]
+    hashes = [each.hex() for row in range(3) for each in index.hashes(row)]
     assert 9 == len(set(hashes))
     assert str(hashes) == child.stdout.strip(), child.stderr
     parent = hashlib.blake2b(b"vmkv prefix 1", digest_size=16).digest()
@@ -85,8 +85,8 @@ def test_index_finds_the_longest_first() -> None:
     index = PrefixIndex()
     index.record(0, range(64))
     index.record(1, [*range(40), 999, *range(30)])
-    found = [(match.num_tokens, match.rows) for match in index.matches(range(100))]
-    assert [(64, (0,)), (48, (0,)), (32, (0, 1)), (16, (0, 1))] == found
+    found = [(match.num_tokens, {*match.rows}) for match in index.matches(range(100))]
+    assert [(64, {0}), (48, {0}), (32, {0, 1}), (16, {0, 1})] == found
     assert [] == list(index.matches(range(1, 100)))
     assert [] == list(index.matches(range(15)))
 
@@ -97,7 +97,7 @@ def test_index_does_not_mind_in_which_pieces_tokens_come() -> None:
     at_once.record(0, range(100))
     for token in range(100):
         one_by_one.record(0, [token])
-    assert at_once._rows == one_by_one._rows
+    assert at_once.hashes(0) == one_by_one.hashes(0)
     assert list(range(100)) == one_by_one.token_ids(0)
 
 
@@ -106,7 +106,7 @@ def test_blocks_are_chained() -> None:
     index = PrefixIndex()
     index.record(0, [*range(16), *range(100, 116)])
     index.record(1, [*range(50, 66), *range(100, 116)])
-    assert 4 == len(index._rows)
+    assert 4 == len({*index.hashes(0), *index.hashes(1)})
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 15, 16, 17, 31, 32, 99, 100, 101])
@@ -121,7 +121,69 @@ def test_index_forgets_what_a_row_no_longer_holds(num_tokens: int) -> None:
     index.record(0, range(kept, 200))
     assert [192] == [match.num_tokens for match in index.matches(range(200))][:1]
     index.truncate(0)
-    assert ({}, {}, 0) == (index._rows, index._contents, index.hits_of(0))
+    assert ([], [], 0) == (list(index.matches(range(200))), index.hashes(0), index.hits_of(0))
+
+
+def test_rows_are_found_by_where_they_are() -> None:
+    """Parked ones and live ones each for themselves, the last one first; others not at all."""
+    index = PrefixIndex()
+    for row in range(5):
+        index.record(row, range(40))
+    index.park(1)
+    index.park(0)
+    index.hide(3)
+    (match, shorter) = index.matches(range(40))
+    assert ([0, 1], [4, 2]) == ([*match.parked], [*match.live])
+    assert ([0, 1, 4, 2], 32) == ([*shorter.rows], match.num_tokens)
+    index.take(1)
+    assert ([0], [1, 4, 2]) == ([*match.parked], [*match.live])
+    for row in (0, 1, 2, 4):
+        index.hide(row)
+    assert [] == list(index.matches(range(40)))
+    index.take(3)
+    index.truncate(3, 20)
+    assert [(16, [3])] == [(each.num_tokens, [*each.rows]) for each in index.matches(range(40))]
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 16, 17, 32, 33, 48, 49, 64, 65, 100])
+@pytest.mark.parametrize("is_away", [False, True])
+def test_beginnings_that_are_lost_are_not_found(num_tokens: int, is_away: bool) -> None:
+    """Longer ones are, and those of other rows; and nothing is left of a row that goes."""
+    index = PrefixIndex()
+    index.record(0, range(64))
+    index.lose_short(0, num_tokens)
+    index.lose_short(0, num_tokens // 2)  # What is lost stays lost.
+    if is_away:
+        index.hide(0)
+        assert [] == list(index.matches(range(64)))
+        index.take(0)
+    wanted = [each for each in (64, 48, 32, 16) if each >= num_tokens]
+    assert wanted == [match.num_tokens for match in index.matches(range(64))]
+    index.record(1, range(32))
+    longest = next(index.matches(range(64))).num_tokens
+    assert max([32, *wanted]) == longest
+    index.truncate(0, 24)
+    index.record(0, range(24, 64))
+    assert 64 == next(index.matches(range(64))).num_tokens
+    index.truncate(0)
+    index.truncate(1)
+    assert [] == list(index.matches(range(64)))
+    index.record(0, range(64))
+    assert [64, 48, 32, 16] == [match.num_tokens for match in index.matches(range(64))]
+
+
+def test_copies_are_made_at_once_and_are_their_tenants() -> None:
+    """Two rows change places; who is another tenant's is found by that one alone."""
+    index = PrefixIndex()
+    index.record(0, range(40), "a")
+    index.record(1, range(100, 120), "a")
+    index.copy([(1, 0, "a"), (0, 1, "b"), (2, 3, None)], 36)
+    assert (list(range(100, 120)), list(range(36))) == (index.token_ids(0), index.token_ids(1))
+    assert [] == list(index.matches(range(40), "a"))
+    assert [32, 16] == [match.num_tokens for match in index.matches(range(40), "b")]
+    assert [(16, [0])] == [
+        (match.num_tokens, [*match.rows]) for match in index.matches(range(100, 120), "a")
+    ]
 
 
 @pytest.mark.parametrize("tokens", [["a"], [1.5], [None], [2**63], "text", [[1]]])
@@ -229,6 +291,65 @@ def test_many_requests_share_a_system_prompt(make_cache: MakeCache) -> None:
         assert_holds(request, [*system, *range(1000 * at, 1000 * at + 20)])
     assert (64 + 64 * 5) * PAGE == cache.stats().resident_bytes
     assert [0] + [256] * 63 == [each.num_cached_tokens for each in requests]
+
+
+@pytest.mark.parametrize("num_live", [0, 30])
+def test_finding_costs_the_same_however_many_hold_it(
+    make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch, num_live: int
+) -> None:
+    """Whether a row can be begun from is asked of a few."""
+    cache = make_cache(max_sequences=99, budget_bytes=100 * 1024 * KiB, cost_model=ALIASES)
+    asked: list[int] = []
+    keeps = cache._keeps
+    monkeypatch.setattr(cache, "_keeps", lambda row, num: asked.append(row) or keeps(row, num))
+    num_asked = []
+    for num_holders in (10, 90):
+        held = [_say(cache, range(256)) for _ in range(num_holders - cache.stats().num_sequences)]
+        for each in held[num_live:]:
+            each.close()
+        asked.clear()
+        hit = cache.open(prompt=[*range(256), 7])
+        assert 256 == hit.num_cached_tokens
+        num_asked.append(len(asked))
+        hit.close()
+    assert num_asked[1] <= num_asked[0] + 4 <= 12
+
+
+@pytest.mark.usefixtures("no_underread")
+def test_rows_whose_window_has_passed_are_asked_once(
+    make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They stay known, and what they still hold of longer prompts is found."""
+    cache = make_cache(windows=(8,), max_sequences=12, budget_bytes=100 * 1024 * KiB)
+    asked: list[int] = []
+    keeps = cache._keeps
+    monkeypatch.setattr(cache, "_keeps", lambda row, num: asked.append(row) or keeps(row, num))
+    for at in range(8):
+        said = [*range(64), *range(1000 * at, 1000 * at + 200)]
+        sequence = _say(cache, said[:64])
+        for start in range(64, 264, 20):
+            append(sequence, said[start : start + 20])
+            sequence.record(said[start : start + 20])
+        sequence.close()
+    assert 0 == cache.open(prompt=[*range(64), 7]).num_cached_tokens
+    assert list(range(8)) == asked
+    asked.clear()
+    assert 0 == cache.open(prompt=[*range(64), 7]).num_cached_tokens
+    assert [] == asked
+    hit = cache.open(prompt=[*said, 7])
+    assert 256 == hit.num_cached_tokens
+    assert_holds(hit, said[:256])
+
+
+def test_swapped_sequences_are_found_when_they_are_back(make_cache: MakeCache) -> None:
+    """Not before, and what is recorded of them meanwhile stays."""
+    cache = make_cache(host_budget_bytes=64 * PAGE, cost_model=ALIASES)
+    source = _say(cache, range(64))
+    source.swap_out()
+    assert (64, 0) == (source.num_recorded, cache.open(prompt=[*range(64), 7]).num_cached_tokens)
+    source.swap_in()
+    hit = cache.open(prompt=[*range(64), 7])
+    assert_holds(hit, range(64))
 
 
 def test_last_token_is_never_found(cache: KVCache) -> None:

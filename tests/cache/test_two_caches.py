@@ -26,7 +26,7 @@ MakeCache = Callable[..., KVCache]
 @pytest.fixture
 def pool(host: HostBackend) -> ExtentPool:
     """64 pages."""
-    return ExtentPool(host, 64 * PAGE, close_when_unused=True)
+    return ExtentPool(host, 64 * PAGE, host_budget_bytes=64 * PAGE, close_when_unused=True)
 
 
 def _say(cache: KVCache, tokens: range) -> Sequence:
@@ -242,7 +242,7 @@ class _Watched(dict):
         super().__delitem__(key)
 
 
-@pytest.mark.parametrize("change", ["record", "truncate", "reorder"])
+@pytest.mark.parametrize("change", ["record", "truncate", "reorder", "close", "swap"])
 def test_index_is_changed_under_the_pools_lock(
     pool: ExtentPool, make_cache: MakeCache, change: str
 ) -> None:
@@ -250,15 +250,21 @@ def test_index_is_changed_under_the_pools_lock(
     cache = make_cache(pool)
     sequences = [_say(cache, range(at, at + 64)) for at in (0, 1000)]
     watched = _Watched(pool.lock)
-    watched.update(cache.prefixes._rows)
-    cache.prefixes._rows = watched
+    watched.update(cache.prefixes._live._rows)
+    cache.prefixes._live._rows = watched
     if change == "record":
         append(sequences[0], range(64, 80))
         sequences[0].record(range(64, 80))
     elif change == "truncate":
         sequences[0].truncate(10)
-    else:
+    elif change == "reorder":
         cache.reorder(sequences, [1, 0])
+    elif change == "close":
+        sequences[0].close()
+        cache.open(prompt=range(64))
+    else:
+        sequences[0].swap_out()
+        sequences[0].swap_in()
     assert watched.was_held
     assert all(watched.was_held)
 

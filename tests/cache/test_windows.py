@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from vmkv import ConfigError, HostBackend, KVCache, Sequence
+from vmkv import ClosedError, ConfigError, HostBackend, KVCache, Sequence
 from vmkv.cache import layer_group
 from vmkv.cache.cost import CostModel
 from vmkv.units import KiB
@@ -100,6 +100,37 @@ def test_window_pages_are_used_again(make_cache: MakeCache, host: HostBackend) -
     _decode(cache, sequence, 400)
     growth = group_full.table.rows[0].num_pages - full
     assert cache.pool.stats().created_bytes - created <= growth * PAGE
+
+
+def test_what_is_there_is_said_and_can_be_read(make_cache: MakeCache) -> None:
+    """Tokens before `first_token` have no memory; all others are what was written."""
+    cache = make_cache(windows=(8,), cost_model=ALIASES)
+    sequence = cache.open()
+    assert [0, 0] == [sequence.first_token(layer) for layer in (FULL, WINDOWED)]
+    for _ in range(30):
+        _decode(cache, sequence, 3, 3)
+        fork = sequence.fork()
+        for each in (sequence, fork):
+            first = each.first_token(WINDOWED)
+            wanted = torch.arange(float(first), float(each.num_tokens))
+            assert torch.equal(wanted, each.keys(WINDOWED)[first:, 0, 0])
+            assert first <= max(0, each.num_tokens - 8 + 1)
+        assert 0 == sequence.first_token(FULL)
+        fork.close()
+    assert sequence.first_token(WINDOWED) > 70
+    with pytest.raises(ConfigError, match="layer 9 was not added"):
+        sequence.first_token(9)
+    with pytest.raises(ClosedError):
+        fork.first_token(WINDOWED)
+
+
+def test_window_of_one_token_may_leave_nothing_to_read(make_cache: MakeCache) -> None:
+    """Then the first token that is there is the next one."""
+    cache = make_cache(windows=(1,))
+    sequence = cache.open()
+    _decode(cache, sequence, 8, 4)
+    sequence.append(0)
+    assert sequence.num_tokens == sequence.first_token(WINDOWED)
 
 
 # ---- going back ---------------------------------------------------------------------------

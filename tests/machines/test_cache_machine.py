@@ -13,7 +13,8 @@ thread works on a cache), and kernels that read asynchronously (the GPU tests do
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar
 
@@ -162,7 +163,7 @@ class CacheMachine(RuleBasedStateMachine):
                 return False  # May need copies of what it shares.
             missing += max(0, group.geometry.pages_for(num_tokens) - pages.end_page)
         live_bytes = stats.resident_bytes - stats.parked_bytes
-        return live_bytes + missing * PAGE <= BUDGET_PAGES * PAGE
+        return live_bytes + missing * PAGE <= self.cache.pool.stats().budget_bytes
 
     # ---- sequences --------------------------------------------------------------------
 
@@ -490,6 +491,77 @@ class CacheMachine(RuleBasedStateMachine):
                 assert (0, 0, 0) == (stats.parked_bytes, stats.free_bytes, stats.retired_bytes)
         self._end_fault()
 
+    # ---- when memory is full ----------------------------------------------------------
+
+    @rule(num_pages=st.integers(1, BUDGET_PAGES))
+    def lower_budget(self, num_pages: int) -> None:
+        """What is refused is refused for good: the same call again finds nothing more."""
+        self.unmaps_at_hold = None  # Making room waits for the device.
+        pool = self.cache.pool
+        try:
+            pool.set_budget(num_pages * PAGE)
+        except ConfigError:
+            with pytest.raises(ConfigError, match="in use"):
+                pool.set_budget(num_pages * PAGE)
+            assert pool.stats().resident_bytes > num_pages * PAGE
+        pool.set_budget(BUDGET_PAGES * PAGE)
+
+    @contextmanager
+    def _full(self, num_free_pages: int) -> Iterator[None]:
+        """Memory is full but for so many pages, for the length of a block."""
+        self.unmaps_at_hold = None
+        pool = self.cache.pool
+        pool.reclaimer.wait()
+        pool.trim()
+        pool.set_budget(max(PAGE, pool.stats().created_bytes + num_free_pages * PAGE))
+        try:
+            yield
+        finally:
+            pool.set_budget(BUDGET_PAGES * PAGE)
+
+    @precondition(lambda self: self.said)
+    @rule(
+        pick=st.integers(0, 30),
+        num_new=st.integers(0, 9),
+        share=st.floats(0, 1),
+        num_free_pages=st.integers(0, 4),
+    )
+    def open_with_prompt_when_full(
+        self, pick: int, num_new: int, share: float, num_free_pages: int
+    ) -> None:
+        with self._full(num_free_pages):
+            self.open_with_prompt(pick, num_new, share)
+
+    @has_sequences
+    @rule(pick=picks, share=st.floats(0, 1), num_free_pages=st.integers(0, 4))
+    def fork_when_full(self, pick: int, share: float, num_free_pages: int) -> None:
+        key = self._picked(pick)
+        source = self.by_id[key]
+        num_tokens = int(source.num_tokens * share)
+        with self._full(num_free_pages):
+            try:
+                fork = source.fork(num_tokens)
+            except OutOfPagesError:
+                with pytest.raises(OutOfPagesError):
+                    source.fork(num_tokens)
+                return
+            except (ConfigError, OutOfAddressSpaceError):
+                return
+            self.num_rows_free -= 1
+            self.by_id[self.model.fork(key, num_tokens)] = fork
+
+    @has_sequences
+    @rule(pick=picks, num_tokens=st.integers(0, 20), num_free_pages=st.integers(0, 4))
+    def append_when_full(self, pick: int, num_tokens: int, num_free_pages: int) -> None:
+        with self._full(num_free_pages):
+            self.append(pick, num_tokens, 0)
+
+    @precondition(lambda self: not self.model.stamps and not self.said)
+    @rule()
+    def keep_the_past(self) -> None:
+        """From now on; loaded sequences alone may lack some of it."""
+        self.cache.keeps_past = True
+
     @rule()
     def hold_fences(self) -> None:
         self.cache.pool.reclaimer.poll()
@@ -544,6 +616,28 @@ class CacheMachine(RuleBasedStateMachine):
             if not sequence.is_resident:
                 continue
             self._assert_content(sequence, stamps)
+
+    @invariant()
+    def what_is_there_is_the_models(self) -> None:
+        """Also what a window keeps beyond what its next query sees."""
+        for key, sequence in self.by_id.items():
+            if not sequence.is_resident:
+                continue
+            stamps = self.model.stamps[key]
+            for layer in self.cache.layers:
+                window = self.cache.place(layer)[0].window_tokens
+                first = sequence.first_token(layer)
+                assert first <= (0 if window is None else max(0, len(stamps) - window + 1))
+                wanted = [self._stamp(stamp, layer, 0) for stamp in stamps[first:]]
+                assert wanted == sequence.keys(layer)[first:, 0, 0].tolist()
+
+    @invariant()
+    def records_are_the_models(self) -> None:
+        """Wherever its sequence was moved, swapped or reordered to."""
+        for key, sequence in self.by_id.items():
+            recorded = self.cache.prefixes.token_ids(sequence.row)
+            assert len(recorded) == sequence.num_recorded
+            assert recorded == self.model.stamps[key][: len(recorded)]
 
     def _assert_content(self, sequence: Sequence, stamps: list[int]) -> None:
         for layer in sequence.cache.layers:

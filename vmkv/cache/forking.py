@@ -56,7 +56,12 @@ class GroupFork:
     @property
     def classes(self) -> tuple[int, ...]:
         """The fresh extents to acquire."""
-        return tuple(size_classes(self.end_page - self.first_fresh_page, self.target.largest_class))
+        return tuple(size_classes(self.num_fresh_pages, self.target.largest_class))
+
+    @property
+    def num_fresh_pages(self) -> int:
+        """The pages to acquire."""
+        return self.end_page - self.first_fresh_page
 
     @property
     def needed(self) -> list[Mapping]:
@@ -120,6 +125,24 @@ def plan_fork(
     )
 
 
+def plan_forks(
+    origin: RowedCache, cache: RowedCache, rows: tuple[int, int], num_tokens: int
+) -> list[GroupFork]:
+    """`plan_fork` for each group of a row of `origin`, and one of `cache`."""
+    return [
+        plan_fork(
+            theirs,
+            mine,
+            rows,
+            num_tokens,
+            cache.overread_tokens,
+            cache.cost_model,
+            keeps_past=cache.keeps_past,
+        )
+        for theirs, mine in zip(origin.groups, cache.groups, strict=True)
+    ]
+
+
 def fork_row(
     origin: RowedCache,
     cache: RowedCache,
@@ -148,18 +171,7 @@ def fork_row(
     """
     _check_alike(origin, cache, num_tokens)
     pool, stream = cache.pool, cache.current_stream()
-    forks = [
-        plan_fork(
-            theirs,
-            mine,
-            rows,
-            num_tokens,
-            cache.overread_tokens,
-            cache.cost_model,
-            keeps_past=cache.keeps_past,
-        )
-        for theirs, mine in zip(origin.groups, cache.groups, strict=True)
-    ]
+    forks = plan_forks(origin, cache, rows, num_tokens)
     # Nobody may take away what is about to be mapped again or copied, even if room must be made
     # and the source is a parked row, or one that is moving.
     with pinned(pool, (mapping for each in forks for mapping in each.needed)):

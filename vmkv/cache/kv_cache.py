@@ -23,6 +23,7 @@ from ..errors import ConfigError, OutOfPagesError, SequenceFullError
 from ..memory import ExtentPool, Scrub, WriteRange, check_pool
 from .cost import CostModel
 from .disk import load
+from .forking import plan_forks
 from .prefix import BLOCK_TOKENS
 from .process import import_prefix
 from .reorder import check_beams, reorder
@@ -171,6 +172,11 @@ class KVCache(RowedCache):
                     for group in self.groups:
                         group.retire_from(sequence.row, self._needed_tokens(sequence), fence)
             return before_bytes - self.pool.stats().resident_bytes
+
+    def pages_to_fork(self, sequence: Sequence, num_tokens: int) -> int:
+        """What a fork of `sequence` at `num_tokens` takes from the pool. Changes nothing."""
+        plans = plan_forks(self, self, (sequence.row, -1), num_tokens)
+        return sum(plan.num_fresh_pages for plan in plans)
 
     def surplus_bytes(self) -> int:
         """What `retire_surplus` would give back. Cost: proportional to the live rows."""

@@ -141,15 +141,24 @@ class LayerGroup:
             return num_tokens  # A window of one token sees nothing that was before.
         return self.first_token_at(self.table.rows[row].first_page)
 
+    def first_readable_token(self, row: int, num_tokens: int) -> int:
+        """The first of `num_tokens` tokens of `row` that is there, as it was written."""
+        return min(
+            num_tokens, max(self.first_mapped_token(row, num_tokens), self.first_written(row))
+        )
+
     def keeps(self, row: int, num_tokens: int) -> bool:
         """Whether all that a query at position `num_tokens` sees, and reads besides, is there."""
-        first_page = self.table.rows[row].first_page
-        if first_page > self.first_needed_page(num_tokens):
-            return False
+        return num_tokens >= self.shortest_kept(row)
+
+    def shortest_kept(self, row: int) -> int:
+        """From which length on all that the next query sees, and reads besides, is there."""
         if self.window_tokens is None:
-            return True
-        first_seen = max(0, num_tokens - self.window_tokens + 1)
-        return self.first_written(row) <= first_seen
+            return 0
+        first_page = self.table.rows[row].first_page
+        read = self.first_token_at(first_page) + _UNDERREAD_TOKENS if first_page else 0
+        seen = max(read, self.first_written(row))
+        return seen + self.window_tokens - 1 if seen else 0
 
     def adoptable_tokens(self, row: int) -> int:
         """Tokens a new sequence in `row` would find mapped, for itself alone."""

@@ -26,26 +26,83 @@ BLOCK_TOKENS = 16
 _DIGEST_BYTES = 16
 
 
+class _Holders:
+    """Rows that hold blocks, by the blocks' hashes; of each, who came last is found first."""
+
+    def __init__(self) -> None:
+        self._rows: dict[bytes, dict[int, None]] = {}
+
+    def add(self, row: int, hashes: Iterable[bytes]) -> None:
+        for each in hashes:
+            self._rows.setdefault(each, {})[row] = None
+
+    def remove(self, row: int, hashes: Iterable[bytes]) -> None:
+        for each in hashes:
+            rows = self._rows[each]
+            del rows[row]
+            if not rows:
+                del self._rows[each]
+
+    def __contains__(self, hash_: bytes) -> bool:
+        return hash_ in self._rows
+
+    def of(self, hash_: bytes) -> Iterator[int]:
+        return reversed(self._rows.get(hash_, {}))
+
+
 @dataclass
 class _Content:
-    """What one row is known to hold, from its first token on."""
+    """What one row is known to hold, from its first token on.
+
+    Attributes:
+        tenant: Whose it is.
+        holders: Where the row is listed now.
+        tokens: What it holds.
+        hashes: Those of its whole blocks.
+        num_lost: How many of those end where the row can no longer be begun from.
+        num_hits: How often it was begun from.
+    """
 
     tenant: str | None
+    holders: _Holders
     tokens: array[int] = field(default_factory=lambda: array("q"))
-    hashes: list[bytes] = field(default_factory=list)  # Of its whole blocks.
+    hashes: list[bytes] = field(default_factory=list)
+    num_lost: int = 0
     num_hits: int = 0
 
 
 @dataclass(frozen=True)
 class Match:
-    """Rows that hold the first `num_tokens` tokens of a prompt."""
+    """Rows that hold the first `num_tokens` tokens of a prompt, and can be begun from."""
 
     num_tokens: int
-    rows: tuple[int, ...]
+    _hash: bytes
+    _parked: _Holders
+    _live: _Holders
+
+    @property
+    def parked(self) -> Iterator[int]:
+        """Those parked now, the last one first."""
+        return self._parked.of(self._hash)
+
+    @property
+    def live(self) -> Iterator[int]:
+        """Those live now, the last one first."""
+        return self._live.of(self._hash)
+
+    @property
+    def rows(self) -> Iterator[int]:
+        """All of them now."""
+        yield from self.parked
+        yield from self.live
 
 
 class PrefixIndex:
     """From prompts to rows.
+
+    Who holds a block is listed by whether it is parked, live, or away: swapped out, or a window
+    has let go of what a sequence that begins there would see. So to find one of a kind costs the
+    same however many there are.
 
     Attributes:
         num_hits: Sequences that began with tokens found here.
@@ -58,12 +115,12 @@ class PrefixIndex:
         self.num_misses = 0
         self.num_hit_tokens = 0
         self._contents: dict[int, _Content] = {}
-        self._rows: dict[bytes, dict[int, None]] = {}
+        self._parked, self._live, self._away = _Holders(), _Holders(), _Holders()
 
     # ---- what rows hold -------------------------------------------------------------------
 
     def record(self, row: int, token_ids: Sequence[int], tenant: str | None = None) -> None:
-        """`row` now holds `token_ids` after those recorded before.
+        """`row`, which is live, now holds `token_ids` after those recorded before.
 
         Args:
             row: The row.
@@ -75,7 +132,7 @@ class PrefixIndex:
 
         Cost: about 1 µs per block of 16 tokens.
         """
-        content = self._contents.get(row, _Content(tenant))
+        content = self._contents.get(row, _Content(tenant, self._live))
         self._record(row, content, _as_array(token_ids), [])
 
     def _record(
@@ -89,8 +146,7 @@ class PrefixIndex:
         content.tokens.extend(tokens)
         content.hashes.extend(known)
         content.hashes.extend(_chain(content.tokens, content.hashes, content.tenant))
-        for each in content.hashes[first_new:]:
-            self._rows.setdefault(each, {})[row] = None
+        content.holders.add(row, content.hashes[first_new:])
 
     def truncate(self, row: int, num_tokens: int = 0) -> None:
         """`row` holds `num_tokens` tokens at most from now on."""
@@ -99,17 +155,26 @@ class PrefixIndex:
             return
         del content.tokens[num_tokens:]
         num_blocks = num_tokens // BLOCK_TOKENS
-        for gone in content.hashes[num_blocks:]:
-            holders = self._rows[gone]
-            del holders[row]
-            if not holders:
-                del self._rows[gone]
+        first_listed = max(content.num_lost, num_blocks)
+        content.holders.remove(row, content.hashes[first_listed:])
+        self._away.remove(row, content.hashes[num_blocks:first_listed])
         del content.hashes[num_blocks:]
+        content.num_lost = min(content.num_lost, num_blocks)
         if not num_tokens:
             del self._contents[row]
 
+    def lose_short(self, row: int, num_tokens: int) -> None:
+        """Of `row`, nobody can begin with fewer than `num_tokens` tokens any more."""
+        content = self._contents.get(row)
+        num_lost = max(0, num_tokens - 1) // BLOCK_TOKENS
+        if content is not None and content.num_lost < num_lost:
+            lost = content.hashes[content.num_lost : num_lost]
+            content.holders.remove(row, lost)
+            self._away.add(row, lost)
+            content.num_lost += len(lost)
+
     def copy(self, moves: Iterable[tuple[int, int, str | None]], num_tokens: int) -> None:
-        """Each target holds what its source does now, of its first `num_tokens` tokens.
+        """Each target, which is live, holds what its source does now of its first `num_tokens`.
 
         Args:
             moves: `(source, target, tenant)`: two rows, and whose the target is.
@@ -125,7 +190,7 @@ class PrefixIndex:
             self.truncate(target)
         for target, tenant, owner, tokens, hashes in copies:
             known = hashes[: len(tokens) // BLOCK_TOKENS] if tenant == owner else []
-            self._record(target, _Content(tenant), tokens, known)
+            self._record(target, _Content(tenant, self._live), tokens, known)
 
     def num_recorded(self, row: int) -> int:
         """Tokens that `row` is known to hold."""
@@ -137,10 +202,37 @@ class PrefixIndex:
         content = self._contents.get(row)
         return [] if content is None else content.tokens.tolist()
 
+    def hashes(self, row: int) -> list[bytes]:
+        """The hashes of the whole blocks that `row` is known to hold."""
+        content = self._contents.get(row)
+        return [] if content is None else list(content.hashes)
+
     def hits_of(self, row: int) -> int:
         """How often a sequence has started from `row`, as it is now."""
         content = self._contents.get(row)
         return 0 if content is None else content.num_hits
+
+    # ---- where they are -------------------------------------------------------------------
+
+    def park(self, row: int) -> None:
+        """`row` is parked now. Cost: as of `record`, or less."""
+        self._list(row, self._parked)
+
+    def take(self, row: int) -> None:
+        """`row` is live now, and in device memory."""
+        self._list(row, self._live)
+
+    def hide(self, row: int) -> None:
+        """`row` is swapped out: it holds what it did, and nobody can begin with it."""
+        self._list(row, self._away)
+
+    def _list(self, row: int, holders: _Holders) -> None:
+        content = self._contents.get(row)
+        if content is not None and content.holders is not holders:
+            listed = content.hashes[content.num_lost :]
+            content.holders.remove(row, listed)
+            holders.add(row, listed)
+            content.holders = holders
 
     # ---- finding them ---------------------------------------------------------------------
 
@@ -151,12 +243,13 @@ class PrefixIndex:
         """
         found = []
         for each in _chain(_as_array(token_ids), [], tenant):
-            rows = self._rows.get(each)
-            if rows is None:
+            if each not in self._live and each not in self._parked and each not in self._away:
                 break
-            found.append(tuple(rows))
+            found.append(each)
         for num_blocks in range(len(found), 0, -1):
-            yield Match(num_blocks * BLOCK_TOKENS, found[num_blocks - 1])
+            hash_ = found[num_blocks - 1]
+            if hash_ in self._parked or hash_ in self._live:
+                yield Match(num_blocks * BLOCK_TOKENS, hash_, self._parked, self._live)
 
     def note_hit(self, row: int, num_tokens: int) -> None:
         """A sequence began with `num_tokens` tokens of `row`."""

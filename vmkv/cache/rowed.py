@@ -5,7 +5,7 @@ What `KVCache` is without growth.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as List_
 from contextlib import AbstractContextManager
 from functools import partial
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ..backend import Access, MemoryLocation
 from ..errors import CapacityError, ConfigError
 from ..memory import Victim, pinned
+from .contents import can_begin, can_extend, keeps, resident_tokens, whole_bytes
 from .cost import CostModel
 from .forking import fork_row
 from .layered import LayeredCache
@@ -30,6 +31,10 @@ from .windows import begin_anew
 
 if TYPE_CHECKING:
     from .kv_cache import KVCache
+
+#: Of the rows that hold a prompt's beginning, live and parked, so many are compared: the last ones,
+#: which were cut where it ends if any was. To compare all would make hits of many costly.
+_HOLDERS_LOOKED_AT = 4
 
 
 class RowedCache(LayeredCache):
@@ -92,35 +97,30 @@ class RowedCache(LayeredCache):
     ) -> Sequence | None:
         """A sequence that begins with the longest prefix found; None if there is none."""
         for match in self.prefixes.matches(prompt[: len(prompt) - 1], tenant):
-            holders = [row for row in match.rows if self._keeps(row, match.num_tokens)]
-            if not holders:
-                continue
-            parked = [row for row in holders if self._rows.is_parked(row)]
+            parked = self._holders(match.parked, match.num_tokens)
             # Its memory is all there. What else it holds is lost, so it should not be much.
             whole = [
                 row
                 for row in parked
                 if self.prefixes.num_recorded(row) <= 2 * match.num_tokens
-                and self._can_extend(row, match.num_tokens)
+                and can_extend(self.groups, row, match.num_tokens)
                 and self._can_begin(row, match.num_tokens)
             ]
             if whole:
                 row = min(whole, key=self.prefixes.num_recorded)
                 sequence = self._adopt(row, match.num_tokens, tenant)
             else:
-                row = max(holders, key=lambda row: self._whole_bytes(row, match.num_tokens))
+                holders = parked + self._holders(match.live, match.num_tokens)
+                if not holders:
+                    continue
+                row = max(holders, key=lambda row: whole_bytes(self.groups, row, match.num_tokens))
                 try:
                     sequence = self._fork(self, row, match.num_tokens, tenant)
                 except CapacityError:
-                    # No second row, or no memory for the tail: one row can be had as it is.
-                    # Looked for anew: who was parked may have given way to the attempt.
-                    parked = [
-                        row
-                        for row in holders
-                        if self._rows.is_parked(row)
-                        and self._keeps(row, match.num_tokens)
-                        and self._can_begin(row, match.num_tokens)
-                    ]
+                    # No second row, or no memory for the tail: one row can be had as it is. Looked
+                    # for anew: who was parked may have given way to the attempt.
+                    parked = self._holders(match.parked, match.num_tokens)
+                    parked = [row for row in parked if self._can_begin(row, match.num_tokens)]
                     if not parked:
                         break
                     row = min(parked, key=self.prefixes.num_recorded)
@@ -131,6 +131,22 @@ class RowedCache(LayeredCache):
             return sequence
         self.prefixes.note_miss()
         return None
+
+    def _holders(self, rows: Iterator[int], num_tokens: int) -> list[int]:
+        """The first few of `rows` from which a sequence of `num_tokens` tokens can begin.
+
+        Those that turn out to have let go of something are not looked at again.
+        """
+        found: list[int] = []
+        lost: list[int] = []
+        for row in rows:
+            (found if self._keeps(row, num_tokens) else lost).append(row)
+            if len(found) == _HOLDERS_LOOKED_AT:
+                break
+        for row in lost:
+            self.prefixes.truncate(row, resident_tokens(self.groups, row))
+            self.prefixes.lose_short(row, max(each.shortest_kept(row) for each in self.groups))
+        return found
 
     def _adopt(self, row: int, num_tokens: int, tenant: str | None) -> Sequence:
         self._take(row, num_tokens, tenant)
@@ -149,6 +165,7 @@ class RowedCache(LayeredCache):
             begin_anew(self.groups, row, self.pool.reclaimer)
         self.prefixes.truncate(row, num_tokens)  # First: what follows overwrites the rest.
         self._scrub(row, num_tokens, tenant)
+        self.prefixes.take(row)
         self._rows.take(row)
 
     def fork(self, source: Sequence, num_tokens: int, *, row: int | None = None) -> Sequence:
@@ -255,6 +272,7 @@ class RowedCache(LayeredCache):
                     begin_anew(self.groups, sequence.row, self.pool.reclaimer)
                 del self._sequences[sequence.row]
                 self._rows.park(sequence.row, self.pool.pressure.tick())
+                self.prefixes.park(sequence.row)
         sequence.is_closed = True
 
     # ---- swapping -------------------------------------------------------------------------
@@ -281,6 +299,7 @@ class RowedCache(LayeredCache):
                 transfer.swapped.retire(self.pool.reclaimer.new_fence())
                 sequence.swapped, sequence.transfer = transfer.swapped, None
                 self._moving.remove(sequence)
+                self.prefixes.hide(sequence.row)
                 self.sharing.swapped_out_bytes += transfer.swapped.num_bytes
 
     def cancel_transfer(self, sequence: Sequence) -> None:
@@ -299,6 +318,8 @@ class RowedCache(LayeredCache):
             swap_in(self, sequence.swapped, sequence.tenant)
             self.sharing.swapped_in_bytes += sequence.swapped.num_bytes
             sequence.swapped = None
+            with self.pool.lock:
+                self.prefixes.take(sequence.row)
 
     def spill(self, sequence: Sequence, num_bytes: int) -> int:
         """See `Sequence.spill`."""
@@ -329,7 +350,7 @@ class RowedCache(LayeredCache):
         if sequence.swapped is not None:
             sequence.swapped.drop(self.pool)
             sequence.swapped = None
-            self.prefixes.truncate(sequence.row, self._resident_tokens(sequence.row))
+            self.prefixes.truncate(sequence.row, resident_tokens(self.groups, sequence.row))
 
     def _resident_sequences(self) -> list[Sequence]:
         return [each for each in self._sequences.values() if each.is_resident]
@@ -381,46 +402,13 @@ class RowedCache(LayeredCache):
             self._rows.empty(row)
 
     def _keeps(self, row: int, num_tokens: int) -> bool:
-        """Whether `row` has all that a query after `num_tokens` tokens sees."""
-        return all(
-            group.keeps(row, num_tokens) and group.resident_tokens(row) >= num_tokens
-            for group in self.groups
-        )
+        return keeps(self.groups, row, num_tokens)
+
+    def _can_begin(self, row: int, num_tokens: int) -> bool:
+        return can_begin(self.groups, row, num_tokens, self.overread_tokens)
 
     def _adoptable_tokens(self, row: int) -> int:
         return min((group.adoptable_tokens(row) for group in self.groups), default=0)
-
-    def _resident_tokens(self, row: int) -> int:
-        return min((group.resident_tokens(row) for group in self.groups), default=0)
-
-    def _can_begin(self, row: int, num_tokens: int) -> bool:
-        """Whether all is mapped that a sequence of `num_tokens` must have, over-read included."""
-        end = num_tokens + self.overread_tokens
-        return all(
-            group.resident_tokens(row) >= min(end, group.geometry.row_tokens)
-            for group in self.groups
-        )
-
-    def _can_extend(self, row: int, num_tokens: int) -> bool:
-        """Whether `row` can be written from `num_tokens` on without a copy."""
-        return not any(
-            mapping.extent.is_shared
-            for group in self.groups
-            for mapping in group.table.overlapping(
-                row,
-                group.geometry.whole_pages_below(num_tokens),
-                group.geometry.pages_for(num_tokens),
-            )
-        )
-
-    def _whole_bytes(self, row: int, num_tokens: int) -> int:
-        """What a fork of `row` at `num_tokens` need not copy."""
-        total_bytes = 0
-        for group in self.groups:
-            end_page = group.geometry.whole_pages_below(num_tokens)
-            for mapping in group.table.overlapping(row, 0, end_page):
-                total_bytes += mapping.extent.num_bytes if mapping.end_page <= end_page else 0
-        return total_bytes
 
     def _scrub(self, row: int, num_tokens: int, tenant: str | None) -> None:
         """Overwrite what an adopted row still holds of others behind `num_tokens` tokens."""

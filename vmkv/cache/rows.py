@@ -22,7 +22,7 @@ class Rows:
     def __init__(self, num_rows: int):
         self.num_rows = num_rows
         self._empty = list(range(num_rows))  # A heap: low rows first, so views stay narrow.
-        self._parked: dict[int, int] = {}  # When each was last used; parked longest ago first.
+        self._parked: dict[int, int] = {}  # When each was last used; longest ago first.
         self._live: set[int] = set()
 
     @property
@@ -31,7 +31,7 @@ class Rows:
         return self._live
 
     def parked(self) -> Iterator[int]:
-        """Parked rows, parked longest ago first."""
+        """Parked rows, used longest ago first."""
         return iter(tuple(self._parked))
 
     def is_parked(self, row: int) -> bool:
@@ -45,6 +45,7 @@ class Rows:
     def touch(self, row: int, now: int) -> None:
         """A sequence has started from `row`, if it is parked."""
         if row in self._parked:
+            del self._parked[row]
             self._parked[row] = now
 
     def choose(
@@ -82,9 +83,9 @@ class Rows:
         """
         if self._empty:
             return self._empty[0]
-        parked = [row for row in self._parked if row != but]
-        if parked:
-            return min(parked, key=lambda row: self._parked[row])
+        for row in self._parked:
+            if row != but:
+                return row
         raise OutOfAddressSpaceError(
             f"all {self.num_rows} rows hold live sequences; close one, or make the cache with "
             "more rows",

@@ -232,8 +232,25 @@ class Sequence:
         """Whether kernels can read it: neither swapped out nor moving."""
         return self.swapped is None and self.transfer is None
 
+    def first_token(self, layer: int) -> int:
+        """The first token of `layer` that is there; `num_tokens` if none is.
+
+        0 but for sliding-window layers, which let go of what no query will see. What lies before
+        has no memory: a kernel that is told the window does not touch it, and nobody else may.
+
+        Raises:
+            ClosedError, ConfigError: As `keys`; or there is no such layer.
+        """
+        self.check_open()
+        group, _ = self.cache.place(layer)
+        return group.first_readable_token(self.row, self.num_tokens)
+
     def keys(self, layer: int) -> torch.Tensor:
         """The keys of `layer`: `[num_tokens, k_heads, k_dim]`, a view to read and write.
+
+        Row i is token i, in every layer: of a sliding-window layer only those from
+        `first_token(layer)` on may be touched; what lies before is not mapped, and touching it ends
+        the process.
 
         Valid until the sequence is closed or truncated. Never copied.
         """

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..backend import Access
+from ..errors import OutOfPagesError
 from ..memory import Exchange, Mapping, exchange, size_classes
 from .access import make_writable
 from .layer_group import LayerGroup
@@ -40,7 +41,14 @@ def unshare(group: LayerGroup, row: int, num_tokens: int, *, tenant: object, str
     if shared is not None:
         kept_end_page = group.geometry.pages_for(num_tokens)
         if shared.first_page < kept_end_page:
-            copied_bytes = _replace(group, row, shared, num_tokens, tenant, stream)
+            try:
+                copied_bytes = _replace(group, row, shared, num_tokens, tenant, stream)
+            except OutOfPagesError:
+                # No room for a copy. None is needed where only victims show it besides.
+                with group.pool.lock:
+                    if not group.pool.pressure.let_go([shared.extent]):
+                        raise
+                return unshare(group, row, num_tokens, tenant=tenant, stream=stream)
         else:
             fence = group.pool.reclaimer.new_fence()
             group.table.retire_back(row, shared.first_page, fence)

@@ -1,8 +1,9 @@
 """Ownership of physical memory and of mappings. Free of torch.
 
 `extent.py` what is owned; `pool.py` by whom; `shelf.py` where it comes from, within which budget;
-`page_table.py` where it is mapped; `reclaim.py` when it may go; `pressure.py` who gives way;
-`scrub.py` what is left in it; `submitted.py` what steps write; `invariants.py` what always holds.
+`page_table.py` where it is mapped; `change.py` what stays while it is read; `reclaim.py` when it
+may go; `pressure.py` who gives way; `scrub.py` what is left in it; `submitted.py` what steps write;
+`invariants.py` what always holds.
 """
 
 from .change import pinned as pinned

@@ -106,6 +106,18 @@ class Pressure:
                 break
         return evicted_bytes
 
+    def let_go(self, extents: Collection[Extent]) -> bool:
+        """Have victims give up `extents`, which a live row wants for itself.
+
+        Returns whether one did.
+        """
+        found = False
+        for victim in [each for source in self._sources for each in (source() or list)()]:
+            if any(extent in extents for extent in victim.shared):
+                victim.let_go(extents)
+                found = True
+        return found
+
     def _part_one(self, victims: Sequence[Victim]) -> bool:
         """Let one victim give up what it shares with other victims only; the others have it still.
 

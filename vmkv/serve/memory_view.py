@@ -252,9 +252,8 @@ class MemoryView:
         leader = self._leader(request_id)
         if leader is not None:
             num_shared = len(self._requests[request_id].prompt_token_ids) - 1
-            pages -= sum(
-                group.geometry.whole_pages_below(num_shared) for group in self.cache.groups
-            )
+            pages -= self.peak_pages(num_shared)
+            pages += self.cache.pages_to_fork(leader, num_shared)
         return pages
 
     def pages_to_grow(self, request_id: int, num_tokens: int) -> int:
