@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vmkv import ConfigError, KVCache, OutOfAddressSpaceError
+from vmkv import ConfigError, ExtentPool, HostBackend, KVCache, OutOfAddressSpaceError
 from vmkv.cache.rows import Rows
 from vmkv.units import KiB
 
@@ -203,3 +203,51 @@ def test_trim_of_some_bytes_spares_the_youngest(cache: KVCache) -> None:
     assert 18 * PAGE == cache.stats().parked_bytes
     assert [0, 8, 10] == [cache.groups[0].table.rows[row].num_pages for row in range(3)]
     assert 2 == cache.open(40).row
+
+
+def test_trim_gives_back_what_is_free_first(cache: KVCache) -> None:
+    """Parked rows are not asked for what lies idle already."""
+    sequences = [cache.open() for _ in range(2)]
+    for sequence in sequences:
+        sequence.append(40)
+    sequences[0].close()
+    cache.trim()
+    sequences[1].close()
+    cache.pool.disown(cache.pool.acquire([2, 0]))  # Five pages that nobody needs.
+    assert 5 * PAGE == cache.trim(5 * PAGE)
+    assert 10 * PAGE == cache.stats().parked_bytes
+    assert 12 * PAGE > cache.trim(10 * PAGE) >= 10 * PAGE
+    assert 0 == cache.trim(PAGE)
+
+
+@pytest.mark.parametrize("num_pages", [0, 1, 5, 9, 12, 14, 99])
+def test_room_is_made_beside_what_is_free(make_cache: MakeCache, num_pages: int) -> None:
+    """So much more than before, by parked rows and then by what live ones do not need."""
+    cache = make_cache(budget_bytes=40 * PAGE)
+    live, ended = cache.open(), cache.open()
+    for sequence in (live, ended):
+        sequence.append(36)
+    live.append(1)
+    live.truncate(20)
+    ended.close()
+    before_bytes = cache.pool.available_bytes
+    assert before_bytes > 20 * PAGE
+    made_bytes = cache.make_room(num_pages * PAGE)
+    assert made_bytes == cache.pool.available_bytes - before_bytes
+    assert made_bytes >= min(num_pages, 9 + 2) * PAGE
+    assert (8 if num_pages > 9 else 10) == cache.groups[0].table.rows[live.row].num_pages
+    cache.check()
+    assert made_bytes + cache.make_room(99 * PAGE) == (9 + 2) * PAGE
+    assert 20 == live.num_tokens
+
+
+def test_room_is_made_by_this_cache_alone(host: HostBackend, make_cache: MakeCache) -> None:
+    """Another one over the pool keeps its parked rows."""
+    pool = ExtentPool(host, 64 * PAGE, close_when_unused=True)
+    mine, other = make_cache(pool), make_cache(pool)
+    for cache in (mine, other):
+        sequence = cache.open()
+        sequence.append(40)
+        sequence.close()
+    assert 10 * PAGE == mine.make_room(99 * PAGE)
+    assert 10 * PAGE == other.stats().parked_bytes

@@ -338,25 +338,41 @@ class KVCache(RowedCache):
 
     # ---- memory ---------------------------------------------------------------------------
 
-    def trim(self, num_bytes: int | None = None) -> int:
-        """Give memory that no live sequence needs back: `num_bytes` at least, or all of it.
+    def make_room(self, num_bytes: int) -> int:
+        """Have `num_bytes` more that sequences could grow by, as far as this cache can.
 
-        Parked rows go oldest first, then what live rows hold beyond their length, then free
-        extents. Waits for the fences of what is unmapped. Returns the bytes given back.
+        Its parked rows give way, the one used longest ago first, then what its live rows hold
+        beyond their length; other caches over the pool keep theirs. Waits for the fences of what is
+        unmapped. Returns how much more there is: less than asked for where no more can be had.
         """
         self.check_open()
-        wanted_bytes = num_bytes if num_bytes is not None else 1 << 62
-        self.pool.reclaimer.poll()
-        if self.pool.stats().free_bytes < wanted_bytes:
+        before_bytes = self.pool.available_bytes
+        self.pool.make_room(num_bytes, only=self._victims)
+        if self.pool.available_bytes < before_bytes + num_bytes:
             with self.pool.lock:
-                if num_bytes is None:
-                    for row in self._rows.parked():
-                        self._retire_parked(row, 0)
-                else:
-                    missing_bytes = num_bytes - self.pool.stats().free_bytes
-                    self.pool.pressure.evict(missing_bytes, only=self._victims)
                 self.retire_surplus()
             self.pool.reclaimer.wait()
+        return self.pool.available_bytes - before_bytes
+
+    def trim(self, num_bytes: int | None = None) -> int:
+        """Give `num_bytes` at least back to the device, or all that no live sequence needs.
+
+        What is free goes first, so there is not always more room afterwards (see `make_room`, which
+        is how it gets what is missing). Returns the bytes given back: less than asked for where
+        there is no more.
+        """
+        self.check_open()
+        self.pool.reclaimer.poll()
+        if num_bytes is None:
+            with self.pool.lock:
+                for row in self._rows.parked():
+                    self._retire_parked(row, 0)
+                self.retire_surplus()
+            self.pool.reclaimer.wait()
+        else:
+            missing_bytes = num_bytes - self.pool.stats().free_bytes
+            if missing_bytes > 0:
+                self.make_room(missing_bytes)
         return self.pool.trim(num_bytes)
 
     def stats(self) -> CacheStats:

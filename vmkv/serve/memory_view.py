@@ -128,6 +128,10 @@ class MemoryView:
         self._requests.pop(request_id, None)
         self._leaders.pop(request_id, None)
 
+    def make_room(self, num_bytes: int) -> None:
+        """Have `num_bytes` more to grow by, as far as that is to be had. Waits for the device."""
+        self.cache.make_room(num_bytes)
+
     def reclaim(self, num_bytes: int | None = None) -> int:
         """Give back what no live sequence needs, and what they hold beyond their length.
 

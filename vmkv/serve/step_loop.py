@@ -179,7 +179,7 @@ class StepLoop:
                 self._give_up(plan, chunks)
                 missing_bytes = _missing_bytes(error)
                 if not was_short:
-                    self._view.reclaim(missing_bytes)
+                    self._view.make_room(missing_bytes)
                 was_short = True
                 missing_pages = div_ceil(missing_bytes, self._view.page_bytes)
                 self._withheld_pages = max(2 * self._withheld_pages, missing_pages)
