@@ -17,6 +17,9 @@ from vmkv.backend import Access, AccessOp, CopyOp, Fence, MapOp, Op
 from vmkv.errors import DriverError
 from vmkv.units import Address
 
+#: Addresses of one device, which are never given out twice.
+_ARENA_BYTES = 1 << 36
+
 
 class IllegalAccessError(AssertionError):
     """Work touched memory that is not mapped, or wrote where it may only read."""
@@ -55,7 +58,7 @@ class Device(HostBackend):
         self._queue: deque[Callable[[], None]] = deque()
         # Of each mapped page, the handle behind it and what may be done there.
         self._pages: dict[int, tuple[int, Access]] = {}
-        self._reserved: dict[int, int] = {}
+        self._arena = self._next_address = _native.host_reserve(_ARENA_BYTES, granularity_bytes)
         self.num_submitted = 0
         self.num_done = 0
         self.violations: list[str] = []
@@ -103,23 +106,38 @@ class Device(HostBackend):
         self.check_access("a fill writes", address, num_bytes, Access.READ_WRITE)
         super().fill(Address(address), num_bytes, byte, stream)
 
-    def abandon(self) -> None:
-        """Give memory and addresses back to the system as they are. Nothing may touch them."""
-        self._queue.clear()
-        while self._reserved:
-            _native.host_free(*self._reserved.popitem())
-        self.close()
-
     # ---- what is mapped -------------------------------------------------------------------
 
     def address_reserve(self, num_bytes: int) -> Address:
-        address = super().address_reserve(num_bytes)
-        self._reserved[address] = num_bytes
-        return address
+        """From the arena, in order and never beside each other.
+
+        So what is unmapped in one call, and in which order, does not depend on where the system
+        happens to have room.
+        """
+        self._check_size("address_reserve", num_bytes)
+        self.calls["address_reserve"] += 1
+        address = self._next_address
+        self._next_address += num_bytes + self.granularity_bytes
+        assert self._next_address <= self._arena + _ARENA_BYTES
+        with self._lock:
+            self._books.reserve(address, num_bytes)
+        return Address(address)
 
     def address_free(self, address: Address, num_bytes: int) -> None:
-        super().address_free(address, num_bytes)
-        del self._reserved[address]
+        self.calls["address_free"] += 1
+        with self._lock:
+            refusal = self._books.why_not_free(address, num_bytes)
+            if refusal is not None:
+                raise self._refusal("address_free", refusal)
+            self._books.unreserve(address)
+
+    def close(self) -> None:
+        """Free the arena, whatever is in it: where a test has failed, nothing touches it again."""
+        self._queue.clear()
+        if self._arena:
+            _native.host_free(self._arena, _ARENA_BYTES)
+            self._arena = 0
+        super().close()
 
     def run_until_failure(self, ops: Sequence[Op]) -> tuple[int, DriverError | None]:
         num_done, error = super().run_until_failure(ops)

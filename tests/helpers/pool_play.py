@@ -232,7 +232,7 @@ class PoolPlay:
             self._constants.__exit__(None, None, None)
             for cache in self._caches():
                 cache.is_closed = True  # So that no destructor complains.
-            self.device.abandon()
+            self.device.close()
 
     def _log(self, what: str) -> None:
         self.trace.append(what)

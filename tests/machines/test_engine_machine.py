@@ -12,7 +12,7 @@ What is played is in `helpers.engine_play`; `fuzz_engine.py` plays it for longer
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from typing import Any
 
 import pytest
 from helpers.engine_play import MISHAPS, EnginePlay, Shape, wait_for_host
@@ -53,8 +53,35 @@ all_params = st.builds(
 )
 picks = st.integers(0, 3)
 lengths = st.one_of(st.integers(0, 10), st.integers(0, 90))
-pages = st.integers(4, 120)
-fault_calls = st.sampled_from([0, 0, 0, 1, 2, 3, 5, 8])
+fault_calls = st.sampled_from([0, 0, 0, 0, 1, 2, 3, 5, 8])
+
+
+def operations(**named: st.SearchStrategy[object] | tuple[st.SearchStrategy[object], ...]) -> Any:
+    """One of the play's operations, by its name, with its arguments."""
+    return st.one_of(
+        st.tuples(st.just(name), st.tuples(*its) if isinstance(its, tuple) else its)
+        for name, its in named.items()
+    )
+
+
+memory = operations(
+    set_budget=(st.integers(4, 120),),
+    trim=(st.none() | st.integers(0, 20),),
+    other_append=(st.integers(0, 40), st.booleans()),
+    other_close=(st.booleans(),),
+)
+guests = operations(
+    guest_append=(picks, st.integers(0, 20)),
+    guest_fork=(picks, lengths),
+    guest_swap=(picks, st.booleans()),
+    guest_close=(picks,),
+)
+trouble = operations(
+    cancel=(picks,),
+    cancel_all=(),
+    mishap=(st.sampled_from(MISHAPS),),
+    catch_up=(st.integers(1, 9),),
+)
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -66,12 +93,14 @@ class EngineMachine(RuleBasedStateMachine):
     def make(self, shape: Shape) -> None:
         self.play = EnginePlay(shape)
 
-    def _do(self, operation: Callable[[EnginePlay], object]) -> None:
+    def _do(self, name: str, *arguments: object, fail_at: int = 0) -> None:
         """Carry something out; after a failure nothing can be expected of what is left."""
         play = self.play
         assert play is not None
         try:
-            operation(play)
+            if fail_at:
+                play.fault(fail_at, is_out_of_memory=fail_at % 2 == 0)
+            getattr(play, name)(*arguments)
         except BaseException:
             self.play = None
             play.abandon()
@@ -86,114 +115,79 @@ class EngineMachine(RuleBasedStateMachine):
         tail = [draw.randrange(1, VOCABULARY) for _ in range(length)]
         return [*head, *tail][: play.shape.max_tokens - 2] or [1]
 
-    # ---- requests -------------------------------------------------------------------------
+    @rule(length=lengths, params=all_params, num_steps=st.sampled_from([1, 0, 4, 60]))
+    def a_new_prompt(self, length: int, params: SamplingParams, num_steps: int) -> None:
+        self._do("add", self._prompt(0, 0, length), params)
+        self._do("step", num_steps)
 
     @rule(
         pick=st.integers(0, 6),
-        cut=st.one_of(st.just(100), lengths),
+        cut=lengths,
         length=lengths,
         params=all_params,
         priority=st.sampled_from([0, 0, -1, 1]),
+        num_steps=st.sampled_from([1, 0, 4, 60]),
     )
-    def add(self, pick: int, cut: int, length: int, params: SamplingParams, priority: int) -> None:
-        prompt = self._prompt(pick, cut, length)
-        self._do(lambda play: play.add(prompt, params, priority))
+    def a_prompt_that_begins_alike(
+        self,
+        pick: int,
+        cut: int,
+        length: int,
+        params: SamplingParams,
+        priority: int,
+        num_steps: int,
+    ) -> None:
+        self._do("add", self._prompt(pick, cut, length), params, priority)
+        self._do("step", num_steps)
 
     @rule(
-        num_steps=st.sampled_from([1, 2, 5, 20]),
-        fail_at=fault_calls,
-        is_out_of_memory=st.booleans(),
+        pick=st.integers(0, 6),
+        params=all_params,
+        length=st.sampled_from([0, 1, 9]),
+        num_steps=st.sampled_from([1, 0, 4, 60]),
     )
-    def step(self, num_steps: int, fail_at: int, is_out_of_memory: bool) -> None:
-        def run(play: EnginePlay) -> None:
-            if fail_at:
-                play.fault(fail_at, is_out_of_memory=is_out_of_memory)
-            play.step(num_steps)
+    def a_conversation_goes_on(
+        self, pick: int, params: SamplingParams, length: int, num_steps: int
+    ) -> None:
+        self._do("add", self._prompt(pick, 1000, length), params)
+        self._do("step", num_steps)
 
-        self._do(run)
+    @rule(num_steps=st.sampled_from([1, 2, 5, 20]), fail_at=fault_calls)
+    def step(self, num_steps: int, fail_at: int) -> None:
+        self._do("step", num_steps, fail_at=fail_at)
 
-    @rule()
-    def drain(self) -> None:
-        self._do(lambda play: play.drain())
-
-    @rule(pick=picks)
-    def cancel(self, pick: int) -> None:
-        self._do(lambda play: play.cancel(pick))
-
-    @rule()
-    def cancel_all(self) -> None:
-        self._do(lambda play: play.cancel_all())
-
-    @rule(kind=st.sampled_from(MISHAPS))
-    def let_a_step_fail(self, kind: str) -> None:
-        self._do(lambda play: play.mishap(kind))
-
-    # ---- memory ---------------------------------------------------------------------------
-
-    @rule(num_pages=pages, fail_at=fault_calls)
-    def set_budget(self, num_pages: int, fail_at: int) -> None:
-        def set_it(play: EnginePlay) -> None:
-            if fail_at:
-                play.fault(fail_at, is_out_of_memory=False)
-            play.set_budget(num_pages)
-
-        self._do(set_it)
+    @rule(operation=memory, fail_at=fault_calls)
+    def memory(self, operation: tuple[str, tuple[object, ...]], fail_at: int) -> None:
+        name, arguments = operation
+        self._do(name, *arguments, fail_at=fail_at)
 
     @rule()
-    def restore_budget(self) -> None:
-        self._do(lambda play: play.set_budget(play.shape.budget_pages))
+    def everything_ends(self) -> None:
+        assert self.play is not None
+        self._do("set_budget", self.play.shape.budget_pages)
+        self._do("drain")
 
-    @rule(num_pages=st.none() | st.integers(0, 20), fail_at=fault_calls)
-    def trim(self, num_pages: int | None, fail_at: int) -> None:
-        def give_back(play: EnginePlay) -> None:
-            if fail_at:
-                play.fault(fail_at, is_out_of_memory=False)
-            play.trim(num_pages)
+    @rule(operation=trouble)
+    def trouble(self, operation: tuple[str, tuple[object, ...]]) -> None:
+        name, arguments = operation
+        self._do(name, *arguments)
 
-        self._do(give_back)
+    @rule(pick=st.integers(0, 6), cut=lengths, length=st.integers(0, 12), fail_at=fault_calls)
+    def a_guest_comes(self, pick: int, cut: int, length: int, fail_at: int) -> None:
+        self._do("guest_open", self._prompt(pick, cut, length), fail_at=fail_at)
 
-    @rule(num_tokens=st.integers(0, 40), is_new=st.booleans())
-    def another_cache_grows(self, num_tokens: int, is_new: bool) -> None:
-        self._do(lambda play: play.other_append(num_tokens, is_new))
-
-    @rule(is_all=st.booleans())
-    def another_cache_shrinks(self, is_all: bool) -> None:
-        self._do(lambda play: play.other_close(is_all))
-
-    @precondition(lambda self: self.play is not None and self.play.shape.is_late)
-    @rule(num_works=st.integers(1, 20))
-    def the_device_catches_up(self, num_works: int) -> None:
-        self._do(lambda play: play.catch_up(num_works))
-
-    # ---- others' sequences in the engine's cache ------------------------------------------
-
-    @rule(pick=st.integers(0, 6), cut=lengths, length=st.integers(0, 12))
-    def a_guest_comes(self, pick: int, cut: int, length: int) -> None:
-        prompt = self._prompt(pick, cut, length)
-        self._do(lambda play: play.guest_open(prompt))
-
-    @rule(pick=picks, num_tokens=st.integers(0, 20))
-    def a_guest_goes_on(self, pick: int, num_tokens: int) -> None:
-        self._do(lambda play: play.guest_append(pick, num_tokens))
-
-    @rule(pick=picks, num_tokens=lengths)
-    def a_guest_is_forked(self, pick: int, num_tokens: int) -> None:
-        self._do(lambda play: play.guest_fork(pick, num_tokens))
-
-    @rule(pick=picks, wait=st.booleans())
-    def a_guest_is_swapped(self, pick: int, wait: bool) -> None:
-        self._do(lambda play: play.guest_swap(pick, wait))
-
-    @rule(pick=picks)
-    def a_guest_leaves(self, pick: int) -> None:
-        self._do(lambda play: play.guest_close(pick))
+    @precondition(lambda self: self.play is not None and self.play.guests)
+    @rule(operation=guests, fail_at=fault_calls)
+    def a_guest(self, operation: tuple[str, tuple[object, ...]], fail_at: int) -> None:
+        name, arguments = operation
+        self._do(name, *arguments, fail_at=fail_at)
 
     def teardown(self) -> None:
         if self.play is not None:
-            self._do(lambda play: play.close())
+            self._do("close")
 
 
 TestEngineMachine = pytest.mark.slow(EngineMachine.TestCase)
 TestEngineMachine.settings = settings(
-    max_examples=3 * settings().max_examples, stateful_step_count=40
+    max_examples=3 * settings().max_examples, stateful_step_count=50
 )
