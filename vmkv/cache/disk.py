@@ -1,35 +1,29 @@
-"""Sequences on disk: what a row holds, in a safetensors file that checks itself.
+"""Sequences on disk: what a row holds, in a file that checks itself.
 
-    metadata     format, version, sequence (lengths and geometry, as JSON), blake2b (digests)
     token_ids    int64 [recorded tokens]
     group.<n>    uint8 [tokens, token_bytes]: raw token rows of layer group n, from the first
                  token on that a query can still see
 
-Any reader of safetensors opens it. The library writes only tensors that are whole in memory, and
-a sequence can be larger than what is left of that, so writing is done here, through a small
-buffer; what is written becomes a file of its name once it is complete. Reading is the library's.
+How such a file is written and read is in `saved_file.py`.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import stat
+import struct
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from ..errors import ClosedError, ConfigError, OutOfPagesError
 from ..units import Address, MiB
 from .layer_group import LayerGroup
 from .portable import (
-    Claims,
     check_groups,
     check_length,
     describe_groups,
@@ -37,18 +31,18 @@ from .portable import (
     first_seen_token,
     note_first_kept_token,
 )
+from .saved_file import SavedFile, StoredTensor, write
 from .swap import Swapped
+from .whole_file import whole_file
 
 if TYPE_CHECKING:
     from .kv_cache import KVCache
     from .rowed import RowedCache
     from .sequence import Sequence as CacheSequence
 
-_FORMAT, _VERSION = "vmkv sequence", "1"
 _TOKEN_IDS = "token_ids"
 #: Through a small buffer, because there may be little memory left; hashing is slower by far.
 _CHUNK_BYTES = MiB
-_DIGEST_BYTES = 32
 
 
 @dataclass(frozen=True)
@@ -57,17 +51,6 @@ class _Range:
 
     address: Address
     num_bytes: int
-
-
-@dataclass
-class _Tensor:
-    """A tensor of the file, and its digest once that is known."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    num_bytes: int
-    digest: str = "0" * (2 * _DIGEST_BYTES)
 
 
 class _Buffer:
@@ -85,8 +68,13 @@ class _Buffer:
         if self._is_cuda:
             self._far = _device_buffer(cache)
 
-    def read(self, source: _Range) -> Iterator[torch.Tensor]:
-        """What a range of the cache's memory holds: uint8 tensors, each valid until the next."""
+    @property
+    def data(self) -> memoryview:
+        """The CPU's side of it, of bytes."""
+        return self._near.numpy().data
+
+    def read(self, source: _Range) -> Iterator[memoryview]:
+        """What a range of the cache's memory holds, in parts, each valid until the next."""
         cache = self._cache
         for start in range(0, source.num_bytes, _CHUNK_BYTES):
             num_bytes = min(_CHUNK_BYTES, source.num_bytes - start)
@@ -95,16 +83,15 @@ class _Buffer:
             if self._is_cuda:
                 self._near[:num_bytes].copy_(self._far[:num_bytes], non_blocking=True)
                 torch.cuda.current_stream(cache.device).synchronize()
-            yield self._near[:num_bytes]
+            yield self.data[:num_bytes]
 
-    def write(self, address: Address, data: torch.Tensor) -> None:
-        """Put at most a buffer's bytes at an address of the cache's memory."""
-        cache, num_bytes = self._cache, data.numel()
-        self._near[:num_bytes] = data
+    def write(self, address: Address, start: int, end: int) -> None:
+        """Put the bytes from `start` to `end` of `data` at an address of the cache's memory."""
+        cache = self._cache
         if self._is_cuda:
-            self._far[:num_bytes].copy_(self._near[:num_bytes], non_blocking=True)
-        source, stream = Address(self._far.data_ptr()), cache.current_stream()
-        cache.pool.backend.copy(address, source, num_bytes, stream)
+            self._far[start:end].copy_(self._near[start:end], non_blocking=True)
+        source, stream = Address(self._far.data_ptr() + start), cache.current_stream()
+        cache.pool.backend.copy(address, source, end - start, stream)
         if self._is_cuda:
             torch.cuda.current_stream(cache.device).synchronize()
 
@@ -134,13 +121,9 @@ def save(sequence: CacheSequence, path: str | os.PathLike[str]) -> None:
     if sequence.is_closed:
         raise ClosedError(f"the sequence in row {sequence.row} is closed")
     cache, row, num_tokens = sequence.cache, sequence.row, sequence.num_tokens
-    token_ids = torch.tensor(cache.prefixes.token_ids(row), dtype=torch.int64)
+    token_ids = cache.prefixes.token_ids(row)
     first_tokens = [first_kept_token(group, row, num_tokens) for group in cache.groups]
-    tensors = [_Tensor(_TOKEN_IDS, "I64", (len(token_ids),), 8 * len(token_ids))]
-    for at, (group, first_token) in enumerate(zip(cache.groups, first_tokens, strict=True)):
-        token_bytes = group.geometry.token_bytes
-        shape = (max(0, num_tokens - first_token), token_bytes)
-        tensors.append(_Tensor(f"group.{at}", "U8", shape, shape[0] * token_bytes))
+    tensors = _tensors(cache, num_tokens, len(token_ids), first_tokens)
     description = {
         "num_tokens": num_tokens,
         "first_tokens": first_tokens,
@@ -149,17 +132,25 @@ def save(sequence: CacheSequence, path: str | os.PathLike[str]) -> None:
     cache.note_stream()
     cache.pool.backend.join_streams(cache.current_stream())
     # The file takes its name last: after everything that can fail.
-    with cache.pinned_row(row), _replacing(Path(path)) as file:
+    with cache.pinned_row(row), whole_file(Path(path)) as file:
         buffer = _Buffer(cache)
-        contents: list[Iterator[torch.Tensor]] = [_chunks(token_ids)]
+        ids = struct.pack(f"<{len(token_ids)}q", *token_ids)
+        contents: list[Iterable[memoryview]] = [[memoryview(ids)]]
         for group, first_token in zip(cache.groups, first_tokens, strict=True):
             ranges = _ranges(group, row, first_token, num_tokens, sequence.swapped)
-            contents.append(chunk for each in ranges for chunk in buffer.read(each))
-        _write(file, json.dumps(description), tensors, contents)
+            contents.append(part for each in ranges for part in buffer.read(each))
+        write(file, json.dumps(description), tensors, contents)
 
 
-def _chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    return iter(torch.split(tensor, _CHUNK_BYTES // tensor.element_size()))
+def _tensors(
+    cache: RowedCache, num_tokens: int, num_ids: int, first_tokens: Sequence[int]
+) -> list[StoredTensor]:
+    """What a file of so many tokens consists of."""
+    tensors = [StoredTensor(_TOKEN_IDS, "I64", (num_ids,))]
+    for at, (group, first_token) in enumerate(zip(cache.groups, first_tokens, strict=True)):
+        shape = (max(0, num_tokens - first_token), group.geometry.token_bytes)
+        tensors.append(StoredTensor(f"group.{at}", "U8", shape))
+    return tensors
 
 
 def _ranges(
@@ -191,87 +182,14 @@ def _ranges(
     return ranges
 
 
-@contextmanager
-def _replacing(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write, which takes the name when the block ends well, and else is gone."""
-    fd, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-    try:
-        with os.fdopen(fd, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)  # The name, too, outlives a crash.
-    finally:
-        os.close(folder)
-
-
-def _write(
-    file: IO[bytes],
-    description: str,
-    tensors: Sequence[_Tensor],
-    contents: Sequence[Iterator[torch.Tensor]],
-) -> None:
-    # Digests come first in the file and are known last; their length never changes.
-    file.write(_header(description, tensors))
-    for tensor, chunks in zip(tensors, contents, strict=True):
-        digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
-        for chunk in chunks:
-            data = _bytes(chunk)
-            digest.update(data)
-            file.write(data)
-        tensor.digest = digest.hexdigest()
-    file.seek(0)
-    file.write(_header(description, tensors))
-
-
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    array = tensor.reshape(-1).numpy()
-    return (array if tensor.dtype is torch.uint8 else array.astype("<i8", copy=False)).data
-
-
-def _header(description: str, tensors: Sequence[_Tensor]) -> bytes:
-    digests = {tensor.name: tensor.digest for tensor in tensors}
-    digests["sequence"] = _digest_of_text(description)
-    entries: dict[str, Any] = {
-        "__metadata__": {
-            "format": _FORMAT,
-            "version": _VERSION,
-            "sequence": description,
-            "blake2b": json.dumps(digests),
-        }
-    }
-    start = 0
-    for tensor in tensors:
-        offsets = [start, start + tensor.num_bytes]
-        entries[tensor.name] = {
-            "dtype": tensor.dtype,
-            "shape": list(tensor.shape),
-            "data_offsets": offsets,
-        }
-        start = offsets[1]
-    text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
-def _digest_of_text(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).hexdigest()
-
-
 # ---- loading ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Content:
-    """A file that has been checked from end to end."""
+    """A file that has been checked, but for its groups' rows, which are as they are read."""
 
-    file: Any
+    file: SavedFile
     num_tokens: int
     first_tokens: Sequence[int]
     token_ids: Sequence[int]
@@ -281,96 +199,48 @@ def load(cache: KVCache, path: str | os.PathLike[str], tenant: str | None) -> Ca
     """See `KVCache.load`."""
     cache.check_open()
     where = os.fspath(path)
-    try:
-        with safe_open(where, framework="pt") as file:
-            content = _checked(cache, file, where)
-            cache.note_stream()
-            sequence = cache.begin(
-                content.num_tokens, tenant, lambda row: _fill(cache, row, content, tenant)
-            )
-    except SafetensorError as error:
-        raise ConfigError(
-            f"{where} is truncated, or no safetensors file ({error}); save the sequence again"
-        ) from error
+    with open(where, "rb", buffering=0, opener=_open_at_once) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ConfigError(f"{where} is no regular file; Sequence.save writes those")
+        content = _checked(cache, SavedFile(file, where), where)
+        cache.note_stream()
+        sequence = cache.begin(
+            content.num_tokens, tenant, lambda row: _fill(cache, row, content, tenant)
+        )
     sequence.num_cached_tokens = content.num_tokens
     cache.record(sequence, content.token_ids)
     return sequence
 
 
-def _checked(cache: KVCache, file: Any, where: str) -> _Content:
-    """Check everything that the file says, its digests last."""
-    metadata = file.metadata() or {}
-    if metadata.get("format") != _FORMAT:
-        raise ConfigError(f"{where} holds tensors, but no sequence; Sequence.save writes those")
-    if metadata.get("version") != _VERSION:
-        raise ConfigError(
-            f"{where} is of version {metadata.get('version')!r}, and this vmkv reads {_VERSION!r}: "
-            "load it with the vmkv that wrote it"
-        )
-    description = metadata.get("sequence", "")
-    digests = Claims(_parsed(metadata.get("blake2b", ""), where), where)
-    _check_digest(digests, "sequence", _digest_of_text(description), where)
-    claims = Claims(_parsed(description, where), where)
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)  # A pipe would wait for somebody to write.
+
+
+def _checked(cache: KVCache, file: SavedFile, where: str) -> _Content:
+    """Check everything that the file says of itself, and read its token ids."""
+    claims = file.description
     check_groups(cache, [each.values for each in claims.claims("groups")], where)
     num_tokens = claims.integer("num_tokens", 0, 1 << 31)
     check_length(cache, num_tokens, where)
-    num_groups = len(cache.groups)
-    first_tokens = claims.integers("first_tokens", 0, num_tokens, at_most=num_groups)
-    names = [f"group.{at}" for at in range(num_groups)]
-    if set(file.keys()) != {_TOKEN_IDS, *names} or len(first_tokens) != num_groups:
+    first_tokens = claims.integers("first_tokens", 0, num_tokens, at_most=len(cache.groups))
+    names = {_TOKEN_IDS, *(f"group.{at}" for at in range(len(cache.groups)))}
+    if file.names != names or len(first_tokens) != len(cache.groups):
         raise ConfigError(f"{where} has other tensors than its groups; save the sequence again")
-    for name, group, first_token in zip(names, cache.groups, first_tokens, strict=True):
-        wanted = [num_tokens - first_token, group.geometry.token_bytes]
-        _check_tensor(file, name, "U8", wanted, where)
-        if first_token > first_seen_token(group, num_tokens):
-            raise ConfigError(f"{where}: {name} lacks tokens that a query still sees")
-    shape = file.get_slice(_TOKEN_IDS).get_shape()
+    shape = file.shape(_TOKEN_IDS)
     num_ids = min(shape[0], num_tokens) if shape else 0
-    _check_tensor(file, _TOKEN_IDS, "I64", [num_ids], where)
-    for name in (_TOKEN_IDS, *names):
-        digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
-        for chunk in _rows(file, name):
-            digest.update(_bytes(chunk))
-        _check_digest(digests, name, digest.hexdigest(), where)
-    return _Content(file, num_tokens, first_tokens, file.get_tensor(_TOKEN_IDS).tolist())
-
-
-def _parsed(text: str, where: str) -> object:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where}: {error}; save the sequence again") from error
-
-
-def _check_digest(digests: Claims, name: str, actual: str, where: str) -> None:
-    if digests.text(name) != actual:
-        raise ConfigError(
-            f"{where} is corrupt: {name} has another checksum than when it was saved; save the "
-            "sequence again, or compute it anew"
-        )
-
-
-def _check_tensor(file: Any, name: str, dtype: str, shape: list[int], where: str) -> None:
-    found = file.get_slice(name)
-    if found.get_dtype() != dtype or found.get_shape() != shape:
-        raise ConfigError(
-            f"{where}: {name} is {found.get_dtype()} {found.get_shape()}, not {dtype} {shape}; "
-            "save the sequence again"
-        )
-
-
-def _rows(file: Any, name: str, first: int = 0) -> Iterator[torch.Tensor]:
-    """The rows of a tensor from `first` on, a buffer's size (or one row) at a time, uncopied."""
-    found = file.get_slice(name)
-    num_rows, *rest = found.get_shape()
-    row_bytes = rest[0] if rest else 8
-    step = max(1, _CHUNK_BYTES // row_bytes)
-    for start in range(first, num_rows, step):
-        yield found[start : min(num_rows, start + step)]
+    for tensor in _tensors(cache, num_tokens, num_ids, first_tokens):
+        file.check(tensor)
+    for at, (group, first_token) in enumerate(zip(cache.groups, first_tokens, strict=True)):
+        if first_token > first_seen_token(group, num_tokens):
+            raise ConfigError(f"{where}: group.{at} lacks tokens that a query still sees")
+    ids = bytearray(8 * num_ids)
+    for _ in file.read(_TOKEN_IDS, memoryview(ids)):
+        pass  # All of them are one part.
+    return _Content(file, num_tokens, first_tokens, struct.unpack(f"<{num_ids}q", ids))
 
 
 def _fill(cache: KVCache, row: int, content: _Content, tenant: str | None) -> None:
-    """Map what the sequence needs and copy it from the file."""
+    """Map what the sequence needs and read it from the file."""
     cache.map_row(row, content.num_tokens, tenant)
     buffer = _Buffer(cache)
     stream = cache.current_stream()
@@ -384,8 +254,11 @@ def _fill(cache: KVCache, row: int, content: _Content, tenant: str | None) -> No
         mapped = group.table.page_address(row, pages.first_page)
         if pages.mappings and mapped < cursor:
             cache.pool.backend.fill(mapped, cursor - mapped, 0, stream)
-        for rows in _rows(content.file, f"group.{at}", first_token - saved_from):
-            for chunk in _chunks(rows.flatten()):
-                buffer.write(cursor, chunk)
-                cursor = Address(cursor + chunk.numel())
+        unwanted_bytes = (first_token - saved_from) * group.geometry.token_bytes
+        for num_bytes in content.file.read(f"group.{at}", buffer.data):
+            skipped_bytes = min(unwanted_bytes, num_bytes)
+            unwanted_bytes -= skipped_bytes
+            if skipped_bytes < num_bytes:
+                buffer.write(cursor, skipped_bytes, num_bytes)
+                cursor = Address(cursor + num_bytes - skipped_bytes)
         note_first_kept_token(group, row, first_token)

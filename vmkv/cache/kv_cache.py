@@ -291,11 +291,12 @@ class KVCache(RowedCache):
 
         Raises:
             ConfigError: The file is truncated, corrupt, of another kind, or of other layers than
-                this cache's, or longer than its rows. It was checked to its end before a row was
-                taken: nothing changed.
-            OSError: It cannot be read. Nothing changed.
-            OutOfPagesError, OutOfAddressSpaceError: No memory for it, or no row. No sequence.
+                this cache's, or longer than its rows.
+            OSError: It cannot be read.
+            OutOfPagesError, OutOfAddressSpaceError: No memory for it, or no row.
             ClosedError, DriverError.
+            In every case there is no sequence, and none that lives has changed. Keys and values
+            are checked as they are read, so for those parked rows may have given way.
 
         Cost: about 1 s per GiB, for the checksum; then a copy.
         """

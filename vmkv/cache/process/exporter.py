@@ -13,7 +13,8 @@ import os
 import socket
 import stat
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from ...backend import Backend
@@ -31,18 +32,23 @@ _LOG = logging.getLogger(__name__)
 #: After a failure, so that one who tries again and again does not keep a core busy.
 _PAUSE_S = 0.1
 _QUEUE = 64
+#: Each may have a batch of descriptors on its way. The kernel counts those against this process,
+#: to which it gives 1,024 by default.
+_CONVERSATIONS_MAX = 8
 
 
 class PrefixExporter:
     """Shares the beginning of a sequence with other processes; see `Sequence.export`.
 
-    Use it as a context manager. Importers are served one after the other, by `serve_one` or, after
-    `start`, from a thread. It holds what it shares until it is closed, whatever happens to the
-    sequence; importers hold it as long as they need it, even if this process ends.
+    Use it as a context manager. Importers are served one after the other by `serve_one`, or after
+    `start` from threads, eight at a time. It holds what it shares until it is closed, whatever
+    happens to the sequence; importers hold it as long as they need it, even if this process ends.
 
     Args:
         sequence: Whose beginning; it may go on, and end.
-        socket_path: Where importers connect; made for this user alone (mode 0600).
+        socket_path: Where importers connect; made for this user alone (mode 0600). If others are
+            allowed it is open to all (0666) whom its folder lets through; who is there is the
+            kernel's word, and who is not allowed is told so and learns nothing else.
         num_tokens: How long a beginning; by default all of it. What does not fill whole extents
             is left out.
         allowed_uids: Users that importers may run as; by default only the one of this process.
@@ -89,7 +95,7 @@ class PrefixExporter:
         self.num_failed = 0
         self._timeout_s = timeout_s
         self._pool = cache.pool
-        self._listener = _listen(self.socket_path)
+        self._listener = _listen(self.socket_path, 0o666 if self._allows_others() else 0o600)
         try:
             self._identity = _identity(self.socket_path)
             cache.note_stream()
@@ -112,9 +118,13 @@ class PrefixExporter:
         self._handles = [extent.handle for extent in self._extents]
         self._is_attached = True
         self._is_closed = False
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
         self._stops = threading.Event()
-        self._channel: Channel | None = None
+        self._lock = threading.Lock()  # Of what follows, and of the numbers of importers.
+        self._channels: set[Channel] = set()
+
+    def _allows_others(self) -> bool:
+        return not self.allowed_uids <= {os.geteuid(), 0}  # No mode stops root.
 
     # ---- serving --------------------------------------------------------------------------
 
@@ -133,10 +143,14 @@ class PrefixExporter:
             TimeoutError: None came, or it took longer than it may.
             DriverError: A descriptor could not be made.
             ClosedError: The exporter is closed.
-            In every case the exporter can serve the next one.
+            In every case the exporter can serve the next one. After `start` it is `ConfigError`.
         """
         self._check_open()
+        self._check_not_started()
         self._listener.settimeout(timeout_s)
+        return self._serve_next(timeout_s)
+
+    def _serve_next(self, timeout_s: float | None) -> Peer:
         try:
             connection, _ = self._listener.accept()
         except TimeoutError:
@@ -147,17 +161,27 @@ class PrefixExporter:
             self._check_open()  # It was closed meanwhile.
             raise
         try:
-            with Channel(connection, self._timeout_s) as channel:
-                self._channel = channel
-                self._check_open()
+            with Channel(connection, self._timeout_s) as channel, self._talking(channel):
                 self._serve(channel)
         except BaseException:
-            self.num_failed += 1
+            with self._lock:
+                self.num_failed += 1
             raise
-        finally:
-            self._channel = None
-        self.num_served += 1
+        with self._lock:
+            self.num_served += 1
         return channel.peer
+
+    @contextmanager
+    def _talking(self, channel: Channel) -> Iterator[None]:
+        """While `close` shall end this conversation."""
+        with self._lock:
+            self._check_open()
+            self._channels.add(channel)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._channels.discard(channel)
 
     def _serve(self, channel: Channel) -> None:
         try:
@@ -173,26 +197,29 @@ class PrefixExporter:
             _send(self._pool.backend, channel, self._handles[start : start + BATCH])
 
     def start(self) -> None:
-        """Serve importers from a thread of its own, until `close`.
+        """Serve importers from threads of its own, until `close`.
 
-        What goes wrong with one of them is logged and counted in `num_failed`.
+        Eight at a time, so that one who says nothing keeps nobody waiting; a ninth waits until one
+        of them has what it came for, or has used up `timeout_s`. What goes wrong with one of them
+        is logged and counted in `num_failed`.
 
         Raises:
             ConfigError: It has started already.
             ClosedError: The exporter is closed.
         """
         self._check_open()
-        if self._thread is not None:
-            raise ConfigError("this exporter serves already")
-        self._thread = threading.Thread(
-            target=self._serve_all, name=f"export {self.socket_path}", daemon=True
-        )
-        self._thread.start()
+        self._check_not_started()
+        self._listener.settimeout(None)
+        for at in range(_CONVERSATIONS_MAX):
+            name = f"export {self.socket_path} {at}"
+            thread = threading.Thread(target=self._serve_all, name=name, daemon=True)
+            thread.start()
+            self._threads.append(thread)
 
     def _serve_all(self) -> None:
         while not self._stops.is_set():
             try:
-                self.serve_one()
+                self._serve_next(None)
             except (VMKVError, OSError) as error:
                 if not self._stops.is_set():
                     _LOG.warning("%s: %s", self.socket_path, error)
@@ -201,6 +228,10 @@ class PrefixExporter:
     def _check_open(self) -> None:
         if self._is_closed:
             raise ClosedError("this exporter is closed")
+
+    def _check_not_started(self) -> None:
+        if self._threads:
+            raise ConfigError("this exporter serves already")
 
     # ---- end ------------------------------------------------------------------------------
 
@@ -211,14 +242,14 @@ class PrefixExporter:
             DriverError: Memory could not be given back yet; the pool tries again.
         """
         if not self._is_closed:
-            self._is_closed = True
+            with self._lock:
+                self._is_closed = True
+                for channel in self._channels:
+                    channel.shut_down()
             self._stops.set()
-            _shut_down(self._listener)  # Wakes the thread, which waits in accept.
-            channel = self._channel
-            if channel is not None:
-                channel.shut_down()
-            if self._thread is not None:
-                self._thread.join()
+            _shut_down(self._listener)  # Wakes the threads that wait in accept.
+            for thread in self._threads:
+                thread.join()
             self._listener.close()
             if _identity(self.socket_path) == self._identity:
                 os.unlink(self.socket_path)
@@ -262,19 +293,20 @@ def _send(backend: Backend, channel: Channel, handles: Sequence[Handle]) -> None
     finally:
         for fd in fds:
             os.close(fd)
+    channel.await_confirmation()
 
 
 # ---- the socket ---------------------------------------------------------------------------
 
 
-def _listen(path: str) -> socket.socket:
+def _listen(path: str, mode: int) -> socket.socket:
     """A listening socket at `path`; one that a dead exporter left there is replaced."""
     if _is_abandoned(path):
         os.unlink(path)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         _bind(listener, path)
-        os.chmod(path, 0o600)  # Before `listen`: until then nobody can connect.
+        os.chmod(path, mode)  # Before `listen`: until then nobody can connect.
         listener.listen(_QUEUE)
     except BaseException:
         listener.close()

@@ -140,9 +140,12 @@ class Channel:
     # ---- descriptors ----------------------------------------------------------------------
 
     def send_descriptors(self, fds: Sequence[int]) -> None:
-        """Send a batch, and wait until the other end has dealt with it. They stay the caller's."""
+        """Send a batch. They stay the caller's, who may close them at once."""
         with self._waiting():
             socket.send_fds(self._connection, [b"+"], fds)
+
+    def await_confirmation(self) -> None:
+        """Wait until the other end has dealt with the batch."""
         self._receive(1)
 
     def receive_descriptors(self, number: int) -> list[int]:

@@ -1,0 +1,55 @@
+"""A transformers cache over one sequence of a `KVCache`: what a user's own adapter would be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, DynamicLayer
+
+from vmkv import KVCache, Sequence
+
+
+def add_layers(cache: KVCache, config: Any) -> KVCache:
+    """The layers of a model whose layers are all alike."""
+    cache.add_layers(
+        range(config.num_hidden_layers),
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        dtype=torch.float32,
+    )
+    return cache
+
+
+class SequenceLayer(DynamicLayer):  # type: ignore[misc]
+    """A layer whose keys and values are views of the sequence's row."""
+
+    def __init__(self, sequence: Sequence, layer: int):
+        super().__init__()
+        self.is_initialized = True
+        self._sequence, self._layer = sequence, layer
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write `[1, heads, new, dim]` behind what is there; all of it, in the same layout."""
+        num_new = key_states.shape[-2]
+        if self._layer == 0:
+            self._sequence.append(num_new)
+        views = []
+        for view, states in (
+            (self._sequence.keys(self._layer), key_states),
+            (self._sequence.values(self._layer), value_states),
+        ):
+            view[-num_new:] = states[0].transpose(0, 1)
+            views.append(view.transpose(0, 1)[None])
+        return views[0], views[1]
+
+    def get_seq_length(self) -> int:
+        """How many tokens there are."""
+        return self._sequence.num_tokens
+
+
+def sequence_cache(sequence: Sequence) -> Cache:
+    """What `model.generate(past_key_values=…)` takes, for one prompt."""
+    return Cache(layers=[SequenceLayer(sequence, layer) for layer in sequence.cache.layers])

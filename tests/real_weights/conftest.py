@@ -1,0 +1,117 @@
+"""A small real model, and what it says through transformers' own cache: the reference of all tests.
+
+Its weights come from a package (see `examples/real_model.py`); without that all tests are skipped.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import pytest
+import torch
+import transformers
+
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+torch.set_num_threads(1)
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "real_model.py"
+#: Between the two likeliest tokens, of logits in float32 that are rounded to 1e-4 or so.
+_MARGIN_MIN = 0.01
+
+
+class RealModel:
+    """A chat model in float32 on the CPU.
+
+    Attributes:
+        folder: What `from_pretrained` reads.
+        model: The model.
+        tokenizer: Its tokenizer, with a chat template.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
+        self.model = self.load()
+        self._expected: dict[tuple[int, ...], list[int]] = {}
+
+    def load(self, **changes: Any) -> Any:
+        """Another one of it, perhaps with a changed configuration."""
+        load = transformers.AutoModelForCausalLM.from_pretrained
+        return load(self.folder, dtype=torch.float32, **changes).eval()
+
+    def chat(self, question: str, *, system: str | None = None) -> list[int]:
+        """A conversation that the model is to go on with, as its template writes it."""
+        messages = [{"role": "user", "content": question}]
+        if system is not None:
+            messages.insert(0, {"role": "system", "content": system})
+        ids: list[int] = self.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=False
+        )
+        return ids
+
+    def generate(self, prompt: Sequence[int], cache: Any, num_tokens: int, **options: Any) -> Any:
+        """`model.generate` for one prompt through `cache`."""
+        ids = torch.tensor([list(prompt)])
+        return self.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            past_key_values=cache,
+            max_new_tokens=num_tokens,
+            **{"do_sample": False, **options},
+        )
+
+    def expected(self, prompt: Sequence[int], num_tokens: int = 16) -> list[int]:
+        """The likeliest tokens after a prompt, alone and through `DynamicCache`.
+
+        No two tokens may be so near each other that another order of summing could decide.
+        """
+        known = self._expected.get(tuple(prompt), [])
+        if len(known) < num_tokens and self.tokenizer.eos_token_id not in known:
+            cache = transformers.DynamicCache(config=self.model.config)
+            output = self.generate(
+                prompt, cache, num_tokens, output_logits=True, return_dict_in_generate=True
+            )
+            likeliest = torch.cat(output.logits).topk(2).values
+            assert (likeliest[:, 0] - likeliest[:, 1]).min() > _MARGIN_MIN, "take another prompt"
+            known = output.sequences[0, len(prompt) :].tolist()
+            self._expected[tuple(prompt)] = known
+        return known[:num_tokens]
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """What a user reads."""
+        text: str = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        return text
+
+
+@pytest.fixture(scope="session")
+def real() -> RealModel:
+    """The model, or a skip that says where it is to be had."""
+    made = subprocess.run(
+        [sys.executable, SCRIPT], capture_output=True, text=True, timeout=280, check=False
+    )
+    if made.returncode:
+        reason = made.stderr.strip().splitlines()[-1]
+        if not reason.startswith("no real model"):
+            pytest.fail(made.stderr)
+        pytest.skip(reason)
+    return RealModel(Path(made.stdout.strip()))
+
+
+@pytest.fixture(scope="session")
+def prompts(real: RealModel) -> list[list[int]]:
+    """Questions that end early and late, in a chat."""
+    questions = (
+        "What is the capital of France?",
+        "Tell me a story about a lighthouse.",
+        "Why is the sky blue?",
+        "Explain what a cache is in one sentence.",
+    )
+    return [real.chat(question) for question in questions]
