@@ -19,6 +19,7 @@ from helpers.families import UNBUILDABLE, causal_families, tiny_config, tiny_mod
 from vmkv import ConfigError
 from vmkv.cli.capacity import kind_bytes
 from vmkv.cli.models import ModelShape, load_config, model_shape
+from vmkv.hf import compat
 
 VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
 #: Shorter than every window of the tiny models, and longer.
@@ -31,7 +32,6 @@ REFUSED = {
     "gemma3n": "timm",
     "gemma4_assistant": "hidden_size_per_layer_input must be 0",
     "gemma4_unified_assistant": "different than the set of layer types",
-    "jetmoe": "run without weights it fails",
     "mamba": "take no key-value cache",
     "mamba2": "take no key-value cache",
     "minimax": "uses cache of its own",
@@ -81,7 +81,9 @@ def cached_bytes(model_type: str, num_tokens: int) -> int:
             do_sample=False,
             return_dict_in_generate=True,
         )
-    return sum(tensor.nbytes for tensor in tensors(output.past_key_values, set()))
+    cache = output.past_key_values
+    compat.drop_shared_layers(cache)  # VMKVCache drops them, too.
+    return sum(tensor.nbytes for tensor in tensors(cache, set()))
 
 
 def planned_bytes(shape: ModelShape, num_tokens: int) -> int:
@@ -113,9 +115,10 @@ def test_plan_is_what_transformers_caches(model_type: str, tmp_path: Path) -> No
         return
     try:
         shape = planned(model_type, tmp_path)
-    except ConfigError:
+        tiny_model(model_type)
+    except Exception as error:
         if VERSION >= (5, 23):
             raise
-        pytest.skip("this release of transformers cannot run it, or tell what it keeps")
+        pytest.skip(f"tiny configurations are of transformers 5.23; {type(error).__name__}")
     for num_tokens in LENGTHS:
         assert cached_bytes(model_type, num_tokens) == planned_bytes(shape, num_tokens), num_tokens

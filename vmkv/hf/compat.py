@@ -6,7 +6,9 @@ what the installed release has, not by its number, wherever that is possible.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +20,7 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
 )
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
+from transformers.utils import generic
 
 from ..errors import ConfigError
 
@@ -200,6 +203,24 @@ def eager_options() -> dict[str, str]:
     if hasattr(transformers.PreTrainedModel, "set_experts_implementation"):  # Since 5.0.
         options["experts_implementation"] = "eager"
     return options
+
+
+@contextlib.contextmanager
+def autocast_on_meta() -> Iterator[None]:
+    """Lets models run on the `meta` device that switch autocast off for the device they are on.
+
+    torch has none for `meta`, and before 5.x models do not ask. For one thread: while this lasts,
+    `torch.autocast` does nothing there.
+    """
+    if hasattr(generic, "maybe_autocast"):
+        yield
+        return
+    original = torch.autocast
+    torch.autocast = lambda *_, **__: contextlib.nullcontext()  # type: ignore[misc,assignment]
+    try:
+        yield
+    finally:
+        torch.autocast = original  # type: ignore[misc]
 
 
 def drop_shared_layers(cache: Any) -> None:

@@ -8,6 +8,7 @@ cache is looked at after two passes: what differs between them grows with the te
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -53,7 +54,7 @@ def build_without_weights(config: Any, dtype: torch.dtype) -> Any:
         ConfigError: This transformers has no such model, or cannot build it from these values.
     """
     try:
-        with torch.device("meta"):
+        with _shapes_only():
             return transformers.AutoModelForCausalLM.from_config(
                 config, dtype=dtype, trust_remote_code=False, **compat.eager_options()
             ).eval()
@@ -95,7 +96,7 @@ def _run(model: Any, num_tokens: int) -> list[Any]:
     cache = compat.default_cache(model.config)
     tokens = torch.zeros((1, num_tokens), dtype=torch.long, device="meta")
     try:
-        with torch.no_grad(), torch.device("meta"), _NoValues():  # type: ignore[no-untyped-call]
+        with _shapes_only():
             model(input_ids=tokens, past_key_values=cache, use_cache=True)
     except Exception as error:  # any model's forward, with any values
         raise ConfigError(
@@ -164,28 +165,49 @@ def _token_bytes(before: torch.Tensor, after: torch.Tensor | None, num_more: int
     return before.nbytes // before.shape[grown[0]]
 
 
+@contextlib.contextmanager
+def _shapes_only() -> Iterator[None]:
+    """What is made and computed here has a shape, no memory, and no values."""
+    values = _NoValues()  # type: ignore[no-untyped-call]
+    with torch.no_grad(), torch.device("meta"), compat.autocast_on_meta(), values:
+        yield
+
+
 class _NoValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Answers what a model asks of values where there are only shapes.
 
     Routers look for the experts that were chosen, masks are checked for being all true. Without
     values nothing is nonzero, and a number is 0: experts are left out, and attention, which is
-    what fills the cache, is not.
+    what fills the cache, is not. Of nothing, everything is true.
     """
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        aten = torch.ops.aten
+        aten, kwargs = torch.ops.aten, kwargs or {}
         subject = args[0] if args and isinstance(args[0], torch.Tensor) else None
         if subject is not None and subject.is_meta:
             if func is aten._local_scalar_dense.default:
                 is_flag = subject.dtype is torch.bool
                 return is_flag or torch.zeros((), dtype=subject.dtype, device="cpu").item()
+            if func is aten._to_copy.default and _is_host(kwargs.get("device")):
+                return torch.zeros(subject.shape, dtype=subject.dtype, device="cpu")
             if func is aten.nonzero.default:
                 return _nowhere(subject)
             if func in (aten.index.Tensor, aten.index_put_.default, aten.index_put.default):
                 args = (subject, _by_position(args[1]), *args[2:])
-        return func(*args, **(kwargs or {}))
+            if func is aten.split_with_sizes.default:
+                args = (subject, _whole(subject, *args[1:]), *args[2:])
+        return func(*args, **kwargs)
+
+
+def _is_host(device: Any) -> bool:
+    return device is not None and torch.device(device).type == "cpu"
+
+
+def _whole(subject: torch.Tensor, sizes: Sequence[int], dim: int = 0) -> list[int]:
+    """Sizes that were read where there are none, made those of the tensor: the first has all."""
+    return [subject.shape[dim] - sum(sizes[1:]), *sizes[1:]]
 
 
 def _nowhere(mask: torch.Tensor) -> torch.Tensor:
