@@ -135,3 +135,17 @@ class HostDriverError(DriverError):
 
 class InternalError(VMKVError):
     """An invariant of vmkv is broken. This is our bug: please report it with the message."""
+
+
+_LINE_CHARACTERS = 500
+
+
+def one_line(error: BaseException) -> str:
+    """An error's message for a terminal or a log: one line, cut at 500 characters.
+
+    What a server or a file says may hold anything, so what is not printable is left out. An error
+    without a message gives its type.
+    """
+    text = "".join(each if each.isprintable() else " " for each in str(error))
+    text = " ".join(text.split()) or type(error).__name__
+    return text if len(text) <= _LINE_CHARACTERS else f"{text[: _LINE_CHARACTERS - 1]}…"

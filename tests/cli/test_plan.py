@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -46,17 +47,49 @@ GEMMA3 = {
     "sliding_window": 512,
     "dtype": "float16",
 }
-DEEPSEEK = {
+#: As published: what is cached of a token, by hand, is below.
+DEEPSEEK_V3 = {
     "model_type": "deepseek_v3",
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "kv_lora_rank": 64,
-    "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 24,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 256,
+    "max_position_embeddings": 163840,
+    "dtype": "bfloat16",
+    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+}
+FALCON_7B = {
+    "model_type": "falcon",
+    "hidden_size": 4544,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 71,
+    "multi_query": True,
+    "new_decoder_architecture": False,
+    "alibi": False,
     "dtype": "bfloat16",
 }
+FALCON_H1 = {
+    "model_type": "falcon_h1",
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "mamba_d_ssm": 64,
+    "mamba_n_heads": 4,
+    "vocab_size": 100,
+    "dtype": "bfloat16",
+}
+#: DynamicCache keeps the expanded keys and values of latent attention before.
+CACHES_LATENTS = tuple(int(part) for part in transformers.__version__.split(".")[:2]) >= (5, 23)
 
 
 @pytest.fixture
@@ -152,10 +185,46 @@ def test_windows_are_planned_apart(write) -> None:
     assert sliding["token_bytes"] == 5 * full["token_bytes"]
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not CACHES_LATENTS, reason="this transformers caches them expanded")
 def test_latent_attention_is_planned_as_it_is_cached(write) -> None:
-    """Transformers caches expanded keys and values, of different widths."""
-    (kind,) = model_shape(load_config(write(DEEPSEEK)), with_weights=False).kinds
-    assert LayerShape(8, 48, 8, 24, 2) == kind.shape
+    """DeepSeek-V3, whole: 61 layers of 512 compressed elements and 64 of the rotary key."""
+    (kind,) = model_shape(load_config(write(DEEPSEEK_V3))).kinds
+    assert LayerKind(61, LayerShape(1, 512, 1, 64, 2), None) == kind
+    assert 61 * (512 + 64) * 2 == 70_272 == kind.cached_token_bytes
+
+
+def test_multi_query_heads_are_planned_once(write) -> None:
+    """Falcon-7B: 71 query heads share one key and one value of 64 elements."""
+    (kind,) = model_shape(load_config(write(FALCON_7B))).kinds
+    assert 32 * 2 * 64 * 2 == 8192 == kind.cached_token_bytes
+
+
+@pytest.mark.skipif(not CACHES_LATENTS, reason="this transformers has a cache of its own for it")
+def test_layers_left_to_transformers_are_planned_as_they_are(write) -> None:
+    """Falcon-H1 attends beside its state spaces: both count, and neither is paged."""
+    path = write(FALCON_H1)
+    status, record = planned(path, "--context", "1000", "--share-prefix", "500")
+    (kind,) = record["kinds"]
+    token_bytes = 3 * 2 * 2 * 16 * 2
+    assert (0, token_bytes, False) == (status, kind["token_bytes"], kind["kind"]["is_paged"])
+    state_bytes = record["model"]["state_bytes"]
+    assert state_bytes > 0
+    sequence = record["sequence"]
+    assert 1000 * token_bytes + state_bytes == sequence["used_bytes"] == sequence["vmkv_bytes"]
+    assert 0 == sequence["shared_bytes"]
+    out = io.StringIO()
+    assert 0 == main(["plan", path, "--context", "1000"], out)
+    assert "which vmkv neither pages nor shares" in out.getvalue()
+    assert "States of fixed size take" in out.getvalue()
+
+
+def test_weights_are_counted_unless_they_are_quantized(write) -> None:
+    """What a quantized parameter takes is known to those who made it."""
+    small = {**LLAMA_8B, "num_hidden_layers": 1}
+    assert 1_268_789_248 * 2 == model_shape(load_config(write(small))).weights_bytes
+    quantized = {**small, "quantization_config": DEEPSEEK_V3["quantization_config"]}
+    assert model_shape(load_config(write(quantized))).weights_bytes is None
 
 
 def test_sharing_and_swapping_make_room(write) -> None:
@@ -201,7 +270,14 @@ def test_too_many_users_are_an_exit_status(write) -> None:
         (["{tmp}", "--context", "1k"], "holds no config.json"),
         (["{config}", "--context", "1k", "--share-prefix", "2k"], "longer than --context"),
         (["{config}", "--context", "1k", "--device-memory", "10"], "leave nothing of 10 GiB"),
-        (["{config}", "--context", "1k", "--dtype", "int3"], "'int3' is none of"),
+        (["{int3}", "--context", "1k"], "'int3' is none of"),
+        (["{t5}", "--context", "1k"], "has an encoder"),
+        pytest.param(
+            ["{states}", "--context", "1k"],
+            "no layer of this bamba model keeps keys",
+            marks=pytest.mark.skipif(not CACHES_LATENTS, reason="it has a cache of its own"),
+        ),
+        (["{endless}", "--context", "1k"], "names 1,000,000 layers"),
         (
             ["{broken}", "--context", "1k"],
             "is no configuration that the installed",
@@ -219,6 +295,13 @@ def test_mistakes_are_explained(
     encoder = tmp_path / "t5.json"
     encoder.write_text('{"model_type": "t5", "is_encoder_decoder": true}')
     names = {"tmp": tmp_path / "other", "config": config, "broken": broken, "t5": encoder}
+    for name, changed in (
+        ("int3", {**LLAMA_8B, "dtype": "int3"}),
+        ("endless", {**LLAMA_8B, "num_hidden_layers": 1_000_000}),
+        ("states", {"model_type": "bamba", "num_hidden_layers": 1}),
+    ):
+        names[name] = tmp_path / f"{name}.json"
+        names[name].write_text(json.dumps(changed))
     out, err = io.StringIO(), io.StringIO()
     status = main(["plan", *(each.format(**names) for each in arguments)], out, err)
     assert (2, "") == (status, out.getvalue())

@@ -1,8 +1,10 @@
 """How much memory sequences need, and how many fit: arithmetic, no memory.
 
 The sizes are those of `cache.geometry` and `cache.growth`, so what is planned here is what a
-`KVCache` maps (tests compare the two). Not counted: what a prompt's chunk keeps of windows
-while it is computed, and rows that are parked, which give way when memory is short.
+`KVCache` maps (tests compare the two). Layers that vmkv leaves to transformers are counted as what
+they hold, and states of fixed size with them. Not counted: what a prompt's chunk keeps of windows
+while it is computed, rows that are parked, which give way when memory is short, and the second
+copy that transformers makes of a layer while it appends to it.
 """
 
 from __future__ import annotations
@@ -60,6 +62,8 @@ def kind_bytes(
         ConfigError: The length is not positive, or the prefix longer than the sequence.
     """
     check_positive("num_tokens", num_tokens)
+    if not kind.is_paged:
+        return _unpaged_bytes(kind, num_tokens)
     geometry = Geometry(kind.num_layers, kind.shape, page_bytes, num_tokens, 1)
     end_page = geometry.pages_for(num_tokens)
     largest_class, kept_tokens, first_page, lagging_pages = _LARGEST_CLASS, num_tokens, 0, 0
@@ -88,6 +92,16 @@ def kind_bytes(
         most_pages * page_bytes,
         shared_pages * page_bytes,
     )
+
+
+def _unpaged_bytes(kind: LayerKind, num_tokens: int) -> KindBytes:
+    """The same for layers in transformers' own tensors: as long as their contents, never shared."""
+    token_bytes = kind.cached_token_bytes
+    kept_tokens = num_tokens
+    if kind.window_tokens is not None:
+        kept_tokens = min(num_tokens, kind.window_tokens - 1)
+    used_bytes = kept_tokens * token_bytes
+    return KindBytes(kind, token_bytes, kept_tokens, used_bytes, used_bytes, used_bytes, 0)
 
 
 def _first_page(geometry: Geometry, window_tokens: int, num_tokens: int) -> int:
@@ -120,10 +134,18 @@ class SequenceBytes:
 
 
 def sequence_bytes(
-    parts: list[KindBytes], num_tokens: int, longest_tokens: int, *, page_bytes: int = PAGE_BYTES
+    parts: list[KindBytes],
+    num_tokens: int,
+    longest_tokens: int,
+    *,
+    state_bytes: int = 0,
+    page_bytes: int = PAGE_BYTES,
 ) -> SequenceBytes:
-    """All kinds of layers together, and what others would take for the same sequence."""
-    block = layer_pages = longest = 0
+    """All kinds of layers together, and what others would take for the same sequence.
+
+    `state_bytes`, which do not depend on its length, are the same for all.
+    """
+    block = layer_pages = longest = state_bytes
     for part in parts:
         kind = part.kind
         blocks = div_ceil(num_tokens, _BLOCK_TOKENS)
@@ -137,9 +159,9 @@ def sequence_bytes(
             )
         longest += part.token_bytes * min(longest_tokens, kind.window_tokens or longest_tokens)
     return SequenceBytes(
-        used_bytes=sum(part.used_bytes for part in parts),
-        vmkv_bytes=sum(part.mean_bytes for part in parts),
-        most_bytes=sum(part.most_bytes for part in parts),
+        used_bytes=state_bytes + sum(part.used_bytes for part in parts),
+        vmkv_bytes=state_bytes + sum(part.mean_bytes for part in parts),
+        most_bytes=state_bytes + sum(part.most_bytes for part in parts),
         shared_bytes=sum(part.shared_bytes for part in parts),
         block_table_bytes=block,
         layer_pages_bytes=layer_pages,

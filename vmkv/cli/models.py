@@ -11,9 +11,12 @@ import torch
 import transformers
 
 from ..cache.geometry import LayerShape
-from ..errors import ConfigError
-from ..hf import compat
+from ..errors import ConfigError, one_line
+from ..hf import compat, probe
+from ..hf.defaults import stated_max_tokens
 
+#: More is a mistake, which would keep us busy for hours.
+_LAYERS_MAX = 10_000
 _DTYPES = ("float32", "float16", "bfloat16")
 
 
@@ -25,16 +28,27 @@ class LayerKind:
         num_layers: How many there are.
         shape: What each keeps of a token.
         window_tokens: For sliding windows, how many tokens a query sees.
+        is_paged: Whether vmkv keeps them; others stay in tensors of transformers.
+        extra_token_bytes: What each keeps of a token besides key and value.
     """
 
     num_layers: int
     shape: LayerShape
     window_tokens: int | None
+    is_paged: bool = True
+    extra_token_bytes: int = 0
 
     @property
     def name(self) -> str:
-        """`full`, or `window 4096`."""
-        return "full" if self.window_tokens is None else f"window {self.window_tokens}"
+        """`full`, or `window 4096`; with a star where vmkv does not page it."""
+        name = "full" if self.window_tokens is None else f"window {self.window_tokens}"
+        return name if self.is_paged else f"{name} *"
+
+    @property
+    def cached_token_bytes(self) -> int:
+        """What transformers' own cache takes for a token in all of them."""
+        shape = self.shape
+        return self.num_layers * (shape.k_bytes + shape.v_bytes + self.extra_token_bytes)
 
 
 @dataclass(frozen=True)
@@ -43,8 +57,9 @@ class ModelShape:
 
     Attributes:
         name: The model type.
-        kinds: Its layers, full attention first.
-        foreign_layers: Layers without a key-value cache (linear attention and the like).
+        kinds: Its layers that keep keys and values; paged ones first, then full ones.
+        idle_layers: Layers that keep none (linear attention, another layer's keys, no attention).
+        state_bytes: What all layers keep of a sequence whatever its length.
         max_context_tokens: The longest sequence it was made for, where it says.
         weights_bytes: Its parameters, None where the configuration does not tell.
         dtype: The elements' type.
@@ -52,7 +67,8 @@ class ModelShape:
 
     name: str
     kinds: tuple[LayerKind, ...]
-    foreign_layers: int
+    idle_layers: int
+    state_bytes: int
     max_context_tokens: int | None
     weights_bytes: int | None
     dtype: str
@@ -72,13 +88,13 @@ def load_config(model: str) -> Any:
             f"{model} holds no config.json; name the folder that save_pretrained wrote"
         )
     try:
-        return transformers.AutoConfig.from_pretrained(model)
-    except (OSError, ValueError, KeyError) as error:
+        return transformers.AutoConfig.from_pretrained(model, trust_remote_code=False)
+    except Exception as error:  # whatever a file, or the Hub, holds
         raise ConfigError(_why_no_config(model, error)) from error
 
 
 def _why_no_config(model: str, error: Exception) -> str:
-    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    reason = one_line(error)
     if Path(model).exists():
         return f"{model} is no configuration that the installed transformers can read: {reason}"
     return (
@@ -86,17 +102,16 @@ def _why_no_config(model: str, error: Exception) -> str:
     )
 
 
-def model_shape(config: Any, *, dtype: str | None = None, with_weights: bool = True) -> ModelShape:
-    """What a configuration says about memory.
+def model_shape(config: Any, *, dtype: str | None = None) -> ModelShape:
+    """What a model keeps in memory, from its configuration; some seconds, and no memory.
 
     Args:
         config: A transformers configuration.
         dtype: The elements' type; by default the configuration's, or bfloat16.
-        with_weights: Count parameters too, by building the model without memory (a second).
 
     Raises:
-        ConfigError: The configuration has no layers or heads, or has an encoder, or `dtype` is
-            unknown.
+        ConfigError: The model has an encoder, or no key-value cache, or this transformers cannot
+            build it or tell what it keeps; or `dtype` is unknown.
     """
     if config.is_encoder_decoder:
         raise ConfigError(
@@ -104,59 +119,39 @@ def model_shape(config: Any, *, dtype: str | None = None, with_weights: bool = T
             "input; vmkv plan knows decoders only"
         )
     decoder = compat.text_config(config)
+    num_layers = getattr(decoder, "num_hidden_layers", None)
+    if isinstance(num_layers, int) and num_layers > _LAYERS_MAX:
+        raise ConfigError(
+            f"the configuration names {num_layers:,} layers; up to {_LAYERS_MAX:,} are believed"
+        )
     named = dtype or getattr(decoder, "dtype", None) or getattr(config, "dtype", None)
     dtype_name = str(named or "bfloat16").removeprefix("torch.")
     if dtype_name not in _DTYPES:
         raise ConfigError(f"dtype {dtype_name!r} is none of {', '.join(_DTYPES)}")
-    shape = _layer_shape(decoder, getattr(torch, dtype_name).itemsize)
-    windows: Counter[int | None] = Counter()
-    num_foreign = 0
-    for layer in compat.default_layers(config):
-        is_ours, window = compat.window_of(layer)
-        if is_ours:
-            windows[window] += 1
-        else:
-            num_foreign += 1
-    kinds = sorted(windows.items(), key=lambda item: item[0] or 0)
-    length = getattr(decoder, "max_position_embeddings", None)
+    model = probe.build_without_weights(config, getattr(torch, dtype_name))
+    layers = probe.kept_layers(model)
+    kinds = Counter(
+        (layer.shape, layer.window_tokens, layer.is_paged, layer.extra_token_bytes)
+        for layer in layers
+        if layer.shape is not None
+    )
+    ordered = sorted(kinds.items(), key=lambda item: (not item[0][2], item[0][1] or 0))
     return ModelShape(
         name=str(config.model_type),
-        kinds=tuple(LayerKind(count, shape, window) for window, count in kinds),
-        foreign_layers=num_foreign,
-        max_context_tokens=length if isinstance(length, int) and length > 0 else None,
-        weights_bytes=_weights_bytes(config, dtype_name) if with_weights else None,
+        kinds=tuple(LayerKind(number, *kind) for kind, number in ordered),
+        idle_layers=sum(layer.shape is None for layer in layers),
+        state_bytes=sum(layer.fixed_bytes for layer in layers),
+        max_context_tokens=stated_max_tokens(decoder),
+        weights_bytes=_weights_bytes(model),
         dtype=dtype_name,
     )
 
 
-def _layer_shape(decoder: Any, itemsize_bytes: int) -> LayerShape:
-    """Heads and widths as transformers' own layers cache them."""
-    num_heads = getattr(decoder, "num_attention_heads", None)
-    if not isinstance(num_heads, int):
-        raise ConfigError(
-            f"the configuration of {decoder.model_type} names no num_attention_heads; vmkv plan "
-            "knows models with one key-value shape for all layers"
-        )
-    if getattr(decoder, "kv_lora_rank", None) and getattr(decoder, "qk_nope_head_dim", None):
-        # Latent attention: transformers caches the keys and values after their expansion.
-        k_dim = decoder.qk_nope_head_dim + decoder.qk_rope_head_dim
-        return LayerShape(num_heads, k_dim, num_heads, decoder.v_head_dim, itemsize_bytes)
-    num_kv_heads = getattr(decoder, "num_key_value_heads", None) or num_heads
-    head_dim = getattr(decoder, "head_dim", None) or decoder.hidden_size // num_heads
-    return LayerShape(num_kv_heads, head_dim, num_kv_heads, head_dim, itemsize_bytes)
-
-
-def _weights_bytes(config: Any, dtype_name: str) -> int | None:
-    """The parameters' bytes, or None where the model's class does not tell them so."""
-    if getattr(config, "quantization_config", None) is not None:
-        return None  # Stored in types that the model's class does not know.
-    try:
-        with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(config)
-    except Exception:  # noqa: BLE001  # any model's constructor; the user is asked instead
+def _weights_bytes(model: Any) -> int | None:
+    """The parameters' bytes, or None where they are quantized: their class does not know how."""
+    if getattr(model.config, "quantization_config", None) is not None:
         return None
-    itemsize = int(getattr(torch, dtype_name).itemsize)
-    return itemsize * sum(int(parameter.numel()) for parameter in model.parameters())
+    return sum(int(parameter.nbytes) for parameter in model.parameters())
 
 
 def load_model(model: str, *, device: str, dtype: str | None) -> Any:

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, TextIO
 
 from ..errors import ConfigError
-from ..units import GiB, format_bytes
+from ..units import GiB, MiB, format_bytes
 from .arguments import Commands, count, number, positive_int, positive_number
 from .tables import table
 
@@ -71,17 +71,10 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
             f"--share-prefix {shared_tokens} is longer than --context {num_tokens}; a prefix is "
             "part of its sequence"
         )
-    wants_weights = arguments.device_memory is not None and arguments.weights is None
-    shape = model_shape(
-        load_config(arguments.model), dtype=arguments.dtype, with_weights=wants_weights
-    )
-    if not shape.kinds:
-        raise ConfigError(
-            f"no layer of a {shape.name} model has a key-value cache; nothing to plan"
-        )
+    shape = model_shape(load_config(arguments.model), dtype=arguments.dtype)
     parts = [kind_bytes(kind, num_tokens, shared_tokens=shared_tokens) for kind in shape.kinds]
     longest = max(arguments.longest or shape.max_context_tokens or num_tokens, num_tokens)
-    sequence = sequence_bytes(parts, num_tokens, longest)
+    sequence = sequence_bytes(parts, num_tokens, longest, state_bytes=shape.state_bytes)
     needed_bytes = need_bytes(sequence, arguments.users)
     budget_bytes = _budget_bytes(arguments, shape)
     swap_bytes = round(arguments.swap * GiB)
@@ -168,15 +161,24 @@ class _Report:
             f"{_users(users)} {'needs' if users == 1 else 'need'} {format_bytes(needed_bytes)}"
             + ("." if self._sequence.shared_bytes == 0 else ", their common prefix once."),
         ]
-        if self._shape.foreign_layers:
-            blocks.insert(
-                2,
-                f"{self._shape.foreign_layers} layers keep no keys and values that grow (but a "
-                "state of fixed size, or another layer's); they are not counted.",
-            )
+        if notes := self._notes():
+            blocks.insert(2, "\n".join(notes))
         if fits is not None and budget_bytes is not None:
             blocks.append(self._verdict(budget_bytes, fits, is_enough))
         return "\n\n".join(blocks) + "\n"
+
+    def _notes(self) -> list[str]:
+        """What is not pages of vmkv, in words."""
+        notes = []
+        if not all(kind.is_paged for kind in self._shape.kinds):
+            notes.append("* in tensors of transformers' own, which vmkv neither pages nor shares.")
+        if self._shape.idle_layers:
+            notes.append(f"{self._shape.idle_layers} layers keep no keys and values.")
+        if self._shape.state_bytes:
+            notes.append(
+                f"States of fixed size take {format_bytes(self._shape.state_bytes)} a sequence."
+            )
+        return notes
 
     def _layers(self) -> str:
         rows = []
@@ -191,7 +193,7 @@ class _Report:
                     str(part.kind.num_layers),
                     heads,
                     format_bytes(part.token_bytes),
-                    f"{2 * 2**20 / part.token_bytes:.4g}",
+                    f"{2 * MiB / part.token_bytes:.4g}" if part.kind.is_paged else "-",
                     f"{part.kept_tokens:,}",
                     format_bytes(part.used_bytes),
                     format_bytes(part.mean_bytes),

@@ -6,7 +6,9 @@ what the installed release has, not by its number, wherever that is possible.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +20,7 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
 )
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
+from transformers.utils import generic
 
 from ..errors import ConfigError
 
@@ -51,6 +54,15 @@ def default_layers(config: Any) -> list[Any]:
     Raises:
         ConfigError: The release keeps such a model's state in a cache of the model's own.
     """
+    return list(default_cache(config).layers)
+
+
+def default_cache(config: Any) -> DynamicCache:
+    """The cache that this release would make for the model, empty.
+
+    Raises:
+        ConfigError: The release keeps such a model's state in a cache of the model's own.
+    """
     decoder = text_config(config)
     if not _CROP_REMOVES:
         # Before 5.x, hybrid models had caches of their own, which DynamicCache cannot replace.
@@ -62,15 +74,20 @@ def default_layers(config: Any) -> list[Any]:
                 "transformers>=5.17 to use VMKVCache with it"
             )
     try:
-        layers = DynamicCache(config=config).layers
-    except AttributeError:
-        layers = []
-    if not layers:
+        cache = DynamicCache(config=config)
+    except (AttributeError, KeyError):  # No layers, or of a type that it does not know.
+        cache = None
+    if cache is None or not cache.layers:
         raise ConfigError(
             f"cannot tell the layers of {type(config).__name__} (no num_hidden_layers?); pass the "
             "configuration of a model with a key-value cache"
         )
-    return list(layers)
+    return cache
+
+
+def has_keys(layer: Any) -> bool:
+    """Whether a layer is made for keys and values, of whatever kind; others keep states."""
+    return isinstance(layer, CacheLayerMixin)
 
 
 def window_of(layer: Any) -> tuple[bool, int | None]:
@@ -178,6 +195,32 @@ def attention_settings(model: Any) -> tuple[str, dict[str, str] | str, dict[str,
         return before, "vmkv", before
     before = str(text._attn_implementation)
     return before, {"text_config": "vmkv"}, {"text_config": before}
+
+
+def eager_options() -> dict[str, str]:
+    """Options of `from_config` for a model without any kernel but torch's own operators."""
+    options = {"attn_implementation": "eager"}
+    if hasattr(transformers.PreTrainedModel, "set_experts_implementation"):  # Since 5.0.
+        options["experts_implementation"] = "eager"
+    return options
+
+
+@contextlib.contextmanager
+def autocast_on_meta() -> Iterator[None]:
+    """Lets models run on the `meta` device that switch autocast off for the device they are on.
+
+    torch has none for `meta`, and before 5.x models do not ask. For one thread: while this lasts,
+    `torch.autocast` does nothing there.
+    """
+    if hasattr(generic, "maybe_autocast"):
+        yield
+        return
+    original = torch.autocast
+    torch.autocast = lambda *_, **__: contextlib.nullcontext()  # type: ignore[misc,assignment]
+    try:
+        yield
+    finally:
+        torch.autocast = original  # type: ignore[misc]
 
 
 def drop_shared_layers(cache: Any) -> None:

@@ -25,6 +25,15 @@ def default_max_tokens(decoder_config: Any) -> int:
     Raises:
         ConfigError: The configuration states a length that is no positive integer.
     """
+    return max(_MAX_TOKENS_FLOOR, 2 * (stated_max_tokens(decoder_config) or 0))
+
+
+def stated_max_tokens(decoder_config: Any) -> int | None:
+    """The longest sequence that a model was made for, None where its configuration names none.
+
+    Raises:
+        ConfigError: The configuration states a length that is no positive integer.
+    """
     lengths = [getattr(decoder_config, name, None) for name in _LENGTH_NAMES]
     stated = [length for length in lengths if length is not None]
     for length in stated:
@@ -32,7 +41,7 @@ def default_max_tokens(decoder_config: Any) -> int:
             raise ConfigError(
                 f"the model's configuration states a length of {length!r}; pass max_tokens"
             )
-    return max(_MAX_TOKENS_FLOOR, 2 * max(stated, default=0))
+    return max(stated, default=None)
 
 
 def rows_and_tokens(

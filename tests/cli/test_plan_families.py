@@ -1,0 +1,124 @@
+"""`vmkv plan` against the cache that transformers really fills, for every family it can build.
+
+What is planned comes from a pass without weights; what is compared with comes from `generate` on
+the CPU, whose own cache is weighed tensor by tensor.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from helpers.families import UNBUILDABLE, causal_families, tiny_config, tiny_model
+
+from vmkv import ConfigError
+from vmkv.cli.capacity import kind_bytes
+from vmkv.cli.models import ModelShape, load_config, model_shape
+from vmkv.hf import compat
+
+VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+#: Shorter than every window of the tiny models, and longer.
+LENGTHS = (5, 40)
+#: What is refused, and a word of the reason. All others must be planned.
+REFUSED = {
+    "blt": "cannot tell the layers",
+    "deepseek_v4": "neither grows with every token nor stays",
+    "falcon_mamba": "take no key-value cache",
+    "gemma3n": "timm",
+    "gemma4_assistant": "hidden_size_per_layer_input must be 0",
+    "gemma4_unified_assistant": "different than the set of layer types",
+    "mamba": "take no key-value cache",
+    "mamba2": "take no key-value cache",
+    "minimax": "uses cache of its own",
+    "musicgen": "has an encoder",
+    "musicgen_melody": "has an encoder",
+    "openai-gpt": "take no key-value cache",
+    "reformer": "take no key-value cache",
+    "rwkv": "take no key-value cache",
+    "xlm": "take no key-value cache",
+    "xlnet": "take no key-value cache",
+    "xlstm": "take no key-value cache",
+}
+
+
+_NOT_CACHED = (transformers.PretrainedConfig, torch.nn.Module)
+
+
+def tensors(thing: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+    """Every tensor that an object holds, once, however deep; scalars are settings, not contents."""
+    if id(thing) in seen:
+        return
+    seen.add(id(thing))
+    if isinstance(thing, torch.Tensor):
+        if thing.ndim:
+            yield thing
+    elif isinstance(thing, dict):
+        for each in thing.values():
+            yield from tensors(each, seen)
+    elif isinstance(thing, list | tuple):
+        for each in thing:
+            yield from tensors(each, seen)
+    elif type(thing).__module__.startswith("transformers") and not isinstance(thing, _NOT_CACHED):
+        yield from tensors(getattr(thing, "__dict__", {}), seen)
+
+
+def cached_bytes(model_type: str, num_tokens: int) -> int:
+    """What transformers' own cache weighs after a text."""
+    model = tiny_model(model_type)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(3, 100, (1, num_tokens), generator=generator)
+    with torch.no_grad():
+        output = model.generate(
+            tokens,
+            attention_mask=torch.ones_like(tokens),
+            max_new_tokens=1,
+            use_cache=True,
+            do_sample=False,
+            return_dict_in_generate=True,
+        )
+    cache = output.past_key_values
+    compat.drop_shared_layers(cache)  # VMKVCache drops them, too.
+    return sum(tensor.nbytes for tensor in tensors(cache, set()))
+
+
+def planned_bytes(shape: ModelShape, num_tokens: int) -> int:
+    """What the plan says of the same text, before pages round it up."""
+    parts = [kind_bytes(kind, num_tokens) for kind in shape.kinds]
+    return shape.state_bytes + sum(
+        part.kept_tokens * part.kind.cached_token_bytes for part in parts
+    )
+
+
+def planned(model_type: str, folder: Path) -> ModelShape:
+    """The plan for a family, from a config.json alone."""
+    path = folder / "config.json"
+    if model_type in UNBUILDABLE:
+        path.write_text(json.dumps({"model_type": model_type}))
+    else:
+        tiny_config(model_type).to_json_file(path)
+    return model_shape(load_config(str(path)), dtype="float32")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", causal_families())
+def test_plan_is_what_transformers_caches(model_type: str, tmp_path: Path) -> None:
+    """Byte for byte, below the windows and beyond them; or it is refused, in words."""
+    if VERSION >= (5, 23) and model_type in REFUSED:
+        with pytest.raises(ConfigError, match=REFUSED[model_type]) as refused:
+            planned(model_type, tmp_path)
+        assert "\n" not in str(refused.value)
+        return
+    try:
+        shape = planned(model_type, tmp_path)
+        tiny_model(model_type)
+    except Exception as error:
+        if VERSION >= (5, 23):
+            raise
+        pytest.skip(f"tiny configurations are of transformers 5.23; {type(error).__name__}")
+    for num_tokens in LENGTHS:
+        assert cached_bytes(model_type, num_tokens) == planned_bytes(shape, num_tokens), num_tokens

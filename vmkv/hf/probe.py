@@ -1,0 +1,226 @@
+"""What a model keeps of every token, asked of the model itself: a forward pass without weights.
+
+A configuration does not tell. Latent attention is cached compressed or expanded, one field or
+another says how many heads share keys, layers differ by type, and transformers' releases differ.
+So the model is built on torch's `meta` device, which knows shapes and holds no memory, and its
+cache is looked at after two passes: what differs between them grows with the text.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import cache_utils
+
+from ..cache.geometry import LayerShape
+from ..errors import ConfigError, one_line
+from . import compat
+
+#: Tokens of the first pass, and how many the second has more. Layers of transformers' own take
+#: tokens one by one; those that a model brings may take them together (DeepSeek-V4 up to 128).
+_SHORT_TOKENS, _MORE_TOKENS, _MANY_MORE_TOKENS = 2, 1, 128
+
+
+@dataclass(frozen=True)
+class KeptLayer:
+    """What one layer keeps of one sequence.
+
+    Attributes:
+        shape: Its key and value of one token; None where it keeps none.
+        window_tokens: For sliding windows, how many tokens a query sees.
+        is_paged: Whether `VMKVCache` keeps it in virtual memory; others stay transformers'.
+        extra_token_bytes: Of each token besides key and value, such as an indexer's keys.
+        fixed_bytes: Whatever the length: states of linear attention, convolutions and the like.
+    """
+
+    shape: LayerShape | None
+    window_tokens: int | None
+    is_paged: bool
+    extra_token_bytes: int
+    fixed_bytes: int
+
+
+def build_without_weights(config: Any, dtype: torch.dtype) -> Any:
+    """The causal language model of a configuration, on the `meta` device, in eval mode.
+
+    Raises:
+        ConfigError: This transformers has no such model, or cannot build it from these values.
+    """
+    try:
+        with _shapes_only():
+            return transformers.AutoModelForCausalLM.from_config(
+                config, dtype=dtype, trust_remote_code=False, **compat.eager_options()
+            ).eval()
+    except Exception as error:  # any model's constructor, with any values
+        raise ConfigError(
+            f"the installed transformers builds no {config.model_type} model from this "
+            f"configuration: {one_line(error)}"
+        ) from error
+
+
+def kept_layers(model: Any) -> list[KeptLayer]:
+    """What each layer of a model from `build_without_weights` keeps; up to some seconds.
+
+    Raises:
+        ConfigError: The model takes no cache, cannot run without weights, or keeps something
+            that neither grows token by token nor stays as it is.
+    """
+    name = model.config.model_type
+    if "past_key_values" not in inspect.signature(model.forward).parameters:
+        raise ConfigError(
+            f"{name} models take no key-value cache of transformers: what they keep of a text, if "
+            "anything, is a state of their own"
+        )
+    layers = compat.default_layers(model.config)
+    before = _run(model, _SHORT_TOKENS) if any(map(compat.has_keys, layers)) else []
+    if not any(isinstance(getattr(layer, "keys", None), torch.Tensor) for layer in before):
+        raise ConfigError(f"no layer of this {name} model keeps keys and values")
+    if all(compat.window_of(layer)[0] for layer in before):
+        return [_kept(name, layer, layer, 0) for layer in before]
+    num_more = _MORE_TOKENS
+    if any(type(layer).__module__ != cache_utils.__name__ for layer in before):
+        num_more = _MANY_MORE_TOKENS
+    after = _run(model, _SHORT_TOKENS + num_more)
+    return [_kept(name, *pair, num_more) for pair in zip(before, after, strict=True)]
+
+
+def _run(model: Any, num_tokens: int) -> list[Any]:
+    """The layers of transformers' own cache after a text of `num_tokens`."""
+    cache = compat.default_cache(model.config)
+    tokens = torch.zeros((1, num_tokens), dtype=torch.long, device="meta")
+    try:
+        with _shapes_only():
+            model(input_ids=tokens, past_key_values=cache, use_cache=True)
+    except Exception as error:  # any model's forward, with any values
+        raise ConfigError(
+            f"what {model.config.model_type} models keep cannot be told from its configuration: "
+            f"run without weights it fails ({one_line(error)})"
+        ) from error
+    return list(cache.layers)
+
+
+def _kept(name: str, before: Any, after: Any, num_more: int) -> KeptLayer:
+    """One layer, from its state after a text and after one of `num_more` tokens more."""
+    is_paged, window_tokens = compat.window_of(before)
+    if not is_paged:
+        window_tokens = getattr(before, "sliding_window", None)
+    shape, extra_token_bytes, fixed_bytes = None, 0, 0
+    keys, values = getattr(before, "keys", None), getattr(before, "values", None)
+    if keys is not None and values is not None:
+        if not keys.ndim == values.ndim == 4 or keys.shape[0] != 1:
+            raise ConfigError(
+                f"{name} models keep keys of shape {tuple(keys.shape)} for one sequence, not "
+                "[1, heads, tokens, width]; nobody can plan with that"
+            )
+        shape = LayerShape(
+            keys.shape[1], keys.shape[3], values.shape[1], values.shape[3], keys.dtype.itemsize
+        )
+        # A model's own prompt (CPM-Ant) lies before the text.
+        num_own = max(0, int(keys.shape[2]) - _SHORT_TOKENS)
+        fixed_bytes += num_own * (shape.k_bytes + shape.v_bytes)
+    if not is_paged:
+        later = dict(_others(after))
+        for path, tensor in _others(before):
+            token_bytes = _token_bytes(tensor, later.get(path), num_more)
+            if token_bytes is None:
+                raise ConfigError(
+                    f"{name} models keep {path} in layers of type {type(before).__name__}, which "
+                    "neither grows with every token nor stays as it is; nobody can plan with that"
+                )
+            extra_token_bytes += token_bytes
+            fixed_bytes += tensor.nbytes - _SHORT_TOKENS * token_bytes
+    return KeptLayer(shape, window_tokens, is_paged, extra_token_bytes, fixed_bytes)
+
+
+def _others(layer: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of a layer but its keys and values, and a name for each."""
+    for name, value in vars(layer).items():
+        entries = value.items() if isinstance(value, dict) else [(None, value)]
+        for key, tensor in entries:
+            is_state = isinstance(tensor, torch.Tensor) and tensor.ndim
+            if is_state and name not in ("keys", "values"):
+                yield name if key is None else f"{name}[{key}]", tensor
+
+
+def _token_bytes(before: torch.Tensor, after: torch.Tensor | None, num_more: int) -> int | None:
+    """What a tensor takes of each token; 0 where it keeps its size, None where it does neither."""
+    if after is None or after.ndim != before.ndim:
+        return None
+    grown = [
+        at
+        for at, (small, large) in enumerate(zip(before.shape, after.shape, strict=True))
+        if small != large
+    ]
+    if not grown:
+        return 0
+    if len(grown) > 1 or after.shape[grown[0]] - before.shape[grown[0]] != num_more:
+        return None
+    return before.nbytes // before.shape[grown[0]]
+
+
+@contextlib.contextmanager
+def _shapes_only() -> Iterator[None]:
+    """What is made and computed here has a shape, no memory, and no values."""
+    values = _NoValues()  # type: ignore[no-untyped-call]
+    with torch.no_grad(), torch.device("meta"), compat.autocast_on_meta(), values:
+        yield
+
+
+class _NoValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Answers what a model asks of values where there are only shapes.
+
+    Routers look for the experts that were chosen, masks are checked for being all true. Without
+    values nothing is nonzero, and a number is 0: experts are left out, and attention, which is
+    what fills the cache, is not. Of nothing, everything is true.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        aten, kwargs = torch.ops.aten, kwargs or {}
+        subject = args[0] if args and isinstance(args[0], torch.Tensor) else None
+        if subject is not None and subject.is_meta:
+            if func is aten._local_scalar_dense.default:
+                is_flag = subject.dtype is torch.bool
+                return is_flag or torch.zeros((), dtype=subject.dtype, device="cpu").item()
+            if func is aten._to_copy.default and _is_host(kwargs.get("device")):
+                return torch.zeros(subject.shape, dtype=subject.dtype, device="cpu")
+            if func is aten.nonzero.default:
+                return _nowhere(subject)
+            if func in (aten.index.Tensor, aten.index_put_.default, aten.index_put.default):
+                args = (subject, _by_position(args[1]), *args[2:])
+            if func is aten.split_with_sizes.default:
+                args = (subject, _whole(subject, *args[1:]), *args[2:])
+        return func(*args, **kwargs)
+
+
+def _is_host(device: Any) -> bool:
+    return device is not None and torch.device(device).type == "cpu"
+
+
+def _whole(subject: torch.Tensor, sizes: Sequence[int], dim: int = 0) -> list[int]:
+    """Sizes that were read where there are none, made those of the tensor: the first has all."""
+    return [subject.shape[dim] - sum(sizes[1:]), *sizes[1:]]
+
+
+def _nowhere(mask: torch.Tensor) -> torch.Tensor:
+    """The positions at which a mask without values is set: none. `[0, mask.ndim]`."""
+    return mask.new_empty((0, mask.ndim), dtype=torch.long)
+
+
+def _by_position(indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Indices of a tensor, with masks as positions."""
+    found: list[torch.Tensor | None] = []
+    for index in indices:
+        if index is not None and index.dtype in (torch.bool, torch.uint8):
+            found += _nowhere(index).unbind(1)
+        else:
+            found.append(index)
+    return found
