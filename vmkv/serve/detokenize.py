@@ -127,4 +127,3 @@ class Detokenizer:
         self._window = window[-_CONTEXT_TOKENS:] if is_longest else window
         if is_longest:
             self._taken = self._decode()
-

@@ -1,7 +1,7 @@
 """Stop texts in a text that grows: Aho and Corasick's automaton.
 
 A character costs the same whatever the number and the length of the texts looked for. A state
-stands for the longest end of the text that begins one of them, which is just what must be held back.
+stands for the longest end of the text that begins one of them: just what must be held back.
 """
 
 from __future__ import annotations
