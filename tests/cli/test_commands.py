@@ -17,7 +17,7 @@ from vmkv import ConfigError
 from vmkv.cli import bench
 from vmkv.cli.doctor import environment, examine
 from vmkv.cli.main import main
-from vmkv.cli.serve import read_api_keys
+from vmkv.serve.server.keys import read_api_keys
 
 
 def run(*arguments: str) -> tuple[int, str, str]:

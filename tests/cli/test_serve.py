@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
-import openai
 import pytest
 from helpers.serving import MAX_TOKENS, save_tiny_model
 
@@ -51,6 +50,7 @@ def serving(model: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str],
 
 def test_sigterm_drains(model: Path, tmp_path: Path) -> None:
     """A stream under way ends with all its tokens; nobody new is let in; the status is 0."""
+    openai = pytest.importorskip("openai")
     keys, trace = tmp_path / "keys", tmp_path / "trace.json"
     keys.write_text("secret\n")
     options = ["--api-key-file", str(keys), "--trace", str(trace), "--max-concurrent", "2"]

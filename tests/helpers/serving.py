@@ -20,7 +20,7 @@ from fastapi import FastAPI
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from vmkv.serve.observer import ObservedCache, RequestRecord, StepRecord
-from vmkv.serve.server.run import make_server, open_socket
+from vmkv.serve.server.run import Server, make_server, open_socket
 
 TEXT = [
     "A row is one sequence's range in a reservation.",
@@ -104,10 +104,12 @@ class Watch:
         self.finished: list[RequestRecord] = []
         self.num_first_tokens = 0
         self.num_steps = 0
+        self.is_idle = False
 
     def request_added(self, request_id: int, num_prompt_tokens: int) -> None:
         with self._changed:
             self.added.append(request_id)
+            self.is_idle = False
             self._changed.notify_all()
 
     def first_token(self, request_id: int, wait_s: float) -> None:
@@ -126,7 +128,9 @@ class Watch:
             self._changed.notify_all()
 
     def idle(self, cache: ObservedCache) -> None:
-        pass
+        with self._changed:
+            self.is_idle = True
+            self._changed.notify_all()
 
     def wait(self, condition: Callable[[], bool], what: str) -> None:
         """Until a condition on the above holds."""
@@ -135,8 +139,8 @@ class Watch:
 
 
 @contextlib.contextmanager
-def serving(app: FastAPI, drain_timeout_s: float = 20) -> Iterator[tuple[str, Callable[[], None]]]:
-    """The application on a free port of this machine: its address, and what makes it stop.
+def serving(app: FastAPI, drain_timeout_s: float = 20) -> Iterator[tuple[str, Server]]:
+    """The application on a free port of this machine: its address, and what serves it.
 
     Sockets hold little, so that a client which does not read is soon noticed.
     """
@@ -153,15 +157,12 @@ def serving(app: FastAPI, drain_timeout_s: float = 20) -> Iterator[tuple[str, Ca
             failures.append(error)
             raise
 
-    def stop() -> None:
-        server.should_exit = True
-
     thread = threading.Thread(target=run, name="server")
     thread.start()
     try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}", stop
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", server
     finally:
-        stop()
+        server.should_exit = True
         thread.join(60)
     assert not thread.is_alive(), "the server does not end"
     assert not failures

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -49,11 +49,15 @@ def add_parser(commands: Commands) -> None:
     add = parser.add_argument_group("server").add_argument
     add("--host", default="127.0.0.1", help="0.0.0.0 for every address of the machine")
     add("--port", type=port, default=8000, help="0 for any free one")
-    add("--api-key-file", metavar="FILE", type=Path, help="one key per line")
+    add("--api-key-file", metavar="FILE", type=Path, help="one key per line, in UTF-8")
+    add("--protect-all", action="store_true", help="metrics and documentation need a key too")
+    add("--cors-origin", action="append", default=[], metavar="URL", help="whose pages may ask")
     add("--max-body-mib", type=positive_number, default=16, help="of a request")
     add("--max-prompt-tokens", type=positive_int, help="by default as many as the model takes")
     add("--max-concurrent", type=positive_int, default=1024, help="requests in the engine")
     add("--max-queued", type=count, default=1024, help="requests waiting for that; then 429")
+    add("--max-connections", type=positive_int, default=4096, help="as far as ulimit -n permits")
+    add("--max-priority", type=count, default=0, help="levels for clients to choose; 0 for none")
     add("--send-timeout", type=positive_number, default=60, help="seconds a client may not read")
     add("--drain-timeout", type=positive_number, default=300, help="seconds to finish, on SIGTERM")
     add("--trace", metavar="FILE", help="write a trace of every step, in Chrome's format")
@@ -64,14 +68,12 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
     """Load, serve, drain; returns when a signal has said stop."""
     # Everything cheap that can be wrong comes before the model is loaded.
     _check_installed()
-    from ..serve.server.prompts import read_template
     from ..serve.server.run import open_socket
 
-    template = read_template(arguments.chat_template) if arguments.chat_template else None
-    api_keys = read_api_keys(arguments.api_key_file, os.environ.get(_API_KEY_VARIABLE))
+    options_for = server_options(arguments)
     listener = open_socket(arguments.host, arguments.port, unread_timeout_s=arguments.send_timeout)
     try:
-        return _serve(arguments, listener, template, api_keys, out)
+        return _serve(arguments, listener, options_for, out)
     finally:
         listener.close()
 
@@ -79,8 +81,7 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
 def _serve(
     arguments: argparse.Namespace,
     listener: Any,
-    template: str | None,
-    api_keys: Sequence[str],
+    options_for: Callable[[int], ServerOptions],
     out: TextIO,
 ) -> int:
     from ..serve.engine import AsyncEngine
@@ -99,7 +100,7 @@ def _serve(
         model = load_model(arguments.model, device=_device(arguments.device), dtype=arguments.dtype)
         engine = make_engine(arguments, model, tokenizer, Observers(observers))
         metrics.bind_pages(engine.cache.pool.page_bytes)
-        options = server_options(arguments, engine.max_tokens, template, api_keys)
+        options = options_for(engine.max_tokens)
         app = create_app(AsyncEngine(engine), tokenizer, options, metrics)
 
         def announce() -> None:
@@ -108,7 +109,7 @@ def _serve(
                 f"vmkv serves {options.model_name} at http://{_as_host(host)}:{port}/v1: up to "
                 f"{engine.max_tokens:,} tokens a request, "
                 f"{format_bytes(engine.cache.stats().budget_bytes)} for keys and values, "
-                f"{'with' if api_keys else 'without'} API keys\n"
+                f"{'with' if options.api_keys else 'without'} API keys\n"
             )
             out.flush()
 
@@ -145,47 +146,36 @@ def make_engine(arguments: argparse.Namespace, model: Any, tokenizer: Any, obser
     )
 
 
-def server_options(
-    arguments: argparse.Namespace,
-    max_model_tokens: int,
-    chat_template: str | None,
-    api_keys: Sequence[str],
-) -> ServerOptions:
-    """The server that the options describe."""
-    from ..serve.server import Limits, ServerOptions
-
-    return ServerOptions(
-        model_name=arguments.served_model_name or arguments.model,
-        max_model_tokens=max_model_tokens,
-        chat_template=chat_template,
-        api_keys=api_keys,
-        limits=Limits(
-            max_body_bytes=round(arguments.max_body_mib * MiB),
-            max_prompt_tokens=arguments.max_prompt_tokens,
-            max_concurrent=arguments.max_concurrent,
-            max_queued=arguments.max_queued,
-            send_timeout_s=arguments.send_timeout,
-        ),
-    )
-
-
-def read_api_keys(file: Path | None, variable: str | None) -> list[str]:
-    """Keys from both places.
+def server_options(arguments: argparse.Namespace) -> Callable[[int], ServerOptions]:
+    """The server that the options describe, for requests of so many tokens at most.
 
     Raises:
-        ConfigError: The file cannot be read, or holds no key: then everybody would be let in.
+        ConfigError: It cannot be.
     """
-    keys = [variable.strip()] if variable and variable.strip() else []
-    if file is None:
-        return keys
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--api-key-file {file}: {error}") from error
-    from_file = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
-    if not from_file:
-        raise ConfigError(f"--api-key-file {file} holds no key; write one per line")
-    return keys + from_file
+    from ..serve.server import Limits, ServerOptions
+    from ..serve.server.keys import read_api_keys
+    from ..serve.server.prompts import read_template
+
+    template = read_template(arguments.chat_template) if arguments.chat_template else None
+    api_keys = read_api_keys(arguments.api_key_file, os.environ.get(_API_KEY_VARIABLE))
+    limits = Limits(
+        max_connections=arguments.max_connections,
+        max_body_bytes=round(arguments.max_body_mib * MiB),
+        max_prompt_tokens=arguments.max_prompt_tokens,
+        max_concurrent=arguments.max_concurrent,
+        max_queued=arguments.max_queued,
+        max_priority=arguments.max_priority,
+        send_timeout_s=arguments.send_timeout,
+    )
+    return lambda max_model_tokens: ServerOptions(
+        model_name=arguments.served_model_name or arguments.model,
+        max_model_tokens=max_model_tokens,
+        limits=limits,
+        api_keys=api_keys,
+        protects_everything=arguments.protect_all,
+        cors_origins=arguments.cors_origin,
+        chat_template=template,
+    )
 
 
 def _device(name: str) -> str:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from functools import partial
@@ -31,16 +32,27 @@ if TYPE_CHECKING:
     from .engine import Engine
 
 _LOG = logging.getLogger(__name__)
+#: So many steps in a row fail only where every one does.
+_FAILED_STEPS_MAX = 5
+#: What running requests wait at most for the commands between two steps, but for the last one.
+_COMMANDS_S = 0.01
 
 
 class _Stream:
-    """One request as its event loop sees it. Everything here happens in that loop."""
+    """One request as its event loop sees it. What the engine's thread may touch is said.
+
+    Attributes:
+        is_left: Whether nobody reads it any more. That thread may look.
+        request: What the engine knows it by. That thread's own.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
         self.loop = loop
         self.has_news = asyncio.Event()
         self.handle: RequestHandle | None = None
         self.error: BaseException | None = None
+        self.is_left = False
+        self.request: RequestHandle | None = None
 
     def accepted(self, handle: RequestHandle) -> None:
         """The engine has taken the request."""
@@ -68,6 +80,8 @@ class AsyncEngine:
         self._wake = threading.Condition()
         self._commands: deque[Callable[[], None]] = deque()
         self._is_stopping = False
+        self._asked: set[_Stream] = set()  # Whose command to add them was not carried out yet.
+        self._death: str | None = None
         # The thread's.
         self._streams: dict[RequestHandle, _Stream] = {}
         self._updated: dict[RequestHandle, None] = {}
@@ -98,7 +112,7 @@ class AsyncEngine:
             ClosedError: The engine is shutting down. Likewise.
         """
         stream = _Stream(asyncio.get_running_loop())
-        self._post(partial(self._add, stream, prompt, params, priority))
+        self._ask(stream, partial(self._add, stream, prompt, params, priority))
         is_finished = False
         try:
             while not is_finished:
@@ -114,7 +128,8 @@ class AsyncEngine:
                     yield output
         finally:
             if not is_finished and stream.error is None:
-                self._post_unless_stopped(partial(self._abandon, stream))
+                stream.is_left = True
+                self._post(partial(self._abandon, stream))
 
     async def shutdown(self, drain: bool = True) -> None:
         """Stop: after the requests that are under way, or with `drain=False` cancelling them.
@@ -134,14 +149,29 @@ class AsyncEngine:
         """Whether the engine's thread is there."""
         return self._thread.is_alive()
 
-    def _post(self, command: Callable[[], None]) -> None:
+    @property
+    def failure(self) -> str | None:
+        """Why no request can be served; None as long as one can.
+
+        A thread that has ended, or a device that has failed in every step of late. Requests are
+        tried all the same: the next step that succeeds is the end of it.
+        """
+        if not self._thread.is_alive():
+            return f"the engine's thread has ended: {self._death or 'it was shut down'}"
+        num_failed = self.engine.num_failed_steps
+        if num_failed >= _FAILED_STEPS_MAX:
+            return f"the last {num_failed} steps have failed"
+        return None
+
+    def _ask(self, stream: _Stream, command: Callable[[], None]) -> None:
         with self._wake:
             if self._is_stopping:
                 raise ClosedError("the engine is shutting down and takes no more requests")
+            self._asked.add(stream)
             self._commands.append(command)
             self._wake.notify()
 
-    def _post_unless_stopped(self, command: Callable[[], None]) -> None:
+    def _post(self, command: Callable[[], None]) -> None:
         with self._wake:
             self._commands.append(command)
             self._wake.notify()
@@ -159,12 +189,16 @@ class AsyncEngine:
                     self.engine.cancel_all(error)
                 self._publish()
             self.engine.close()
+        except BaseException as error:  # noqa: BLE001  # everybody who asks is told
+            self._death = f"{error!r:.200}"
+            _LOG.critical("the engine's thread has ended", exc_info=error)
         finally:
             # Whatever has happened, nobody is to wait for a thread that is gone.
             with self._wake:
                 self._is_stopping = True
+                streams = {*self._asked, *self._streams.values()}
             gone = ClosedError("the engine has stopped")
-            for stream in self._streams.values():
+            for stream in streams:
                 _tell(stream.loop, partial(stream.refused, gone))
 
     def _wait(self) -> bool:
@@ -189,8 +223,9 @@ class AsyncEngine:
         return bool(self._commands) or self._is_stopping
 
     def _obey(self) -> None:
-        """Carry out what was asked for."""
-        while True:
+        """Carry out what was asked for; if it is much, the rest after the next step."""
+        start_s = time.monotonic()
+        while time.monotonic() - start_s < _COMMANDS_S:
             with self._wake:
                 if not self._commands:
                     return
@@ -204,19 +239,22 @@ class AsyncEngine:
         params: SamplingParams | None,
         priority: int,
     ) -> None:
+        with self._wake:
+            self._asked.discard(stream)
+        if stream.is_left:
+            return  # Nothing is done for those who left before their turn.
         try:
             handle = self.engine.add(prompt, params, priority)
         except Exception as error:  # noqa: BLE001  # the caller's, who waits for it
             _tell(stream.loop, partial(stream.refused, error))
             return
+        stream.request = handle
         self._streams[handle] = stream
         _tell(stream.loop, partial(stream.accepted, handle))
 
     def _abandon(self, stream: _Stream) -> None:
-        for handle, its in tuple(self._streams.items()):
-            if its is stream:
-                del self._streams[handle]
-                self.engine.cancel(handle)
+        if stream.request is not None and self._streams.pop(stream.request, None) is not None:
+            self.engine.cancel(stream.request)
 
     def _note_update(self, handle: RequestHandle) -> None:
         self._updated[handle] = None

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from .params import SamplingParams
+from .stop_texts import START, stop_texts
 
 #: Tokens decoded again as context for the next: more than a character or a word's rule needs.
 _CONTEXT_TOKENS = 8
@@ -50,7 +51,8 @@ class Detokenizer:
     ):
         self._tokenizer = tokenizer
         self._skips_special = params.skip_special_tokens
-        self._stops = tuple(params.stop)
+        self._stops = stop_texts(tuple(params.stop)) if params.stop else None
+        self._stop_state = START
         self._min_tokens = params.min_tokens
         self._includes_stop = params.include_stop_str_in_output
         self._window = list(prompt_token_ids[-_WINDOW_MAX_TOKENS:])
@@ -93,25 +95,16 @@ class Detokenizer:
             self._move_window()
         before = len(self._text)
         self._text += added
-        if not self._stops or not added:
+        if self._stops is None or not added:
             return None
-        if self._num_tokens >= self._min_tokens:
-            self._find_stop(before)
-        if self.stop is None:
-            self._num_held = _num_begun(self._text, self._stops)
+        self._stop_state, found = self._stops.advance(self._stop_state, added)
+        if found is None or self._num_tokens < self._min_tokens:
+            self._num_held = self._stops.num_begun(self._stop_state)
+            return None
+        end, self.stop = before + found.end, found.stop
+        self._text = self._text[: end if self._includes_stop else end - len(self.stop)]
+        self._num_held = 0
         return self.stop
-
-    def _find_stop(self, before: int) -> None:
-        """Cut the text at the first stop text that ends after `before` characters."""
-        found = [
-            (at, stop)
-            for stop in self._stops
-            if (at := self._text.find(stop, max(0, before - len(stop) + 1))) >= 0
-        ]
-        if found:
-            at, self.stop = min(found)
-            self._text = self._text[: at + len(self.stop) if self._includes_stop else at]
-            self._num_held = 0
 
     def _decode(self) -> str:
         # Tidying spaces before punctuation would change text that was given out already.
@@ -134,13 +127,3 @@ class Detokenizer:
         self._window = window[-_CONTEXT_TOKENS:] if is_longest else window
         if is_longest:
             self._taken = self._decode()
-
-
-def _num_begun(text: str, stops: Sequence[str]) -> int:
-    """How long the longest end of `text` is that begins, but does not complete, a stop text."""
-    longest = min(len(text), max(map(len, stops)) - 1)
-    for length in range(longest, 0, -1):
-        end = text[-length:]
-        if any(stop.startswith(end) for stop in stops):
-            return length
-    return 0

@@ -271,6 +271,14 @@ class Engine:
         """Whether there is anything to do."""
         return self._loop.has_work
 
+    @property
+    def num_failed_steps(self) -> int:
+        """Steps that failed since the last one that did not: a device that is gone, for instance.
+
+        A request's own failure is none of them, nor is a lack of memory.
+        """
+        return self._loop.num_failed_steps
+
     def step(self) -> None:
         """Run one step; the handles then have what is new.
 

@@ -8,7 +8,9 @@ Frozen, so that one object may serve any number of requests.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import reprlib
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +19,9 @@ from ..errors import ConfigError
 #: More alternatives than that per token is a distribution, not a log-probability.
 _LOGPROBS_MAX = 1024
 _SAMPLES_MAX = 1024
-#: Seeds feed a 64-bit counter-based generator.
-_SEED_MAX = 2**63 - 1
+#: What the device counts in. Seeds feed a generator of as many bits.
+_INTEGER_MAX = 2**63 - 1
+_FLOAT_MAX = sys.float_info.max
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,8 @@ class SamplingParams:
     Attributes:
         n: Samples of one prompt, each a continuation of its own.
         temperature: What logits are divided by; 0 takes the likeliest token.
-        top_k: Choose among this many likeliest tokens; 0 or -1 for all.
+        top_k: Choose among this many likeliest tokens; 0 or -1 for all, as any number is that the
+            vocabulary does not have.
         top_p: Choose among the fewest likeliest tokens whose probabilities reach this sum.
         min_p: Leave out tokens less likely than this fraction of the likeliest one.
         repetition_penalty: Above 1 makes tokens of the prompt or the output less likely.
@@ -74,26 +78,26 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         # One form of each, whatever was passed: later code need not ask.
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        stop = (self.stop,) if isinstance(self.stop, str) else _tuple("stop", self.stop)
         object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        object.__setattr__(self, "logits_processors", tuple(self.logits_processors))
+        for name in ("stop_token_ids", "logits_processors"):
+            object.__setattr__(self, name, _tuple(name, getattr(self, name)))
         object.__setattr__(self, "top_k", 0 if self.top_k == -1 else self.top_k)
         self._check_integers()
         self._check_numbers()
         if not all(isinstance(each, str) and each for each in stop):
-            raise ConfigError(f"stop={self.stop!r} must be non-empty texts")
-        if not all(_is_integer(each) and each >= 0 for each in self.stop_token_ids):
-            raise ConfigError(f"stop_token_ids={self.stop_token_ids!r} must be token ids")
+            raise ConfigError(f"stop={shown(self.stop)} must be non-empty texts")
+        if not all(_is_integer(each) and 0 <= each <= _INTEGER_MAX for each in self.stop_token_ids):
+            raise ConfigError(f"stop_token_ids={shown(self.stop_token_ids)} must be token ids")
         if not all(callable(each) for each in self.logits_processors):
             raise ConfigError("logits_processors must be callable as processor(input_ids, scores)")
 
     def _check_integers(self) -> None:
         _check_integer("n", self.n, 1, _SAMPLES_MAX)
-        _check_integer("top_k", self.top_k, 0, None)
-        _check_integer("min_tokens", self.min_tokens, 0, None)
+        _check_integer("top_k", self.top_k, 0)
+        _check_integer("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None:
-            _check_integer("max_tokens", self.max_tokens, 1, None)
+            _check_integer("max_tokens", self.max_tokens, 1)
             if self.min_tokens > self.max_tokens:
                 raise ConfigError(
                     f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}"
@@ -101,7 +105,7 @@ class SamplingParams:
         if self.logprobs is not None:
             _check_integer("logprobs", self.logprobs, 0, _LOGPROBS_MAX)
         if self.seed is not None:
-            _check_integer("seed", self.seed, -_SEED_MAX, _SEED_MAX - _SAMPLES_MAX)
+            _check_integer("seed", self.seed, -_INTEGER_MAX, _INTEGER_MAX - _SAMPLES_MAX)
 
     def _check_numbers(self) -> None:
         _check_number("temperature", self.temperature, 0.0, math.inf)
@@ -131,14 +135,31 @@ class SamplingParams:
         return bool(self.logits_processors)
 
 
+def shown(value: object) -> str:
+    """A value for an error message: cut short, whatever it is."""
+    try:
+        return reprlib.repr(value)
+    except ValueError:  # Python writes integers of up to 4,300 digits.
+        return "an integer of thousands of digits"
+
+
+def _tuple(name: str, values: Iterable[Any]) -> tuple[Any, ...]:
+    try:
+        return tuple(values)
+    except TypeError as error:
+        raise ConfigError(f"{name}={shown(values)} must be a sequence") from error
+
+
 def _is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _check_integer(name: str, value: Any, least: int, most: int | None) -> None:
-    if not _is_integer(value) or not least <= value <= (value if most is None else most):
-        bound = f"at least {least}" if most is None else f"in [{least}, {most}]"
-        raise ConfigError(f"{name}={value!r} must be an integer, {bound}")
+def _check_integer(name: str, value: Any, least: int, most: int = _INTEGER_MAX) -> None:
+    if not _is_integer(value) or not least <= value <= most:
+        bound = f"at least {least}" if most == _INTEGER_MAX else f"in [{least}, {most}]"
+        if _is_integer(value) and value > most == _INTEGER_MAX:
+            bound = "of 64 bits"
+        raise ConfigError(f"{name}={shown(value)} must be an integer, {bound}")
 
 
 def _check_number(
@@ -146,12 +167,9 @@ def _check_number(
 ) -> None:
     """`[least, most]`, or with `is_open` without `least`; infinity and NaN never."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if (
-        not is_number
-        or not math.isfinite(value)
-        or not least <= value <= most
-        or (is_open and value == least)
-    ):
+    # Comparing is exact for integers of any size, where a conversion would overflow.
+    is_finite = is_number and -_FLOAT_MAX <= value <= _FLOAT_MAX
+    if not is_finite or not least <= value <= most or (is_open and value == least):
         bound = "a finite number" + (f" above {least}" if is_open else f", at least {least}")
         bound += "" if most == math.inf else f" and at most {most}"
-        raise ConfigError(f"{name}={value!r} must be {bound}")
+        raise ConfigError(f"{name}={shown(value)} must be {bound}")

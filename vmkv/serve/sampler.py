@@ -26,8 +26,11 @@ from .random import gumbel_noise, row_keys
 
 #: Columns of the float parameters.
 _TEMPERATURE, _TOP_P, _MIN_P, _REPETITION, _PRESENCE, _FREQUENCY = range(6)
-#: Columns of the integer parameters.
-_SEED, _TOP_K, _MIN_TOKENS = range(3)
+#: Columns of the integer parameters, and behind them what is sent along.
+_SEED, _TOP_K, _MIN_TOKENS, _COUNT = range(4)
+#: Beyond these nothing changes but that scores leave the range of float32: a temperature of 1e-5
+#: takes the likeliest token by any margin that logits have.
+_TEMPERATURES = _REPETITIONS = (1e-5, 1e5)
 
 
 @dataclass(frozen=True)
@@ -101,14 +104,11 @@ class Sampler:
         #: How many tokens each slot has sampled: its generator's counter.
         self._counts = torch.zeros(slots, dtype=torch.int64, device=device)
         self._needs = [_Needs()] * slots
-        self._staged: dict[int, tuple[list[float], list[int], int]] = {}
+        #: Per slot its float and its integer parameters with its count, as the device takes them.
+        self._staged: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         # Made when a slot first needs them: 5 bytes and 8 times so many per slot.
         self._token_counts: torch.Tensor | None = None
         self._in_prompt: torch.Tensor | None = None
-        self._is_compiled = compiled
-        self._draw_from_all = _draw_from_all
-        if compiled:
-            self._draw_from_all = torch.compile(_draw_from_all, dynamic=True)
         self._is_compiled = compiled
         self._draw_from_all = _draw_from_all
         if compiled:
@@ -127,8 +127,8 @@ class Sampler:
         """A request begins in `slot`, or goes on there; see `Runner.set_slot`.
 
         Raises:
-            ConfigError: There is no such slot, or a stop token is not in the vocabulary. The
-                slot is as before.
+            ConfigError: There is no such slot, a stop token is not in the vocabulary, or a
+                parameter is none that the device can hold. The slot is as before.
 
         Cost: host work alone, and two small copies with the next `sample`; with penalties, some
             launches over the slot's token counts.
@@ -141,24 +141,13 @@ class Sampler:
                 f"stop_token_ids {outside} are not in the vocabulary of {self.vocab_size}"
             )
         needs = _Needs.of(params)
+        staged = self._as_tensors(params, needs, len(output_token_ids))
         if needs.penalties:
             self._count_tokens(slot, prompt_token_ids, output_token_ids)
         if needs.bans:
             self._ban(slot, params.stop_token_ids)
-        floats = [0.0] * 6
-        floats[_TEMPERATURE] = params.temperature
-        floats[_TOP_P] = params.top_p
-        # As what is left between a logit and the greatest one.
-        floats[_MIN_P] = math.log(params.min_p) if params.min_p else -math.inf
-        floats[_REPETITION] = params.repetition_penalty
-        floats[_PRESENCE] = params.presence_penalty
-        floats[_FREQUENCY] = params.frequency_penalty
-        integers = [0] * 3
-        integers[_SEED] = params.seed or 0
-        integers[_TOP_K] = params.top_k or self.vocab_size
-        integers[_MIN_TOKENS] = params.min_tokens if needs.bans else 0
         self._needs[slot] = needs
-        self._staged[slot] = (floats, integers, len(output_token_ids))
+        self._staged[slot] = staged
 
     def is_greedy(self, slots: Sequence[int]) -> bool:
         """Whether the argmax of the logits is all that these slots want.
@@ -283,18 +272,50 @@ class Sampler:
 
     # ---- state ----------------------------------------------------------------------------
 
+    def _as_tensors(
+        self, params: SamplingParams, needs: _Needs, count: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A slot's parameters as `_upload` sends them.
+
+        Made here and not there: what cannot be converted is the fault of one slot, not of the
+        step in which all are sent.
+
+        Raises:
+            ConfigError: A parameter is none that the device can hold.
+        """
+        floats = [0.0] * 6
+        floats[_TEMPERATURE] = params.temperature and _clamped(params.temperature, _TEMPERATURES)
+        floats[_TOP_P] = params.top_p
+        # As what is left between a logit and the greatest one.
+        floats[_MIN_P] = math.log(params.min_p) if params.min_p else -math.inf
+        floats[_REPETITION] = _clamped(params.repetition_penalty, _REPETITIONS)
+        floats[_PRESENCE] = params.presence_penalty
+        floats[_FREQUENCY] = params.frequency_penalty
+        integers = [0] * 4
+        integers[_SEED] = params.seed or 0
+        integers[_TOP_K] = min(params.top_k, self.vocab_size) or self.vocab_size
+        integers[_MIN_TOKENS] = params.min_tokens if needs.bans else 0
+        integers[_COUNT] = count
+        try:
+            return (
+                torch.tensor(floats, dtype=torch.float32),
+                torch.tensor(integers, dtype=torch.int64),
+            )
+        except (ValueError, OverflowError, RuntimeError, TypeError) as error:
+            raise ConfigError(f"parameters that the device cannot hold: {error}") from error
+
     def _upload(self) -> None:
         """Send what `set_slot` has staged: three launches for any number of slots."""
         if not self._staged:
             return
         slots = torch.tensor(list(self._staged)).to(self.device, non_blocking=True)
-        staged = list(self._staged.values())
-        floats = torch.tensor([each[0] for each in staged])
-        integers = torch.tensor([[*each[1], each[2]] for each in staged])
+        floats = torch.stack([each[0] for each in self._staged.values()])
+        integers = torch.stack([each[1] for each in self._staged.values()])
         integers = integers.to(self.device, non_blocking=True)
         self._floats.index_copy_(0, slots, floats.to(self.device, non_blocking=True))
-        self._integers.index_copy_(0, slots, integers[:, :-1])
-        self._counts.index_copy_(0, slots, integers[:, -1])
+        self._integers.index_copy_(0, slots, integers[:, :_COUNT])
+        self._counts.index_copy_(0, slots, integers[:, _COUNT])
+        # Last: if the device has failed, the next step sends them again.
         self._staged.clear()
 
     def _count_tokens(self, slot: int, prompt: Sequence[int], output: Sequence[int]) -> None:
@@ -320,6 +341,10 @@ class Sampler:
             width = len(token_ids)
         padded = [*token_ids, *([token_ids[0]] * (width - len(token_ids)))]
         self._banned[slot] = torch.tensor(padded).to(self.device, non_blocking=True)
+
+
+def _clamped(value: float, bounds: tuple[float, float]) -> float:
+    return min(max(value, bounds[0]), bounds[1])
 
 
 def _draw_from_all(scores: torch.Tensor, floats: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:

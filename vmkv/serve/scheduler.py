@@ -5,9 +5,8 @@ Every request has a place in one order, given when it arrives and kept for life:
     rank = (arrival step + priority x aging_steps, number)
 
 So inside a priority it is first come, first served; a more urgent request overtakes those that
-came at most `aging_steps` steps earlier per level of priority, and nobody else: whoever waits is
-overtaken for a bounded time only. A preempted request keeps its rank and comes back before all
-that arrived after it.
+came at most `aging_steps` steps earlier per level of priority, and nobody else: see Note [Waiting
+is bounded]. A preempted request keeps its rank and comes back before all that arrived after it.
 
 Requests that run come first, in order, one token of each that decodes and then chunks of
 prompts; what is left of the step's tokens goes to those that wait, strictly in order: if the

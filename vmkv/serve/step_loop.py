@@ -82,6 +82,7 @@ class StepLoop:
         self._shortage: Exception | None = None
         # Pages that the books promise and that lately were not to be had.
         self._withheld_pages = 0
+        self.num_failed_steps = 0  #: See `Engine.num_failed_steps`.
 
     @property
     def has_work(self) -> bool:
@@ -186,6 +187,7 @@ class StepLoop:
                 continue
             except DriverError as error:
                 self._give_up(plan, chunks)
+                self.num_failed_steps += 1
                 self._fail(chunks, error)
                 return None, plan
             finally:
@@ -252,14 +254,7 @@ class StepLoop:
         try:
             for chunk in chunks:
                 if chunk.request_id in self._to_set:
-                    request = self._requests[chunk.request_id]
-                    self._runner.set_slot(
-                        chunk.slot,
-                        request.params,
-                        request.prompt_token_ids,
-                        request.output_token_ids,
-                    )
-                    self._to_set.discard(chunk.request_id)
+                    self._set_slot(chunk)
             with self._view.submitting(chunks):
                 pending = self._runner.submit([self._chunk(chunk) for chunk in chunks])
         except BaseException as error:  # noqa: BLE001  # ends who is to blame, or is raised again
@@ -278,6 +273,16 @@ class StepLoop:
             [chunk.request_id for chunk in chunks],
             [chunk.request_id for chunk in chunks if chunk.samples],
         )
+
+    def _set_slot(self, chunk: PlannedChunk) -> None:
+        request = self._requests[chunk.request_id]
+        try:
+            self._runner.set_slot(
+                chunk.slot, request.params, request.prompt_token_ids, request.output_token_ids
+            )
+        except ConfigError as error:
+            raise SlotError(chunk.slot, error, "its parameters") from error
+        self._to_set.discard(chunk.request_id)
 
     def _chunk(self, chunk: PlannedChunk) -> Chunk:
         request = self._requests[chunk.request_id]
@@ -319,6 +324,8 @@ class StepLoop:
             if fewer:
                 self._token_limit = fewer
                 return
+        else:
+            self.num_failed_steps += 1
         self._fail(chunks, error)
 
     def _shrink(self, chunk: PlannedChunk) -> None:
@@ -375,12 +382,14 @@ class StepLoop:
         try:
             result = step.pending.result()
         except Exception as error:  # noqa: BLE001  # the requests of the step end with it
+            self.num_failed_steps += 1
             _let_go(error)
             for request_id in step.request_ids:
                 request = self._requests.get(request_id)
                 if request is not None:
                     self.end(request, FinishReason.ERROR, error, keep=False)
             return
+        self.num_failed_steps = 0
         columns = zip(step.sampling_ids, result.token_ids, result.logprobs, strict=True)
         for request_id, token_id, logprobs in columns:
             request = self._requests.get(request_id)

@@ -13,7 +13,6 @@ from typing import Any
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import httpx
-import openai
 import pytest
 import torch
 import transformers
@@ -25,6 +24,8 @@ from vmkv.serve.engine import AsyncEngine, Engine
 from vmkv.serve.metrics import Metrics
 from vmkv.serve.observer import Observers
 from vmkv.serve.server import Limits, ServerOptions, create_app
+from vmkv.serve.server.run import Server
+from vmkv.serve.server.service import Service
 from vmkv.units import MiB
 
 transformers.logging.set_verbosity_error()
@@ -41,7 +42,7 @@ class Running:
         engine: The engine behind it.
         watch: What the engine did.
         model: The model.
-        stop: Tells the server to drain and end.
+        server: What serves it.
     """
 
     url: str
@@ -49,7 +50,22 @@ class Running:
     engine: Engine
     watch: Watch
     model: Any
-    stop: Callable[[], None]
+    server: Server
+
+    @property
+    def service(self) -> Service:
+        """What the routes share."""
+        return self.app.state.service
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port."""
+        host, port = self.url.removeprefix("http://").split(":")
+        return host, int(port)
+
+    def stop(self) -> None:
+        """Tell the server to drain and end."""
+        self.server.should_exit = True
 
     def until(self, condition: Callable[[], bool]) -> None:
         """Until a condition on the server's state holds; every look is a round trip."""
@@ -59,8 +75,9 @@ class Running:
                 assert 200 == client.get(f"{self.url}/health").status_code
                 assert time.monotonic() < deadline_s, "waited in vain"
 
-    def client(self, **options: Any) -> openai.OpenAI:
-        """A client of its own, that never tries twice."""
+    def client(self, **options: Any) -> Any:
+        """OpenAI's client, one of its own, that never tries twice."""
+        openai = pytest.importorskip("openai")
         options = {"api_key": "none", "max_retries": 0, "timeout": 60, **options}
         return openai.OpenAI(base_url=f"{self.url}/v1", **options)
 
@@ -78,7 +95,7 @@ def running(
         max_num_batched_tokens=256,
         max_tokens=MAX_TOKENS,
         budget_bytes=64 * MiB,
-        observer=Observers([watch, metrics]),
+        observer=Observers([metrics, watch]),  # In order: what is awaited has been counted.
     )
     metrics.bind_pages(engine.cache.pool.page_bytes)
     app = create_app(
@@ -87,12 +104,13 @@ def running(
         ServerOptions("tiny", MAX_TOKENS, limits=limits or Limits(), **options),
         metrics,
     )
-    with serving(app, drain_timeout_s) as (url, stop):
-        yield Running(url, app, engine, watch, tiny_llama(), stop)
+    with serving(app, drain_timeout_s) as (url, server):
+        yield Running(url, app, engine, watch, tiny_llama(), server)
         watch.wait(lambda: len(watch.finished) == len(watch.added), "the end of every request")
         if not engine.cache.is_closed:
             engine.cache.check()
-    assert app.state.gate.num_inside == app.state.gate.num_waiting == 0
+    service = app.state.service
+    assert service.gate.num_inside == service.gate.num_waiting == service.uploads.num_bytes == 0
     # A request that failed leaves frames, and they the views they saw, until they are collected.
     gc.collect()
     engine.cache.pool.reclaimer.free_idle_reservations()

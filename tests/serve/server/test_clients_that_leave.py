@@ -6,9 +6,12 @@ And an engine that fails: the client is told, the others go on.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import signal
 import socket
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -23,12 +26,6 @@ from vmkv.serve.server.limits import Gate
 LONG = {"model": "tiny", "prompt": "A row", "max_tokens": MAX_TOKENS - 50, "temperature": 0}
 LONG |= {"ignore_eos": True}
 SHORT = {"model": "tiny", "prompt": "A row", "max_tokens": 3}
-
-
-def address(server: Any) -> tuple[str, int]:
-    """Host and port."""
-    host, port = server.url.removeprefix("http://").split(":")
-    return host, int(port)
 
 
 def request(path: str, body: dict[str, Any]) -> bytes:
@@ -64,7 +61,7 @@ def test_leaving_a_stream_frees_the_request(run_server, path: str) -> None:
 def test_leaving_an_answer_frees_the_request(run_server) -> None:
     """A client that does not wait for the whole."""
     with run_server() as server:
-        with socket.create_connection(address(server)) as client:
+        with socket.create_connection(server.address) as client:
             client.sendall(request("/v1/completions", LONG | {"n": 2}))
             server.watch.wait(lambda: server.watch.num_first_tokens >= 1, "the first token")
         wait_for_cancellations(server, 1)
@@ -73,13 +70,13 @@ def test_leaving_an_answer_frees_the_request(run_server) -> None:
 def test_leaving_the_queue(run_server) -> None:
     """A client that leaves before its turn never reaches the engine."""
     with run_server(Limits(max_concurrent=1, max_queued=5)) as server:
-        gate = server.app.state.gate
+        gate = server.app.state.service.gate
         with httpx.stream(
             "POST", f"{server.url}/v1/completions", json=LONG | {"stream": True}
         ) as first:
             lines = first.iter_lines()
             assert next(lines)
-            with socket.create_connection(address(server)) as client:
+            with socket.create_connection(server.address) as client:
                 client.sendall(request("/v1/completions", SHORT))
                 server.until(lambda: gate.num_waiting == 1)
             server.until(lambda: gate.num_waiting == 0)
@@ -91,7 +88,7 @@ def test_a_client_that_never_reads(run_server) -> None:
     """It stalls nobody else, and after a time it is treated as gone."""
     with run_server(Limits(send_timeout_s=0.5)) as server, socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        client.connect(address(server))
+        client.connect(server.address)
         # Log-probabilities make the events large: the sockets fill in a few tokens.
         body = LONG | {"stream": True, "logprobs": 20, "stop": []}
         client.sendall(request("/v1/completions", body))
@@ -110,7 +107,7 @@ def test_a_storm_of_leaving_clients(run_server) -> None:
             body = request(
                 "/v1/completions", LONG | {"stream": number % 2 == 0, "n": 1 + number % 3}
             )
-            with socket.create_connection(address(server)) as client:
+            with socket.create_connection(server.address) as client:
                 client.settimeout(60)
                 client.sendall(body[: len(body) // 2] if number % 5 == 0 else body)
                 if number % 4 == 0 and number % 5:
@@ -130,16 +127,13 @@ def test_a_storm_of_leaving_clients(run_server) -> None:
         assert {"cancelled"} >= set(ends), "somebody left, and the work for them went on"
 
 
-def test_draining_refuses_and_ends_in_time(run_server) -> None:
-    """New requests get 503 and health says so; what outlasts the time to drain is cancelled."""
-    with run_server(drain_timeout_s=1) as server, httpx.Client(base_url=server.url) as kept:
+def test_draining_refuses(run_server) -> None:
+    """New requests get 503 and health says so; what is under way goes on to its end."""
+    with run_server() as server, httpx.Client(base_url=server.url) as kept:
         assert "ok" == kept.get("/health").json()["status"]
-        with httpx.stream(
-            "POST", f"{server.url}/v1/completions", json=LONG | {"stream": True}, timeout=60
-        ) as answer:
-            lines = answer.iter_lines()
+        with stream_of(server, LONG | {"max_tokens": 200}) as lines:
             assert "choices" in next(lines)
-            server.app.state.drain.is_draining = True
+            server.service.drain.is_draining = True
             health = kept.get("/health")
             assert (503, "draining") == (health.status_code, health.json()["status"])
             refused = kept.post("/v1/completions", json=SHORT)
@@ -148,10 +142,57 @@ def test_draining_refuses_and_ends_in_time(run_server) -> None:
                 refused.json()["error"]["code"],
             )
             server.stop()
-            with pytest.raises(httpx.RemoteProtocolError):
-                for _ in lines:
-                    pass
-        wait_for_cancellations(server, 1)
+            *_, last, done = [line for line in lines if line]
+            assert '"finish_reason":"length"' in last
+            assert "data: [DONE]" == done
+
+
+@contextlib.contextmanager
+def stream_of(server: Any, body: dict[str, Any]) -> Iterator[Iterator[str]]:
+    """The lines of a stream."""
+    with httpx.stream(
+        "POST", f"{server.url}/v1/completions", json=body | {"stream": True}, timeout=60
+    ) as answer:
+        yield answer.iter_lines()
+
+
+def end_by_interrupts(server: Any) -> None:
+    """Ctrl+C, twice."""
+    for _ in range(2):
+        server.server.handle_exit(signal.SIGINT, None)
+
+
+@pytest.mark.parametrize(
+    ("drain_timeout_s", "end"),
+    [(0.1, lambda server: server.stop()), (60, end_by_interrupts)],
+    ids=["time to drain is over", "two interrupts"],
+)
+def test_a_stream_that_is_cut_says_so(run_server, drain_timeout_s: float, end: Any) -> None:
+    """Its last event is an error; who waits for an answer, or for a turn, gets an error too."""
+    with run_server(Limits(max_concurrent=2, max_queued=1), drain_timeout_s=drain_timeout_s) as (
+        server
+    ):
+        answers: list[httpx.Response] = []
+
+        def ask() -> None:
+            answers.append(httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=60))
+
+        waiting = [threading.Thread(target=ask) for _ in range(2)]
+        with stream_of(server, LONG) as lines:
+            assert "choices" in next(lines)
+            for thread in waiting:
+                thread.start()
+            server.until(lambda: server.service.gate.num_waiting == 1)
+            end(server)
+            *_, error, done = [line for line in lines if line]
+        for thread in waiting:
+            thread.join(60)
+        assert "cancelled" == json.loads(error.removeprefix("data: "))["error"]["code"]
+        assert "data: [DONE]" == done
+        assert [503, 503] == [answer.status_code for answer in answers]
+        codes = sorted(answer.json()["error"]["code"] for answer in answers)
+        assert ["cancelled", "shutting_down"] == codes
+        wait_for_cancellations(server, 2)
 
 
 def test_a_failing_model_is_500(run_server) -> None:

@@ -68,14 +68,14 @@ class StepResult:
 
 
 class SlotError(VMKVError):
-    """Code of one request (a logits processor) failed; the others of its step are not to blame.
+    """What is one request's alone has failed; the others of its step are not to blame.
 
     Attributes:
         slot: The request's slot.
     """
 
-    def __init__(self, slot: int, error: Exception):
-        super().__init__(f"a logits processor failed: {error!r}")
+    def __init__(self, slot: int, error: Exception, what: str = "a logits processor"):
+        super().__init__(f"{what} failed: {error!r}")
         self.slot = slot
 
 

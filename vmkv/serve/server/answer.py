@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from ..params import SamplingParams
 from .choices import Form, Progress
 from .errors import ApiError, refused
 from .limits import Gate
+from .prompts import Prompt, Prompts
 from .protocol import StreamingEngine
 from .streaming import DONE, as_generator, event, merged
 from .tokens import Tokens
@@ -27,22 +28,30 @@ class Answer:
         gate: The door to the engine.
         form: How it is written.
         tokens: Tokens' texts.
+        encoder: Makes tokens of its prompts, once it is inside.
         model: The model's name.
-        prompts: Its prompts, as tokens.
+        prompts: Its prompts.
+        check_length: Raises `ApiError` for a prompt of so many tokens that no answer fits.
+        encoded: Called when its prompts are tokens: what they came from is let go of.
         params: How to sample.
         priority: Lower runs first.
         wants_usage: Whether a stream ends with the token counts.
+        wants_running_usage: Whether its chunks carry those so far.
     """
 
     engine: StreamingEngine
     gate: Gate
     form: Form
     tokens: Tokens
+    encoder: Prompts
     model: str
-    prompts: Sequence[Sequence[int]]
+    prompts: Sequence[Prompt]
+    check_length: Callable[[int], None]
+    encoded: Callable[[], None]
     params: SamplingParams
     priority: int
     wants_usage: bool
+    wants_running_usage: bool
 
     async def whole(self) -> dict[str, Any]:
         """The answer in one piece.
@@ -68,12 +77,14 @@ class Answer:
         progress = self._new_progress()
         head = self._head(self.form.chunk_object)
         # With include_usage every chunk has the field, and only the last one a value.
-        tail = {"usage": None} if self.wants_usage else {}
+        tail: dict[str, Any] = {"usage": None} if self.wants_usage else {}
         has_begun = False
         try:
             async with contextlib.aclosing(self._outputs()) as outputs:
                 async for at, output in outputs:
                     for delta in progress.advance(at, output):
+                        if self.wants_running_usage:
+                            tail["usage"] = progress.usage()
                         yield event({**head, "choices": [self.form.chunk(delta)], **tail})
                         has_begun = True
         except ApiError as error:
@@ -88,9 +99,12 @@ class Answer:
     async def _outputs(self) -> AsyncGenerator[tuple[int, Any], None]:
         """The engine's outputs with the number of their prompt, from behind the gate."""
         async with self.gate.entered():
+            # Only now: what waits, or has left, costs no work.
+            prompts = [await self._tokens(prompt) for prompt in self.prompts]
+            self.encoded()
             streams = [
                 as_generator(self.engine.stream(prompt, self.params, self.priority))
-                for prompt in self.prompts
+                for prompt in prompts
             ]
             try:
                 async with contextlib.aclosing(merged(streams)) as outputs:
@@ -98,6 +112,11 @@ class Answer:
                         yield each
             except Exception as error:
                 raise refused(error) from error
+
+    async def _tokens(self, prompt: Prompt) -> Sequence[int]:
+        tokens = await self.encoder.tokens(prompt)
+        self.check_length(len(tokens))
+        return tokens
 
     def _new_progress(self) -> Progress:
         return Progress(len(self.prompts), self.params.n, self.tokens)

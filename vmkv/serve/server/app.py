@@ -7,39 +7,31 @@ uvicorn.run(app)                       # or `run_server(app, ...)`, which drains
 from __future__ import annotations
 
 import contextlib
-import re
-import time
+import importlib.metadata
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
-from ...errors import ConfigError
 from ..metrics import CONTENT_TYPE, Metrics
-from ..params import SamplingParams
-from .answer import Answer
-from .choices import ChatForm, CompletionForm, Form
-from .errors import ApiError, failed, invalid
-from .guard import BodyRefusedError, DrainSwitch, Guard
-from .limits import Gate, Limits
-from .prompts import Prompts
+from .errors import ApiError
+from .guard import Guard
+from .keys import ApiKeys
+from .limits import Limits
 from .protocol import StreamingEngine
-from .schema import ChatRequest, CompletionRequest, Sampling
-from .streaming import (
-    CLIENT_GONE,
-    ClientGoneError,
-    EventStream,
-    error_response,
-    until_disconnect,
-)
-from .tokens import Tokens
+from .schema import ChatRequest, CompletionRequest, TokenizeRequest
+from .service import Service
+from .streaming import CLIENT_GONE, ClientGoneError, error_response
 
-_FORM = re.compile(r"body|str|int|float|bool|list\[.*|[A-Z]\w*")
+_REFS = "#/components/schemas/{model}"
+_READ = ["GET", "HEAD"]
 
 
 @dataclass(frozen=True)
@@ -51,6 +43,8 @@ class ServerOptions:
         max_model_tokens: Prompt and output of one request together at most.
         limits: What is refused beyond.
         api_keys: Who may ask; empty for everybody.
+        protects_everything: Whether `/metrics`, `/version` and the documentation need a key too.
+        cors_origins: Whose pages browsers let ask, as `https://example.com`; `*` for everybody's.
         chat_template: Instead of the tokenizer's own.
     """
 
@@ -58,6 +52,8 @@ class ServerOptions:
     max_model_tokens: int
     limits: Limits = field(default_factory=Limits)
     api_keys: Sequence[str] = ()
+    protects_everything: bool = False
+    cors_origins: Sequence[str] = ()
     chat_template: str | None = None
 
 
@@ -75,178 +71,90 @@ def create_app(
         options: See there.
         metrics: What the engine reports to, to be shown at `/metrics`.
 
-    Its `state.drain.is_draining = True` makes it refuse what comes from then on.
+    Its `state.service` is what a server needs to drain it; see `Service`.
     """
-    service = _Service(engine, tokenizer, options, metrics or Metrics())
+    service = Service(
+        engine,
+        tokenizer,
+        model_name=options.model_name,
+        max_model_tokens=options.max_model_tokens,
+        limits=options.limits,
+        chat_template=options.chat_template,
+        metrics=metrics or Metrics(),
+    )
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
-        service.drain.is_draining = True
-        service.prompts.close()
-        await engine.shutdown(drain=True)
+        await service.shut_down()
 
-    app = FastAPI(title="vmkv", lifespan=lifespan)
-    app.state.drain = service.drain
-    app.state.gate = service.gate
+    app = FastAPI(title="vmkv", version=_version(), lifespan=lifespan)
+    app.state.service = service
     app.add_middleware(
         Guard,
-        limits=options.limits,
-        api_keys=options.api_keys,
+        uploads=service.uploads,
+        api_keys=ApiKeys(options.api_keys),
+        protects_everything=options.protects_everything,
         drain=service.drain,
         metrics=service.metrics,
     )
+    if options.cors_origins:
+        # Outside the guard: a browser asks whether it may ask without a key.
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(options.cors_origins),
+            allow_methods=["*"],
+            allow_headers=["*"],
+        )
     _add_error_handlers(app)
     _add_information(app, service)
     _add_completions(app, service)
     return app
 
 
-class _Service:
-    """What the routes share."""
+def _add_completions(app: FastAPI, service: Service) -> None:
+    _describe(app, CompletionRequest, ChatRequest, TokenizeRequest)
 
-    def __init__(
-        self, engine: StreamingEngine, tokenizer: Any, options: ServerOptions, metrics: Metrics
-    ):
-        self.engine = engine
-        self.options = options
-        self.metrics = metrics
-        self.started_s = int(time.time())
-        self.prompts = Prompts(tokenizer, options.chat_template)
-        self.tokens = Tokens(tokenizer)
-        self.drain = DrainSwitch()
-        self.gate = Gate(options.limits.max_concurrent, options.limits.max_queued)
-
-    def card(self) -> dict[str, Any]:
-        """The model, as `/v1/models` lists it."""
-        return {
-            "id": self.options.model_name,
-            "object": "model",
-            "created": self.started_s,
-            "owned_by": "vmkv",
-            "max_model_len": self.options.max_model_tokens,
-        }
-
-    def check_model(self, name: str) -> None:
-        """Raise `ApiError` unless the model is ours."""
-        if name != self.options.model_name:
-            raise ApiError(
-                404,
-                f"the model {name!r} is not served here; {self.options.model_name!r} is",
-                param="model",
-                code="model_not_found",
-            )
-
-    def answer(
-        self,
-        body: Sampling,
-        form: Form,
-        prompts: Sequence[Sequence[int]],
-        most_tokens: int | None,
-        logprobs: int | None,
-    ) -> Answer:
-        """The answer to be computed, once everything about it is known to be possible.
-
-        Raises `ApiError`: something is not.
-        """
-        limits = self.options.limits
-        num_samples = len(prompts) * body.num_samples
-        if num_samples > limits.max_samples:
-            raise invalid(
-                f"{len(prompts)} prompts of {body.num_samples} samples are {num_samples}; at most "
-                f"{limits.max_samples} are computed at once",
-                "n",
-            )
-        try:
-            params = body.sampling_params(most_tokens, logprobs, limits)
-        except ConfigError as error:
-            # Its messages begin `name=value`.
-            name = str(error).partition("=")[0]
-            raise invalid(str(error), name if name in type(body).model_fields else None) from error
-        for prompt in prompts:
-            self._check_length(prompt, params)
-        return Answer(
-            self.engine,
-            self.gate,
-            form,
-            self.tokens,
-            self.options.model_name,
-            prompts,
-            params,
-            body.priority,
-            body.wants_usage,
-        )
-
-    def _check_length(self, prompt: Sequence[int], params: SamplingParams) -> None:
-        if not prompt:
-            raise invalid("the prompt is empty: it has no tokens", "prompt")
-        most = self.options.limits.max_prompt_tokens
-        if most is not None and len(prompt) > most:
-            raise invalid(
-                f"the prompt has {len(prompt)} tokens; this server takes {most}",
-                "prompt",
-                "context_length_exceeded",
-            )
-        longest = self.options.max_model_tokens
-        num_wanted = params.max_tokens or 1
-        if len(prompt) + num_wanted > longest:
-            raise invalid(
-                f"this model's context is {longest} tokens; the prompt has {len(prompt)}, and "
-                f"{num_wanted} were asked for: shorten the prompt or lower max_tokens",
-                "prompt" if len(prompt) >= longest else "max_tokens",
-                "context_length_exceeded",
-            )
-
-
-async def _respond(request: Request, body: Sampling, answer: Answer) -> Response:
-    if body.stream:
-        return EventStream(answer.events(), request.app.state.send_timeout_s)
-    try:
-        return JSONResponse(await until_disconnect(request.receive, answer.whole()))
-    except ClientGoneError:
-        return Response(status_code=CLIENT_GONE)
-
-
-def _add_completions(app: FastAPI, service: _Service) -> None:
-    app.state.send_timeout_s = service.options.limits.send_timeout_s
-
-    @app.post("/v1/completions", response_model=None)
-    async def completions(body: CompletionRequest, request: Request) -> Response:
+    @app.post("/v1/completions", response_model=None, openapi_extra=_body(CompletionRequest))
+    async def completions(request: Request) -> Response:
         """Continue one or several prompts."""
-        service.check_model(body.model)
-        num_prompts, most = len(body.prompts), service.options.limits.max_prompts
-        if not 1 <= num_prompts <= most:
-            raise invalid(f"{num_prompts} prompts; from 1 to {most} are served", "prompt")
-        prompts = []
-        for prompt in body.prompts:
-            if isinstance(prompt, str):
-                prompts.append(
-                    await service.prompts.encode(prompt, add_special_tokens=body.add_special_tokens)
-                )
-            else:
-                service.prompts.check_token_ids(prompt)
-                prompts.append(prompt)
-        # OpenAI's default of 16, where a chat's is as many as fit.
-        most_tokens = 16 if body.max_tokens is None else body.max_tokens
-        form = CompletionForm(service.tokens)
-        answer = service.answer(body, form, prompts, most_tokens, body.logprobs)
-        return await _respond(request, body, answer)
-
-    @app.post("/v1/chat/completions", response_model=None)
-    async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        """Continue a chat."""
-        service.check_model(body.model)
-        prompt = await service.prompts.encode_chat(
-            [message.for_template() for message in body.messages],
-            body.add_generation_prompt,
-            body.chat_template_kwargs,
+        return await service.complete(
+            request, await service.reader.read(request, CompletionRequest)
         )
-        form = ChatForm(service.tokens)
-        answer = service.answer(body, form, [prompt], body.most_tokens, body.num_logprobs)
-        return await _respond(request, body, answer)
+
+    @app.post("/v1/chat/completions", response_model=None, openapi_extra=_body(ChatRequest))
+    async def chat_completions(request: Request) -> Response:
+        """Continue a chat."""
+        return await service.chat(request, await service.reader.read(request, ChatRequest))
+
+    @app.post("/tokenize", response_model=None, openapi_extra=_body(TokenizeRequest))
+    async def tokenize(request: Request) -> Response:
+        """The tokens of a prompt or a chat, as a completion of it would begin with."""
+        return await service.tokenize(request, await service.reader.read(request, TokenizeRequest))
 
 
-def _add_information(app: FastAPI, service: _Service) -> None:
+def _body(form: type[BaseModel]) -> dict[str, Any]:
+    """How a route's documentation says what is to be sent; the route reads it by itself."""
+    schema = {"$ref": _REFS.format(model=form.__name__)}
+    content = {"application/json": {"schema": schema}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def _describe(app: FastAPI, *forms: type[BaseModel]) -> None:
+    """Put `forms` into the documentation."""
+    _, found = models_json_schema([(each, "validation") for each in forms], ref_template=_REFS)
+    make = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        described = make()
+        components = described.setdefault("components", {}).setdefault("schemas", {})
+        components.update(found["$defs"])
+        return described
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _add_information(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         """The models: one."""
@@ -258,18 +166,16 @@ def _add_information(app: FastAPI, service: _Service) -> None:
         service.check_model(name)
         return service.card()
 
-    @app.get("/health")
+    @app.api_route("/health", methods=_READ)
     async def health() -> JSONResponse:
         """Whether requests are taken and answered."""
-        status = "draining" if service.drain.is_draining else "ok"
-        if not service.engine.is_running:
-            status = "stopped"
-        body = {
-            "status": status,
-            "requests_inside": service.gate.num_inside,
-            "requests_at_the_door": service.gate.num_waiting,
-        }
-        return JSONResponse(body, 200 if status == "ok" else 503)
+        status, body = service.health()
+        return JSONResponse(body, status)
+
+    @app.api_route("/version", methods=_READ)
+    async def version() -> dict[str, str]:
+        """The version of vmkv."""
+        return {"version": _version()}
 
     @app.get("/metrics")
     async def metrics() -> PlainTextResponse:
@@ -277,45 +183,25 @@ def _add_information(app: FastAPI, service: _Service) -> None:
         return PlainTextResponse(service.metrics.text(), media_type=CONTENT_TYPE)
 
 
+def _version() -> str:
+    try:
+        return importlib.metadata.version("vmkv")
+    except importlib.metadata.PackageNotFoundError:  # A tree on the path, never installed.
+        return "unknown"
+
+
 def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def api_error(_: Request, error: ApiError) -> JSONResponse:
         return error_response(error)
 
-    @app.exception_handler(RequestValidationError)
-    async def validation_error(_: Request, error: RequestValidationError) -> JSONResponse:
-        return error_response(_explained(error))
+    @app.exception_handler(ClientGoneError)
+    async def client_gone(_: Request, error: ClientGoneError) -> Response:
+        return Response(status_code=CLIENT_GONE)
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
-        if isinstance(error, BodyRefusedError):
-            return error_response(error.error)
         message = f"{request.method} {request.url.path}: {error.detail}"
         return error_response(
             ApiError(error.status_code, message, headers=dict(error.headers or {}))
         )
-
-    @app.exception_handler(Exception)
-    async def unexpected(_: Request, error: Exception) -> JSONResponse:
-        return error_response(failed(error))
-
-
-def _explained(error: RequestValidationError) -> ApiError:
-    """What pydantic found, as one sentence.
-
-    Of several findings the deepest: of the forms that a value may have, it came closest.
-    """
-    found = max(error.errors(), key=lambda each: len(each["loc"]))
-    # Between the names stand the forms that were tried: `str`, `list[TextPart]`.
-    names = [str(part) for part in found["loc"] if not _FORM.fullmatch(str(part))]
-    param = ".".join(names) or None
-    if found["type"] == "json_invalid":
-        reason = found.get("ctx", {}).get("error", "")
-        return invalid(f"the request's body is no valid JSON: {reason}".rstrip(": "))
-    if found["type"] == "extra_forbidden":
-        return invalid(f"unknown parameter {param!r}", param)
-    if param is None:
-        return invalid(
-            "the request needs a JSON object as its body, with Content-Type: application/json"
-        )
-    return invalid(f"{param}: {found['msg'][0].lower()}{found['msg'][1:]}", param)

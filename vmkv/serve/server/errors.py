@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,10 @@ _log = logging.getLogger(__name__)
 _INVALID = "invalid_request_error"
 #: What a client is told to wait before it comes back, in seconds.
 _RETRY_AFTER = {"Retry-After": "1"}
+#: Longer messages repeat what the client sent.
+_MESSAGE_CHARS_MAX = 1000
+#: Innermost frames of an error that the log shows.
+_LOGGED_FRAMES = 12
 
 
 class ApiError(VMKVError):
@@ -35,6 +40,8 @@ class ApiError(VMKVError):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ):
+        if len(message) > _MESSAGE_CHARS_MAX:
+            message = message[:_MESSAGE_CHARS_MAX] + " …"
         super().__init__(message)
         self.status = status
         self.kind = kind
@@ -87,11 +94,11 @@ def too_slow(timeout_s: float) -> ApiError:
     )
 
 
-def busy(max_concurrent: int, max_queued: int) -> ApiError:
+def busy(reason: str) -> ApiError:
     """Everything is taken, and the queue is full."""
     return ApiError(
         429,
-        f"the server is busy: {max_concurrent} requests run and {max_queued} wait; try again",
+        f"the server is busy: {reason}; try again",
         kind="rate_limit_error",
         code="rate_limit_exceeded",
         headers=_RETRY_AFTER,
@@ -109,6 +116,11 @@ def draining() -> ApiError:
     )
 
 
+def stopped(reason: str) -> ApiError:
+    """The engine cannot serve."""
+    return ApiError(503, reason, kind="server_error", code="engine_stopped", headers=_RETRY_AFTER)
+
+
 def refused(error: Exception) -> ApiError:
     """Why the engine did not take a request, by whose turn it is."""
     if isinstance(error, ApiError):
@@ -118,7 +130,7 @@ def refused(error: Exception) -> ApiError:
     if isinstance(error, ConfigError):
         return invalid(str(error))
     if isinstance(error, ClosedError):
-        return draining()
+        return stopped(f"the engine takes no requests: {error}")
     return failed(error)
 
 
@@ -135,7 +147,8 @@ def failed(error: Exception) -> ApiError:
             code="out_of_memory",
             headers=_RETRY_AFTER,
         )
-    _log.error("a request failed in the engine", exc_info=error)
+    frames = traceback.format_exception(error, limit=-_LOGGED_FRAMES)
+    _log.error("a request failed:\n%s", "".join(frames).rstrip())
     return ApiError(
         500,
         f"the engine failed on this request ({type(error).__name__}); the server's log says more",

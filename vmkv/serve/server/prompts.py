@@ -1,79 +1,160 @@
-"""Text to tokens, in a thread of its own: a long prompt must not stop other clients' streams."""
+"""Text to tokens, in threads of its own: a long prompt must not stop other clients' streams."""
 
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import jinja2
 
 from ...errors import ConfigError
-from .errors import invalid
+from .errors import ApiError, invalid
 
 #: Names that a template's caller may not set: they are arguments of `apply_chat_template`.
 _RESERVED = frozenset(
     {"conversation", "tokenize", "chat_template", "return_tensors", "return_dict", "padding"}
     | {"truncation", "max_length", "tokenizer_kwargs", "continue_final_message"}
+    | {"add_generation_prompt"}
 )
+#: A longer text takes more than some 50 ms, and waits for others like it.
+_LONG_CHARS = 1 << 16
+
+
+@dataclass(frozen=True)
+class TextPrompt:
+    """A text to be continued."""
+
+    text: str
+    add_special_tokens: bool = True
+
+    @property
+    def num_chars(self) -> int:
+        """Characters that are to become tokens."""
+        return len(self.text)
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """A chat to be continued.
+
+    Attributes:
+        messages: As the template gets them.
+        add_generation_prompt: Whether an answer is to begin.
+        continue_final_message: Whether the last message is to go on.
+        add_special_tokens: Whether the tokenizer adds its own beside the template's.
+        options: What the template gets besides.
+    """
+
+    messages: Sequence[dict[str, Any]]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    options: dict[str, Any] | None = None
+
+    @property
+    def num_chars(self) -> int:
+        """Characters that are to become tokens, without the template's."""
+        contents = (message.get("content") for message in self.messages)
+        return sum(len(content) for content in contents if isinstance(content, str))
+
+
+Prompt = TextPrompt | ChatPrompt | Sequence[int]
 
 
 class Prompts:
     """Makes tokens of prompts and chats.
 
     Args:
-        tokenizer: A transformers tokenizer.
+        tokenizer: A transformers tokenizer. A copy of it is used: tokenizers hold state that
+            threads would fight over.
+        max_tokens: Tokens of a prompt at most.
         chat_template: Instead of the tokenizer's own.
     """
 
-    def __init__(self, tokenizer: Any, chat_template: str | None = None):
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, max_tokens: int, chat_template: str | None = None):
+        self._tokenizer = copy.deepcopy(tokenizer)
+        self._max_tokens = max_tokens
         self._chat_template = chat_template
-        # One thread: tokenizers hold state (truncation, padding) that two would fight over.
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="vmkv-tokenizer")
+        vocabulary = tokenizer.get_vocab()
+        self._num_tokens = len(tokenizer)
+        # No text of so many tokens is longer.
+        self._max_chars = max_tokens * max(map(len, vocabulary), default=1)
+        # Two, so that nobody with a short prompt waits for long ones.
+        self._threads = [
+            ThreadPoolExecutor(1, thread_name_prefix=f"vmkv-tokenizer-{name}")
+            for name in ("short", "long")
+        ]
 
-    async def encode(self, prompt: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The tokens of a text."""
-        return await self._run(self._encode, prompt, add_special_tokens)
+    def check(self, prompt: Prompt) -> None:
+        """Refuse what can be refused before anything is done for it, in no time.
 
-    async def encode_chat(
-        self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool, options: Any
-    ) -> list[int]:
-        """The tokens of a chat, by the tokenizer's template.
-
-        Raises `ApiError`: there is no template, or it refuses such a chat.
+        Raises `ApiError`: the prompt is too long, however few tokens its text makes; or it holds
+        what is no token.
         """
-        return await self._run(self._encode_chat, messages, add_generation_prompt, options)
+        if isinstance(prompt, (TextPrompt, ChatPrompt)):
+            self._check_chars(prompt.num_chars)
+            return
+        if len(prompt) > self._max_tokens:
+            raise self._too_long(f"{len(prompt)}")
+        if prompt and not 0 <= min(prompt) <= max(prompt) < self._num_tokens:
+            wrong = next(each for each in prompt if not 0 <= each < self._num_tokens)
+            raise invalid(
+                f"token {wrong} is none of the model's {self._num_tokens} tokens", "prompt"
+            )
 
-    def check_token_ids(self, token_ids: Sequence[int]) -> None:
-        """Raise `ApiError` where a client sent tokens that do not exist."""
-        num_tokens = len(self._tokenizer)
-        wrong = next((each for each in token_ids if not 0 <= each < num_tokens), None)
-        if wrong is not None:
-            raise invalid(f"token {wrong} is none of the model's {num_tokens} tokens", "prompt")
+    async def tokens(self, prompt: Prompt) -> Sequence[int]:
+        """A prompt's tokens. Cancelled before its turn, nothing is done.
+
+        Raises `ApiError`: it is too long or no text, or the chat template refuses it.
+        """
+        if not isinstance(prompt, (TextPrompt, ChatPrompt)):
+            return prompt
+        thread = self._threads[prompt.num_chars > _LONG_CHARS]
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(thread, self._encode_prompt, prompt)
+
+    def strings(self, token_ids: Sequence[int]) -> list[str]:
+        """Tokens as the vocabulary writes them."""
+        found: list[str] = self._tokenizer.convert_ids_to_tokens(list(token_ids))
+        return found
 
     def close(self) -> None:
-        """End the thread."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        """End the threads."""
+        for thread in self._threads:
+            thread.shutdown(wait=False, cancel_futures=True)
 
-    async def _run(self, function: Any, *arguments: Any) -> list[int]:
-        loop = asyncio.get_running_loop()
-        tokens: list[int] = await loop.run_in_executor(self._thread, function, *arguments)
-        return tokens
+    def _encode_prompt(self, prompt: TextPrompt | ChatPrompt) -> list[int]:
+        if isinstance(prompt, TextPrompt):
+            return self._encode(prompt.text, prompt.add_special_tokens, "prompt")
+        text = self._render(prompt)
+        self._check_chars(len(text))
+        return self._encode(text, prompt.add_special_tokens, "messages")
 
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+    def _encode(self, text: str, add_special_tokens: bool, param: str) -> list[int]:
         try:
-            # `verbose`: it would warn of lengths that are for the server to judge.
-            encoded = self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
+            encoded = self._tokenizer(
+                text,
+                add_special_tokens=add_special_tokens,
+                # One more says as much as a million more, and takes no time to hand over.
+                truncation=True,
+                max_length=self._max_tokens + 1,
+                return_attention_mask=False,
+                return_token_type_ids=False,
+                verbose=False,
+            )
         except (UnicodeError, TypeError) as error:  # Half a surrogate pair is no text.
-            raise invalid(f"the tokenizer cannot read this text: {error}", "prompt") from error
-        return list(encoded["input_ids"])
+            raise invalid(f"the tokenizer cannot read this text: {error}", param) from error
+        ids = list(encoded["input_ids"])
+        if len(ids) > self._max_tokens:
+            raise self._too_long(f"more than {self._max_tokens}")
+        return ids
 
-    def _encode_chat(
-        self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool, options: Any
-    ) -> list[int]:
-        extra = dict(options or {})
+    def _render(self, chat: ChatPrompt) -> str:
+        extra = dict(chat.options or {})
         taken = sorted(_RESERVED & extra.keys())
         if taken:
             raise invalid(f"chat_template_kwargs may not set {taken}", "chat_template_kwargs")
@@ -84,18 +165,37 @@ class Prompts:
                 "messages",
             )
         try:
-            text = self._tokenizer.apply_chat_template(
-                list(messages),
+            text: str = self._tokenizer.apply_chat_template(
+                list(chat.messages),
                 chat_template=self._chat_template,
-                add_generation_prompt=add_generation_prompt,
+                add_generation_prompt=chat.add_generation_prompt,
+                continue_final_message=chat.continue_final_message,
                 tokenize=False,
                 **extra,
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+        except Exception as error:  # A template is a program, run on these messages.
             raise invalid(
-                f"the model's chat template refuses these messages: {error}", "messages"
+                f"the model's chat template refuses these messages: {_named(error)}", "messages"
             ) from error
-        return self._encode(text, False)
+        return text
+
+    def _check_chars(self, num_chars: int) -> None:
+        if num_chars > self._max_chars:
+            raise self._too_long(f"{num_chars} characters, which are more than {self._max_tokens}")
+
+    def _too_long(self, length: str) -> ApiError:
+        return invalid(
+            f"the prompt has {length} tokens; this server takes {self._max_tokens}",
+            "prompt",
+            "context_length_exceeded",
+        )
+
+
+def _named(error: Exception) -> str:
+    """An error of a template's in a line; some of Python's own are only known by their names."""
+    if isinstance(error, (jinja2.TemplateError, TypeError, ValueError)):
+        return f"{error}"
+    return f"{type(error).__name__}: {error}"
 
 
 def read_template(path: str) -> str:

@@ -23,8 +23,8 @@ class StreamingEngine(Protocol):
         ...
 
     @property
-    def is_running(self) -> bool:
-        """Whether it can still answer."""
+    def failure(self) -> str | None:
+        """Why no request can be served; None as long as one can."""
         ...
 
     async def shutdown(self, drain: bool = True) -> None:

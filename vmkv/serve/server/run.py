@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import functools
+import gc
+import logging
+import os
+import resource
 import signal
 import socket
 from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
 
 from ...errors import ConfigError
+from .connections import Connections, LimitedProtocol
+from .service import Service
 
+_LOG = logging.getLogger(__name__)
 _BACKLOG = 2048
+#: Connections accepted in one go; each costs 0.1 ms, and whoever is being served waits for all.
+_NUM_ACCEPTED = 16
+#: Time for last words to reach their clients.
+_LAST_WORDS_S = 5.0
+_TICK_S = 0.05
+#: Descriptors for what the engine and the libraries may still open, and for connections between
+#: their acceptance and another's end, which takes some turns of the loop.
+_SPARE_DESCRIPTORS = 32 + 4 * _NUM_ACCEPTED
 
 
 def open_socket(host: str, port: int, *, unread_timeout_s: float) -> socket.socket:
@@ -51,34 +70,66 @@ def open_socket(host: str, port: int, *, unread_timeout_s: float) -> socket.sock
 
 
 class Server(uvicorn.Server):
-    """The uvicorn server, which says when it is told to stop.
+    """The uvicorn server, which ends with a word to everybody it serves.
+
+    The first signal drains: what is under way is finished. What is not when its time is up, or
+    at a second interrupt (Ctrl+C), ends with an error that its client can read. A third ends
+    at once.
 
     Args:
         config: uvicorn's.
-        on_stop: Called in a signal handler, when the server begins to drain.
+        service: What is served.
+        drain_timeout_s: Time to finish.
         on_ready: Called when it takes connections.
     """
 
     def __init__(
         self,
         config: uvicorn.Config,
-        on_stop: Callable[[], None],
+        service: Service,
+        drain_timeout_s: float,
         on_ready: Callable[[], None] | None = None,
     ):
         super().__init__(config)
-        self._on_stop = on_stop
+        self._service = service
+        self._drain_timeout_s = drain_timeout_s
         self._on_ready = on_ready
+        self._is_cut = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """What uvicorn does, and the news that it has happened."""
         await super().startup(sockets)
+        for each in sockets or []:
+            each.listen(_BACKLOG)  # What waits in the system is not accepted in one go.
         if self.started and self._on_ready is not None:
             self._on_ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal drains; a second interrupt (Ctrl+C) ends at once."""
-        self._on_stop()
-        super().handle_exit(sig, frame)
+        """A signal."""
+        self._service.drain.is_draining = True
+        if self.should_exit and sig == signal.SIGINT and not self._is_cut:
+            self._is_cut = True
+        else:
+            super().handle_exit(sig, frame)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """What uvicorn does, with an end to what takes too long that its client can read."""
+        self._service.drain.is_draining = True
+        cutting = asyncio.ensure_future(self._cut_in_time())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            cutting.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await cutting
+
+    async def _cut_in_time(self) -> None:
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + self._drain_timeout_s
+        while not self._is_cut and loop.time() < deadline_s:
+            await asyncio.sleep(_TICK_S)
+        self._is_cut = True
+        await self._service.cut()
 
 
 def make_server(
@@ -87,25 +138,36 @@ def make_server(
     drain_timeout_s: float,
     log_level: str = "info",
     on_ready: Callable[[], None] | None = None,
+    max_connections: int | None = None,
 ) -> Server:
     """A server for an application of `create_app`, to be run with a socket.
 
-    On SIGTERM it closes its door, finishes what is inside, and ends; what is still running
-    after `drain_timeout_s` is cancelled.
+    On SIGTERM it closes its door, finishes what is inside, and ends; see `Server`.
+
+    Args:
+        app: The application.
+        drain_timeout_s: Time to finish.
+        log_level: uvicorn's.
+        on_ready: Called when it takes connections.
+        max_connections: Instead of the application's limit.
     """
-
-    def stop() -> None:
-        app.state.drain.is_draining = True
-
+    service: Service = app.state.service
+    connections = Connections(
+        max_connections or service.limits.max_connections, service.limits.head_timeout_s
+    )
+    protocol: Any = functools.partial(LimitedProtocol, connections=connections)
     config = uvicorn.Config(
         app,
+        http=protocol,
+        ws="none",
         log_level=log_level,
         access_log=log_level in ("debug", "trace"),
-        backlog=_BACKLOG,
-        timeout_graceful_shutdown=max(1, round(drain_timeout_s)),
+        backlog=_NUM_ACCEPTED,
+        # A safeguard: by then all were told.
+        timeout_graceful_shutdown=drain_timeout_s + _LAST_WORDS_S,  # type: ignore[arg-type]
         lifespan="on",
     )
-    return Server(config, stop, on_ready)
+    return Server(config, service, drain_timeout_s, on_ready)
 
 
 def run_server(
@@ -116,10 +178,22 @@ def run_server(
     log_level: str = "info",
     on_ready: Callable[[], None] | None = None,
 ) -> None:
-    """Serve until a signal says stop; returns when everything has ended. Main thread only."""
+    """Serve until a signal says stop; returns when everything has ended. Main thread only.
+
+    Raises:
+        ConfigError: The system gives this process too few descriptors for one connection.
+    """
     server = make_server(
-        app, drain_timeout_s=drain_timeout_s, log_level=log_level, on_ready=on_ready
+        app,
+        drain_timeout_s=drain_timeout_s,
+        log_level=log_level,
+        on_ready=on_ready,
+        max_connections=_affordable(app.state.service.limits.max_connections),
     )
+    # The model and the libraries are here to stay: a collection that looks through all of
+    # them stops every stream for as long.
+    gc.collect()
+    gc.freeze()
     # uvicorn raises the signal again when it is done, for whoever started it. We did, and a
     # drained server has ended well: status 0.
     before = {each: signal.signal(each, _ignore) for each in (signal.SIGTERM, signal.SIGINT)}
@@ -129,6 +203,32 @@ def run_server(
         for each, handler in before.items():
             signal.signal(each, handler)
         listener.close()
+        gc.unfreeze()
+
+
+def _affordable(max_connections: int) -> int:
+    """How many of `max_connections` there are descriptors for; asks the system for more first."""
+    taken = len(os.listdir("/proc/self/fd")) + _SPARE_DESCRIPTORS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = max_connections + taken
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        if soft < wanted:
+            _LOG.warning(
+                "%d connections at once, not %d: the system gives this process %d descriptors "
+                "(ulimit -n)",
+                soft - taken,
+                max_connections,
+                soft,
+            )
+        if soft <= taken:
+            raise ConfigError(
+                f"the system gives this process {soft} descriptors, and {taken} are needed without "
+                "any connection; raise the limit (ulimit -n)"
+            )
+        return min(max_connections, soft - taken)
+    return max_connections
 
 
 def _ignore(sig: int, frame: FrameType | None) -> None:

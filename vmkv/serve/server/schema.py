@@ -9,10 +9,12 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
-from ..params import SamplingParams
+from ..params import SamplingParams, shown
 from .errors import invalid
 from .limits import Limits
+from .prompts import ChatPrompt, Prompt, TextPrompt
 
 _IGNORED = frozenset(
     {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
@@ -53,17 +55,33 @@ _OWN_DEFAULTS = (
     "frequency_penalty",
     "repetition_penalty",
 )
-_PRIORITY_MAX = 1 << 20
+#: pydantic's type of error for a parameter that does not exist; `name` says which.
+UNKNOWN = "unknown_parameter"
+#: The first wrong element of a list is error enough.
+_LIST = Field(fail_fast=True)
+_Texts = Annotated[list[str], _LIST]
+_TokenIds = Annotated[list[int], _LIST]
 
 
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown(cls, data: Any) -> Any:
+        # pydantic would write down every one of them.
+        if isinstance(data, dict):
+            for name in data:
+                if name not in cls.model_fields:
+                    raise PydanticCustomError(UNKNOWN, "unknown parameter", {"name": name[:100]})
+        return data
 
 
 class StreamOptions(_Strict):
     """What a stream carries besides text."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # Token counts so far in every chunk, as in vLLM.
     include_obfuscation: bool | None = None  # Padding against traffic analysis: there is none.
 
 
@@ -77,8 +95,8 @@ class Sampling(_Strict):
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | _Texts | None = None
+    stop_token_ids: _TokenIds | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     ignore_eos: bool = False
@@ -89,7 +107,7 @@ class Sampling(_Strict):
     repetition_penalty: float | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    priority: Annotated[int, Field(ge=-_PRIORITY_MAX, le=_PRIORITY_MAX)] = 0
+    priority: int = 0
 
     @model_validator(mode="before")
     @classmethod
@@ -117,6 +135,12 @@ class Sampling(_Strict):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
+    def wants_running_usage(self) -> bool:
+        """Whether its chunks carry those so far as well."""
+        options = self.stream_options
+        return self.wants_usage and options is not None and bool(options.continuous_usage_stats)
+
+    @property
     def num_samples(self) -> int:
         """Samples per prompt."""
         return 1 if self.n is None else self.n
@@ -137,6 +161,7 @@ class Sampling(_Strict):
                 "reported here",
                 "logprobs",
             )
+        self._check_limits(limits)
         given = {
             name: getattr(self, name) for name in _OWN_DEFAULTS if getattr(self, name) is not None
         }
@@ -152,24 +177,48 @@ class Sampling(_Strict):
             **given,
         )
 
+    def _check_limits(self, limits: Limits) -> None:
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        if len(stops) > limits.max_stops:
+            raise invalid(f"{len(stops)} stop texts; at most {limits.max_stops} may be", "stop")
+        if any(len(stop) > limits.max_stop_chars for stop in stops):
+            raise invalid(f"a stop text has at most {limits.max_stop_chars} characters", "stop")
+        if len(self.stop_token_ids or ()) > limits.max_stop_tokens:
+            raise invalid(
+                f"at most {limits.max_stop_tokens} stop tokens may be given", "stop_token_ids"
+            )
+        if abs(self.priority) > limits.max_priority:
+            raise invalid(
+                f"priority={shown(self.priority)} must be in "
+                f"[{-limits.max_priority}, {limits.max_priority}]"
+                if limits.max_priority
+                else "requests have no priorities here; the server's --max-priority allows them",
+                "priority",
+            )
+
 
 class CompletionRequest(Sampling):
     """`POST /v1/completions`."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | _Texts | _TokenIds | Annotated[list[_TokenIds], _LIST]
     logprobs: int | None = None
     add_special_tokens: bool = True
 
     @property
-    def prompts(self) -> list[str] | list[list[int]]:
+    def prompts(self) -> list[Prompt]:
         """The prompts, one or several, as texts or as tokens."""
         prompt: Any = self.prompt
         is_one = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
-        return [prompt] if is_one else prompt
+        return [
+            TextPrompt(each, self.add_special_tokens) if isinstance(each, str) else each
+            for each in ([prompt] if is_one else prompt)
+        ]
 
 
-class TextPart(_Strict):
-    """A part of a message's content."""
+class TextPart(BaseModel):
+    """A part of a message's content. What clients add for other servers' caches means nothing."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
 
     type: Literal["text"]
     text: str
@@ -181,7 +230,7 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
     role: str
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], _LIST] | None = None
 
     def for_template(self) -> dict[str, Any]:
         """The message with its content as one text, as templates want it."""
@@ -191,26 +240,54 @@ class Message(BaseModel):
         return message
 
 
-class ChatRequest(Sampling):
+class _Chat(_Strict):
+    """What makes a prompt of messages."""
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _check_ends(self) -> _Chat:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise invalid(
+                "a final message that is continued is followed by no other: send one of "
+                "continue_final_message and add_generation_prompt",
+                "continue_final_message",
+            )
+        return self
+
+    def chat(self, messages: list[Message], *, add_special_tokens: bool) -> ChatPrompt:
+        """The prompt."""
+        begins = self.add_generation_prompt
+        return ChatPrompt(
+            [message.for_template() for message in messages],
+            not self.continue_final_message if begins is None else begins,
+            self.continue_final_message,
+            add_special_tokens,
+            self.chat_template_kwargs,
+        )
+
+
+class ChatRequest(Sampling, _Chat):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    add_generation_prompt: bool = True
-    chat_template_kwargs: dict[str, Any] | None = None
+    add_special_tokens: bool = False
 
     @model_validator(mode="after")
     def _check_pairs(self) -> ChatRequest:
         if self.top_logprobs is not None and not self.logprobs:
             raise invalid("top_logprobs needs logprobs=true", "top_logprobs")
-        if self.max_tokens is not None and self.max_completion_tokens is not None:
-            raise invalid(
-                "max_tokens and max_completion_tokens mean the same; send one of them",
-                "max_completion_tokens",
-            )
         return self
+
+    @property
+    def prompt(self) -> ChatPrompt:
+        """The messages."""
+        return self.chat(self.messages, add_special_tokens=self.add_special_tokens)
 
     @property
     def num_logprobs(self) -> int | None:
@@ -219,5 +296,28 @@ class ChatRequest(Sampling):
 
     @property
     def most_tokens(self) -> int | None:
-        """Tokens to generate at most, under either of its names."""
+        """Tokens to generate at most; of its two names the newer one counts, as in vLLM."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+class TokenizeRequest(_Chat):
+    """`POST /tokenize`, as vLLM has it: a prompt, or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_one(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise invalid("either a prompt or messages become tokens", "prompt")
+        return self
+
+    @property
+    def what(self) -> Prompt:
+        """What is to become tokens."""
+        if self.prompt is not None:
+            return TextPrompt(self.prompt, self.add_special_tokens is not False)
+        return self.chat(self.messages or [], add_special_tokens=bool(self.add_special_tokens))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
 from typing import Any, TypeVar
 
 import anyio
@@ -28,8 +28,8 @@ class ClientGoneError(Exception):
     """The client left, or does not read; nobody is there to be told."""
 
 
-async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """What `work` returns, unless the client leaves first; then `work` is cancelled.
+async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T:
+    """What `work` comes to, unless the client leaves first; then `work` is cancelled.
 
     The request's body must have been received.
 

@@ -1,0 +1,165 @@
+"""Connections: how many there may be, and how long one may be without a request.
+
+uvicorn keeps a connection that has not sent the head of a request for as long as its peer likes,
+and lets in as many as there are descriptors. Here each has a time to send a head, and when
+there are too many, that one goes which has been without a complete request for longest: whoever
+asks at once is let in, however many say nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+#: A body of more pieces than this is in pieces of so many bytes on average, or refused: each costs
+#: 10 µs whatever it holds.
+_NUM_FREE_PIECES = 256
+_PIECE_BYTES = 512
+_BUSY = (
+    b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\n"
+    b"Content-Length: 0\r\n\r\n"
+)
+_SLOW = b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+
+
+class Connections:
+    """All connections of a server. For one event loop.
+
+    Args:
+        max_connections: How many there may be.
+        head_timeout_s: Time for each to send the head of a request.
+    """
+
+    def __init__(self, max_connections: int, head_timeout_s: float):
+        self.max_connections = max_connections
+        self.head_timeout_s = head_timeout_s
+        self._open: set[LimitedProtocol] = set()
+        # Those without a complete request, the ones that have been so for longest first.
+        self._without: dict[LimitedProtocol, None] = {}
+
+    def opened(self, connection: LimitedProtocol) -> None:
+        """A connection is there; another one may have to go."""
+        self._open.add(connection)
+        self._without[connection] = None
+        if len(self._open) > self.max_connections:
+            oldest = next(iter(self._without))
+            # Alone without a request: all others are being served.
+            oldest.end(_BUSY if oldest is connection else b"")
+
+    def asked(self, connection: LimitedProtocol) -> None:
+        """It has sent a complete request."""
+        self._without.pop(connection, None)
+
+    def answered(self, connection: LimitedProtocol) -> None:
+        """Its request was answered."""
+        if connection in self._open:
+            self._without.setdefault(connection)
+
+    def closed(self, connection: LimitedProtocol) -> None:
+        """It is gone. Idempotent."""
+        self._open.discard(connection)
+        self._without.pop(connection, None)
+
+
+class LimitedProtocol(H11Protocol):
+    """One connection, as uvicorn has it, within the limits.
+
+    Of uvicorn's protocols this one: it limits a head to 16 KiB.
+
+    Args:
+        connections: All of them.
+        options: uvicorn's.
+    """
+
+    cycle: Any  # None before the first request, whatever uvicorn says.
+
+    def __init__(self, *, connections: Connections, **options: Any):
+        super().__init__(**options)
+        most_bytes = self.config.h11_max_incomplete_event_size
+        self.conn = _CountingConnection(
+            h11.SERVER, **({} if most_bytes is None else {"max_incomplete_event_size": most_bytes})
+        )
+        self._all = connections
+        self._head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See asyncio."""
+        super().connection_made(transport)  # type: ignore[arg-type]
+        self._all.opened(self)
+        self._look()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See asyncio."""
+        self._all.closed(self)
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """See asyncio."""
+        if self.transport.is_closing():
+            return  # What was read before the end was decided.
+        try:
+            super().data_received(data)
+        except h11.ProtocolError:  # A body that goes wrong after its answer.
+            self.transport.abort()
+        self._look()
+
+    def on_response_complete(self) -> None:
+        """See uvicorn."""
+        super().on_response_complete()
+        self._look()
+
+    def end(self, last_words: bytes) -> None:
+        """Close the connection, without a request to answer; at once where nothing is said."""
+        self._all.closed(self)
+        self._stop_timer()
+        if last_words:
+            self.transport.write(last_words)
+            self.transport.close()
+        else:
+            self.transport.abort()
+
+    def _look(self) -> None:
+        """Note what the connection is at."""
+        is_answered = self.cycle is None or self.cycle.response_complete
+        if is_answered:
+            self._all.answered(self)
+        elif not self.cycle.more_body:
+            self._all.asked(self)
+        if not is_answered or self.transport.is_closing():
+            self._stop_timer()
+        elif self._head_timer is None:
+            self._head_timer = self.loop.call_later(self._all.head_timeout_s, self._time_is_up)
+
+    def _time_is_up(self) -> None:
+        # Words are for those who began to say something.
+        self.end(_SLOW if self.cycle is None and self.conn.trailing_data[0] else b"")
+
+    def _stop_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+
+class _CountingConnection(h11.Connection):
+    """Refuses bodies that are cut into tiny pieces."""
+
+    def __init__(self, *arguments: Any, **options: Any):
+        super().__init__(*arguments, **options)
+        self._num_pieces = 0
+        self._num_bytes = 0
+
+    def next_event(self) -> Any:
+        """See h11."""
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self._num_pieces = self._num_bytes = 0
+        elif isinstance(event, h11.Data):
+            self._num_pieces += 1
+            self._num_bytes += len(event.data)
+            if self._num_pieces > _NUM_FREE_PIECES + self._num_bytes // _PIECE_BYTES:
+                raise h11.RemoteProtocolError("the body comes in pieces that are too small")
+        return event

@@ -1,0 +1,237 @@
+"""What the routes share: the engine, the gate before it, and what makes an answer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from ...errors import ConfigError
+from ..metrics import Metrics
+from ..params import SamplingParams, shown
+from .answer import Answer
+from .choices import ChatForm, CompletionForm, Form
+from .errors import ApiError, invalid
+from .guard import DrainSwitch
+from .limits import Gate, Limits
+from .prompts import Prompt, Prompts
+from .protocol import StreamingEngine
+from .reading import Reader
+from .schema import ChatRequest, CompletionRequest, Sampling, TokenizeRequest
+from .streaming import EventStream, until_disconnect
+from .tokens import Tokens
+from .uploads import Uploads
+
+_NUM_TOKENIZING = 2
+
+
+class Service:
+    """A model that is served.
+
+    Args:
+        engine: Who computes.
+        tokenizer: The model's.
+        model_name: What clients call the model.
+        max_model_tokens: Prompt and output of one request together at most.
+        limits: What is refused beyond.
+        chat_template: Instead of the tokenizer's own.
+        metrics: What is shown at `/metrics`.
+
+    Attributes:
+        drain: Whether new requests are refused.
+        gate: Who is inside, and who waits.
+        uploads: Bodies in memory.
+        reader: Reads them.
+        limits, metrics: As given.
+    """
+
+    def __init__(
+        self,
+        engine: StreamingEngine,
+        tokenizer: Any,
+        *,
+        model_name: str,
+        max_model_tokens: int,
+        limits: Limits,
+        chat_template: str | None,
+        metrics: Metrics,
+    ):
+        self._engine = engine
+        self._model_name = model_name
+        self._max_model_tokens = max_model_tokens
+        self._started_s = int(time.time())
+        most_tokens = min(max_model_tokens, limits.max_prompt_tokens or max_model_tokens)
+        self._prompts = Prompts(tokenizer, most_tokens, chat_template)
+        self._tokens = Tokens(tokenizer)
+        self.limits = limits
+        self.metrics = metrics
+        self.drain = DrainSwitch()
+        self.gate = Gate(limits.max_concurrent, limits.max_queued)
+        # Who only wants tokens does not wait for those who want an answer.
+        self._tokenizing = Gate(_NUM_TOKENIZING, limits.max_queued)
+        self.uploads = Uploads(limits)
+        self.reader = Reader(limits, max(limits.max_values, 2 * max_model_tokens))
+
+    # ---- answers --------------------------------------------------------------------------
+
+    async def complete(self, request: Request, body: CompletionRequest) -> Response:
+        """Continue one or several prompts.
+
+        Raises `ApiError`, as the others here: it cannot be; `ClientGoneError`: the client left.
+        """
+        self.check_model(body.model)
+        num_prompts, most = len(body.prompts), self.limits.max_prompts
+        if not 1 <= num_prompts <= most:
+            raise invalid(f"{num_prompts} prompts; from 1 to {most} are served", "prompt")
+        # OpenAI's default of 16, where a chat's is as many as fit.
+        most_tokens = 16 if body.max_tokens is None else body.max_tokens
+        form = CompletionForm(self._tokens)
+        return await self._answer(request, body, form, body.prompts, most_tokens, body.logprobs)
+
+    async def chat(self, request: Request, body: ChatRequest) -> Response:
+        """Continue a chat."""
+        self.check_model(body.model)
+        form = ChatForm(self._tokens)
+        prompts = [body.prompt]
+        return await self._answer(request, body, form, prompts, body.most_tokens, body.num_logprobs)
+
+    async def tokenize(self, request: Request, body: TokenizeRequest) -> Response:
+        """The tokens of a prompt."""
+        if body.model is not None:
+            self.check_model(body.model)
+        prompt = body.what
+        self._prompts.check(prompt)
+
+        async def tokens() -> Sequence[int]:
+            async with self._tokenizing.entered():
+                return await self._prompts.tokens(prompt)
+
+        found = await until_disconnect(request.receive, tokens())
+        strings = self._prompts.strings(found) if body.return_token_strs else None
+        return JSONResponse(
+            {
+                "count": len(found),
+                "max_model_len": self._max_model_tokens,
+                "tokens": found,
+                "token_strs": strings,
+            }
+        )
+
+    async def _answer(
+        self,
+        request: Request,
+        body: Sampling,
+        form: Form,
+        prompts: Sequence[Prompt],
+        most_tokens: int | None,
+        logprobs: int | None,
+    ) -> Response:
+        """An answer, once all is known to be possible that costs nothing to know."""
+        num_samples = len(prompts) * body.num_samples
+        if num_samples > self.limits.max_samples:
+            raise invalid(
+                f"{len(prompts)} prompts of {shown(body.num_samples)} samples; at most "
+                f"{self.limits.max_samples} samples are computed at once",
+                "n",
+            )
+        params = self._params(body, most_tokens, logprobs)
+        for prompt in prompts:
+            self._prompts.check(prompt)
+            if isinstance(prompt, Sequence):
+                self._check_length(len(prompt), params)
+        answer = Answer(
+            engine=self._engine,
+            gate=self.gate,
+            form=form,
+            tokens=self._tokens,
+            encoder=self._prompts,
+            model=self._model_name,
+            prompts=prompts,
+            check_length=lambda num_tokens: self._check_length(num_tokens, params),
+            encoded=request.state.upload.release,
+            params=params,
+            priority=body.priority,
+            wants_usage=body.wants_usage,
+            wants_running_usage=body.wants_running_usage,
+        )
+        if body.stream:
+            return EventStream(answer.events(), self.limits.send_timeout_s)
+        return JSONResponse(await until_disconnect(request.receive, answer.whole()))
+
+    def _params(
+        self, body: Sampling, most_tokens: int | None, logprobs: int | None
+    ) -> SamplingParams:
+        try:
+            return body.sampling_params(most_tokens, logprobs, self.limits)
+        except ConfigError as error:
+            # Its messages begin `name=value`.
+            name = str(error).partition("=")[0]
+            raise invalid(str(error), name if name in type(body).model_fields else None) from error
+
+    def _check_length(self, num_tokens: int, params: SamplingParams) -> None:
+        if not num_tokens:
+            raise invalid("the prompt is empty: it has no tokens", "prompt")
+        longest = self._max_model_tokens
+        num_wanted = params.max_tokens or 1
+        if num_tokens + num_wanted > longest:
+            raise invalid(
+                f"this model's context is {longest} tokens; the prompt has {num_tokens}, and "
+                f"{num_wanted} were asked for: shorten the prompt or lower max_tokens",
+                "prompt" if num_tokens >= longest else "max_tokens",
+                "context_length_exceeded",
+            )
+
+    # ---- the model, and how it is ---------------------------------------------------------
+
+    def card(self) -> dict[str, Any]:
+        """The model, as `/v1/models` lists it."""
+        return {
+            "id": self._model_name,
+            "object": "model",
+            "created": self._started_s,
+            "owned_by": "vmkv",
+            "max_model_len": self._max_model_tokens,
+        }
+
+    def check_model(self, name: str) -> None:
+        """Raise `ApiError` unless the model is ours."""
+        if name != self._model_name:
+            raise ApiError(
+                404,
+                f"the model {shown(name)} is not served here; {self._model_name!r} is",
+                param="model",
+                code="model_not_found",
+            )
+
+    def health(self) -> tuple[int, dict[str, Any]]:
+        """An HTTP status, and what is behind it."""
+        reason = self._engine.failure
+        status = "ok" if reason is None else "failing"
+        if self.drain.is_draining:
+            status, reason = "draining", reason or "the server is about to stop"
+        body = {
+            "status": status,
+            "reason": reason,
+            "requests_inside": self.gate.num_inside,
+            "requests_waiting": self.gate.num_waiting,
+        }
+        return 200 if status == "ok" else 503, body
+
+    # ---- its end --------------------------------------------------------------------------
+
+    async def cut(self) -> None:
+        """End what is under way: each request with an error, streams with one as an event."""
+        self.drain.is_draining = True
+        self.gate.close()
+        self._tokenizing.close()
+        await self._engine.shutdown(drain=False)
+
+    async def shut_down(self) -> None:
+        """End, after what is under way."""
+        self.drain.is_draining = True
+        self.reader.close()
+        self._prompts.close()
+        await self._engine.shutdown(drain=True)
