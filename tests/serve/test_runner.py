@@ -27,11 +27,13 @@ from vmkv.serve.runner import graph_runner as module
 from vmkv.serve.runner.compile import decoder_layers
 from vmkv.serve.runner.compile_cache import CompileCache
 from vmkv.serve.runner.graph_runner import GraphRunner, RunnerOptions
-from vmkv.serve.runner.graphs import batch_buckets, length_buckets
+from vmkv.serve.runner.decode_graphs import batch_buckets, length_buckets
 
 MODELS = ("llama", "mistral", "qwen3", "gemma3", "gpt_oss", "mixtral")
 TRACED = RunnerOptions(compile_layers=True, compile_backend="aot_eager", show_progress=False)
 PLAIN = RunnerOptions(show_progress=False)
+# Every step in the padded form that graphs have, run without them.
+PADDED = RunnerOptions(capture=True, show_progress=False)
 SLOTS = 4
 
 
@@ -125,7 +127,7 @@ def serve(
                     running.remove(request)
 
 
-@pytest.mark.parametrize("options", [PLAIN, TRACED], ids=["plain", "traced"])
+@pytest.mark.parametrize("options", [PLAIN, TRACED, PADDED], ids=["plain", "traced", "padded"])
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_are_what_each_prompt_gets_alone(name, options) -> None:
     """Chunked prompts beside decoding, slots reused, one step ahead: token-exact."""

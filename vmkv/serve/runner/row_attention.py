@@ -6,7 +6,8 @@ The tokens of a step are packed in that order, because each kind has a kernel of
   beginning  whole prompts, or their first chunks, over their own packed keys (`packed.py`)
   going on   later chunks of a prompt, over their rows
 
-A step that only decodes, and whose kernel can append, is one launch per layer.
+A step that only decodes, and whose kernel can append, is one launch per layer. A step that is
+captured (`mixed_graphs.py`) has two kinds, decode and tiles, whose sizes are the graph's.
 """
 
 from __future__ import annotations
@@ -72,6 +73,23 @@ class StepParts:
 
 
 @dataclass(frozen=True)
+class TiledParts:
+    """A step of fixed sizes as attention sees it; batches are by capacity of a row.
+
+    Attributes:
+        everything: All tokens, for the append.
+        decode: One query each of the first tokens; without keys where nobody decodes.
+        tiles: The tokens that do not decode, in pieces, at their rows.
+        is_decode: `[entries of decode, 1, 1] bool`, whether one decodes.
+    """
+
+    everything: dict[int, AttentionBatch]
+    decode: dict[int, AttentionBatch]
+    tiles: dict[int, AttentionBatch]
+    is_decode: torch.Tensor
+
+
+@dataclass(frozen=True)
 class _Kernels:
     """What serves one kind of layer."""
 
@@ -98,7 +116,7 @@ class RowAttention:
             for layer in cache.layers
         }
         self._kernels: dict[AttentionSpec, _Kernels] = {}
-        self.step: StepParts | None = None
+        self.step: StepParts | TiledParts | None = None
 
     @property
     def row_tokens(self) -> set[int]:
@@ -133,6 +151,13 @@ class RowAttention:
         )
         q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
         capacity = keys.shape[1]
+        if isinstance(step, TiledParts):
+            append(k, v, keys, values, step.everything[capacity])
+            out = forward(q, keys, values, step.tiles[capacity])
+            width = step.is_decode.shape[0]
+            decoded = forward(q[:width], keys, values, step.decode[capacity])
+            torch.where(step.is_decode, decoded, out[:width], out=out[:width])
+            return out[None]
         decode_batch = None if step.decode is None else step.decode[capacity]
         num_decode = step.num_decode_tokens
         if decode_batch is not None and num_decode == q.shape[0]:

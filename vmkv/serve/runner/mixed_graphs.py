@@ -1,0 +1,298 @@
+"""Steps that have prompts in them as graphs: chunks of prompts, and whoever decodes beside them.
+
+A chunk is cut into tiles of at most `TILE_TOKENS` queries. To attention a tile is a sequence of its
+own: its row, and its row's length as far as its last query. So kernels get the same small bound of
+queries whatever the chunks look like, and their grid is as large as the work. What is left of a
+bucket is filled with tiles of no keys at the scratch row: nothing is written for their tokens, and
+what they see is nothing.
+
+Those who decode come first, and have a launch of their own over a fixed number of entries; entries
+that nobody decodes in see nothing either, and their output is dropped.
+"""
+
+from __future__ import annotations
+
+import functools
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ...attention import AttentionBatch
+from ...units import div_ceil
+from .base import Chunk
+from .buffers import decodes, pinned
+from .graphs import GraphSpace, StepGraphs
+from .row_attention import TiledParts
+
+TILE_TOKENS = 128
+"""Queries of a tile at most: what kernels take at a time, so nothing is computed twice for it."""
+#: Chunks of prompts that the smallest bucket takes: tiles beyond those that its tokens fill.
+_NUM_SPARE_TILES = 16
+
+
+class Bucket(NamedTuple):
+    """The sizes of a step.
+
+    Attributes:
+        num_tokens: Tokens, of all that it holds.
+        num_decode: Entries for those who decode.
+    """
+
+    num_tokens: int
+    num_decode: int
+
+    @property
+    def num_tiles(self) -> int:
+        """Tiles; more than full ones could fill, so that kernels never take them for uniform."""
+        return self.num_tokens // self.tile_tokens + max(_NUM_SPARE_TILES, self.num_tokens // 64)
+
+    @property
+    def tile_tokens(self) -> int:
+        """Queries of a tile at most."""
+        return min(TILE_TOKENS, self.num_tokens)
+
+
+class Fields(NamedTuple):
+    """The input of a step, in the order in which it lies in one array of integers; or its views.
+
+    Sequences are the entries that decode, and then the tiles.
+
+    Attributes:
+        token_ids: `[num_tokens]`; -1 where a token is on the device already.
+        positions: `[num_tokens]`.
+        rows: `[num_decode + num_tiles]`.
+        lengths: Likewise: tokens of a row as far as the sequence's last query; 0 where it is empty.
+        starts: `[num_decode + num_tiles + 1]`, where the queries of each begin.
+        slots: `[num_decode]`, whose tokens are on the device.
+        ends: `[samples]`, where the tokens to sample from lie.
+        sampling_slots: `[samples]`, who samples.
+        count: `[1]`, how many decode.
+    """
+
+    token_ids: Any
+    positions: Any
+    rows: Any
+    lengths: Any
+    starts: Any
+    slots: Any
+    ends: Any
+    sampling_slots: Any
+    count: Any
+
+
+@functools.cache
+def _places(bucket: Bucket, max_num_seqs: int) -> Fields:
+    num_sequences = bucket.num_decode + bucket.num_tiles
+    num_samples = min(max_num_seqs, num_sequences)
+    sizes = Fields(
+        token_ids=bucket.num_tokens,
+        positions=bucket.num_tokens,
+        rows=num_sequences,
+        lengths=num_sequences,
+        starts=num_sequences + 1,
+        slots=bucket.num_decode,
+        ends=num_samples,
+        sampling_slots=num_samples,
+        count=1,
+    )
+    return Fields(*(slice(*pair) for pair in pairwise([0, *accumulate(sizes)])))
+
+
+class MixedGraphs(StepGraphs[Bucket]):
+    """The mixed graphs of one runner.
+
+    Args:
+        space: What they share with others.
+        max_step_tokens: The largest step that is to have a graph.
+    """
+
+    name = "steps with prompts"
+
+    def __init__(self, space: GraphSpace, max_step_tokens: int):
+        self._token_buckets = token_buckets(max_step_tokens)
+        self._widths = decode_widths(space.max_num_seqs)
+        sizes = [_places(each, space.max_num_seqs).count.stop for each in self.keys()]
+        super().__init__(space, max(sizes))
+        self._refused: set[Bucket] = set()
+        self._starts = torch.arange(space.max_num_seqs + 1, dtype=torch.int32, device=space.device)
+
+    def key(self, chunks: Sequence[Chunk]) -> Bucket | None:
+        """The smallest bucket that takes `chunks`; None where there is none."""
+        num_decode = sum(map(decodes, chunks))
+        total = sum(chunk.num_new_tokens for chunk in chunks)
+        num_tiles = sum(
+            div_ceil(chunk.num_new_tokens, TILE_TOKENS) for chunk in chunks if not decodes(chunk)
+        )
+        first = bisect_left(self._token_buckets, total)
+        for num_tokens in self._token_buckets[first:]:
+            width = self._width(num_tokens, num_decode)
+            if width is None:
+                continue
+            bucket = Bucket(num_tokens, width)
+            if bucket in self._refused:
+                continue
+            padding = div_ceil(num_tokens - total, bucket.tile_tokens)
+            if num_tiles + padding <= bucket.num_tiles:
+                return bucket
+        return None
+
+    def _width(self, num_tokens: int, num_decode: int) -> int | None:
+        at = bisect_left(self._widths, num_decode)
+        if at < len(self._widths) and self._widths[at] <= num_tokens:
+            return self._widths[at]
+        return None
+
+    def keys(self) -> Sequence[Bucket]:
+        """See `StepGraphs.keys`."""
+        return [
+            Bucket(num_tokens, width)
+            for num_tokens in reversed(self._token_buckets)
+            for width in reversed(self._widths)
+            if width <= num_tokens
+        ]
+
+    def capture_all(self, captured: Callable[[], object]) -> None:
+        """As `StepGraphs.capture_all`; sizes that device memory is too short for are left out."""
+        for bucket in self.keys():
+            try:
+                if not self.captured:
+                    self.warm_up(bucket)
+                self.capture(bucket)
+            except torch.OutOfMemoryError:
+                self._refused.add(bucket)
+            captured()
+
+    def _places(self, bucket: Bucket) -> Fields:
+        return _places(bucket, self.space.max_num_seqs)
+
+    # ---- input ----------------------------------------------------------------------------
+
+    def fill(self, bucket: Bucket, chunks: Sequence[Chunk]) -> torch.Tensor:
+        """The input of a step, on the host.
+
+        Args:
+            bucket: What `key` says.
+            chunks: Those that decode first.
+        """
+        places = self._places(bucket)
+        host, flat = pinned(places.count.stop, self.space.device)
+        fields = Fields(*(flat[place] for place in places))
+        num_decode = sum(map(decodes, chunks))
+        _fill_decode(fields, chunks[:num_decode], bucket, self.space)
+        total = _fill_tiles(fields, chunks[num_decode:], num_decode, bucket, self.space)
+        ends = accumulate(chunk.num_new_tokens for chunk in chunks)
+        sampling = [
+            (end - 1, chunk.slot) for end, chunk in zip(ends, chunks, strict=True) if chunk.samples
+        ]
+        fields.token_ids[total:] = 0
+        fields.positions[total:] = 0
+        fields.ends[:] = 0
+        fields.sampling_slots[:] = self.space.scratch.slot
+        if sampling:
+            fields.ends[: len(sampling)], fields.sampling_slots[: len(sampling)] = zip(
+                *sampling, strict=True
+            )
+        return host
+
+    def empty(self, key: Bucket) -> torch.Tensor:
+        """See `StepGraphs.empty`."""
+        return self.fill(key, [])
+
+    # ---- what is captured -----------------------------------------------------------------
+
+    def step(self, key: Bucket, integers: torch.Tensor) -> None:
+        """See `StepGraphs.step`."""
+        space = self.space
+        fields = Fields(*(integers[place] for place in self._places(key)))
+        token_ids = fields.token_ids.long()
+        told = token_ids[: key.num_decode]
+        torch.where(told < 0, space.last_tokens[fields.slots.long()], told, out=told)
+        space.attention.step = self._parts(key, fields)
+        logits = space.forward(token_ids, fields.positions.long(), fields.ends.long())
+        space.take(logits, fields.sampling_slots.long())
+
+    def _parts(self, bucket: Bucket, fields: Fields) -> TiledParts:
+        width = bucket.num_decode
+
+        def batches(sequences: slice, starts: torch.Tensor, most: int) -> dict[int, AttentionBatch]:
+            return {
+                capacity: AttentionBatch(
+                    row_indices=fields.rows[sequences],
+                    num_tokens=fields.lengths[sequences],
+                    query_starts=starts,
+                    max_query_tokens=most,
+                    max_num_tokens=min(self.space.max_tokens, capacity),
+                    row_tokens=capacity,
+                )
+                for capacity in self.space.attention.row_tokens
+            }
+
+        entries = self._starts[: width + 1]
+        return TiledParts(
+            everything=batches(slice(None), fields.starts, bucket.tile_tokens),
+            decode=batches(slice(width), entries, 1),
+            tiles=batches(slice(width, None), fields.starts[width:], bucket.tile_tokens),
+            is_decode=(entries[:width] < fields.count)[:, None, None],
+        )
+
+
+def _fill_decode(
+    fields: Fields, chunks: Sequence[Chunk], bucket: Bucket, space: GraphSpace
+) -> None:
+    count, width = len(chunks), bucket.num_decode
+    past = [chunk.num_past_tokens for chunk in chunks]
+    fields.token_ids[:count] = [
+        -1 if each.token_ids is None else each.token_ids[0] for each in chunks
+    ]
+    fields.positions[:count] = past
+    fields.lengths[:count] = past
+    fields.lengths[:count] += 1
+    fields.lengths[count:width] = 0
+    fields.rows[:count] = [chunk.row for chunk in chunks]
+    fields.rows[count:width] = space.scratch.row
+    fields.slots[:count] = [chunk.slot for chunk in chunks]
+    fields.slots[count:] = space.scratch.slot
+    fields.starts[:count] = np.arange(count)
+    fields.starts[count:width] = count
+    fields.count[0] = count
+
+
+def _fill_tiles(
+    fields: Fields, chunks: Sequence[Chunk], start: int, bucket: Bucket, space: GraphSpace
+) -> int:
+    """Cut `chunks`, whose tokens begin at `start`, and the padding; returns where that begins."""
+    tile_tokens = bucket.tile_tokens
+    tiles: list[tuple[int, int, int]] = []
+    for chunk in chunks:
+        end = start + chunk.num_new_tokens
+        fields.token_ids[start:end] = chunk.token_ids
+        fields.positions[start:end] = np.arange(chunk.num_past_tokens, chunk.num_tokens)
+        for done in range(0, chunk.num_new_tokens, tile_tokens):
+            length = min(chunk.num_past_tokens + done + tile_tokens, chunk.num_tokens)
+            tiles.append((chunk.row, length, start + done))
+        start = end
+    row, total = space.scratch.row, bucket.num_tokens
+    tiles += [(row, 0, at) for at in range(start, total, tile_tokens)]
+    tiles += [(row, 0, total)] * (bucket.num_tiles - len(tiles))
+    first = bucket.num_decode
+    fields.rows[first:], fields.lengths[first:], fields.starts[first:-1] = zip(*tiles, strict=True)
+    fields.starts[-1] = total
+    return start
+
+
+def token_buckets(most: int) -> list[int]:
+    """Tokens of a step, to `most`: steps of 32 while weights bound the time, then of an eighth."""
+    sizes, size = [], 0
+    while size < most:
+        size += 32 if size < 256 else 1 << (size.bit_length() - 4)
+        sizes.append(size)
+    return [each for each in sizes if each < most] + [most]
+
+
+def decode_widths(max_num_seqs: int) -> list[int]:
+    """Entries for those who decode: few sizes, because an empty entry costs next to nothing."""
+    return [each for each in (16, 64) if each < max_num_seqs] + [max_num_seqs]
