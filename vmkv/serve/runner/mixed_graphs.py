@@ -30,8 +30,9 @@ from .row_attention import TiledParts
 
 TILE_TOKENS = 128
 """Queries of a tile at most: what kernels take at a time, so nothing is computed twice for it."""
-#: Chunks of prompts that the smallest bucket takes: tiles beyond those that its tokens fill.
-_NUM_SPARE_TILES = 16
+#: Tiles beyond those that the tokens of a bucket fill: one in so many tokens, and not fewer than
+#: so many. Steps of more and shorter chunks take a larger bucket.
+_SPARE_TILE_TOKENS, _NUM_SPARE_TILES_MIN = 32, 4
 
 
 class Bucket(NamedTuple):
@@ -48,7 +49,8 @@ class Bucket(NamedTuple):
     @property
     def num_tiles(self) -> int:
         """Tiles; more than full ones could fill, so that kernels never take them for uniform."""
-        return self.num_tokens // self.tile_tokens + max(_NUM_SPARE_TILES, self.num_tokens // 64)
+        spare = max(_NUM_SPARE_TILES_MIN, self.num_tokens // _SPARE_TILE_TOKENS)
+        return self.num_tokens // self.tile_tokens + spare
 
     @property
     def tile_tokens(self) -> int:

@@ -12,6 +12,7 @@ captured (`mixed_graphs.py`) has two kinds, decode and tiles, whose sizes are th
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from dataclasses import dataclass
 
@@ -116,6 +117,7 @@ class RowAttention:
             for layer in cache.layers
         }
         self._kernels: dict[AttentionSpec, _Kernels] = {}
+        self._side: torch.cuda.Stream | None = None
         self.step: StepParts | TiledParts | None = None
 
     @property
@@ -153,9 +155,11 @@ class RowAttention:
         capacity = keys.shape[1]
         if isinstance(step, TiledParts):
             append(k, v, keys, values, step.everything[capacity])
-            out = forward(q, keys, values, step.tiles[capacity])
             width = step.is_decode.shape[0]
+            with self._beside(q.device):
+                out = forward(q, keys, values, step.tiles[capacity])
             decoded = forward(q[:width], keys, values, step.decode[capacity])
+            self._join(q.device)
             torch.where(step.is_decode, decoded, out[:width], out=out[:width])
             return out[None]
         decode_batch = None if step.decode is None else step.decode[capacity]
@@ -205,6 +209,25 @@ class RowAttention:
         if step.going_on is not None:
             out[end:] = forward(q[end:], keys, values, step.going_on[capacity])
         return out[None]
+
+    def _beside(self, device: torch.device) -> contextlib.AbstractContextManager[object]:
+        """What is launched in here may run at the same time as what follows, until `_join`.
+
+        Few prompt tokens leave most of the device idle, and decoding leaves it waiting for memory.
+        The tensor that is made here is not recorded on the other stream: its memory serves this
+        one again, which begins with waiting for the other.
+        """
+        if device.type != "cuda":
+            return contextlib.nullcontext()
+        if self._side is None:
+            # torch leaves its constructor untyped.
+            self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._side.wait_stream(torch.cuda.current_stream(device))
+        return torch.cuda.stream(self._side)
+
+    def _join(self, device: torch.device) -> None:
+        if self._side is not None:
+            torch.cuda.current_stream(device).wait_stream(self._side)
 
     def _kernels_for(
         self,
