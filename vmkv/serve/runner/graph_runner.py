@@ -169,7 +169,7 @@ class GraphRunner:
         self._decode_graphs = DecodeGraphs(space, int(0.8 * processors / heads) + 1)
         largest = min(self._options.max_graph_tokens, self._max_num_batched_tokens)
         if largest > 1:
-            self._mixed_graphs = MixedGraphs(space, largest)
+            self._mixed_graphs = MixedGraphs(space, largest, processors)
 
     # ---- steps ----------------------------------------------------------------------------
 

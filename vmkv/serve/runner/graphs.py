@@ -20,6 +20,7 @@ import torch
 from .row_attention import RowAttention
 
 Key = TypeVar("Key")
+_TIMED_REPLAYS = 3
 
 
 class Scratch(NamedTuple):
@@ -182,6 +183,31 @@ class StepGraphs(abc.ABC, Generic[Key]):
         is_cuda = self.space.device.type == "cuda"
         self._graphs[key] = self.space.capture(lambda: self._run(key)) if is_cuda else None
 
+    def drop(self, key: Key) -> None:
+        """Forget the graph of `key`, and free its memory; the device has finished with it."""
+        graph = self._graphs.pop(key)
+        if graph is not None:
+            graph.reset()
+
+    def replay_ms(self, key: Key) -> float:
+        """What the device takes for a step of `key` with nothing in it. Waits for it."""
+        graph = self._graphs[key]
+        assert graph is not None  # Asked of devices that capture.
+        self._send(self.empty(key))
+        times_ms = []
+        for _ in range(_TIMED_REPLAYS):
+            start, end = (
+                # torch leaves its constructor untyped.
+                torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+                for _ in range(2)
+            )
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times_ms.append(float(start.elapsed_time(end)))
+        return min(times_ms)
+
     def warm_up(self, key: Key) -> None:
         """Run the step of `key` with nothing in it: compiles, tunes and loads what it needs."""
         self._send(self.empty(key))
@@ -198,7 +224,5 @@ class StepGraphs(abc.ABC, Generic[Key]):
 
     def close(self) -> None:
         """Drop the graphs and their memory. Idempotent; the caller has waited for the device."""
-        for graph in self._graphs.values():
-            if graph is not None:
-                graph.reset()
-        self._graphs.clear()
+        for key in self.captured:
+            self.drop(key)

@@ -13,6 +13,8 @@ that nobody decodes in see nothing either, and their output is dropped.
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
@@ -41,16 +43,13 @@ class Bucket(NamedTuple):
     Attributes:
         num_tokens: Tokens, of all that it holds.
         num_decode: Entries for those who decode.
+        num_tiles: Tiles; more than full ones could fill, so that kernels never take the batch for
+            uniform.
     """
 
     num_tokens: int
     num_decode: int
-
-    @property
-    def num_tiles(self) -> int:
-        """Tiles; more than full ones could fill, so that kernels never take them for uniform."""
-        spare = max(_NUM_SPARE_TILES_MIN, self.num_tokens // _SPARE_TILE_TOKENS)
-        return self.num_tokens // self.tile_tokens + spare
+    num_tiles: int
 
     @property
     def tile_tokens(self) -> int:
@@ -110,16 +109,21 @@ class MixedGraphs(StepGraphs[Bucket]):
     Args:
         space: What they share with others.
         max_step_tokens: The largest step that is to have a graph.
+        num_processors: Of the device.
     """
 
     name = "steps with prompts"
 
-    def __init__(self, space: GraphSpace, max_step_tokens: int):
-        self._token_buckets = token_buckets(max_step_tokens)
-        self._widths = decode_widths(space.max_num_seqs)
-        sizes = [_places(each, space.max_num_seqs).count.stop for each in self.keys()]
+    def __init__(self, space: GraphSpace, max_step_tokens: int, num_processors: int):
+        #: Those in use, by size.
+        self._buckets = [
+            Bucket(num_tokens, width, _num_tiles(num_tokens, num_processors))
+            for num_tokens in token_buckets(max_step_tokens)
+            for width in decode_widths(space.max_num_seqs)
+            if width <= num_tokens
+        ]
+        sizes = [_places(each, space.max_num_seqs).count.stop for each in self._buckets]
         super().__init__(space, max(sizes))
-        self._refused: set[Bucket] = set()
         self._starts = torch.arange(space.max_num_seqs + 1, dtype=torch.int32, device=space.device)
 
     def key(self, chunks: Sequence[Chunk]) -> Bucket | None:
@@ -129,44 +133,58 @@ class MixedGraphs(StepGraphs[Bucket]):
         num_tiles = sum(
             div_ceil(chunk.num_new_tokens, TILE_TOKENS) for chunk in chunks if not decodes(chunk)
         )
-        first = bisect_left(self._token_buckets, total)
-        for num_tokens in self._token_buckets[first:]:
-            width = self._width(num_tokens, num_decode)
-            if width is None:
-                continue
-            bucket = Bucket(num_tokens, width)
-            if bucket in self._refused:
-                continue
-            padding = div_ceil(num_tokens - total, bucket.tile_tokens)
-            if num_tiles + padding <= bucket.num_tiles:
+        for bucket in self._buckets[bisect_left(self._buckets, (total,)) :]:
+            padding = div_ceil(bucket.num_tokens - total, bucket.tile_tokens)
+            if num_decode <= bucket.num_decode and num_tiles + padding <= bucket.num_tiles:
                 return bucket
-        return None
-
-    def _width(self, num_tokens: int, num_decode: int) -> int | None:
-        at = bisect_left(self._widths, num_decode)
-        if at < len(self._widths) and self._widths[at] <= num_tokens:
-            return self._widths[at]
         return None
 
     def keys(self) -> Sequence[Bucket]:
         """See `StepGraphs.keys`."""
-        return [
-            Bucket(num_tokens, width)
-            for num_tokens in reversed(self._token_buckets)
-            for width in reversed(self._widths)
-            if width <= num_tokens
-        ]
+        return self._buckets[::-1]
 
     def capture_all(self, captured: Callable[[], object]) -> None:
-        """As `StepGraphs.capture_all`; sizes that device memory is too short for are left out."""
-        for bucket in self.keys():
-            try:
-                if not self.captured:
-                    self.warm_up(bucket)
-                self.capture(bucket)
-            except torch.OutOfMemoryError:
-                self._refused.add(bucket)
-            captured()
+        """Capture all that are of use, and use no others.
+
+        Products of matrices take longer at some sizes than at larger ones (H200, 8B Llama shape:
+        448 tokens 14.9 ms, 480 tokens 11.0 ms), so one graph of each number of tokens is timed.
+        Sizes that device memory is too short for are left out.
+
+        Raises:
+            RuntimeError, ConfigError: The first graph cannot be captured.
+        """
+        in_use: list[Bucket] = []
+        shortest_ms = math.inf
+        for _, group in itertools.groupby(self.keys(), lambda bucket: bucket.num_tokens):
+            buckets = list(group)[::-1]
+            is_of_use = True
+            for bucket in buckets:
+                if is_of_use and self._try(bucket):
+                    if bucket is buckets[0]:
+                        step_ms = self._step_ms(bucket)
+                        is_of_use = step_ms < shortest_ms
+                        shortest_ms = min(shortest_ms, step_ms)
+                    if is_of_use:
+                        in_use.append(bucket)
+                    else:
+                        self.drop(bucket)
+                captured()
+        self._buckets = sorted(in_use)
+
+    def _try(self, bucket: Bucket) -> bool:
+        try:
+            if not self.captured:
+                self.warm_up(bucket)
+            self.capture(bucket)
+        except torch.OutOfMemoryError:
+            return False
+        return True
+
+    def _step_ms(self, bucket: Bucket) -> float:
+        """What a step takes; where nothing is captured, less the fewer its tokens."""
+        if self.space.device.type != "cuda":
+            return bucket.num_tokens
+        return self.replay_ms(bucket)
 
     def _places(self, bucket: Bucket) -> Fields:
         return _places(bucket, self.space.max_num_seqs)
@@ -284,6 +302,19 @@ def _fill_tiles(
     fields.rows[first:], fields.lengths[first:], fields.starts[first:-1] = zip(*tiles, strict=True)
     fields.starts[-1] = total
     return start
+
+
+def _num_tiles(num_tokens: int, num_processors: int) -> int:
+    """Enough for full ones and some short ones, and no divisor in common with the processors.
+
+    Kernels begin with the first tile of every head, so a few tiles, of many heads, would meet at
+    few processors otherwise (H200, flash2, one tile of 32 heads: 97 us instead of 63).
+    """
+    spare = max(_NUM_SPARE_TILES_MIN, num_tokens // _SPARE_TILE_TOKENS)
+    count = num_tokens // min(TILE_TOKENS, num_tokens) + spare
+    while math.gcd(count, num_processors) > 1:
+        count += 1
+    return count
 
 
 def token_buckets(most: int) -> list[int]:
