@@ -31,7 +31,7 @@ from typing import NamedTuple
 import torch
 from bench_generate import llama_config, make_model, synchronize
 from common import spread, write_result
-from report import Figure, Row, bench_parser, make_record, on_gpu, print_figures, print_rows
+from report import Figure, Row, bench_parser, make_record, print_figures, print_rows
 
 from vmkv.cache import KVCache
 from vmkv.serve.params import SamplingParams
@@ -174,7 +174,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = bench_parser(__doc__)
     parser.add_argument("--backends", nargs="*", default=["flash3", "flash2", "torch"])
     arguments = parser.parse_args(argv)
-    smoke = arguments.smoke or not on_gpu()
+    smoke = arguments.smoke or not torch.cuda.is_available()
     device = torch.device("cpu" if smoke else "cuda")
     model = make_model(llama_config(smoke=smoke), device)
     cases = SMOKE_CASES if smoke else CASES

@@ -18,6 +18,7 @@ import pytest
 import torch
 from helpers.tiny_models import VOCABULARY, tiny_model
 
+from vmkv import ExtentPool, HostBackend
 from vmkv.cache import KVCache
 from vmkv.cache import Sequence as Row
 from vmkv.errors import ClosedError, ConfigError
@@ -30,6 +31,7 @@ from vmkv.serve.runner.compile_cache import CompileCache
 from vmkv.serve.runner.decode_graphs import batch_buckets, length_buckets
 from vmkv.serve.runner.graph_runner import GraphRunner, RunnerOptions
 from vmkv.serve.runner.mixed_graphs import TILE_TOKENS, decode_widths, token_buckets
+from vmkv.serve.served_rows import fit_budget
 
 MODELS = ("llama", "mistral", "qwen3", "gemma3", "gpt_oss", "mixtral")
 TRACED = RunnerOptions(compile_layers=True, compile_backend="aot_eager", show_progress=False)
@@ -252,6 +254,76 @@ def test_every_step_has_the_smallest_bucket_that_takes_it() -> None:
             assert said[:count] == sampling
             assert {slot for _, slot in said[count:]} <= {20}
         runner.close()
+
+
+def test_sizes_that_memory_is_too_short_for_have_no_graph() -> None:
+    """Smaller ones have, and larger steps run without."""
+    model = model_named("llama")
+    prompts = prompts_of((5, 150, 30))
+    expected = [alone(model, prompt, 3) for prompt in prompts]
+    greedy = SamplingParams(temperature=0, max_tokens=3)
+    requests = [Request(prompt, greedy) for prompt in prompts]
+    with cache_for(model) as cache:
+        runner = GraphRunner(
+            model, cache, max_num_seqs=SLOTS, max_num_batched_tokens=256, options=PADDED
+        )
+        forward = runner._space.forward
+
+        def short_of_memory(token_ids, *others):
+            if len(token_ids) > 100:
+                raise torch.OutOfMemoryError("no memory for so many")
+            return forward(token_ids, *others)
+
+        runner._space.forward = short_of_memory
+        runner.warm_up()
+        assert runner._mixed_graphs is not None
+        assert {32, 64, 96} == {each.num_tokens for each in runner._mixed_graphs.keys()}  # noqa: SIM118
+        serve(runner, cache, requests, step_tokens=256)
+        runner.close()
+    assert expected == [request.said for request in requests]
+
+
+def test_what_cannot_be_captured_runs_without_graphs(caplog) -> None:
+    """And says so."""
+    model = model_named("llama")
+    prompts = prompts_of((5, 30))
+    expected = [alone(model, prompt, 3) for prompt in prompts]
+    greedy = SamplingParams(temperature=0, max_tokens=3)
+    requests = [Request(prompt, greedy) for prompt in prompts]
+
+    def refuses(*_):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    with cache_for(model) as cache:
+        runner = GraphRunner(
+            model, cache, max_num_seqs=SLOTS, max_num_batched_tokens=64, options=PADDED
+        )
+        runner._space.forward = refuses
+        runner.warm_up()
+        serve(runner, cache, requests)
+        runner.close()
+    assert expected == [request.said for request in requests]
+    said = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert [True, True] == ["cannot be captured" in message for message in said]
+
+
+def test_a_budget_is_cut_to_what_the_device_still_has() -> None:
+    """Once graphs and activations have theirs; one that fits stays."""
+
+    class Scarce(HostBackend):
+        def free_memory_bytes(self) -> int:
+            return 50 * 4096
+
+    pool = ExtentPool(Scarce(4096), 100 * 4096)
+    pool.attach()
+    fit_budget(pool, 0)
+    assert pool.stats().budget_bytes == 50 * 4096
+    fit_budget(pool, 10 * 4096 + 1)
+    assert pool.stats().budget_bytes == 39 * 4096
+    fit_budget(pool, 0)
+    assert pool.stats().budget_bytes == 39 * 4096
+    pool.detach()
+    pool.close()
 
 
 def test_one_compiled_layer_serves_all_and_any_number_of_tokens() -> None:
