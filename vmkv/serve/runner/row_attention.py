@@ -13,6 +13,7 @@ captured (`mixed_graphs.py`) has two kinds, decode and tiles, whose sizes are th
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -154,31 +155,20 @@ class RowAttention:
         capacity = keys.shape[1]
         if isinstance(step, TiledParts):
             append(k, v, keys, values, step.everything[capacity])
-            width = step.is_decode.shape[0]
-            beside = self._beside(q.device, kernels)
-            with torch.cuda.stream(beside):
-                out = forward(q, keys, values, step.tiles[capacity])
-            decoded = forward(q[:width], keys, values, step.decode[capacity])
-            if beside is not None:
-                torch.cuda.current_stream(q.device).wait_stream(beside)
-            torch.where(step.is_decode, decoded, out[:width], out=out[:width])
-            return out[None]
+            return self._attend_tiled(
+                kernels.rows.name,
+                lambda queries, batches: forward(queries, keys, values, batches[capacity]),
+                q,
+                step,
+            )[None]
         decode_batch = None if step.decode is None else step.decode[capacity]
         num_decode = step.num_decode_tokens
         if decode_batch is not None and num_decode == q.shape[0]:
             rows = kernels.rows
             if isinstance(rows, AppendingBackend):
+                # With what `forward` is told as well.
                 return rows.append_and_attend(
-                    q,
-                    k,
-                    v,
-                    keys,
-                    values,
-                    decode_batch,
-                    scale=scale,
-                    window=window,
-                    softcap=softcap,
-                    sinks=sinks,
+                    q, k, v, keys, values, decode_batch, **forward.keywords
                 )[None]
         append(k, v, keys, values, step.everything[capacity])
         begin, end = num_decode, num_decode + step.num_beginning_tokens
@@ -211,7 +201,25 @@ class RowAttention:
             out[end:] = forward(q[end:], keys, values, step.going_on[capacity])
         return out[None]
 
-    def _beside(self, device: torch.device, kernels: _Kernels) -> torch.cuda.Stream | None:
+    def _attend_tiled(
+        self,
+        name: str,
+        forward: Callable[[torch.Tensor, dict[int, AttentionBatch]], torch.Tensor],
+        query: torch.Tensor,
+        step: TiledParts,
+    ) -> torch.Tensor:
+        """`[T, Hq, Dv]` of `query [T, Hq, Dk]`: tiles, and beside them those who decode."""
+        width = step.is_decode.shape[0]
+        beside = self._beside(name, query.device)
+        with torch.cuda.stream(beside):
+            out = forward(query, step.tiles)
+        decoded = forward(query[:width], step.decode)
+        if beside is not None:
+            torch.cuda.current_stream(query.device).wait_stream(beside)
+        torch.where(step.is_decode, decoded, out[:width], out=out[:width])
+        return out
+
+    def _beside(self, name: str, device: torch.device) -> torch.cuda.Stream | None:
         """A stream for tiles, to run at the same time as decoding; None where that is of no use.
 
         A few prompt tokens leave most of the device idle to a kernel that does not split keys
@@ -221,7 +229,7 @@ class RowAttention:
         What is made on that stream need not be recorded on this one: its memory serves none but
         that stream again, which waits for this one first.
         """
-        if device.type != "cuda" or kernels.rows.name == "flash3":
+        if device.type != "cuda" or name == "flash3":
             return None
         if self._side is None:
             # torch leaves its constructor untyped.
