@@ -189,11 +189,11 @@ class StepGraphs(abc.ABC, Generic[Key]):
         if graph is not None:
             graph.reset()
 
-    def replay_ms(self, key: Key) -> float:
-        """What the device takes for a step of `key` with nothing in it. Waits for it."""
+    def replay_ms(self, key: Key, integers: torch.Tensor) -> float:
+        """What the device takes for a step of `key` with such an input. Waits for it."""
         graph = self._graphs[key]
         assert graph is not None  # Asked of devices that capture.
-        self._send(self.empty(key))
+        self._send(integers)
         times_ms = []
         for _ in range(_TIMED_REPLAYS):
             start, end = (
