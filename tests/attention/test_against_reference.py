@@ -11,11 +11,12 @@ requires that `flash2` or `torch` serves each half-precision case they claim to.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import pytest
 import torch
-from helpers.dense_rows import DenseRows, random_query
+from helpers.dense_rows import MARGIN_FILL, DenseRows, random_query
 
 from vmkv.attention import AttentionBatch, AttentionSpec, append, get, why_not
 from vmkv.attention.reference import ReferenceBackend
@@ -182,6 +183,63 @@ def test_windows(device, name, window, shape):
 def test_options(device, name, options, shape):
     """Soft caps, sinks, left padding and no causality, alone and together."""
     run(Case(**options), shape, device, name)
+
+
+PADDED = {
+    # rows, tokens, queries; as `mixed_graphs.py` makes them
+    "decode": ([5, 0, 3, 3], [300, 1, 0, 0], [1, 1, 1, 1]),
+    "tiles": ([2, 2, 6, 0, 0, 0], [128, 200, 70, 0, 0, 0], [128, 72, 33, 0, 90, 0]),
+    "all padding": ([0, 0, 0], [0, 0, 0], [50, 0, 0]),
+}
+
+
+@pytest.mark.parametrize("shape", PADDED)
+@pytest.mark.parametrize(("device", "name"), DEVICES)
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 48}, {"softcap": 5.0}, {"sinks": True, "dim": 128}], ids=str
+)
+def test_padding_sees_nothing_and_disturbs_nobody(device, name, options, shape):
+    """Queries without keys yield zeros; sequences without queries cost nothing."""
+    case = Case(**options)
+    reason = why_not(name, case.spec(device))
+    if reason is not None:
+        pytest.skip(f"{name}: {reason}")
+    rows, num_tokens, queries = PADDED[shape]
+    starts = [0, *itertools.accumulate(queries)]
+    vectors = [torch.tensor(each, dtype=torch.int32) for each in (rows, num_tokens, starts)]
+    row_indices, lengths, query_starts = (each.to(device) for each in vectors)
+    batch = AttentionBatch(
+        row_indices=row_indices,
+        num_tokens=lengths,
+        query_starts=query_starts,
+        max_query_tokens=max(queries),
+        max_num_tokens=ROW_TOKENS,
+        row_tokens=ROW_TOKENS,
+    )
+    generator = torch.Generator().manual_seed(0)
+    dense = DenseRows(
+        NUM_ROWS, ROW_TOKENS, case.kv_heads, case.dim, dtype=case.dtype, device=device
+    )
+    margin = get(name).overread_tokens(case.dim)
+    for row, count in dict(zip(rows, num_tokens, strict=True)).items():
+        noise = torch.randn(2, count, case.kv_heads, case.dim, generator=generator)
+        for view, new in zip((dense.keys, dense.values), noise, strict=True):
+            view[row, :count] = new.to(device, case.dtype)
+            view[row, count : count + margin] = MARGIN_FILL
+    query = random_query(
+        batch, case.heads, case.dim, dtype=case.dtype, device=device, generator=generator
+    )
+    options = {
+        "scale": case.dim**-0.5,
+        "causal": True,
+        "window": case.window,
+        "softcap": case.softcap,
+        "sinks": torch.randn(case.heads, generator=generator).to(device) if case.sinks else None,
+    }
+    out = get(name).forward(query, dense.keys, dense.values, batch, **options)
+    assert_close(out, query, dense, batch, options)
+    for count, (start, end) in zip(num_tokens, itertools.pairwise(starts), strict=True):
+        assert count or not out[start:end].any()
 
 
 @pytest.mark.parametrize(("device", "name"), DEVICES)

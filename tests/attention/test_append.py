@@ -54,6 +54,27 @@ def test_append_writes_exactly_the_new_tokens(device, dtype, shape, heads, k_dim
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_append_writes_no_padding(device):
+    """Sequences without queries, and queries before position 0, which have no place in a row."""
+    batch = AttentionBatch(
+        row_indices=torch.tensor([3, 1, 1, 0, 1], dtype=torch.int32, device=device),
+        num_tokens=torch.tensor([5, 0, 9, 0, 2], dtype=torch.int32, device=device),
+        query_starts=torch.tensor([0, 1, 1, 4, 10, 14], dtype=torch.int32, device=device),
+        max_query_tokens=6,
+        max_num_tokens=9,
+        row_tokens=ROW_TOKENS,
+    )
+    dense = DenseRows(4, ROW_TOKENS, 2, 16, device=device)
+    expected = DenseRows(4, ROW_TOKENS, 2, 16, device=device)
+    key, value = (torch.randn(14, 2, 16, device=device) for _ in range(2))
+    for row, place, new in ((3, slice(4, 5), slice(1)), (1, slice(6, 9), slice(1, 4))):
+        expected.keys[row, place], expected.values[row, place] = key[new], value[new]
+    expected.keys[1, :2], expected.values[1, :2] = key[12:], value[12:]
+    append(key, value, dense.keys, dense.values, batch)
+    assert torch.equal(bits(expected.buffer), bits(dense.buffer))
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_append_takes_strided_input(device):
     """Slices of a fused projection, and head-major tensors, need no copy by the caller."""
     heads, dim, total = 2, 16, 5

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import random
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ import pytest
 import torch
 from helpers.tiny_models import VOCABULARY, tiny_model
 
+from vmkv import ExtentPool, HostBackend
 from vmkv.cache import KVCache
 from vmkv.cache import Sequence as Row
 from vmkv.errors import ClosedError, ConfigError
@@ -26,12 +28,16 @@ from vmkv.serve.runner import Chunk
 from vmkv.serve.runner import graph_runner as module
 from vmkv.serve.runner.compile import decoder_layers
 from vmkv.serve.runner.compile_cache import CompileCache
+from vmkv.serve.runner.decode_graphs import batch_buckets, length_buckets
 from vmkv.serve.runner.graph_runner import GraphRunner, RunnerOptions
-from vmkv.serve.runner.graphs import batch_buckets, length_buckets
+from vmkv.serve.runner.mixed_graphs import TILE_TOKENS, decode_widths, token_buckets
+from vmkv.serve.served_rows import fit_budget
 
 MODELS = ("llama", "mistral", "qwen3", "gemma3", "gpt_oss", "mixtral")
 TRACED = RunnerOptions(compile_layers=True, compile_backend="aot_eager", show_progress=False)
 PLAIN = RunnerOptions(show_progress=False)
+# Every step in the padded form that graphs have, run without them.
+PADDED = RunnerOptions(capture=True, show_progress=False)
 SLOTS = 4
 
 
@@ -125,7 +131,7 @@ def serve(
                     running.remove(request)
 
 
-@pytest.mark.parametrize("options", [PLAIN, TRACED], ids=["plain", "traced"])
+@pytest.mark.parametrize("options", [PLAIN, TRACED, PADDED], ids=["plain", "traced", "padded"])
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_are_what_each_prompt_gets_alone(name, options) -> None:
     """Chunked prompts beside decoding, slots reused, one step ahead: token-exact."""
@@ -143,6 +149,186 @@ def test_tokens_are_what_each_prompt_gets_alone(name, options) -> None:
         cache.check()
         runner.close()
     assert expected == [request.said for request in requests]
+
+
+@pytest.mark.parametrize("step_tokens", [40, 200, 500])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss"])
+def test_chunks_of_any_size_fit_steps_of_fixed_size(name, step_tokens) -> None:
+    """Shorter than a tile and longer, none that decodes and many, full buckets and nearly empty."""
+    model = model_named(name)
+    prompts = prompts_of((150, 3, TILE_TOKENS, 190, 1, 2, TILE_TOKENS + 1))
+    expected = [alone(model, prompt, 3) for prompt in prompts]
+    greedy = SamplingParams(temperature=0, max_tokens=3)
+    requests = [Request(prompt, greedy) for prompt in prompts]
+    with cache_for(model) as cache:
+        runner = GraphRunner(
+            model, cache, max_num_seqs=SLOTS, max_num_batched_tokens=512, options=PADDED
+        )
+        serve(runner, cache, requests, step_tokens=step_tokens)
+        assert runner._mixed_graphs is not None
+        assert len(runner._mixed_graphs.captured) > 1
+        runner.close()
+    assert expected == [request.said for request in requests]
+
+
+def test_padding_writes_nothing() -> None:
+    """Neither in the row it points at nor in others': only the step's own tokens change."""
+    model = model_named("llama")
+    with cache_for(model) as cache:
+        runner = GraphRunner(
+            model, cache, max_num_seqs=SLOTS, max_num_batched_tokens=300, options=PADDED
+        )
+        rows = [cache.open() for _ in range(4)]
+        cache.grow([(row, 150) for row in rows])
+        scratch = runner._scratch
+        mapped = [(row.row, 150) for row in rows] + [(scratch.row, 1)]
+        views = [view for at in cache.layers for view in (cache.keys(at), cache.values(at))]
+        before = 3.25
+        for view in views:
+            for row, count in mapped:
+                view[row, :count] = before
+        runner.submit(
+            [
+                Chunk(0, rows[0].row, 7, 140, [5] * 140, samples=True),
+                Chunk(1, rows[2].row, 0, 1, [5], samples=True),
+            ]
+        )
+        graphs = runner._mixed_graphs
+        assert graphs is not None
+        with torch.no_grad():
+            for bucket in graphs.keys():  # noqa: SIM118  # no dictionary
+                graphs.replay(bucket, graphs.unlike_tokens(bucket))
+        written = {rows[0].row: range(7, 147), rows[2].row: range(1)}
+        for view in views:
+            for row, count in mapped:
+                is_changed = (view[row, :count] != before).flatten(1).any(1)
+                assert is_changed.nonzero()[:, 0].tolist() == list(written.get(row, ()))
+        for row in rows:
+            row.close()
+        runner.close()
+
+
+def test_every_step_has_the_smallest_bucket_that_takes_it() -> None:
+    """Or none: too many tokens, or more chunks than tiles; and what it is given is what it says."""
+    model = model_named("llama")
+    generator = random.Random(0)
+    with cache_for(model) as cache:
+        runner = GraphRunner(
+            model, cache, max_num_seqs=20, max_num_batched_tokens=600, options=PADDED
+        )
+        graphs = runner._mixed_graphs
+        assert graphs is not None
+        for _ in range(300):
+            lengths = sorted(generator.choices((1, 1, 2, 30, 128, 129, 200), k=8))
+            lengths = lengths[: generator.randint(1, 8)]
+            chunks = [
+                Chunk(slot, slot, generator.choice((0, 9)), n, [3] * n, samples=slot % 3 > 0)
+                for slot, n in enumerate(lengths)
+            ]
+            bucket = graphs.key(chunks)
+            total, num_decode = sum(lengths), lengths.count(1)
+            if bucket is None:
+                assert total > 600
+                continue
+            smaller = [
+                each
+                for each in graphs.keys()  # noqa: SIM118  # no dictionary
+                if total <= each.num_tokens < bucket.num_tokens and num_decode <= each.num_decode
+            ]
+            num_tiles = sum(-(-n // TILE_TOKENS) for n in lengths if n > 1)
+            assert all(num_tiles >= each.num_tiles - 1 for each in smaller)
+            assert total <= bucket.num_tokens
+            assert num_decode <= bucket.num_decode
+            places = graphs._places(bucket)
+            flat = graphs.fill(bucket, chunks).tolist()
+            starts, rows = flat[places.starts], flat[places.rows]
+            assert starts == sorted(starts)
+            assert starts[-1] == bucket.num_tokens
+            own = [
+                row
+                for row, a, b in zip(rows, starts, starts[1:], strict=False)
+                for _ in range(b - a)
+            ]
+            wanted = [chunk.row for chunk in chunks for _ in range(chunk.num_new_tokens)]
+            assert own[:total] == wanted
+            assert set(own[total:]) <= {runner._scratch.row}
+            ends = [at - 1 for at in itertools.accumulate(lengths)]
+            sampling = [(end, at) for at, end in enumerate(ends) if at % 3]
+            count = len(sampling)
+            said = list(zip(flat[places.ends], flat[places.sampling_slots], strict=True))
+            assert said[:count] == sampling
+            assert {slot for _, slot in said[count:]} <= {20}
+        runner.close()
+
+
+def test_sizes_that_memory_is_too_short_for_have_no_graph() -> None:
+    """Smaller ones have, and larger steps run without."""
+    model = model_named("llama")
+    prompts = prompts_of((5, 150, 30))
+    expected = [alone(model, prompt, 3) for prompt in prompts]
+    greedy = SamplingParams(temperature=0, max_tokens=3)
+    requests = [Request(prompt, greedy) for prompt in prompts]
+    with cache_for(model) as cache:
+        runner = GraphRunner(
+            model, cache, max_num_seqs=SLOTS, max_num_batched_tokens=256, options=PADDED
+        )
+        forward = runner._space.forward
+
+        def short_of_memory(token_ids, *others):
+            if len(token_ids) > 100:
+                raise torch.OutOfMemoryError("no memory for so many")
+            return forward(token_ids, *others)
+
+        runner._space.forward = short_of_memory
+        runner.warm_up()
+        assert runner._mixed_graphs is not None
+        assert {32, 64, 96} == {each.num_tokens for each in runner._mixed_graphs.keys()}  # noqa: SIM118
+        serve(runner, cache, requests, step_tokens=256)
+        runner.close()
+    assert expected == [request.said for request in requests]
+
+
+def test_what_cannot_be_captured_runs_without_graphs(caplog) -> None:
+    """And says so."""
+    model = model_named("llama")
+    prompts = prompts_of((5, 30))
+    expected = [alone(model, prompt, 3) for prompt in prompts]
+    greedy = SamplingParams(temperature=0, max_tokens=3)
+    requests = [Request(prompt, greedy) for prompt in prompts]
+
+    def refuses(*_):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    with cache_for(model) as cache:
+        runner = GraphRunner(
+            model, cache, max_num_seqs=SLOTS, max_num_batched_tokens=64, options=PADDED
+        )
+        runner._space.forward = refuses
+        runner.warm_up()
+        serve(runner, cache, requests)
+        runner.close()
+    assert expected == [request.said for request in requests]
+    said = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert [True, True] == ["cannot be captured" in message for message in said]
+
+
+def test_a_budget_is_cut_to_what_the_device_still_has() -> None:
+    """Once graphs and activations have theirs; one that fits stays."""
+
+    class Scarce(HostBackend):
+        def free_memory_bytes(self) -> int:
+            return 50 * 4096
+
+    pool = ExtentPool(Scarce(4096), 100 * 4096)
+    pool.attach()
+    fit_budget(pool, 0)
+    assert pool.stats().budget_bytes == 50 * 4096
+    fit_budget(pool, 10 * 4096 + 1)
+    assert pool.stats().budget_bytes == 39 * 4096
+    fit_budget(pool, 0)
+    assert pool.stats().budget_bytes == 39 * 4096
+    pool.detach()
+    pool.close()
 
 
 def test_one_compiled_layer_serves_all_and_any_number_of_tokens() -> None:
@@ -333,6 +519,13 @@ def test_buckets_cover_every_size_with_little_waste() -> None:
         assert bounds == sorted(set(bounds))
         assert bounds[-1] == most
         assert all(later <= 2 * bound for bound, later in itertools.pairwise(bounds))
+
+    for most in (1, 2, 33, 300, 2048, 5000):
+        sizes = token_buckets(most)
+        assert sizes == sorted(set(sizes))
+        assert sizes[-1] == most
+        assert all(b - a <= max(32, a / 8) for a, b in itertools.pairwise([0, *sizes]))
+        assert decode_widths(most)[-1] == most
 
 
 def test_a_compile_cache_is_written_once_and_survives_damage(tmp_path) -> None:

@@ -125,7 +125,9 @@ class Served:
         self.cache.close()
 
 
-@pytest.fixture(scope="module", params=[None, "flash2"], ids=["preferred", "flash2"])
+@pytest.fixture(
+    scope="module", params=[None, "flash2", "torch"], ids=["preferred", "flash2", "torch"]
+)
 def served(request) -> Iterator[Served]:
     """Compiled and captured, with each kernel for rows."""
     made = Served(attention_backend=request.param)
@@ -185,14 +187,14 @@ def test_logits_are_as_good_as_plain_attentions(served, exact, plain) -> None:
 
 def test_pages_are_mapped_under_captured_graphs(served, exact, plain) -> None:
     """Across page boundaries nothing is captured again, and tokens stay right."""
-    captured = list(served.runner._graphs.captured)
+    captured = list(served.runner._decode_graphs.captured)
     served.cache.trim()
     tokens_per_page = served.cache.pool.page_bytes // (LAYERS * 2 * KV_HEADS * WIDTH * 2)
     # A page ends while the first decodes, another while the second does, over-read or not.
     prompts = [prompt(tokens_per_page - 230), prompt(2 * tokens_per_page - 245), prompt(9)]
     said = served.say(prompts, GREEDY, 260)
     assert served.cache.pool.backend.calls["mem_map"] > served.num_mapped
-    assert captured == list(served.runner._graphs.captured)
+    assert captured == list(served.runner._decode_graphs.captured)
     assert said == served.say(prompts, GREEDY, 260)
     assert_likeliest(exact, plain, prompts, said)
 
@@ -202,6 +204,72 @@ def test_graphs_do_what_the_same_launches_do(served, uncaptured, exact, plain) -
     for prompts in ([PROMPTS[2]], PROMPTS[:3], PROMPTS):
         for each in (served, uncaptured):
             assert_likeliest(exact, plain, prompts, each.say(prompts, GREEDY, 8))
+
+
+def test_prompts_arrive_beside_decoding(served, uncaptured, exact, plain) -> None:
+    """In chunks that fit no size: every step is a graph, and says what the same launches say."""
+    prompts = [prompt(each, seed=each) for each in (300, 41, 5, 611, 129, 64)]
+    captured = list(served.runner._mixed_graphs.captured)
+    for each in (served, uncaptured):
+        rows = [each.cache.open() for _ in prompts]
+        done, said, unread = [0] * len(prompts), [[] for _ in prompts], []
+        for slot, start in enumerate(prompts):
+            each.runner.set_slot(slot, GREEDY, start)
+        for step in range(24):
+            chunks, room = [], 200
+            for slot, start in enumerate(prompts[: step + 1]):
+                past, left = done[slot], len(start) - done[slot]
+                new = min(left, room) if left > 0 else 1
+                if not new:
+                    continue
+                room -= new
+                ids = start[past : past + new] if left > 0 else None
+                chunks.append(Chunk(slot, rows[slot].row, past, new, ids, samples=left <= new))
+                done[slot] += new
+            each.cache.grow([(rows[chunk.slot], chunk.num_tokens) for chunk in chunks])
+            unread.append((chunks, each.runner.submit(chunks)))
+            if step:
+                _read(*unread.pop(0), said)
+        _read(*unread.pop(), said)
+        for row in rows:
+            row.close()
+        each.cache.check()
+        assert min(map(len, said)) > 4
+        assert_likeliest(exact, plain, prompts, said)
+    assert captured == list(served.runner._mixed_graphs.captured)
+
+
+def _read(chunks: Sequence[Chunk], pending, said: list[list[int]]) -> None:
+    sampling = [chunk.slot for chunk in chunks if chunk.samples]
+    for slot, token in zip(sampling, pending.result().token_ids, strict=True):
+        said[slot].append(token)
+
+
+def test_padding_writes_nothing(served) -> None:
+    """A graph changes its tokens' places and no other byte that is mapped."""
+    cache, model_layers = served.cache, range(LAYERS)
+    rows = [cache.open() for _ in range(4)]
+    cache.grow([(row, 400) for row in rows])
+    rows_and_lengths = [(row.row, 400) for row in rows] + [(served.runner._scratch.row, 1)]
+    views = [view for at in model_layers for view in (cache.keys(at), cache.values(at))]
+    before = 3.25
+    for view in views:
+        for row, count in rows_and_lengths:
+            view[row, :count] = before
+    chunks = [
+        Chunk(0, rows[0].row, 7, 300, [5] * 300, samples=True),
+        Chunk(1, rows[2].row, 0, 1, [5], samples=True),
+    ]
+    for slot in range(2):
+        served.runner.set_slot(slot, GREEDY, [5])
+    served.runner.submit(chunks).result()
+    written = {rows[0].row: range(7, 307), rows[2].row: range(1)}
+    for view in views:
+        for row, count in rows_and_lengths:
+            is_changed = (view[row, :count] != before).flatten(1).any(1)
+            assert is_changed.nonzero()[:, 0].tolist() == list(written.get(row, ()))
+    for row in rows:
+        row.close()
 
 
 def test_seeded_draws_repeat(served) -> None:

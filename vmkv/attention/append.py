@@ -27,6 +27,8 @@ def append(
 ) -> None:
     """Write new keys and values at positions `num_tokens - query_tokens + i` of their rows.
 
+    Of padding, whose positions are below 0, nothing is written.
+
     Args:
         key: `[Tq, H, Dk]`, packed as `batch.query_starts` says; any strides whose last is 1.
         value: `[Tq, H, Dv]`, likewise.
@@ -61,5 +63,9 @@ def append(
             key, value, keys, values, batch.row_indices, batch.num_tokens, batch.query_starts
         )
     else:
-        flat(keys).index_copy_(0, batch.slots, key)
-        flat(values).index_copy_(0, batch.slots, value)
+        slots = batch.slots
+        if slots.numel() and int(slots.min()) < 0:
+            is_real = slots >= 0
+            slots, key, value = slots[is_real], key[is_real], value[is_real]
+        flat(keys).index_copy_(0, slots, key)
+        flat(values).index_copy_(0, slots, value)

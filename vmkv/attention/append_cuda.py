@@ -51,7 +51,7 @@ extern "C" __global__ void append(
     at = token % tokens_per_sequence;
     row = sequence;
     slot = first_slot + at;
-  } else {  // Packed: the last sequence that starts at or before the token. None is empty.
+  } else {  // Packed: the last sequence that starts at or before the token.
     word low = 0, high = tokens_per_sequence;  // Here: how many sequences there are.
     while (high - low > 1) {
       const word middle = (low + high) / 2;
@@ -61,6 +61,7 @@ extern "C" __global__ void append(
     at = token;
     row = row_indices[low];
     slot = num_tokens[low] - (query_starts[low + 1] - token);
+    if (slot < 0) return;  // Padding.
   }
   const word target = row * row_stride + slot * token_stride;
   copy_token(key + sequence * key_sequence_stride + at * key_token_stride, key_head_stride,

@@ -6,7 +6,9 @@ sequence whatever its length.
 
 Lengths are trusted by kernels, and a wrong one is an illegal memory access, so `build` checks
 all of them on the host, where they come from. Constructing an `AttentionBatch` directly skips
-that, for batches whose vectors are computed on the device (a captured CUDA graph).
+that, for batches whose vectors are computed on the device (a captured CUDA graph). Such a batch may
+be padded: a sequence may have no queries, and more queries than tokens. Those that come before
+position 0 are written nowhere and see nothing.
 """
 
 from __future__ import annotations
@@ -191,16 +193,18 @@ class AttentionBatch:
 
     @cached_property
     def slots(self) -> torch.Tensor:
-        """`[Tq] int64`: each query token's place in the flat view.
+        """`[Tq] int64`: each query token's place in the flat view; negative for padding.
 
         Cost: a handful of small operations per batch; synchronises on a CUDA device, where the
         fused append computes the same inside its kernel.
         """
         lengths = (self.query_starts[1:] - self.query_starts[:-1]).long()
-        firsts = self.row_indices.long() * self.row_tokens + self.tokens_before.long()
-        # Token i of a sequence whose queries start at s goes to `first + (i - s)`.
-        shifts = torch.repeat_interleave(firsts - self.query_starts[:-1].long(), lengths)
-        return shifts + torch.arange(shifts.shape[0], device=shifts.device)
+        # Token i of a sequence whose queries start at s is at position `before + (i - s)`.
+        shifts = self.tokens_before.long() - self.query_starts[:-1].long()
+        shifts = torch.repeat_interleave(shifts, lengths)
+        positions = shifts + torch.arange(shifts.shape[0], device=shifts.device)
+        rows = torch.repeat_interleave(self.row_indices.long(), lengths)
+        return torch.where(positions < 0, -1, rows * self.row_tokens + positions)
 
 
 def _check_rows(rows: Sequence[int], row_tokens: int, num_rows: int | None) -> None:

@@ -104,6 +104,8 @@ class ReferenceBackend(CheckedBackend):
         query, keys, values, batch, scale, causal, window, softcap, sinks = call
         out = query.new_empty(*query.shape[:2], values.shape[3])
         for row, start, end, num_tokens, left_pad in batch.spans:
+            if start == end:
+                continue
             seen = visible_keys(
                 end - start,
                 num_tokens - left_pad,

@@ -64,6 +64,8 @@ class SdpaBackend(CheckedBackend):
                 blind = max(0, left_pad - (num_tokens - queries))
                 out[start : start + blind] = 0
                 start += blind
+            if start >= end:
+                continue
             cut = slice(first_key, num_tokens)
             q, k, v = query[start:end], keys[row, cut], values[row, cut]
             if needs_plain_math:

@@ -7,6 +7,7 @@ settled before the first request: one token is run through the model, and its me
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Sequence as List_
 from dataclasses import dataclass
 from itertools import accumulate
@@ -26,7 +27,9 @@ from ..hf.generation import _forward as forward_packed
 from ..hf.ragged import Piece, RaggedCache, RaggedStep
 from ..hf.store import Settings
 from ..memory import ExtentPool
+from ..units import format_bytes
 
+_LOG = logging.getLogger(__name__)
 _PROBE_ID = -1
 #: What the cache may take of the memory that is free when the engine is made; the rest is for
 #: activations, which grow with `max_num_batched_tokens`.
@@ -191,3 +194,26 @@ def pool_beside(
         fraction = int(pool.stats().budget_bytes * _BUDGET_FRACTION)
         pool.set_budget(max(page_bytes, fraction // page_bytes * page_bytes))
     return pool
+
+
+def fit_budget(pool: ExtentPool, spare_bytes: int) -> None:
+    """Have a pool promise no more memory than its device still has.
+
+    A budget is chosen before the model's graphs and activations have taken their part. To be called
+    once they have.
+
+    Args:
+        pool: What to cut the budget of; one that fits stays as it is.
+        spare_bytes: What others will want yet.
+    """
+    stats = pool.stats()
+    free_bytes = pool.backend.free_memory_bytes()
+    fitting = stats.created_bytes + max(0, free_bytes - spare_bytes)
+    fitting = max(pool.page_bytes, fitting // pool.page_bytes * pool.page_bytes)
+    if fitting < stats.budget_bytes:
+        _LOG.info(
+            "keys and values get %s instead of %s: graphs and activations have the rest",
+            format_bytes(fitting),
+            format_bytes(stats.budget_bytes),
+        )
+        pool.set_budget(fitting)

@@ -18,9 +18,6 @@ from ...attention import AttentionBatch
 from .base import Chunk
 from .row_attention import Beginnings, StepParts
 
-#: Lines of a decode step's array: slots, rows, tokens before, tokens after, and the token from the
-#: host, or -1 where it is on the device.
-DECODE_LINES = 5
 #: FlashAttention-2 appends to no view shorter than the query heads that share a key head.
 _SHORTEST_VIEW_TOKENS = 256
 
@@ -45,24 +42,6 @@ def _kind(chunk: Chunk) -> int:
     if decodes(chunk):
         return 0
     return 1 if chunk.num_past_tokens == 0 else 2
-
-
-def decode_lines(
-    chunks: Sequence[Chunk], width: int, scratch: tuple[int, int], device: torch.device
-) -> torch.Tensor:
-    """`[DECODE_LINES * width] int32` on the host, padded with the scratch slot and row."""
-    host, flat = pinned(DECODE_LINES * width, device)
-    lines = flat.reshape(DECODE_LINES, width)
-    count = len(chunks)
-    lines[0, :count] = [chunk.slot for chunk in chunks]
-    lines[1, :count] = [chunk.row for chunk in chunks]
-    lines[2, :count] = [chunk.num_past_tokens for chunk in chunks]
-    lines[4, :count] = [-1 if chunk.token_ids is None else chunk.token_ids[0] for chunk in chunks]
-    lines[0, count:], lines[1, count:] = scratch
-    lines[2, count:] = 0
-    lines[4, count:] = 0
-    lines[3] = lines[2] + 1
-    return host
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """The fast runner: compiled layers, decode steps as CUDA graphs, no host wait but for the tokens.
 
-A step in which every sequence has one token is a replay: one small copy to the device, one launch.
-Any other step (prompts, or prompts and decoding together) is one packed forward pass through the
-compiled layers. Both read the tokens sampled last from the device, and leave theirs there.
+A step in which every sequence has one token, and one with prompts that fits a bucket, is a replay:
+one small copy to the device, one launch. A larger step is one packed forward pass through the
+compiled layers, which the device takes longer for than the host. All read the tokens sampled last
+from the device, and leave theirs there.
 
 On a device without CUDA the same steps run without graphs and, by default, without a compiler.
 """
@@ -11,7 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,15 +23,18 @@ import torch
 from ...cache import KVCache
 from ...errors import CapacityError, ClosedError, ConfigError
 from ...hf import compat
+from ...units import GiB
 from ..params import SamplingParams
 from ..sampler import SampledTokens, Sampler
 from . import buffers, custom_op
 from .base import Chunk, StepResult
 from .compile import CompiledLayers
 from .compile_cache import CompileCache
+from .decode_graphs import DecodeGraphs
 from .eager import PendingTokens
-from .graphs import DecodeGraphs
+from .graphs import GraphSpace, Scratch, StepGraphs
 from .host_tokens import HostTokens
+from .mixed_graphs import MixedGraphs
 from .row_attention import RowAttention
 
 _LOG = logging.getLogger(__name__)
@@ -42,7 +47,10 @@ class RunnerOptions:
     Attributes:
         compile_layers: Compile the model's layers. By default on CUDA.
         compile_backend: Of `torch.compile`.
-        capture: Capture decode steps as CUDA graphs. By default on CUDA.
+        capture: Capture steps as CUDA graphs. By default on CUDA. Elsewhere the same padded steps
+            run uncaptured, which only tests want.
+        max_graph_tokens: The largest step with prompts that is captured. Larger ones keep the
+            device busy while the host launches them; smaller ones waste less if there are few.
         attention_backend: The kernel for rows; by default flash3 where it can serve a layer,
             which keeps a tile of every row resident for its over-read, or else what `select` takes.
         compile_cache: A folder that keeps what was compiled; None for torch's own temporary one.
@@ -52,6 +60,7 @@ class RunnerOptions:
     compile_layers: bool | None = None
     compile_backend: str = "inductor"
     capture: bool | None = None
+    max_graph_tokens: int = 2048
     attention_backend: str | None = None
     compile_cache: Path | None = None
     show_progress: bool = True
@@ -69,6 +78,9 @@ class GraphRunner:
         max_num_seqs: How many slots there are.
         max_num_batched_tokens: The largest step.
         options: See there.
+
+    Attributes:
+        graph_bytes: Device memory that graphs hold, once `warm_up` has captured them.
 
     Raises:
         ConfigError: The model or the cache cannot be served. The model is as before.
@@ -102,8 +114,10 @@ class GraphRunner:
         # Four dimensions: transformers hands such a mask on as it is, and the kernels ignore it.
         self._mask = torch.empty((1, 1, 1, 1), dtype=torch.bool, device=self._device)
         self._attention = RowAttention(cache, self._options.attention_backend)
-        self._graphs: DecodeGraphs | None = None
+        self._decode_graphs: DecodeGraphs | None = None
+        self._mixed_graphs: MixedGraphs | None = None
         self._layers: CompiledLayers | None = None
+        self.graph_bytes = 0
         self._is_closed = False
         with contextlib.ExitStack() as undo:
             self._scratch = cache.open(1)
@@ -118,8 +132,8 @@ class GraphRunner:
             self._layers = self._compiled_layers()
             if self._layers is not None:
                 undo.callback(self._layers.close)
-            if self._is_cuda and self._wants(self._options.capture):
-                self._graphs = self._make_graphs(vocab_size)
+            if self._wants(self._options.capture):
+                self._make_graphs(vocab_size)
             self._undo = undo.pop_all()
 
     def _wants(self, choice: bool | None) -> bool:
@@ -136,21 +150,26 @@ class GraphRunner:
             _LOG.warning("%s", error)
             return None
 
-    def _make_graphs(self, vocab_size: int) -> DecodeGraphs:
-        heads = min(group.geometry.shape.num_k_heads for group in self._cache.groups)
-        processors = torch.cuda.get_device_properties(self._device).multi_processor_count
-        return DecodeGraphs(
-            lambda token_ids, positions: self._forward(token_ids, positions, 0),
+    def _make_graphs(self, vocab_size: int) -> None:
+        space = self._space = GraphSpace(
+            self._forward,
             self._attention,
             self._last_tokens,
             vocab_size=vocab_size,
             dtype=self._model.get_output_embeddings().weight.dtype,
-            max_batch=self._max_num_seqs,
+            max_num_seqs=self._max_num_seqs,
             max_tokens=self._cache.max_tokens,
-            # A sequence occupies a processor per key head; kernels split below 0.8 of them all.
-            split_below=int(0.8 * processors / heads) + 1,
-            scratch=(self._max_num_seqs, self._scratch.row),
+            scratch=Scratch(self._max_num_seqs, self._scratch.row),
         )
+        heads = min(group.geometry.shape.num_k_heads for group in self._cache.groups)
+        processors = 1
+        if self._is_cuda:
+            processors = torch.cuda.get_device_properties(self._device).multi_processor_count
+        # A sequence occupies a processor per key head; kernels split below 0.8 of them all.
+        self._decode_graphs = DecodeGraphs(space, int(0.8 * processors / heads) + 1)
+        largest = min(self._options.max_graph_tokens, self._max_num_batched_tokens)
+        if largest > 1:
+            self._mixed_graphs = MixedGraphs(space, largest, processors)
 
     # ---- steps ----------------------------------------------------------------------------
 
@@ -174,9 +193,8 @@ class GraphRunner:
         packed_order = buffers.order(chunks)
         packed = [chunks[at] for at in packed_order]
         sampling = [chunk.slot for chunk in packed if chunk.samples]
-        if self._graphs is not None and packed and all(map(buffers.decodes, packed)):
-            sampled = self._replay(packed, sampling)
-        else:
+        sampled = self._replay(packed, sampling)
+        if sampled is None:
             sampled = self._run(packed, sampling)
         samplers = [at for at in packed_order if chunks[at].samples]
         places = sorted(range(len(samplers)), key=samplers.__getitem__)
@@ -184,19 +202,32 @@ class GraphRunner:
         histories = [self._host_tokens.of(slot) for slot in sampling]
         return _InOrder(PendingTokens([sampled], wanted, histories), places)
 
-    def _replay(self, chunks: Sequence[Chunk], sampling: Sequence[int]) -> SampledTokens:
-        """A decode step, as a graph."""
-        graphs = self._graphs
-        assert graphs is not None  # Asked by the caller.
-        key = graphs.key(len(chunks), max(chunk.num_tokens for chunk in chunks))
-        scratch = (self._max_num_seqs, self._scratch.row)
-        graphs.replay(key, buffers.decode_lines(chunks, key[0], scratch, self._device))
-        if len(sampling) == len(chunks) and self._is_plain(sampling):
-            return SampledTokens(graphs.token_ids[: len(chunks)])
-        logits = graphs.logits[: len(chunks)]
-        if len(sampling) < len(chunks):
-            at = [at for at, chunk in enumerate(chunks) if chunk.samples]
-            logits = logits[torch.tensor(at).to(self._device, non_blocking=True)]
+    def _replay(self, chunks: Sequence[Chunk], sampling: Sequence[int]) -> SampledTokens | None:
+        """A step as a graph; None where it has none."""
+        decode, mixed = self._decode_graphs, self._mixed_graphs
+        if decode is not None and chunks and all(map(buffers.decodes, chunks)):
+            width = decode.key(len(chunks), max(chunk.num_tokens for chunk in chunks))
+            decode.replay(width, decode.fill(width, chunks))
+            kept = [at for at, chunk in enumerate(chunks) if chunk.samples]
+        elif mixed is not None and (bucket := mixed.key(chunks)) is not None:
+            mixed.replay(bucket, mixed.fill(bucket, chunks))
+            kept = list(range(len(sampling)))
+        else:
+            return None
+        return self._taken(kept, sampling)
+
+    def _taken(self, kept: Sequence[int], sampling: Sequence[int]) -> SampledTokens:
+        """What to make of the logits at `kept` that a graph has left."""
+        space = self._space
+        count = len(kept)
+        is_dense = not kept or kept[-1] == count - 1
+        if is_dense and self._is_plain(sampling):
+            token_ids = space.token_ids[:count]
+            # From the device they are copied; here the next step would overwrite them.
+            return SampledTokens(token_ids if self._is_cuda else token_ids.clone())
+        logits = space.logits[:count]
+        if not is_dense:
+            logits = space.logits[torch.tensor(kept).to(self._device, non_blocking=True)]
         slots = torch.tensor(sampling, dtype=torch.int64).to(self._device, non_blocking=True)
         return self._sample(logits, slots, sampling)
 
@@ -233,15 +264,15 @@ class GraphRunner:
         return self.sampler.is_greedy(sampling) and not self._host_tokens.concerns(sampling)
 
     def _forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor | int
+        self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor | None
     ) -> torch.Tensor:
-        """Logits `[kept, vocabulary]` of packed tokens `[T]`."""
+        """Logits `[kept, vocabulary]` of packed tokens `[T]`; of all of them by default."""
         output = self._model(
             input_ids=token_ids[None],
             position_ids=positions[None],
             attention_mask=self._mask,
             use_cache=False,
-            logits_to_keep=keep,
+            logits_to_keep=0 if keep is None else keep,
             return_dict=True,
         )
         logits: torch.Tensor = output.logits[0]
@@ -261,10 +292,13 @@ class GraphRunner:
             once `compile_cache` holds what was compiled.
         """
         self._check_open()
-        keys = [] if self._graphs is None else list(self._graphs.keys())
         cache = CompileCache(self._options.compile_cache, self._model.config)
         cache.load()
-        with torch.no_grad(), _progress(len(keys) + 2, self._options.show_progress) as bar:
+        kinds: list[StepGraphs[Any]] = [
+            each for each in (self._mixed_graphs, self._decode_graphs) if each is not None
+        ]
+        total = 2 + sum(len(each.keys()) for each in kinds)
+        with torch.no_grad(), _progress(total, self._options.show_progress) as bar:
             bar.set_description("prompts")
             self._warm_up_prompts()
             bar.update()
@@ -274,14 +308,35 @@ class GraphRunner:
             self.sampler.warm_up(self._model.get_output_embeddings().weight.dtype)
             bar.update()
             bar.set_description("graphs")
-            for key in keys:
-                if self._graphs is None:
-                    break
-                self._capture(key, is_first=key == keys[0])
-                bar.update()
-            if self._is_cuda:
-                torch.cuda.synchronize(self._device)
+            self._capture(kinds, bar.update)
         cache.save()
+
+    def _capture(self, kinds: Sequence[StepGraphs[Any]], captured: Callable[[], object]) -> None:
+        """Capture every graph, those with most tokens first; kinds that cannot be are dropped."""
+        start_s, free_bytes = time.perf_counter(), self._free_bytes()
+        for graphs in kinds:
+            try:
+                graphs.capture_all(captured)
+            except (RuntimeError, ConfigError) as error:
+                if graphs.captured:
+                    raise
+                _LOG.warning("%s cannot be captured as CUDA graphs: %s", graphs.name, error)
+                if graphs is self._mixed_graphs:
+                    self._mixed_graphs = None
+                else:
+                    self._decode_graphs = None
+        if self._is_cuda:
+            torch.cuda.synchronize(self._device)
+        self.graph_bytes = max(0, free_bytes - self._free_bytes())
+        _LOG.info(
+            "captured %d graphs in %.1f s; they hold %.2f GiB",
+            sum(len(each.captured) for each in kinds),
+            time.perf_counter() - start_s,
+            self.graph_bytes / GiB,
+        )
+
+    def _free_bytes(self) -> int:
+        return torch.cuda.mem_get_info(self._device)[0] if self._is_cuda else 0
 
     def _warm_up_prompts(self) -> None:
         """The largest step that fits, and then one with chunks of every kind."""
@@ -320,18 +375,6 @@ class GraphRunner:
             token = Chunk(slot, self._scratch.row, 0, 1, [0], samples=True)
             self._run([token, later], [])
 
-    def _capture(self, key: tuple[int, int], *, is_first: bool) -> None:
-        assert self._graphs is not None  # Asked by the caller.
-        try:
-            if is_first or key[0] == 1:
-                self._graphs.warm_up(key)
-            self._graphs.capture(key)
-        except (RuntimeError, ConfigError) as error:
-            if not is_first:
-                raise
-            _LOG.warning("this model's decode steps cannot be captured as CUDA graphs: %s", error)
-            self._graphs = None
-
     def close(self) -> None:
         """See `Runner.close`."""
         if self._is_closed:
@@ -339,8 +382,9 @@ class GraphRunner:
         self._is_closed = True
         if self._is_cuda:
             torch.cuda.synchronize(self._device)
-        if self._graphs is not None:
-            self._graphs.close()
+        for graphs in (self._mixed_graphs, self._decode_graphs):
+            if graphs is not None:
+                graphs.close()
         self._undo.close()
 
     def _check_open(self) -> None:

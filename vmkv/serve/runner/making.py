@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from ...errors import ConfigError
-from ..served_rows import ServedRows
+from ..served_rows import ServedRows, fit_budget
 from .base import Runner
 from .eager import EagerRunner
+
+#: Of the device's memory, what is left to what is made later: token counts, other users' kernels.
+_SPARE_FRACTION = 0.02
 
 
 def make_runner(
@@ -57,6 +62,9 @@ def make_runner(
     )
     try:
         runner.warm_up()
+        if rows.cache.device.type == "cuda":
+            total_bytes = torch.cuda.get_device_properties(rows.cache.device).total_memory
+            fit_budget(rows.cache.pool, int(total_bytes * _SPARE_FRACTION))
     except BaseException:
         runner.close()
         raise

@@ -6,12 +6,14 @@ The tokens of a step are packed in that order, because each kind has a kernel of
   beginning  whole prompts, or their first chunks, over their own packed keys (`packed.py`)
   going on   later chunks of a prompt, over their rows
 
-A step that only decodes, and whose kernel can append, is one launch per layer.
+A step that only decodes, and whose kernel can append, is one launch per layer. A step that is
+captured (`mixed_graphs.py`) has two kinds, decode and tiles, whose sizes are the graph's.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -72,6 +74,23 @@ class StepParts:
 
 
 @dataclass(frozen=True)
+class TiledParts:
+    """A step of fixed sizes as attention sees it; batches are by capacity of a row.
+
+    Attributes:
+        everything: All tokens, for the append.
+        decode: One query each of the first tokens; without keys where nobody decodes.
+        tiles: The tokens that do not decode, in pieces, at their rows.
+        is_decode: `[entries of decode, 1, 1] bool`, whether one decodes.
+    """
+
+    everything: dict[int, AttentionBatch]
+    decode: dict[int, AttentionBatch]
+    tiles: dict[int, AttentionBatch]
+    is_decode: torch.Tensor
+
+
+@dataclass(frozen=True)
 class _Kernels:
     """What serves one kind of layer."""
 
@@ -98,7 +117,8 @@ class RowAttention:
             for layer in cache.layers
         }
         self._kernels: dict[AttentionSpec, _Kernels] = {}
-        self.step: StepParts | None = None
+        self._side: torch.cuda.Stream | None = None
+        self.step: StepParts | TiledParts | None = None
 
     @property
     def row_tokens(self) -> set[int]:
@@ -133,22 +153,22 @@ class RowAttention:
         )
         q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
         capacity = keys.shape[1]
+        if isinstance(step, TiledParts):
+            append(k, v, keys, values, step.everything[capacity])
+            return self._attend_tiled(
+                kernels.rows.name,
+                lambda queries, batches: forward(queries, keys, values, batches[capacity]),
+                q,
+                step,
+            )[None]
         decode_batch = None if step.decode is None else step.decode[capacity]
         num_decode = step.num_decode_tokens
         if decode_batch is not None and num_decode == q.shape[0]:
             rows = kernels.rows
             if isinstance(rows, AppendingBackend):
+                # With what `forward` is told as well.
                 return rows.append_and_attend(
-                    q,
-                    k,
-                    v,
-                    keys,
-                    values,
-                    decode_batch,
-                    scale=scale,
-                    window=window,
-                    softcap=softcap,
-                    sinks=sinks,
+                    q, k, v, keys, values, decode_batch, **forward.keywords
                 )[None]
         append(k, v, keys, values, step.everything[capacity])
         begin, end = num_decode, num_decode + step.num_beginning_tokens
@@ -180,6 +200,42 @@ class RowAttention:
         if step.going_on is not None:
             out[end:] = forward(q[end:], keys, values, step.going_on[capacity])
         return out[None]
+
+    def _attend_tiled(
+        self,
+        name: str,
+        forward: Callable[[torch.Tensor, dict[int, AttentionBatch]], torch.Tensor],
+        query: torch.Tensor,
+        step: TiledParts,
+    ) -> torch.Tensor:
+        """`[T, Hq, Dv]` of `query [T, Hq, Dk]`: tiles, and beside them those who decode."""
+        width = step.is_decode.shape[0]
+        beside = self._beside(name, query.device)
+        with torch.cuda.stream(beside):
+            out = forward(query, step.tiles)
+        decoded = forward(query[:width], step.decode)
+        if beside is not None:
+            torch.cuda.current_stream(query.device).wait_stream(beside)
+        torch.where(step.is_decode, decoded, out[:width], out=out[:width])
+        return out
+
+    def _beside(self, name: str, device: torch.device) -> torch.cuda.Stream | None:
+        """A stream for tiles, to run at the same time as decoding; None where that is of no use.
+
+        A few prompt tokens leave most of the device idle to a kernel that does not split keys
+        (H200, flash2, 14 tokens after 2,048, beside 64 that decode: 118 us instead of 183).
+        flash3 splits them, and would only pay: a graph with branches holds 7 MiB more.
+
+        What is made on that stream need not be recorded on this one: its memory serves none but
+        that stream again, which waits for this one first.
+        """
+        if device.type != "cuda" or name == "flash3":
+            return None
+        if self._side is None:
+            # torch leaves its constructor untyped.
+            self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._side.wait_stream(torch.cuda.current_stream(device))
+        return self._side
 
     def _kernels_for(
         self,

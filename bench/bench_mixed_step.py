@@ -1,0 +1,228 @@
+"""What does the host spend on a step that has prompts in it, captured or launched one by one?
+
+Question. Under arrivals nearly every step decodes some sequences and computes a part of a prompt.
+How long does the host take to submit such a step, how long does the device take for it, and what
+does it cost to have the graphs: seconds of warm-up, and memory?
+
+Prediction. Launched one by one, 32 layers of Llama-3-8B's shape are some 400 launches, each through
+Python: 26 to 31 ms, whatever the size. As a graph the host packs a few hundred integers, copies
+them and launches once: 0.6 to 0.8 ms. The device's time is 16 GFLOP a token at 0.7 PFLOP/s, 23 us,
+above the 4 ms that reading the weights takes: 13 to 14 ms for 576 tokens. Padding to a bucket costs
+an eighth of that at most. 90 graphs take 50 ms each to capture, and less than 1 GiB together.
+
+Verdict. The host's part is better than predicted, and the memory; 123 graphs, 55 of them for
+decoding, take 5 to 7 s. The device takes 18 ms, not 14, for 640 tokens, of which attention is 3.
+Which sizes have graphs was decided by timing steps of equal tokens, and 640
+preferred to 576; since then tokens differ, and a size is dropped if a larger one saves a tenth.
+
+Method. Llama-3-8B's shape, random weights, bfloat16, layers compiled, one runner per kernel; the
+decoding sequences hold 1,024 tokens, prompts begin at position 0, but for the last case, whose
+sequence holds 4,096. The same step is submitted again and again (it writes the same), greedy. Host:
+the median time of `submit`, with the device idle before each. Device: the wall time of 20 steps,
+submitted without waiting, by their number. Both ways run in one process, in turns.
+
+Rivals. The same steps launched one by one, which is what larger steps do.
+
+Not measured. Scheduling, mapping, sampling other than greedy, the server; `bench_serve` has those.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from bench_generate import llama_config, make_model, synchronize
+from common import spread, write_result
+from report import Figure, Row, bench_parser, make_record, print_figures, print_rows
+
+from vmkv.cache import KVCache
+from vmkv.serve.params import SamplingParams
+from vmkv.serve.runner import Chunk
+from vmkv.serve.runner.graph_runner import GraphRunner, RunnerOptions
+
+MAX_NUM_SEQS = 256
+MAX_NUM_BATCHED_TOKENS = 16384
+MAX_TOKENS = 16384
+DECODE_TOKENS = 1024
+REPEATS = 20
+BUDGET_BYTES = 48 * 2**30
+
+
+class Case(NamedTuple):
+    """A step.
+
+    Attributes:
+        num_prompt: Tokens of a prompt.
+        num_decode: Sequences that decode beside it.
+        num_past: What the prompt's sequence holds already.
+    """
+
+    num_prompt: int
+    num_decode: int
+    num_past: int = 0
+
+
+CASES = (
+    Case(512, 64),
+    Case(14, 64),
+    Case(512, 0),
+    Case(1024, 64),
+    Case(1984, 64),
+    Case(300, 200),
+    Case(512, 64, 4096),
+)
+SMOKE_CASES = (Case(20, 3), Case(5, 0))
+
+
+class Bench:
+    """A runner with sequences to make steps of.
+
+    Args:
+        model: The model.
+        backend: The kernel for rows.
+        smoke: Tiny.
+    """
+
+    def __init__(self, model, backend: str | None, *, smoke: bool):
+        config = model.config
+        self.decode_tokens = 9 if smoke else DECODE_TOKENS
+        self.cache = KVCache(
+            "host" if smoke else "cuda:0",
+            max_tokens=256 if smoke else MAX_TOKENS,
+            max_sequences=MAX_NUM_SEQS + 2,
+            budget_bytes=2**27 if smoke else BUDGET_BYTES,
+        )
+        self.cache.add_layers(
+            range(config.num_hidden_layers),
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.hidden_size // config.num_attention_heads,
+            dtype=next(model.parameters()).dtype,
+        )
+        self.runner = GraphRunner(
+            model,
+            self.cache,
+            max_num_seqs=8 if smoke else MAX_NUM_SEQS,
+            max_num_batched_tokens=64 if smoke else MAX_NUM_BATCHED_TOKENS,
+            options=RunnerOptions(attention_backend=backend, capture=True, show_progress=False),
+        )
+        start = time.perf_counter()
+        self.runner.warm_up()
+        self.warm_up_s = time.perf_counter() - start
+        self.mixed_graphs = self.runner._mixed_graphs
+
+    def measure(self, case: Case) -> list[Row]:
+        """A step's host and device time, launched one by one and as a graph."""
+        greedy = SamplingParams(temperature=0)
+        chunks, rows = [], []
+        for slot in range(case.num_decode + 1):
+            decodes = slot < case.num_decode
+            past = self.decode_tokens if decodes else case.num_past
+            new = 1 if decodes else case.num_prompt
+            rows.append(self.cache.open())
+            self.cache.grow([(rows[-1], past + new)])
+            self.runner.set_slot(slot, greedy, [1])
+            ids = [7 + (slot + at) % 100 for at in range(new)]
+            chunks.append(Chunk(slot, rows[-1].row, past, new, ids, samples=True))
+        ways = [self._run(chunks, captured=captured) for captured in (False, True)]
+        for row in rows:
+            row.close()
+        said = [way.pop("tokens") for way in ways]
+        same = sum(a == b for a, b in zip(*said, strict=True)) / len(chunks)
+        what = {
+            "prompt_tokens": case.num_prompt,
+            "past_tokens": case.num_past,
+            "decoding": case.num_decode,
+        }
+        return [{**what, **way, "same_tokens_share": same} for way in ways]
+
+    def _run(self, chunks: list[Chunk], *, captured: bool) -> Row:
+        # As a step for which there is no bucket.
+        self.runner._mixed_graphs = self.mixed_graphs if captured else None
+        tokens = self.runner.submit(chunks).result().token_ids
+        submit_ms = []
+        for _ in range(REPEATS):
+            synchronize()
+            start = time.perf_counter()
+            pending = self.runner.submit(chunks)
+            submit_ms.append(1e3 * (time.perf_counter() - start))
+            pending.result()
+        synchronize()
+        start = time.perf_counter()
+        for _ in range(REPEATS):
+            self.runner.submit(chunks)
+        synchronize()
+        step_ms = 1e3 * (time.perf_counter() - start) / REPEATS
+        bucket = self.mixed_graphs.key(chunks) if captured and self.mixed_graphs else None
+        host = spread(submit_ms)
+        return {
+            "way": "graph" if captured else "one by one",
+            "bucket": None if bucket is None else f"{bucket.num_tokens}, {bucket.num_decode}",
+            "submit_ms": host["median"],
+            "submit_ms_q1": host["q1"],
+            "submit_ms_q3": host["q3"],
+            "step_ms": step_ms,
+            "tokens": list(tokens),
+        }
+
+    def close(self) -> None:
+        """Give everything back."""
+        self.runner._mixed_graphs = self.mixed_graphs
+        self.runner.close()
+        self.cache.close()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, show, write."""
+    parser = bench_parser(__doc__)
+    parser.add_argument("--backends", nargs="*", default=["flash3", "flash2", "torch"])
+    arguments = parser.parse_args(argv)
+    smoke = arguments.smoke or not torch.cuda.is_available()
+    device = torch.device("cpu" if smoke else "cuda")
+    model = make_model(llama_config(smoke=smoke), device)
+    cases = SMOKE_CASES if smoke else CASES
+    rows: list[Row] = []
+    figures = []
+    for backend in [None] if smoke else arguments.backends:
+        bench = Bench(model, backend, smoke=smoke)
+        name = backend or "sdpa"
+        found = [row for case in cases for row in bench.measure(case)]
+        rows += [{"backend": name, **row} for row in found]
+        theirs, mine = found[:2]
+        figures += [
+            Figure(
+                f"mixed_submit_ms_{name}",
+                f"{name}: host time to submit {mine['prompt_tokens']} prompt tokens and "
+                f"{mine['decoding']} that decode",
+                mine["submit_ms"],
+                "ms",
+                at_most=None if smoke else 2.0,
+                rival=f"one by one: {theirs['submit_ms']:.3g} ms",
+            ),
+            Figure(
+                f"mixed_warm_up_s_{name}",
+                f"{name}: warm-up (kernels after the first find what was compiled)",
+                bench.warm_up_s,
+                "s",
+                at_most=None if smoke else 45.0,
+            ),
+            Figure(
+                f"mixed_graph_bytes_{name}",
+                f"{name}: device memory that graphs hold",
+                bench.runner.graph_bytes / 2**30,
+                "GiB",
+            ),
+        ]
+        bench.close()
+    print_rows(rows)
+    print_figures(figures)
+    record = make_record(__doc__, rows, figures)
+    if arguments.json or not smoke:
+        print("wrote", write_result("mixed_step", record, arguments.json))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,133 @@
+"""Decode steps as graphs: one token of every sequence.
+
+A bucket is a number of sequences and an upper bound of their lengths. The bound matters to few
+sequences only. A kernel that splits a row over the device cuts it by that bound, so with a bound of
+128k a row of 2k would be one split's work; where there are as many sequences as the device can hold
+at once nothing is split, and one graph serves any length.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+import torch
+
+from ...attention import AttentionBatch
+from .base import Chunk
+from .buffers import pinned
+from .graphs import GraphSpace, StepGraphs
+from .row_attention import StepParts
+
+#: Lines of a step's input: slots, rows, tokens before, tokens after, and the token from the host,
+#: or -1 where it is on the device.
+_LINES = 5
+_SHORTEST_TOKENS = 1024
+
+Bucket = tuple[int, int]
+"""How many sequences, and how long at most."""
+
+
+class DecodeGraphs(StepGraphs[Bucket]):
+    """The decode graphs of one runner.
+
+    Args:
+        space: What they share with others.
+        split_below: How many sequences keep the device busy without being split.
+    """
+
+    name = "decode steps"
+
+    def __init__(self, space: GraphSpace, split_below: int):
+        self.batch_buckets = batch_buckets(space.max_num_seqs)
+        self.length_buckets = length_buckets(space.max_tokens)
+        super().__init__(space, _LINES * self.batch_buckets[-1])
+        self._split_below = split_below
+        widest = self.batch_buckets[-1]
+        self._starts = torch.arange(widest + 1, dtype=torch.int32, device=space.device)
+
+    def key(self, batch_size: int, longest: int) -> Bucket:
+        """The bucket of so many sequences of at most `longest` tokens."""
+        width = self.batch_buckets[bisect_left(self.batch_buckets, batch_size)]
+        if width >= self._split_below:
+            return width, self.space.max_tokens
+        return width, self.length_buckets[bisect_left(self.length_buckets, longest)]
+
+    def keys(self) -> Sequence[Bucket]:
+        """See `StepGraphs.keys`."""
+        found: list[Bucket] = []
+        for width in reversed(self.batch_buckets):
+            if width >= self._split_below:
+                found.append((width, self.space.max_tokens))
+            else:
+                found += [(width, bound) for bound in reversed(self.length_buckets)]
+        return found
+
+    def fill(self, key: Bucket, chunks: Sequence[Chunk]) -> torch.Tensor:
+        """The input of a step in which `chunks` decode, on the host."""
+        width, count = key[0], len(chunks)
+        host, flat = pinned(_LINES * width, self.space.device)
+        lines = flat.reshape(_LINES, width)
+        lines[0, :count] = [chunk.slot for chunk in chunks]
+        lines[1, :count] = [chunk.row for chunk in chunks]
+        lines[2, :count] = [chunk.num_past_tokens for chunk in chunks]
+        lines[4, :count] = [
+            -1 if chunk.token_ids is None else chunk.token_ids[0] for chunk in chunks
+        ]
+        lines[0, count:], lines[1, count:] = self.space.scratch
+        lines[2, count:] = 0
+        lines[4, count:] = 0
+        lines[3] = lines[2] + 1
+        return host
+
+    def empty(self, key: Bucket) -> torch.Tensor:
+        """See `StepGraphs.empty`."""
+        return self.fill(key, [])
+
+    def needs_warm_up(self, key: Bucket) -> bool:
+        """Products with a single row are compiled by themselves, and kernels tuned for them."""
+        return key[0] == 1
+
+    def step(self, key: Bucket, integers: torch.Tensor) -> None:
+        """See `StepGraphs.step`."""
+        width, bound = key
+        lines = integers[: _LINES * width].view(_LINES, width)
+        space = self.space
+        slots = lines[0].long()
+        from_host = lines[4].long()
+        token_ids = torch.where(from_host < 0, space.last_tokens[slots], from_host)
+        space.attention.step = self._parts(lines, width, bound)
+        space.take(space.forward(token_ids, lines[2].long(), None), slots)
+
+    def _parts(self, lines: torch.Tensor, width: int, bound: int) -> StepParts:
+        batches = {}
+        for capacity in self.space.attention.row_tokens:
+            batch = batches[capacity] = AttentionBatch(
+                row_indices=lines[1],
+                num_tokens=lines[3],
+                query_starts=self._starts[: width + 1],
+                max_query_tokens=1,
+                max_num_tokens=min(bound, capacity),
+                row_tokens=capacity,
+            )
+            vars(batch)["tokens_before"] = lines[2]
+        return StepParts(width, 0, everything=batches, decode=batches)
+
+
+def batch_buckets(max_batch: int) -> list[int]:
+    """Widths of graphs: powers of two to 8, then steps that waste at most an eighth or so."""
+    widths = [1, 2, 4]
+    width = 8
+    while width < max_batch:
+        widths.append(width)
+        width += 8 if width < 64 else 16 if width < 256 else 32
+    return [each for each in widths if each < max_batch] + [max_batch]
+
+
+def length_buckets(max_tokens: int) -> list[int]:
+    """Bounds of lengths: powers of two and halfway between, to `max_tokens`."""
+    bounds, bound = [], _SHORTEST_TOKENS
+    while bound < max_tokens:
+        bounds += [bound, bound * 3 // 2]
+        bound *= 2
+    return [each for each in bounds if each < max_tokens] + [max_tokens]

@@ -1,0 +1,341 @@
+"""Steps that have prompts in them as graphs: chunks of prompts, and whoever decodes beside them.
+
+A chunk is cut into tiles of at most `TILE_TOKENS` queries. To attention a tile is a sequence of its
+own: its row, and its row's length as far as its last query. So kernels get the same small bound of
+queries whatever the chunks look like, and their grid is as large as the work. What is left of a
+bucket is filled with tiles of no keys at the scratch row: nothing is written for their tokens, and
+what they see is nothing.
+
+Those who decode come first, and have a launch of their own over a fixed number of entries; entries
+that nobody decodes in see nothing either, and their output is dropped.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ...attention import AttentionBatch
+from ...units import div_ceil
+from .base import Chunk
+from .buffers import decodes, pinned
+from .graphs import GraphSpace, StepGraphs
+from .row_attention import TiledParts
+
+TILE_TOKENS = 128
+"""Queries of a tile at most: what kernels take at a time, so nothing is computed twice for it."""
+#: Tiles beyond those that the tokens of a bucket fill: one in so many tokens, and not fewer than
+#: so many. Steps of more and shorter chunks take a larger bucket.
+_SPARE_TILE_TOKENS, _NUM_SPARE_TILES_MIN = 32, 4
+#: A size is of no use if a larger one takes less than its time over this.
+_SLOWER_MAX = 1.1
+
+
+class Bucket(NamedTuple):
+    """The sizes of a step.
+
+    Attributes:
+        num_tokens: Tokens, of all that it holds.
+        num_decode: Entries for those who decode.
+        num_tiles: Tiles; more than full ones could fill, so that kernels never take the batch for
+            uniform.
+    """
+
+    num_tokens: int
+    num_decode: int
+    num_tiles: int
+
+    @property
+    def tile_tokens(self) -> int:
+        """Queries of a tile at most."""
+        return min(TILE_TOKENS, self.num_tokens)
+
+
+class Fields(NamedTuple):
+    """The input of a step, in the order in which it lies in one array of integers; or its views.
+
+    Sequences are the entries that decode, and then the tiles.
+
+    Attributes:
+        token_ids: `[num_tokens]`; -1 where a token is on the device already.
+        positions: `[num_tokens]`.
+        rows: `[num_decode + num_tiles]`.
+        lengths: Likewise: tokens of a row as far as the sequence's last query; 0 where it is empty.
+        starts: `[num_decode + num_tiles + 1]`, where the queries of each begin.
+        slots: `[num_decode]`, whose tokens are on the device.
+        ends: `[samples]`, where the tokens to sample from lie.
+        sampling_slots: `[samples]`, who samples.
+        count: `[1]`, how many decode.
+    """
+
+    token_ids: Any
+    positions: Any
+    rows: Any
+    lengths: Any
+    starts: Any
+    slots: Any
+    ends: Any
+    sampling_slots: Any
+    count: Any
+
+
+@functools.cache
+def _places(bucket: Bucket, max_num_seqs: int) -> Fields:
+    num_sequences = bucket.num_decode + bucket.num_tiles
+    num_samples = min(max_num_seqs, num_sequences)
+    sizes = Fields(
+        token_ids=bucket.num_tokens,
+        positions=bucket.num_tokens,
+        rows=num_sequences,
+        lengths=num_sequences,
+        starts=num_sequences + 1,
+        slots=bucket.num_decode,
+        ends=num_samples,
+        sampling_slots=num_samples,
+        count=1,
+    )
+    return Fields(*(slice(*pair) for pair in pairwise([0, *accumulate(sizes)])))
+
+
+class MixedGraphs(StepGraphs[Bucket]):
+    """The mixed graphs of one runner.
+
+    Args:
+        space: What they share with others.
+        max_step_tokens: The largest step that is to have a graph.
+        num_processors: Of the device.
+    """
+
+    name = "steps with prompts"
+
+    def __init__(self, space: GraphSpace, max_step_tokens: int, num_processors: int):
+        #: Those in use, by size.
+        self._buckets = [
+            Bucket(num_tokens, width, _num_tiles(num_tokens, num_processors))
+            for num_tokens in token_buckets(max_step_tokens)
+            for width in decode_widths(space.max_num_seqs)
+            if width <= num_tokens
+        ]
+        sizes = [_places(each, space.max_num_seqs).count.stop for each in self._buckets]
+        super().__init__(space, max(sizes))
+        self._starts = torch.arange(space.max_num_seqs + 1, dtype=torch.int32, device=space.device)
+
+    def key(self, chunks: Sequence[Chunk]) -> Bucket | None:
+        """The smallest bucket that takes `chunks`; None where there is none."""
+        num_decode = sum(map(decodes, chunks))
+        total = sum(chunk.num_new_tokens for chunk in chunks)
+        num_tiles = sum(
+            div_ceil(chunk.num_new_tokens, TILE_TOKENS) for chunk in chunks if not decodes(chunk)
+        )
+        for bucket in self._buckets[bisect_left(self._buckets, (total,)) :]:
+            padding = div_ceil(bucket.num_tokens - total, bucket.tile_tokens)
+            if num_decode <= bucket.num_decode and num_tiles + padding <= bucket.num_tiles:
+                return bucket
+        return None
+
+    def keys(self) -> Sequence[Bucket]:
+        """See `StepGraphs.keys`."""
+        return self._buckets[::-1]
+
+    def capture_all(self, captured: Callable[[], object]) -> None:
+        """Capture all that are of use, and use no others.
+
+        Products of matrices take much longer at some sizes than at larger ones (H200, 8B Llama
+        shape: 448 tokens 14.9 ms, 480 tokens 11.0 ms), so one graph of each number of tokens is
+        timed. Sizes that device memory is too short for are left out.
+
+        Raises:
+            RuntimeError, ConfigError: The first graph cannot be captured.
+        """
+        in_use: list[Bucket] = []
+        shortest_ms = math.inf
+        for _, group in itertools.groupby(self.keys(), lambda bucket: bucket.num_tokens):
+            buckets = list(group)[::-1]
+            is_of_use = True
+            for bucket in buckets:
+                if is_of_use and self._try(bucket):
+                    if bucket is buckets[0]:
+                        step_ms = self._step_ms(bucket)
+                        is_of_use = step_ms < _SLOWER_MAX * shortest_ms
+                        shortest_ms = min(shortest_ms, step_ms)
+                    if is_of_use:
+                        in_use.append(bucket)
+                    else:
+                        self.drop(bucket)
+                captured()
+        self._buckets = sorted(in_use)
+
+    def _try(self, bucket: Bucket) -> bool:
+        try:
+            if not self.captured:
+                self.warm_up(bucket)
+            self.capture(bucket)
+        except torch.OutOfMemoryError:
+            return False
+        return True
+
+    def _step_ms(self, bucket: Bucket) -> float:
+        """What a step takes; where nothing is captured, less the fewer its tokens."""
+        if self.space.device.type != "cuda":
+            return bucket.num_tokens
+        return self.replay_ms(bucket, self.unlike_tokens(bucket))
+
+    def unlike_tokens(self, bucket: Bucket) -> torch.Tensor:
+        """The input of a step of padding whose tokens differ: equal ones are multiplied faster."""
+        integers = self.empty(bucket)
+        vocab_size = self.space.logits.shape[1]
+        tokens = torch.arange(bucket.num_tokens, dtype=torch.int32) % vocab_size
+        integers[self._places(bucket).token_ids] = tokens
+        return integers
+
+    def _places(self, bucket: Bucket) -> Fields:
+        return _places(bucket, self.space.max_num_seqs)
+
+    # ---- input ----------------------------------------------------------------------------
+
+    def fill(self, bucket: Bucket, chunks: Sequence[Chunk]) -> torch.Tensor:
+        """The input of a step, on the host.
+
+        Args:
+            bucket: What `key` says.
+            chunks: Those that decode first.
+        """
+        places = self._places(bucket)
+        host, flat = pinned(places.count.stop, self.space.device)
+        fields = Fields(*(flat[place] for place in places))
+        num_decode = sum(map(decodes, chunks))
+        _fill_decode(fields, chunks[:num_decode], bucket, self.space)
+        total = _fill_tiles(fields, chunks[num_decode:], num_decode, bucket, self.space)
+        ends = accumulate(chunk.num_new_tokens for chunk in chunks)
+        sampling = [
+            (end - 1, chunk.slot) for end, chunk in zip(ends, chunks, strict=True) if chunk.samples
+        ]
+        fields.token_ids[total:] = 0
+        fields.positions[total:] = 0
+        fields.ends[:] = 0
+        fields.sampling_slots[:] = self.space.scratch.slot
+        if sampling:
+            fields.ends[: len(sampling)], fields.sampling_slots[: len(sampling)] = zip(
+                *sampling, strict=True
+            )
+        return host
+
+    def empty(self, key: Bucket) -> torch.Tensor:
+        """See `StepGraphs.empty`."""
+        return self.fill(key, [])
+
+    # ---- what is captured -----------------------------------------------------------------
+
+    def step(self, key: Bucket, integers: torch.Tensor) -> None:
+        """See `StepGraphs.step`."""
+        space = self.space
+        fields = Fields(*(integers[place] for place in self._places(key)))
+        token_ids = fields.token_ids.long()
+        told = token_ids[: key.num_decode]
+        torch.where(told < 0, space.last_tokens[fields.slots.long()], told, out=told)
+        space.attention.step = self._parts(key, fields)
+        logits = space.forward(token_ids, fields.positions.long(), fields.ends.long())
+        space.take(logits, fields.sampling_slots.long())
+
+    def _parts(self, bucket: Bucket, fields: Fields) -> TiledParts:
+        width = bucket.num_decode
+
+        def batches(sequences: slice, starts: torch.Tensor, most: int) -> dict[int, AttentionBatch]:
+            return {
+                capacity: AttentionBatch(
+                    row_indices=fields.rows[sequences],
+                    num_tokens=fields.lengths[sequences],
+                    query_starts=starts,
+                    max_query_tokens=most,
+                    max_num_tokens=min(self.space.max_tokens, capacity),
+                    row_tokens=capacity,
+                )
+                for capacity in self.space.attention.row_tokens
+            }
+
+        entries = self._starts[: width + 1]
+        return TiledParts(
+            everything=batches(slice(None), fields.starts, bucket.tile_tokens),
+            decode=batches(slice(width), entries, 1),
+            tiles=batches(slice(width, None), fields.starts[width:], bucket.tile_tokens),
+            is_decode=(entries[:width] < fields.count)[:, None, None],
+        )
+
+
+def _fill_decode(
+    fields: Fields, chunks: Sequence[Chunk], bucket: Bucket, space: GraphSpace
+) -> None:
+    count, width = len(chunks), bucket.num_decode
+    past = [chunk.num_past_tokens for chunk in chunks]
+    fields.token_ids[:count] = [
+        -1 if each.token_ids is None else each.token_ids[0] for each in chunks
+    ]
+    fields.positions[:count] = past
+    fields.lengths[:count] = past
+    fields.lengths[:count] += 1
+    fields.lengths[count:width] = 0
+    fields.rows[:count] = [chunk.row for chunk in chunks]
+    fields.rows[count:width] = space.scratch.row
+    fields.slots[:count] = [chunk.slot for chunk in chunks]
+    fields.slots[count:] = space.scratch.slot
+    fields.starts[:count] = np.arange(count)
+    fields.starts[count:width] = count
+    fields.count[0] = count
+
+
+def _fill_tiles(
+    fields: Fields, chunks: Sequence[Chunk], start: int, bucket: Bucket, space: GraphSpace
+) -> int:
+    """Cut `chunks`, whose tokens begin at `start`, and the padding; returns where that begins."""
+    tile_tokens = bucket.tile_tokens
+    tiles: list[tuple[int, int, int]] = []
+    for chunk in chunks:
+        end = start + chunk.num_new_tokens
+        fields.token_ids[start:end] = chunk.token_ids
+        fields.positions[start:end] = np.arange(chunk.num_past_tokens, chunk.num_tokens)
+        for done in range(0, chunk.num_new_tokens, tile_tokens):
+            length = min(chunk.num_past_tokens + done + tile_tokens, chunk.num_tokens)
+            tiles.append((chunk.row, length, start + done))
+        start = end
+    row, total = space.scratch.row, bucket.num_tokens
+    tiles += [(row, 0, at) for at in range(start, total, tile_tokens)]
+    tiles += [(row, 0, total)] * (bucket.num_tiles - len(tiles))
+    first = bucket.num_decode
+    fields.rows[first:], fields.lengths[first:], fields.starts[first:-1] = zip(*tiles, strict=True)
+    fields.starts[-1] = total
+    return start
+
+
+def _num_tiles(num_tokens: int, num_processors: int) -> int:
+    """Enough for full ones and some short ones, and no divisor in common with the processors.
+
+    Kernels begin with the first tile of every head, so a few tiles, of many heads, would meet at
+    few processors otherwise (H200, flash2, one tile of 32 heads: 97 us instead of 63).
+    """
+    spare = max(_NUM_SPARE_TILES_MIN, num_tokens // _SPARE_TILE_TOKENS)
+    count = num_tokens // min(TILE_TOKENS, num_tokens) + spare
+    while math.gcd(count, num_processors) > 1:
+        count += 1
+    return count
+
+
+def token_buckets(most: int) -> list[int]:
+    """Tokens of a step, to `most`: steps of 32 while weights bound the time, then of an eighth."""
+    sizes, size = [], 0
+    while size < most:
+        size += 32 if size < 256 else 1 << (size.bit_length() - 4)
+        sizes.append(size)
+    return [each for each in sizes if each < most] + [most]
+
+
+def decode_widths(max_num_seqs: int) -> list[int]:
+    """Entries for those who decode: few sizes, because an empty entry costs next to nothing."""
+    return [each for each in (16, 64) if each < max_num_seqs] + [max_num_seqs]
