@@ -6,6 +6,10 @@ may go; `pressure.py` who gives way; `scrub.py` what is left in it; `invariants.
 holds.
 """
 
+from .access import make_writable as make_writable
+from .access import protect as protect
+from .change import RowChange as RowChange
+from .change import change as change
 from .change import pinned as pinned
 from .exchange import Exchange as Exchange
 from .exchange import exchange as exchange
@@ -25,3 +29,4 @@ from .pressure import Victim as Victim
 from .reclaim import Reclaimer as Reclaimer
 from .reclaim import RetiredMapping as RetiredMapping
 from .scrub import Scrub as Scrub
+from .staging import staged as staged

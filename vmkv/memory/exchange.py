@@ -38,8 +38,9 @@ def exchange(pool: ExtentPool, exchanges: Sequence[Exchange]) -> None:
     Raises:
         DriverError: Every row is as it was, at the same addresses.
 
-    Cost: waits until the device is done with everything submitted so far, once for all; then an
-        unmap for each old run, a map and an access change for each new extent.
+    Cost: a map for each new extent, and an access change for each run of equal access. Where
+        something is old, an unmap for each run of it, after a wait until the device is done with
+        everything submitted so far.
     """
     old_extents = [mapping.extent for each in exchanges for mapping in each.old]
     pool.own(old_extents)
@@ -50,13 +51,12 @@ def exchange(pool: ExtentPool, exchanges: Sequence[Exchange]) -> None:
 
 
 def _exchange(pool: ExtentPool, exchanges: Sequence[Exchange]) -> None:
-    reclaimer = pool.reclaimer
-    fence = reclaimer.new_fence()
     retired = [each.table.retired(each.row, mapping) for each in exchanges for mapping in each.old]
-    reclaimer.retire(retired, fence)
+    if retired:
+        pool.reclaimer.retire(retired, pool.reclaimer.new_fence())
     try:
-        while any(_is_in_the_way(pool, each) for each in exchanges):
-            reclaimer.wait()
+        for each in exchanges:
+            _wait_for_what_is_in_the_way(pool, each)
         new = [_new_mappings(each) for each in exchanges]
         pool.backend.execute(
             [op for each, its in zip(exchanges, new, strict=True) for op in _ops(each, its)]
@@ -69,13 +69,13 @@ def _exchange(pool: ExtentPool, exchanges: Sequence[Exchange]) -> None:
         pool.note_mapped([mapping.extent for mapping in its])
 
 
-def _is_in_the_way(pool: ExtentPool, each: Exchange) -> bool:
+def _wait_for_what_is_in_the_way(pool: ExtentPool, each: Exchange) -> None:
     end_page = each.first_page + sum(extent.num_pages for extent, _ in each.new)
     if each.old:
         end_page = max(end_page, each.old[-1].end_page)
     start = each.table.page_address(each.row, each.first_page)
     end = each.table.page_address(each.row, end_page)
-    return pool.reclaimer.has_retired_in(start, end)
+    pool.reclaimer.wait_for_range(start, end)
 
 
 def _new_mappings(each: Exchange) -> list[Mapping]:
