@@ -11,8 +11,6 @@ from .access import protect as protect
 from .change import RowChange as RowChange
 from .change import change as change
 from .change import pinned as pinned
-from .exchange import Exchange as Exchange
-from .exchange import exchange as exchange
 from .extent import Extent as Extent
 from .extent import size_classes as size_classes
 from .invariants import check_pool as check_pool
