@@ -176,7 +176,7 @@ class KVCache(RowedCache):
     def pages_to_fork(self, sequence: Sequence, num_tokens: int) -> int:
         """What a fork of `sequence` at `num_tokens` takes from the pool. Changes nothing."""
         plans = plan_forks(self, self, (sequence.row, -1), num_tokens)
-        return sum(plan.num_fresh_pages for plan in plans)
+        return sum(1 << size_class for plan in plans for size_class in plan.part.classes)
 
     def surplus_bytes(self) -> int:
         """What `retire_surplus` would give back. Cost: proportional to the live rows."""
