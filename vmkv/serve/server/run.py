@@ -10,9 +10,11 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
-from ...errors import ConfigError
+from ...errors import ConfigError, one_line
 
 _BACKLOG = 2048
+#: 24 days: the system counts milliseconds in an int32.
+_UNREAD_TIMEOUT_S_MAX = 2_147_483
 
 
 def open_socket(host: str, port: int, *, unread_timeout_s: float) -> socket.socket:
@@ -32,13 +34,15 @@ def open_socket(host: str, port: int, *, unread_timeout_s: float) -> socket.sock
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         listener = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {host}: {error.strerror}") from error
+    except (OSError, UnicodeError) as error:  # No name, or one that DNS has no room for.
+        raise ConfigError(f"cannot listen on {host}: {one_line(error)}") from error
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         # Connections inherit it. Only Linux has it, as only Linux has our backends.
         listener.setsockopt(
-            socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(unread_timeout_s * 1000)
+            socket.IPPROTO_TCP,
+            socket.TCP_USER_TIMEOUT,
+            int(min(unread_timeout_s, _UNREAD_TIMEOUT_S_MAX) * 1000),
         )
         listener.bind(address)
     except OSError as error:
