@@ -230,3 +230,12 @@ def test_a_stream_that_drips_is_not_waited_for(complaint, peer) -> None:
 
     dripping = peer(talk)
     assert "did not end its answer" in complaint(*commands(dripping.address, "--timeout", "0.5")[1])
+
+
+@pytest.mark.parametrize("key", ["a\nb", "ключ", "a\r\nX-Admin: 1", "\x7f"])
+def test_a_key_that_no_header_carries_is_answered_by_one_line(
+    complaint, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    """Before anything is sent."""
+    monkeypatch.setenv("VMKV_API_KEY", key)
+    assert "no HTTP header can carry" in complaint(*commands("127.0.0.1:1")[1])
