@@ -164,8 +164,8 @@ def broken_configs() -> Iterator[tuple[str, bytes]]:
         ("max_position_embeddings", 0),
         ("dtype", "int3"),
         ("dtype", 7),
-        ("rope_parameters", "none"),
-        ("rope_parameters", {"rope_type": "no such"}),
+        ("rope_scaling", "none"),
+        ("rope_scaling", {"rope_type": "no such"}),
         ("hidden_act", "no such"),
     ):
         yield f"{field} {value!r}", json.dumps({**LLAMA, field: value}).encode()
