@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as List_
 
 from ..backend import Backend
@@ -138,29 +138,27 @@ class KVCache(RowedCache):
             if num_tokens > sequence.writable_tokens:
                 short[sequence] = max(num_tokens, short.get(sequence, 0))
         if short:
-            self._make_writable(short, {sequence.row for sequence, _ in targets})
+            self._make_writable(short, dict(targets))
         if not self.keeps_past:
             self.retire_behind_windows(sequence for sequence, _ in targets)
         for sequence, num_tokens in targets:
             sequence.num_tokens = max(sequence.num_tokens, num_tokens)
 
-    def _make_writable(self, wanted: dict[Sequence, int], spared_rows: set[int]) -> None:
-        """Unshare and map what sequences lack; what live rows but `spared_rows` hold may go."""
-        for sequence, num_tokens in wanted.items():
+    def _make_writable(self, short: dict[Sequence, int], wanted: dict[Sequence, int]) -> None:
+        """Unshare and map what sequences lack; what live rows hold beyond `wanted` may go."""
+        for sequence, num_tokens in short.items():
             if num_tokens > sequence.num_tokens:
                 self._unshare(sequence)
-        targets = [
-            Target(each.row, to, each.num_tokens, each.tenant) for each, to in wanted.items()
-        ]
+        targets = [Target(each.row, to, each.num_tokens, each.tenant) for each, to in short.items()]
         try:
             self._grow(targets, self.groups)
         except OutOfPagesError:
-            if not self.retire_surplus(spared_rows):
+            if not self.retire_surplus(wanted):
                 raise
             self._grow(targets, self.groups)
 
-    def retire_surplus(self, spared_rows: Collection[int] = ()) -> int:
-        """Retire what live rows hold beyond their length, but for `spared_rows`.
+    def retire_surplus(self, wanted: Mapping[Sequence, int] | None = None) -> int:
+        """Retire what live rows hold beyond their length, or the one they are `wanted` to have.
 
         Returns the bytes that are free once their fences have passed.
         """
@@ -168,9 +166,9 @@ class KVCache(RowedCache):
             fence = self.pool.reclaimer.new_fence()
             before_bytes = self.pool.stats().resident_bytes
             for sequence in self._resident_sequences():
-                if sequence.row not in spared_rows:
-                    for group in self.groups:
-                        group.retire_from(sequence.row, self._needed_tokens(sequence), fence)
+                needed_tokens = self._needed_tokens(sequence, (wanted or {}).get(sequence, 0))
+                for group in self.groups:
+                    group.retire_from(sequence.row, needed_tokens, fence)
             return before_bytes - self.pool.stats().resident_bytes
 
     def pages_to_fork(self, sequence: Sequence, num_tokens: int) -> int:
@@ -188,9 +186,10 @@ class KVCache(RowedCache):
             if not mapping.extent.is_shared
         )
 
-    def _needed_tokens(self, sequence: Sequence) -> int:
+    def _needed_tokens(self, sequence: Sequence, wanted_tokens: int = 0) -> int:
         """How far `sequence` must stay mapped."""
-        return sequence.num_tokens + self.overread_tokens if sequence.num_tokens else 0
+        num_tokens = max(sequence.num_tokens, wanted_tokens)
+        return num_tokens + self.overread_tokens if num_tokens else 0
 
     def submitting(
         self, writes: Iterable[tuple[int, int, int]]

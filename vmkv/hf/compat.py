@@ -22,7 +22,7 @@ from transformers.cache_utils import (
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 from transformers.utils import generic
 
-from ..errors import ConfigError
+from ..errors import ConfigError, one_line
 
 #: Since 5.17 `crop(n)` takes tokens to remove; before, a length to keep.
 _CROP_REMOVES = hasattr(CacheLayerMixin, "is_croppable")
@@ -75,12 +75,13 @@ def default_cache(config: Any) -> DynamicCache:
             )
     try:
         cache = DynamicCache(config=config)
-    except (AttributeError, KeyError):  # No layers, or of a type that it does not know.
-        cache = None
+        reason = "no layers"
+    except (AttributeError, KeyError, TypeError, ValueError) as error:  # Whatever its values are.
+        cache, reason = None, one_line(error)
     if cache is None or not cache.layers:
         raise ConfigError(
-            f"cannot tell the layers of {type(config).__name__} (no num_hidden_layers?); pass the "
-            "configuration of a model with a key-value cache"
+            f"cannot tell the layers of {type(config).__name__} ({reason}); pass the configuration "
+            "of a model with a key-value cache"
         )
     return cache
 

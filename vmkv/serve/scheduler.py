@@ -416,6 +416,8 @@ class _Step:
         """Begin or resume the first waiting request, if there is room for all its tokens."""
         view, scheduler = self._view, self._scheduler
         is_swapped = job.state is RequestState.SWAPPED
+        if job.num_unread:
+            return False  # It gave way in this very step: its last token is not known yet.
         if not is_swapped and not view.is_ready(job.request_id):
             return False
         if is_swapped:
