@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from collections.abc import Sequence as List_
 
 from ..backend import Backend
@@ -30,6 +30,7 @@ from .reorder import check_beams, reorder
 from .rowed import RowedCache
 from .sequence import Sequence
 from .stats import CacheStats, collect_stats
+from .surplus import retire_surplus
 from .transaction import Target
 from .windows import begin_anew, retire_behind
 
@@ -153,43 +154,14 @@ class KVCache(RowedCache):
         try:
             self._grow(targets, self.groups)
         except OutOfPagesError:
-            if not self.retire_surplus(wanted):
+            if not retire_surplus(self, wanted):
                 raise
             self._grow(targets, self.groups)
-
-    def retire_surplus(self, wanted: Mapping[Sequence, int] | None = None) -> int:
-        """Retire what live rows hold beyond their length, or the one they are `wanted` to have.
-
-        Returns the bytes that are free once their fences have passed.
-        """
-        with self.pool.lock:
-            fence = self.pool.reclaimer.new_fence()
-            before_bytes = self.pool.stats().resident_bytes
-            for sequence in self._resident_sequences():
-                needed_tokens = self._needed_tokens(sequence, (wanted or {}).get(sequence, 0))
-                for group in self.groups:
-                    group.retire_from(sequence.row, needed_tokens, fence)
-            return before_bytes - self.pool.stats().resident_bytes
 
     def pages_to_fork(self, sequence: Sequence, num_tokens: int) -> int:
         """What a fork of `sequence` at `num_tokens` takes from the pool. Changes nothing."""
         plans = plan_forks(self, self, (sequence.row, -1), num_tokens)
         return sum(1 << size_class for plan in plans for size_class in plan.part.classes)
-
-    def surplus_bytes(self) -> int:
-        """What `retire_surplus` would give back. Cost: proportional to the live rows."""
-        return sum(
-            mapping.extent.num_bytes
-            for sequence in self._resident_sequences()
-            for group in self.groups
-            for mapping in group.behind(sequence.row, self._needed_tokens(sequence))
-            if not mapping.extent.is_shared
-        )
-
-    def _needed_tokens(self, sequence: Sequence, wanted_tokens: int = 0) -> int:
-        """How far `sequence` must stay mapped."""
-        num_tokens = max(sequence.num_tokens, wanted_tokens)
-        return num_tokens + self.overread_tokens if num_tokens else 0
 
     def submitting(
         self, writes: Iterable[tuple[int, int, int]]
@@ -240,7 +212,7 @@ class KVCache(RowedCache):
             )
         self.overread_tokens = overread_tokens
         try:
-            live = self._resident_sequences()
+            live = self.live_sequences()
             lengths = [
                 Target(each.row, each.num_tokens, each.num_tokens, each.tenant) for each in live
             ]
@@ -350,7 +322,7 @@ class KVCache(RowedCache):
         self.pool.make_room(num_bytes, only=self._victims)
         if self.pool.available_bytes < before_bytes + num_bytes:
             with self.pool.lock:
-                self.retire_surplus()
+                retire_surplus(self)
             self.pool.reclaimer.wait()
         return self.pool.available_bytes - before_bytes
 
@@ -367,7 +339,7 @@ class KVCache(RowedCache):
             with self.pool.lock:
                 for row in self._rows.parked():
                     self._retire_parked(row, 0)
-                self.retire_surplus()
+                retire_surplus(self)
             self.pool.reclaimer.wait()
         else:
             missing_bytes = num_bytes - self.pool.stats().free_bytes
@@ -390,7 +362,7 @@ class KVCache(RowedCache):
         for group in self.groups:
             for row in range(self.max_sequences):
                 group.table.check_writable(row)
-        for sequence in self._resident_sequences():
+        for sequence in self.live_sequences():
             for group in self.groups:
                 group.check_row(sequence.row, sequence.num_tokens, self.overread_tokens)
 
@@ -399,7 +371,7 @@ class KVCache(RowedCache):
         windowed = [group for group in self.groups if group.window_tokens is not None]
         if not windowed:
             return
-        chosen = self._resident_sequences() if sequences is None else sequences
+        chosen = self.live_sequences() if sequences is None else sequences
         # What is found as a prefix is cut to whole blocks, and must see its own window.
         lengths = (
             (

@@ -352,7 +352,8 @@ class RowedCache(LayeredCache):
             sequence.swapped = None
             self.prefixes.truncate(sequence.row, resident_tokens(self.groups, sequence.row))
 
-    def _resident_sequences(self) -> list[Sequence]:
+    def live_sequences(self) -> list[Sequence]:
+        """Those that kernels can read: neither swapped out nor moving."""
         return [each for each in self._sequences.values() if each.is_resident]
 
     def pinned_row(self, row: int) -> AbstractContextManager[None]:

@@ -102,10 +102,10 @@ def _serve(
     out: TextIO,
 ) -> int:
     from ..serve.engine import AsyncEngine
+    from ..serve.failures import is_out_of_memory
     from ..serve.metrics import Metrics
     from ..serve.observer import EngineObserver, Observers
     from ..serve.server import create_app, run_server
-    from ..serve.step_loop import _is_out_of_memory as is_out_of_memory
     from ..serve.trace import ChromeTrace
     from .models import be_quiet, load_config, load_model, load_tokenizer
 

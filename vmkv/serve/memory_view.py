@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 from ..backend import MemoryLocation
 from ..cache import KVCache, LayerGroup, Sequence
+from ..cache.surplus import surplus_bytes
 from ..errors import CapacityError, ConfigError, DriverError
 from .plan import PlannedChunk
 from .request import Request
@@ -245,7 +246,7 @@ class MemoryView:
         """See `CacheView`."""
         pool = self.cache.pool
         with pool.lock:
-            evictable_bytes = pool.pressure.freeable_bytes() + self.cache.surplus_bytes()
+            evictable_bytes = pool.pressure.freeable_bytes() + surplus_bytes(self.cache)
         return evictable_bytes // self.page_bytes
 
     def peak_pages(self, num_tokens: int) -> int:
