@@ -18,10 +18,8 @@ import warnings
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as List_
 
-from ..backend import Backend
 from ..errors import ConfigError, OutOfPagesError, SequenceFullError
-from ..memory import ExtentPool, Scrub, WriteRange, check_pool
-from .cost import CostModel
+from ..memory import Scrub, WriteRange, check_pool
 from .disk import load
 from .forking import plan_forks
 from .prefix import BLOCK_TOKENS
@@ -32,7 +30,6 @@ from .sequence import Sequence
 from .stats import CacheStats, collect_stats
 from .surplus import retire_surplus
 from .transaction import Target
-from .windows import begin_anew, retire_behind
 
 
 class KVCache(RowedCache):
@@ -54,27 +51,6 @@ class KVCache(RowedCache):
     Raises:
         ConfigError: An argument is impossible, or the device's driver is missing.
     """
-
-    def __init__(
-        self,
-        memory: str | Backend | ExtentPool,
-        *,
-        max_tokens: int,
-        max_sequences: int,
-        budget_bytes: int | None = None,
-        host_budget_bytes: int | None = None,
-        layers_per_group: int | None = None,
-        cost_model: CostModel | None = None,
-    ):
-        super().__init__(
-            memory,
-            max_tokens=max_tokens,
-            max_sequences=max_sequences,
-            budget_bytes=budget_bytes,
-            host_budget_bytes=host_budget_bytes,
-            layers_per_group=layers_per_group,
-            cost_model=cost_model,
-        )
 
     # ---- sequences ------------------------------------------------------------------------
 
@@ -246,7 +222,7 @@ class KVCache(RowedCache):
                 "what they would see (set keeps_past before appending)"
             )
         if not num_tokens:
-            begin_anew(self.groups, sequence.row, self.pool.reclaimer)
+            self._begin_anew(sequence.row)
         with self.pool.lock:
             self.prefixes.truncate(sequence.row, num_tokens)
         sequence.num_tokens = num_tokens
@@ -371,18 +347,15 @@ class KVCache(RowedCache):
         windowed = [group for group in self.groups if group.window_tokens is not None]
         if not windowed:
             return
-        chosen = self.live_sequences() if sequences is None else sequences
-        # What is found as a prefix is cut to whole blocks, and must see its own window.
-        lengths = (
-            (
-                each.row,
-                max(0, each.num_tokens - BLOCK_TOKENS + 1)
-                if self.prefixes.num_recorded(each.row)
-                else each.num_tokens,
-            )
-            for each in chosen
-        )
-        retire_behind(windowed, lengths, self.pool.reclaimer)
+        for each in self.live_sequences() if sequences is None else sequences:
+            num_tokens = each.num_tokens
+            if self.prefixes.num_recorded(each.row):
+                # What is found as a prefix is cut to whole blocks, and must see its own window.
+                num_tokens = max(0, num_tokens - BLOCK_TOKENS + 1)
+            for group in windowed:
+                if group.has_front_to_retire(each.row, num_tokens):
+                    fence = self.pool.reclaimer.new_fence()
+                    group.retire_front(each.row, num_tokens, fence)
 
     # ---- end ------------------------------------------------------------------------------
 

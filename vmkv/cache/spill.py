@@ -87,9 +87,8 @@ def relocate(
         )
         for group, mapping in chosen
     ]
-    acquire = partial(pool.acquire_or_wait, location=location)
-    is_inwards = location is MemoryLocation.DEVICE
+    acquire = partial(pool.acquire_or_evict, location=location)
     reads = [mapping for _, mapping in chosen]
-    with change(pool, parts, reads=reads, acquire=None if is_inwards else acquire) as made:
+    with change(pool, parts, reads=reads, acquire=acquire) as made:
         made.map(stream)
     return sum(mapping.extent.num_bytes for mapping in reads)

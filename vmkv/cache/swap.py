@@ -219,7 +219,7 @@ def begin_swap_out(cache: RowedCache, sequence: Moving) -> Transfer:
     pool.reclaimer.free_idle_reservations()
     row, num_tokens = sequence.row, sequence.num_tokens
     parts = parts_to_move(cache.groups, row, num_tokens, cache.overread_tokens)
-    extents = pool.acquire_or_wait(_classes(parts, pool.largest_class), MemoryLocation.HOST)
+    extents = pool.acquire_or_evict(_classes(parts, pool.largest_class), MemoryLocation.HOST)
     try:
         staging = PageTable(pool, 1, max(1, sum(part.num_pages for part in parts)))
         swapped = Swapped(parts, extents, staging)

@@ -6,8 +6,6 @@ into what it shares, or where a parked row that others started from is used for 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from ..errors import OutOfPagesError
 from ..memory import Mapping, RowChange, change, make_writable, size_classes
 from .layer_group import LayerGroup
@@ -51,24 +49,9 @@ def unshare(group: LayerGroup, row: int, num_tokens: int, *, tenant: object, str
             group.table.retire_back(row, shared.first_page, fence)
         concerned = group.table.overlapping(row, first_page, pages.end_page)
     make_writable(group.table, row, concerned)
-    _scrub(group, row, concerned, num_tokens, tenant, stream)
+    group.scrub(row, num_tokens, tenant, stream)  # While it was shared, nobody could.
     pages.shared_end_page = min(pages.shared_end_page, first_page)
     return copied_bytes
-
-
-def _scrub(
-    group: LayerGroup,
-    row: int,
-    mappings: Sequence[Mapping],
-    num_tokens: int,
-    tenant: object,
-    stream: int,
-) -> None:
-    """Overwrite what the row holds of others: while that was shared, nobody could."""
-    for mapping in mappings:
-        if mapping.first_page >= group.geometry.pages_for(num_tokens):
-            address = group.table.page_address(row, mapping.first_page)
-            group.pool.prepare([mapping.extent], address, tenant, stream)
 
 
 def _replace(

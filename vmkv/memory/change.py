@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..backend import Access, CopyOp, MapOp, Op
@@ -26,8 +25,7 @@ from .reclaim import RetiredMapping
 from .staging import staged
 
 
-@dataclass(frozen=True)
-class RowChange:
+class RowChange(NamedTuple):
     """What one row holds from `first_page` on, once it is changed.
 
     In place of `old`: the extents of `again`, read-only, and fresh ones behind. They cover as many
@@ -58,6 +56,8 @@ class RowChange:
     @property
     def fresh_page(self) -> int:
         """Where the fresh extents begin."""
+        if not self.again:
+            return self.first_page
         return self.first_page + sum(mapping.extent.num_pages for mapping in self.again)
 
     @property
@@ -94,7 +94,8 @@ class _Part(NamedTuple):
         ]
         for access in (Access.READ, Access.READ_WRITE):
             alike = [mapping for mapping in mappings if mapping.access is access]
-            ops += self.row.table.ops_to_set_access(self.row.row, alike, access)
+            if alike:
+                ops += self.row.table.ops_to_set_access(self.row.row, alike, access)
         return ops
 
 
@@ -207,8 +208,9 @@ def _exchange(pool: ExtentPool, parts: Sequence[_Part]) -> None:
     if retired:
         pool.reclaimer.retire(retired, pool.reclaimer.new_fence())
     try:
-        for part in parts:
-            part.row.wait_until_free()
+        for row, _ in parts:
+            if row.old:
+                row.wait_until_free()
         pool.backend.execute([op for part in parts for op in part.ops_to_map(part.new)])
     except DriverError as error:
         _restore(pool, parts, retired, error)
