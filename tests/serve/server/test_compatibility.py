@@ -77,7 +77,7 @@ def test_every_chunk_can_carry_the_counts_so_far(server) -> None:
 
 
 def test_text_becomes_tokens(server) -> None:
-    """vLLM's `/tokenize`, of a prompt and of a chat."""
+    """As `/tokenize` of vLLM does it, of a prompt and of a chat."""
     ids = tiny_tokenizer()(TEXT[0])["input_ids"]
     found = ask(server, "/tokenize", {"model": "tiny", "prompt": TEXT[0]})
     assert {"count": len(ids), "max_model_len": 4096, "tokens": ids, "token_strs": None} == found
