@@ -126,7 +126,13 @@ def test_keys_come_from_a_file_or_the_environment(tmp_path: Path) -> None:
     assert ["alpha", "beta"] == read_api_keys(file, None)
     assert ["env", "alpha", "beta"] == read_api_keys(file, "env\n")
     assert [] == read_api_keys(None, " ")
-    file.write_text("# nobody yet\n")
+    # As editors of all systems write it: a mark at the beginning, carriage returns, umlauts.
+    file.write_bytes(b"\xef\xbb\xbffirst\r\n  # an indented comment\r\n\tschl\xc3\xbcssel\r\n")
+    assert ["first", "schlüssel"] == read_api_keys(file, None)
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="--api-key-file"):
+        read_api_keys(file, None)
+    file.write_text(" # nobody yet\n")
     with pytest.raises(ConfigError, match="holds no key"):
         read_api_keys(file, None)
 

@@ -189,6 +189,7 @@ def server_options(arguments: argparse.Namespace) -> Callable[[int], ServerOptio
     limits = Limits(
         max_connections=arguments.max_connections,
         max_body_bytes=round(arguments.max_body_mib * MiB),
+        max_held_bytes=round(8 * arguments.max_body_mib * MiB),
         max_prompt_tokens=arguments.max_prompt_tokens,
         max_concurrent=arguments.max_concurrent,
         max_queued=arguments.max_queued,
