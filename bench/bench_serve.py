@@ -30,17 +30,20 @@ cache on, after W0: from when it says that it is idle, the CPU time of the proce
 threads) over 10 s of wall time, in which the main thread sleeps; memory is what the backend's books
 say that the device has given. Then W0 comes again, some of its prefixes still there.
 
-Rivals. Published figures, measured on the same kind of machine with the same prompts and not in
-this run: vLLM 0.26.0 (FlashAttention-3, compiled, CUDA graphs, prefix cache off), transformers 5.17
+Rivals. vLLM 0.26.0 (FlashAttention-3, compiled, CUDA graphs, prefix cache off), with `--vllm-json`
+as `vllm_workloads.py` has just measured it on the same machine. Published figures, measured on the
+same kind of machine with the same prompts and not in this run: otherwise vLLM's, transformers 5.17
 `generate_batch` (paged flash-attn 2), and `generate` on the left-padded batch (flash-attn 2).
 
-Not measured. Arrivals over time, sampling, several devices, the HTTP server.
+Not measured. Arrivals over time and the HTTP server, which `bench_live` has; sampling, several
+devices.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import random
 import statistics
 import sys
@@ -48,6 +51,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -282,7 +286,7 @@ def figures_of(rows: dict[str, Row], decode_ms: float | None) -> list[Figure]:
             row["seconds"],
             "s",
             at_most=row["vllm_seconds"],
-            rival=f"vLLM {row['vllm_seconds']} s",
+            rival=f"vLLM {row['vllm_seconds']:.3g} s",
         )
         for name, row in sorted(rows.items())
         if row.get("vllm_seconds")
@@ -441,8 +445,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="NAME",
         help="W0 … W4, prefix, idle; by default all. The result is then called serve_NAME_…",
     )
+    parser.add_argument(
+        "--vllm-json",
+        type=Path,
+        metavar="FILE",
+        help="what vllm_workloads.py has measured on this machine, instead of published figures",
+    )
     arguments = parser.parse_args(argv)
     smoke = arguments.smoke or not torch.cuda.is_available()
+    vllm_s = json.loads(arguments.vllm_json.read_text()) if arguments.vllm_json else {}
     config = llama_config(smoke=smoke)
     model = make_model(config, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     steps = Steps()
@@ -454,6 +465,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             continue
         with make_engine(model, steps, case) as engine:
             for workload in wanted:
+                if workload.vllm_s is not None and vllm_s:
+                    workload = replace(workload, vllm_s=vllm_s.get(workload.name))
                 row, step_ms = serve(engine, steps, workload, config.vocab_size)
                 name = workload.name + case.suffix
                 rows[name] = row | {"workload": name}
@@ -475,6 +488,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "max_num_seqs": MAX_NUM_SEQS,
         "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS,
         "weight_bytes": WEIGHT_BYTES,
+        "vllm_in_this_run": bool(vllm_s),
     }
     record = make_record(__doc__, list(rows.values()), figures, constants)
     if arguments.json or not smoke:

@@ -54,6 +54,9 @@ HEADLINES = (
     "serve_decode_over_floor",
     "serve_prefix_speedup",
     "serve_idle_cpu",
+    "live_chat_24_s_ttft_p50_ms",
+    "live_chat_24_s_tpot_p50_ms",
+    "live_chat__512_at_once_tokens_per_s",
     "steady_waste_share",
 )
 _SECTION = re.compile(r"(Question|Prediction|Verdict|Method|Rivals|Not measured)[.:]\s+")
@@ -541,6 +544,21 @@ def plot_serve(canvas: Any, rows: Sequence[Row]) -> None:
     finish(axes, "all requests of a workload", "s")
 
 
+def plot_live(canvas: Any, rows: Sequence[Row]) -> None:
+    colours = ours_first(rows, "server")
+    canvas.set_size_inches(13, 9)
+    panels = {
+        "ttft_p50_ms": "first token, p50",
+        "ttft_p99_ms": "first token, p99",
+        "tpot_p50_ms": "each further token, p50",
+        "tpot_p99_ms": "each further token, p99",
+    }
+    for axes, (value, title) in zip(canvas.subplots(2, 2).flat, panels.items(), strict=True):
+        grouped_bars(axes, rows, ["load"], "server", value, colours)
+        axes.tick_params(axis="x", labelsize=6)
+        finish(axes, title, "ms", log=True)
+
+
 PLOTS: dict[str, tuple[Callable[[Any, Sequence[Row]], None], float]] = {
     "mapping": (plot_mapping, 12),
     "waste": (plot_waste, 11),
@@ -552,6 +570,7 @@ PLOTS: dict[str, tuple[Callable[[Any, Sequence[Row]], None], float]] = {
     "free_list": (plot_free_list, 7),
     "ragged": (plot_ragged, 9),
     "serve": (plot_serve, 11),
+    "live": (plot_live, 13),
     **SHARING_PLOTS,
 }
 

@@ -120,6 +120,7 @@ EXACT_FIGURES = (
     ("window", "window_spread_smoke", 1),
     ("window", "window_spread_smoke_mixed", 1),
     ("serve", "serve_idle_above_watermark_mib", 0),
+    ("live", "live_failed", 0),
 )
 
 
@@ -144,6 +145,22 @@ def test_an_idle_engine_is_measured(results: Path, report) -> None:
     assert row["cpu_share"] >= 0
     (figure,) = (each for each in result.figures if each["name"] == "serve_idle_cpu")
     assert figure["got"] == row["cpu_share"]
+
+
+def test_live_clients_are_measured(results: Path, report) -> None:
+    """Over HTTP and without it every token of every load came, in events, after a first one."""
+    (result,) = (each for each in report.load(results) if each.bench == "live")
+    places = {(row["load"], row["server"]): row for row in result.rows}
+    assert {server for _, server in places} == {"vmkv", "vmkv, engine alone"}
+    assert {load for load, server in places if server == "vmkv"} > {"streams", "chat 24/s"}
+    for row in result.rows:
+        assert 0 < row["ttft_p50_ms"] <= row["ttft_p99_ms"]
+        assert 0 < row["tpot_p50_ms"] <= row["gap_p99_ms"]
+        assert 0 < row["events_per_token"] <= 1
+    alone, served = (places["chat 24/s", who] for who in ("vmkv, engine alone", "vmkv"))
+    assert alone["output_tokens"] == served["output_tokens"]
+    assert alone["mixed_steps"] > 0
+    assert places["streams", "vmkv"]["output_tokens"] == 6 * 16
 
 
 def test_a_part_of_a_bench_replaces_no_result(report, tmp_path: Path) -> None:

@@ -1,0 +1,599 @@
+"""What does a client of the server feel while others come and go, next to vLLM's server?
+
+Question. Requests arrive by a Poisson process and are answered in streams. How long does a client
+wait for its first token, and between tokens, at 4, 12 and 24 arrivals a second, with 512 at once,
+and with a prefix that all prompts have? How much of it is the engine, and how much HTTP? And do
+clients that never read, or leave in the middle, cost the others anything?
+
+Prediction. A chat's prompt has 700 tokens on average and costs the device 23 us each, 16 ms; its
+answer has 190, and a decode step of 30 sequences takes 5.5 ms. A request comes in the middle of a
+step, and the next one is already planned: 3 + 6 ms, and its own step of 22 ms: a first token after
+31 ms, at 4/s as at 12/s. At 24/s prompts are 0.4 s of every second, so that half of the arrivals
+meet a step with another prompt in it: 40 ms, and 110 ms for the unlucky ones (p99), behind two long
+prompts. The other 0.6 s are decode steps: TPOT 5.5 ms at 4/s, 6.7 at 12/s, 8.5 at 24/s; p99 one and
+a half times that. HTTP costs an event 70 us of Python, 4,000 of them a second at 24/s, on the lock
+that the engine wants too: 2 ms of TPOT, 5 ms of the first token. 512 at once: 361k prompt tokens
+are 8.3 s of the device, and 256 sequences decode in 16 ms: 6,000 tokens/s, first tokens after 5 s
+in the median. A prefix of 2,048 is mapped, 64 tokens are computed: a step of 7 ms, a first token
+after 15. Misbehaving clients: nothing that can be measured.
+
+Method. Llama-3-8B's shape, random weights, bfloat16, saved with `save_pretrained` beside a
+tokenizer of as many entries, all of them text; greedy, no end of sequence. The servers run one
+after the other on the same machine, as subprocesses, with the options that both have: 256
+sequences, 16,384 tokens, prefix cache on. Four processes send what `live_load.py` describes:
+prompts as token ids, log-normal (chat: median 512, 16 to 4,096; answers median 150, 8 to 512), the
+same for both servers, those of one load never those of another. Times are counted from when a
+request was due. TTFT is the time to the first event with text, TPOT that between the first and the
+last over the tokens between; a gap is the longest time between two events of a request. `engine`:
+the same arrivals into `Engine.add` between two steps, in this process, without HTTP; its rows also
+say what its steps were like. Misbehaving: 200 streams by themselves, and again with two clients
+that nobody likes: one never reads its answer, one begins an answer every second and leaves.
+
+Rivals. vLLM 0.26.0's `vllm.entrypoints.openai.api_server` as it comes, where it can be imported
+(`--vllm-path` names its folders).
+
+Not measured. Text prompts, sampling, stop texts, several samples, priorities, TLS, other machines'
+networks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import itertools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_generate import llama_config, make_model
+from common import write_result
+from live_load import Load, Timing
+from report import Figure, Row, bench_parser, make_record, print_figures, print_rows
+
+from vmkv.serve import Engine, SamplingParams
+from vmkv.serve.observer import RequestRecord, StepRecord
+
+HERE = Path(__file__).resolve().parent
+MODEL = "m"
+MAX_NUM_SEQS = 256
+MAX_TOKENS = 16384
+CONSTANTS = {"max_num_seqs": MAX_NUM_SEQS, "max_tokens": MAX_TOKENS}
+START_TIMEOUT_S = 300.0
+END_TIMEOUT_S = 60.0
+LOAD_TIMEOUT_S = 300.0
+#: vLLM as it is packed may lack optional kernels; none of these makes it slower.
+VLLM_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+VMKV, VLLM, ENGINE = "vmkv", "vLLM", "vmkv, engine alone"
+SERVERS = {"vmkv": VMKV, "vllm": VLLM, "engine": ENGINE}
+#: Latencies that are promised, of all that a row has.
+PROMISED = ("ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms")
+
+
+def chat(rate_per_s: float, seconds: float) -> Load:
+    """A chat's requests for so long."""
+    name = f"chat {rate_per_s:g}/s"
+    return Load(name, rate_per_s, max(1, round(rate_per_s * seconds)), 120_000)
+
+
+def loads_of(seconds: float) -> dict[str, Load]:
+    """All loads, by the names that `--loads` knows."""
+    streams = Load("200 streams", 0, 200, 120_000, (128, 128, 128), (384, 384, 384), (0, 0))
+    prefix_s = min(20.0, seconds)
+    return {
+        "chat4": chat(4, seconds),
+        "chat12": chat(12, seconds),
+        "chat24": chat(24, seconds),
+        "burst": Load("chat, 512 at once", 0, 512, 120_000),
+        "prefix": Load(
+            "prefix of 2,048, 30/s",
+            30,
+            round(30 * prefix_s),
+            120_000,
+            (64, 64, 64),
+            (64, 64, 64),
+            (0, 0),
+            prefix_tokens=2048,
+        ),
+        "streams": streams,
+        "misbehaving": replace(streams, name="200 streams, two misbehave", misbehaving=True),
+    }
+
+
+#: What others are not asked: whether clients disturb each other is a question to this server.
+OURS_ONLY = ("streams", "misbehaving")
+ENGINE_LOADS = ("chat24",)
+
+
+def smoke_loads() -> dict[str, Load]:
+    """The same, tiny."""
+    small = Load("", 0, 6, 128, (4, 8, 24), (2, 4, 8))
+    streams = replace(small, name="streams", prompt_tokens=(4, 4, 4), new_tokens=(16, 16, 16))
+    return {
+        "chat24": replace(small, name="chat 24/s", rate_per_s=24),
+        "burst": replace(small, name="chat, at once"),
+        "streams": streams,
+        "misbehaving": replace(streams, name="streams, two misbehave", misbehaving=True),
+    }
+
+
+# ---- a model in a folder ----------------------------------------------------------------------
+
+
+def save_model(folder: Path, *, smoke: bool) -> None:
+    """A model with random weights, and a tokenizer, as `from_pretrained` reads them."""
+    config = llama_config(smoke=smoke)
+    config.bos_token_id, config.eos_token_id = 0, 1
+    make_tokenizer(config.vocab_size).save_pretrained(folder)
+    model = make_model(config, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    model.save_pretrained(folder)
+    del model
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def make_tokenizer(vocab_size: int) -> Any:
+    """A tokenizer of so many entries, each of which is text by itself.
+
+    One trained on text would take a minute, and have halves of characters among its tokens: an
+    answer of random ones then comes when the other half does, and not token by token.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    consonants, vowels = "bcdfghjklmnpqrstvwxyz", "aeiou"
+    vocabulary = ["<s>", "</s>", "Ġ", *consonants, *vowels]
+    syllables = list(itertools.product(consonants, vowels))
+    pairs = itertools.product(map("".join, syllables), repeat=2)
+    longer = itertools.product(("".join(pair) for pair in pairs), map("".join, syllables))
+    again = itertools.product(map("".join, syllables), repeat=2)
+    merges = [*syllables, *again, *longer][: vocab_size - len(vocabulary)]
+    vocabulary += ["".join(merge) for merge in merges]
+    numbers = {entry: number for number, entry in enumerate(vocabulary)}
+    tokenizer = Tokenizer(models.BPE(vocab=numbers, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token="</s>",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+# ---- servers ----------------------------------------------------------------------------------
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def command_of(server: str, folder: Path, port: int, *, smoke: bool) -> list[str]:
+    """How a server is started, with what both are told."""
+    tokens = str(512 if smoke else MAX_TOKENS)
+    sequences = str(8 if smoke else MAX_NUM_SEQS)
+    if server == VMKV:
+        command = [sys.executable, "-m", "vmkv.cli", "serve", str(folder)]
+        command += ["--max-model-tokens", tokens, "--log-level", "warning"]
+        command += ["--memory", "0.0625"] if smoke else []
+    else:
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+        command += ["--model", str(folder), "--max-model-len", tokens]
+        command += ["--gpu-memory-utilization", "0.85"]
+    command += ["--served-model-name", MODEL, "--max-num-seqs", sequences]
+    return [*command, "--host", "127.0.0.1", "--port", str(port)]
+
+
+def environment_of(server: str, vllm_path: str | None) -> dict[str, str]:
+    """A server's environment: vmkv is this checkout's, vLLM where it is said to be."""
+    paths = os.environ.get("PYTHONPATH", "")
+    if server == VMKV:
+        return {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), paths])}
+    return {**os.environ, **VLLM_ENVIRONMENT, "PYTHONPATH": vllm_path or paths}
+
+
+def has_vllm(vllm_path: str | None) -> bool:
+    """Whether vLLM can be imported where its server would be started."""
+    code = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+    environment = environment_of(VLLM, vllm_path)
+    return not subprocess.run([sys.executable, "-c", code], env=environment).returncode
+
+
+@contextlib.contextmanager
+def serving(
+    server: str, folder: Path, logs: Path, vllm_path: str | None, *, smoke: bool
+) -> Iterator[str]:
+    """A server while this lasts; its address. What it says is in `logs`."""
+    port = free_port()
+    log = logs / f"{server}.log"
+    start = time.perf_counter()
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            command_of(server, folder, port, smoke=smoke),
+            env=environment_of(server, vllm_path),
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # vLLM has processes of its own, which must end with it.
+        )
+        try:
+            url = f"http://127.0.0.1:{port}"
+            await_health(url, process, log)
+            print(f"{server} is up after {time.perf_counter() - start:.0f} s", flush=True)
+            yield url
+        finally:
+            process.terminate()
+            try:
+                process.wait(END_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                print(f"{server} does not end, and is killed")
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def await_health(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    """Until a server is healthy.
+
+    Raises:
+        RuntimeError: It has ended, or takes too long.
+    """
+    end = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < end and process.poll() is None:
+        try:
+            urllib.request.urlopen(f"{url}/health", timeout=5).close()
+        except OSError:  # Nobody listens, or a status that is none of 200.
+            time.sleep(0.2)
+        else:
+            return
+    raise RuntimeError(f"the server is not up; it said:\n{log.read_text()[-4000:]}")
+
+
+def apply(load: Load, url: str) -> list[Timing]:
+    """Have processes without anything else in them put a load on a server."""
+    done = subprocess.run(
+        [sys.executable, str(HERE / "live_load.py"), url, MODEL],
+        input=json.dumps(asdict(load)),
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=LOAD_TIMEOUT_S,
+        check=True,
+    )
+    return [Timing(**each) for each in json.loads(done.stdout)]
+
+
+# ---- the engine alone -------------------------------------------------------------------------
+
+
+@dataclass
+class Steps:
+    """Keeps what every step was like."""
+
+    records: list[StepRecord] = field(default_factory=list)
+
+    def step_finished(self, step: StepRecord, cache: Any) -> None:
+        """Keep it."""
+        self.records.append(step)
+
+    def request_added(self, request_id: int, num_prompt_tokens: int) -> None:
+        """Not of interest."""
+
+    def first_token(self, request_id: int, wait_s: float) -> None:
+        """Likewise."""
+
+    def request_finished(self, request: RequestRecord) -> None:
+        """Likewise."""
+
+    def idle(self, cache: Any) -> None:
+        """Likewise."""
+
+    def row(self) -> Row:
+        """What they were like, with and without prompts."""
+        mixed = [each for each in self.records if each.num_prefill_tokens]
+        decode = [each for each in self.records if not each.num_prefill_tokens]
+        tokens = [each.num_prefill_tokens for each in mixed]
+        row: Row = {
+            "steps": len(self.records),
+            "mixed_steps": len(mixed),
+            "mixed_prompt_tokens_p50": percentile(tokens, 0.5),
+            "mixed_prompt_tokens_p90": percentile(tokens, 0.9),
+        }
+        for name, steps in (("mixed", mixed), ("decode", decode)):
+            parts = {
+                "plan_map": [each.plan_s + each.map_s for each in steps],
+                "submit": [each.submit_s for each in steps],
+                "wait": [each.wait_s for each in steps],
+            }
+            for part, times_s in parts.items():
+                row[f"{name}_{part}_p50_ms"] = milliseconds(times_s, 0.5)
+                row[f"{name}_{part}_p99_ms"] = milliseconds(times_s, 0.99)
+        return row
+
+
+class Pauses:
+    """How long the collector of garbage has stopped this process."""
+
+    def __init__(self) -> None:
+        self.longest_s = 0.0
+        self._start_s = 0.0
+
+    def __call__(self, phase: str, info: dict[str, int]) -> None:
+        """As `gc.callbacks` want it."""
+        now_s = time.perf_counter()
+        if phase == "start":
+            self._start_s = now_s
+        else:
+            self.longest_s = max(self.longest_s, now_s - self._start_s)
+
+
+def serve_alone(engine: Engine, load: Load) -> list[Timing]:
+    """The load's arrivals between the steps of an engine, without a server."""
+    arrivals = load.arrivals()
+    timings = [Timing(each.due_s) for each in arrivals]
+    theirs: dict[Any, Timing] = {}
+    start_s = time.perf_counter()
+
+    def updated(handle: Any) -> None:
+        timing, request = theirs[handle], handle.requests[0]
+        if len(request.output_token_ids) > timing.num_tokens:
+            timing.num_tokens = len(request.output_token_ids)
+            timing.came(time.perf_counter() - start_s)
+        if request.error is not None:
+            timing.error = repr(request.error)[:200]
+
+    engine.on_update = updated
+    at = 0
+    while at < len(arrivals) or engine.has_unfinished:
+        now_s = time.perf_counter() - start_s
+        while at < len(arrivals) and arrivals[at].due_s <= now_s:
+            params = SamplingParams(
+                temperature=0, max_tokens=arrivals[at].new_tokens, ignore_eos=True
+            )
+            handle = engine.add(arrivals[at].prompt, params)
+            timings[at].sent_s, theirs[handle] = now_s, timings[at]
+            at += 1
+        if engine.has_unfinished:
+            engine.step()
+        elif at < len(arrivals):
+            time.sleep(max(0.0, arrivals[at].due_s - now_s))
+    return timings
+
+
+def engine_rows(folder: Path, loads: Iterable[Load], *, smoke: bool) -> Iterator[Row]:
+    """The engine that `vmkv serve` would make, and what its steps were like."""
+    from vmkv.cli.main import make_parser
+    from vmkv.cli.models import load_model, load_tokenizer
+    from vmkv.cli.serve import make_engine
+
+    arguments = make_parser().parse_args(
+        command_of(VMKV, folder, 0, smoke=smoke)[3:]  # Without `python -m vmkv.cli`.
+    )
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model, steps, pauses = load_model(str(folder), device=device, dtype=None), Steps(), Pauses()
+    with make_engine(arguments, model, load_tokenizer(str(folder)), steps) as engine:
+        gc.collect()
+        gc.freeze()
+        gc.callbacks.append(pauses)
+        serve_alone(engine, replace(next(iter(smoke_loads().values())), name="warm-up"))
+        for load in loads:
+            steps.records.clear()
+            pauses.longest_s = 0.0
+            timings = serve_alone(engine, load)
+            collected = {"longest_collection_ms": 1e3 * pauses.longest_s}
+            yield row_of(load, ENGINE, timings) | steps.row() | collected
+        gc.callbacks.remove(pauses)
+
+
+# ---- what came of it --------------------------------------------------------------------------
+
+
+def percentile(values: Sequence[float], share: float) -> float | None:
+    """The value that `share` of them do not exceed; None of none."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else None
+
+
+def milliseconds(times_s: Sequence[float], share: float) -> float | None:
+    """Likewise, of seconds."""
+    found = percentile(times_s, share)
+    return None if found is None else 1e3 * found
+
+
+def row_of(load: Load, server: str, timings: Sequence[Timing]) -> Row:
+    """What a load's clients felt."""
+    good = [each for each in timings if not each.error and each.first_s is not None]
+    for error in sorted({each.error for each in timings if each.error})[:3]:
+        print(f"{server}, {load.name}: {error}", file=sys.stderr)
+    tokens = sum(each.num_tokens for each in good)
+    seconds = max((each.last_s or 0.0 for each in good), default=0.0)
+    several = [each for each in good if each.num_tokens > 1]
+    series = {
+        "ttft": [each.first_s - each.due_s for each in good if each.first_s is not None],
+        "tpot": [(each.last_s - each.first_s) / (each.num_tokens - 1) for each in several],
+        "gap": [each.gap_s for each in several],
+        "late": [each.sent_s - each.due_s for each in timings],
+    }
+    return {
+        "load": load.name,
+        "server": server,
+        "requests": len(timings),
+        "failed": len(timings) - len(good),
+        "seconds": seconds,
+        "output_tokens": tokens,
+        "output_tokens_per_s": tokens / seconds if seconds else None,
+        **{
+            f"{name}_p{round(100 * share)}_ms": milliseconds(values, share)
+            for name, values in series.items()
+            for share in (0.5, 0.99)
+        },
+        "events_per_token": sum(each.num_chunks for each in good) / tokens if tokens else None,
+    }
+
+
+def figures_of(rows: Sequence[Row]) -> list[Figure]:
+    """What was promised: nothing is slower than vLLM's in the same run."""
+    by_place = {(row["load"], row["server"]): row for row in rows}
+    figures = []
+    for (load, server), row in by_place.items():
+        if server != VMKV or "streams" in load or row["output_tokens_per_s"] is None:
+            continue
+        theirs = by_place.get((load, VLLM), {})
+        slug = "".join(letter if letter.isalnum() else "_" for letter in load)
+        for key in PROMISED:
+            what, share, _ = key.split("_")
+            bound = theirs.get(key)
+            figures.append(
+                Figure(
+                    f"live_{slug}_{key}",
+                    f"{load}: {what.upper()}, {share}",
+                    row[key],
+                    "ms",
+                    at_most=bound,
+                    rival="" if bound is None else f"vLLM {bound:.3g} ms",
+                )
+            )
+        bound = theirs.get("output_tokens_per_s")
+        figures.append(
+            Figure(
+                f"live_{slug}_tokens_per_s",
+                f"{load}: output tokens",
+                row["output_tokens_per_s"],
+                "tokens/s",
+                at_least=bound,
+                rival="" if bound is None else f"vLLM {bound:,.0f} tokens/s",
+            )
+        )
+    ours = [row for row in rows if row["server"] != VLLM]
+    figures.append(
+        Figure(
+            "live_failed",
+            "requests that failed, of all loads",
+            sum(row["failed"] for row in ours),
+            "requests",
+            at_most=0,
+        )
+    )
+    return figures + misbehaving_figures(rows)
+
+
+def misbehaving_figures(rows: Sequence[Row]) -> list[Figure]:
+    """What clients cost others."""
+    gaps = {row["load"]: row["gap_p99_ms"] for row in rows if row["server"] == VMKV}
+    return [
+        Figure(
+            "live_misbehaving_gap_ratio",
+            f"longest gap (p99) of {load}, of that without them",
+            gaps[f"{load}, two misbehave"] / gap,
+            "×",
+            at_most=1.2 if torch.cuda.is_available() else None,
+            rival=f"without: {gap:.3g} ms",
+        )
+        for load, gap in gaps.items()
+        if f"{load}, two misbehave" in gaps
+    ]
+
+
+def with_earlier(path: Path, record: Row) -> Row:
+    """A record with the rows of the one at `path` that it does not have itself.
+
+    Raises:
+        ValueError: That was measured somewhere else.
+    """
+    earlier = json.loads(path.read_text())
+    if earlier["environment"] != record["environment"]:
+        raise ValueError(f"{path} was measured elsewhere, or of something else")
+    found = {(row["load"], row["server"]): row for row in (*earlier["rows"], *record["rows"])}
+    return make_record(__doc__, list(found.values()), figures_of([*found.values()]), CONSTANTS)
+
+
+# ---- main -------------------------------------------------------------------------------------
+
+
+def server_rows(
+    server: str, folder: Path, loads: dict[str, Load], arguments: argparse.Namespace, *, smoke: bool
+) -> Iterator[Row]:
+    """All loads on one server."""
+    wanted = [each for name, each in loads.items() if server == VMKV or name not in OURS_ONLY]
+    if not wanted:
+        return
+    with serving(server, folder, arguments.logs, arguments.vllm_path, smoke=smoke) as url:
+        # Other prompts than any load's: nothing is slower for the first ones.
+        apply(replace(wanted[0], name="warm-up", rate_per_s=0, num_requests=8), url)
+        for load in wanted:
+            yield row_of(load, server, apply(load, url))
+
+
+def rows_of(
+    folder: Path, loads: dict[str, Load], arguments: argparse.Namespace, *, smoke: bool
+) -> Iterator[Row]:
+    """All loads on all servers that were asked for."""
+    for name in arguments.servers:
+        server = SERVERS[name]
+        if server == ENGINE:
+            wanted = [loads[each] for each in ENGINE_LOADS if each in loads]
+            yield from engine_rows(folder, wanted, smoke=smoke)
+        elif server == VMKV or (not smoke and has_vllm(arguments.vllm_path)):
+            yield from server_rows(server, folder, loads, arguments, smoke=smoke)
+        else:
+            print("vLLM cannot be imported here: vmkv is measured alone")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, show, write."""
+    parser = bench_parser(__doc__)
+    names = list(loads_of(1.0))
+    add = parser.add_argument
+    add("--loads", nargs="+", choices=names, default=names, help="by default all")
+    add("--servers", nargs="+", choices=SERVERS, default=list(SERVERS), help="by default all")
+    add("--seconds", type=float, default=30.0, help="of each chat load")
+    add("--append", action="store_true", help="to what the file of --json holds already")
+    add("--folder", type=Path, help="keeps the model; by default a temporary one")
+    add("--vllm-path", help="PYTHONPATH of vLLM, where it is not installed")
+    add("--logs", type=Path, help="a folder for what servers say")
+    arguments = parser.parse_args(argv)
+    if arguments.append and arguments.json is None:
+        parser.error("--append needs --json")
+    smoke = arguments.smoke or not torch.cuda.is_available()
+    loads = smoke_loads() if smoke else loads_of(arguments.seconds)
+    loads = {name: load for name, load in loads.items() if name in arguments.loads}
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = arguments.folder or Path(temporary) / "model"
+        arguments.logs = arguments.logs or Path(temporary)
+        arguments.logs.mkdir(parents=True, exist_ok=True)
+        if not (folder / "config.json").exists():
+            save_model(folder, smoke=smoke)
+        for row in rows_of(folder, loads, arguments, smoke=smoke):
+            print_rows([row])
+            sys.stdout.flush()
+            rows.append(row)
+    record = make_record(__doc__, rows, figures_of(rows), CONSTANTS)
+    if arguments.append:
+        record = with_earlier(arguments.json, record)
+    print_rows(record["rows"])
+    print_figures(figures_of(record["rows"]))
+    if arguments.json or not smoke:
+        print("wrote", write_result("live", record, arguments.json))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

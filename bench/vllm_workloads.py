@@ -1,0 +1,69 @@
+"""The workloads of `bench_serve` through vLLM's own engine: seconds of each, as JSON.
+
+    python bench/vllm_workloads.py SECONDS.json [W0 …]
+    python bench/bench_serve.py --vllm-json SECONDS.json
+
+Run by an interpreter that has vLLM and this checkout. The model is Llama-3-8B's shape with vLLM's
+own random weights. A workload is run twice, and the better time counts: the first may have to
+compile.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench_generate import llama_config
+from bench_serve import MAX_NUM_SEQS, MAX_TOKENS, WORKLOADS
+
+ROUNDS = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, write."""
+    target, *names = argv or sys.argv[1:]
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    from vllm import LLM, SamplingParams
+
+    config = llama_config(smoke=False)
+    config.architectures, config.dtype = ["LlamaForCausalLM"], "bfloat16"
+    seconds: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        llm = LLM(
+            model=folder,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            max_model_len=MAX_TOKENS,
+            max_num_seqs=MAX_NUM_SEQS,
+            gpu_memory_utilization=0.85,
+            enable_prefix_caching=False,
+        )
+        for workload in WORKLOADS:
+            if names and workload.name not in names:
+                continue
+            prompts = [{"prompt_token_ids": each} for each in workload.prompts(config.vocab_size)]
+            count = workload.new_tokens
+            params = SamplingParams(
+                max_tokens=count, min_tokens=count, ignore_eos=True, temperature=0, detokenize=False
+            )
+            times = []
+            for _ in range(ROUNDS):
+                start = time.perf_counter()
+                llm.generate(prompts, params, use_tqdm=False)
+                times.append(time.perf_counter() - start)
+            seconds[workload.name] = min(times)
+            print(workload.name, [f"{each:.3f} s" for each in times], flush=True)
+            Path(target).write_text(json.dumps(seconds) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
