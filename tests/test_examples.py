@@ -26,7 +26,7 @@ KEY_LINES = {
         "11 began with a prefix that was there, 13200 tokens not computed again",
         "two samples of one prompt: [6, 6] tokens",
         "the cancelled one ended as 'cancelled'",
-        "at the end: 0 B in use",
+        "at the end: 0 B in use by requests",
     ],
     "share_between_processes.py": [
         "exporting 4096 tokens",
