@@ -35,6 +35,9 @@ lint: $(VENV)/.ready
 types: $(VENV)/.ready
 	$(BIN)/mypy
 
+# As many processes as cores; threads would wait for each other.
+unit real: export OMP_NUM_THREADS = 1
+
 unit: $(VENV)/.ready
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not real_weights" $(PYTEST_ARGS)
 
