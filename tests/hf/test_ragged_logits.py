@@ -18,7 +18,9 @@ import torch
 import transformers
 
 from vmkv.attention import AttentionSpec, why_not
-from vmkv.hf import compat, generation
+from vmkv.hf import compat
+from vmkv.hf.forward import attending_through, forward_packed
+from vmkv.hf.prefill import prefill_passes
 from vmkv.hf.ragged import Piece, RaggedCache, RaggedStep
 from vmkv.hf.store import Settings
 
@@ -93,8 +95,8 @@ def _ragged(model: Any, tokens: list[list[int]], device: str, backend: str) -> t
     rows = []
     step = None
     try:
-        with generation._attending_through_vmkv(model):
-            for pieces in generation.prefill_passes(PROMPT_TOKENS, MAX_BATCHED_TOKENS):
+        with attending_through(model):
+            for pieces in prefill_passes(PROMPT_TOKENS, MAX_BATCHED_TOKENS):
                 ids = [
                     token
                     for piece in pieces
@@ -102,9 +104,7 @@ def _ragged(model: Any, tokens: list[list[int]], device: str, backend: str) -> t
                 ]
                 ends = torch.tensor([piece.num_new_tokens for piece in pieces]).cumsum(0) - 1
                 packed = torch.tensor(ids, device=device)
-                logits = generation._forward(
-                    model, RaggedStep(cache, pieces), len(pieces), packed, ends.tolist()
-                )
+                logits = forward_packed(model, RaggedStep(cache, pieces), packed, ends.tolist())
                 first.update(zip((piece.sequence_id for piece in pieces), logits, strict=True))
             rows.append(torch.stack([first[at] for at in range(len(tokens))]))
             for past in range(NEW_TOKENS - 1):
@@ -117,7 +117,7 @@ def _ragged(model: Any, tokens: list[list[int]], device: str, backend: str) -> t
                     ids[length + past] for ids, length in zip(tokens, PROMPT_TOKENS, strict=True)
                 ]
                 packed = torch.tensor(given, device=device)
-                rows.append(generation._forward(model, step, len(tokens), packed))
+                rows.append(forward_packed(model, step, packed))
             cache.check()
     finally:
         cache.close()

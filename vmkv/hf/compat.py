@@ -17,7 +17,7 @@ from transformers.cache_utils import (
     DynamicLayer,
     DynamicSlidingWindowLayer,
 )
-from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
+from transformers.generation.stopping_criteria import MaxLengthCriteria, StopStringCriteria
 
 from ..errors import ConfigError
 
@@ -30,6 +30,14 @@ _CROP_REFUSES_LENGTHS = tuple(int(part) for part in transformers.__version__.spl
 )
 #: Layer types that 4.57 puts behind plain dynamic layers, rightly.
 _PLAIN_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+#: Logits processors and stopping criteria for which it does not matter what a prompt was. By
+#: name, because not every release has them all.
+_READ_NO_PROMPT = {
+    *("EpsilonLogitsWarper", "EtaLogitsWarper", "InfNanRemoveLogitsProcessor"),
+    *("LogitNormalization", "MinPLogitsWarper", "SuppressTokensLogitsProcessor"),
+    *("TemperatureLogitsWarper", "TopHLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper"),
+    *("TypicalLogitsWarper", "EosTokenCriteria", "MaxTimeCriteria"),
+}
 
 
 def text_config(config: Any) -> Any:
@@ -154,30 +162,80 @@ def sdpa_mask(**arguments: Any) -> torch.Tensor | None:
     return mask
 
 
-def sees_padding(processor: Any) -> bool:
-    """Whether a logits processor would take a prompt's padding for tokens that were said.
+def is_transformers_own(rule: Any) -> bool:
+    """Whether a logits processor or stopping criterion is transformers', not the caller's."""
+    return type(rule).__module__.partition(".")[0] == "transformers"
 
-    5.17 and older do not tell a repetition penalty how much padding there is; 5.23 does.
+
+def reads_prompt(rule: Any) -> bool:
+    """Whether a logits processor or stopping criterion of transformers looks at what was said.
+
+    Those that do not look at scores, at the last token or at the clock alone.
     """
-    if type(processor) is not RepetitionPenaltyLogitsProcessor:
-        return False
-    parameter = inspect.signature(RepetitionPenaltyLogitsProcessor).parameters.get(
-        "prompt_ignore_length"
-    )
-    return parameter is None or "Tensor" not in str(parameter.annotation)
+    return is_transformers_own(rule) and type(rule).__name__ not in _READ_NO_PROMPT
 
 
-def attention_settings(model: Any) -> tuple[str, dict[str, str] | str, dict[str, str] | str]:
-    """What the text model attends with, how to set "vmkv", and how to set it back.
+def is_length_limit(criterion: Any) -> bool:
+    """Whether a stopping criterion ends sequences at a length, `max_length`, and nothing else."""
+    return type(criterion) is MaxLengthCriteria
+
+
+def length_limit(max_tokens: int) -> Any:
+    """The stopping criterion that ends sequences of so many tokens, their prompts included."""
+    return MaxLengthCriteria(max_length=max_tokens)
+
+
+def stop_string_criterion(tokenizer: Any, stop_strings: Any) -> Any:
+    """The stopping criterion that ends sequences whose text ends in one of `stop_strings`."""
+    return StopStringCriteria(tokenizer, stop_strings)
+
+
+def pad_token(generation_config: Any) -> int:
+    """The token that fills a batch, of a generation config that transformers has prepared."""
+    pad = getattr(generation_config, "_pad_token_tensor", None)
+    return 0 if pad is None else int(pad.flatten()[0])
+
+
+def attention_settings(
+    model: Any, name: str = "vmkv"
+) -> tuple[str, dict[str, str] | str, dict[str, str] | str]:
+    """What the text model attends with, how to set `name`, and how to set it back.
 
     The latter two are for `set_attn_implementation`. Vision towers and the like are left alone.
     """
     text = getattr(model.config, "text_config", None)
     if text is None:
         before = str(model.config._attn_implementation)
-        return before, "vmkv", before
+        return before, name, before
     before = str(text._attn_implementation)
-    return before, {"text_config": "vmkv"}, {"text_config": before}
+    return before, {"text_config": name}, {"text_config": before}
+
+
+def takes_positions(model: Any) -> bool:
+    """Whether a model's forward names `position_ids`, rather than to swallow them."""
+    parameters = inspect.signature(model.forward).parameters
+    names_anything = {"input_ids", "inputs_embeds"} & parameters.keys()
+    return "position_ids" in parameters or not names_anything  # A wrapper names nothing.
+
+
+def takes_cache(model: Any) -> bool:
+    """Whether a model can be handed a cache, and will use it."""
+    supports = getattr(model, "_supports_default_dynamic_cache", lambda: True)
+    parameters = inspect.signature(model.forward).parameters
+    return bool(supports()) and (
+        "past_key_values" in parameters or "input_ids" not in parameters  # A wrapper's.
+    )
+
+
+def special_tokens(config: Any) -> set[int]:
+    """Tokens that a model's configuration names: pads, ends, places of images, …"""
+    found: set[int] = set()
+    for part in (config, text_config(config)):
+        for name, value in part.to_dict().items():
+            if "token" in name or "_id" in name:
+                values = value if isinstance(value, (list, tuple)) else [value]
+                found.update(each for each in values if type(each) is int)
+    return found
 
 
 def drop_shared_layers(cache: Any) -> None:

@@ -21,8 +21,7 @@ from ..errors import ConfigError
 from ..hf import compat
 from ..hf.defaults import default_max_tokens
 from ..hf.device_rows import DeviceRows
-from ..hf.generation import _attending_through_vmkv as attending_through_vmkv
-from ..hf.generation import _forward as forward_packed
+from ..hf.forward import attending_through, forward_packed
 from ..hf.ragged import Piece, RaggedCache, RaggedStep
 from ..hf.store import Settings
 from ..memory import ExtentPool
@@ -91,9 +90,9 @@ class ServedRows(RaggedCache):
     def _probe(self, model: Any) -> KVCache:
         """Run one token, so that every layer has its place; returns the cache, empty."""
         device = model.get_input_embeddings().weight.device
-        with torch.inference_mode(), attending_through_vmkv(model):
+        with torch.inference_mode(), attending_through(model):
             token = torch.zeros(1, dtype=torch.int64, device=device)
-            forward_packed(model, RaggedStep(self, [Piece(_PROBE_ID, 0, 1)]), 1, token)
+            forward_packed(model, RaggedStep(self, [Piece(_PROBE_ID, 0, 1)]), token)
         self.store.close_gaps()
         self.end(_PROBE_ID)
         if len(self.store.cores) != 1:
@@ -113,12 +112,12 @@ class ServedRows(RaggedCache):
 
     def attending(self) -> contextlib.AbstractContextManager[None]:
         """While this lasts, the model attends from the rows."""
-        return attending_through_vmkv(self._model)
+        return attending_through(self._model)
 
     def forward(self, pieces: List_[Piece], tokens: torch.Tensor) -> torch.Tensor:
         """Run packed `tokens [Tq]`; logits `[pieces, vocabulary]` of each piece's last one."""
         ends = [end - 1 for end in accumulate(piece.num_new_tokens for piece in pieces)]
-        return forward_packed(self._model, RaggedStep(self, pieces), len(pieces), tokens, ends)
+        return forward_packed(self._model, RaggedStep(self, pieces), tokens, ends)
 
 
 def _default_tokens(config: Any, num_rows: int) -> int:
