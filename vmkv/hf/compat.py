@@ -53,6 +53,30 @@ def text_config(config: Any) -> Any:
     return config.get_text_config(decoder=True)
 
 
+def rope_limit_tokens(config: Any) -> int | None:
+    """Up to how many tokens positions mean the same, whoever else is in a pass; None: any number.
+
+    Rotary embeddings of the types "longrope" and "dynamic" have other angles, for all sequences
+    of a pass, once the longest of them is longer than that.
+    """
+    decoder = text_config(config)
+    # 4.57 has the latter name.
+    parameters = getattr(decoder, "rope_parameters", None) or getattr(decoder, "rope_scaling", None)
+    if not isinstance(parameters, dict):
+        return None
+    of_layer_types = [each for each in parameters.values() if isinstance(each, dict)]
+    limits = []
+    for each in of_layer_types or [parameters]:
+        kind = each.get("rope_type", each.get("type")) or ""
+        stated = decoder.max_position_embeddings
+        if kind == "longrope":
+            stated = getattr(decoder, "original_max_position_embeddings", None) or stated
+            limits.append(int(each.get("original_max_position_embeddings") or stated))
+        elif "dynamic" in kind:
+            limits.append(int(stated))
+    return min(limits, default=None)
+
+
 def default_layers(config: Any) -> list[Any]:
     """The layers that this release's own `DynamicCache` would use for the model.
 

@@ -29,9 +29,11 @@ from .prefill import LeadersFirst
 from .prefill import prefill_passes as prefill_passes
 from .prepared import Prepared, check_config, check_inputs, prepare
 from .prompt_tokens import check_tokens
+from .proof import prove
 from .ragged import Piece, RaggedCache, RaggedStep
 from .store import Settings
 from .token_state import TokenState
+from .unservable import check_length
 
 #: Tokens of one prefill pass: enough to fill a GPU, few enough that activations stay small.
 _MAX_BATCHED_TOKENS = 8192
@@ -204,6 +206,9 @@ def _generate(
         streamer: Likewise.
         max_num_batched_tokens: Likewise.
     """
+    settings = memory.store.settings if isinstance(memory, RaggedCache) else memory
+    prove(model, settings.attention_backend)
+    check_length(model.config, state.max_tokens)
     if streamer is not None:
         streamer.put(state.ids.cpu())
     num_sequences = len(state.live)

@@ -50,6 +50,12 @@ class TokenState:
         """Tokens of a live sequence, without padding."""
         return int(self.ids.shape[1]) - self._pads[row]
 
+    @property
+    def max_tokens(self) -> int | None:
+        """What the longest sequence may reach, its prompt included; None if there is no limit."""
+        limits = [part.max_tokens for part in self._parts]
+        return None if None in limits else max(each for each in limits if each is not None)
+
     def choose(self, logits: torch.Tensor) -> torch.Tensor:
         """The next token of every sequence: `[B]`; padding for those that have ended.
 
