@@ -16,7 +16,7 @@ PYTHONS ?= 3.10 3.12 3.13
 BIN = $(VENV)/bin
 SOURCES = $(wildcard vmkv/_native/*.[ch]) pyproject.toml
 
-.PHONY: demo test lint types unit test-matrix test-pythons report clean
+.PHONY: demo test lint types unit test-matrix test-pythons models report clean
 
 demo: $(VENV)/.ready
 	$(BIN)/python examples/generate.py --out out
@@ -65,6 +65,10 @@ test-pythons:
 		$$venv/bin/python -m pytest --quiet tests/native tests/backend tests/memory \
 			tests/machines/test_pool_machine.py $(addprefix --ignore=,$(NEED_TORCH)); \
 	done
+
+# Which models are served by what, tried anew.
+models: $(VENV)/.ready
+	PYTHONPATH=tests $(BIN)/python -m helpers.survey
 
 report: $(VENV)/.ready
 	$(BIN)/python bench/report.py

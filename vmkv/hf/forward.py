@@ -50,8 +50,18 @@ def forward_packed(
         **kept,
     )
     step.check_complete()
+    return kept_logits(output, kept.get("logits_to_keep"))
+
+
+def kept_logits(output: Any, keep: torch.Tensor | None) -> torch.Tensor:
+    """Logits `[kept, vocabulary]` of a packed pass, whether or not the model can keep but those.
+
+    Args:
+        output: What the model returned.
+        keep: Which tokens' were asked for; None for all.
+    """
     logits: torch.Tensor = output.logits[0]
-    return logits if ends is None or logits.shape[0] == len(ends) else logits[ends]
+    return logits if keep is None or logits.shape[0] == keep.shape[0] else logits[keep]
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ import torch
 from ...cache import KVCache
 from ...errors import CapacityError, ClosedError, ConfigError
 from ...hf import compat
+from ...hf.forward import kept_logits
 from ..params import SamplingParams
 from ..sampler import SampledTokens, Sampler
 from . import buffers, custom_op
@@ -244,8 +245,7 @@ class GraphRunner:
             logits_to_keep=keep,
             return_dict=True,
         )
-        logits: torch.Tensor = output.logits[0]
-        return logits
+        return kept_logits(output, None if isinstance(keep, int) else keep)
 
     # ---- start, and end -------------------------------------------------------------------
 
