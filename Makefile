@@ -23,7 +23,7 @@ FUZZ_ARGS ?=
 BIN = $(VENV)/bin
 SOURCES = $(wildcard vmkv/_native/*.[ch]) pyproject.toml
 
-.PHONY: demo test lint types unit real fuzz test-matrix test-pythons report clean
+.PHONY: demo test lint types unit real fuzz test-matrix test-pythons models report clean
 
 demo: $(VENV)/.real
 	@model=$$($(BIN)/python examples/real_model.py); \
@@ -89,6 +89,10 @@ test-pythons:
 		$$venv/bin/python -m pytest --quiet tests/native tests/backend tests/memory \
 			tests/machines/test_pool_machine.py $(addprefix --ignore=,$(NEED_TORCH)); \
 	done
+
+# Which models are served by what, tried anew.
+models: $(VENV)/.ready
+	PYTHONPATH=tests $(BIN)/python -m helpers.survey
 
 report: $(VENV)/.ready
 	$(BIN)/python bench/report.py
