@@ -22,13 +22,12 @@ from ..errors import ConfigError, OutOfPagesError, SequenceFullError
 from ..memory import Scrub, WriteRange, check_pool
 from .disk import load
 from .forking import plan_forks
-from .prefix import BLOCK_TOKENS
 from .process import import_prefix
 from .reorder import check_beams, reorder
 from .rowed import RowedCache
 from .sequence import Sequence
 from .stats import CacheStats, collect_stats
-from .surplus import retire_surplus
+from .surplus import behind_windows, retire_surplus
 from .transaction import Target
 
 
@@ -344,18 +343,8 @@ class KVCache(RowedCache):
 
     def retire_behind_windows(self, sequences: Iterable[Sequence] | None = None) -> None:
         """Retire what no later query of these sequences (or all) can see."""
-        windowed = [group for group in self.groups if group.window_tokens is not None]
-        if not windowed:
-            return
-        for each in self.live_sequences() if sequences is None else sequences:
-            num_tokens = each.num_tokens
-            if self.prefixes.num_recorded(each.row):
-                # What is found as a prefix is cut to whole blocks, and must see its own window.
-                num_tokens = max(0, num_tokens - BLOCK_TOKENS + 1)
-            for group in windowed:
-                if group.has_front_to_retire(each.row, num_tokens):
-                    fence = self.pool.reclaimer.new_fence()
-                    group.retire_front(each.row, num_tokens, fence)
+        for group, row, num_tokens in behind_windows(self, sequences):
+            group.retire_front(row, num_tokens, self.pool.reclaimer.new_fence())
 
     # ---- end ------------------------------------------------------------------------------
 
