@@ -281,7 +281,7 @@ def test_exporter_goes_on_while_others_read(device: str, path: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_several_processes_import_at_once(device: str, path: str) -> None:
-    """The exporter's thread serves them in turn."""
+    """The exporter serves them side by side."""
     with _exporting(device, path):
         children = [_start(_IMPORTER, device, path) for _ in range(3)]
         for child in children:
