@@ -144,7 +144,7 @@ def test_a_model_that_computes_something_else_is_refused(spoil: Any, dtype: torc
     assert model.config._attn_implementation == "eager"
 
 
-@pytest.mark.skipif(VERSION < (5, 0), reason="before 5.x Moshi attends by itself")
+@pytest.mark.skipif(VERSION < (5, 23), reason="before 5.23 Moshi attends by itself")
 def test_a_window_of_any_length_must_be_the_masks() -> None:
     """Rows would forget what a mask without a window still sees, long after the proof has ended."""
     config = families.tiny_config("moshi")
@@ -155,6 +155,24 @@ def test_a_window_of_any_length_must_be_the_masks() -> None:
     model = _model("mistral")
     model.config.sliding_window = 3000
     prove(model)
+
+
+def test_logits_that_are_ruled_out_are_no_difference() -> None:
+    """Nor do they hide one."""
+
+    def around(forward: Any, hidden: torch.Tensor) -> Any:
+        logits = forward(hidden)
+        logits[..., 10:20] = -torch.inf
+        return logits
+
+    model = _model()
+    _wrap(model.lm_head, around)
+    prove(model)
+    model = _model()
+    _wrap(model.lm_head, around)
+    _keeps_other_logits(model)
+    with pytest.raises(ConfigError, match="packed, sequences that"):
+        prove(model)
 
 
 def test_what_serves_a_refused_model_is_named_only_if_it_does() -> None:
