@@ -128,12 +128,12 @@ def test_a_prompt_that_is_too_long_already_is_refused(where: str, model: Any) ->
     """In transformers' words, whichever prompt it is."""
     options: dict[str, Any] = {}
     if where == "option":
-        options["max_length"] = 20
+        options["max_length"] = 19
     elif where == "generation_config":
-        options["generation_config"] = GenerationConfig(max_length=20)
+        options["generation_config"] = GenerationConfig(max_length=19)
     else:
-        model.generation_config.max_length = 20
-    with pytest.raises(ConfigError, match=r"23.*max_length.*20"):
+        model.generation_config.max_length = 19
+    with pytest.raises(ConfigError, match=r"23.*max_length.*19"):
         vmkv.generate(model, PROMPTS, **options)
 
 
@@ -166,7 +166,7 @@ def test_padding_is_nothing_that_was_said(options: dict[str, Any], model: Any) -
 @pytest.mark.parametrize(
     "options",
     [
-        {"sequence_bias": [[[5], 6.0], [[0, 0, 15], 9.0]]},
+        {"sequence_bias": [[[5], 6.0], [[5, 9], 9.0]]},
         {"begin_suppress_tokens": list(range(50))},
         {"exponential_decay_length_penalty": (2, 1.6), "eos_token_id": [7]},
         {"guidance_scale": 2.0},

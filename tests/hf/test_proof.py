@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from helpers import families
 from helpers.tiny_models import VERSION, tiny_model
 
 import vmkv
@@ -143,17 +144,34 @@ def test_a_model_that_computes_something_else_is_refused(spoil: Any, dtype: torc
     assert model.config._attn_implementation == "eager"
 
 
+@pytest.mark.skipif(VERSION < (5, 23), reason="before 5.23 Moshi attends by itself")
 def test_a_window_of_any_length_must_be_the_masks() -> None:
     """Rows would forget what a mask without a window still sees, long after the proof has ended."""
+    config = families.tiny_config("moshi")
+    config.sliding_window = 3000
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with pytest.raises(ConfigError, match=r"layer 0 is to see 3000 tokens by .* all tokens by its"):
+        prove(model)
     model = _model("mistral")
-    model.config.sliding_window = 4096
+    model.config.sliding_window = 3000
     prove(model)
-    model = _model("mistral")
-    model.config.sliding_window = None  # For the mask; rows are told by the layers' types.
-    model.config.layer_types = ["sliding_attention"] * 3
-    model.model.config = copy.copy(model.config)
-    model.config.sliding_window = 4096
-    with pytest.raises(ConfigError, match=r"layer 0 is to see 4096 tokens by .* all tokens"):
+
+
+def test_logits_that_are_ruled_out_are_no_difference() -> None:
+    """Nor do they hide one."""
+
+    def around(forward: Any, hidden: torch.Tensor) -> Any:
+        logits = forward(hidden)
+        logits[..., 10:20] = -torch.inf
+        return logits
+
+    model = _model()
+    _wrap(model.lm_head, around)
+    prove(model)
+    model = _model()
+    _wrap(model.lm_head, around)
+    _keeps_other_logits(model)
+    with pytest.raises(ConfigError, match="packed, sequences that"):
         prove(model)
 
 

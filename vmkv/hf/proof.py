@@ -195,9 +195,10 @@ def _packed_pass(
             logits = forward_packed(model, step, tokens, list(range(1, len(kinds))))
         except Exception as error:
             raise _explained(error, "it does not run on packed tokens") from error
-    expected = plain.logits[places.to(plain.logits.device)[1:]].float()
-    made = expected - expected.mean(-1, keepdim=True)
-    return differences + _differences(logits.float(), expected, made, kinds[1:], eps)
+    expected = plain.logits[places.to(plain.logits.device)[1:]]
+    finite = expected.where(expected.isfinite(), 0)  # Some models rule tokens out with -inf.
+    made = finite - finite.mean(-1, keepdim=True)
+    return differences + _differences(logits, expected, made, kinds[1:], eps)
 
 
 def _kind(piece: Piece) -> str:
@@ -310,9 +311,10 @@ def _differences(
         eps: The unit in the last place.
     """
     actual, expected, made = (each.flatten(1) for each in (actual, expected, made))
-    known = expected.isfinite()  # Some models rule tokens out with -inf.
+    known = expected.isfinite()
+    fine = torch.promote_types(expected.dtype, torch.float32)
     error, size, made_size = (
-        each.where(known, 0).double().norm(dim=1)
+        torch.linalg.vector_norm(each.where(known, 0), dim=1, dtype=fine)
         for each in (actual.to(expected.device) - expected, expected, made)
     )
     allowed = eps**0.5 * made_size + 2 * eps * size
