@@ -513,7 +513,8 @@ class CacheMachine(RuleBasedStateMachine):
         pool = self.cache.pool
         pool.reclaimer.wait()
         pool.trim()
-        pool.set_budget(max(PAGE, pool.stats().created_bytes + num_free_pages * PAGE))
+        full_bytes = max(PAGE, pool.stats().created_bytes + num_free_pages * PAGE)
+        pool.set_budget(min(full_bytes, BUDGET_PAGES * PAGE))
         try:
             yield
         finally:
