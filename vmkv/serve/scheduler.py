@@ -47,7 +47,8 @@ class Scheduler:
         aging_steps: By how many steps one level of priority lets a request overtake.
         costs: What decides between swapping and computing again.
         max_prefill_beside_decode: Prompt tokens of a step that decodes as well, unless more are
-            left than `max_num_batched_tokens`; None for as many as fit. Fixed chunks do not heed it.
+            left than `max_num_batched_tokens`; None for as many as fit. With fixed chunks it has no
+            effect.
         fixed_chunks: Cut every prompt at multiples of a fixed length and nowhere else, and compute
             again what was generated one token at a time, as it was: what a request computes then
             never depends on the others.
