@@ -111,6 +111,24 @@ def test_words_are_joined_as_the_tokenizer_does() -> None:
     assert " cats sat , the" == detokenizer.text
 
 
+class Shouting(PreTrainedTokenizerFast):
+    """A tokenizer that does something of its own with the text, as Whisper's does."""
+
+    def _decode(self, *arguments: object, **options: object) -> str:
+        return str(super()._decode(*arguments, **options)).upper()
+
+
+def test_what_a_tokenizer_adds_to_decoding_is_kept() -> None:
+    """Whether its class adds it, or somebody gave this one another way to decode."""
+    plain = TOKENIZERS["byte-level"]
+    ids = plain.encode("the cat", add_special_tokens=False)
+    inner = plain.backend_tokenizer
+    assert _run(Shouting(tokenizer_object=inner), [], ids)[0].text == "THE CAT"
+    patched = PreTrainedTokenizerFast(tokenizer_object=inner)
+    patched.decode = lambda token_ids, **options: "x" * len(token_ids)
+    assert _run(patched, [], ids)[0].text == "x" * len(ids)
+
+
 @given(ids=st.lists(st.integers(2, 289), max_size=120), data=st.data())
 def test_random_tokens_lose_nothing(ids: list[int], data: st.DataObject) -> None:
     """Bytes that are no text become replacement characters, and never hold the rest up."""

@@ -256,6 +256,7 @@ def schedulers(draw: st.DrawFn) -> tuple[Scheduler, ModelView]:
             draw(st.integers(max_num_seqs, 24)),
             aging_steps=draw(st.integers(1, 20)),
             costs=draw(st.sampled_from([SWAPPING, RECOMPUTING])),
+            max_prefill_beside_decode=draw(st.none() | st.integers(1, 12)),
             fixed_chunks=draw(st.booleans()),
         ),
         ModelView(
@@ -364,6 +365,29 @@ def test_decoding_goes_on_beside_a_long_prompt() -> None:
         sizes.append(by_request[1].num_new_tokens)
         assert by_request[1].samples == (sum(sizes) == 100)
     assert [15] * 6 + [10] == sizes
+
+
+@pytest.mark.parametrize("num_waiting", [1, 2, 3])
+def test_prompts_are_computed_in_small_parts_while_somebody_decodes(num_waiting: int) -> None:
+    """But in whole steps as long as nobody does, or more wait than one whole step could take."""
+    trace = Trace(Scheduler(8, 64, max_prefill_beside_decode=8), ModelView(1000, 4))
+    trace.add(0, Arrival(0, 60, 40, 99, 0, None, False))
+    assert [60] == [chunk.num_new_tokens for chunk in trace.step().chunks]
+    for request_id in range(1, num_waiting + 1):
+        trace.add(request_id, Arrival(0, 30, 20, 99, 0, None, False))
+    sizes, num_left = [], 30 * num_waiting
+    while num_left:
+        plan = trace.step()
+        decoding = [chunk for chunk in plan.chunks if chunk.num_past_tokens >= 30]
+        assert decoding
+        sizes.append(plan.num_tokens - len(decoding))
+        num_left -= sizes[-1]
+    expected = {
+        1: [8, 8, 8, 6],
+        2: [8, 8, 8, 8, 8, 8, 8, 4],
+        3: [63, 8, 8, 8, 3],  # 90 tokens are more than 64, and then 27 are not.
+    }
+    assert expected[num_waiting] == sizes
 
 
 @pytest.mark.parametrize(

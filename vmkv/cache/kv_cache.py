@@ -111,7 +111,7 @@ class KVCache(RowedCache):
         self.note_stream()
         short: dict[Sequence, int] = {}  # One may be named twice.
         for sequence, num_tokens in targets:
-            if num_tokens > sequence.writable_tokens:
+            if num_tokens > self.writable_tokens(sequence):
                 short[sequence] = max(num_tokens, short.get(sequence, 0))
         if short:
             self._make_writable(short, dict(targets))

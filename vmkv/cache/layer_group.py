@@ -130,10 +130,10 @@ class LayerGroup:
         From `num_tokens` on, all before it is mapped, the row's own and not protected; what is
         read `overread_tokens` past it is mapped. Less than `num_tokens` where nothing is.
         """
-        geometry = self.geometry
-        end_page = self.table.writable_end_page(row, geometry.whole_pages_below(num_tokens))
-        own_tokens = geometry.whole_tokens_below(end_page)
-        return min(own_tokens, self.resident_tokens(row) - overread_tokens)
+        first_page = self.geometry.whole_pages_below(num_tokens)
+        if not self.table.is_writable_from(row, first_page):
+            return 0
+        return self.resident_tokens(row) - overread_tokens
 
     def first_mapped_token(self, row: int, num_tokens: int) -> int:
         """The first of `num_tokens` tokens of `row` that is mapped in full; else `num_tokens`."""

@@ -126,14 +126,12 @@ class PageTable:
             if mapping.end_page > first_page and mapping.first_page < end_page
         ]
 
-    def writable_end_page(self, row: int, first_page: int) -> int:
-        """The page up to which `row` may be written from `first_page` on with nothing done before.
+    def is_writable_from(self, row: int, first_page: int) -> bool:
+        """Whether what is mapped of `row` from `first_page` on is its own and not protected.
 
-        Every page from there to it is mapped, the row's own and not protected. 0 where something
-        was shared there and nobody has looked since. Cost: a comparison.
+        False also where something was shared there and nobody has looked since. Cost: a comparison.
         """
-        pages = self.rows[row]
-        return pages.end_page if first_page >= pages.shared_end_page else 0
+        return first_page >= self.rows[row].shared_end_page
 
     def guarded_page(self, row: int, first_page: int) -> int:
         """Where the first mapping that `row` may not write from `first_page` on begins, as it is.
@@ -150,7 +148,7 @@ class PageTable:
         """Check that what `row` may not write lies below its `shared_end_page`.
 
         Raises:
-            InternalError: It does not: `writable_end_page` would say too much.
+            InternalError: It does not: `is_writable_from` would say too much.
         """
         pages = self.rows[row]
         for mapping in pages.mappings:

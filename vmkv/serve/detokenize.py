@@ -8,30 +8,22 @@ last few before it, and what that adds is its text; bytes that are no whole char
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any
 
+from ..hf import compat
 from .params import SamplingParams
 from .stop_texts import START, stop_texts
 
 #: Tokens decoded again as context for the next: more than a character or a word's rule needs.
-_CONTEXT_TOKENS = 8
+_CONTEXT_TOKENS = 6
 #: The window is moved on when it has grown so long, at a whole character; and in any case when
-#: it has grown so much longer that there can be none.
-_WINDOW_TOKENS = 24
+#: it has grown so much longer that there can be none. Each token costs a decoding of it.
+_WINDOW_TOKENS = 2 * _CONTEXT_TOKENS
 _WINDOW_MAX_TOKENS = 96
 #: What decoders write for bytes that are no character (yet), once for each or once for several.
 _REPLACEMENT = "\ufffd"
 #: Bytes of a character that is not complete, at most.
 _INCOMPLETE_BYTES = 3
-
-
-class Tokenizer(Protocol):
-    """What is needed of a transformers tokenizer."""
-
-    def decode(
-        self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool
-    ) -> str:
-        """The text of `token_ids`."""
 
 
 class Detokenizer:
@@ -46,10 +38,9 @@ class Detokenizer:
         stop: The stop text that was found; None as long as none was.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams
-    ):
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, prompt_token_ids: Sequence[int], params: SamplingParams):
+        # Tidying spaces before punctuation would change text that was given out already.
+        self._decode_tokens = compat.decoder(tokenizer)
         self._skips_special = params.skip_special_tokens
         self._stops = stop_texts(tuple(params.stop)) if params.stop else None
         self._stop_state = START
@@ -67,15 +58,16 @@ class Detokenizer:
     @property
     def text(self) -> str:
         """The text that is certain: nothing of it can still become part of a stop text."""
-        return self._text[: len(self._text) - self._num_held]
+        return self._text[: -self._num_held] if self._num_held else self._text
 
     def append(self, token_id: int) -> str | None:
         """One more token; returns the stop text if that ended the output."""
         self._num_tokens += 1
         self._window.append(token_id)
-        whole = self._decode()
-        num_replaced = len(whole) - len(whole.rstrip(_REPLACEMENT))
-        certain = whole[: len(whole) - min(num_replaced, _INCOMPLETE_BYTES)]
+        certain = self._decode()
+        if certain.endswith(_REPLACEMENT):
+            num_replaced = len(certain) - len(certain.rstrip(_REPLACEMENT))
+            certain = certain[: len(certain) - min(num_replaced, _INCOMPLETE_BYTES)]
         # Some decoders take back characters while the bytes of the next one are incomplete.
         if not certain.startswith(self._taken) and len(self._window) < _WINDOW_MAX_TOKENS:
             return None
@@ -107,18 +99,13 @@ class Detokenizer:
         return self.stop
 
     def _decode(self) -> str:
-        # Tidying spaces before punctuation would change text that was given out already.
-        return self._tokenizer.decode(
-            self._window,
-            skip_special_tokens=self._skips_special,
-            clean_up_tokenization_spaces=False,
-        )
+        return self._decode_tokens(self._window, self._skips_special)
 
     def _move_window(self) -> None:
         """Drop what is context no more, so that what remains is still the end of what was taken."""
         is_longest = len(self._window) >= _WINDOW_MAX_TOKENS
         window = self._window
-        for num_kept in range(_CONTEXT_TOKENS, 2 * _CONTEXT_TOKENS):
+        for num_kept in range(_CONTEXT_TOKENS, _WINDOW_TOKENS):
             self._window = window[-num_kept:]
             text = self._decode()
             if _REPLACEMENT not in text and self._taken.endswith(text):

@@ -98,12 +98,13 @@ class MemoryView:
             for chunk in chunks
         )
 
-    def note_computed(self, request_id: int, num_tokens: int) -> None:
-        """The first `num_tokens` tokens' keys and values are computed by submitted steps."""
-        self._computed_tokens[request_id] = num_tokens
-        request = self._requests[request_id]
-        if num_tokens <= len(request.prompt_token_ids):
-            self._record(request_id)
+    def note_computed(self, chunks: Iterable[PlannedChunk]) -> None:
+        """The keys and values of `chunks` are computed by submitted steps."""
+        for chunk in chunks:
+            request_id, num_tokens = chunk.request_id, chunk.num_tokens
+            self._computed_tokens[request_id] = num_tokens
+            if num_tokens <= len(self._requests[request_id].prompt_token_ids):
+                self._record(request_id)
 
     def shrink(self, request_id: int, num_tokens: int) -> None:
         """Tokens from `num_tokens` on were not computed after all."""

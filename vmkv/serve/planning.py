@@ -34,6 +34,8 @@ class StepPlanning:
         num_tokens = num_tokens or scheduler.max_num_batched_tokens
         self._decode_tokens = min(num_tokens, scheduler.num_decodes())
         self._prompt_tokens = num_tokens - self._decode_tokens
+        if self._decode_tokens:
+            self._prompt_tokens = scheduler.prefill_beside_decode(self._prompt_tokens)
         self.is_short = False  # Whether somebody has to give way, or to stall.
         self.preempted: list[Preemption] = []
         self.admitted: list[Admission] = []
@@ -42,19 +44,20 @@ class StepPlanning:
 
     def run(self, job: Job) -> None:
         """Go on with a running request, if there is room for it."""
-        num_new = 0
+        num_left, num_new = job.num_left, 0
         if not (job.waits_for_host and job.num_unread):
-            is_decode = job.num_left == 1
-            left = self._decode_tokens if is_decode else self._prompt_tokens
-            num_new = self._scheduler.chunk_tokens(job, left)
+            if num_left == 1:
+                num_new = min(1, self._decode_tokens)
+            else:
+                num_new = self._scheduler.chunk_tokens(job, self._prompt_tokens)
         needed = self._make_room(job, job.num_computed + num_new) if num_new else 0
         if needed is None:
             num_new = needed = 0
-        if job.num_left > max(num_new, 1):
+        if num_left > 1 and num_left > num_new:
             lacking = self._view.pages_to_grow(job.request_id, job.num_tokens)
             self._promised_pages += lacking - needed
         if num_new:
-            if job.num_left == 1:
+            if num_left == 1:
                 self._decode_tokens -= 1
             else:
                 self._prompt_tokens -= num_new

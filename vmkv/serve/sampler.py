@@ -104,6 +104,7 @@ class Sampler:
         #: How many tokens each slot has sampled: its generator's counter.
         self._counts = torch.zeros(slots, dtype=torch.int64, device=device)
         self._needs = [_Needs()] * slots
+        self._demanding: set[int] = set()  # Slots that want more than the likeliest token.
         #: Per slot its float and its integer parameters with its count, as the device takes them.
         self._staged: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         # Made when a slot first needs them: 5 bytes and 8 times so many per slot.
@@ -147,6 +148,10 @@ class Sampler:
         if needs.bans:
             self._ban(slot, params.stop_token_ids)
         self._needs[slot] = needs
+        if needs == _Needs():
+            self._demanding.discard(slot)
+        else:
+            self._demanding.add(slot)
         self._staged[slot] = staged
 
     def is_greedy(self, slots: Sequence[int]) -> bool:
@@ -155,7 +160,7 @@ class Sampler:
         Then `greedy` may take the place of `sample`, in a CUDA graph for instance: such slots
         have no state that moves on.
         """
-        return all(self._needs[slot] == _Needs() for slot in slots)
+        return self._demanding.isdisjoint(slots)
 
     def warm_up(self, dtype: torch.dtype) -> None:
         """Compile what is compiled at first use, for logits of `dtype`; slots are as made."""

@@ -14,6 +14,10 @@ first does not fit, nobody behind it may pass. When memory is short, a running r
 that of the one ranked last; the one ranked last itself stalls and keeps what it has. So the
 best-placed request always goes on, everything ends, and nothing can deadlock as long as each
 request fits alone, which `add` makes sure of.
+
+Every prompt token in a step keeps those waiting who decode in it. So where that is wanted such
+steps take few, as long as one whole step could take all that are left; where more are left, those
+who wait for their first token have the longer wait, and steps are as large as they may be.
 """
 
 from __future__ import annotations
@@ -39,6 +43,9 @@ class Scheduler:
         max_num_batched_tokens: Tokens of a step at most.
         aging_steps: By how many steps one level of priority lets a request overtake.
         costs: What decides between swapping and computing again.
+        max_prefill_beside_decode: Prompt tokens of a step that decodes as well, unless more are
+            left than `max_num_batched_tokens`; None for as many as fit. With fixed chunks it has no
+            effect.
         fixed_chunks: Cut every prompt at multiples of a fixed length and nowhere else, and compute
             again what was generated one token at a time, as it was: what a request computes then
             never depends on the others.
@@ -54,11 +61,14 @@ class Scheduler:
         *,
         aging_steps: int = 256,
         costs: PreemptionCosts | None = None,
+        max_prefill_beside_decode: int | None = None,
         fixed_chunks: bool = False,
     ):
         check_positive("max_num_seqs", max_num_seqs)
         check_positive("max_num_batched_tokens", max_num_batched_tokens)
         check_positive("aging_steps", aging_steps)
+        if max_prefill_beside_decode is not None:
+            check_positive("max_prefill_beside_decode", max_prefill_beside_decode)
         if max_num_batched_tokens < max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens={max_num_batched_tokens} is less than one token for each "
@@ -68,6 +78,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self._aging_steps = aging_steps
         self._costs = costs or PreemptionCosts()
+        self._max_prefill_beside_decode = max_prefill_beside_decode
         self._fixed_chunks = fixed_chunks
         # Fits beside a token of everybody else, so nobody waits for a step of his own.
         self._fixed_chunk_tokens = max_num_batched_tokens - max_num_seqs + 1
@@ -347,6 +358,25 @@ class Scheduler:
     def num_decodes(self) -> int:
         """How many running requests want just one token."""
         return sum(job.num_left == 1 for job in self.running)
+
+    def prefill_beside_decode(self, num_tokens: int) -> int:
+        """How many of `num_tokens` a step that decodes as well may spend on prompts."""
+        most = self._max_prefill_beside_decode
+        if most is None or most >= num_tokens or self._fixed_chunks or self._has_backlog():
+            return num_tokens
+        return most
+
+    def _has_backlog(self) -> bool:
+        """Whether more prompt tokens are left than a step takes."""
+        left = self.max_num_batched_tokens - sum(
+            job.num_left for job in self.running if job.num_left > 1
+        )
+        for _, request_id in self._waiting:
+            if left < 0:
+                break
+            if request_id in self._jobs:
+                left -= self._jobs[request_id].num_left
+        return left < 0
 
     def _first_waiting(self) -> Job | None:
         while self._waiting:

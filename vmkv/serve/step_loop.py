@@ -248,17 +248,17 @@ class StepLoop:
 
     def _submit(self, chunks: Sequence[PlannedChunk]) -> _Submitted | None:
         try:
-            for chunk in chunks:
-                if chunk.request_id in self._to_set:
-                    self._set_slot(chunk)
+            if self._to_set:
+                for chunk in chunks:
+                    if chunk.request_id in self._to_set:
+                        self._set_slot(chunk)
             with self._view.submitting(chunks):
                 pending = self._runner.submit([self._chunk(chunk) for chunk in chunks])
         except BaseException as error:  # noqa: BLE001  # ends who is to blame, or is raised again
             self._recover(chunks, error)
             return None
         self._shortage = None  # That is past.
-        for chunk in chunks:
-            self._view.note_computed(chunk.request_id, chunk.num_tokens)
+        self._view.note_computed(chunks)
         if self._token_limit is not None:
             # Slowly: each attempt that fails costs a step.
             more = self._token_limit + max(1, self._token_limit // 8)
@@ -281,18 +281,13 @@ class StepLoop:
         self._to_set.discard(chunk.request_id)
 
     def _chunk(self, chunk: PlannedChunk) -> Chunk:
-        request = self._requests[chunk.request_id]
+        request_id, slot, num_past_tokens, num_new_tokens, from_device, samples = chunk
         tokens = None
-        if not chunk.from_device:
-            tokens = request.tokens(chunk.num_past_tokens, chunk.num_tokens)
-        return Chunk(
-            chunk.slot,
-            self._view.row(chunk.request_id),
-            chunk.num_past_tokens,
-            chunk.num_new_tokens,
-            tokens,
-            chunk.samples,
-        )
+        if not from_device:
+            request = self._requests[request_id]
+            tokens = request.tokens(num_past_tokens, num_past_tokens + num_new_tokens)
+        row = self._view.row(request_id)
+        return Chunk(slot, row, num_past_tokens, num_new_tokens, tokens, samples)
 
     def _recover(self, chunks: Sequence[PlannedChunk], error: BaseException) -> None:
         """A step was not submitted: everything is as before it, and who is to blame ends.

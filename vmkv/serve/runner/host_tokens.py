@@ -29,7 +29,7 @@ class HostTokens:
 
     def concerns(self, slots: Sequence[int]) -> bool:
         """Whether any of `slots` has a processor."""
-        return bool(self._slots) and any(slot in self._slots for slot in slots)
+        return not self._slots.keys().isdisjoint(slots)
 
     def of(self, slot: int) -> list[int] | None:
         """The slot's tokens, to append to what the host reads; None where nobody asks."""
