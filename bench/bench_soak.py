@@ -15,8 +15,9 @@ Method. Llama-3-8B's shape, random weights, bfloat16. Prompts from `random.seed(
 log-normal around 180 tokens (5 to 2,000); 30 % begin with a part of one of eight common beginnings
 of 300 to 1,100 tokens; 2 % ask for three samples. Answers: up to 160 tokens, log-normal around 60,
 sampled with seeds. At most 384 requests are in the engine at a time; a tenth of them are cancelled
-midway. 64 requests, drawn at random, ask for log-probabilities; prompt and answer of each then go
-through the plain model in one pass without a cache, once in bfloat16 and once in float32.
+midway. Where memory is short, 400 requests, with answers of some 500 tokens. 64 requests, drawn
+at random, ask for log-probabilities; prompt and answer of each then go through the plain model in
+one pass without a cache, once in bfloat16 and once in float32.
 
 Rivals. The plain model in bfloat16 is the rule that the engine is held to.
 
@@ -43,6 +44,7 @@ from vmkv.serve import Engine, SamplingParams
 from vmkv.serve.preemption import PreemptionCosts
 
 NUM_REQUESTS = 3000
+NUM_SHORT = 400
 NUM_DRAWN = 64
 NUM_COMMON = 8
 IN_FLIGHT = 384
@@ -52,6 +54,7 @@ SHARE_CANCELLED = 0.1
 HOST_BYTES = 16 * 2**30
 SHORT_BYTES = 3 * 2**30  # What the requests that run at once want is three times as much.
 SMOKE_SHORT_BYTES = 2**20
+LONG_ANSWER_TOKENS = 500  # So much that those that have begun outgrow the memory.
 ERROR_RULE = 2.0
 QUARTER = ", quarter of the budget"
 SHORT = ", short of memory, swapping"
@@ -77,8 +80,10 @@ class Said:
     logprobs: list[float]
 
 
-def traffic(num_requests: int, vocabulary: int, max_tokens: int) -> list[Asked]:
-    """Seeded requests."""
+def traffic(
+    num_requests: int, vocabulary: int, max_tokens: int, answer_tokens: int = 60
+) -> list[Asked]:
+    """Seeded requests, whose answers are of some `answer_tokens`."""
     source = random.Random(0)
 
     def tokens(count: int) -> list[int]:
@@ -96,7 +101,9 @@ def traffic(num_requests: int, vocabulary: int, max_tokens: int) -> list[Asked]:
             prompt = shared[: source.randint(len(shared) // 2, len(shared))] + prompt
         params = SamplingParams(
             max_tokens=min(
-                max_tokens // 4, 160, max(2, int(source.lognormvariate(math.log(60), 0.6)))
+                max_tokens // 4,
+                160 * answer_tokens // 60,
+                max(2, int(source.lognormvariate(math.log(answer_tokens), 0.6))),
             ),
             n=3 if source.random() < SHARE_SAMPLES else 1,
             ignore_eos=True,
@@ -244,10 +251,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     smoke = arguments.smoke or not torch.cuda.is_available()
     config = make_config(smoke=smoke, layers=arguments.layers)
     model = make_model(config, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    num_requests = NUM_SHORT if arguments.short else NUM_REQUESTS
     asked = traffic(
-        arguments.requests or (60 if smoke else NUM_REQUESTS),
+        arguments.requests or (60 if smoke else num_requests),
         config.vocab_size,
         config.max_position_embeddings,
+        LONG_ANSWER_TOKENS if arguments.short else 60,
     )
     rows: list[Row] = []
     said: list[Said] = []
