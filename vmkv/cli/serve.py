@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from ..serve.server import ServerOptions
 
 _API_KEY_VARIABLE = "VMKV_API_KEY"
+#: Of a body, by default: more than a text has, and as many as 32 prompts of 4,096 tokens.
+_VALUES_PER_MIB = 8192
 
 
 def add_parser(commands: Commands) -> None:
@@ -162,6 +164,7 @@ def server_options(arguments: argparse.Namespace) -> Callable[[int], ServerOptio
         max_connections=arguments.max_connections,
         max_body_bytes=round(arguments.max_body_mib * MiB),
         max_held_bytes=round(8 * arguments.max_body_mib * MiB),
+        max_values=max(1, round(arguments.max_body_mib * _VALUES_PER_MIB)),
         max_prompt_tokens=arguments.max_prompt_tokens,
         max_concurrent=arguments.max_concurrent,
         max_queued=arguments.max_queued,
