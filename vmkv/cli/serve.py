@@ -26,9 +26,9 @@ def add_parser(commands: Commands) -> None:
         "serve",
         help="serve a model behind the OpenAI API",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        description="Completions, chat, streaming; /health and /metrics beside them. SIGTERM "
-        "drains: what is under way is finished. API keys come from a file or from the variable "
-        f"{_API_KEY_VARIABLE}; without either everybody may ask.",
+        description="Completions, chat, streaming; /tokenize, /health, /metrics and /version "
+        "beside them. SIGTERM drains: what is under way is finished. API keys come from a file or "
+        f"from the variable {_API_KEY_VARIABLE}; without either everybody may ask.",
     )
     parser.set_defaults(run=run)
     parser.add_argument("model", metavar="MODEL", help="a folder, or a Hub name")

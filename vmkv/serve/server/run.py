@@ -144,7 +144,7 @@ def make_server(
 ) -> Server:
     """A server for an application of `create_app`, to be run with a socket.
 
-    On SIGTERM it closes its door, finishes what is inside, and ends; see `Server`.
+    On SIGTERM it takes nobody new, finishes what is inside, and ends; see `Server`.
 
     Args:
         app: The application.
