@@ -572,16 +572,17 @@ class CacheMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.said)
     @rule(
-        pick=st.integers(0, 30),
+        picks=st.lists(st.integers(0, 30), min_size=1, max_size=3),
         num_new=st.integers(0, 9),
-        share=st.floats(0, 1),
-        num_free_pages=st.integers(0, 4),
+        share=st.one_of(st.just(1.0), st.floats(0.5, 1)),
+        num_free_pages=st.integers(0, 3),
     )
-    def open_with_prompt_when_full(
-        self, pick: int, num_new: int, share: float, num_free_pages: int
+    def open_with_prompts_when_full(
+        self, picks: list[int], num_new: int, share: float, num_free_pages: int
     ) -> None:
         with self._full(num_free_pages):
-            self.open_with_prompt(pick, num_new, share)
+            for pick in picks:
+                self.open_with_prompt(pick, num_new, share)
 
     @has_sequences
     @rule(pick=picks, share=st.floats(0, 1), num_free_pages=st.integers(0, 4))
