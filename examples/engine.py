@@ -34,6 +34,7 @@ system_prompt = [token % 900 + 5 for token in range(1200)]
 prompts = [[*system_prompt, 7 * at + 1, 7 * at + 2] for at in range(12)]
 
 with Engine(model, max_num_seqs=8, max_tokens=2048) as engine:
+    own_bytes = engine.cache.stats().used_bytes  # With CUDA graphs, a token for their padding.
     first = engine.generate(prompts[:1], SamplingParams(max_tokens=8))[0]
     print(f"the first request: {first.outputs[0].token_ids}")
 
@@ -54,4 +55,5 @@ with Engine(model, max_num_seqs=8, max_tokens=2048) as engine:
     samples = handle.output().outputs
     print(f"two samples of one prompt: {[len(each.token_ids) for each in samples]} tokens")
     print(f"the cancelled one ended as {cancelled.output().outputs[0].finish_reason.value!r}")
-    print(f"at the end: {format_bytes(engine.cache.stats().used_bytes)} in use")
+    left_bytes = engine.cache.stats().used_bytes - own_bytes
+    print(f"at the end: {format_bytes(left_bytes)} in use by requests")

@@ -5,6 +5,7 @@ Helpers that tests import live in `tests/helpers`; nothing is imported from here
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import subprocess
@@ -60,6 +61,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(needs_gpu)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cheap_collections() -> Iterator[None]:
+    """Keep all that was imported out of the collector's sight: many tests collect."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(params=["host-64KiB", "host-2MiB", pytest.param("cuda", marks=pytest.mark.gpu)])

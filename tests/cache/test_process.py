@@ -50,15 +50,6 @@ MakeCache = Callable[..., KVCache]
 DEVICES = ["host", pytest.param("cuda:0", marks=pytest.mark.gpu)]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_collection() -> Iterator[None]:
-    """What was there before these tests is not looked at by their many collections."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 @pytest.fixture
 def make_shareable(make_cache: MakeCache) -> MakeCache:
     """`make_cache` over a pool of its own, as a process of its own would have it."""
@@ -290,7 +281,7 @@ def test_exporter_goes_on_while_others_read(device: str, path: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_several_processes_import_at_once(device: str, path: str) -> None:
-    """The exporter's thread serves them in turn."""
+    """The exporter serves them side by side."""
     with _exporting(device, path):
         children = [_start(_IMPORTER, device, path) for _ in range(3)]
         for child in children:

@@ -3,11 +3,40 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import pytest
 import torch
 import transformers
 
+from vmkv.cli.main import main
+
 transformers.logging.set_verbosity_error()
 torch.set_num_threads(1)
+
+
+@pytest.fixture
+def complaint(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs a command line that must fail; what it says on its one line."""
+
+    def run(*arguments: str) -> str:
+        capsys.readouterr()
+        try:
+            status = main(arguments)
+        except SystemExit as stopped:  # argparse
+            status = stopped.code
+        out, err = capsys.readouterr()
+        assert status in (1, 2), (status, out, err)
+        assert "" == out
+        lines = err.splitlines()
+        if lines[0].startswith("usage: "):
+            lines = [line for line in lines[1:] if not line.startswith(" ")]
+        assert 1 == len(lines), err
+        assert lines[0].startswith("vmkv"), err
+        assert lines[0].isprintable()
+        assert len(lines[0]) < 6000  # argparse says again what it was told.
+        return lines[0].removeprefix("vmkv: ")
+
+    return run

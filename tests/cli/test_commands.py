@@ -83,11 +83,12 @@ def test_benches_are_found_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     [
         ([], "required: COMMAND"),
         (["levitate"], "invalid choice: 'levitate'"),
-        (["plan", "x", "--context", "0"], "argument --context: '0' is no positive integer"),
-        (["plan", "x", "--context", "8q"], "'8q' is no positive integer"),
+        (["plan", "x", "--context", "0"], "argument --context: '0' is no integer from 1"),
+        (["plan", "x", "--context", "8q"], "'8q' is no integer from 1 to 2,147,483,647"),
         (["plan", "x", "--context", "1", "--swap", "-1"], "'-1' is no number"),
-        (["serve", "x", "--port", "70000"], "70000 is no port"),
-        (["serve", "x", "--max-body-mib", "0"], "no positive number"),
+        (["serve", "x", "--port", "70000"], "'70000' is no integer from 0 to 65,535"),
+        (["bench", "serving", "--url", "ftp://localhost"], "write http://HOST:PORT"),
+        (["serve", "x", "--max-body-mib", "0"], "'0' is no number of MiB"),
     ],
 )
 def test_wrong_arguments(
@@ -105,7 +106,6 @@ def test_wrong_arguments(
     [
         (["top", "localhost:1", "--once"], "is `vmkv serve` running there?"),
         (["bench", "serving", "--url", "http://localhost:1"], "is `vmkv serve` running there?"),
-        (["bench", "serving", "--url", "localhost"], "write http://HOST:PORT"),
         (["serve", "x", "--chat-template", "/nowhere/t.jinja"], "chat template /nowhere/t.jinja"),
         (["serve", "x", "--api-key-file", "/nowhere/keys"], "--api-key-file /nowhere/keys"),
         (["serve", "/nowhere/model", "--port", "0"], "no file or folder /nowhere/model"),
@@ -126,7 +126,13 @@ def test_keys_come_from_a_file_or_the_environment(tmp_path: Path) -> None:
     assert ["alpha", "beta"] == read_api_keys(file, None)
     assert ["env", "alpha", "beta"] == read_api_keys(file, "env\n")
     assert [] == read_api_keys(None, " ")
-    file.write_text("# nobody yet\n")
+    # As editors of all systems write it: a mark at the beginning, carriage returns, umlauts.
+    file.write_bytes(b"\xef\xbb\xbffirst\r\n  # an indented comment\r\n\tschl\xc3\xbcssel\r\n")
+    assert ["first", "schlüssel"] == read_api_keys(file, None)
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="--api-key-file"):
+        read_api_keys(file, None)
+    file.write_text(" # nobody yet\n")
     with pytest.raises(ConfigError, match="holds no key"):
         read_api_keys(file, None)
 

@@ -277,7 +277,7 @@ def test_too_many_users_are_an_exit_status(write) -> None:
             "no layer of this bamba model keeps keys",
             marks=pytest.mark.skipif(not CACHES_LATENTS, reason="it has a cache of its own"),
         ),
-        (["{endless}", "--context", "1k"], "names 1,000,000 layers"),
+        (["{endless}", "--context", "1k"], "names 1000000 layers; 1 to 10,000 are believed"),
         (
             ["{broken}", "--context", "1k"],
             "is no configuration that the installed",

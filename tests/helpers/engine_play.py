@@ -22,8 +22,8 @@ from vmkv.errors import CapacityError, ConfigError, DriverError
 from vmkv.serve import Engine, FinishReason, RequestHandle, engine
 from vmkv.serve.preemption import PreemptionCosts
 
-#: Far more steps than anything here takes to end.
-_STEPS_MAX = 4000
+#: More steps than a token takes, computed again after a few preemptions and all.
+_STEPS_PER_TOKEN_MAX = 10
 _SAID_MAX = 60
 _GUESTS_MAX = 2
 
@@ -211,7 +211,12 @@ class EnginePlay(PoolPlay):
         with self._doing("drain()"):
             self._end_fault()
             self.runner.mishap = None
-            for _ in range(_STEPS_MAX):
+            num_tokens = sum(
+                len(request.prompt_token_ids) + (request.params.max_tokens or 0)
+                for asked in self.asked
+                for request in asked.handle.requests
+            )
+            for _ in range(100 + _STEPS_PER_TOKEN_MAX * num_tokens):
                 if not self.engine.has_unfinished:
                     break
                 self.engine.step()

@@ -219,14 +219,15 @@ def tiny_model(name: str, attention: str = "eager", *, seed: int = 0) -> PreTrai
         factory = transformers.AutoModelForSpeechSeq2Seq
     torch.manual_seed(seed)
     model = factory.from_config(config, attn_implementation=attention).eval().float()
-    _redraw_weights(model, seed)
+    redraw_weights(model, seed)
     # Lengths are part of what is compared, so nothing may end early.
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model
 
 
-def _redraw_weights(model: PreTrainedModel, seed: int) -> None:
+def redraw_weights(model: PreTrainedModel, seed: int) -> None:
+    """Give a model weights with which it looks at what came before; see above."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for module in model.modules():

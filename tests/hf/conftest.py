@@ -22,15 +22,6 @@ transformers.logging.set_verbosity_error()
 torch.set_num_threads(1)  # Tiny tensors: more threads only wait for each other.
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _cheap_collections() -> Iterator[None]:
-    """Keep imported modules out of the collector's sight: every test below collects."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 @pytest.fixture
 def new_cache() -> Iterator[Callable[..., Any]]:
     """Makes caches in one pool of 4 KiB host pages; closes them and finds all memory returned.

@@ -32,6 +32,7 @@ from vmkv import (
     RaggedCache,
 )
 from vmkv.cache.prefix import BLOCK_TOKENS
+from vmkv.hf.proof import prove
 from vmkv.units import KiB, MiB
 
 FAMILIES = (
@@ -110,7 +111,8 @@ def new_cache(pool: ExtentPool) -> Iterator[NewCache]:
 
 @contextmanager
 def _passes(model: Any) -> Iterator[list[int]]:
-    """How many tokens each pass through the model has."""
+    """How many tokens each pass through the model has, once it has proven itself."""
+    prove(model)
     sizes: list[int] = []
 
     def note(module: Any, arguments: Any, keywords: dict[str, Any]) -> None:

@@ -491,6 +491,56 @@ class CacheMachine(RuleBasedStateMachine):
                 assert (0, 0, 0) == (stats.parked_bytes, stats.free_bytes, stats.retired_bytes)
         self._end_fault()
 
+    # ---- what takes several steps -----------------------------------------------------
+
+    @rule(
+        num_tokens=st.integers(8, MAX_TOKENS),
+        num_steps=st.integers(1, 4),
+        then=st.sampled_from(["stay", "park", "fork and park", "fork and move", "move"]),
+    )
+    def say(self, num_tokens: int, num_steps: int, then: str) -> None:
+        """A prompt, in chunks, on record; then it is what others can begin with."""
+        known = set(self.by_id)
+        self.open(num_tokens)
+        if known == set(self.by_id):
+            return
+        (key,) = set(self.by_id) - known
+        pick = sorted(self.by_id).index(key)
+        for _ in range(num_steps):
+            self.append(pick, num_tokens // num_steps, 0)
+        self.record(pick)
+        if "fork" in then:
+            self.fork(pick, 1.0, 0)
+        if "park" in then:
+            self.close(pick, 0)
+        if "move" in then:
+            self.swap_out(pick, False, 0)
+
+    @has_sequences
+    @rule(
+        pick=picks,
+        num_forks=st.integers(1, 3),
+        num_tokens=st.integers(0, 6),
+        sources=st.lists(picks, min_size=NUM_ROWS, max_size=NUM_ROWS),
+    )
+    def search_with_beams(
+        self, pick: int, num_forks: int, num_tokens: int, sources: list[int]
+    ) -> None:
+        """Forks of a sequence part, are recorded, and go on from each other."""
+        for _ in range(num_forks):
+            self.fork(pick, 1.0, 0)
+        length = self.by_id[self._picked(pick)].num_tokens
+        chosen = [at for at, key in enumerate(sorted(self.by_id)) if self._is_beam(key, length)]
+        for at in chosen:
+            self.append(at, num_tokens, 0)
+        for at in chosen:
+            self.record(at)
+        self.reorder(pick, sources)
+
+    def _is_beam(self, key: int, length: int) -> bool:
+        sequence = self.by_id[key]
+        return sequence.is_resident and sequence.num_tokens == length
+
     # ---- when memory is full ----------------------------------------------------------
 
     @rule(num_pages=st.integers(1, BUDGET_PAGES))
@@ -513,7 +563,8 @@ class CacheMachine(RuleBasedStateMachine):
         pool = self.cache.pool
         pool.reclaimer.wait()
         pool.trim()
-        pool.set_budget(max(PAGE, pool.stats().created_bytes + num_free_pages * PAGE))
+        full_bytes = max(PAGE, pool.stats().created_bytes + num_free_pages * PAGE)
+        pool.set_budget(min(full_bytes, BUDGET_PAGES * PAGE))
         try:
             yield
         finally:

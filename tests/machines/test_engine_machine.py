@@ -188,6 +188,7 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 TestEngineMachine = pytest.mark.slow(EngineMachine.TestCase)
+TestEngineMachine.pytestmark.append(pytest.mark.timeout(900))  # A failure is shrunk for long.
 TestEngineMachine.settings = settings(
     max_examples=3 * settings().max_examples, stateful_step_count=50
 )

@@ -218,6 +218,87 @@ def test_engine_errors_end_requests_and_not_the_thread(make_engine: MakeEngine) 
     assert reference([1, 2, 3]) == list(run(main()).outputs[0].token_ids)
 
 
+def test_nobody_waits_for_a_thread_that_has_ended(make_engine: MakeEngine) -> None:
+    """Neither those whose requests run nor those that have just asked; and it says why."""
+    engine = make_engine()
+    may_die = threading.Event()
+
+    def advance() -> bool:
+        assert may_die.wait(PATIENCE_S)
+        raise SystemExit("something ends the thread")
+
+    async def main() -> None:
+        it = AsyncEngine(engine)
+        assert it.failure is None
+        engine.advance = advance  # type: ignore[method-assign]
+        asked = [asyncio.create_task(last(it.stream([1, 2, 3], GREEDY))) for _ in range(3)]
+        await asyncio.sleep(0)  # They have asked; the thread has one of them at the most.
+        may_die.set()
+        for each in await asyncio.gather(*asked, return_exceptions=True):
+            assert isinstance(each, ClosedError)
+        await it.shutdown()
+        assert "SystemExit" in str(it.failure)
+        with pytest.raises(ClosedError):
+            await anext(it.stream([1, 2], GREEDY))
+
+    run(main())
+    engine.close()
+
+
+def test_steps_that_fail_again_and_again_are_a_failure(make_engine: MakeEngine) -> None:
+    """Until one succeeds."""
+    engine = make_engine()
+    real = engine._runner.submit
+
+    def submit(chunks: Any) -> Any:
+        raise RuntimeError("the device is gone")
+
+    async def main() -> None:
+        async with serving(engine) as it:
+            engine._runner.submit = submit  # type: ignore[method-assign]
+            for _ in range(5):
+                assert it.failure is None
+                failed = await last(it.stream([1, 2, 3], GREEDY))
+                assert "gone" in str(failed.error)
+            assert "the last 5 steps have failed" == it.failure
+            engine._runner.submit = real  # type: ignore[method-assign]
+            assert (await last(it.stream([1, 2, 3], GREEDY))).error is None
+            assert it.failure is None
+
+    run(main())
+
+
+def test_who_leaves_before_the_turn_comes_costs_nothing(make_engine: MakeEngine) -> None:
+    """The engine never hears of the request."""
+    engine = make_engine()
+    added: list[Any] = []
+    real, may_go_on = engine.add, threading.Event()
+
+    def add(prompt: Any, *arguments: Any) -> Any:
+        added.append(list(prompt))
+        assert may_go_on.wait(PATIENCE_S)
+        return real(prompt, *arguments)
+
+    engine.add = add  # type: ignore[method-assign]
+
+    async def main() -> None:
+        async with serving(engine) as it:
+            first = asyncio.create_task(last(it.stream([1], GREEDY)))
+            while not added:
+                await asyncio.sleep(0)
+            leaving = asyncio.create_task(last(it.stream([2], GREEDY)))
+            await asyncio.sleep(0)
+            leaving.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await leaving
+            may_go_on.set()
+            assert (await first).is_finished
+            assert (await last(it.stream([3], GREEDY))).is_finished
+
+    run(main())
+    assert [[1], [3]] == added
+
+
 @pytest.mark.slow
 def test_two_hundred_clients_with_a_thousand_requests(make_engine: MakeEngine) -> None:
     """Random requests, a third of whose clients leave at a random moment, in scarce memory."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from vmkv import ConfigError
 from vmkv.serve import SamplingParams
 from vmkv.serve.detokenize import Detokenizer
 
@@ -198,31 +199,73 @@ def test_special_tokens_are_left_out_unless_wanted() -> None:
     assert "cat</s>" == _run(tokenizer, [], ids, skip_special_tokens=False)[0].text
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        {"temperature": -0.1},
-        {"temperature": float("nan")},
-        {"temperature": "warm"},
-        {"top_p": 0.0},
-        {"top_p": 1.1},
-        {"min_p": -1},
-        {"top_k": -2},
-        {"top_k": 1.5},
-        {"n": 0},
-        {"max_tokens": 0},
-        {"max_tokens": 3, "min_tokens": 4},
-        {"logprobs": -1},
-        {"seed": 2**64},
-        {"repetition_penalty": 0.0},
-        {"presence_penalty": 3},
-        {"stop": ["a", ""]},
-        {"stop_token_ids": [-1]},
-        {"logits_processors": [3]},
-    ],
-    ids=str,
+# ---- what stop texts cost -----------------------------------------------------------------------
+
+
+def naive(pieces: list[str], stops: list[str]) -> tuple[str, str | None, list[str]]:
+    """What is to come of it, looked for from the beginning each time."""
+    text, shown = "", []
+    for piece in pieces:
+        before, text = len(text), text + piece
+        ends = [
+            (at, stop)
+            for stop in stops
+            for at in range(len(text))
+            if text.startswith(stop, at) and at + len(stop) > before
+        ]
+        if ends:
+            at, stop = min(ends)
+            return text[:at], stop, [*shown, text[:at]]
+        begun = [
+            length
+            for stop in stops
+            for length in range(1, len(stop))
+            if text.endswith(stop[:length])
+        ]
+        shown.append(text[: len(text) - max(begun, default=0)])
+    return text, None, shown
+
+
+class Letters:
+    """A tokenizer whose tokens are the letters of an alphabet, some of them two at once."""
+
+    TOKENS = ("", "a", "b", "c", "ab", "ba", "abc", "cab")
+
+    def decode(self, token_ids: list[int], **_: object) -> str:
+        return "".join(self.TOKENS[each] for each in token_ids)
+
+
+@given(
+    ids=st.lists(st.integers(1, 7), max_size=40),
+    stops=st.lists(st.text("abc", min_size=1, max_size=6), min_size=1, max_size=5),
 )
-def test_impossible_parameters_are_refused(bad: dict[str, object]) -> None:
-    """By name, when they are made."""
-    with pytest.raises(ConfigError, match=next(iter(bad)) if len(bad) == 1 else "min_tokens"):
-        SamplingParams(**bad)
+def test_stop_texts_are_found_as_by_looking_for_each(ids: list[int], stops: list[str]) -> None:
+    """Overlapping ones, ones within others, and what may begin any of them."""
+    detokenizer, texts = _run(Letters(), [], ids, stop=stops)
+    detokenizer.finish()
+    expected = naive([Letters.TOKENS[each] for each in ids], stops)
+    assert expected == (detokenizer.text, detokenizer.stop, texts)
+
+
+def test_a_token_costs_the_same_whatever_the_stop_texts() -> None:
+    """However many they are and however long, and however much of one of them was said."""
+
+    def num_calls(stops: list[str]) -> int:
+        detokenizer = Detokenizer(Letters(), [], SamplingParams(stop=stops))
+        calls = 0
+
+        def count(frame: object, event: str, argument: object) -> None:
+            nonlocal calls
+            calls += event in ("call", "c_call")
+
+        sys.setprofile(count)
+        try:
+            for at in range(2000):
+                assert detokenizer.append(1 + at % 2) is None
+        finally:
+            sys.setprofile(None)
+        return calls
+
+    few = num_calls(["abc"])
+    many = num_calls([f"{at:05}" for at in range(2000)] + ["ab" * 3000, "ba" * 3000 + "c"])
+    assert many < 1.5 * few

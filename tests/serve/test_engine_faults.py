@@ -18,7 +18,7 @@ import torch
 from helpers.tiny_models import VOCABULARY, tiny_model
 
 from vmkv import HostBackend
-from vmkv.errors import DriverError
+from vmkv.errors import ConfigError, DriverError
 from vmkv.serve import Engine, FinishReason, RequestHandle, SamplingParams
 from vmkv.serve.preemption import PreemptionCosts
 from vmkv.testing.faults import FaultInjectingBackend
@@ -185,6 +185,33 @@ def test_a_failing_logits_processor_is_its_requests_own(make_engine: MakeEngine)
     assert 21 == len(wanted[0]) + len(output.outputs[0].token_ids)
     for prompt, handle in zip(wanted[1:], handles[1:], strict=True):
         assert reference(prompt) == list(handle.output().outputs[0].token_ids)
+
+
+def test_parameters_that_the_device_refuses_are_their_requests_own(
+    make_engine: MakeEngine,
+) -> None:
+    """Those that run beside it, and those that come after it, get what they would have got."""
+    engine = make_engine()
+    real = engine._runner.set_slot
+
+    def set_slot(slot: int, params: SamplingParams, *tokens: Any) -> None:
+        if params.seed == 666:
+            raise ConfigError("a parameter that the device cannot hold")
+        real(slot, params, *tokens)
+
+    engine._runner.set_slot = set_slot  # type: ignore[method-assign]
+    wanted = prompts(4)
+    handles = [engine.add(prompt, GREEDY) for prompt in wanted[:2]]
+    engine.step()
+    bad = engine.add(wanted[2], SamplingParams(seed=666))
+    handles.append(engine.add(wanted[3], GREEDY))
+    run(engine)
+    assert bad.output().outputs[0].finish_reason is FinishReason.ERROR
+    assert "parameters failed" in str(bad.output().error)
+    for prompt, handle in zip([*wanted[:2], wanted[3]], handles, strict=True):
+        assert reference(prompt) == list(handle.output().outputs[0].token_ids)
+    assert 0 == engine.num_failed_steps
+    check_serves(engine)
 
 
 class BrokenTokenizer:

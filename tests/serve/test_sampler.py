@@ -310,3 +310,56 @@ def test_impossible_slots_are_refused() -> None:
         with pytest.raises(ConfigError):
             sampler.set_slot(slot, params, PROMPT)
     assert sampler.is_greedy([0])
+
+
+# ---- values at the edge, and beyond -------------------------------------------------------------
+
+
+def test_a_parameter_that_cannot_be_sent_is_its_slots_own() -> None:
+    """It is refused when the slot is set; the slot is as before, and so are the steps after it."""
+    logits, slots = some_logits(2), torch.arange(2)
+    expected = sampler_of(SamplingParams(temperature=0), SamplingParams(seed=3))
+    sampler = sampler_of(SamplingParams(temperature=0), SamplingParams(seed=3))
+    for name, value in (("seed", 2**63), ("min_tokens", 10**30)):
+        poison = SamplingParams(seed=1, min_tokens=1, stop_token_ids=(1,))
+        object.__setattr__(poison, name, value)  # Past its own checks.
+        for slot in (0, 7):
+            with pytest.raises(ConfigError, match="cannot hold"):
+                sampler.set_slot(slot, poison, PROMPT)
+        tokens = sampler.sample(logits, slots, [0, 1]).token_ids
+        assert expected.sample(logits, slots, [0, 1]).token_ids.tolist() == tokens.tolist()
+
+
+EDGES = [
+    {"temperature": 5e-324},
+    {"temperature": 1e308},
+    {"temperature": 1e-30, "top_k": 3},
+    {"top_k": 2**63 - 1},
+    {"top_p": 5e-324},
+    {"min_p": 5e-324},
+    {"repetition_penalty": 5e-324},
+    {"repetition_penalty": 1e308},
+    {"repetition_penalty": 1e308, "temperature": 1e-300},
+    {"seed": -(2**63) + 1},
+    {"temperature": 1e308, "min_tokens": 2**63 - 1, "max_tokens": None, "stop_token_ids": (1, 2)},
+]
+
+
+@pytest.mark.parametrize("edge", EDGES, ids=str)
+def test_any_value_that_is_taken_can_be_sampled_with(edge) -> None:
+    """Tokens come that are in the vocabulary and not banned; other slots' are what they were."""
+    logits, slots = some_logits(2, spread=20.0), torch.arange(2)
+    alone = sampler_of(SamplingParams(temperature=0))
+    sampler = sampler_of(SamplingParams(temperature=0), SamplingParams(**{"seed": 0, **edge}))
+    for _ in range(20):
+        first, second = sampler.sample(logits, slots, [0, 1]).token_ids.tolist()
+        assert alone.sample(logits[:1], slots[:1], [0]).token_ids.tolist() == [first]
+        assert 0 <= second < VOCABULARY
+        assert second not in edge.get("stop_token_ids", ())
+
+
+def test_the_smallest_temperature_takes_the_likeliest_token() -> None:
+    """As the limit that it is, and not what is left of scores beyond the range of float32."""
+    logits = some_logits(spread=20.0)
+    tokens = draws(SamplingParams(temperature=5e-324, seed=0), logits, 50)
+    assert {int(logits.argmax())} == allowed(tokens)

@@ -2,7 +2,7 @@
 
 `geometry.py` where bytes lie; `layer_group.py` one reservation; `rows.py` who gets which row;
 `sequence.py` and `kv_cache.py` the objects, the latter on `rowed.py` (beginnings and ends) on
-`layered.py` (layers). Growing: `growth.py`, `transaction.py`, `windows.py`. Sharing: `forking.py`,
+`layered.py` (layers). Growing: `growth.py`, `transaction.py`. Sharing: `forking.py`,
 `unshare.py`, `reorder.py`, `prefix.py`, `contents.py`, `access.py`, `cost.py`, `victims.py`.
 Elsewhere than in device memory: `swap.py`, `spill.py`, `staging.py`. `views.py` and `elastic.py`
 know torch.

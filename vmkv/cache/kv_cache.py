@@ -18,20 +18,17 @@ import warnings
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as List_
 
-from ..backend import Backend
 from ..errors import ConfigError, OutOfPagesError, SequenceFullError
-from ..memory import ExtentPool, Scrub, WriteRange, check_pool
-from .cost import CostModel
+from ..memory import Scrub, WriteRange, check_pool
 from .disk import load
 from .forking import plan_forks
-from .prefix import BLOCK_TOKENS
 from .process import import_prefix
 from .reorder import check_beams, reorder
 from .rowed import RowedCache
 from .sequence import Sequence
 from .stats import CacheStats, collect_stats
+from .surplus import behind_windows, retire_surplus
 from .transaction import Target
-from .windows import begin_anew, retire_behind
 
 
 class KVCache(RowedCache):
@@ -53,27 +50,6 @@ class KVCache(RowedCache):
     Raises:
         ConfigError: An argument is impossible, or the device's driver is missing.
     """
-
-    def __init__(
-        self,
-        memory: str | Backend | ExtentPool,
-        *,
-        max_tokens: int,
-        max_sequences: int,
-        budget_bytes: int | None = None,
-        host_budget_bytes: int | None = None,
-        layers_per_group: int | None = None,
-        cost_model: CostModel | None = None,
-    ):
-        super().__init__(
-            memory,
-            max_tokens=max_tokens,
-            max_sequences=max_sequences,
-            budget_bytes=budget_bytes,
-            host_budget_bytes=host_budget_bytes,
-            layers_per_group=layers_per_group,
-            cost_model=cost_model,
-        )
 
     # ---- sequences ------------------------------------------------------------------------
 
@@ -138,59 +114,29 @@ class KVCache(RowedCache):
             if num_tokens > self.writable_tokens(sequence):
                 short[sequence] = max(num_tokens, short.get(sequence, 0))
         if short:
-            self._make_writable(short, {sequence.row for sequence, _ in targets})
+            self._make_writable(short, dict(targets))
         if not self.keeps_past:
             self.retire_behind_windows(sequence for sequence, _ in targets)
         for sequence, num_tokens in targets:
             sequence.num_tokens = max(sequence.num_tokens, num_tokens)
 
-    def _make_writable(self, wanted: dict[Sequence, int], spared_rows: set[int]) -> None:
-        """Unshare and map what sequences lack; what live rows but `spared_rows` hold may go."""
-        for sequence, num_tokens in wanted.items():
+    def _make_writable(self, short: dict[Sequence, int], wanted: dict[Sequence, int]) -> None:
+        """Unshare and map what sequences lack; what live rows hold beyond `wanted` may go."""
+        for sequence, num_tokens in short.items():
             if num_tokens > sequence.num_tokens:
                 self._unshare(sequence)
-        targets = [
-            Target(each.row, to, each.num_tokens, each.tenant) for each, to in wanted.items()
-        ]
+        targets = [Target(each.row, to, each.num_tokens, each.tenant) for each, to in short.items()]
         try:
             self._grow(targets, self.groups)
         except OutOfPagesError:
-            if not self.retire_surplus(spared_rows):
+            if not retire_surplus(self, wanted):
                 raise
             self._grow(targets, self.groups)
-
-    def retire_surplus(self, spared_rows: Collection[int] = ()) -> int:
-        """Retire what live rows hold beyond their length, but for `spared_rows`.
-
-        Returns the bytes that are free once their fences have passed.
-        """
-        with self.pool.lock:
-            fence = self.pool.reclaimer.new_fence()
-            before_bytes = self.pool.stats().resident_bytes
-            for sequence in self._resident_sequences():
-                if sequence.row not in spared_rows:
-                    for group in self.groups:
-                        group.retire_from(sequence.row, self._needed_tokens(sequence), fence)
-            return before_bytes - self.pool.stats().resident_bytes
 
     def pages_to_fork(self, sequence: Sequence, num_tokens: int) -> int:
         """What a fork of `sequence` at `num_tokens` takes from the pool. Changes nothing."""
         plans = plan_forks(self, self, (sequence.row, -1), num_tokens)
-        return sum(plan.num_fresh_pages for plan in plans)
-
-    def surplus_bytes(self) -> int:
-        """What `retire_surplus` would give back. Cost: proportional to the live rows."""
-        return sum(
-            mapping.extent.num_bytes
-            for sequence in self._resident_sequences()
-            for group in self.groups
-            for mapping in group.behind(sequence.row, self._needed_tokens(sequence))
-            if not mapping.extent.is_shared
-        )
-
-    def _needed_tokens(self, sequence: Sequence) -> int:
-        """How far `sequence` must stay mapped."""
-        return sequence.num_tokens + self.overread_tokens if sequence.num_tokens else 0
+        return sum(1 << size_class for plan in plans for size_class in plan.part.classes)
 
     def submitting(
         self, writes: Iterable[tuple[int, int, int]]
@@ -241,7 +187,7 @@ class KVCache(RowedCache):
             )
         self.overread_tokens = overread_tokens
         try:
-            live = self._resident_sequences()
+            live = self.live_sequences()
             lengths = [
                 Target(each.row, each.num_tokens, each.num_tokens, each.tenant) for each in live
             ]
@@ -275,7 +221,7 @@ class KVCache(RowedCache):
                 "what they would see (set keeps_past before appending)"
             )
         if not num_tokens:
-            begin_anew(self.groups, sequence.row, self.pool.reclaimer)
+            self._begin_anew(sequence.row)
         with self.pool.lock:
             self.prefixes.truncate(sequence.row, num_tokens)
         sequence.num_tokens = num_tokens
@@ -351,7 +297,7 @@ class KVCache(RowedCache):
         self.pool.make_room(num_bytes, only=self._victims)
         if self.pool.available_bytes < before_bytes + num_bytes:
             with self.pool.lock:
-                self.retire_surplus()
+                retire_surplus(self)
             self.pool.reclaimer.wait()
         return self.pool.available_bytes - before_bytes
 
@@ -368,7 +314,7 @@ class KVCache(RowedCache):
             with self.pool.lock:
                 for row in self._rows.parked():
                     self._retire_parked(row, 0)
-                self.retire_surplus()
+                retire_surplus(self)
             self.pool.reclaimer.wait()
         else:
             missing_bytes = num_bytes - self.pool.stats().free_bytes
@@ -391,27 +337,14 @@ class KVCache(RowedCache):
         for group in self.groups:
             for row in range(self.max_sequences):
                 group.table.check_writable(row)
-        for sequence in self._resident_sequences():
+        for sequence in self.live_sequences():
             for group in self.groups:
                 group.check_row(sequence.row, sequence.num_tokens, self.overread_tokens)
 
     def retire_behind_windows(self, sequences: Iterable[Sequence] | None = None) -> None:
         """Retire what no later query of these sequences (or all) can see."""
-        windowed = [group for group in self.groups if group.window_tokens is not None]
-        if not windowed:
-            return
-        chosen = self._resident_sequences() if sequences is None else sequences
-        # What is found as a prefix is cut to whole blocks, and must see its own window.
-        lengths = (
-            (
-                each.row,
-                max(0, each.num_tokens - BLOCK_TOKENS + 1)
-                if self.prefixes.num_recorded(each.row)
-                else each.num_tokens,
-            )
-            for each in chosen
-        )
-        retire_behind(windowed, lengths, self.pool.reclaimer)
+        for group, row, num_tokens in behind_windows(self, sequences):
+            group.retire_front(row, num_tokens, self.pool.reclaimer.new_fence())
 
     # ---- end ------------------------------------------------------------------------------
 

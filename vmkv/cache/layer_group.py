@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 
 from .. import _native
-from ..backend import Fence
+from ..backend import Access, Fence
 from ..errors import InternalError
 from ..memory import ExtentPool, Mapping, PageTable
 from ..units import div_ceil
@@ -246,6 +246,15 @@ class LayerGroup:
             first_page = self.first_common_page(source, target, num_tokens, keeps_past=keeps_past)
             first_token = self.first_token_at(first_page)
             self._first_written[target] = max(first_token, before.get(source, 0))
+
+    def scrub(self, row: int, num_tokens: int, tenant: object, stream: int) -> None:
+        """Overwrite what `row`'s own extents behind `num_tokens` tokens still hold of others."""
+        first_page = self.geometry.pages_for(num_tokens)
+        for mapping in self.table.overlapping(row, first_page, self.table.row_pages):
+            is_own = mapping.access is Access.READ_WRITE and not mapping.extent.is_shared
+            if is_own and mapping.first_page >= first_page:
+                address = self.table.page_address(row, mapping.first_page)
+                self.pool.prepare([mapping.extent], address, tenant, stream)
 
     def copy_row(
         self, row: int, tokens: slice, source: LayerGroup, source_places: Sequence[int]

@@ -8,6 +8,7 @@ because a row may be read and overwritten at once.
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
+from collections.abc import Mapping as Mapping_
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,9 +16,8 @@ import torch
 
 from ..backend import Access, CopyOp
 from ..errors import ConfigError
-from ..memory import Exchange, Extent, Mapping, exchange, size_classes
+from ..memory import Mapping, RowChange, change, make_writable, size_classes
 from ..units import Address
-from .access import make_writable, protect
 from .cost import CostModel
 from .layer_group import LayerGroup
 from .stats import SharingStats
@@ -35,9 +35,7 @@ class Move:
         group: The group.
         source: The row to take from.
         target: The row that takes.
-        old: Mappings of the target that give way, one run.
-        aliased: Mappings of the source that come first in their place.
-        classes: Fresh extents that come behind those.
+        part: How the target's mappings change; None where they stay.
         readonly: Mappings of the target that stay, and must become writable.
         copy_first_page: From where on contents are copied.
         copied_bytes: How many.
@@ -46,9 +44,7 @@ class Move:
     group: LayerGroup
     source: int
     target: int
-    old: Sequence[Mapping]
-    aliased: Sequence[Mapping]
-    classes: Sequence[int]
+    part: RowChange | None
     readonly: Sequence[Mapping]
     copy_first_page: int
     copied_bytes: int
@@ -56,6 +52,12 @@ class Move:
     def address(self, row: int) -> Address:
         """Where the copied bytes start in `row`."""
         return self.group.table.page_address(row, self.copy_first_page)
+
+    @property
+    def reads(self) -> list[Mapping]:
+        """What is copied from."""
+        table = self.group.table
+        return table.overlapping(self.source, self.copy_first_page, table.row_pages)
 
 
 def check_beams(cache: RowedCache, beams: Sequence[Beam], sources: Sequence[int]) -> None:
@@ -85,30 +87,31 @@ def check_beams(cache: RowedCache, beams: Sequence[Beam], sources: Sequence[int]
 
 
 def plan_moves(
+    cache: RowedCache,
     group: LayerGroup,
     moves: Sequence[tuple[int, int]],
     num_tokens: int,
-    cost: CostModel,
-    *,
-    keeps_past: bool,
+    tenants: Mapping_[int, str | None],
 ) -> list[Move]:
     """How each target row comes to hold the `num_tokens` tokens of its source.
 
     Changes nothing.
 
     Args:
+        cache: The cache: says what is mapped again and what is copied, and what is kept.
         group: The group.
         moves: `(source, target)` rows.
         num_tokens: The length of all.
-        cost: Decides what is mapped again and what is copied.
-        keeps_past: Whether what has left the windows is taken over as well.
+        tenants: For whom each target row is.
     """
-    differences = [_after_common(group, *move, num_tokens, keeps_past=keeps_past) for move in moves]
-    aliased = [_to_alias(group, each, num_tokens, cost) for each in differences]
+    differences = [
+        _after_common(group, *move, num_tokens, keeps_past=cache.keeps_past) for move in moves
+    ]
+    aliased = [_to_alias(group, each, num_tokens, cache.cost_model) for each in differences]
     # What a row gives to another it shares with it afterwards, and may not write either.
     given = {id(mapping.extent) for mappings in aliased for mapping in mappings}
     return [
-        _plan_move(group, *move, num_tokens, each, its, given)
+        _plan_move(group, *move, num_tokens, tenants[move[1]], each, its, given)
         for move, each, its in zip(moves, differences, aliased, strict=True)
     ]
 
@@ -143,6 +146,7 @@ def _plan_move(
     source: int,
     target: int,
     num_tokens: int,
+    tenant: object,
     difference: _Difference,
     aliased: Sequence[Mapping],
     given: Container[int],
@@ -153,22 +157,23 @@ def _plan_move(
     behind = [mapping for mapping in mine if mapping.end_page > page]
     # What is copied into must be the target's own.
     shared = [each for each in behind if each.extent.is_shared or id(each.extent) in given]
-    old: list[Mapping] = []
+    part = None
     if aliased or shared:
-        first = aliased[0].first_page if aliased else shared[0].first_page
-        old = table.overlapping(target, first, shared[-1].end_page if shared else page)
-    fresh_page = aliased[-1].end_page if aliased else old[0].first_page if old else page
-    num_fresh_pages = old[-1].end_page - fresh_page if old else 0
-    if shared and not aliased:
-        page = min(page, max(fresh_page, table.rows[source].first_page))
+        first_page = aliased[0].first_page if aliased else shared[0].first_page
+        old = table.overlapping(target, first_page, shared[-1].end_page if shared else page)
+        fresh_page = aliased[-1].end_page if aliased else first_page
+        classes = tuple(size_classes(old[-1].end_page - fresh_page, group.largest_class))
+        origin = (table, source)
+        part = RowChange(table, target, first_page, classes, tenant, aliased, origin, old)
+        behind = [each for each in behind if each not in old]
+        if not aliased:
+            page = min(page, max(fresh_page, table.rows[source].first_page))
     return Move(
         group,
         source,
         target,
-        old,
-        aliased,
-        tuple(size_classes(num_fresh_pages, group.largest_class)),
-        [each for each in behind if each not in old and each.access is Access.READ],
+        part,
+        [each for each in behind if each.access is Access.READ],
         page,
         max(0, num_tokens * geometry.token_bytes - page * geometry.page_bytes),
     )
@@ -215,36 +220,28 @@ def reorder(
     plans = [
         plan
         for group in cache.groups
-        for plan in plan_moves(
-            group, moves, num_tokens, cache.cost_model, keeps_past=cache.keeps_past
-        )
+        for plan in plan_moves(cache, group, moves, num_tokens, tenants)
     ]
-    kept = [mapping.extent for plan in plans for mapping in plan.aliased]
-    pool.own(kept)
-    try:
-        fresh = pool.acquire_or_evict([each for plan in plans for each in plan.classes])
+    parts = [plan.part for plan in plans if plan.part is not None]
+    with change(pool, parts, reads=[read for plan in plans for read in plan.reads]) as made:
+        copies = _through_buffer(cache, plans, stream)
+        for plan in plans:
+            make_writable(plan.group.table, plan.target, plan.readonly)
+        made.map(stream)
         try:
-            copies = _through_buffer(cache, plans, stream)
-            filled = _exchange(cache, plans, fresh)
-            try:
-                for extents, address, row in filled:
-                    pool.prepare(extents, address, tenants[row], stream)
-                pool.backend.copy_many(copies.second_half, stream)
-            except BaseException:
-                with pool.lock:  # The targets hold neither what they held nor all of the other.
-                    for _, target in moves:
-                        cache.prefixes.truncate(target)
-                raise
-        finally:
-            pool.disown(fresh)
-    finally:
-        pool.disown(kept)
+            made.fill(stream, copies.second_half)
+        except BaseException:
+            with pool.lock:  # The targets hold neither what they held nor all of the other.
+                for _, target in moves:
+                    cache.prefixes.truncate(target)
+            raise
     with pool.lock:
         records = [(source, target, tenants[target]) for source, target in moves]
         cache.prefixes.copy(records, num_tokens)
     for group in cache.groups:
         group.note_taken_over(moves, num_tokens, keeps_past=cache.keeps_past)
-    sharing.aliased_bytes += sum(extent.num_bytes for extent in kept)
+    aliased = [mapping.extent for part in parts for mapping in part.again]
+    sharing.aliased_bytes += sum(extent.num_bytes for extent in aliased)
     sharing.copied_bytes += sum(plan.copied_bytes for plan in plans)
 
 
@@ -275,41 +272,3 @@ def _through_buffer(cache: RowedCache, plans: Sequence[Move], stream: int) -> _C
         copies.append(CopyOp(plan.address(plan.target), source, plan.copied_bytes))
     cache.pool.backend.copy_many(saves, stream)
     return _Copies(copies, buffer)
-
-
-def _exchange(
-    cache: RowedCache,
-    plans: Sequence[Move],
-    fresh: Sequence[Extent],
-) -> list[tuple[Sequence[Extent], Address, int]]:
-    """Map the sources' extents in the targets' place, and fresh ones behind.
-
-    Returns those that are fresh, where they are, and in which row.
-    """
-    pool = cache.pool
-    supply = iter(fresh)
-    exchanges = []
-    filled: list[tuple[Sequence[Extent], Address, int]] = []
-    for plan in plans:
-        make_writable(plan.group.table, plan.target, plan.readonly)
-        if not plan.old:
-            continue
-        new = [(mapping.extent, Access.READ) for mapping in plan.aliased]
-        behind = [next(supply) for _ in plan.classes]
-        new += [(extent, Access.READ_WRITE) for extent in behind]
-        first_page = plan.old[0].first_page
-        exchanges.append(Exchange(plan.group.table, plan.target, first_page, plan.old, new))
-        behind_page = first_page + sum(each.extent.num_pages for each in plan.aliased)
-        address = plan.group.table.page_address(plan.target, behind_page)
-        filled.append((behind, address, plan.target))
-    if not exchanges:
-        return []
-    if pool.protects_shared:
-        protect(pool, ((plan.group.table, plan.source, plan.aliased) for plan in plans))
-    exchange(pool, exchanges)
-    for plan in plans:
-        for mapping in plan.aliased:
-            for row in (plan.source, plan.target):
-                pages = plan.group.table.rows[row]
-                pages.shared_end_page = max(pages.shared_end_page, mapping.end_page)
-    return filled

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as List_
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
-from ..backend import Access, MemoryLocation
+from ..backend import Backend, MemoryLocation
 from ..errors import CapacityError, ConfigError
-from ..memory import Victim, pinned
+from ..memory import ExtentPool, Victim, pinned
 from .contents import can_begin, can_extend, keeps, resident_tokens, whole_bytes
 from .cost import CostModel
 from .forking import fork_row
@@ -27,7 +27,6 @@ from .swap import Transfer, begin_swap_out, moving_ends, swap_in
 from .transaction import Target
 from .unshare import unshare
 from .victims import ends_of, victim_of
-from .windows import begin_anew
 
 if TYPE_CHECKING:
     from .kv_cache import KVCache
@@ -40,8 +39,25 @@ _HOLDERS_LOOKED_AT = 4
 class RowedCache(LayeredCache):
     """Rows that sequences take, share and leave. Args: as of `KVCache`."""
 
-    def __init__(self, *memory: Any, cost_model: CostModel | None, **options: Any):
-        super().__init__(*memory, **options)
+    def __init__(
+        self,
+        memory: str | Backend | ExtentPool,
+        *,
+        max_tokens: int,
+        max_sequences: int,
+        budget_bytes: int | None = None,
+        host_budget_bytes: int | None = None,
+        layers_per_group: int | None = None,
+        cost_model: CostModel | None = None,
+    ):
+        super().__init__(
+            memory,
+            max_tokens=max_tokens,
+            max_sequences=max_sequences,
+            budget_bytes=budget_bytes,
+            host_budget_bytes=host_budget_bytes,
+            layers_per_group=layers_per_group,
+        )
         self.cost_model = cost_model or CostModel.of(self.pool.backend)
         self.prefixes = PrefixIndex()
         self.sharing = SharingStats()
@@ -162,11 +178,25 @@ class RowedCache(LayeredCache):
             # Another stream may still read what this one will overwrite.
             self.pool.backend.join_streams(self.current_stream())
         if not num_tokens:
-            begin_anew(self.groups, row, self.pool.reclaimer)
+            self._begin_anew(row)
         self.prefixes.truncate(row, num_tokens)  # First: what follows overwrites the rest.
-        self._scrub(row, num_tokens, tenant)
+        for group in self.groups:
+            group.scrub(row, num_tokens, tenant, self.current_stream())
         self.prefixes.take(row)
         self._rows.take(row)
+
+    def _begin_anew(self, row: int) -> None:
+        """`row` will be written from its first token on: it remembers nothing of what was before.
+
+        Retires runs that a window has moved off the row's start: no new beginning can use them.
+        """
+        displaced = [group for group in self.groups if group.table.rows[row].first_page]
+        if displaced:
+            fence = self.pool.reclaimer.new_fence()
+            for group in displaced:
+                group.retire_from(row, 0, fence)
+        for group in self.groups:
+            group.begin_row(row)
 
     def fork(self, source: Sequence, num_tokens: int, *, row: int | None = None) -> Sequence:
         """See `Sequence.fork`. `source` may be of another cache of the same pool and layers."""
@@ -269,7 +299,7 @@ class RowedCache(LayeredCache):
                 self._drop_swapped(sequence)
                 self._drop_spilled(sequence.row)
                 if not self.prefixes.num_recorded(sequence.row):
-                    begin_anew(self.groups, sequence.row, self.pool.reclaimer)
+                    self._begin_anew(sequence.row)
                 del self._sequences[sequence.row]
                 self._rows.park(sequence.row, self.pool.pressure.tick())
                 self.prefixes.park(sequence.row)
@@ -352,7 +382,8 @@ class RowedCache(LayeredCache):
             sequence.swapped = None
             self.prefixes.truncate(sequence.row, resident_tokens(self.groups, sequence.row))
 
-    def _resident_sequences(self) -> list[Sequence]:
+    def live_sequences(self) -> list[Sequence]:
+        """Those that kernels can read: neither swapped out nor moving."""
         return [each for each in self._sequences.values() if each.is_resident]
 
     def pinned_row(self, row: int) -> AbstractContextManager[None]:
@@ -409,13 +440,3 @@ class RowedCache(LayeredCache):
 
     def _adoptable_tokens(self, row: int) -> int:
         return min((group.adoptable_tokens(row) for group in self.groups), default=0)
-
-    def _scrub(self, row: int, num_tokens: int, tenant: str | None) -> None:
-        """Overwrite what an adopted row still holds of others behind `num_tokens` tokens."""
-        for group in self.groups:
-            first_page = group.geometry.pages_for(num_tokens)
-            for mapping in group.table.overlapping(row, first_page, group.table.row_pages):
-                is_own = mapping.access is Access.READ_WRITE and not mapping.extent.is_shared
-                if is_own and mapping.first_page >= first_page:
-                    address = group.table.page_address(row, mapping.first_page)
-                    self.pool.prepare([mapping.extent], address, tenant, self.current_stream())

@@ -7,12 +7,12 @@ kernel that reads them does so over the bus (55 GB/s on an H200's), without a co
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
-from ..backend import Access, CopyOp, MemoryLocation
-from ..memory import Exchange, Mapping, exchange
+from ..backend import MemoryLocation
+from ..memory import Mapping, RowChange, change
 from .layer_group import LayerGroup
-from .staging import staged
 
 if TYPE_CHECKING:
     from .layered import LayeredCache
@@ -75,32 +75,20 @@ def relocate(
     if not chosen:
         return 0
     pool, stream = cache.pool, cache.current_stream()
-    classes = [mapping.extent.size_class for _, mapping in chosen]
-    if location is MemoryLocation.DEVICE:
-        fresh = pool.acquire_or_evict(classes)
-    else:
-        fresh = pool.acquire_or_wait(classes, location)
-    try:
-        # The block ends when the copies have.
-        with staged(pool, fresh) as staging:
-            page = 0
-            copies = []
-            for (group, mapping), extent in zip(chosen, fresh, strict=True):
-                at = staging.page_address(0, page)
-                pool.prepare([extent], at, tenant, stream)
-                source = group.table.page_address(row, mapping.first_page)
-                copies.append(CopyOp(at, source, extent.num_bytes))
-                page += extent.num_pages
-            pool.backend.copy_many(copies, stream)
-        exchange(
-            pool,
-            [
-                Exchange(
-                    group.table, row, mapping.first_page, [mapping], [(extent, Access.READ_WRITE)]
-                )
-                for (group, mapping), extent in zip(chosen, fresh, strict=True)
-            ],
+    parts = [
+        RowChange(
+            group.table,
+            row,
+            mapping.first_page,
+            [mapping.extent.size_class],
+            tenant,
+            old=[mapping],
+            kept_bytes=mapping.extent.num_bytes,
         )
-    finally:
-        pool.disown(fresh)
-    return sum(extent.num_bytes for extent in fresh)
+        for group, mapping in chosen
+    ]
+    acquire = partial(pool.acquire_or_evict, location=location)
+    reads = [mapping for _, mapping in chosen]
+    with change(pool, parts, reads=reads, acquire=acquire) as made:
+        made.map(stream)
+    return sum(mapping.extent.num_bytes for mapping in reads)

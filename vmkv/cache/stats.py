@@ -38,8 +38,8 @@ class SharingStats:
         """Count what a fork did."""
         self.num_forks += 1
         for each in forks:
-            self.aliased_bytes += sum(mapping.extent.num_bytes for mapping in each.aliased)
-            self.copied_bytes += each.copied_bytes
+            self.aliased_bytes += sum(mapping.extent.num_bytes for mapping in each.part.again)
+            self.copied_bytes += sum(copy.num_bytes for copy in each.copies)
 
 
 @dataclass(frozen=True)

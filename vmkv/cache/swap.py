@@ -20,7 +20,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ..backend import Access, Fence, MemoryLocation
 from ..errors import ConfigError
-from ..memory import Extent, ExtentPool, Mapping, PageTable, Placement, size_classes
+from ..memory import (
+    Extent,
+    ExtentPool,
+    Mapping,
+    PageTable,
+    Placement,
+    RowChange,
+    change,
+    size_classes,
+)
 from ..units import Address
 
 if TYPE_CHECKING:
@@ -210,7 +219,7 @@ def begin_swap_out(cache: RowedCache, sequence: Moving) -> Transfer:
     pool.reclaimer.free_idle_reservations()
     row, num_tokens = sequence.row, sequence.num_tokens
     parts = parts_to_move(cache.groups, row, num_tokens, cache.overread_tokens)
-    extents = pool.acquire_or_wait(_classes(parts, pool.largest_class), MemoryLocation.HOST)
+    extents = pool.acquire_or_evict(_classes(parts, pool.largest_class), MemoryLocation.HOST)
     try:
         staging = PageTable(pool, 1, max(1, sum(part.num_pages for part in parts)))
         swapped = Swapped(parts, extents, staging)
@@ -244,28 +253,21 @@ def swap_in(cache: RowedCache, swapped: Swapped, tenant: object) -> None:
         OutOfAddressSpaceError, DriverError: Nothing changed.
     """
     pool, backend = cache.pool, cache.pool.backend
-    fresh = pool.acquire_or_evict(_classes(swapped.parts, pool.largest_class))
-    try:
-        try:
-            side, current = cache.side_stream(), cache.current_stream()
-            for part in swapped.parts:
-                part.wait_until_gone()
-            for piece, extent in zip(_pieces(swapped), fresh, strict=True):
-                table = piece.part.group.table
-                placement = Placement(piece.part.row, piece.page, [extent])
-                backend.execute(table.ops_to_map(placement, Access.READ_WRITE))
-                table.note_mapped(placement, Access.READ_WRITE)
-                pool.prepare([extent], piece.address, tenant, side)
-                if piece.num_bytes:
-                    at = swapped.staging.page_address(0, piece.staging_page)
-                    backend.copy(piece.address, at, piece.num_bytes, side)
-            backend.stream_wait(current, side)
-            swapped.drop(pool)
-        except BaseException:
-            swapped.retire(pool.reclaimer.new_fence())
-            raise
-    finally:
-        pool.disown(fresh)
+    pieces = list(_pieces(swapped))
+    parts = [
+        RowChange(
+            piece.part.group.table, piece.part.row, piece.page, [piece.extent.size_class], tenant
+        )
+        for piece in pieces
+    ]
+    side, current = cache.side_stream(), cache.current_stream()
+    with change(pool, parts) as made:
+        for piece, _ in zip(pieces, made.one_by_one(side), strict=True):
+            if piece.num_bytes:
+                at = swapped.staging.page_address(0, piece.staging_page)
+                backend.copy(piece.address, at, piece.num_bytes, side)
+        backend.stream_wait(current, side)
+        swapped.drop(pool)
 
 
 def _classes(parts: Sequence[Part], largest_class: int) -> list[int]:

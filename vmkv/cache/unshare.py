@@ -6,14 +6,9 @@ into what it shares, or where a parked row that others started from is used for 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from ..backend import Access
 from ..errors import OutOfPagesError
-from ..memory import Exchange, Mapping, exchange, size_classes
-from .access import make_writable
+from ..memory import Mapping, RowChange, change, make_writable, size_classes
 from .layer_group import LayerGroup
-from .staging import staged
 
 
 def unshare(group: LayerGroup, row: int, num_tokens: int, *, tenant: object, stream: int) -> int:
@@ -54,24 +49,9 @@ def unshare(group: LayerGroup, row: int, num_tokens: int, *, tenant: object, str
             group.table.retire_back(row, shared.first_page, fence)
         concerned = group.table.overlapping(row, first_page, pages.end_page)
     make_writable(group.table, row, concerned)
-    _scrub(group, row, concerned, num_tokens, tenant, stream)
+    group.scrub(row, num_tokens, tenant, stream)  # While it was shared, nobody could.
     pages.shared_end_page = min(pages.shared_end_page, first_page)
     return copied_bytes
-
-
-def _scrub(
-    group: LayerGroup,
-    row: int,
-    mappings: Sequence[Mapping],
-    num_tokens: int,
-    tenant: object,
-    stream: int,
-) -> None:
-    """Overwrite what the row holds of others: while that was shared, nobody could."""
-    for mapping in mappings:
-        if mapping.first_page >= group.geometry.pages_for(num_tokens):
-            address = group.table.page_address(row, mapping.first_page)
-            group.pool.prepare([mapping.extent], address, tenant, stream)
 
 
 def _replace(
@@ -83,20 +63,12 @@ def _replace(
     stream: int,
 ) -> int:
     """Put a copy of the tokens from `shared` on up to `num_tokens` in its place."""
-    pool, table = group.pool, group.table
-    start_bytes = shared.first_page * pool.page_bytes
-    copied_bytes = num_tokens * group.geometry.token_bytes - start_bytes
-    num_pages = group.geometry.pages_for(num_tokens) - shared.first_page
-    fresh = pool.acquire_or_evict(tuple(size_classes(num_pages, group.largest_class)))
-    try:
-        # The block ends when the copy has: then the addresses go, and the extents are still ours.
-        with staged(pool, fresh) as staging:
-            pool.prepare(fresh, staging.address, tenant, stream)
-            source = table.page_address(row, shared.first_page)
-            pool.backend.copy(staging.address, source, copied_bytes, stream)
-        new = [(extent, Access.READ_WRITE) for extent in fresh]
-        old = table.overlapping(row, shared.first_page, table.rows[row].end_page)
-        exchange(pool, [Exchange(table, row, shared.first_page, old, new)])
-    finally:
-        pool.disown(fresh)
+    pool, table, first_page = group.pool, group.table, shared.first_page
+    copied_bytes = num_tokens * group.geometry.token_bytes - first_page * pool.page_bytes
+    num_pages = group.geometry.pages_for(num_tokens) - first_page
+    classes = tuple(size_classes(num_pages, group.largest_class))
+    old = table.overlapping(row, first_page, table.rows[row].end_page)
+    part = RowChange(table, row, first_page, classes, tenant, old=old, kept_bytes=copied_bytes)
+    with change(pool, [part], reads=old) as made:
+        made.map(stream)
     return copied_bytes

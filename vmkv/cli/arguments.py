@@ -1,50 +1,109 @@
-"""Types for argparse, whose complaints name the option by themselves."""
+"""Types for argparse, whose complaints name the option by themselves.
+
+Every number has a bound on both sides: what is larger than any machine is a mistake, and is told
+where it was made rather than by an allocation, a driver or a clock that it overflows later.
+"""
 
 from __future__ import annotations
 
 import argparse
 import math
+import re
+from collections.abc import Callable
 from typing import Any
+
+from ..errors import ConfigError
+from .client import Address
+from .tables import shown
 
 Commands = Any  # argparse's own type for subparsers is private.
 
-
-def positive_int(text: str) -> int:
-    """An integer above zero; `8k` is 8192, `1m` 1048576."""
-    factor = {"k": 1 << 10, "m": 1 << 20}.get(text[-1:].lower(), 1)
-    digits = text[:-1] if factor > 1 else text
-    if not digits.isdecimal() or not int(digits):
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive integer")
-    return int(digits) * factor
-
-
-def count(text: str) -> int:
-    """An integer, zero included."""
-    return 0 if text == "0" else positive_int(text)
+#: What weights, keys and values may be made of.
+DTYPES = ("float32", "float16", "bfloat16")
+#: Kernels and drivers count with int32.
+_INTEGER_MAX = 2**31 - 1
+#: A pebibyte, in GiB and in MiB: more than any host has.
+_GIB_MAX, _MIB_MAX = 2**20, 2**30
+#: Eleven days and a half; the system takes timeouts of up to 24 days.
+_SECONDS_MAX = 1_000_000
+#: More take long to convert, and are too many anyway.
+_DIGITS_MAX = 20
 
 
-def positive_number(text: str) -> float:
-    """A number above zero."""
-    value = number(text)
-    if not value:
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
-    return value
+def integer(low: int, high: int = _INTEGER_MAX) -> Callable[[str], int]:
+    """A type for integers of a range; `8k` is 8192, `1m` 1048576."""
+
+    def parse(text: str) -> int:
+        factor = {"k": 1 << 10, "m": 1 << 20}.get(text[-1:].lower(), 1)
+        digits = text[:-1] if factor > 1 else text
+        if len(digits) <= _DIGITS_MAX and digits.isascii() and digits.isdecimal():
+            value = int(digits) * factor
+            if low <= value <= high:
+                return value
+        raise argparse.ArgumentTypeError(f"{shown(text)} is no integer from {low} to {high:,}")
+
+    return parse
 
 
-def number(text: str) -> float:
-    """A number, zero included."""
+def number(low: float, high: float, unit: str) -> Callable[[str], float]:
+    """A type for numbers of a range, both ends included."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not low <= value <= high:  # Which nothing holds for that is no number.
+            raise argparse.ArgumentTypeError(
+                f"{shown(text)} is no number of {unit} from {low:g} to {high:,}"
+            )
+        return value
+
+    return parse
+
+
+positive_int = integer(1)
+count = integer(0)
+port = integer(0, 65535)
+gib = number(0, _GIB_MAX, "GiB")
+#: As little as rounds to a byte.
+positive_gib = number(1e-9, _GIB_MAX, "GiB")
+positive_mib = number(1e-6, _MIB_MAX, "MiB")
+seconds = number(1e-3, _SECONDS_MAX, "seconds")
+
+
+def device(text: str) -> str:
+    """A device that models run on: `auto`, `cpu`, `cuda` or `cuda:N`."""
+    if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", text):
+        raise argparse.ArgumentTypeError(
+            f"{shown(text)} is no device; there are auto, cpu, cuda and cuda:N"
+        )
+    return text
+
+
+def host(text: str) -> str:
+    """A name or an address of this machine."""
     try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from zero up")
-    return value
+        text.encode("idna")
+    except UnicodeError:
+        is_name = False
+    else:
+        is_name = text != "" and text.isprintable()
+    if not is_name:
+        raise argparse.ArgumentTypeError(f"{shown(text)} is no name or address of a host")
+    return text
 
 
-def port(text: str) -> int:
-    """A TCP port; 0 for any free one."""
-    value = count(text)
-    if value > 65535:
-        raise argparse.ArgumentTypeError(f"{text} is no port; the last one is 65535")
-    return value
+def name(text: str) -> str:
+    """A name or a path: anything but nothing."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("the name is empty")
+    return text
+
+
+def address(text: str) -> Address:
+    """Where a server is."""
+    try:
+        return Address.parse(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TextIO
 
 from ..errors import ConfigError
-from .arguments import Commands, positive_int
-from .load import Load, apply, model_of, summary
+from .arguments import Commands, address, integer, seconds
+from .client import Client
+from .load import TIMEOUT_S, Load, apply, model_of, summary
 
 #: Where a checkout has them; an installed wheel has none.
 _FOLDER = Path(__file__).resolve().parents[2] / "bench"
@@ -60,19 +61,23 @@ def _names() -> list[str]:
 def run_serving(rest: list[str], out: TextIO) -> int:
     """Send a load to a server and report how it bore it."""
     parser = argparse.ArgumentParser(prog=f"vmkv bench {_SERVING}")
-    parser.add_argument("--url", default="http://localhost:8000", help="(default: %(default)s)")
-    parser.add_argument("--requests", type=positive_int, default=64, help="(default: 64)")
-    parser.add_argument("--clients", type=positive_int, default=16, help="at once (default: 16)")
-    parser.add_argument("--prompt-tokens", type=positive_int, default=256, help="(default: 256)")
-    parser.add_argument("--output-tokens", type=positive_int, default=64, help="(default: 64)")
-    parser.add_argument(
-        "--vocabulary", type=positive_int, default=32000, help="of the model (default: 32000)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="(default: 0)")
-    parser.add_argument("--json", action="store_true", help="for programs")
+    add = parser.add_argument
+    add("--url", type=address, default="http://localhost:8000", help="(default: %(default)s)")
+    add("--requests", type=integer(1, 10**6), default=64, help="(default: 64)")
+    add("--clients", type=integer(1, 4096), default=16, help="at once (default: 16)")
+    add("--prompt-tokens", type=integer(1, 1 << 20), default=256, help="(default: 256)")
+    add("--output-tokens", type=integer(1, 1 << 20), default=64, help="(default: 64)")
+    add("--vocabulary", type=integer(3), default=32000, help="of the model (default: 32000)")
+    add("--seed", type=int, default=0, help="(default: 0)")
+    add("--timeout", type=seconds, default=TIMEOUT_S, help="of an answer, in s (default: 600)")
+    add("--json", action="store_true", help="for programs")
     parsed = parser.parse_args(rest)
     api_key = os.environ.get("VMKV_API_KEY")
-    model = model_of(parsed.url, api_key)
+    client = Client(parsed.url, timeout_s=parsed.timeout)
+    try:
+        model = model_of(client, api_key)
+    finally:
+        client.close()
     load = Load(
         parsed.requests,
         min(parsed.clients, parsed.requests),
@@ -81,9 +86,10 @@ def run_serving(rest: list[str], out: TextIO) -> int:
         parsed.vocabulary,
         parsed.seed,
     )
-    record = summary(load, *apply(load, parsed.url, model, api_key))
+    timed = apply(load, parsed.url, model, api_key, timeout_s=parsed.timeout)
+    record = summary(load, *timed)
     if parsed.json:
-        out.write(json.dumps({"url": parsed.url, "model": model, **record}, indent=2) + "\n")
+        out.write(json.dumps({"url": str(parsed.url), "model": model, **record}, indent=2) + "\n")
         return 0
     out.write(
         f"{model} at {parsed.url}: {record['requests']} requests of {load.prompt_tokens} + "

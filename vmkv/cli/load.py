@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import random
 import statistics
 import threading
 import time
-import urllib.parse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import ConfigError
+from ..errors import ConfigError, one_line
+from .client import Address, Client, read_lines, read_whole
 
-_TIMEOUT_S = 600.0
+#: For a whole answer.
+TIMEOUT_S = 600.0
+#: The lowest ones are mostly special.
+_FIRST_TOKEN = 2
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class Load:
         num_clients: How many at once.
         prompt_tokens: Length of each prompt.
         output_tokens: Tokens generated for each; its end of sequence is ignored.
-        vocabulary: Tokens are drawn below this.
+        vocabulary: Tokens are drawn below this; at least 3.
         seed: Makes the prompts repeatable.
     """
 
@@ -37,6 +39,22 @@ class Load:
     output_tokens: int
     vocabulary: int
     seed: int = 0
+
+    def body(self, model: str, number: int) -> bytes:
+        """Request `number`, as JSON."""
+        tokens = random.Random(f"{self.seed} {number}").choices(
+            range(_FIRST_TOKEN, self.vocabulary), k=self.prompt_tokens
+        )
+        body = {
+            "model": model,
+            "prompt": tokens,
+            "max_tokens": self.output_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        return json.dumps(body).encode()
 
 
 @dataclass(frozen=True)
@@ -55,81 +73,83 @@ class Timing:
         return (self.total_s - self.first_token_s) / (self.num_tokens - 1)
 
 
-def model_of(url: str, api_key: str | None) -> str:
+def model_of(client: Client, api_key: str | None) -> str:
     """The first model a server serves.
 
     Raises:
         ConfigError: There is no such server, or it refuses.
     """
-    connection = _connect(url)
+    with client.ask("GET", _path(client, "/v1/models"), headers=_headers(api_key)) as answer:
+        text = read_whole(answer)
+    if answer.status != 200:
+        raise ConfigError(f"{client.address} answers {answer.status}: {_message(text)}")
     try:
-        connection.request("GET", _path(url, "/v1/models"), headers=_headers(api_key))
-        answer = connection.getresponse()
-        text = answer.read()
-        if answer.status != 200:
-            raise ConfigError(f"{url} answers {answer.status}: {_message(text)}")
-        return str(json.loads(text)["data"][0]["id"])
-    except (OSError, http.client.HTTPException, ValueError, LookupError) as error:
+        return str(_json(text)["data"][0]["id"])
+    except (LookupError, TypeError) as error:
         raise ConfigError(
-            f"no OpenAI server answers at {url}: {error}; is `vmkv serve` running there?"
+            f"{client.address} lists no models as an OpenAI server does; is it `vmkv serve`?"
         ) from error
-    finally:
-        connection.close()
 
 
 def apply(
-    load: Load, url: str, model: str, api_key: str | None = None
+    load: Load,
+    address: Address,
+    model: str,
+    api_key: str | None = None,
+    *,
+    timeout_s: float = TIMEOUT_S,
 ) -> tuple[float, list[Timing]]:
     """Send the load; returns the seconds it took and each request's times.
 
+    Args:
+        load: What to send.
+        address: The server.
+        model: What it calls the model.
+        api_key: Its key, where it wants one.
+        timeout_s: For each whole answer.
+
     Raises:
-        ConfigError: A request was refused or failed; the message is the server's.
+        ConfigError: A request was refused, failed or took too long; the message is the server's.
+            What else was under way is given up.
     """
-    random_tokens = random.Random(load.seed)
-    bodies = [
-        {
-            "model": model,
-            "prompt": random_tokens.choices(range(2, load.vocabulary), k=load.prompt_tokens),
-            "max_tokens": load.output_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-        for _ in range(load.num_requests)
-    ]
+    numbers = iter(range(load.num_requests))
     timings: list[Timing] = []
     failures: list[Exception] = []
     lock = threading.Lock()
+    clients = [Client(address, timeout_s=timeout_s) for _ in range(load.num_clients)]
 
-    def client() -> None:
-        connection = _connect(url)
+    def run(client: Client) -> None:
         try:
             while True:
                 with lock:
-                    if not bodies or failures:
-                        return
-                    body = bodies.pop()
-                timing = _one(connection, url, body, api_key)
+                    number = None if failures else next(numbers, None)
+                if number is None:
+                    return
+                timing = _one(client, load.body(model, number), api_key)
                 with lock:
                     timings.append(timing)
         except Exception as error:  # noqa: BLE001  # raised again by the caller
             with lock:
                 failures.append(error)
+            for each in clients:
+                each.cut()
         finally:
-            connection.close()
+            client.close()
 
     start_s = time.monotonic()
-    threads = [threading.Thread(target=client) for _ in range(load.num_clients)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    threads = [threading.Thread(target=run, args=[client], daemon=True) for client in clients]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    except RuntimeError as error:  # The system has no more threads.
+        raise ConfigError(f"{load.num_clients} clients are too many here: {error}") from error
+    finally:
+        for client in clients:
+            client.cut()
     if failures:
-        error = failures[0]
-        if isinstance(error, ConfigError):
-            raise error
-        raise ConfigError(f"a request to {url} failed: {error or type(error).__name__}") from error
+        raise failures[0]
     return time.monotonic() - start_s, timings
 
 
@@ -162,46 +182,59 @@ def _spread(values: Sequence[float]) -> dict[str, float] | None:
     }
 
 
-def _one(
-    connection: http.client.HTTPConnection, url: str, body: dict[str, Any], api_key: str | None
-) -> Timing:
+def _one(client: Client, body: bytes, api_key: str | None) -> Timing:
     start_s = time.monotonic()
     headers = {"Content-Type": "application/json", **_headers(api_key)}
-    connection.request("POST", _path(url, "/v1/completions"), json.dumps(body), headers)
-    answer = connection.getresponse()
-    if answer.status != 200:
-        raise ConfigError(f"{url} answers {answer.status}: {_message(answer.read())}")
-    first_s, num_tokens = 0.0, 0
-    for line in answer:
-        if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
-            continue
-        first_s = first_s or time.monotonic() - start_s
-        payload = json.loads(line.removeprefix(b"data: "))
-        if "error" in payload:
-            raise ConfigError(f"{url} failed: {payload['error']['message']}")
-        if payload.get("usage"):
-            num_tokens = payload["usage"]["completion_tokens"]
+    first_s, num_tokens = 0.0, None
+    with client.ask("POST", _path(client, "/v1/completions"), body, headers) as answer:
+        if answer.status != 200:
+            text = read_whole(answer)
+            raise ConfigError(f"{client.address} answers {answer.status}: {_message(text)}")
+        for line in read_lines(answer):
+            if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
+                continue
+            first_s = first_s or time.monotonic() - start_s
+            payload = _json(line.removeprefix(b"data: "))
+            if "error" in payload:
+                raise ConfigError(f"{client.address} failed: {_message(line[len(b'data: ') :])}")
+            usage = payload.get("usage")
+            if isinstance(usage, dict):
+                num_tokens = usage.get("completion_tokens")
+    if not isinstance(num_tokens, int) or num_tokens < 1:
+        raise ConfigError(f"{client.address} ended a stream without saying how long it was")
     return Timing(first_s, time.monotonic() - start_s, num_tokens)
 
 
-def _connect(url: str) -> http.client.HTTPConnection:
-    parts = urllib.parse.urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError(f"{url!r} is no address of a server; write http://HOST:PORT")
-    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    return kind(parts.hostname, parts.port, timeout=_TIMEOUT_S)
-
-
-def _path(url: str, path: str) -> str:
-    return urllib.parse.urlsplit(url).path.rstrip("/").removesuffix("/v1") + path
+def _path(client: Client, path: str) -> str:
+    return client.address.path.removesuffix("/v1") + path
 
 
 def _headers(api_key: str | None) -> dict[str, str]:
-    return {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    if not api_key:
+        return {}
+    if not (api_key.isascii() and api_key.isprintable()):
+        raise ConfigError("the API key has characters that no HTTP header can carry")
+    return {"Authorization": f"Bearer {api_key}"}
+
+
+def _json(text: bytes) -> dict[str, Any]:
+    """An object as JSON.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"the server's answer is no JSON: {one_line(error)}") from error
+    if not isinstance(data, dict):
+        raise ConfigError("the server's answer is no JSON object")
+    return data
 
 
 def _message(text: bytes) -> str:
+    """What a server says went wrong, on one line."""
     try:
-        return str(json.loads(text)["error"]["message"])
-    except (ValueError, LookupError, TypeError):
-        return text.decode(errors="replace")[:200]
+        return one_line(ValueError(json.loads(text)["error"]["message"]))
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return one_line(ValueError(text[:200].decode(errors="replace")))

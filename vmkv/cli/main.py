@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
 from importlib import metadata
 from typing import TextIO
 
-from ..errors import CapacityError, InternalError, VMKVError
+from ..errors import ConfigError, InternalError, VMKVError, one_line
 from . import bench, doctor, plan, serve, top
 
 #: What `main` returns: done, not done, used wrongly, interrupted.
@@ -37,22 +38,38 @@ def main(
     Args:
         arguments: Without the program's name; by default the process's own.
         out: Where results go; by default standard output.
-        err: Where complaints go; by default standard error.
+        err: Where complaints go; by default standard error. Each is one line: what users, files,
+            servers and machines can get wrong is a `VMKVError` or an `OSError` by the time it comes
+            here, and only those.
     """
-    out, err = out or sys.stdout, err or sys.stderr
+    out = out or sys.stdout or io.StringIO()  # Python has none where they were closed.
+    err = err or sys.stderr or io.StringIO()
+    for stream in (out, err):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # A terminal may know less than we say.
     parsed = make_parser().parse_args(arguments)
     try:
         status: int = parsed.run(parsed, out)
         out.flush()
-    except BrokenPipeError:
-        # `vmkv plan ... | head`: nobody reads on. Nor may the interpreter try again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return OK
     except KeyboardInterrupt:
         return INTERRUPTED
     except InternalError:
-        raise  # A bug of ours, with its traceback.
-    except VMKVError as error:
-        err.write(f"vmkv: {error}\n")
-        return FAILED if isinstance(error, CapacityError) else USAGE
+        raise  # A bug of ours, with its traceback; as is whatever is not named here.
+    except BrokenPipeError:
+        _give_up(out)  # `vmkv plan ... | head`: nobody reads on.
+        return OK
+    except (VMKVError, OSError, MemoryError) as error:
+        err.write(f"vmkv: {one_line(error)}\n")
+        _give_up(out)
+        return USAGE if isinstance(error, ConfigError) else FAILED
     return status
+
+
+def _give_up(out: TextIO) -> None:
+    """Where what was written cannot be, the interpreter must not try again at its end."""
+    try:
+        out.flush()
+    except OSError:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, out.fileno())
+        os.close(null)

@@ -11,13 +11,14 @@ import torch
 import transformers
 
 from ..cache.geometry import LayerShape
-from ..errors import ConfigError, one_line
+from ..errors import CapacityError, ConfigError, one_line
 from ..hf import compat, probe
 from ..hf.defaults import stated_max_tokens
+from .arguments import DTYPES
+from .tables import shown
 
 #: More is a mistake, which would keep us busy for hours.
 _LAYERS_MAX = 10_000
-_DTYPES = ("float32", "float16", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,19 @@ class ModelShape:
     dtype: str
 
 
+def be_quiet(*, with_progress: bool) -> None:
+    """Keep transformers from the terminal: what matters of what it says is said by the commands.
+
+    For the whole process.
+
+    Args:
+        with_progress: It may draw how far it has loaded.
+    """
+    transformers.logging.set_verbosity_error()
+    if not with_progress:
+        transformers.logging.disable_progress_bar()
+
+
 def load_config(model: str) -> Any:
     """The configuration of a model: a folder, a `config.json`, or a name on the Hub.
 
@@ -81,16 +95,27 @@ def load_config(model: str) -> Any:
         ConfigError: There is none, or this transformers does not know its type.
     """
     path = Path(model)
-    if not path.exists() and (model.endswith(".json") or model.startswith((".", "/", "~"))):
+    is_path = model.endswith(".json") or model.startswith((".", "/", "~"))
+    try:
+        # A pipe would be waited for, and transformers takes it for a name on the Hub.
+        is_folder, is_there = path.is_dir(), path.is_dir() or path.is_file()
+        has_config = is_folder and (path / "config.json").is_file()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{shown(model)} cannot be read: {one_line(error)}") from error
+    if is_path and not is_there:
         raise ConfigError(f"there is no file or folder {model}")
-    if path.is_dir() and not (path / "config.json").exists():
+    if is_folder and not has_config:
         raise ConfigError(
             f"{model} holds no config.json; name the folder that save_pretrained wrote"
         )
     try:
-        return transformers.AutoConfig.from_pretrained(model, trust_remote_code=False)
+        config = transformers.AutoConfig.from_pretrained(model, trust_remote_code=False)
+        num_layers = getattr(compat.text_config(config), "num_hidden_layers", 1)
     except Exception as error:  # whatever a file, or the Hub, holds
         raise ConfigError(_why_no_config(model, error)) from error
+    if not isinstance(num_layers, int) or not 0 < num_layers <= _LAYERS_MAX:
+        raise ConfigError(f"{model} names {num_layers} layers; 1 to {_LAYERS_MAX:,} are believed")
+    return config
 
 
 def _why_no_config(model: str, error: Exception) -> str:
@@ -119,15 +144,10 @@ def model_shape(config: Any, *, dtype: str | None = None) -> ModelShape:
             "input; vmkv plan knows decoders only"
         )
     decoder = compat.text_config(config)
-    num_layers = getattr(decoder, "num_hidden_layers", None)
-    if isinstance(num_layers, int) and num_layers > _LAYERS_MAX:
-        raise ConfigError(
-            f"the configuration names {num_layers:,} layers; up to {_LAYERS_MAX:,} are believed"
-        )
     named = dtype or getattr(decoder, "dtype", None) or getattr(config, "dtype", None)
     dtype_name = str(named or "bfloat16").removeprefix("torch.")
-    if dtype_name not in _DTYPES:
-        raise ConfigError(f"dtype {dtype_name!r} is none of {', '.join(_DTYPES)}")
+    if dtype_name not in DTYPES:
+        raise ConfigError(f"dtype {dtype_name!r} is none of {', '.join(DTYPES)}")
     model = probe.build_without_weights(config, getattr(torch, dtype_name))
     layers = probe.kept_layers(model)
     kinds = Counter(
@@ -158,19 +178,41 @@ def load_model(model: str, *, device: str, dtype: str | None) -> Any:
     """The model with its weights, ready to serve.
 
     Raises:
-        ConfigError: There is no such model, it is no causal language model, or the device is
-            missing.
+        ConfigError: There is no such model, it is no causal language model, some of its weights
+            are missing or broken, or there is no such device.
+        CapacityError: Its weights do not fit the device.
     """
-    if device.startswith("cuda") and not torch.cuda.is_available():
+    if device.startswith("cuda"):
+        _check_cuda(torch.device(device).index or 0)
+    try:
+        if (Path(model) / "generation_config.json").exists():
+            # Which transformers passes over where it is broken, and texts then never end.
+            transformers.GenerationConfig.from_pretrained(model)
+        loaded, info = transformers.AutoModelForCausalLM.from_pretrained(
+            model, dtype=dtype or "auto", trust_remote_code=False, output_loading_info=True
+        )
+    except Exception as error:  # whatever a folder, or the Hub, holds
+        raise ConfigError(f"cannot load {model}: {one_line(error)}") from error
+    missing = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
+    if missing:
+        # transformers fills them with noise, and warns.
         raise ConfigError(
-            f"device {device}: torch sees no CUDA device here; run `vmkv doctor`, or pass "
-            "--device cpu"
+            f"{model} lacks {len(missing)} weights, such as {missing[0]}: is it a whole causal "
+            "language model?"
         )
     try:
-        loaded = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=dtype or "auto")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot load {model}: {error}") from error
-    return loaded.to(device).eval()
+        return loaded.to(device).eval()
+    except torch.OutOfMemoryError as error:
+        raise CapacityError(
+            f"the weights of {model} do not fit {device}: {one_line(error)}"
+        ) from error
+
+
+def _check_cuda(index: int) -> None:
+    if not torch.cuda.is_available():
+        raise ConfigError("torch sees no CUDA device here; run `vmkv doctor`, or pass --device cpu")
+    if index >= torch.cuda.device_count():
+        raise ConfigError(f"there is no device cuda:{index}; there are {torch.cuda.device_count()}")
 
 
 def load_tokenizer(name: str) -> Any:
@@ -180,8 +222,9 @@ def load_tokenizer(name: str) -> Any:
         ConfigError: There is none; a server cannot do without.
     """
     try:
-        return transformers.AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
+        return transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except Exception as error:  # whatever a folder, or the Hub, holds
         raise ConfigError(
-            f"no tokenizer for {name}: {error}. Pass --tokenizer with a folder that has one"
+            f"no tokenizer for {name}: {one_line(error)}; pass --tokenizer with a folder that has "
+            "one"
         ) from error

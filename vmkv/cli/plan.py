@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from ..errors import ConfigError
 from ..units import GiB, MiB, format_bytes
-from .arguments import Commands, count, number, positive_int, positive_number
+from .arguments import DTYPES, Commands, count, gib, name, positive_gib, positive_int
 from .tables import table
 
 if TYPE_CHECKING:
@@ -28,7 +28,9 @@ def add_parser(commands: Commands) -> None:
         help="how many users fit, and what paging, sharing and swapping change",
         description="Capacity from a model's configuration alone: no weights, no GPU.",
     )
-    parser.add_argument("model", metavar="MODEL", help="a folder, a config.json, or a Hub name")
+    parser.add_argument(
+        "model", metavar="MODEL", type=name, help="a folder, a config.json, or a Hub name"
+    )
     parser.add_argument("--users", type=positive_int, default=1, help="sequences at once")
     parser.add_argument(
         "--context", type=positive_int, required=True, help="tokens of each, e.g. 8192 or 8k"
@@ -38,13 +40,13 @@ def add_parser(commands: Commands) -> None:
         type=positive_int,
         help="tokens that a cache without paging must leave room for (default: the model's)",
     )
-    parser.add_argument("--device-memory", type=positive_number, metavar="GiB", help="of one GPU")
+    parser.add_argument("--device-memory", type=positive_gib, metavar="GiB", help="of one GPU")
     parser.add_argument(
-        "--weights", type=number, metavar="GiB", help="(default: counted from the configuration)"
+        "--weights", type=gib, metavar="GiB", help="(default: counted from the configuration)"
     )
     parser.add_argument(
         "--reserve",
-        type=number,
+        type=gib,
         metavar="GiB",
         default=4.0,
         help="for activations, CUDA graphs and the context (default: 4)",
@@ -53,9 +55,11 @@ def add_parser(commands: Commands) -> None:
         "--share-prefix", type=count, metavar="TOKENS", default=0, help="common to all users"
     )
     parser.add_argument(
-        "--swap", type=number, metavar="GiB", default=0.0, help="host memory for idle sequences"
+        "--swap", type=gib, metavar="GiB", default=0.0, help="host memory for idle sequences"
     )
-    parser.add_argument("--dtype", help="of keys and values (default: the configuration's)")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="of keys and values (default: the configuration's)"
+    )
     parser.add_argument("--json", action="store_true", help="for programs")
     parser.set_defaults(run=run)
 
@@ -63,8 +67,9 @@ def add_parser(commands: Commands) -> None:
 def run(arguments: argparse.Namespace, out: TextIO) -> int:
     """Plan and report. Status 1 where the users do not fit the memory that was named."""
     from .capacity import fit, kind_bytes, need_bytes, sequence_bytes
-    from .models import load_config, model_shape
+    from .models import be_quiet, load_config, model_shape
 
+    be_quiet(with_progress=False)
     num_tokens, shared_tokens = arguments.context, arguments.share_prefix
     if shared_tokens > num_tokens:
         raise ConfigError(

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import time
-import urllib.error
-import urllib.request
 from dataclasses import dataclass, field
 
-from ..errors import ConfigError
+from ..errors import ConfigError, one_line
+from .client import Address, Client, read_whole
 
-_TIMEOUT_S = 5.0
+#: For a whole answer.
+TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,12 @@ class Scrape:
         return below_bound
 
 
-def scrape(url: str) -> Scrape:
+def scrape(address: Address, *, timeout_s: float = TIMEOUT_S) -> Scrape:
     """Ask a server.
+
+    Args:
+        address: The server; `/metrics` is found by itself.
+        timeout_s: For the whole answer.
 
     Raises:
         ConfigError: There is none, or it is no vmkv server.
@@ -71,23 +76,33 @@ def scrape(url: str) -> Scrape:
             "reading metrics needs prometheus-client: pip install 'vmkv[serve]'"
         ) from error
 
-    address = url if "://" in url else f"http://{url}"
-    address = address.rstrip("/").removesuffix("/metrics") + "/metrics"
+    client = Client(address, timeout_s=timeout_s)
     try:
-        with urllib.request.urlopen(address, timeout=_TIMEOUT_S) as answer:
-            text = answer.read().decode()
-        families = [*text_string_to_metric_families(text)]
-    except (urllib.error.URLError, OSError) as error:
-        reason = getattr(error, "reason", error)
-        raise ConfigError(
-            f"no answer from {address}: {reason}; is `vmkv serve` running there?"
-        ) from error
-    except ValueError as error:
-        raise ConfigError(f"{address} is no metrics page: {error}") from error
+        with client.ask("GET", address.path.removesuffix("/metrics") + "/metrics") as answer:
+            text = read_whole(answer)
+    finally:
+        client.close()
+    if answer.status != 200:
+        raise ConfigError(f"{address} has no metrics: it answers {answer.status}")
+    try:
+        families = [*text_string_to_metric_families(text.decode())]
+    except Exception as error:  # whatever a server says, in a parser that trusts it
+        raise ConfigError(f"the metrics of {address} cannot be read: {one_line(error)}") from error
     found = Scrape(time.monotonic())
     for family in families:
         for sample in family.samples:
-            found.samples[sample.name, frozenset(sample.labels.items())] = sample.value
-    if not any(name.startswith("vmkv_") for name, _ in found.samples):
+            if sample.name.startswith("vmkv_"):
+                if not (0 <= sample.value < math.inf and _is_bound(sample.labels.get("le", "0"))):
+                    raise ConfigError(f"{address} reports {one_line(ValueError(sample))}: no count")
+                found.samples[sample.name, frozenset(sample.labels.items())] = sample.value
+    if not found.samples:
         raise ConfigError(f"{address} reports nothing of vmkv; is it another kind of server?")
     return found
+
+
+def _is_bound(text: str) -> bool:
+    """Whether a bucket's label says up to where it counts."""
+    try:
+        return not math.isnan(float(text))
+    except ValueError:
+        return False

@@ -4,13 +4,28 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from ..errors import ConfigError
+from ..errors import CapacityError, ConfigError, one_line
 from ..units import GiB, MiB, format_bytes
-from .arguments import Commands, count, number, port, positive_int, positive_number
+from .arguments import (
+    DTYPES,
+    Commands,
+    count,
+    device,
+    gib,
+    host,
+    integer,
+    name,
+    port,
+    positive_gib,
+    positive_int,
+    positive_mib,
+    seconds,
+)
 
 if TYPE_CHECKING:
     from ..serve.server import ServerOptions
@@ -29,16 +44,16 @@ def add_parser(commands: Commands) -> None:
         f"{_API_KEY_VARIABLE}; without either everybody may ask.",
     )
     parser.set_defaults(run=run)
-    parser.add_argument("model", metavar="MODEL", help="a folder, or a Hub name")
+    parser.add_argument("model", metavar="MODEL", type=name, help="a folder, or a Hub name")
     add = parser.add_argument_group("model").add_argument
-    add("--tokenizer", help="a folder or Hub name, where it is not the model's")
-    add("--served-model-name", help="what clients call it; by default MODEL")
-    add("--device", default="auto", help="auto, cpu, cuda, cuda:1 …")
-    add("--dtype", help="of the weights; by default as they were saved")
-    add("--chat-template", metavar="FILE", help="a Jinja template, instead of the tokenizer's")
+    add("--tokenizer", type=name, help="a folder or Hub name, where it is not the model's")
+    add("--served-model-name", type=name, help="what clients call it; by default MODEL")
+    add("--device", type=device, default="auto", help="auto, cpu, cuda, cuda:1 …")
+    add("--dtype", choices=DTYPES, help="of the weights; by default as they were saved")
+    add("--chat-template", type=name, metavar="FILE", help="a Jinja template, not the tokenizer's")
     add = parser.add_argument_group("engine").add_argument
-    add("--max-num-seqs", type=positive_int, default=256, help="sequences in a step")
-    add("--max-num-batched-tokens", type=positive_int, default=8192, help="tokens in a step")
+    add("--max-num-seqs", type=integer(1, 1 << 16), default=256, help="sequences in a step")
+    add("--max-num-batched-tokens", type=integer(1, 1 << 20), default=8192, help="tokens in a step")
     add(
         "--max-num-mixed-tokens",
         type=count,
@@ -47,27 +62,29 @@ def add_parser(commands: Commands) -> None:
         "than a step takes; 0 for no such bound",
     )
     add("--max-model-tokens", type=positive_int, help="prompt and output; by default the model's")
-    add("--memory", type=positive_number, metavar="GiB", help="for keys and values; by default all")
-    add("--swap", type=number, metavar="GiB", default=0, help="host memory for preempted requests")
-    add("--watermark", type=number, metavar="GiB", help="kept when idle; by default everything")
-    add("--attention-backend", help="see vmkv doctor; by default the best that can run")
+    add("--memory", type=positive_gib, metavar="GiB", help="for keys and values; by default all")
+    add("--swap", type=gib, metavar="GiB", default=0, help="host memory for preempted requests")
+    add("--watermark", type=gib, metavar="GiB", help="kept when idle; by default everything")
+    add("--attention-backend", type=name, help="see vmkv doctor; by default the best that can run")
     add("--no-prefix-caching", action="store_true", help="compute common prefixes again")
     add("--deterministic", action="store_true", help="tokens do not depend on other requests")
     add = parser.add_argument_group("server").add_argument
-    add("--host", default="127.0.0.1", help="0.0.0.0 for every address of the machine")
+    add("--host", type=host, default="127.0.0.1", help="0.0.0.0 for every address of the machine")
     add("--port", type=port, default=8000, help="0 for any free one")
     add("--api-key-file", metavar="FILE", type=Path, help="one key per line, in UTF-8")
     add("--protect-all", action="store_true", help="metrics and documentation need a key too")
     add("--cors-origin", action="append", default=[], metavar="URL", help="whose pages may ask")
-    add("--max-body-mib", type=positive_number, default=16, help="of a request")
+    add("--max-body-mib", type=positive_mib, default=16, help="of a request")
     add("--max-prompt-tokens", type=positive_int, help="by default as many as the model takes")
     add("--max-concurrent", type=positive_int, default=1024, help="requests in the engine")
     add("--max-queued", type=count, default=1024, help="requests waiting for that; then 429")
     add("--max-connections", type=positive_int, default=4096, help="as far as ulimit -n permits")
     add("--max-priority", type=count, default=0, help="levels for clients to choose; 0 for none")
-    add("--send-timeout", type=positive_number, default=60, help="seconds a client may not read")
-    add("--drain-timeout", type=positive_number, default=300, help="seconds to finish, on SIGTERM")
-    add("--trace", metavar="FILE", help="write a trace of every step, in Chrome's format")
+    add("--send-timeout", type=seconds, default=60, help="seconds a client may not read")
+    add("--drain-timeout", type=seconds, default=300, help="seconds to finish, on SIGTERM")
+    add(
+        "--trace", type=name, metavar="FILE", help="write a trace of every step, in Chrome's format"
+    )
     add("--log-level", choices=("debug", "info", "warning", "error"), default="info")
 
 
@@ -92,12 +109,15 @@ def _serve(
     out: TextIO,
 ) -> int:
     from ..serve.engine import AsyncEngine
+    from ..serve.failures import is_out_of_memory
     from ..serve.metrics import Metrics
     from ..serve.observer import EngineObserver, Observers
     from ..serve.server import create_app, run_server
     from ..serve.trace import ChromeTrace
-    from .models import load_config, load_model, load_tokenizer
+    from .models import be_quiet, load_config, load_model, load_tokenizer
 
+    if arguments.log_level != "debug":
+        be_quiet(with_progress=sys.stderr is not None and sys.stderr.isatty())
     load_config(arguments.model)  # The plainest error first.
     tokenizer = load_tokenizer(arguments.tokenizer or arguments.model)
     trace = ChromeTrace(arguments.trace) if arguments.trace else None
@@ -105,7 +125,15 @@ def _serve(
     observers: list[EngineObserver] = [metrics, *([trace] if trace else [])]
     try:
         model = load_model(arguments.model, device=_device(arguments.device), dtype=arguments.dtype)
-        engine = make_engine(arguments, model, tokenizer, Observers(observers))
+        try:
+            engine = make_engine(arguments, model, tokenizer, Observers(observers))
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            raise CapacityError(
+                f"there is no memory left for the engine's own tensors ({one_line(error)}); lower "
+                "--max-num-seqs, --max-num-batched-tokens or --memory"
+            ) from error
         metrics.bind_pages(engine.cache.pool.page_bytes)
         options = options_for(engine.max_tokens)
         app = create_app(AsyncEngine(engine), tokenizer, options, metrics)
@@ -169,6 +197,7 @@ def server_options(arguments: argparse.Namespace) -> Callable[[int], ServerOptio
     limits = Limits(
         max_connections=arguments.max_connections,
         max_body_bytes=round(arguments.max_body_mib * MiB),
+        max_held_bytes=round(8 * arguments.max_body_mib * MiB),
         max_prompt_tokens=arguments.max_prompt_tokens,
         max_concurrent=arguments.max_concurrent,
         max_queued=arguments.max_queued,
@@ -186,11 +215,11 @@ def server_options(arguments: argparse.Namespace) -> Callable[[int], ServerOptio
     )
 
 
-def _device(name: str) -> str:
+def _device(wanted: str) -> str:
     import torch
 
-    if name != "auto":
-        return name
+    if wanted != "auto":
+        return wanted
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 

@@ -4,6 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+_SHOWN_CHARACTERS = 60
+
+
+def shown(text: str) -> str:
+    """What a user typed, quoted, as far as a line has room for it."""
+    return repr(text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 1]}…")
+
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Columns as wide as their widest cell: the first flush left, the others flush right."""

@@ -7,8 +7,9 @@ import threading
 from typing import TextIO
 
 from ..units import format_bytes
-from .arguments import Commands, positive_number
-from .scrape import Scrape, scrape
+from .arguments import Commands, address, seconds
+from .client import Address
+from .scrape import TIMEOUT_S, Scrape, scrape
 
 _BAR_CHARS = 40
 #: Home, and clear what is below: less flicker than clearing the screen first.
@@ -21,9 +22,10 @@ def add_parser(commands: Commands) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "top", help="live view of a running server's pages"
     )
-    parser.add_argument("url", metavar="URL", help="e.g. http://localhost:8000")
+    parser.add_argument("url", metavar="URL", type=address, help="e.g. http://localhost:8000")
+    parser.add_argument("--interval", type=seconds, default=1.0, metavar="S", help="(default: 1)")
     parser.add_argument(
-        "--interval", type=positive_number, default=1.0, metavar="S", help="(default: 1)"
+        "--timeout", type=seconds, default=TIMEOUT_S, metavar="S", help="of an answer (default: 5)"
     )
     parser.add_argument("--once", action="store_true", help="print one view and end")
     parser.set_defaults(run=run)
@@ -31,7 +33,7 @@ def add_parser(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace, out: TextIO) -> int:
     """Watch until interrupted; a server that goes away ends it with an error."""
-    now = scrape(arguments.url)
+    now = scrape(arguments.url, timeout_s=arguments.timeout)
     if arguments.once:
         out.write(view(arguments.url, now, None))
         return 0
@@ -42,10 +44,10 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
         out.write(_REDRAW + view(arguments.url, now, before))
         out.flush()
         pause.wait(arguments.interval)
-        before, now = now, scrape(arguments.url)
+        before, now = now, scrape(arguments.url, timeout_s=arguments.timeout)
 
 
-def view(url: str, now: Scrape, before: Scrape | None) -> str:
+def view(url: Address, now: Scrape, before: Scrape | None) -> str:
     """One screen. Rates are between two scrapes, or since the server began."""
     reasons = now.by_label("requests_total", "finish_reason")
     ended = ", ".join(f"{name} {count:,.0f}" for name, count in sorted(reasons.items()))
@@ -127,7 +129,9 @@ def _mapping(now: Scrape) -> list[str]:
     steps = now.value("steps_total")
     mapping_s, all_s = now.value("mapping_seconds_sum"), now.value("step_seconds_sum")
     each = (
-        f", {_seconds(mapping_s / steps)} a step, {mapping_s / all_s:.2%} of steps" if all_s else ""
+        f", {_seconds(mapping_s / steps)} a step, {mapping_s / all_s:.2%} of steps"
+        if steps and all_s
+        else ""
     )
     calls = now.by_label("driver_calls_total", "primitive")
     preempted = now.by_label("preemptions_total", "kind")

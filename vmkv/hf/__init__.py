@@ -1,8 +1,9 @@
 """transformers: the cache it takes, attention in place, and generation without padding.
 
 `cache.py` and `layers.py` are the cache; `store.py`, `device_rows.py` and `step.py` its memory;
-`attention.py` the implementation "vmkv"; `ragged_cache.py`, `ragged.py`, `prefill.py`,
-`token_state.py` and `generation.py` ragged batches; `compat.py` every version branch.
+`attention.py` the implementation "vmkv"; `ragged_cache.py`, `ragged.py` and `forward.py` packed
+passes; `proof.py` which models they serve; `prefill.py`, `prepared.py`, `token_state.py` and
+`generation.py` generation over them; `compat.py` every version branch.
 Importing this package registers "vmkv" with transformers.
 """
 

@@ -21,10 +21,10 @@ import torch
 from torch.nn import functional
 
 from ..attention import AttentionSpec, select
-from ..errors import ConfigError
 from . import compat
 from .layers import VirtualLayer, layer_behind
 from .ragged import RaggedStep
+from .unservable import UnservableError
 
 
 def vmkv_attention(
@@ -75,13 +75,13 @@ def vmkv_attention(
             window=sliding_window,
             softcap=softcap,
             sinks=s_aux,
+            mask=attention_mask,
+            bias=kwargs.get("position_bias"),
         )
         return out, None
     if getattr(attention_mask, "_vmkv_placeholder", False):
-        raise ConfigError(
-            f"{type(module).__name__} hands its attention less than the model is called with, so "
-            "it cannot be served in a ragged batch; generate with "
-            "past_key_values=VMKVCache(config) instead"
+        raise UnservableError(
+            f"its {type(module).__name__} hands its attention less than the model is called with"
         )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     recipe: _Recipe | None = getattr(attention_mask, "_vmkv_recipe", None)

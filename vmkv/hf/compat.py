@@ -19,10 +19,10 @@ from transformers.cache_utils import (
     DynamicLayer,
     DynamicSlidingWindowLayer,
 )
-from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
+from transformers.generation.stopping_criteria import MaxLengthCriteria, StopStringCriteria
 from transformers.utils import generic
 
-from ..errors import ConfigError
+from ..errors import ConfigError, one_line
 
 #: Since 5.17 `crop(n)` takes tokens to remove; before, a length to keep.
 _CROP_REMOVES = hasattr(CacheLayerMixin, "is_croppable")
@@ -33,6 +33,14 @@ _CROP_REFUSES_LENGTHS = tuple(int(part) for part in transformers.__version__.spl
 )
 #: Layer types that 4.57 puts behind plain dynamic layers, rightly.
 _PLAIN_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+#: Logits processors and stopping criteria for which it does not matter what a prompt was. By
+#: name, because not every release has them all.
+_READ_NO_PROMPT = {
+    *("EpsilonLogitsWarper", "EtaLogitsWarper", "InfNanRemoveLogitsProcessor"),
+    *("LogitNormalization", "MinPLogitsWarper", "SuppressTokensLogitsProcessor"),
+    *("TemperatureLogitsWarper", "TopHLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper"),
+    *("TypicalLogitsWarper", "EosTokenCriteria", "MaxTimeCriteria"),
+}
 
 
 def text_config(config: Any) -> Any:
@@ -46,6 +54,30 @@ def text_config(config: Any) -> Any:
             f"config={type(config).__name__} is no transformers configuration; pass model.config"
         )
     return config.get_text_config(decoder=True)
+
+
+def rope_limit_tokens(config: Any) -> int | None:
+    """Up to how many tokens positions mean the same, whoever else is in a pass; None: any number.
+
+    Rotary embeddings of the types "longrope" and "dynamic" have other angles, for all sequences
+    of a pass, once the longest of them is longer than that.
+    """
+    decoder = text_config(config)
+    # 4.57 has the latter name.
+    parameters = getattr(decoder, "rope_parameters", None) or getattr(decoder, "rope_scaling", None)
+    if not isinstance(parameters, dict):
+        return None
+    of_layer_types = [each for each in parameters.values() if isinstance(each, dict)]
+    limits = []
+    for each in of_layer_types or [parameters]:
+        kind = each.get("rope_type", each.get("type")) or ""
+        stated = decoder.max_position_embeddings
+        if kind == "longrope":
+            stated = getattr(decoder, "original_max_position_embeddings", None) or stated
+            limits.append(int(each.get("original_max_position_embeddings") or stated))
+        elif "dynamic" in kind:
+            limits.append(int(stated))
+    return min(limits, default=None)
 
 
 def default_layers(config: Any) -> list[Any]:
@@ -75,12 +107,13 @@ def default_cache(config: Any) -> DynamicCache:
             )
     try:
         cache = DynamicCache(config=config)
-    except (AttributeError, KeyError):  # No layers, or of a type that it does not know.
-        cache = None
+        reason = "no layers"
+    except (AttributeError, KeyError, TypeError, ValueError) as error:  # Whatever its values are.
+        cache, reason = None, one_line(error)
     if cache is None or not cache.layers:
         raise ConfigError(
-            f"cannot tell the layers of {type(config).__name__} (no num_hidden_layers?); pass the "
-            "configuration of a model with a key-value cache"
+            f"cannot tell the layers of {type(config).__name__} ({reason}); pass the configuration "
+            "of a model with a key-value cache"
         )
     return cache
 
@@ -171,17 +204,17 @@ def sdpa_mask(**arguments: Any) -> torch.Tensor | None:
     return mask
 
 
-def sees_padding(processor: Any) -> bool:
-    """Whether a logits processor would take a prompt's padding for tokens that were said.
+def is_transformers_own(rule: Any) -> bool:
+    """Whether a logits processor or stopping criterion is transformers', not the caller's."""
+    return type(rule).__module__.partition(".")[0] == "transformers"
 
-    5.17 and older do not tell a repetition penalty how much padding there is; 5.23 does.
+
+def reads_prompt(rule: Any) -> bool:
+    """Whether a logits processor or stopping criterion of transformers looks at what was said.
+
+    Those that do not look at scores, at the last token or at the clock alone.
     """
-    if type(processor) is not RepetitionPenaltyLogitsProcessor:
-        return False
-    parameter = inspect.signature(RepetitionPenaltyLogitsProcessor).parameters.get(
-        "prompt_ignore_length"
-    )
-    return parameter is None or "Tensor" not in str(parameter.annotation)
+    return is_transformers_own(rule) and type(rule).__name__ not in _READ_NO_PROMPT
 
 
 def decoder(tokenizer: Any) -> Callable[[list[int], bool], str]:
@@ -210,17 +243,67 @@ def decoder(tokenizer: Any) -> Callable[[list[int], bool], str]:
     return decode_through_transformers
 
 
-def attention_settings(model: Any) -> tuple[str, dict[str, str] | str, dict[str, str] | str]:
-    """What the text model attends with, how to set "vmkv", and how to set it back.
+def is_length_limit(criterion: Any) -> bool:
+    """Whether a stopping criterion ends sequences at a length, `max_length`, and nothing else."""
+    return type(criterion) is MaxLengthCriteria
+
+
+def length_limit(max_tokens: int) -> Any:
+    """The stopping criterion that ends sequences of so many tokens, their prompts included."""
+    return MaxLengthCriteria(max_length=max_tokens)
+
+
+def stop_string_criterion(tokenizer: Any, stop_strings: Any) -> Any:
+    """The stopping criterion that ends sequences whose text ends in one of `stop_strings`."""
+    return StopStringCriteria(tokenizer, stop_strings)
+
+
+def pad_token(generation_config: Any) -> int:
+    """The token that fills a batch, of a generation config that transformers has prepared."""
+    pad = getattr(generation_config, "_pad_token_tensor", None)
+    return 0 if pad is None else int(pad.flatten()[0])
+
+
+def attention_settings(
+    model: Any, name: str = "vmkv"
+) -> tuple[str, dict[str, str] | str, dict[str, str] | str]:
+    """What the text model attends with, how to set `name`, and how to set it back.
 
     The latter two are for `set_attn_implementation`. Vision towers and the like are left alone.
     """
     text = getattr(model.config, "text_config", None)
     if text is None:
         before = str(model.config._attn_implementation)
-        return before, "vmkv", before
+        return before, name, before
     before = str(text._attn_implementation)
-    return before, {"text_config": "vmkv"}, {"text_config": before}
+    return before, {"text_config": name}, {"text_config": before}
+
+
+def takes_positions(model: Any) -> bool:
+    """Whether a model's forward names `position_ids`, rather than to swallow them."""
+    parameters = inspect.signature(model.forward).parameters
+    names_anything = {"input_ids", "inputs_embeds"} & parameters.keys()
+    return "position_ids" in parameters or not names_anything  # A wrapper names nothing.
+
+
+def takes_cache(model: Any) -> bool:
+    """Whether a model can be handed a cache, and will use it."""
+    supports = getattr(model, "_supports_default_dynamic_cache", lambda: True)
+    parameters = inspect.signature(model.forward).parameters
+    return bool(supports()) and (
+        "past_key_values" in parameters or "input_ids" not in parameters  # A wrapper's.
+    )
+
+
+def special_tokens(config: Any) -> set[int]:
+    """Tokens that a model's configuration names: pads, ends, places of images, …"""
+    found: set[int] = set()
+    for part in (config, text_config(config)):
+        for name, value in part.to_dict().items():
+            if "token" in name or "_id" in name:
+                values = value if isinstance(value, (list, tuple)) else [value]
+                found.update(each for each in values if type(each) is int)
+    return found
 
 
 def eager_options() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""What `VMKVCache` assumes where the user says nothing. All free: addresses cost no memory."""
+"""What a cache assumes where the user says nothing. All free: addresses cost no memory."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 from ..cache.geometry import check_positive, fitting_rows
 from ..errors import ConfigError
+from . import compat
 
 _LENGTH_NAMES = (
     "max_position_embeddings",
@@ -19,13 +20,21 @@ _MAX_TOKENS_FLOOR = 32 * 1024
 _MAX_BATCH_SIZE = 256
 
 
-def default_max_tokens(decoder_config: Any) -> int:
+def default_max_tokens(decoder_config: Any, *, past_stated: bool = True) -> int:
     """The longest sequence to reserve addresses for: twice what the model was made for.
+
+    Args:
+        decoder_config: The model's configuration.
+        past_stated: Whether sequences may run past what the model was made for; if not, they
+            end there, or where they would change others that they are packed with.
 
     Raises:
         ConfigError: The configuration states a length that is no positive integer.
     """
-    return max(_MAX_TOKENS_FLOOR, 2 * (stated_max_tokens(decoder_config) or 0))
+    stated = stated_max_tokens(decoder_config)
+    if not past_stated:
+        return compat.rope_limit_tokens(decoder_config) or stated or _MAX_TOKENS_FLOOR
+    return max(_MAX_TOKENS_FLOOR, 2 * (stated or 0))
 
 
 def stated_max_tokens(decoder_config: Any) -> int | None:
@@ -35,7 +44,7 @@ def stated_max_tokens(decoder_config: Any) -> int | None:
         ConfigError: The configuration states a length that is no positive integer.
     """
     lengths = [getattr(decoder_config, name, None) for name in _LENGTH_NAMES]
-    stated = [length for length in lengths if length is not None]
+    stated: list[int] = [length for length in lengths if length is not None]
     for length in stated:
         if isinstance(length, bool) or not isinstance(length, int) or length <= 0:
             raise ConfigError(
@@ -50,6 +59,8 @@ def rows_and_tokens(
     max_batch_size: int | None,
     max_tokens: int | None,
     decoder_config: Any,
+    *,
+    past_stated: bool = True,
 ) -> tuple[int, int]:
     """How many rows of how many tokens to reserve, given what the first update shows.
 
@@ -66,7 +77,9 @@ def rows_and_tokens(
             f"a batch of {batch_size} does not fit max_batch_size={max_batch_size}; make the "
             "cache with a larger one"
         )
-    tokens = default_max_tokens(decoder_config) if max_tokens is None else max_tokens
+    tokens = max_tokens
+    if tokens is None:
+        tokens = default_max_tokens(decoder_config, past_stated=past_stated)
     rows = max(batch_size, _MAX_BATCH_SIZE) if max_batch_size is None else max_batch_size
     if max_batch_size is None:
         rows = max(batch_size, fitting_rows(token_bytes, tokens, rows))

@@ -19,6 +19,7 @@ from ..errors import ConfigError
 from .ragged_cache import Piece as Piece
 from .ragged_cache import RaggedCache as RaggedCache
 from .step import Slot
+from .unservable import UnservableError
 
 
 class _Bound(NamedTuple):
@@ -56,11 +57,6 @@ class RaggedStep:
         self._rows: dict[int, tuple[KVCache, list[Sequence]]] = {}
         self._bound: dict[int, _Bound] = {}
         self._attended: set[int] = set()
-
-    @property
-    def has_attended(self) -> bool:
-        """Whether any layer has attended here, in this pass."""
-        return bool(self._attended)
 
     @property
     def can_advance(self) -> bool:
@@ -112,10 +108,9 @@ class RaggedStep:
         """
         missing = self._cache.store.kinds.keys() - self._attended
         if missing:
-            raise ConfigError(
-                f"layers {sorted(missing)} of this model do not attend through transformers' "
-                "attention interface, so they cannot be served in a ragged batch; generate with "
-                "past_key_values=VMKVCache(config) instead"
+            raise UnservableError(
+                f"its layers {sorted(missing)} do not attend through transformers' attention "
+                "interface"
             )
 
     def attend(
@@ -129,6 +124,8 @@ class RaggedStep:
         window: int | None,
         softcap: float,
         sinks: torch.Tensor | None,
+        mask: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Append the step's keys and values of one layer, and attend.
 
@@ -141,18 +138,20 @@ class RaggedStep:
             window: Likewise.
             softcap: Likewise.
             sinks: Likewise.
+            mask: What the layer was given for one: the model's placeholder, or nothing.
+            bias: What it would add to scores; nothing.
 
         Returns:
             `[1, Tq, Hq, Dv]`.
 
         Raises:
             OutOfPagesError: The pool is full. Nothing was written.
+            ConfigError: The layer has attended in this pass already, or attends in a way that
+                rows cannot.
         """
-        index = getattr(module, "layer_idx", None)
-        if index is None:
-            raise ConfigError(f"{type(module).__name__} does not say which layer it is")
-        self._attended.add(int(index))
-        bound = self._bind(int(index), query, key, value, window, softcap, sinks is not None)
+        index = self._check(module, mask, bias)
+        self._attended.add(index)
+        bound = self._bind(index, query, key, value, window, softcap, sinks is not None)
         new_keys, new_values = key[0].transpose(0, 1), value[0].transpose(0, 1)
         append(new_keys, new_values, bound.keys, bound.values, bound.batch)
         out = bound.backend.forward(
@@ -166,6 +165,22 @@ class RaggedStep:
             sinks=sinks,
         )
         return out[None]
+
+    def _check(
+        self, module: torch.nn.Module, mask: torch.Tensor | None, bias: torch.Tensor | None
+    ) -> int:
+        """Refuse what rows cannot do; returns which layer it is."""
+        index = getattr(module, "layer_idx", None)
+        if index is None:
+            raise UnservableError(f"{type(module).__name__} does not say which layer it is")
+        index = int(index)
+        if index in self._attended:
+            raise UnservableError(f"its layer {index} attends more than once in a pass")
+        if mask is not None and not getattr(mask, "_vmkv_placeholder", False):
+            raise UnservableError(f"its layer {index} attends with a mask of the model's own")
+        if bias is not None:
+            raise UnservableError(f"its layer {index} adds a bias of the model's own to scores")
+        return index
 
     def _bind(
         self,

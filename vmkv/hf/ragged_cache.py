@@ -30,6 +30,7 @@ from .defaults import default_max_tokens
 from .device_rows import DeviceRows
 from .step import Slot
 from .store import LayerKind, Settings, Signature, Store
+from .unservable import UnservableError
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ class RaggedCache:
                 attention_backend=attention_backend,
             )
             _check_settings(settings)
-        self.store = Store(settings, _kinds(config))
+        self.store = Store(settings, layer_kinds(config))
         self._sequences: dict[int, dict[int, Sequence]] = {}
         self._backends: dict[tuple[int, AttentionSpec], AttentionBackend] = {}
         self._signatures: dict[int, Signature] = {}
@@ -160,7 +161,7 @@ class RaggedCache:
     def _check_model(self, model: Any) -> None:
         known = None if self._model is None else self._model()
         if self._model is None:
-            if {kind.index: kind for kind in _kinds(model.config)} != self.store.kinds:
+            if {kind.index: kind for kind in layer_kinds(model.config)} != self.store.kinds:
                 raise ConfigError(
                     "this cache was made for a model with other layers than this one's; make it "
                     "with this model's configuration"
@@ -346,27 +347,25 @@ class RaggedCache:
         self.close()
 
 
-def _kinds(config: Any) -> list[LayerKind]:
-    """The layers of a model's configuration, all of which vmkv holds."""
+def layer_kinds(config: Any) -> list[LayerKind]:
+    """The layers of a model's configuration, all of which vmkv holds.
+
+    Raises:
+        ConfigError: It has others.
+    """
     decoder = compat.text_config(config)
     if "chunked_attention" in (getattr(decoder, "layer_types", None) or ()):
-        raise ConfigError(
-            "this model attends in chunks, which no kernel here does in a ragged batch; "
-            "generate with past_key_values=VMKVCache(config) instead"
-        )
+        raise UnservableError("it attends in chunks, which no kernel here does")
     layers = compat.default_layers(config)
     if len(layers) != getattr(decoder, "num_hidden_layers", len(layers)):
-        raise ConfigError(
-            "layers of this model share keys and values, which only a cache can hand on; "
-            "generate with past_key_values=VMKVCache(config) instead"
-        )
+        raise UnservableError("layers share keys and values, which only a cache can hand on")
     kinds = []
     for index, layer in enumerate(layers):
         is_ours, window = compat.window_of(layer)
         if not is_ours:
-            raise ConfigError(
-                f"layer {index} of this model is a {type(layer).__name__}, whose state is not "
-                "keys and values; generate with past_key_values=VMKVCache(config) instead"
+            raise UnservableError(
+                f"its layer {index} is a {type(layer).__name__}, whose state is not keys and "
+                "values of its own"
             )
         kinds.append(LayerKind(index, window))
     return kinds

@@ -47,6 +47,7 @@ class Settings:
     memory: str | Backend | ExtentPool | None = None
     is_encoder_decoder: bool = False
     attention_backend: str | None = None
+    past_stated: bool = True  # See `default_max_tokens`.
 
 
 class Signature(NamedTuple):
@@ -213,6 +214,7 @@ class Store:
                 settings.max_batch_size,
                 settings.max_tokens,
                 settings.decoder_config,
+                past_stated=settings.past_stated,
             )
             core = KVCache(
                 settings.memory if settings.memory is not None else _backend_for(device),

@@ -1,24 +1,28 @@
-"""What ragged generation has said so far: choosing tokens, and when a sequence ends."""
+"""What ragged generation has said so far: choosing tokens, and when a sequence ends.
+
+The batch is kept left-padded, as transformers' processors and criteria expect one. Those of
+transformers that look at what was said see each prompt as it was prepared (`prepared.py`),
+without the padding before it. The caller's own are called with the whole padded batch, as
+`model.generate` does: they may keep something of each of its rows.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 
 from . import compat
+from .prepared import Prepared
 
 
 class TokenState:
-    """The tokens so far, padded as transformers' processors and criteria expect them.
+    """The tokens so far.
 
     Args:
         input_ids: `[B, T]`, left-padded prompts.
         lengths: Tokens of each prompt.
-        processors: Logits processors, or None.
-        config: The generation config.
-        max_length: End each sequence at this many tokens of its own.
+        prepared: What decides over them; each row in one.
 
     Attributes:
         ids: `[B, T + new]`; padding follows where a sequence has ended.
@@ -28,12 +32,7 @@ class TokenState:
     """
 
     def __init__(
-        self,
-        input_ids: torch.Tensor,
-        lengths: Sequence[int],
-        processors: Any,
-        config: Any,
-        max_length: int | None,
+        self, input_ids: torch.Tensor, lengths: Sequence[int], prepared: Sequence[Prepared]
     ):
         self.ids = input_ids
         self.live = list(range(len(lengths)))
@@ -43,15 +42,19 @@ class TokenState:
         self._prompt_width = int(input_ids.shape[1])
         self._pads = [self._prompt_width - length for length in lengths]
         self._ends: list[int | None] = [None] * len(lengths)
-        self._processors = processors
-        self._max_length = max_length
-        self._do_sample = bool(config.do_sample)
-        pad = getattr(config, "_pad_token_tensor", None)
-        self._pad = 0 if pad is None else int(pad.flatten()[0])
+        self._parts = [_Part(each, self._prompt_width, input_ids.device) for each in prepared]
+        self._do_sample = bool(prepared[0].config.do_sample)
+        self._pad = compat.pad_token(prepared[0].config)
 
     def length(self, row: int) -> int:
         """Tokens of a live sequence, without padding."""
         return int(self.ids.shape[1]) - self._pads[row]
+
+    @property
+    def max_tokens(self) -> int | None:
+        """What the longest sequence may reach, its prompt included; None if there is no limit."""
+        limits = [part.max_tokens for part in self._parts]
+        return None if None in limits else max(each for each in limits if each is not None)
 
     def choose(self, logits: torch.Tensor) -> torch.Tensor:
         """The next token of every sequence: `[B]`; padding for those that have ended.
@@ -72,34 +75,43 @@ class TokenState:
         return tokens
 
     def _process(self, scores: torch.Tensor) -> torch.Tensor:
-        """Logits processors, on the whole padded batch.
-
-        They are made for it: some keep a value per batch entry. One that would take padding for
-        tokens that were said is called for the sequences of each length by themselves.
-        """
-        if not self._processors:
+        """Logits processors, on all sequences, those included that have ended."""
+        if not self._parts[0].processors:
             return scores
         if self._live_at is not None:
             live_scores = scores
             scores = live_scores.new_zeros(len(self._pads), live_scores.shape[1])
             scores[self._live_at] = live_scores
-        for processor in self._processors:
-            if compat.sees_padding(processor):
-                for pad in set(self._pads):
-                    rows = [row for row, its_pad in enumerate(self._pads) if its_pad == pad]
-                    scores[rows] = processor(self.ids[rows, pad:], scores[rows])
-            else:
+        for at, processor in enumerate(self._parts[0].processors):
+            if not compat.reads_prompt(processor):
                 scores = processor(self.ids, scores)
+            else:
+                scores = self._by_part(_Part.process, at, scores)
         return scores if self._live_at is None else scores[self._live_at]
 
-    def stop(self, criteria: Any) -> list[int]:
+    def _by_part(
+        self,
+        call: Callable[[_Part, int, torch.Tensor, torch.Tensor], torch.Tensor],
+        at: int,
+        values: torch.Tensor,
+    ) -> torch.Tensor:
+        """`call(part, at, ids, its values)` for each part, put together; `[B, …]`.
+
+        Parts that have ended as a whole are left out, and keep the values they have.
+        """
+        if len(self._parts) == 1:
+            (part,) = self._parts
+            return call(part, at, self.ids[:, part.pad :], values)
+        values = values.clone()
+        for part in self._parts:
+            if part.is_live(self._ends):
+                ids = self.ids[part.at, part.pad :]
+                values[part.at] = call(part, at, ids, values[part.at])
+        return values
+
+    def stop(self) -> list[int]:
         """End the sequences that the criteria end; returns them. Asks the device once."""
-        is_done = criteria(self.ids, None).tolist()
-        # No sequence is longer than the tensor is wide.
-        if self._max_length is not None and self.ids.shape[1] >= self._max_length:
-            is_done = [
-                done or self.length(row) >= self._max_length for row, done in enumerate(is_done)
-            ]
+        is_done = self._is_done()
         if not any(is_done):
             return []
         ended = [row for row in self.live if is_done[row]]
@@ -113,6 +125,23 @@ class TokenState:
         self._live_at = torch.tensor(self.live, device=self.ids.device)
         self.is_steady = False
         return ended
+
+    def _is_done(self) -> list[bool]:
+        """What the stopping criteria say of every sequence."""
+        is_done = torch.zeros(len(self._pads), dtype=torch.bool, device=self.ids.device)
+        for at, criterion in enumerate(self._parts[0].criteria):
+            if compat.is_length_limit(criterion):
+                continue  # Lengths are known here, without the device.
+            if not compat.reads_prompt(criterion):
+                is_done = is_done | criterion(self.ids, None)
+            else:
+                is_done = self._by_part(_Part.stop, at, is_done)
+        said: list[bool] = is_done.tolist()
+        for part in self._parts:
+            if part.max_tokens is not None and self.ids.shape[1] - part.pad >= part.max_tokens:
+                for row in part.rows:
+                    said[row] = True
+        return said
 
     def prompts(self) -> list[list[int]]:
         """The prompts without padding. Asks the device once."""
@@ -130,3 +159,36 @@ class TokenState:
             row[pad:end]
             for row, pad, end in zip(self.ids.tolist(), self._pads, self._ends, strict=True)
         ]
+
+
+class _Part:
+    """The rows of the batch that something was prepared for.
+
+    Attributes:
+        rows: Which rows.
+        at: The same on the device.
+        pad: How many tokens of theirs are padding to what was prepared.
+        max_tokens: See `Prepared`.
+    """
+
+    def __init__(self, prepared: Prepared, width: int, device: torch.device):
+        self.rows = prepared.rows
+        self.at = torch.tensor(prepared.rows, device=device)
+        self.pad = width - prepared.num_tokens
+        self.processors = prepared.processors
+        self.criteria = prepared.criteria
+        self.max_tokens = prepared.max_tokens
+
+    def process(self, at: int, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Scores after the processor at `at`."""
+        processed: torch.Tensor = self.processors[at](ids, scores)
+        return processed
+
+    def stop(self, at: int, ids: torch.Tensor, is_done: torch.Tensor) -> torch.Tensor:
+        """Which rows have ended, after the criterion at `at`."""
+        stopped: torch.Tensor = is_done | self.criteria[at](ids, None)
+        return stopped
+
+    def is_live(self, ends: Sequence[int | None]) -> bool:
+        """Whether any of the rows has not ended."""
+        return any(ends[row] is None for row in self.rows)

@@ -6,9 +6,11 @@ may go; `pressure.py` who gives way; `scrub.py` what is left in it; `submitted.p
 `invariants.py` what always holds.
 """
 
+from .access import make_writable as make_writable
+from .access import protect as protect
+from .change import RowChange as RowChange
+from .change import change as change
 from .change import pinned as pinned
-from .exchange import Exchange as Exchange
-from .exchange import exchange as exchange
 from .extent import Extent as Extent
 from .extent import size_classes as size_classes
 from .invariants import check_pool as check_pool
@@ -25,4 +27,5 @@ from .pressure import Victim as Victim
 from .reclaim import Reclaimer as Reclaimer
 from .reclaim import RetiredMapping as RetiredMapping
 from .scrub import Scrub as Scrub
+from .staging import staged as staged
 from .submitted import WriteRange as WriteRange

@@ -1,12 +1,281 @@
-"""A change of mappings: what it reads stays where it is until it is made."""
+"""One change of mappings: what several rows hold is exchanged, all of it or nothing.
+
+Growing, forking, importing, reordering, unsharing, spilling and swapping in are this. Extents are
+acquired, all or none, by evicting where memory is short. What is kept of the old is copied under
+staging addresses. A mapped address cannot be mapped over, so what is there is retired, waited for
+and unmapped; the new is mapped in one batch; the books follow. Until then nothing has changed:
+where a driver call fails on the way, the old comes back. What is read meanwhile is pinned, so that
+nobody who gives way takes it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
-from .page_table import Mapping
+from ..backend import Access, CopyOp, MapOp, Op
+from ..errors import DriverError, InternalError
+from ..units import Address
+from .access import protect
+from .extent import Extent
+from .page_table import Mapping, PageTable
 from .pool import ExtentPool
+from .reclaim import RetiredMapping
+from .staging import staged
+
+
+class RowChange(NamedTuple):
+    """What one row holds from `first_page` on, once it is changed.
+
+    In place of `old`: the extents of `again`, read-only, and fresh ones behind. They cover as many
+    pages, or fewer where `old` reaches to the end of the row's run.
+
+    Attributes:
+        table: The row's table.
+        row: The row.
+        first_page: Where it changes.
+        classes: The fresh extents, by size class.
+        tenant: For whom those are.
+        again: Mappings elsewhere whose extents are mapped here as well.
+        source: The table and row of those; None where they are of no row.
+        old: The run that gives way; none where the row's run ends at `first_page`.
+        kept_bytes: How much of what `old` holds the fresh extents begin with.
+    """
+
+    table: PageTable
+    row: int
+    first_page: int
+    classes: Sequence[int] = ()
+    tenant: object = None
+    again: Sequence[Mapping] = ()
+    source: tuple[PageTable, int] | None = None
+    old: Sequence[Mapping] = ()
+    kept_bytes: int = 0
+
+    @property
+    def fresh_page(self) -> int:
+        """Where the fresh extents begin."""
+        if not self.again:
+            return self.first_page
+        return self.first_page + sum(mapping.extent.num_pages for mapping in self.again)
+
+    @property
+    def end_page(self) -> int:
+        """Where they end."""
+        return self.fresh_page + sum(1 << size_class for size_class in self.classes)
+
+    def address(self, page: int) -> Address:
+        """Where `page` of the row starts."""
+        return self.table.page_address(self.row, page)
+
+    def wait_until_free(self) -> None:
+        """Wait until what was retired from the pages concerned is unmapped."""
+        end = self.address(max([self.end_page, *(each.end_page for each in self.old)]))
+        self.table.pool.reclaimer.wait_for_range(self.address(self.first_page), end)
+
+
+class _Part(NamedTuple):
+    """What changes in a row, and the mappings that it has then."""
+
+    row: RowChange
+    new: list[Mapping]
+
+    @property
+    def fresh(self) -> list[Extent]:
+        """The fresh extents among them."""
+        return [mapping.extent for mapping in self.new[len(self.row.again) :]]
+
+    def ops_to_map(self, mappings: Sequence[Mapping]) -> list[Op]:
+        """Map some in the row, then grant access, with one call for each run of equal access."""
+        ops: list[Op] = [
+            MapOp(self.row.address(each.first_page), each.extent.num_bytes, each.extent.handle)
+            for each in mappings
+        ]
+        for access in (Access.READ, Access.READ_WRITE):
+            alike = [mapping for mapping in mappings if mapping.access is access]
+            if alike:
+                ops += self.row.table.ops_to_set_access(self.row.row, alike, access)
+        return ops
+
+
+def _part(row: RowChange, fresh: Iterator[Extent]) -> _Part:
+    """A part, with as many of the `fresh` extents as it takes."""
+    extents = [(mapping.extent, Access.READ) for mapping in row.again]
+    extents += [(next(fresh), Access.READ_WRITE) for _ in row.classes]
+    part, page = _Part(row, []), row.first_page
+    for extent, access in extents:
+        part.new.append(Mapping(page, extent, access))
+        page += extent.num_pages
+    return part
+
+
+class Change:
+    """A change whose extents have been acquired; made by `change`.
+
+    Args:
+        pool: The pool.
+        rows: What changes in each row.
+        fresh: The extents for all of them, in order.
+    """
+
+    def __init__(self, pool: ExtentPool, rows: Sequence[RowChange], fresh: Sequence[Extent]):
+        supply = iter(fresh)
+        self._pool = pool
+        self._parts = [_part(row, supply) for row in rows]
+        self._is_mapped = False
+
+    def map(self, stream: int) -> None:
+        """Change every row.
+
+        Raises:
+            OutOfAddressSpaceError, DriverError: None has changed.
+
+        Cost: a map for each extent, and an access change for each run of equal access. Where
+            something is kept, a copy and a wait for it. Where something old gives way, an unmap
+            for each run of it, after a wait until the device is done with all submitted so far.
+        """
+        self._map(self._parts, stream)
+
+    def fill(self, stream: int, copies: Sequence[CopyOp] = ()) -> None:
+        """Overwrite what fresh extents hold of others, where they must be, then copy.
+
+        Raises:
+            DriverError: What the rows hold there is undefined.
+        """
+        self._prepare(self._parts, stream)
+        self._pool.backend.copy_many(copies, stream)
+
+    def one_by_one(self, stream: int) -> Iterator[None]:
+        """Change and fill part after part: while one is copied to, the next is mapped."""
+        for part in self._parts:
+            self._map([part], stream)
+            self._prepare([part], stream)
+            yield
+
+    def undo(self) -> None:
+        """Retire what was mapped where nothing was. Fills may be under way, so with a fence."""
+        if self._is_mapped:
+            fence = self._pool.reclaimer.new_fence()
+            for row, _ in self._parts:
+                if not row.old:
+                    row.table.retire_back(row.row, row.first_page, fence)
+
+    def _map(self, parts: Sequence[_Part], stream: int) -> None:
+        self._stage(parts, stream)
+        shared = [(*row.source, row.again) for row, _ in parts if row.source and row.again]
+        if self._pool.protects_shared:
+            protect(self._pool, shared)
+        old_extents = [mapping.extent for row, _ in parts for mapping in row.old]
+        self._pool.own(old_extents)
+        try:
+            _exchange(self._pool, parts)
+        finally:
+            self._pool.disown(old_extents)
+        self._is_mapped = True
+        for row, new in parts:
+            shared.append((row.table, row.row, new[: len(row.again)]))
+        for table, at, mappings in shared:
+            if mappings:
+                pages = table.rows[at]
+                pages.shared_end_page = max(pages.shared_end_page, mappings[-1].end_page)
+
+    def _prepare(self, parts: Sequence[_Part], stream: int) -> None:
+        for part in parts:
+            row = part.row
+            if not row.kept_bytes:
+                self._pool.prepare(part.fresh, row.address(row.fresh_page), row.tenant, stream)
+
+    def _stage(self, parts: Sequence[_Part], stream: int) -> None:
+        """Have fresh extents begin with what is kept of the old ones."""
+        parts = [part for part in parts if part.row.kept_bytes]
+        if not parts:
+            return
+        # The block ends when the copies have: the addresses go, and the extents are still ours.
+        with staged(self._pool, [extent for part in parts for extent in part.fresh]) as staging:
+            page, copies = 0, []
+            for part in parts:
+                row, at = part.row, staging.page_address(0, page)
+                self._pool.prepare(part.fresh, at, row.tenant, stream)
+                copies.append(CopyOp(at, row.address(row.first_page), row.kept_bytes))
+                page += row.end_page - row.fresh_page
+            self._pool.backend.copy_many(copies, stream)
+
+
+def _exchange(pool: ExtentPool, parts: Sequence[_Part]) -> None:
+    """Put the new mappings in the place of the old ones, whose extents are owned meanwhile."""
+    retired = [row.table.retired(row.row, mapping) for row, _ in parts for mapping in row.old]
+    if retired:
+        pool.reclaimer.retire(retired, pool.reclaimer.new_fence())
+    try:
+        for row, _ in parts:
+            if row.old:
+                row.wait_until_free()
+        pool.backend.execute([op for part in parts for op in part.ops_to_map(part.new)])
+    except DriverError as error:
+        _restore(pool, parts, retired, error)
+        raise
+    for row, new in parts:
+        row.table.splice(row.row, row.first_page, row.old, new)
+        pool.note_mapped([mapping.extent for mapping in new])
+
+
+def _restore(
+    pool: ExtentPool, parts: Sequence[_Part], retired: Sequence[RetiredMapping], error: DriverError
+) -> None:
+    """Take back what is retired and still there; map again what is gone."""
+    pending = iter(retired)
+    ops: list[Op] = []
+    again: list[Extent] = []
+    for part in parts:
+        lost = [each for each in part.row.old if not pool.reclaimer.reinstate(next(pending))]
+        ops += part.ops_to_map(lost)
+        again += [mapping.extent for mapping in lost]
+    try:
+        pool.backend.execute(ops)
+    except DriverError as second:
+        raise InternalError(
+            f"a change of mappings failed ({error}), and so did its undoing: {second}"
+        ) from error
+    pool.note_mapped(again)
+
+
+@contextmanager
+def change(
+    pool: ExtentPool,
+    rows: Sequence[RowChange],
+    *,
+    reads: Iterable[Mapping] = (),
+    acquire: Callable[[Sequence[int]], list[Extent]] | None = None,
+) -> Iterator[Change]:
+    """Acquire what a change of `rows` takes, for the block that makes it.
+
+    A block that fails after it has mapped them leaves rows in which nothing gave way as they were.
+
+    Args:
+        pool: The pool.
+        rows: What changes in each row. A row may be named again for what comes behind.
+        reads: Mappings that the block reads, beside those that are mapped again.
+        acquire: Where fresh extents come from; by default the pool, by evicting if need be.
+
+    Raises:
+        OutOfPagesError, DriverError: Nothing has changed; parked rows may have lost memory.
+    """
+    with pinned(pool, [*reads, *(mapping for row in rows for mapping in row.again)]):
+        for row in rows:
+            row.wait_until_free()  # First: it can be acquired then.
+        classes = [size_class for row in rows for size_class in row.classes]
+        fresh = (acquire or pool.acquire_or_evict)(classes)
+        try:
+            made = Change(pool, rows, fresh)
+            try:
+                yield made
+            except BaseException:
+                made.undo()
+                raise
+        finally:
+            # From here on the mappings hold the extents; after a failure nobody does.
+            pool.disown(fresh)
 
 
 @contextmanager

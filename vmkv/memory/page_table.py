@@ -200,14 +200,18 @@ class PageTable:
 
         The caller has done, or will do, what the driver must.
         """
-        mappings = list(self.rows[row].mappings)
+        pages = self.rows[row]
+        if not old and (not pages.mappings or pages.end_page == first_page):
+            pages.mappings.extend(new)
+            return
+        mappings = list(pages.mappings)
         at = next(
             (at for at, each in enumerate(mappings) if each.first_page >= first_page), len(mappings)
         )
-        if mappings[at : at + len(old)] != list(old):
+        if not old or mappings[at : at + len(old)] != list(old):
             raise InternalError(f"row {row} does not hold {old} at page {first_page}")
         mappings[at : at + len(old)] = new
-        self.rows[row].mappings = deque(mappings)
+        pages.mappings = deque(mappings)
 
     # ---- retiring -------------------------------------------------------------------------
 
@@ -232,11 +236,6 @@ class PageTable:
         if any(mapping.num_pins for mapping in mappings):
             raise InternalError(f"row {row}: a change in progress reads what was to be retired")
         self.pool.reclaimer.retire([self.retired(row, each) for each in mappings], fence)
-
-    def wait_until_empty(self, row: int) -> None:
-        """Wait until what was retired from `row`, which shows nothing any more, is unmapped."""
-        start = self.page_address(row, 0)
-        self.pool.reclaimer.wait_for_range(start, self.page_address(row, self.row_pages))
 
     def retired(self, row: int, mapping: Mapping) -> RetiredMapping:
         """`mapping` as the reclaimer wants it."""

@@ -191,8 +191,12 @@ class ExtentPool:
                 extent.num_owners = 1
             return granted
 
-    def acquire_or_evict(self, size_classes: Sequence[int]) -> list[Extent]:
-        """`acquire` device memory; where it is short, parked rows of any cache give way first.
+    def acquire_or_evict(
+        self, size_classes: Sequence[int], location: MemoryLocation = _DEVICE
+    ) -> list[Extent]:
+        """`acquire`; where memory is short, what is retired is waited for.
+
+        Where device memory still is, parked rows of any cache give way.
 
         Raises:
             OutOfPagesError: Nothing more can be had: the same call again would say the same.
@@ -201,11 +205,13 @@ class ExtentPool:
         """
         while True:
             try:
-                return self.acquire(size_classes)
+                return self.acquire(size_classes, location)
             except OutOfPagesError as error:
                 missing_bytes = error.needed_bytes - error.free_bytes
                 # A device that is shared may have less than it said.
-                if not self.make_room(missing_bytes if missing_bytes > 0 else error.needed_bytes):
+                missing_bytes = missing_bytes if missing_bytes > 0 else error.needed_bytes
+                is_device = location is _DEVICE
+                if not (self.make_room(missing_bytes) if is_device else self.reclaimer.wait()):
                     raise
 
     def disown(self, extents: Sequence[Extent]) -> None:
@@ -293,16 +299,6 @@ class ExtentPool:
             self._release_leaving()
             shelf = self._shelves[location]
             return shelf.release_free(shelf.free_bytes if num_bytes is None else num_bytes)
-
-    def acquire_or_wait(
-        self, size_classes: Sequence[int], location: MemoryLocation
-    ) -> list[Extent]:
-        """`acquire`; where it is short, what is retired is waited for first. Raises the same."""
-        try:
-            return self.acquire(size_classes, location)
-        except OutOfPagesError:
-            self.reclaimer.wait()
-        return self.acquire(size_classes, location)
 
     def close_later(self, table: PageTable) -> None:
         """Take over a table without views that could not be closed; `trim` and `close` do it."""

@@ -106,6 +106,13 @@ class Pressure:
                 break
         return evicted_bytes
 
+    def freeable_bytes(self) -> int:
+        """What `evict` could retire in all. Cost: proportional to what victims hold."""
+        victims = [each for source in self._sources for each in (source() or list)()]
+        idle = self._idle([each for each in victims if each.shared])
+        own_bytes = sum(victim.freeable_bytes for victim in victims)
+        return own_bytes + sum(extent.num_bytes for extent in idle)
+
     def let_go(self, extents: Collection[Extent]) -> bool:
         """Have victims give up `extents`, which a live row wants for itself.
 
@@ -124,14 +131,19 @@ class Pressure:
         The last one that holds it can then be evicted by extents. Returns whether there was one.
         """
         sharing = list(self.policy.order([each for each in victims if each.shared]))
-        num_mappings = Counter(extent for each in sharing for extent in each.shared)
-        idle = {
-            extent
-            for extent, count in num_mappings.items()
-            if count == extent.num_live_mappings and not extent.num_owners
-        }
+        idle = self._idle(sharing)
         for victim in sharing:
             if not idle.isdisjoint(victim.shared):
                 victim.let_go(idle)
                 return True
         return False
+
+    @staticmethod
+    def _idle(sharing: Iterable[Victim]) -> set[Extent]:
+        """What victims share with nobody else."""
+        num_mappings = Counter(extent for each in sharing for extent in each.shared)
+        return {
+            extent
+            for extent, count in num_mappings.items()
+            if count == extent.num_live_mappings and not extent.num_owners
+        }

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 from ..backend import MemoryLocation
 from ..cache import KVCache, LayerGroup, Sequence
+from ..cache.surplus import surplus_bytes
 from ..errors import CapacityError, ConfigError, DriverError
 from .plan import PlannedChunk
 from .request import Request
@@ -44,6 +45,7 @@ class MemoryView:
         self._requests: dict[int, Request] = {}
         self._leaders: dict[int, int] = {}
         self._sequences: dict[int, Sequence] = {}
+        self._ending: list[Sequence] = []
         # How far each sequence is computed: it is grown before a step is submitted.
         self._computed_tokens: dict[int, int] = {}
 
@@ -86,6 +88,7 @@ class MemoryView:
         Raises:
             OutOfPagesError, DriverError: None has changed.
         """
+        self._close_ended()
         self.cache.grow([(self._sequences[each], to) for each, to in wanted])
 
     def submitting(self, chunks: Iterable[PlannedChunk]) -> contextlib.AbstractContextManager[None]:
@@ -121,8 +124,15 @@ class MemoryView:
             self._record(request_id)
         elif sequence.num_tokens and sequence.is_resident:
             self.cache.prefixes.truncate(sequence.row)
-        sequence.close()
         del self._sequences[request_id], self._computed_tokens[request_id]
+        self._ending.append(sequence)
+        self._close_ended()
+
+    def _close_ended(self) -> None:
+        """Close what has ended; what the driver fails in now is closed the next time."""
+        while self._ending:
+            self._ending[-1].close()
+            self._ending.pop()
 
     def remove(self, request_id: int) -> None:
         """A request has ended, and its sequence with it. Idempotent."""
@@ -235,7 +245,9 @@ class MemoryView:
 
     def evictable_pages(self) -> int:
         """See `CacheView`."""
-        evictable_bytes = self.cache.stats().parked_bytes + self.cache.surplus_bytes()
+        pool = self.cache.pool
+        with pool.lock:
+            evictable_bytes = pool.pressure.freeable_bytes() + surplus_bytes(self.cache)
         return evictable_bytes // self.page_bytes
 
     def peak_pages(self, num_tokens: int) -> int:

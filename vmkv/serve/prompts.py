@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import ConfigError
+from ..hf.prompt_tokens import check_tokens
 from .params import SamplingParams
 
 
@@ -33,11 +34,7 @@ def token_ids_of(
         tokens = tuple(ids)
     except TypeError as error:
         raise ConfigError(f"a prompt must be text or token ids, not {prompt!r}") from error
-    if not tokens:
-        raise ConfigError("the prompt is empty: pass at least one token")
-    wrong = [each for each in tokens if type(each) is not int or not 0 <= each < vocab_size]
-    if wrong:
-        raise ConfigError(f"{wrong[0]!r} is no token of a vocabulary of {vocab_size}")
+    check_tokens(tokens, vocab_size)
     return tokens
 
 
@@ -69,12 +66,15 @@ def resolve(
 
 
 def end_tokens(model: Any) -> frozenset[int]:
-    """The model's end-of-sequence tokens."""
-    for config in (getattr(model, "generation_config", None), model.config):
-        ends = getattr(config, "eos_token_id", None)
-        if ends is not None:
-            return frozenset([ends] if isinstance(ends, int) else map(int, ends))
-    return frozenset()
+    """The model's end-of-sequence tokens, as `model.generate` has them.
+
+    Where there is a generation config, what it says is said: None is no token at all.
+    """
+    config = getattr(model, "generation_config", None) or model.config
+    ends = getattr(config, "eos_token_id", None)
+    if ends is None:
+        return frozenset()
+    return frozenset([ends] if isinstance(ends, int) else map(int, ends))
 
 
 def vocabulary_sizes(model: Any) -> tuple[int, int]:

@@ -1,7 +1,8 @@
 """The rows of a served model: the engine opens and grows them, the model attends from them.
 
-A `RaggedCache` learns how layers look from their first keys and values. Serving wants that
-settled before the first request: one token is run through the model, and its memory given back.
+The model has proven itself before. A `RaggedCache` learns how layers look from their first keys
+and values. Serving wants that settled before the first request: one token is run through the
+model, and its memory given back.
 """
 
 from __future__ import annotations
@@ -17,15 +18,14 @@ import torch
 
 from ..cache import KVCache, Sequence
 from ..cache.device_memory import open_pool
-from ..cache.geometry import fitting_rows
 from ..errors import ConfigError
 from ..hf import compat
-from ..hf.defaults import default_max_tokens
 from ..hf.device_rows import DeviceRows
-from ..hf.generation import _attending_through_vmkv as attending_through_vmkv
-from ..hf.generation import _forward as forward_packed
+from ..hf.forward import attending_through, forward_packed
+from ..hf.proof import prove
 from ..hf.ragged import Piece, RaggedCache, RaggedStep
 from ..hf.store import Settings
+from ..hf.unservable import check_length
 from ..memory import ExtentPool
 from ..units import format_bytes
 
@@ -54,8 +54,8 @@ class ServedRows(RaggedCache):
         attention_backend: See `VMKVCache`.
 
     Raises:
-        ConfigError: The model cannot be served: see `RaggedCache`; or it is spread over several
-            devices, or does not attend through transformers' attention interface.
+        ConfigError: The model cannot be served: see `RaggedCache` and `prove`; or it is spread
+            over several devices.
         OutOfPagesError: The pool does not hold one token.
     """
 
@@ -73,12 +73,13 @@ class ServedRows(RaggedCache):
                 "the engine serves decoder-only models; use model.generate with "
                 "past_key_values=VMKVCache.for_encoder_decoder(config)"
             )
-        config = compat.text_config(model.config)
-        if max_tokens is None:
-            max_tokens = _default_tokens(config, num_rows)
+        prove(model, attention_backend)
+        if max_tokens is not None:
+            check_length(model.config, max_tokens)
         settings = Settings(
-            config,
+            compat.text_config(model.config),
             max_tokens=max_tokens,
+            past_stated=False,
             max_batch_size=num_rows,
             memory=pool,
             attention_backend=attention_backend,
@@ -94,9 +95,9 @@ class ServedRows(RaggedCache):
     def _probe(self, model: Any) -> KVCache:
         """Run one token, so that every layer has its place; returns the cache, empty."""
         device = model.get_input_embeddings().weight.device
-        with torch.inference_mode(), attending_through_vmkv(model):
+        with torch.inference_mode(), attending_through(model):
             token = torch.zeros(1, dtype=torch.int64, device=device)
-            forward_packed(model, RaggedStep(self, [Piece(_PROBE_ID, 0, 1)]), 1, token)
+            forward_packed(model, RaggedStep(self, [Piece(_PROBE_ID, 0, 1)]), token)
         self.store.close_gaps()
         self.end(_PROBE_ID)
         if len(self.store.cores) != 1:
@@ -116,26 +117,12 @@ class ServedRows(RaggedCache):
 
     def attending(self) -> contextlib.AbstractContextManager[None]:
         """While this lasts, the model attends from the rows."""
-        return attending_through_vmkv(self._model)
+        return attending_through(self._model)
 
     def forward(self, pieces: List_[Piece], tokens: torch.Tensor) -> torch.Tensor:
         """Run packed `tokens [Tq]`; logits `[pieces, vocabulary]` of each piece's last one."""
         ends = [end - 1 for end in accumulate(piece.num_new_tokens for piece in pieces)]
-        return forward_packed(self._model, RaggedStep(self, pieces), len(pieces), tokens, ends)
-
-
-def _default_tokens(config: Any, num_rows: int) -> int:
-    """What the model was made for, or less where so many rows of it have no addresses."""
-    stated = getattr(config, "max_position_embeddings", None)
-    tokens = stated if isinstance(stated, int) and stated > 0 else default_max_tokens(config)
-    heads = getattr(config, "num_attention_heads", None) or 1
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    width = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 1) // heads
-    layers = getattr(config, "num_hidden_layers", None) or 1
-    token_bytes = max(1, 2 * layers * kv_heads * width * 4)
-    while tokens > 1 and fitting_rows(token_bytes, tokens, num_rows) < num_rows:
-        tokens //= 2
-    return tokens
+        return forward_packed(self._model, RaggedStep(self, pieces), tokens, ends)
 
 
 def open_rows(

@@ -13,16 +13,13 @@ ends with its error. Everybody else goes on.
 
 from __future__ import annotations
 
-import logging
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from ..errors import CapacityError, ConfigError, DriverError, OutOfPagesError
 from ..units import div_ceil
+from .failures import is_out_of_memory, let_go, missing_bytes
 from .memory_view import MemoryView
 from .observer import EngineObserver, StepRecord
 from .plan import PlannedChunk, PreemptionMethod, StepPlan
@@ -30,7 +27,6 @@ from .request import FinishReason, Request, TokenLogprobs
 from .runner import Chunk, PendingStep, Runner, SlotError
 from .scheduler import Scheduler
 
-_LOG = logging.getLogger(__name__)
 #: How often a step is planned anew, with ever less memory, before a request has to fail.
 _ATTEMPTS_MAX = 12
 
@@ -178,11 +174,11 @@ class StepLoop:
             except CapacityError as error:
                 self._shortage = error
                 self._give_up(plan, chunks)
-                missing_bytes = _missing_bytes(error)
+                lacking_bytes = missing_bytes(error)
                 if not was_short:
-                    self._view.make_room(missing_bytes)
+                    self._view.make_room(lacking_bytes)
                 was_short = True
-                missing_pages = div_ceil(missing_bytes, self._view.page_bytes)
+                missing_pages = div_ceil(lacking_bytes, self._view.page_bytes)
                 self._withheld_pages = max(2 * self._withheld_pages, missing_pages)
                 continue
             except DriverError as error:
@@ -300,7 +296,7 @@ class StepLoop:
             BaseException: `error`, if it is no `Exception`.
         """
         if isinstance(error, Exception):
-            _let_go(error)
+            let_go(error)
         self._settle()  # The tokens of the step before are good.
         self._scheduler.undo(chunks)
         for chunk in chunks:
@@ -312,7 +308,7 @@ class StepLoop:
             raise error
         if isinstance(error, SlotError):
             chunks = [chunk for chunk in chunks if chunk.slot == error.slot]
-        elif _is_out_of_memory(error):
+        elif is_out_of_memory(error):
             self._shortage = error
             self._view.reclaim()
             fewer = self._scheduler.fewer_tokens(chunks)
@@ -378,7 +374,7 @@ class StepLoop:
             result = step.pending.result()
         except Exception as error:  # noqa: BLE001  # the requests of the step end with it
             self.num_failed_steps += 1
-            _let_go(error)
+            let_go(error)
             for request_id in step.request_ids:
                 request = self._requests.get(request_id)
                 if request is not None:
@@ -428,32 +424,3 @@ class _Times:
     fence_wait_s: float = 0.0
     submit_s: float = 0.0
     wait_s: float = 0.0
-
-
-def _let_go(error: BaseException) -> None:
-    """Log where an error came from, and drop the frames it has passed.
-
-    They hold activations and views of the cache, and the error is kept as long as somebody asks
-    what became of a request.
-    """
-    _LOG.error("a step failed:\n%s", "".join(traceback.format_exception(error)))
-    seen: set[int] = set()
-    link: BaseException | None = error
-    while link is not None and id(link) not in seen:
-        seen.add(id(link))
-        link.__traceback__ = None
-        link = link.__cause__ or link.__context__
-
-
-def _missing_bytes(error: CapacityError) -> int:
-    """What the cache lacked, at the least."""
-    if isinstance(error, OutOfPagesError):
-        return max(1, error.needed_bytes - error.free_bytes)
-    return 1
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    """Whether a device or the host had no memory left; torch on the CPU has no class for that."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)

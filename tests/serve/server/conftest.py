@@ -8,10 +8,12 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+import certifi
 import httpx
 import pytest
 import torch
@@ -30,6 +32,17 @@ from vmkv.units import MiB
 
 transformers.logging.set_verbosity_error()
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_authority(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Every client loads the authorities that it trusts, which takes longer than most tests."""
+    end = "-----END CERTIFICATE-----\n"
+    path = tmp_path_factory.mktemp("authority") / "one.pem"
+    path.write_text(Path(certifi.where()).read_text().partition(end)[0] + end)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SSL_CERT_FILE", str(path))
+        yield
 
 
 @dataclass(frozen=True)

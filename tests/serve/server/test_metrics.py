@@ -12,6 +12,7 @@ import httpx
 import pytest
 from helpers.serving import tiny_tokenizer
 
+from vmkv.cli.client import Address
 from vmkv.cli.main import main
 from vmkv.cli.scrape import Scrape, scrape
 from vmkv.cli.top import view
@@ -28,7 +29,7 @@ def test_a_scrape_counts_what_was_done(run_server) -> None:
         server.watch.wait(lambda: server.watch.is_idle, "an idle engine")
         answer = httpx.get(f"{server.url}/metrics")
         assert answer.headers["content-type"].startswith("text/plain; version=")
-        found = scrape(server.url)
+        found = scrape(Address.parse(server.url))
         num_prompt = len(tiny_tokenizer()("A row")["input_ids"])
         assert 3 == found.value("requests_total", finish_reason="length")
         assert 3 * num_prompt == found.value("prompt_tokens_total")
@@ -58,8 +59,8 @@ def test_top_shows_it(run_server) -> None:
         assert "nothing was computed yet" in out.getvalue()
         assert 200 == httpx.post(f"{server.url}/v1/completions", json=BODY).status_code
         server.watch.wait(lambda: server.watch.is_idle, "an idle engine")
-        before = scrape(server.url)
-        text = view(server.url, before, None)
+        before = scrape(Address.parse(server.url))
+        text = view(Address.parse(server.url), before, None)
         assert "ended 1 (length 1)" in text
         assert "generated 10" in text
         assert "resident " in text
@@ -68,7 +69,7 @@ def test_top_shows_it(run_server) -> None:
         later = Scrape(before.taken_s + 2.0, dict(before.samples))
         key = ("vmkv_step_tokens_total", frozenset({("phase", "decode")}))
         later.samples[key] = before.samples[key] + 10
-        assert "5.0 decoded/s, 5.0 computed/s" in view(server.url, later, before)
+        assert "5.0 decoded/s, 5.0 computed/s" in view(Address.parse(server.url), later, before)
 
 
 def test_the_built_in_bench(run_server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +97,7 @@ def test_the_built_in_bench(run_server, monkeypatch: pytest.MonkeyPatch) -> None
         assert "needs an API key" in err.getvalue()
         err = io.StringIO()
         assert 2 == main(["top", f"{server.url}/v1/models", "--once"], out, err)
-        assert "no answer from" in err.getvalue()
+        assert "has no metrics: it answers 401" in err.getvalue()
 
 
 def test_quantiles_are_interpolated() -> None:
@@ -122,6 +123,6 @@ def test_a_common_prefix_is_counted(run_server) -> None:
         assert cached >= 512
         # What the cache says is as of its last look, and that is when the engine falls idle.
         server.watch.wait(lambda: server.watch.is_idle, "an idle engine")
-        found = scrape(server.url)
+        found = scrape(Address.parse(server.url))
         assert found.value("prompt_tokens_cached_total") >= 2 * 512
         assert found.value("prefix_lookups_total", result="hit") == 2

@@ -205,8 +205,32 @@ def test_keys(run_server) -> None:
         assert 401 == httpx.get(f"{server.url}/v1/models").status_code
         basic = {"Authorization": "Basic first"}
         assert 401 == httpx.get(f"{server.url}/v1/models", headers=basic).status_code
-        for path in ("health", "metrics"):
+        for path in ("health", "metrics", "version", "docs", "openapi.json"):
             assert 200 == httpx.get(f"{server.url}/{path}").status_code
+        for path in ("tokenize", "nothing", "v1", "//v1/models", "health/", "HEALTH"):
+            assert 401 == httpx.get(f"{server.url}/{path}").status_code
+
+
+def test_keys_are_compared_as_utf8(run_server) -> None:
+    """As files and the environment have them; what is no text at all is just wrong."""
+    keys = ["schlüssel", "鍵", "\udcff"]
+    with run_server(api_keys=keys) as server:
+        for key in ("schlüssel".encode(), "鍵".encode(), b"\xff"):
+            headers = {b"Authorization": b"Bearer " + key}
+            assert 200 == httpx.get(f"{server.url}/v1/models", headers=headers).status_code
+        for key in ("schlüssel".encode("latin-1"), b"schl", b"\xfe"):
+            headers = {b"Authorization": b"Bearer " + key}
+            assert 401 == httpx.get(f"{server.url}/v1/models", headers=headers).status_code
+
+
+def test_everything_but_health_can_need_a_key(run_server) -> None:
+    """For servers whose counts and documentation are nobody else's business."""
+    with run_server(api_keys=["key"], protects_everything=True) as server:
+        assert 200 == httpx.get(f"{server.url}/health").status_code
+        for path in ("metrics", "version", "docs", "redoc", "openapi.json"):
+            assert 401 == httpx.get(f"{server.url}/{path}").status_code
+            headers = {"Authorization": "Bearer key"}
+            assert 200 == httpx.get(f"{server.url}/{path}", headers=headers).status_code
 
 
 def test_a_full_queue_is_429(run_server) -> None:
@@ -240,6 +264,10 @@ def test_limits_and_addresses_are_checked() -> None:
         Limits(max_concurrent=0)
     with pytest.raises(ConfigError, match="send_timeout_s"):
         Limits(send_timeout_s=0)
+    with pytest.raises(ConfigError, match="max_priority=17; at most 16"):
+        Limits(max_priority=17)
+    with pytest.raises(ConfigError, match="max_held_bytes"):
+        Limits(max_body_bytes=1 << 30)
     with pytest.raises(ConfigError, match="cannot listen on no such host"):
         open_socket("no such host", 0, unread_timeout_s=1)
     taken = open_socket("127.0.0.1", 0, unread_timeout_s=1)

@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING
 
 from ...backend import Backend
 from ...errors import ClosedError, ConfigError, VMKVError
-from ...memory import Extent, ExtentPool, Mapping, PageTable
+from ...memory import Extent, ExtentPool, Mapping, PageTable, protect
 from ...units import Handle
-from ..access import protect
 from .offer import as_values, whole_extents
 from .protocol import ANSWER_BYTES_MAX, BATCH, Channel, Peer
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from ...backend import Access, Op
+from ...backend import Access
 from ...errors import ConfigError
-from ...memory import Extent, PageTable, Placement
+from ...memory import Extent, Mapping, RowChange, change
 from ..portable import note_first_kept_token
 from .offer import Offer, checked
 from .protocol import BATCH, OFFER_BYTES_MAX, Channel
@@ -94,23 +94,16 @@ def _fill(
 ) -> None:
     """Map the extents at the start of the row, and what kernels fetch past them behind."""
     supply = iter(extents)
-    placements = list(_placements(cache, row, offer, supply))
-    ops: list[Op] = []
-    for table, placement in placements:
-        table.wait_until_empty(row)
-        ops += table.ops_to_map(placement, Access.READ)
-    cache.pool.backend.execute(ops)
-    for table, placement in placements:
-        table.note_mapped(placement, Access.READ)
-        table.rows[row].shared_end_page = table.rows[row].end_page
+    parts = []
+    for group, theirs in zip(cache.groups, offer.groups, strict=True):
+        again = []
+        page = theirs.first_page
+        for extent in islice(supply, len(theirs.sizes_bytes)):
+            again.append(Mapping(page, extent, Access.READ))
+            page = again[-1].end_page
+        parts.append(RowChange(group.table, row, theirs.first_page, again=again))
+    with change(cache.pool, parts) as made:
+        made.map(cache.current_stream())
     for group, theirs in zip(cache.groups, offer.groups, strict=True):
         note_first_kept_token(group, row, theirs.first_token)
     cache.map_row(row, offer.num_tokens, tenant)
-
-
-def _placements(
-    cache: KVCache, row: int, offer: Offer, supply: Iterator[Extent]
-) -> Iterator[tuple[PageTable, Placement]]:
-    for group, theirs in zip(cache.groups, offer.groups, strict=True):
-        its = list(islice(supply, len(theirs.sizes_bytes)))
-        yield group.table, Placement(row, theirs.first_page, its)

@@ -23,6 +23,7 @@ import torch
 from ...cache import KVCache
 from ...errors import CapacityError, ClosedError, ConfigError
 from ...hf import compat
+from ...hf.forward import kept_logits
 from ...units import GiB
 from ..params import SamplingParams
 from ..sampler import SampledTokens, Sampler
@@ -275,8 +276,7 @@ class GraphRunner:
             logits_to_keep=0 if keep is None else keep,
             return_dict=True,
         )
-        logits: torch.Tensor = output.logits[0]
-        return logits
+        return kept_logits(output, None if isinstance(keep, int) else keep)
 
     # ---- start, and end -------------------------------------------------------------------
 

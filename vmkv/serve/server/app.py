@@ -31,7 +31,6 @@ from .service import Service
 from .streaming import CLIENT_GONE, ClientGoneError, error_response
 
 _REFS = "#/components/schemas/{model}"
-_READ = ["GET", "HEAD"]
 
 
 @dataclass(frozen=True)
@@ -166,13 +165,15 @@ def _add_information(app: FastAPI, service: Service) -> None:
         service.check_model(name)
         return service.card()
 
-    @app.api_route("/health", methods=_READ)
+    @app.get("/health")
+    @app.head("/health", include_in_schema=False)
     async def health() -> JSONResponse:
         """Whether requests are taken and answered."""
         status, body = service.health()
         return JSONResponse(body, status)
 
-    @app.api_route("/version", methods=_READ)
+    @app.get("/version")
+    @app.head("/version", include_in_schema=False)
     async def version() -> dict[str, str]:
         """The version of vmkv."""
         return {"version": _version()}

@@ -40,6 +40,9 @@ class Connections:
         # Those without a complete request, the ones that have been so for longest first.
         self._without: dict[LimitedProtocol, None] = {}
 
+    def __len__(self) -> int:
+        return len(self._open)
+
     def opened(self, connection: LimitedProtocol) -> None:
         """A connection is there; another one may have to go."""
         self._open.add(connection)

@@ -52,7 +52,7 @@ class Limits:
 
     Raises:
         ConfigError: One of them is not positive (`max_queued`, `max_priority`: not negative), or
-            there are too many levels of priority.
+            they do not fit together.
     """
 
     max_connections: int = 4096
@@ -83,6 +83,11 @@ class Limits:
                 check_positive(field.name, value)
             elif not (isinstance(value, int | float) and 0 < value < math.inf):
                 raise ConfigError(f"{field.name}={value!r} must be a positive number of seconds")
+        if self.max_held_bytes < self.max_body_bytes:
+            raise ConfigError(
+                f"max_held_bytes={self.max_held_bytes} are fewer than one body may have, "
+                f"max_body_bytes={self.max_body_bytes}"
+            )
         if self.max_priority > _PRIORITY_MAX:
             raise ConfigError(f"max_priority={self.max_priority}; at most {_PRIORITY_MAX} can be")
 

@@ -18,7 +18,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
-from ...errors import ConfigError
+from ...errors import ConfigError, one_line
 from .connections import Connections, LimitedProtocol
 from .service import Service
 
@@ -32,6 +32,8 @@ _TICK_S = 0.05
 #: Descriptors for what the engine and the libraries may still open, and for connections between
 #: their acceptance and another's end, which takes some turns of the loop.
 _SPARE_DESCRIPTORS = 32 + 4 * _NUM_ACCEPTED
+#: 24 days: the system counts milliseconds in an int32.
+_UNREAD_TIMEOUT_S_MAX = 2_147_483
 
 
 def open_socket(host: str, port: int, *, unread_timeout_s: float) -> socket.socket:
@@ -51,13 +53,15 @@ def open_socket(host: str, port: int, *, unread_timeout_s: float) -> socket.sock
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         listener = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {host}: {error.strerror}") from error
+    except (OSError, UnicodeError) as error:  # No name, or one that DNS has no room for.
+        raise ConfigError(f"cannot listen on {host}: {one_line(error)}") from error
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         # Connections inherit it. Only Linux has it, as only Linux has our backends.
         listener.setsockopt(
-            socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(unread_timeout_s * 1000)
+            socket.IPPROTO_TCP,
+            socket.TCP_USER_TIMEOUT,
+            int(min(unread_timeout_s, _UNREAD_TIMEOUT_S_MAX) * 1000),
         )
         listener.bind(address)
     except OSError as error:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from ..backend import Access, Op
-from ..memory import ExtentPool, Mapping, PageTable
+from .page_table import Mapping, PageTable
+from .pool import ExtentPool
 
 
 def protect(pool: ExtentPool, shared: Iterable[tuple[PageTable, int, Sequence[Mapping]]]) -> None:

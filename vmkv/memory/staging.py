@@ -11,7 +11,9 @@ from contextlib import contextmanager
 
 from ..backend import Access
 from ..errors import DriverError
-from ..memory import Extent, ExtentPool, PageTable, Placement
+from .extent import Extent
+from .page_table import PageTable, Placement
+from .pool import ExtentPool
 
 
 @contextmanager

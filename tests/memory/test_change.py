@@ -1,18 +1,20 @@
-"""Exchanges: other extents behind addresses in use, all or none, and never before the fence.
+"""Changes: other extents behind addresses in use, all or none, and never before the fence.
 
 Each extent is filled with its own number, so that what a row reads says what stands behind it.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import pytest
 
-from vmkv import ExtentPool, HostBackend, InternalError
+from vmkv import ExtentPool, HostBackend, InternalError, OutOfPagesError
 from vmkv.backend import Access, Op, UnmapOp
 from vmkv.errors import DriverError
-from vmkv.memory import Exchange, Extent, Mapping, PageTable, Placement, check_pool, exchange
+from vmkv.memory import Extent, Mapping, PageTable, Placement, RowChange, change, check_pool
 from vmkv.testing import (
     FaultInjectingBackend,
     Scenario,
@@ -24,6 +26,36 @@ from vmkv.units import KiB
 
 PAGE = 4 * KiB
 MakePool = Callable[..., ExtentPool]
+
+
+class Exchange(NamedTuple):
+    """In `row` of `table`: `new` for `old`, which starts at `first_page`; read-only ones first."""
+
+    table: PageTable
+    row: int
+    first_page: int
+    old: Sequence[Mapping]
+    new: Sequence[tuple[Extent, Access]]
+
+
+def exchange(pool: ExtentPool, exchanges: Sequence[Exchange]) -> None:
+    """Carry exchanges out, as one change whose fresh extents are at hand."""
+    rows, fresh = [], []
+    for each in exchanges:
+        again = [Mapping(0, extent, access) for extent, access in each.new if access is Access.READ]
+        own = [extent for extent, access in each.new if access is Access.READ_WRITE]
+        classes = [extent.size_class for extent in own]
+        fresh += own
+        rows.append(
+            RowChange(each.table, each.row, each.first_page, classes, again=again, old=each.old)
+        )
+
+    def acquire(_: Sequence[int]) -> list[Extent]:
+        pool.own(fresh)
+        return fresh
+
+    with change(pool, rows, acquire=acquire) as made:
+        made.map(stream=0)
 
 
 def _map(table: PageTable, row: int, extents: Sequence[Extent], access: Access) -> None:
@@ -261,3 +293,87 @@ def test_failure_and_failure_to_undo_it_is_said(
     is_broken = False
     table.splice(0, 1, old, [])
     assert [1] == _reads(table, 0)
+
+
+# ---- a change as its callers see it -------------------------------------------------------
+
+
+def test_refused_change_changes_nothing(make_pool: MakePool) -> None:
+    """All extents or none; what it would have read may go again."""
+    pool = make_pool(6)
+    table = _table(pool, [1, 0], [0])
+    read = _mappings(table, 0)
+    rows = [RowChange(table, 0, 3, [0]), RowChange(table, 1, 1, [1])]
+    with pytest.raises(OutOfPagesError), change(pool, rows, reads=read):
+        raise AssertionError("nothing was acquired")
+    check_pool(pool)
+    assert ([1, 2, 3], [17]) == (_reads(table, 0), _reads(table, 1))
+    assert [0, 0] == [mapping.num_pins for mapping in read]
+    assert 2 * PAGE == pool.available_bytes
+
+
+def test_what_a_change_reads_is_pinned_while_it_is_made(pool: ExtentPool) -> None:
+    """Also what it maps again."""
+    table = _table(pool, [1, 0], [0], [])
+    read, again = _mappings(table, 0), _mappings(table, 1)
+    rows = [RowChange(table, 2, 0, [0], again=again, source=(table, 1))]
+    with change(pool, rows, reads=read) as made:
+        assert [1, 1, 1] == [mapping.num_pins for mapping in read + again]
+        for row in (0, 1):
+            with pytest.raises(InternalError, match="reads"):
+                table.retire_back(row, 0, pool.reclaimer.new_fence())
+        made.map(0)
+    assert [0, 0, 0] == [mapping.num_pins for mapping in read + again]
+    assert [1, 1] == [table.rows[row].shared_end_page for row in (1, 2)]
+    check_pool(pool)
+
+
+@pytest.mark.parametrize("is_mapped", [False, True])
+def test_block_that_fails_leaves_rows_as_they_were(pool: ExtentPool, is_mapped: bool) -> None:
+    """Nothing stays behind in rows in which nothing gave way."""
+    table = _table(pool, [1, 0], [0], [])
+    rows = [
+        RowChange(table, 0, 3, [1]),
+        RowChange(table, 2, 2, [0], again=_mappings(table, 1), source=(table, 1)),
+    ]
+    resident_bytes = pool.stats().resident_bytes
+    with contextlib.suppress(KeyError), change(pool, rows) as made:
+        if is_mapped:
+            made.map(0)
+            made.fill(0)
+        raise KeyError
+    pool.reclaimer.wait()
+    check_pool(pool)
+    assert ([1, 2, 3], [17], []) == tuple(_reads(table, row) for row in range(3))
+    assert resident_bytes == pool.stats().resident_bytes
+
+
+def test_what_is_kept_is_copied_before_the_old_goes(pool: ExtentPool) -> None:
+    """Two runs at once; what lies behind what is kept is undefined."""
+    table = _table(pool, [0, 1, 0], [1])
+    old = [_mappings(table, 0, 1, 2), _mappings(table, 1)]
+    rows = [
+        RowChange(table, 0, 1, [0, 0], old=old[0], kept_bytes=2 * PAGE),
+        RowChange(table, 1, 0, [0], old=old[1], kept_bytes=PAGE),
+    ]
+    with change(pool, rows, reads=[*old[0], *old[1]]) as made:
+        made.map(0)
+    check_pool(pool)
+    assert ([1, 2, 3, 4], [17]) == (_reads(table, 0), _reads(table, 1))
+    assert [mapping.extent for mapping in old[0]] != _mappings(table, 0, 1, 2)
+
+
+@pytest.mark.parametrize("num_made", [0, 1, 2, 3])
+def test_parts_are_made_one_by_one_and_undone_together(pool: ExtentPool, num_made: int) -> None:
+    """A part may follow another in its row."""
+    table = _table(pool, [0], [])
+    rows = [RowChange(table, 0, 1, [1]), RowChange(table, 0, 3, [0]), RowChange(table, 1, 4, [0])]
+    with contextlib.suppress(KeyError), change(pool, rows) as made:
+        for at, _ in enumerate(made.one_by_one(0)):
+            if at == num_made:
+                raise KeyError
+            assert at + 1 == sum(len(pages.mappings) for pages in table.rows) - 1
+        raise KeyError
+    pool.reclaimer.wait()
+    check_pool(pool)
+    assert ([1], []) == (_reads(table, 0), _reads(table, 1))

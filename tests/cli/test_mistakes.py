@@ -1,0 +1,311 @@
+"""Whatever a user types or a file holds wrongly is answered by one line and an exit status.
+
+Never by a traceback: a large table of command lines, run in this process, and model folders that
+were damaged on their way. Servers that are none have a file of their own.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+from helpers.serving import save_tiny_model
+
+from vmkv import InternalError
+from vmkv.cli import plan
+from vmkv.cli.main import main
+
+#: What no integer option takes, and no number.
+INTEGERS = ["", " ", "x", "-1", "1.5", "1e3", "inf", "nan", "0x10", "1_000", "8q", "k", "٣"]
+INTEGERS += [str(2**31), str(2**70), "9" * 5000, "2048m"]
+NUMBERS = ["", " ", "x", "-1", "-0.5", "inf", "-inf", "nan", "1e400", "1e300", str(2**70), "1,5"]
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 400,
+}
+PLAN = ["plan", "{model}", "--context", "1k"]
+SERVE = ["serve", "{model}", "--port", "0", "--device", "cpu", "--memory", "0.0625"]
+BENCH = ["bench", "serving", "--url", "http://127.0.0.1:1"]
+TOP = ["top", "127.0.0.1:1", "--once"]
+WRONG: dict[str, tuple[list[str], list[str]]] = {
+    "plan --context": (PLAN, [*INTEGERS, "0"]),
+    "plan --users": (PLAN, [*INTEGERS, "0"]),
+    "plan --longest": (PLAN, [*INTEGERS, "0"]),
+    "plan --share-prefix": (PLAN, [*INTEGERS, "1025"]),
+    "plan --device-memory": (PLAN, [*NUMBERS, "0", "1e-30"]),
+    "plan --weights": (PLAN, NUMBERS),
+    "plan --reserve": (PLAN, NUMBERS),
+    "plan --swap": (PLAN, NUMBERS),
+    "plan --dtype": (PLAN, ["", "int3", "float64", "torch.float16", "FLOAT16", "8"]),
+    "serve --device": (
+        SERVE,
+        ["", "gpu", "cuda:", "cuda:-1", "cuda:x", "cuda:9999", "cuda:7", "meta", "mps", "CPU"],
+    ),
+    "serve --dtype": (SERVE, ["", "int3", "float64", "half", "fp8"]),
+    "serve --max-num-seqs": (SERVE, [*INTEGERS, "0", "65537", "9000"]),
+    "serve --max-num-batched-tokens": (SERVE, [*INTEGERS, "0", "2m", "255"]),
+    "serve --max-model-tokens": (SERVE, [*INTEGERS, "0"]),
+    "serve --memory": (SERVE, [*NUMBERS, "0", "1e-30", "1e-9"]),
+    "serve --swap": (SERVE, NUMBERS),
+    "serve --watermark": (SERVE, NUMBERS),
+    "serve --attention-backend": (SERVE, ["", "flash9", "x" * 300]),
+    "serve --host": (SERVE, ["", " ", "a" * 70, "a..b", "..", "999.9.9.9", "[", "ü" * 70, "\x07"]),
+    "serve --port": (SERVE, [*INTEGERS, "65536", "99999"]),
+    "serve --max-body-mib": (SERVE, [*NUMBERS, "0"]),
+    "serve --max-prompt-tokens": (SERVE, [*INTEGERS, "0"]),
+    "serve --max-concurrent": (SERVE, [*INTEGERS, "0"]),
+    "serve --max-queued": (SERVE, INTEGERS),
+    "serve --send-timeout": (SERVE, [*NUMBERS, "0", "1e9"]),
+    "serve --drain-timeout": (SERVE, [*NUMBERS, "0", "1e9"]),
+    "serve --log-level": (SERVE, ["", "loud"]),
+    "serve --chat-template": (SERVE, ["", "/nowhere", "/", "{binary}", "{unended}", "n" * 300]),
+    "serve --trace": (SERVE, ["/nowhere/x", "/", "n" * 300]),
+    "serve --tokenizer": (SERVE, ["/nowhere", "a b", "x/y/z", "{empty}", "n" * 300]),
+    "bench --requests": (BENCH, [*INTEGERS, "0", "2m"]),
+    "bench --clients": (BENCH, [*INTEGERS, "0", "5000"]),
+    "bench --prompt-tokens": (BENCH, [*INTEGERS, "0", "2m"]),
+    "bench --output-tokens": (BENCH, [*INTEGERS, "0", "2m"]),
+    "bench --vocabulary": (BENCH, [*INTEGERS, "0", "2"]),
+    "bench --seed": (BENCH, ["", "x", "1.5", "9" * 5000]),
+    "bench --timeout": (BENCH, [*NUMBERS, "0"]),
+    "top --interval": (TOP, [*NUMBERS, "0"]),
+    "top --timeout": (TOP, [*NUMBERS, "0"]),
+}
+ADDRESSES = ["", " ", "http://", "http://[::1", "http://127.0.0.1:99999", "http://127.0.0.1:0"]
+ADDRESSES += ["http://127.0.0.1:x", "http://127.0.0.1:-1", "ftp://127.0.0.1", "file:///etc/passwd"]
+ADDRESSES += ["http://" + "a" * 70, "http://a..b", "http://ü" + "ü" * 70, "http://127.0.0.1:1/ü"]
+ADDRESSES += ["http://me:secret@127.0.0.1", "http://127.0.0.1 x", "127.0.0.1:1", "\x1b[2J"]
+MODELS = ["/nowhere/model", "/nowhere/config.json", "no/such/model", "a b", "", " ", "~", "n" * 300]
+MODELS += ["a/b/c", "../..", "/dev/null", "/dev/zero", "\x1b[2J", "-", "ü"]
+OTHERS = [
+    *([], ["levitate"], ["plan"], ["plan", "{model}"], ["serve"], ["top"], ["--no-such-option"]),
+    *(["bench", "no_such_bench"], ["bench", "../bench"], ["bench", "serving", "extra"]),
+    *(["top", "127.0.0.1:1", "extra"], ["doctor", "extra"], ["plan", "{model}", "--context"]),
+]
+LINES = [
+    *(
+        [*line, name.split()[1], value]
+        for name, (line, values) in WRONG.items()
+        for value in values
+    ),
+    *(["top", url, "--once"] for url in ADDRESSES),
+    *(["bench", "serving", "--url", url] for url in ADDRESSES),
+    *(["plan", model, "--context", "1k"] for model in MODELS),
+    *(["serve", model, "--port", "0"] for model in MODELS),
+    *OTHERS,
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A whole model, to be served or damaged."""
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def names(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Files that command lines name."""
+    folder = tmp_path_factory.mktemp("files")
+    (folder / "binary").write_bytes(b"\xff\xfe\x00\x81")
+    (folder / "unended").write_text("{% for each in messages %}")
+    (folder / "empty").mkdir()
+    return {"model": str(model)} | {each.name: str(each) for each in folder.iterdir()}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60)
+def test_what_is_typed_wrong_is_answered_by_one_line(complaint, names: dict[str, str]) -> None:
+    """Every option with values that it cannot take, every kind of address and name."""
+    assert len(LINES) > 500
+    for line in LINES:
+        arguments = [names.get(word.strip("{}"), word) for word in line]
+        try:
+            complaint(*arguments)
+        except BaseException as error:
+            raise AssertionError(f"vmkv {' '.join(map(repr, line))[:300]}") from error
+
+
+def broken_configs() -> Iterator[tuple[str, bytes]]:
+    """What a config.json can be instead of one."""
+    yield "empty", b""
+    yield "cut", b'{"model_type": "llama", "hidden_size": 3'
+    yield "zeros", bytes(300)
+    yield "binary", b"\x89PNG\xff\xfe"
+    yield "page", b"<html>Access denied</html>"
+    yield "pointer", b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 7\n"
+    yield "nested list", b"[" * 100_000
+    yield "nested object", b'{"model_type": ' + b'{"a":' * 5000 + b"1" + b"}" * 5001
+    for value in (b"null", b"3", b'"llama"', b"[]", b"{}"):
+        yield value.decode(), value
+    for value in (None, "", "no such type", 7, ["llama"], {"llama": 1}, "llama\n\nllama"):
+        yield f"model_type {value!r}", json.dumps({"model_type": value}).encode()
+    numbers = (-1, 2**40, 2**70, 1.5, "many", None, [], {}, float("nan"), float("inf"))
+    for field in ("hidden_size", "num_hidden_layers", "num_attention_heads"):
+        for number in (0, *numbers):
+            yield f"{field} {number!r}", json.dumps({**LLAMA, field: number}).encode()
+    for field, value in (
+        ("vocab_size", -1),
+        ("vocab_size", 2**70),
+        ("num_key_value_heads", 3),
+        ("head_dim", 0),
+        ("max_position_embeddings", "long"),
+        ("max_position_embeddings", 0),
+        ("dtype", "int3"),
+        ("dtype", 7),
+        ("rope_scaling", "none"),
+        ("rope_scaling", {"rope_type": "no such"}),
+        ("hidden_act", "no such"),
+    ):
+        yield f"{field} {value!r}", json.dumps({**LLAMA, field: value}).encode()
+    remote = {"model_type": "own", "auto_map": {"AutoConfig": "code.Config"}}
+    yield "code of its own", json.dumps(remote).encode()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60)
+def test_a_configuration_that_is_none_is_answered_by_one_line(
+    complaint, model: Path, tmp_path: Path
+) -> None:
+    """Cut, empty, another file's contents, absurd numbers: for plan and for serve."""
+    folder = Path(shutil.copytree(model, tmp_path / "model"))
+    file = folder / "config.json"
+    for name, data in broken_configs():
+        file.write_bytes(data)
+        for arguments in (
+            ["plan", str(folder), "--context", "1k"],
+            ["plan", str(file), "--context", "1k"],
+            ["serve", str(folder), "--port", "0", "--device", "cpu", "--memory", "0.0625"],
+        ):
+            try:
+                complaint(*arguments)
+            except BaseException as error:
+                raise AssertionError(f"{name}: vmkv {arguments[0]}") from error
+
+
+def _cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def _index(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    weight_map = {"lm_head.weight": "model-00002-of-00002.safetensors"}
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def _without_head(folder: Path) -> None:
+    weights = safetensors.torch.load_file(folder / "model.safetensors")
+    del weights["lm_head.weight"]
+    safetensors.torch.save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
+def _narrow(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 40}))
+
+
+#: What can become of a model's folder on its way, and a word of what is said.
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "cannot load"),
+    "empty weights": (lambda folder: os.truncate(folder / "model.safetensors", 0), "cannot load"),
+    "cut weights": (lambda folder: _cut(folder / "model.safetensors"), "cannot load"),
+    "a header's length": (
+        lambda folder: (folder / "model.safetensors").write_bytes(b"\xff" * 8 + b"{}"),
+        "cannot load",
+    ),
+    "a page for weights": (
+        lambda folder: (folder / "model.safetensors").write_text("<html>"),
+        "cannot load",
+    ),
+    "a part is missing": (_index, "cannot load"),
+    "a weight is missing": (_without_head, "lacks 1 weights, such as lm_head.weight"),
+    "weights of another model": (_narrow, "cannot load"),
+    "a folder for weights": (
+        lambda folder: (
+            (folder / "model.safetensors").unlink(),
+            (folder / "model.safetensors").mkdir(),
+        ),
+        "cannot load",
+    ),
+    "no tokenizer": (
+        lambda folder: [each.unlink() for each in folder.glob("tokenizer*")],
+        "no tokenizer",
+    ),
+    "cut tokenizer": (lambda folder: _cut(folder / "tokenizer.json"), "no tokenizer"),
+    "empty tokenizer": (lambda folder: os.truncate(folder / "tokenizer.json", 0), "no tokenizer"),
+    "a tokenizer of nothing": (
+        lambda folder: (folder / "tokenizer.json").write_text("{}"),
+        "no tokenizer",
+    ),
+    "cut tokenizer settings": (
+        lambda folder: _cut(folder / "tokenizer_config.json"),
+        "no tokenizer",
+    ),
+    "cut generation settings": (
+        lambda folder: (folder / "generation_config.json").write_text('{"eos_token_id":'),
+        "cannot load",
+    ),
+    "a pipe for a configuration": (
+        lambda folder: ((folder / "config.json").unlink(), os.mkfifo(folder / "config.json")),
+        "holds no config.json",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60)  # What is served after all is served for ever.
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_model_is_answered_by_one_line(
+    complaint, model: Path, tmp_path: Path, damage: str
+) -> None:
+    """As a download that was interrupted leaves it; nothing is served with made-up weights."""
+    folder = Path(shutil.copytree(model, tmp_path / "model"))
+    apply, reason = DAMAGE[damage]
+    apply(folder)
+    arguments = ["--port", "0", "--device", "cpu", "--memory", "0.0625"]
+    assert reason in complaint("serve", str(folder), *arguments)
+
+
+def test_mistakes_of_our_own_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What no user can get wrong keeps its traceback, for whoever mends it."""
+    for error in (TypeError("ours"), KeyError("ours"), InternalError("ours"), AssertionError()):
+
+        def fail(*_: object, error: Exception = error) -> None:
+            raise error
+
+        monkeypatch.setattr(plan, "run", fail)
+        with pytest.raises(type(error)):
+            main(["plan", "x", "--context", "1"])
+
+
+def test_an_output_that_takes_nothing_is_answered_by_one_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A full disk; nor is what could not be written tried again at the end."""
+    with open("/dev/full", "w") as full:
+        assert 1 == main(["bench"], full)
+    err = capsys.readouterr().err
+    assert err.startswith("vmkv: [Errno 28]")
+    assert 1 == err.count("\n")
+
+
+def test_any_output_will_do(names: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is closed, as `vmkv bench >&-` has it, and one that knows no more than ASCII."""
+    monkeypatch.setattr(sys, "stdout", None)
+    assert 0 == main(["bench"])
+    data = io.BytesIO()
+    out = io.TextIOWrapper(data, encoding="ascii")
+    assert 0 == main(["plan", names["model"], "--context", "1k"], out)
+    assert b"1.000 \\xd7" in data.getvalue()

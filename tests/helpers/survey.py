@@ -1,0 +1,215 @@
+"""What serves which causal family of transformers: tried with a tiny model of each.
+
+    make models      # writes vmkv/hf/MODELS.md, which `test_families.py` keeps current
+
+A family is served where every prompt gets the tokens that `model.generate` gives it alone, and
+refused where vmkv says in words that it does not serve it. There is no third way.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+import vmkv
+from vmkv.hf.unservable import UnservableError
+from vmkv.serve.runner.graph_runner import RunnerOptions
+from vmkv.units import MiB
+
+from . import families
+from .tiny_models import redraw_weights
+
+TABLE = Path(vmkv.__file__).parent / "hf" / "MODELS.md"
+SERVED, NOT_TRIED = "served", "not tried"
+NEW_TOKENS = 5
+BUDGET_BYTES = 64 * MiB
+#: Of one token, of some, and of more than a window.
+LENGTHS = (20, 1, 5)
+_PROLOGUE = """\
+# Which models are served
+
+Made by `make models` with transformers {version}: of each causal language model that it has, a
+tiny one with random weights, three prompts, and the tokens that `model.generate` gives each of them
+alone. *Served* is the same tokens; *refused* is an error that says why before anything runs, and
+what to use instead. Nothing else occurs. What decides is not this list, but what each model does
+when it is asked: see Note [A model proves itself] in [DESIGN.md](../../DESIGN.md).
+
+{counts}
+
+| family | `VMKVCache` | `vmkv.generate` | `Engine` | why not |
+| --- | --- | --- | --- | --- |
+"""
+
+
+class Verdict(NamedTuple):
+    """What a family gets.
+
+    Attributes:
+        cache: From `model.generate(..., past_key_values=VMKVCache(config))`: served, refused or
+            not tried.
+        generate: From `vmkv.generate`, likewise.
+        engine: From `Engine`, likewise.
+        why_not: The reasons of those that refuse it.
+        instead: What errors name in place of packed batches; empty where none was raised.
+    """
+
+    cache: str
+    generate: str
+    engine: str
+    why_not: str
+    instead: str = ""
+
+    def row(self, family: str) -> str:
+        """The family's line of the table."""
+        return f"| {family} | {self.cache} | {self.generate} | {self.engine} | {self.why_not} |\n"
+
+
+def model_of(family: str) -> Any:
+    """A tiny model of the family, in float32, whose tokens depend on all of its prompt.
+
+    Raises:
+        ValueError: `AutoModelForCausalLM` does not build one.
+    """
+    config = families.tiny_config(family)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval().float()
+    redraw_weights(model, 0)
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+def verdict(family: str) -> Verdict:
+    """Try a family.
+
+    Raises:
+        AssertionError: It got wrong tokens, or an error that is none of vmkv's.
+    """
+    if family in families.UNBUILDABLE:
+        return Verdict(NOT_TRIED, NOT_TRIED, NOT_TRIED, families.UNBUILDABLE[family])
+    model = model_of(family)
+    prompts = _prompts()
+    try:
+        expected = [_alone(model, prompt) for prompt in prompts]
+    except AttributeError as error:
+        return Verdict(NOT_TRIED, NOT_TRIED, NOT_TRIED, f"model.generate fails: {error}")
+    cache, why_no_cache = _try(lambda: _through_cache(model, prompts), expected, Exception)
+    refused = vmkv.ConfigError
+    generate, why_no_generate = _try(lambda: _generate(model, prompts), expected, refused)
+    engine, why_no_engine = _try(lambda: _serve(model, prompts), expected, refused)
+    errors = {id(each): each for each in (why_no_generate, why_no_engine) if each is not None}
+    reasons = [] if why_no_cache is None else [f"{_reason(why_no_cache)} (`VMKVCache`)"]
+    reasons += dict.fromkeys(_reason(each) for each in errors.values())
+    instead = {str(each).rpartition("; ")[2] for each in errors.values()}
+    return Verdict(cache, generate, engine, "; ".join(reasons), " ".join(instead))
+
+
+def _prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(7)
+    return [
+        torch.randint(3, families.VOCABULARY, (length,), generator=generator).tolist()
+        for length in LENGTHS
+    ]
+
+
+def _alone(model: Any, prompt: list[int], **options: Any) -> list[int]:
+    ids = torch.tensor([prompt])
+    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, **options}
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0].tolist()
+
+
+def _through_cache(model: Any, prompts: list[list[int]]) -> list[list[int]]:
+    said = []
+    for prompt in prompts:
+        with vmkv.VMKVCache(model.config, budget_bytes=BUDGET_BYTES) as cache:
+            # Some configurations say that no cache is wanted, and then use it wrongly.
+            said.append(_alone(model, prompt, past_key_values=cache, use_cache=True))
+    return said
+
+
+def _generate(model: Any, prompts: list[list[int]]) -> list[list[int]]:
+    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+    return vmkv.generate(model, prompts, budget_bytes=BUDGET_BYTES, **options)
+
+
+def _serve(model: Any, prompts: list[list[int]]) -> list[list[int]]:
+    """By the runner that serves on a GPU: `generate` has tried the other one's way."""
+    params = vmkv.SamplingParams(temperature=0, max_tokens=NEW_TOKENS)
+    with vmkv.Engine(
+        model,
+        max_num_seqs=4,
+        budget_bytes=BUDGET_BYTES,
+        runner="graphs",
+        runner_options=RunnerOptions(show_progress=False),
+    ) as engine:
+        outputs = engine.generate(prompts, params)
+    return [
+        [*prompt, *output.outputs[0].token_ids]
+        for prompt, output in zip(prompts, outputs, strict=True)
+    ]
+
+
+def _try(
+    serve: Callable[[], list[list[int]]],
+    expected: list[list[int]],
+    refusals: type[Exception],
+) -> tuple[str, Exception | None]:
+    try:
+        said = serve()
+    except refusals as error:
+        return "refused", error
+    assert expected == said, "other tokens than model.generate's, and not a word"
+    return SERVED, None
+
+
+def _reason(error: Exception) -> str:
+    """Why, without what depends on the machine and on torch."""
+    if isinstance(error, UnservableError):
+        return error.why.partition(" (")[0]
+    if isinstance(error, vmkv.ConfigError):
+        return str(error)
+    return "transformers hands it no cache, or cannot use another's"
+
+
+def table() -> str:
+    """MODELS.md, tried anew. Takes half a minute."""
+    rows, tried = [], []
+    for family in families.causal_families():
+        tried.append(verdict(family))
+        rows.append(tried[-1].row(family))
+    return prologue(tried) + "".join(rows)
+
+
+def prologue(tried: list[Verdict]) -> str:
+    """What stands above the rows."""
+    columns = {
+        "`VMKVCache`": [each.cache for each in tried],
+        "`vmkv.generate`": [each.generate for each in tried],
+        "`Engine`": [each.engine for each in tried],
+    }
+    counts = "\n".join(
+        f"- {name}: {column.count(SERVED)} served, {column.count('refused')} refused, "
+        f"{column.count(NOT_TRIED)} not tried, of {len(tried)}"
+        for name, column in columns.items()
+    )
+    return _PROLOGUE.format(version=transformers.__version__, counts=counts)
+
+
+def main() -> None:
+    """Write the table."""
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    TABLE.write_text(table())
+    print(TABLE)
+
+
+if __name__ == "__main__":
+    main()

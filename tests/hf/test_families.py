@@ -1,0 +1,61 @@
+"""Every causal family of transformers: served with the tokens it should get, or refused in words.
+
+Each is tried with a tiny model, through `VMKVCache`, `vmkv.generate` and an engine, and must come
+out as `vmkv/hf/MODELS.md` says. After a change that makes it come out otherwise: `make models`.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import pytest
+import transformers
+from helpers import families, survey
+
+from vmkv import ConfigError
+from vmkv.hf.proof import prove
+
+pytestmark = pytest.mark.slow
+if f"transformers {transformers.__version__}" not in survey.TABLE.read_text():
+    pytest.skip("MODELS.md is of another release", allow_module_level=True)
+
+
+@functools.cache
+def _lines() -> dict[str, str]:
+    """The table's rows, by family."""
+    rows = survey.TABLE.read_text().splitlines(keepends=True)
+    return {row.split("|")[1].strip(): row for row in rows if row.startswith("| ")}
+
+
+@pytest.mark.parametrize("family", families.causal_families())
+def test_a_family_is_served_or_refused_as_the_table_says(family: str) -> None:
+    """Never with other tokens, nor with an error of somebody else's."""
+    verdict = survey.verdict(family)
+    assert _lines()[family] == verdict.row(family)
+    if verdict.generate == "refused":
+        if "VMKVCache(config)" in verdict.instead:
+            assert verdict.cache == survey.SERVED, "the error sends to what does not serve it"
+        else:
+            assert "model.generate" in verdict.instead
+
+
+@pytest.mark.parametrize("family", families.causal_families())
+def test_a_family_proves_the_same_in_bfloat16(family: str) -> None:
+    """Roundings hide no defect, and make none."""
+    if survey.NOT_TRIED in _lines()[family]:
+        pytest.skip("not tried")
+    model = copy.deepcopy(survey.model_of(family)).bfloat16()
+    if _lines()[family].split("|")[3].strip() == survey.SERVED:
+        prove(model)
+    else:
+        with pytest.raises(ConfigError):
+            prove(model)
+
+
+def test_the_table_lists_every_family_and_counts_them() -> None:
+    """And none that is gone."""
+    assert [*_lines()] == ["family", "---", *families.causal_families()]
+    columns = [[cell.strip() for cell in row.split("|")] for row in [*_lines().values()][2:]]
+    tried = [survey.Verdict(*row[2:6]) for row in columns]
+    assert survey.TABLE.read_text().startswith(survey.prologue(tried))

@@ -1,0 +1,395 @@
+"""What counts as the prompt in `vmkv.generate`: each sequence's own tokens, and no padding.
+
+The reference is `model.generate` with one prompt at a time, to which nothing is padded. Prompts
+differ in length and padding is the end-of-sequence token, as it is where a model has no token
+for padding, so that whoever takes padding for tokens that were said shows.
+
+Not covered: processors and criteria that look at no prompt (`test_ragged_generate.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from helpers.tiny_models import VOCABULARY, tiny_model
+from tokenizers import Tokenizer, decoders, models
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    NoRepeatNGramLogitsProcessor,
+    StoppingCriteriaList,
+    SynthIDTextWatermarkingConfig,
+    WatermarkingConfig,
+)
+
+import vmkv
+from vmkv import ConfigError
+from vmkv.hf import prepared
+
+NEW_TOKENS = 12
+
+
+def _prompts(*lengths: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.randint(3, VOCABULARY, (length,), generator=generator).tolist() for length in lengths
+    ]
+
+
+PROMPTS = _prompts(5, 23, 2, 23)
+
+
+@pytest.fixture
+def model() -> Any:
+    """A model whose generation config the test may change."""
+    model = tiny_model("llama")
+    before = model.generation_config
+    model.generation_config = GenerationConfig(do_sample=False, pad_token_id=0)
+    yield model
+    model.generation_config = before
+
+
+def _alone(model: Any, prompt: list[int], **options: Any) -> list[int]:
+    ids = torch.tensor([prompt])
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0].tolist()
+
+
+def _assert_as_alone(model: Any, **options: Any) -> list[list[int]]:
+    expected = [_alone(model, prompt, **options) for prompt in PROMPTS]
+    assert expected == vmkv.generate(model, PROMPTS, **options)
+    return expected
+
+
+@functools.cache
+def _plain() -> list[list[int]]:
+    model = tiny_model("llama")
+    return [_alone(model, prompt, max_new_tokens=NEW_TOKENS) for prompt in PROMPTS]
+
+
+def _ends() -> list[int]:
+    """Tokens that every prompt is continued with sooner or later, some at once."""
+    return sorted({tokens[len(prompt)] for tokens, prompt in zip(_plain(), PROMPTS, strict=True)})
+
+
+# ---- lengths ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["option", "generation_config", "model"])
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"max_length": 30},
+        {"max_length": 30, "forced_eos_token_id": 9},
+        {"max_new_tokens": NEW_TOKENS, "forced_eos_token_id": 9},
+        {"max_new_tokens": NEW_TOKENS, "min_length": 10, "eos_token_id": "often"},
+        {"max_new_tokens": NEW_TOKENS, "min_new_tokens": 4, "eos_token_id": "often"},
+        {},
+    ],
+    ids=lambda limits: "+".join(limits) or "nothing",
+)
+def test_lengths_count_each_prompts_own_tokens(
+    limits: dict[str, Any], where: str, model: Any
+) -> None:
+    """Wherever a limit is said, and with transformers' own default as well."""
+    if "eos_token_id" in limits:
+        limits = {**limits, "eos_token_id": _ends()}
+    if where == "option":
+        said = _assert_as_alone(model, do_sample=False, **limits)
+    elif where == "generation_config":
+        config = GenerationConfig(do_sample=False, pad_token_id=0, **limits)
+        said = _assert_as_alone(model, generation_config=config)
+    else:
+        for name, value in limits.items():
+            setattr(model.generation_config, name, value)
+        said = _assert_as_alone(model)
+    if "max_length" in limits:
+        assert [30] * 4 == [len(tokens) for tokens in said]
+    if "forced_eos_token_id" in limits:
+        assert [9] * 4 == [tokens[-1] for tokens in said]
+    if "min_length" in limits:
+        assert min(map(len, said)) >= 10
+
+
+def test_a_length_criterion_of_the_callers_counts_own_tokens(model: Any) -> None:
+    """Also beside `max_new_tokens`, whose own limit it then takes the place of."""
+    criteria = StoppingCriteriaList([MaxLengthCriteria(26)])
+    said = _assert_as_alone(model, stopping_criteria=criteria, max_new_tokens=40)
+    assert [26] * 4 == [len(tokens) for tokens in said]
+
+
+@pytest.mark.parametrize("where", ["option", "generation_config", "model"])
+def test_a_prompt_that_is_too_long_already_is_refused(where: str, model: Any) -> None:
+    """In transformers' words, whichever prompt it is."""
+    options: dict[str, Any] = {}
+    if where == "option":
+        options["max_length"] = 19
+    elif where == "generation_config":
+        options["generation_config"] = GenerationConfig(max_length=19)
+    else:
+        model.generation_config.max_length = 19
+    with pytest.raises(ConfigError, match=r"23.*max_length.*19"):
+        vmkv.generate(model, PROMPTS, **options)
+
+
+# ---- logits processors --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"no_repeat_ngram_size": 1},
+        {"encoder_no_repeat_ngram_size": 1},
+        {"encoder_repetition_penalty": 3.0},
+        {"repetition_penalty": 3.0},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_padding_is_nothing_that_was_said(options: dict[str, Any], model: Any) -> None:
+    """Where padding is the end-of-sequence token, short prompts still end when they would."""
+    model.generation_config.pad_token_id = None
+    options = {**options, "max_new_tokens": NEW_TOKENS}
+    said = [_alone(model, prompt, **options) for prompt in PROMPTS]
+    new = said[2][2:]
+    model.generation_config.eos_token_id = next(
+        token for at, token in enumerate(new) if at > 2 and token not in {*PROMPTS[2], *new[:at]}
+    )
+    ended = _assert_as_alone(model, **options)
+    assert len(ended[2]) < len(said[2]), "nothing ended: the test proves nothing"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sequence_bias": [[[5], 6.0], [[5, 9], 9.0]]},
+        {"begin_suppress_tokens": list(range(50))},
+        {"exponential_decay_length_penalty": (2, 1.6), "eos_token_id": [7]},
+        {"guidance_scale": 2.0},
+        {
+            "guidance_scale": 2.0,
+            "negative_prompt_ids": torch.tensor([[5, 6], [7, 8], [9, 4], [3, 3]]),
+        },
+        {"watermarking_config": WatermarkingConfig(bias=4.0, context_width=1)},
+    ],
+    ids=lambda options: "+".join(options),
+)
+def test_logits_processors_see_each_prompt_alone(options: dict[str, Any], model: Any) -> None:
+    """Each setting changes some prompt's tokens, and to what they are alone."""
+    options = {**options, "max_new_tokens": NEW_TOKENS}
+    expected = []
+    for row, prompt in enumerate(PROMPTS):
+        own = dict(options)
+        if "negative_prompt_ids" in own:
+            own["negative_prompt_ids"] = own["negative_prompt_ids"][row : row + 1]
+        expected.append(_alone(model, prompt, **own))
+    assert expected != _plain(), "the setting does nothing: the test proves nothing"
+    assert expected == vmkv.generate(model, PROMPTS, **options)
+
+
+def test_a_processor_that_keeps_state_of_each_row_keeps_each_prompts(model: Any) -> None:
+    """SynthID remembers contexts by row: rows of other prompts must not mix with them."""
+    config = SynthIDTextWatermarkingConfig(keys=[3, 5, 7, 11], ngram_len=3, context_history_size=8)
+    options = {"watermarking_config": config, "max_new_tokens": NEW_TOKENS}
+    expected = [_alone(model, prompt, **options) for prompt in PROMPTS]
+    assert expected == vmkv.generate(model, PROMPTS, **options)
+
+
+def test_allowed_tokens_are_asked_for_by_prompt(model: Any) -> None:
+    """`prefix_allowed_tokens_fn` gets the prompt's index, and its own tokens."""
+    asked: set[tuple[int, tuple[int, ...]]] = set()
+
+    def allowed(at: int, said: torch.Tensor) -> list[int]:
+        tokens = said.tolist()
+        assert tokens[: len(PROMPTS[at])] == PROMPTS[at]
+        asked.add((at, tuple(tokens)))
+        return [10 + 2 * at, 11 + 2 * at]
+
+    said = vmkv.generate(
+        model, PROMPTS, max_new_tokens=3, do_sample=False, prefix_allowed_tokens_fn=allowed
+    )
+    for at, (tokens, prompt) in enumerate(zip(said, PROMPTS, strict=True)):
+        assert set(tokens[len(prompt) :]) <= {10 + 2 * at, 11 + 2 * at}
+        assert {(at, tuple(tokens[: len(prompt) + count])) for count in range(3)} <= asked
+
+
+def test_a_processor_of_transformers_that_the_caller_brings_is_no_exception(model: Any) -> None:
+    """Its kind decides, not who made it."""
+    processors = LogitsProcessorList([NoRepeatNGramLogitsProcessor(1)])
+    expected = [
+        _alone(model, prompt, max_new_tokens=NEW_TOKENS, no_repeat_ngram_size=1)
+        for prompt in PROMPTS
+    ]
+    assert expected == vmkv.generate(
+        model, PROMPTS, max_new_tokens=NEW_TOKENS, logits_processor=processors
+    )
+
+
+class _CountsRows(LogitsProcessor):
+    """Biases each row of the batch by how often it was called, as one that keeps state would."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        assert input_ids.shape == (len(PROMPTS), 23 + self.num_calls)
+        self.num_calls += 1
+        wanted = torch.arange(len(PROMPTS)) + 30 + self.num_calls
+        return scores.scatter(1, wanted[:, None], 1e9)
+
+
+def test_the_callers_own_processor_is_called_once_with_all_rows(model: Any) -> None:
+    """Between processors of transformers, which see each prompt alone."""
+    options = {"no_repeat_ngram_size": 1, "begin_suppress_tokens": [5], "do_sample": False}
+    said = vmkv.generate(
+        model,
+        PROMPTS,
+        max_new_tokens=3,
+        logits_processor=LogitsProcessorList([_CountsRows()]),
+        **options,
+    )
+    new = [tokens[len(prompt) :] for tokens, prompt in zip(said, PROMPTS, strict=True)]
+    assert [[31 + at, 32 + at, 33 + at] for at in range(4)] == new
+
+
+# ---- stop strings -------------------------------------------------------------------------------
+
+
+@functools.cache
+def _tokenizer() -> Any:
+    """Every token is a pair of letters, but for the first, `a`, which is padding."""
+    letters = "abcdefghij"
+    words = {
+        "a": 0,
+        **{
+            f"{first}{second}": 10 * at + to
+            for at, first in enumerate(letters)
+            for to, second in enumerate(letters)
+            if at or to
+        },
+    }
+    inner = Tokenizer(
+        models.BPE(words | {letter: 100 + at for at, letter in enumerate("bcdefghij")}, [])
+    )
+    inner.decoder = decoders.Fuse()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="a")
+
+
+@pytest.mark.parametrize("where", ["option", "generation_config", "model"])
+def test_stop_strings_end_each_prompt_where_they_would(where: str, model: Any) -> None:
+    """With the tokenizer that transformers wants for them, wherever they are said."""
+    token = _plain()[1][25]
+    stop = _tokenizer().convert_ids_to_tokens(token)
+    options: dict[str, Any] = {"tokenizer": _tokenizer()}
+    if where == "option":
+        options |= {"stop_strings": [stop], "max_new_tokens": NEW_TOKENS}
+    elif where == "generation_config":
+        options["generation_config"] = GenerationConfig(
+            stop_strings=[stop], max_new_tokens=NEW_TOKENS, pad_token_id=0
+        )
+    else:
+        model.generation_config.stop_strings = [stop]
+        options["max_new_tokens"] = NEW_TOKENS
+    said = _assert_as_alone(model, **options)
+    assert len(said[1]) < len(_plain()[1]), "nothing ended: the test proves nothing"
+
+
+def test_padding_is_no_part_of_a_stop_string(model: Any) -> None:
+    """Prompts of one token behind padding that spells the beginning of a stop string."""
+    prompts = [[15], [16] * 9]  # "bf", "bg"
+    first = _alone(model, prompts[0], max_new_tokens=1)[1]
+    stop = "abf" + _tokenizer().convert_ids_to_tokens(first)
+    options = {"stop_strings": [stop], "tokenizer": _tokenizer(), "max_new_tokens": 4}
+    expected = [_alone(model, prompt, **options) for prompt in prompts]
+    assert [5, 13] == [len(tokens) for tokens in expected]
+    assert expected == vmkv.generate(model, prompts, **options)
+
+
+def test_stop_strings_without_a_tokenizer_are_refused(model: Any) -> None:
+    """The error says what to pass."""
+    with pytest.raises(ConfigError, match="tokenizer="):
+        vmkv.generate(model, PROMPTS, stop_strings=["x"], max_new_tokens=2)
+
+
+# ---- what it costs ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "num_prepared"),
+    [
+        ({"max_new_tokens": 2}, 1),
+        ({"max_new_tokens": 2, "do_sample": True, "top_p": 0.9}, 1),
+        ({"max_new_tokens": 2, "no_repeat_ngram_size": 3}, 3),
+        ({"max_length": 30}, 3),
+    ],
+    ids=["nothing", "warpers", "n-grams", "max_length"],
+)
+def test_what_depends_on_no_prompt_is_prepared_once(
+    options: dict[str, Any], num_prepared: int, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else once for each length of prompt, of which there are three here."""
+    calls = []
+    prepare = prepared._prepare
+    monkeypatch.setattr(
+        prepared,
+        "_prepare",
+        lambda *arguments, **keywords: calls.append(0) or prepare(*arguments, **keywords),
+    )
+    vmkv.generate(model, PROMPTS, **options)
+    assert num_prepared == len(calls)
+
+
+# ---- what is refused ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"output_scores": True}, "tokens only; leave output_scores out"),
+        ({"output_logits": True}, "tokens only; leave output_logits out"),
+        ({"output_attentions": True}, "tokens only; leave output_attentions out"),
+        ({"output_hidden_states": True}, "tokens only; leave output_hidden_states out"),
+        ({"return_dict_in_generate": True}, "tokens only; leave return_dict_in_generate out"),
+        ({"prompt_lookup_num_tokens": 3}, "VMKVCache"),
+        ({"assistant_model": "a model"}, "assistant model"),
+        ({"past_key_values": "a cache"}, "past_key_values"),
+        ({"attention_mask": torch.ones(4, 23)}, "attention_mask"),
+        ({"position_ids": torch.zeros(4, 23)}, "position_ids"),
+        ({"inputs_embeds": torch.zeros(1, 3, 32)}, "inputs_embeds"),
+        ({"labels": torch.zeros(4, 23)}, "token ids alone, not labels"),
+        ({"no_such_option": 3}, "no_such_option"),
+        ({"temperature": -1.0, "do_sample": True}, "temperature"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_nothing_that_is_asked_for_is_left_out_in_silence(
+    options: dict[str, Any], message: str, model: Any
+) -> None:
+    """What cannot be given, or handed on to the model, is refused by name."""
+    with pytest.raises(ConfigError, match=message):
+        vmkv.generate(model, PROMPTS, max_new_tokens=2, **options)
+
+
+@pytest.mark.parametrize("token", [VOCABULARY, 5000, -1, 2**70])
+def test_a_token_that_is_not_in_the_vocabulary_is_refused(token: int, model: Any) -> None:
+    """Before anything runs: on a GPU it would be the end of the process."""
+    message = f"prompt 1 holds {token}, which is no token of a vocabulary of {VOCABULARY}"
+    with pytest.raises(ConfigError, match=message):
+        vmkv.generate(model, [[5], [6, token]], max_new_tokens=2)
+    if token < 2**63:
+        ids = torch.tensor([[5, 6], [7, token]])
+        with pytest.raises(ConfigError, match=f"{token}, which is no token"):
+            model.generate(ids, max_new_tokens=2, custom_generate=vmkv.ragged_generate)
+
+
+def test_padding_need_not_be_in_the_vocabulary(model: Any) -> None:
+    """It is never given to the model."""
+    ids = torch.tensor([[VOCABULARY, VOCABULARY, 6], [5, 6, 7]])
+    mask = torch.tensor([[0, 0, 1], [1, 1, 1]])
+    options = {"max_new_tokens": 4, "pad_token_id": VOCABULARY}
+    said = model.generate(ids, attention_mask=mask, custom_generate=vmkv.ragged_generate, **options)
+    assert _alone(model, [6], max_new_tokens=4) == said[0, 2:].tolist()

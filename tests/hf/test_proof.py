@@ -1,0 +1,393 @@
+"""Models prove themselves: whoever computes something else in packed batches is refused.
+
+Each defect is put into a model that is served otherwise, one at a time. What real families do is
+in `test_families.py`.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from helpers import families
+from helpers.tiny_models import VERSION, tiny_model
+
+import vmkv
+from vmkv import BackendUsage, ConfigError, HostBackend
+from vmkv.hf import proof, store
+from vmkv.hf.proof import prove
+from vmkv.units import KiB, MiB
+
+TYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def _model(name: str = "llama", dtype: torch.dtype = torch.float32) -> Any:
+    """A model that a test may change."""
+    return copy.deepcopy(tiny_model(name)).to(dtype)
+
+
+@contextmanager
+def _passes(model: Any) -> Iterator[list[tuple[int, ...]]]:
+    """The shapes of what goes through the model."""
+    shapes: list[tuple[int, ...]] = []
+
+    def note(module: Any, arguments: Any, keywords: dict[str, Any]) -> None:
+        shapes.append(tuple(keywords["input_ids"].shape))
+
+    handle = model.register_forward_pre_hook(note, with_kwargs=True)
+    yield shapes
+    handle.remove()
+
+
+# ---- defects ------------------------------------------------------------------------------------
+
+
+def _wrap(module: Any, around: Callable[..., Any]) -> None:
+    """Have `around(forward, *args, **kwargs)` called in place of the module's forward."""
+    forward = module.forward
+    module.forward = lambda *args, **kwargs: around(forward, *args, **kwargs)
+
+
+def _counts_positions(model: Any) -> None:
+    def around(forward: Any, *args: Any, position_ids: Any = None, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    _wrap(model.model, around)
+
+
+def _has_a_mask_of_its_own(model: Any) -> None:
+    def around(forward: Any, *args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
+        count = kwargs["hidden_states"].shape[1]
+        mask = torch.ones(count, count, dtype=torch.bool).tril()[None, None]
+        mask = torch.zeros(mask.shape, dtype=model.dtype).masked_fill(~mask, -1e4)
+        return forward(*args, attention_mask=mask, **kwargs)
+
+    _wrap(model.model.layers[1].self_attn, around)
+
+
+def _attends_twice(model: Any) -> None:
+    def around(forward: Any, *args: Any, **kwargs: Any) -> Any:
+        forward(*args, **kwargs)
+        return forward(*args, **kwargs)
+
+    _wrap(model.model.layers[1].self_attn, around)
+
+
+def _attends_by_itself(model: Any) -> None:
+    def around(forward: Any, *args: Any, **kwargs: Any) -> Any:
+        hidden = kwargs["hidden_states"]
+        count = torch.arange(1, hidden.shape[1] + 1, dtype=hidden.dtype)[:, None]
+        return hidden.cumsum(1) / count, None
+
+    _wrap(model.model.layers[1].self_attn, around)
+
+
+def _looks_at_the_token_before(model: Any) -> None:
+    def around(forward: Any, hidden: torch.Tensor) -> Any:
+        return forward(hidden + 0.3 * torch.nn.functional.pad(hidden, (0, 0, 1, 0))[:, :-1])
+
+    _wrap(model.model.layers[2].mlp, around)
+
+
+def _raises(model: Any) -> None:
+    def around(forward: Any, *args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
+        if attention_mask is not None and attention_mask.ndim != 2:
+            raise ValueError(f"a mask of {attention_mask.ndim} dimensions")
+        return forward(*args, attention_mask=attention_mask, **kwargs)
+
+    _wrap(model.model, around)
+
+
+def _keeps_other_logits(model: Any) -> None:
+    def around(forward: Any, *args: Any, logits_to_keep: Any = 0, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        if isinstance(logits_to_keep, torch.Tensor):
+            output.logits = output.logits[:, : len(logits_to_keep)]
+        return output
+
+    _wrap(model, around)
+
+
+DEFECTS = {
+    _counts_positions: r"packed, sequences that (go on|decode|begin)",
+    _has_a_mask_of_its_own: "layer 1 attends with a mask of the model's own",
+    _attends_twice: "layer 1 attends more than once in a pass",
+    _attends_by_itself: r"layers \[1\] do not attend through transformers' attention interface",
+    _looks_at_the_token_before: r"packed, sequences that (go on|decode|begin)",
+    _raises: r"does not run on packed tokens \(ValueError: a mask of 4 dimensions\)",
+    _keeps_other_logits: r"packed, sequences that (go on|decode|begin)",
+}
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("spoil", DEFECTS, ids=lambda spoil: spoil.__name__.strip("_"))
+def test_a_model_that_computes_something_else_is_refused(spoil: Any, dtype: torch.dtype) -> None:
+    """In one sentence with the reason, and what serves it instead; by all that run packed."""
+    model = _model(dtype=dtype)
+    spoil(model)
+    message = f"LlamaForCausalLM cannot be served in a packed batch: .*{DEFECTS[spoil]}.*VMKVCache"
+    for serve in (
+        lambda: prove(model),
+        lambda: vmkv.generate(model, [[5, 6, 7], [8]], max_new_tokens=2),
+        lambda: model.generate(torch.tensor([[5, 6]]), custom_generate=vmkv.ragged_generate),
+        lambda: vmkv.Engine(model, max_num_seqs=2, budget_bytes=MiB),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            serve()
+    assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.skipif(VERSION < (5, 23), reason="before 5.23 Moshi attends by itself")
+def test_a_window_of_any_length_must_be_the_masks() -> None:
+    """Rows would forget what a mask without a window still sees, long after the proof has ended."""
+    config = families.tiny_config("moshi")
+    config.sliding_window = 3000
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with pytest.raises(ConfigError, match=r"layer 0 is to see 3000 tokens by .* all tokens by its"):
+        prove(model)
+    model = _model("mistral")
+    model.config.sliding_window = 3000
+    prove(model)
+
+
+def test_logits_that_are_ruled_out_are_no_difference() -> None:
+    """Nor do they hide one."""
+
+    def around(forward: Any, hidden: torch.Tensor) -> Any:
+        logits = forward(hidden)
+        logits[..., 10:20] = -torch.inf
+        return logits
+
+    model = _model()
+    _wrap(model.lm_head, around)
+    prove(model)
+    model = _model()
+    _wrap(model.lm_head, around)
+    _keeps_other_logits(model)
+    with pytest.raises(ConfigError, match="packed, sequences that"):
+        prove(model)
+
+
+def test_what_serves_a_refused_model_is_named_only_if_it_does() -> None:
+    """A model that takes no cache is not sent to one."""
+    config = transformers.MambaConfig(
+        vocab_size=64, hidden_size=16, num_hidden_layers=2, state_size=4
+    )
+    model = transformers.MambaForCausalLM(config).eval()
+    with pytest.raises(
+        ConfigError, match=r"MambaForCausalLM .* use model\.generate without"
+    ) as error:
+        vmkv.generate(model, [[5, 6]], max_new_tokens=2)
+    assert "VMKVCache" not in str(error.value)
+
+
+# ---- experts at a tie ---------------------------------------------------------------------------
+
+
+def _falls_the_other_way(model: Any, share: float) -> None:
+    """In packed passes, so many tokens of each layer go to other experts than the router's."""
+    if VERSION < (5, 0):
+        pytest.skip("before 5.x the router is a part of the experts' code")
+
+    def around(forward: Any, hidden: torch.Tensor) -> Any:
+        logits, weights, chosen = forward(hidden)
+        count = hidden.shape[0]
+        if packed:
+            flipped = torch.arange(count) * 7 % count < share * count
+            chosen = torch.where(flipped[:, None], (chosen + 1) % model.config.num_experts, chosen)
+        return logits, weights, chosen
+
+    packed: list[bool] = []
+
+    def begin(module: Any, arguments: Any, keywords: dict[str, Any]) -> None:
+        packed[:] = [True] if keywords["input_ids"].shape[0] == 1 else []
+
+    model.register_forward_pre_hook(begin, with_kwargs=True)
+    for layer in model.model.layers:
+        _wrap(layer.mlp.gate, around)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_routers_may_fall_the_other_way_at_ties(dtype: torch.dtype) -> None:
+    """A third of the tokens of each layer: roundings of a coarse type decide that."""
+    model = _model("mixtral", dtype)
+    _falls_the_other_way(model, 0.3)
+    prove(model)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "share"), [(torch.bfloat16, 0.8), (torch.float16, 0.8), (torch.float32, 0.1)], ids=str
+)
+def test_routers_that_fall_the_other_way_without_a_tie_are_refused(
+    dtype: torch.dtype, share: float
+) -> None:
+    """Most tokens are not at a tie, and in float32 none is."""
+    model = _model("mixtral", dtype)
+    _falls_the_other_way(model, share)
+    with pytest.raises(ConfigError, match="packed, sequences that"):
+        prove(model)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "mixtral", "deepseek_v3"])
+def test_models_that_are_served_prove_it_in_every_type(name: str, dtype: torch.dtype) -> None:
+    """Windows, soft-capping, sinks, experts, keys and values of different widths."""
+    prove(_model(name, dtype))
+
+
+# ---- once, and without a trace ------------------------------------------------------------------
+
+
+def test_a_model_proves_itself_once() -> None:
+    """By whomever it is asked first; a copy, and the same model in another type, do it again."""
+    model = _model()
+    vmkv.generate(model, [[5, 6, 7]], max_new_tokens=1)
+    with _passes(model) as shapes:
+        prove(model)
+        vmkv.generate(model, [[5, 6, 7]], max_new_tokens=1)
+        assert [(1, 3)] == shapes
+        shapes.clear()
+        with vmkv.Engine(model, max_num_seqs=2, budget_bytes=MiB):
+            assert [(1, 1)] == shapes
+        shapes.clear()
+        prove(model, "sdpa")
+        assert shapes, "another kernel proves nothing of this one"
+        shapes.clear()
+        model.bfloat16()
+        prove(model)
+        assert shapes
+        shapes.clear()
+        prove(copy.deepcopy(model))
+        assert shapes
+
+
+def test_who_is_refused_is_asked_again() -> None:
+    """The model may have been mended."""
+    model = _model()
+    forward = model.model.forward
+    _counts_positions(model)
+    with pytest.raises(ConfigError):
+        prove(model)
+    model.model.forward = forward
+    prove(model)
+
+
+def test_what_has_proven_itself_is_not_kept() -> None:
+    """A model that nobody else holds is gone."""
+    model = _model()
+    prove(model)
+    gone = weakref.ref(model)
+    gc.collect()
+    before = len(proof._proven)
+    del model
+    gc.collect()
+    assert gone() is None
+    assert len(proof._proven) == before - 1
+
+
+@pytest.mark.parametrize(
+    "spoil", [None, _raises, _counts_positions], ids=["served", "raises", "off"]
+)
+def test_proving_leaves_no_trace(spoil: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random generators, modes, hooks, attention and memory are as before, refused or not."""
+    backends: list[HostBackend] = []
+    monkeypatch.setattr(
+        store, "_backend_for", lambda device: backends.append(HostBackend(4 * KiB)) or backends[-1]
+    )
+    model = _model()
+    if spoil is not None:
+        spoil(model)
+    model.train()
+    model.model.layers[1].eval()
+    torch.manual_seed(3)
+    expected = torch.rand(1)
+    torch.manual_seed(3)
+    modes = [module.training for module in model.modules()]
+    attributes = [set(vars(module)) for module in model.modules()]
+    if spoil is None:
+        prove(model)
+    else:
+        with pytest.raises(ConfigError):
+            prove(model)
+    assert modes == [module.training for module in model.modules()]
+    assert attributes == [set(vars(module)) for module in model.modules()]
+    assert all(not module._forward_pre_hooks for module in model.modules())
+    assert model.config._attn_implementation == "eager"
+    assert torch.equal(expected, torch.rand(1))
+    assert backends or spoil is _raises  # Which comes before there is anything to hold.
+    assert {backend.usage() for backend in backends} <= {BackendUsage()}
+
+
+def test_dropout_is_no_difference() -> None:
+    """A model that trains is compared as it would be served."""
+    model = _model()
+    model.config.attention_dropout = 0.5
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    prove(model.train())
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa", "vmkv"])
+def test_what_the_model_attends_with_is_what_it_is_compared_with(attention: str) -> None:
+    """One that attends through vmkv already is compared with what transformers does."""
+    model = _model()
+    model.set_attn_implementation(attention)
+    seen = []
+
+    def note(*_: Any) -> None:
+        seen.append(model.config._attn_implementation)
+
+    model.model.register_forward_pre_hook(note)
+    prove(model)
+    assert seen[0] == ("eager" if attention == "vmkv" else attention)
+    assert {"vmkv"} == set(seen[1:])
+    assert attention == model.config._attn_implementation
+
+
+def test_want_of_memory_is_said_as_it_is() -> None:
+    """It is no sign of a model that cannot be served; the next call asks again."""
+    model = _model()
+
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory (played)")
+
+    handle = model.get_input_embeddings().register_forward_hook(full)
+    with pytest.raises(torch.OutOfMemoryError, match="played"):
+        prove(model)
+    handle.remove()
+    prove(model)
+
+
+def test_a_compiler_has_nothing_to_do_with_it() -> None:
+    """Shapes that come once are not compiled for."""
+    compiled = []
+
+    def backend(module: Any, inputs: Any) -> Any:
+        compiled.append(module)
+        return module.forward
+
+    model = _model()
+    model.compile(backend=backend)
+    prove(model)
+    assert not compiled
+
+
+def test_tokens_that_mean_something_are_not_used() -> None:
+    """Such as padding, and places of images."""
+    model = _model()
+    model.config.image_token_id = 40
+    model.config.eos_token_id = [7, 8]
+    with _passes(model) as shapes:
+        prove(model)
+    assert shapes
+    for attempt in range(3):
+        tokens = set(proof._token_ids(model, attempt).flatten().tolist())
+        assert not tokens & {0, 1, 7, 8, 40}
+        assert len(tokens) > 60

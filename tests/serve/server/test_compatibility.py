@@ -1,0 +1,138 @@
+"""What clients of OpenAI and of vLLM send and ask besides prompts."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+from helpers.serving import TEXT, tiny_tokenizer
+
+PLAIN = {"model": "tiny", "prompt": TEXT[0], "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+CHAT = {name: value for name, value in PLAIN.items() if name != "prompt"}
+HELLO = [{"role": "user", "content": "What is a page?"}]
+
+
+def ask(server: Any, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """The answer to a request."""
+    answer = httpx.post(server.url + path, json=body, timeout=60)
+    assert 200 == answer.status_code, answer.text
+    return answer.json()
+
+
+def text_of(server: Any, prompt: str, **options: Any) -> str:
+    """What a completion of `prompt` says."""
+    return ask(server, "/v1/completions", PLAIN | {"prompt": prompt, **options})["choices"][0][
+        "text"
+    ]
+
+
+def chat_of(server: Any, **options: Any) -> str:
+    """What a chat says."""
+    answer = ask(server, "/v1/chat/completions", CHAT | {"messages": HELLO} | options)
+    return answer["choices"][0]["message"]["content"]
+
+
+def test_of_two_names_for_one_limit_the_newer_counts(server) -> None:
+    """Clients that do not know which one a server knows send both."""
+    body = CHAT | {"messages": HELLO, "max_tokens": 9, "max_completion_tokens": 3}
+    assert 3 == ask(server, "/v1/chat/completions", body)["usage"]["completion_tokens"]
+
+
+def test_a_chat_can_go_on_with_its_last_message(server) -> None:
+    """And then no other message begins, unless that is what was asked for."""
+    begun = [*HELLO, {"role": "assistant", "content": "A page is"}]
+    prompt = "<user>What is a page?\n<assistant>A page is"
+    expected = text_of(server, prompt, add_special_tokens=False)
+    assert expected == chat_of(server, messages=begun, continue_final_message=True)
+    options = {"continue_final_message": True, "add_generation_prompt": False}
+    assert expected == chat_of(server, messages=begun, **options)
+    body = CHAT | {"messages": begun, "continue_final_message": True, "add_generation_prompt": True}
+    refused = httpx.post(f"{server.url}/v1/chat/completions", json=body)
+    assert (400, "continue_final_message") == (
+        refused.status_code,
+        refused.json()["error"]["param"],
+    )
+
+
+def test_a_chat_can_have_the_tokenizers_special_tokens(server) -> None:
+    """By default a template writes them itself."""
+    prompt = "<user>What is a page?\n<assistant>"
+    for adds in (True, False):
+        expected = text_of(server, prompt, add_special_tokens=adds)
+        assert expected == chat_of(server, add_special_tokens=adds)
+
+
+def test_every_chunk_can_carry_the_counts_so_far(server) -> None:
+    """As vLLM's clients ask for them."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = PLAIN | {"stream": True, "stream_options": options}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+    events = [line for line in answer.text.splitlines() if line.startswith("data: {")]
+    counts = [json.loads(line[6:])["usage"]["completion_tokens"] for line in events]
+    assert counts == sorted(counts)
+    assert counts[0] >= 1
+    assert [4, 4] == counts[-2:]
+
+
+def test_text_becomes_tokens(server) -> None:
+    """As `/tokenize` of vLLM does it, of a prompt and of a chat."""
+    ids = tiny_tokenizer()(TEXT[0])["input_ids"]
+    found = ask(server, "/tokenize", {"model": "tiny", "prompt": TEXT[0]})
+    assert {"count": len(ids), "max_model_len": 4096, "tokens": ids, "token_strs": None} == found
+    found = ask(server, "/tokenize", {"prompt": TEXT[0], "return_token_strs": True})
+    assert tiny_tokenizer().convert_ids_to_tokens(ids) == found["token_strs"]
+    rendered = "<user>What is a page?\n<assistant>"
+    ids = tiny_tokenizer()(rendered, add_special_tokens=False)["input_ids"]
+    assert ids == ask(server, "/tokenize", {"messages": HELLO})["tokens"]
+    for wrong in ({}, {"prompt": "a", "messages": HELLO}, {"prompt": "a", "model": "other"}):
+        assert httpx.post(f"{server.url}/tokenize", json=wrong).status_code in (400, 404)
+
+
+@pytest.mark.parametrize("path", ["/health", "/version"])
+def test_heads_are_answered(server, path: str) -> None:
+    """Load balancers ask for no more."""
+    answer = httpx.head(server.url + path)
+    assert (200, b"") == (answer.status_code, answer.content)
+    assert 200 == httpx.get(server.url + path).status_code
+
+
+def test_the_documentation_knows_what_is_to_be_sent(server) -> None:
+    """Every reference in it leads somewhere."""
+    text = httpx.get(f"{server.url}/openapi.json").text
+    described = json.loads(text)
+    schemas = described["components"]["schemas"]
+    for path, form in (
+        ("/v1/completions", "CompletionRequest"),
+        ("/v1/chat/completions", "ChatRequest"),
+        ("/tokenize", "TokenizeRequest"),
+    ):
+        body = described["paths"][path]["post"]["requestBody"]["content"]["application/json"]
+        assert {"$ref": f"#/components/schemas/{form}"} == body["schema"]
+    references = {each.split('"')[0] for each in text.split('"#/components/schemas/')[1:]}
+    assert references <= schemas.keys()
+
+
+def test_pages_of_other_origins_may_ask_where_they_are_named(run_server) -> None:
+    """A browser asks first, without a key, and reads errors too."""
+    origin = {"Origin": "https://example.com"}
+    asking = origin | {
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization",
+    }
+    with run_server(api_keys=["key"], cors_origins=["https://example.com"]) as server:
+        url = f"{server.url}/v1/completions"
+        allowed = httpx.options(url, headers=asking)
+        assert 200 == allowed.status_code
+        assert "https://example.com" == allowed.headers["access-control-allow-origin"]
+        refused = httpx.post(url, json=PLAIN, headers=origin)
+        assert 401 == refused.status_code
+        assert "https://example.com" == refused.headers["access-control-allow-origin"]
+        other = httpx.options(url, headers=asking | {"Origin": "https://example.org"})
+        assert 400 == other.status_code
+    with run_server() as server:
+        assert (
+            "access-control-allow-origin"
+            not in httpx.get(f"{server.url}/health", headers=origin).headers
+        )

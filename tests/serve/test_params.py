@@ -1,0 +1,72 @@
+"""What may be asked for, and that everything else is refused by name, when it is asked."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vmkv import ConfigError
+from vmkv.serve import SamplingParams
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"temperature": -0.1},
+        {"temperature": float("nan")},
+        {"temperature": "warm"},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"min_p": -1},
+        {"top_k": -2},
+        {"top_k": 1.5},
+        {"n": 0},
+        {"max_tokens": 0},
+        {"max_tokens": 3, "min_tokens": 4},
+        {"logprobs": -1},
+        {"seed": 2**64},
+        {"repetition_penalty": 0.0},
+        {"presence_penalty": 3},
+        {"stop": ["a", ""]},
+        {"stop_token_ids": [-1]},
+        {"logits_processors": [3]},
+    ],
+    ids=str,
+)
+def test_impossible_parameters_are_refused(bad: dict[str, object]) -> None:
+    """By name, when they are made."""
+    with pytest.raises(ConfigError, match=next(iter(bad)) if len(bad) == 1 else "min_tokens"):
+        SamplingParams(**bad)
+
+
+INTEGERS = ("n", "top_k", "min_tokens", "max_tokens", "logprobs", "seed")
+NUMBERS = (
+    *("temperature", "top_p", "min_p"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
+any_integer = st.integers() | st.sampled_from([2**31, 2**63 - 1, 2**63, -(2**63) - 1, 10**5000])
+
+
+@given(name=st.sampled_from(INTEGERS + NUMBERS), value=any_integer | st.floats())
+def test_any_number_is_taken_or_refused(name: str, value: float) -> None:
+    """With an error that names the parameter, and is short, however long the number is."""
+    params = {"max_tokens": None, name: value}
+    try:
+        kept = SamplingParams(**params)
+    except ConfigError as error:
+        complaint = str(error)
+    else:
+        assert abs(getattr(kept, name)) < 2**63 if name in INTEGERS else True
+        return
+    assert complaint.startswith(f"{name}=")
+    assert len(complaint) < 200
+
+
+@pytest.mark.parametrize("name", ["stop", "stop_token_ids", "logits_processors"])
+@pytest.mark.parametrize("value", [5, None, 2.5, ["x" * 10**6, 10**5000], [None]], ids=type)
+def test_what_is_no_sequence_of_the_right_kind_is_refused(name: str, value: object) -> None:
+    """Likewise."""
+    with pytest.raises(ConfigError, match=name) as raised:
+        SamplingParams(**{name: value})
+    assert len(str(raised.value)) < 200

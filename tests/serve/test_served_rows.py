@@ -1,0 +1,91 @@
+"""What an engine takes from the model where nobody says anything: lengths, ends, and refusals."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from helpers import families
+from helpers.tiny_models import tiny_model
+
+from vmkv import ConfigError, Engine, SamplingParams
+from vmkv.hf.defaults import default_max_tokens
+from vmkv.units import MiB
+
+GREEDY = SamplingParams(temperature=0, max_tokens=10)
+PROMPT = [5, 9, 13, 7]
+
+
+def _alone(model: Any, count: int = 10) -> list[int]:
+    ids = torch.tensor([PROMPT])
+    options = {"do_sample": False, "max_new_tokens": count}
+    said = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    return said[0, len(PROMPT) :].tolist()
+
+
+def _said(engine: Engine) -> list[int]:
+    return list(engine.generate(PROMPT, GREEDY)[0].outputs[0].token_ids)
+
+
+def test_requests_are_as_long_as_the_model_was_made_for() -> None:
+    """Not twice that, as `generate` lets them; heads that differ by layer are no obstacle."""
+    config = families.tiny_config("gemma4_text")
+    config.num_kv_shared_layers = 0
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model.generation_config.eos_token_id = None
+    assert len({config.per_layer_config[at].head_dim for at in range(4)}) == 2
+    with Engine(model, max_num_seqs=2, budget_bytes=64 * MiB) as engine:
+        assert engine.max_tokens == config.max_position_embeddings == 256
+        assert _alone(model) == _said(engine)
+
+
+@pytest.mark.parametrize("name", ["max_position_embeddings", "n_positions"])
+def test_a_length_goes_by_several_names(name: str) -> None:
+    """And where none is stated, there is a default."""
+
+    class Config:
+        pass
+
+    config = Config()
+    config.get_text_config = lambda decoder: config  # type: ignore[attr-defined]
+    assert default_max_tokens(config, past_stated=False) == 32 * 1024
+    setattr(config, name, 100)
+    assert default_max_tokens(config, past_stated=False) == 100
+    assert default_max_tokens(config) == 32 * 1024
+
+
+@pytest.mark.parametrize("where", ["config", "generation_config", "nowhere"])
+def test_requests_end_where_generate_would(where: str) -> None:
+    """The generation config decides, also where it names no end of sequence."""
+    model = copy.deepcopy(tiny_model("llama"))
+    end = _alone(model)[4]
+    if where == "config":
+        model.config.eos_token_id = end
+    elif where == "generation_config":
+        model.generation_config.eos_token_id = [end]
+    expected = _alone(model)
+    assert len(expected) == (_alone(model).index(end) + 1 if where == "generation_config" else 10)
+    with Engine(model, max_num_seqs=2, budget_bytes=16 * MiB) as engine:
+        assert expected == _said(engine)
+
+
+def test_a_model_without_a_generation_config_ends_where_its_config_says() -> None:
+    """There is nobody else to ask."""
+    model = copy.deepcopy(tiny_model("llama"))
+    end = _alone(model)[4]
+    model.config.eos_token_id = end
+    model.generation_config = None
+    with Engine(model, max_num_seqs=2, budget_bytes=16 * MiB) as engine:
+        assert end == _said(engine)[-1]
+
+
+def test_a_refused_model_leaves_no_pool_behind() -> None:
+    """The engine is not made, and says why in one sentence."""
+    config = families.tiny_config("diffllama")
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with pytest.raises(ConfigError, match=r"attends more than once in a pass.*VMKVCache"):
+        Engine(model, max_num_seqs=2, budget_bytes=16 * MiB)

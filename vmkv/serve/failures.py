@@ -1,0 +1,41 @@
+"""What went wrong in a step, and what is kept of it."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+
+import torch
+
+from ..errors import CapacityError, OutOfPagesError
+
+_LOG = logging.getLogger(__name__)
+
+
+def let_go(error: BaseException) -> None:
+    """Log where an error came from, and drop the frames it has passed.
+
+    They hold activations and views of the cache, and the error is kept as long as somebody asks
+    what became of a request.
+    """
+    _LOG.error("a step failed:\n%s", "".join(traceback.format_exception(error)))
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
+
+
+def missing_bytes(error: CapacityError) -> int:
+    """What the cache lacked, at the least."""
+    if isinstance(error, OutOfPagesError):
+        return max(1, error.needed_bytes - error.free_bytes)
+    return 1
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether a device or the host had no memory left; torch on the CPU has no class for that."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
