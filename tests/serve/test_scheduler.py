@@ -256,7 +256,7 @@ def schedulers(draw: st.DrawFn) -> tuple[Scheduler, ModelView]:
             draw(st.integers(max_num_seqs, 24)),
             aging_steps=draw(st.integers(1, 20)),
             costs=draw(st.sampled_from([SWAPPING, RECOMPUTING])),
-            max_prefill_beside_decode=draw(st.none() | st.integers(1, 12)),
+            max_num_mixed_tokens=draw(st.none() | st.integers(1, 12)),
             fixed_chunks=draw(st.booleans()),
         ),
         ModelView(
@@ -369,8 +369,8 @@ def test_decoding_goes_on_beside_a_long_prompt() -> None:
 
 @pytest.mark.parametrize("num_waiting", [1, 2, 3])
 def test_prompts_are_computed_in_small_parts_while_somebody_decodes(num_waiting: int) -> None:
-    """But in whole steps as long as nobody does, or more wait than one whole step could take."""
-    trace = Trace(Scheduler(8, 64, max_prefill_beside_decode=8), ModelView(1000, 4))
+    """But in whole steps while nobody does, or more are left than one whole step could take."""
+    trace = Trace(Scheduler(8, 64, max_num_mixed_tokens=9), ModelView(1000, 4))
     trace.add(0, Arrival(0, 60, 40, 99, 0, None, False))
     assert [60] == [chunk.num_new_tokens for chunk in trace.step().chunks]
     for request_id in range(1, num_waiting + 1):
@@ -384,10 +384,22 @@ def test_prompts_are_computed_in_small_parts_while_somebody_decodes(num_waiting:
         num_left -= sizes[-1]
     expected = {
         1: [8, 8, 8, 6],
-        2: [8, 8, 8, 8, 8, 8, 8, 4],
-        3: [63, 8, 8, 8, 3],  # 90 tokens are more than 64, and then 27 are not.
+        2: [8, 8, 8, 8, 7, 7, 7, 7],  # From the fifth on two decode, and the step is as large.
+        3: [63, 6, 6, 6, 6, 3],  # 90 tokens are more than 64, and then 27 are not.
     }
     assert expected[num_waiting] == sizes
+
+
+def test_prompts_get_on_however_many_decode() -> None:
+    """Where all tokens of a mixed step would be decoding, half of them are for prompts."""
+    trace = Trace(Scheduler(8, 64, max_num_mixed_tokens=4), ModelView(1000, 4))
+    for request_id in range(6):
+        trace.add(request_id, Arrival(0, 4, 40, 99, 0, None, False))
+    trace.step()
+    trace.add(6, Arrival(0, 8, 4, 99, 0, None, False))
+    sizes = [{c.request_id: c.num_new_tokens for c in trace.step().chunks} for _ in range(4)]
+    assert [2] * 4 == [each[6] for each in sizes]
+    assert all(each[request_id] == 1 for each in sizes for request_id in range(6))
 
 
 @pytest.mark.parametrize(

@@ -57,11 +57,11 @@ def add_parser(commands: Commands) -> None:
     add("--max-num-seqs", type=integer(1, 1 << 16), default=256, help="sequences in a step")
     add("--max-num-batched-tokens", type=integer(1, 1 << 20), default=8192, help="tokens in a step")
     add(
-        "--max-prefill-beside-decode",
+        "--max-num-mixed-tokens",
         type=count,
-        default=1024,
-        help="prompt tokens in a step that decodes too, unless more wait than a step takes; 0 for "
-        "no such bound",
+        default=1280,
+        help="tokens in a step that decodes and computes prompts, unless more of those are left "
+        "than a step takes; 0 for no such bound",
     )
     add("--max-model-tokens", type=positive_int, help="prompt and output; by default the model's")
     add("--memory", type=positive_gib, metavar="GiB", help="for keys and values; by default all")
@@ -172,7 +172,7 @@ def make_engine(arguments: argparse.Namespace, model: Any, tokenizer: Any, obser
         tokenizer=tokenizer,
         max_num_seqs=arguments.max_num_seqs,
         max_num_batched_tokens=arguments.max_num_batched_tokens,
-        max_prefill_beside_decode=arguments.max_prefill_beside_decode or None,
+        max_num_mixed_tokens=arguments.max_num_mixed_tokens or None,
         max_tokens=arguments.max_model_tokens,
         budget_bytes=None if arguments.memory is None else round(arguments.memory * GiB),
         host_budget_bytes=round(arguments.swap * GiB),

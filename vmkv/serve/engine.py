@@ -51,9 +51,10 @@ class Engine:
         tokenizer: Its tokenizer, for prompts and outputs that are text.
         max_num_seqs: Requests that run at once at most.
         max_num_batched_tokens: Tokens of a step at most; longer prompts take several steps.
-        max_prefill_beside_decode: Prompt tokens of a step that decodes as well, so that those who
-            decode get their tokens evenly, unless more wait than `max_num_batched_tokens`; by
-            default as many as fit, which suits requests that come all at once.
+        max_num_mixed_tokens: Tokens of a step at most that decodes and computes prompts, so that
+            those who decode get theirs evenly, unless more prompt tokens are left than
+            `max_num_batched_tokens`; by default no such bound, which suits requests that come all
+            at once.
         max_tokens: Prompt and output of a request at most; by default what the model was made for.
         budget_bytes: Physical memory for keys and values; by default 0.9 of what is free now.
         host_budget_bytes: Host memory for requests that are preempted; 0 to compute them again.
@@ -90,7 +91,7 @@ class Engine:
         tokenizer: Any = None,
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 8192,
-        max_prefill_beside_decode: int | None = None,
+        max_num_mixed_tokens: int | None = None,
         max_tokens: int | None = None,
         budget_bytes: int | None = None,
         host_budget_bytes: int = 0,
@@ -112,7 +113,7 @@ class Engine:
             max_num_batched_tokens,
             aging_steps=aging_steps,
             costs=preemption_costs or PreemptionCosts.of(model),
-            max_prefill_beside_decode=max_prefill_beside_decode,
+            max_num_mixed_tokens=max_num_mixed_tokens,
             fixed_chunks=deterministic,
         )
         self.tokenizer = tokenizer

@@ -33,9 +33,7 @@ class StepPlanning:
         self._promised_pages = 0  # What prompts that have begun will still need.
         num_tokens = num_tokens or scheduler.max_num_batched_tokens
         self._decode_tokens = min(num_tokens, scheduler.num_decodes())
-        self._prompt_tokens = num_tokens - self._decode_tokens
-        if self._decode_tokens:
-            self._prompt_tokens = scheduler.prefill_beside_decode(self._prompt_tokens)
+        self._prompt_tokens = scheduler.prompt_tokens_beside(self._decode_tokens, num_tokens)
         self.is_short = False  # Whether somebody has to give way, or to stall.
         self.preempted: list[Preemption] = []
         self.admitted: list[Admission] = []

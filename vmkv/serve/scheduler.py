@@ -15,9 +15,10 @@ that of the one ranked last; the one ranked last itself stalls and keeps what it
 best-placed request always goes on, everything ends, and nothing can deadlock as long as each
 request fits alone, which `add` makes sure of.
 
-Every prompt token in a step keeps those waiting who decode in it. So where that is wanted such
-steps take few, as long as one whole step could take all that are left; where more are left, those
-who wait for their first token have the longer wait, and steps are as large as they may be.
+Every prompt token in a step keeps those waiting who decode in it. So where that is wanted mixed
+steps are smaller, as long as one whole step could take all prompt tokens that are left; where more
+are left, those who wait for their first token have the longer wait, and steps are as large as they
+may be.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ class Scheduler:
         max_num_batched_tokens: Tokens of a step at most.
         aging_steps: By how many steps one level of priority lets a request overtake.
         costs: What decides between swapping and computing again.
-        max_prefill_beside_decode: Prompt tokens of a step that decodes as well, unless more are
-            left than `max_num_batched_tokens`; None for as many as fit. With fixed chunks it has no
-            effect.
+        max_num_mixed_tokens: Tokens of a step at most that decodes and computes prompts, unless
+            more of the latter are left than `max_num_batched_tokens`. Half of it at least is for
+            prompts. None for no such bound; with fixed chunks there is none.
         fixed_chunks: Cut every prompt at multiples of a fixed length and nowhere else, and compute
             again what was generated one token at a time, as it was: what a request computes then
             never depends on the others.
@@ -61,14 +62,14 @@ class Scheduler:
         *,
         aging_steps: int = 256,
         costs: PreemptionCosts | None = None,
-        max_prefill_beside_decode: int | None = None,
+        max_num_mixed_tokens: int | None = None,
         fixed_chunks: bool = False,
     ):
         check_positive("max_num_seqs", max_num_seqs)
         check_positive("max_num_batched_tokens", max_num_batched_tokens)
         check_positive("aging_steps", aging_steps)
-        if max_prefill_beside_decode is not None:
-            check_positive("max_prefill_beside_decode", max_prefill_beside_decode)
+        if max_num_mixed_tokens is not None:
+            check_positive("max_num_mixed_tokens", max_num_mixed_tokens)
         if max_num_batched_tokens < max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens={max_num_batched_tokens} is less than one token for each "
@@ -78,7 +79,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self._aging_steps = aging_steps
         self._costs = costs or PreemptionCosts()
-        self._max_prefill_beside_decode = max_prefill_beside_decode
+        self._max_num_mixed_tokens = max_num_mixed_tokens
         self._fixed_chunks = fixed_chunks
         # Fits beside a token of everybody else, so nobody waits for a step of his own.
         self._fixed_chunk_tokens = max_num_batched_tokens - max_num_seqs + 1
@@ -359,12 +360,12 @@ class Scheduler:
         """How many running requests want just one token."""
         return sum(job.num_left == 1 for job in self.running)
 
-    def prefill_beside_decode(self, num_tokens: int) -> int:
-        """How many of `num_tokens` a step that decodes as well may spend on prompts."""
-        most = self._max_prefill_beside_decode
-        if most is None or most >= num_tokens or self._fixed_chunks or self._has_backlog():
-            return num_tokens
-        return most
+    def prompt_tokens_beside(self, num_decodes: int, num_tokens: int) -> int:
+        """Prompt tokens of a step of `num_tokens` at most that decodes for so many as well."""
+        left, most = num_tokens - num_decodes, self._max_num_mixed_tokens
+        if most is None or not num_decodes or self._fixed_chunks or self._has_backlog():
+            return left
+        return min(left, max(most - num_decodes, (most + 1) // 2))
 
     def _has_backlog(self) -> bool:
         """Whether more prompt tokens are left than a step takes."""
