@@ -511,17 +511,19 @@ def misbehaving_figures(rows: Sequence[Row]) -> list[Figure]:
     ]
 
 
-def with_earlier(path: Path, record: Row) -> Row:
-    """A record with the rows of the one at `path` that it does not have itself.
+def record_of(rows: Sequence[Row], earlier: Row | None) -> Row:
+    """The record of `rows`, and of those of an `earlier` one that are not measured again.
 
     Raises:
-        ValueError: That was measured somewhere else.
+        ValueError: The earlier one was measured somewhere else.
     """
-    earlier = json.loads(path.read_text())
-    if earlier["environment"] != record["environment"]:
-        raise ValueError(f"{path} was measured elsewhere, or of something else")
-    found = {(row["load"], row["server"]): row for row in (*earlier["rows"], *record["rows"])}
-    return make_record(__doc__, list(found.values()), figures_of([*found.values()]), CONSTANTS)
+    places = {(row["load"], row["server"]): row for row in (earlier or {"rows": []})["rows"]}
+    places |= {(row["load"], row["server"]): row for row in rows}
+    found = list(places.values())
+    record = make_record(__doc__, found, figures_of(found), CONSTANTS)
+    if earlier and earlier["environment"] != record["environment"]:
+        raise ValueError("--append: that was measured elsewhere, or of something else")
+    return record
 
 
 # ---- main -------------------------------------------------------------------------------------
@@ -575,6 +577,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     loads = smoke_loads() if smoke else loads_of(arguments.seconds)
     loads = {name: load for name, load in loads.items() if name in arguments.loads}
     rows: list[Row] = []
+    target = arguments.json
+    earlier = json.loads(target.read_text()) if arguments.append else None
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.folder or Path(temporary) / "model"
         arguments.logs = arguments.logs or Path(temporary)
@@ -585,13 +589,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             print_rows([row])
             sys.stdout.flush()
             rows.append(row)
-    record = make_record(__doc__, rows, figures_of(rows), CONSTANTS)
-    if arguments.append:
-        record = with_earlier(arguments.json, record)
+            record = record_of(rows, earlier)
+            if target or not smoke:  # At once: whoever stops this keeps what there is.
+                target = write_result("live", record, target)
     print_rows(record["rows"])
     print_figures(figures_of(record["rows"]))
-    if arguments.json or not smoke:
-        print("wrote", write_result("live", record, arguments.json))
+    if target:
+        print("wrote", target)
     return 0
 
 

@@ -354,7 +354,7 @@ def test_a_request_that_comes_meanwhile_is_served_first(
         assert not watch.is_idle.is_set()
         monkeypatch.setattr(engine, "add", add)
         late = asyncio.create_task(last(it.stream(prompt, GREEDY)))
-        while not it._commands:
+        while not it._inbox.commands:
             await asyncio.sleep(0)
         posted.set()
         check_output(prompt, await late)
@@ -400,7 +400,7 @@ def test_shutting_down_does_not_wait_for_memory(
         backend.while_releasing = lambda: assert_set(stopping)
         await last(it.stream(prompts(1)[0], GREEDY))
         ending = asyncio.create_task(it.shutdown())
-        while not it._is_stopping:
+        while not it._inbox.is_stopping:
             await asyncio.sleep(0)
         stopping.set()
         await ending

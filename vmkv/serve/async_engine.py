@@ -5,11 +5,9 @@
         ...
     await engine.shutdown()
 
-The thread waits while there is nothing to do, without polling. Before that the engine falls idle;
-a request that comes meanwhile does not wait for all of what goes back to the device. What the
-thread has for a stream is not queued: a stream is told that there is something new, and takes
-everything so far when it comes to it. So a client that never reads costs one flag, and holds nobody
-up.
+`engine_loop.py` is what the thread does. What it has for a stream is not queued: a stream is told
+that there is something new, and takes everything so far when it comes to it. So a client that never
+reads costs one flag, and holds nobody up.
 """
 
 from __future__ import annotations
@@ -17,13 +15,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 from ..errors import ClosedError
+from .engine_loop import EngineLoop, failure_of
 from .handle import RequestHandle
 from .params import SamplingParams
 from .request import RequestOutput
@@ -32,10 +30,6 @@ if TYPE_CHECKING:
     from .engine import Engine
 
 _LOG = logging.getLogger(__name__)
-#: So many steps in a row fail only where every one does.
-_FAILED_STEPS_MAX = 5
-#: What running requests wait at most for the commands between two steps, but for the last one.
-_COMMANDS_S = 0.01
 
 
 class _Stream:
@@ -65,6 +59,31 @@ class _Stream:
         self.has_news.set()
 
 
+class _Inbox:
+    """Commands for the engine's thread, from any other. Implements `Inbox`."""
+
+    def __init__(self) -> None:
+        self.wake = threading.Condition()
+        self.commands: deque[Callable[[], None]] = deque()
+        self.is_stopping = False
+
+    def wait(self) -> bool:
+        with self.wake:
+            while not self.commands:
+                if self.is_stopping:
+                    return False
+                self.wake.wait()
+        return True
+
+    def take(self) -> Callable[[], None] | None:
+        with self.wake:
+            return self.commands.popleft() if self.commands else None
+
+    def is_wanted(self) -> bool:
+        # Without the lock: whoever comes just after this is seen before the wait.
+        return bool(self.commands) or self.is_stopping
+
+
 class AsyncEngine:
     """Runs an engine in a thread. Nobody else may work on that engine meanwhile.
 
@@ -77,15 +96,11 @@ class AsyncEngine:
 
     def __init__(self, engine: Engine):
         self.engine = engine
-        self._wake = threading.Condition()
-        self._commands: deque[Callable[[], None]] = deque()
-        self._is_stopping = False
+        self._inbox = _Inbox()
         self._asked: set[_Stream] = set()  # Whose command to add them was not carried out yet.
         self._death: str | None = None
-        # The thread's.
-        self._streams: dict[RequestHandle, _Stream] = {}
-        self._updated: dict[RequestHandle, None] = {}
-        engine.on_update = self._note_update
+        self._streams: dict[RequestHandle, _Stream] = {}  # The thread's.
+        self._loop = EngineLoop(engine, self._inbox, self._publish)
         self._thread = threading.Thread(target=self._run, name="vmkv-engine", daemon=True)
         self._thread.start()
 
@@ -137,11 +152,12 @@ class AsyncEngine:
         New requests are refused from now on. Returns when the thread has ended and everything is
         freed. Idempotent.
         """
-        with self._wake:
-            self._is_stopping = True
+        inbox = self._inbox
+        with inbox.wake:
+            inbox.is_stopping = True
             if not drain:
-                self._commands.append(self.engine.cancel_all)
-            self._wake.notify()
+                inbox.commands.append(self.engine.cancel_all)
+            inbox.wake.notify()
         await asyncio.to_thread(self._thread.join)
 
     @property
@@ -158,79 +174,38 @@ class AsyncEngine:
         """
         if not self._thread.is_alive():
             return f"the engine's thread has ended: {self._death or 'it was shut down'}"
-        num_failed = self.engine.num_failed_steps
-        if num_failed >= _FAILED_STEPS_MAX:
-            return f"the last {num_failed} steps have failed"
-        return None
+        return failure_of(self.engine.num_failed_steps)
 
     def _ask(self, stream: _Stream, command: Callable[[], None]) -> None:
-        with self._wake:
-            if self._is_stopping:
+        inbox = self._inbox
+        with inbox.wake:
+            if inbox.is_stopping:
                 raise ClosedError("the engine is shutting down and takes no more requests")
             self._asked.add(stream)
-            self._commands.append(command)
-            self._wake.notify()
+            inbox.commands.append(command)
+            inbox.wake.notify()
 
     def _post(self, command: Callable[[], None]) -> None:
-        with self._wake:
-            self._commands.append(command)
-            self._wake.notify()
+        with self._inbox.wake:
+            self._inbox.commands.append(command)
+            self._inbox.wake.notify()
 
     # ---- in the engine's thread -----------------------------------------------------------
 
     def _run(self) -> None:
         try:
-            self.engine.use_device()
-            while self._wait():
-                try:
-                    self._obey()
-                    self.engine.advance()
-                except Exception as error:  # noqa: BLE001  # every request ends with it
-                    self.engine.cancel_all(error)
-                self._publish()
-            self.engine.close()
+            self._loop.run()
         except BaseException as error:  # noqa: BLE001  # everybody who asks is told
             self._death = f"{error!r:.200}"
             _LOG.critical("the engine's thread has ended", exc_info=error)
         finally:
             # Whatever has happened, nobody is to wait for a thread that is gone.
-            with self._wake:
-                self._is_stopping = True
+            with self._inbox.wake:
+                self._inbox.is_stopping = True
                 streams = {*self._asked, *self._streams.values()}
             gone = ClosedError("the engine has stopped")
             for stream in streams:
                 _tell(stream.loop, partial(stream.refused, gone))
-
-    def _wait(self) -> bool:
-        """Wait for something to do; false to end."""
-        self._rest()
-        with self._wake:
-            while not self._commands and not self.engine.has_unfinished:
-                if self._is_stopping:
-                    return False
-                self._wake.wait()
-        return True
-
-    def _rest(self) -> None:
-        """Let the engine fall idle, if it may; after `_publish`, so that no client waits for it."""
-        try:
-            self.engine.fall_idle(is_wanted=self._is_wanted)
-        except Exception:  # noqa: BLE001  # no request is left to end with it
-            _LOG.exception("the engine could not fall idle")
-
-    def _is_wanted(self) -> bool:
-        # Without the lock: whoever comes just after this is seen before the wait.
-        return bool(self._commands) or self._is_stopping
-
-    def _obey(self) -> None:
-        """Carry out what was asked for; if it is much, the rest after the next step."""
-        start_s = time.monotonic()
-        while time.monotonic() - start_s < _COMMANDS_S:
-            with self._wake:
-                if not self._commands:
-                    return
-                command = self._commands.popleft()
-            command()
 
     def _add(
         self,
@@ -239,7 +214,7 @@ class AsyncEngine:
         params: SamplingParams | None,
         priority: int,
     ) -> None:
-        with self._wake:
+        with self._inbox.wake:
             self._asked.discard(stream)
         if stream.is_left:
             return  # Nothing is done for those who left before their turn.
@@ -256,13 +231,9 @@ class AsyncEngine:
         if stream.request is not None and self._streams.pop(stream.request, None) is not None:
             self.engine.cancel(stream.request)
 
-    def _note_update(self, handle: RequestHandle) -> None:
-        self._updated[handle] = None
-
-    def _publish(self) -> None:
+    def _publish(self, updated: Iterable[RequestHandle]) -> None:
         """Tell the streams that have news, with one call into each event loop."""
         told: dict[asyncio.AbstractEventLoop, list[_Stream]] = {}
-        updated, self._updated = self._updated, {}
         for handle in updated:
             stream = self._streams.get(handle)
             if stream is not None:

@@ -67,6 +67,8 @@ class StepPlanning:
         is_swapped = job.state is RequestState.SWAPPED
         if job.num_unread:
             return False  # It gave way in this very step: its last token is not known yet.
+        if not self._prompt_tokens:
+            return False  # Before a long prompt is looked up in vain.
         if not is_swapped and not view.is_ready(job.request_id):
             return False
         if is_swapped:
