@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterable
 from collections.abc import Sequence as List_
 
 from ..errors import ConfigError, OutOfPagesError, SequenceFullError
-from ..memory import Scrub, WriteRange, check_pool
+from ..memory import Scrub, WriteRange, check_pool, size_classes
 from .disk import load
 from .forking import plan_forks
 from .process import import_prefix
@@ -28,7 +28,7 @@ from .rowed import RowedCache
 from .sequence import Sequence
 from .stats import CacheStats, collect_stats
 from .surplus import behind_windows, retire_surplus
-from .transaction import Target
+from .transaction import Target, plan
 
 
 class KVCache(RowedCache):
@@ -284,6 +284,39 @@ class KVCache(RowedCache):
         )
 
     # ---- memory ---------------------------------------------------------------------------
+
+    def make_ready(
+        self,
+        wanted: Iterable[tuple[Sequence, int]],
+        num_new_tokens: int = 0,
+        *,
+        wait: bool = False,
+    ) -> bool:
+        """Have memory lie ready for a later `grow`, which then makes no room: it only maps.
+
+        To be called while the device works; see `ExtentPool.make_ready`. Live sequences, and what
+        is mapped of them, stay as they are.
+
+        Args:
+            wanted: As for `grow`. Sequences that are swapped out or moving are passed over.
+            num_new_tokens: Tokens of sequences that will begin meanwhile, all together.
+            wait: Wait for fences; without it this never blocks.
+
+        Returns:
+            Whether all of it lies ready.
+        """
+        self.check_open()
+        targets = [
+            Target(sequence.row, min(num_tokens, self.max_tokens), sequence.num_tokens)
+            for sequence, num_tokens in wanted
+            if sequence.is_resident and num_tokens > self.writable_tokens(sequence)
+        ]
+        parts = plan(self.groups, targets, self.overread_tokens, exactly=False)
+        classes = [size_class for part in parts for size_class in part.classes]
+        for group in self.groups if num_new_tokens else ():
+            num_pages = group.geometry.pages_for(num_new_tokens)
+            classes += size_classes(num_pages, group.largest_class)
+        return self.pool.make_ready(classes, wait=wait)
 
     def make_room(self, num_bytes: int) -> int:
         """Have `num_bytes` more that sequences could grow by, as far as this cache can.

@@ -141,7 +141,6 @@ class RowedCache(LayeredCache):
                         break
                     row = min(parked, key=self.prefixes.num_recorded)
                     sequence = self._adopt(row, match.num_tokens, tenant)
-                self._rows.touch(row, self.pool.pressure.tick())
             self.prefixes.note_hit(row, match.num_tokens)
             sequence.num_cached_tokens = match.num_tokens
             return sequence
@@ -227,7 +226,11 @@ class RowedCache(LayeredCache):
         def fill(row: int) -> None:
             if num_tokens:
                 self.pool.backend.join_streams(self.current_stream())
-                forks = fork_row(origin, self, (source_row, row), num_tokens, tenant)
+                try:
+                    forks = fork_row(origin, self, (source_row, row), num_tokens, tenant)
+                finally:
+                    # Used now, behind what was submitted: also a fork that fails may have read it.
+                    origin._rows.touch(source_row, self.pool.pressure.tick())
                 self.sharing.note_fork(forks)
 
         sequence = self.begin(num_tokens, tenant, fill, row=row)
@@ -424,7 +427,7 @@ class RowedCache(LayeredCache):
 
     def _retire_parked(self, row: int, num_tokens: int) -> None:
         """Retire what a parked row holds behind its first `num_tokens` tokens."""
-        fence = self.pool.reclaimer.new_fence()
+        fence = self.pool.reclaimer.fence_since(self._rows.last_used(row))
         for group in self.groups:
             group.retire_from(row, num_tokens, fence)
         self.prefixes.truncate(row, num_tokens)

@@ -26,6 +26,7 @@ from ..memory import (
     Mapping,
     PageTable,
     Placement,
+    RecordedFence,
     RowChange,
     change,
     size_classes,
@@ -105,7 +106,7 @@ class Swapped:
     extents: Sequence[Extent]
     staging: PageTable
 
-    def retire(self, fence: Fence) -> None:
+    def retire(self, fence: RecordedFence) -> None:
         """Retire the device memory that the parts had, until `fence` has passed."""
         for part in self.parts:
             part.group.table.retire_back(part.row, part.first_page, fence)
