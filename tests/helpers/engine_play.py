@@ -238,6 +238,16 @@ class EnginePlay(PoolPlay):
                 stats = self.cache.stats()
                 assert (0, 0, 0) == (stats.parked_bytes, stats.free_bytes, stats.retired_bytes)
 
+    def make_ready(self, num_tokens: int, num_new_tokens: int) -> None:
+        """Have memory lie ready for whoever lives, as an engine does while the device works."""
+        with self._doing(f"make_ready({num_tokens}, {num_new_tokens})"):
+            live = self.cache.live_sequences()
+            before, num_done = self._live_pages(), self.device.num_done
+            wanted = [(each, each.num_tokens + num_tokens) for each in live]
+            self.cache.make_ready(wanted, num_new_tokens)
+            assert before == self._live_pages(), "a live sequence gave way"
+            assert num_done == self.device.num_done, "it waited for the device"
+
     # ---- guests in the engine's cache -----------------------------------------------------
 
     def guest_open(self, prompt: list[int]) -> None:

@@ -39,17 +39,24 @@ class CudaFence(Fence):
 
     def has_passed(self) -> bool:
         """See `Fence.has_passed`. Cost: one event query, about 1 µs, while it has not passed."""
-        while self._events:
-            if not self._backend.has_event_passed(self._events[-1]):
-                return False
-            self._backend.recycle_event(self._events.pop())
+        # Of a copy: several threads may ask. An event that another has recycled meanwhile stands
+        # for later work, and says at worst that it is too early.
+        if not all(map(self._backend.has_event_passed, tuple(self._events))):
+            return False
+        self._recycle()
         return True
 
     def wait(self) -> None:
         """See `Fence.wait`."""
-        while self._events:
-            self._backend.wait_event(self._events[-1])
-            self._backend.recycle_event(self._events.pop())
+        for event in tuple(self._events):
+            self._backend.wait_event(event)
+        self._recycle()
+
+    def _recycle(self) -> None:
+        """Give the events back, each once: `pop` is one step for racing threads."""
+        with contextlib.suppress(IndexError):
+            while True:
+                self._backend.recycle_event(self._events.pop())
 
 
 class CudaBackend(BookedBackend):
