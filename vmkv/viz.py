@@ -200,11 +200,11 @@ def page_map(cache: KVCache) -> PageMap:
 
 def _group_map(cache: KVCache, group: LayerGroup) -> GroupMap:
     rows = []
-    for row, sequence in cache._sequences.items():
+    for sequence in cache.sequences:
         state: Literal["live", "swapped"] = "live" if sequence.swapped is None else "swapped"
-        extents = _mapped(group, row) + _swapped(group, sequence)
-        rows.append(RowMap(row, state, sequence.num_tokens, extents))
-    for row in cache._rows.parked():
+        extents = _mapped(group, sequence.row) + _swapped(group, sequence)
+        rows.append(RowMap(sequence.row, state, sequence.num_tokens, extents))
+    for row in cache.rows.parked():
         extents = _mapped(group, row)
         if extents:
             rows.append(RowMap(row, "parked", cache.prefixes.num_recorded(row), extents))

@@ -65,8 +65,8 @@ def _books(cache: KVCache) -> object:
     return (
         cache.pool.backend.usage(),
         cache.pool.stats(),
-        sorted(cache._rows.live),
-        list(cache._rows.parked()),
+        sorted(cache.rows.live),
+        list(cache.rows.parked()),
         cache.stats().num_sequences,
     )
 
@@ -638,13 +638,13 @@ def test_file_that_is_cut_while_it_is_loaded_is_refused(
     """In words, and not by the end of the process; who lives is left alone."""
     cache = make_cache(windows=(20,))
     other = _filled(cache, 30)
-    map_row = cache.map_row
+    map_rows = disk.map_rows
 
     def cut_then_map(*arguments: Any) -> None:
         os.truncate(saved, num_left)
-        map_row(*arguments)
+        map_rows(*arguments)
 
-    monkeypatch.setattr(cache, "map_row", cut_then_map)
+    monkeypatch.setattr(disk, "map_rows", cut_then_map)
     _refused(cache, saved, "truncated", is_corrupt=True)
     assert_holds(other, range(30))
 
@@ -717,7 +717,7 @@ def test_load_without_memory_or_row_leaves_no_sequence(
     with pytest.raises(OutOfPagesError, match="needs"):
         cache.load(tmp_path / "kv")
     assert_holds(held, range(80))
-    assert [1, 1] == [cache.stats().num_sequences, len(cache._rows.live)]
+    assert [1, 1] == [cache.stats().num_sequences, len(cache.rows.live)]
     cache.check()
     other = cache.open()
     with pytest.raises(OutOfAddressSpaceError, match="rows"):
@@ -755,7 +755,7 @@ def test_every_driver_call_of_load_can_fail(
 
         def observe() -> object:
             assert_holds(sequence, range(90))
-            return sorted(cache._rows.live), list(cache._rows.parked())
+            return sorted(cache.rows.live), list(cache.rows.parked())
 
         def operation() -> None:
             assert_holds(cache.load(tmp_path / "kv"), range(90))

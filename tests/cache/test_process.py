@@ -77,8 +77,8 @@ def _books(cache: KVCache) -> object:
     return (
         cache.pool.backend.usage(),
         cache.pool.imported_extents(),
-        sorted(cache._rows.live),
-        list(cache._rows.parked()),
+        sorted(cache.rows.live),
+        list(cache.rows.parked()),
         len(os.listdir("/proc/self/fd")),
     )
 
@@ -1111,7 +1111,7 @@ def test_every_driver_call_of_import_can_fail(
 
         def observe() -> object:
             cache.pool.reclaimer.wait()
-            return sorted(cache._rows.live), cache.pool.imported_extents()
+            return sorted(cache.rows.live), cache.pool.imported_extents()
 
         def operation() -> None:
             assert_holds(cache.import_prefix(path, timeout_s=60), range(36))

@@ -726,7 +726,7 @@ class CacheMachine(RuleBasedStateMachine):
     def books_are_the_models(self) -> None:
         stats = self.cache.stats()
         assert len(self.by_id) == stats.num_sequences
-        assert self.num_rows_free == NUM_ROWS - len(self.cache._rows.live)
+        assert self.num_rows_free == NUM_ROWS - len(self.cache.rows.live)
         assert stats.resident_bytes >= stats.parked_bytes
         usage = self.host.usage()
         assert usage.physical_bytes == self.host.file_bytes()

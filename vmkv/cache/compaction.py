@@ -6,40 +6,34 @@ another shape. Their share of every page would be wasted for good; moving costs 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
+from .growing import Target, map_rows
 from .layer_group import LayerGroup
-from .transaction import Target
+from .row_space import RowSpace
 
 
-def without_gaps(
-    group: LayerGroup,
-    places: Sequence[int],
-    lengths: Sequence[tuple[int, int, object]],
-    grow: Callable[[list[Target], list[LayerGroup]], None],
-) -> LayerGroup:
-    """A group of only the layers at `places` of `group`, with their contents.
+def without_gaps(space: RowSpace, group: LayerGroup, places: Sequence[int]) -> LayerGroup:
+    """A group of only the layers at `places` of `group`, with what live rows hold of them.
 
-    Args:
-        group: The group to copy from; the caller closes it.
-        places: Which of its layers to keep, in order.
-        lengths: `(row, num_tokens, tenant)` of each live sequence.
-        grow: Maps targets in groups, all or nothing.
+    The caller closes the other.
 
     Raises:
         OutOfPagesError, OutOfAddressSpaceError: Nothing changed.
     """
+    live = space.live.values()
     geometry = replace(group.geometry, num_layers=len(places))
     new = LayerGroup(group.pool, geometry, group.dtype, group.window_tokens)
-    first = {row: group.first_mapped_token(row, num_tokens) for row, num_tokens, _ in lengths}
+    first = {each.row: group.first_mapped_token(each.row, each.num_tokens) for each in live}
     try:
-        grow([Target(row, to, first[row], tenant) for row, to, tenant in lengths], [new])
+        targets = [Target(each.row, each.num_tokens, first[each.row], each.tenant) for each in live]
+        map_rows(space, targets, [new])
     except BaseException:
         new.close()
         raise
-    for row, num_tokens, _ in lengths:
+    for each in live:
         # The new row starts on another page boundary; both hold what is still needed.
-        start = max(first[row], new.first_mapped_token(row, num_tokens))
-        new.copy_row(row, slice(start, num_tokens), group, places)
+        start = max(first[each.row], new.first_mapped_token(each.row, each.num_tokens))
+        new.copy_row(each.row, slice(start, each.num_tokens), group, places)
     return new

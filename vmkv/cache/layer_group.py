@@ -196,10 +196,17 @@ class LayerGroup:
 
     def first_needed_page(self, num_tokens: int) -> int:
         """The first page of a row that a query at `num_tokens` or later can make a kernel read."""
-        if self.window_tokens is None:
-            return 0
-        first_seen = num_tokens - self.window_tokens + 1
-        return self.geometry.whole_pages_below(max(0, first_seen - _UNDERREAD_TOKENS))
+        first_read = self.first_seen_token(num_tokens) - _UNDERREAD_TOKENS
+        return self.geometry.whole_pages_below(max(0, first_read))
+
+    def first_seen_token(self, num_tokens: int) -> int:
+        """The first token that a query at position `num_tokens` sees."""
+        return 0 if self.window_tokens is None else max(0, num_tokens - self.window_tokens + 1)
+
+    def first_kept_token(self, row: int, num_tokens: int) -> int:
+        """The first token of `row` that a query at `num_tokens` or later can make a kernel read."""
+        first_token = self.first_token_at(self.first_needed_page(num_tokens))
+        return max(first_token, self.first_written(row))
 
     def first_kept_page(self, row: int, num_tokens: int, *, keeps_past: bool) -> int:
         """The first page of what goes with `row` where another takes over its `num_tokens` tokens.

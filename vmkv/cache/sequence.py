@@ -5,17 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Collection
 from collections.abc import Sequence as List_
-from typing import TYPE_CHECKING
 
 import torch
 
 from ..errors import ClosedError, ConfigError
 from .disk import save
+from .forking import fork
+from .growing import grow
 from .process import PrefixExporter
-
-if TYPE_CHECKING:
-    from .kv_cache import KVCache
-    from .swap import Swapped, Transfer
+from .row_space import RowSpace
+from .spill import drop_spilled, spill, unspill
+from .swap import Swapped, Transfer, begin_swap_out, drop_swapped, swap_in
 
 
 class Sequence:
@@ -33,7 +33,7 @@ class Sequence:
         transfer: Its way there, while it is moving, else None.
     """
 
-    def __init__(self, cache: KVCache, row: int, num_tokens: int, tenant: str | None):
+    def __init__(self, cache: RowSpace, row: int, num_tokens: int, tenant: str | None):
         self.cache = cache
         self.row = row
         self.num_tokens = num_tokens
@@ -42,6 +42,7 @@ class Sequence:
         self.swapped: Swapped | None = None
         self.transfer: Transfer | None = None
         self.is_closed = False
+        cache.live[row] = self
 
     def append(self, num_tokens: int) -> None:
         """Make room for `num_tokens` more tokens; the caller then writes their keys and values.
@@ -60,7 +61,7 @@ class Sequence:
             access call per extent.
         Ordering: host-synchronous; safe while kernels read earlier tokens.
         """
-        self.cache.grow([(self, self.num_tokens + _checked(num_tokens))])
+        grow(self.cache, [(self, self.num_tokens + _checked(num_tokens))])
 
     def truncate(self, num_tokens: int) -> None:
         """Forget all but the first `num_tokens` tokens; their memory stays for new ones.
@@ -70,7 +71,23 @@ class Sequence:
                 sliding-window layer. The sequence is unchanged.
             ClosedError: The sequence or its cache is closed.
         """
-        self.cache.truncate(self, _checked(num_tokens))
+        self.cache.check_open()
+        self.check_open()
+        if _checked(num_tokens) > self.num_tokens:
+            raise ConfigError(
+                f"the sequence in row {self.row} holds {self.num_tokens} tokens, fewer than the "
+                f"{num_tokens} to keep"
+            )
+        if num_tokens and not self.cache.keeps(self.row, num_tokens):
+            raise ConfigError(
+                f"cannot go back to {num_tokens} tokens: a sliding-window layer has let go of "
+                "what they would see (set keeps_past before appending)"
+            )
+        if not num_tokens:
+            self.cache.begin_anew(self.row)
+        with self.cache.pool.lock:
+            self.cache.prefixes.truncate(self.row, num_tokens)
+        self.num_tokens = num_tokens
 
     def fork(self, num_tokens: int | None = None) -> Sequence:
         """A second sequence that begins with the first `num_tokens` tokens of this one (or all).
@@ -89,9 +106,8 @@ class Sequence:
         Cost: one mapping per shared extent (35 µs on an H200), and a copy of at most an extent.
         Ordering: behind what the current stream and others were given so far.
         """
-        return self.cache.fork(
-            self, self.num_tokens if num_tokens is None else _checked(num_tokens)
-        )
+        num_tokens = self.num_tokens if num_tokens is None else _checked(num_tokens)
+        return Sequence(self.cache, fork(self.cache, self, num_tokens), num_tokens, self.tenant)
 
     def record(self, token_ids: List_[int]) -> None:
         """Say which tokens have been appended and computed, so that others can begin with them.
@@ -105,7 +121,15 @@ class Sequence:
         Cost: about 1 µs per 16 tokens.
         """
         self.check_open()
-        self.cache.record(self, token_ids)
+        prefixes = self.cache.prefixes
+        with self.cache.pool.lock:
+            recorded = prefixes.num_recorded(self.row)
+            if recorded + len(token_ids) > self.num_tokens:
+                raise ConfigError(
+                    f"{self} cannot have {len(token_ids)} tokens recorded after {recorded}: "
+                    "append first"
+                )
+            prefixes.record(self.row, token_ids, self.tenant)
 
     # ---- host memory ----------------------------------------------------------------------
 
@@ -131,7 +155,13 @@ class Sequence:
         Ordering: behind what the current stream was given so far, beside what it is given next.
         """
         self.check_open()
-        return self.cache.swap_out(self, wait)
+        transfer = self.transfer = begin_swap_out(self, self._end_transfer)
+        if wait:
+            transfer.finish()
+        return self.transfer
+
+    def _end_transfer(self, swapped: Swapped | None) -> None:
+        self.swapped, self.transfer = swapped, None
 
     def swap_in(self) -> None:
         """Bring the sequence back, to the same addresses. Nothing happens if it is resident.
@@ -145,9 +175,12 @@ class Sequence:
 
         Ordering: what the current stream is given next waits for the copies; the caller does not.
         """
-        if self.is_closed:
-            raise ClosedError(f"the sequence in row {self.row} is closed")
-        self.cache.swap_in(self)
+        self._check_not_closed()
+        if self.transfer is not None:
+            self.transfer.stay()
+        if self.swapped is not None:
+            swap_in(self.cache, self.swapped, self.row, self.tenant)
+            self.swapped = None
 
     def spill(self, num_bytes: int) -> int:
         """Move the oldest extents to host memory, `num_bytes` at least, where kernels read them.
@@ -166,12 +199,12 @@ class Sequence:
         Cost: a copy over the bus and a wait for the device.
         """
         self.check_open()
-        return self.cache.spill(self, _checked(num_bytes))
+        return spill(self, _checked(num_bytes))
 
     def unspill(self) -> int:
         """Bring back what was spilled; returns the bytes moved. Raises what `spill` does."""
         self.check_open()
-        return self.cache.unspill(self)
+        return unspill(self)
 
     # ---- other processes ------------------------------------------------------------------
 
@@ -189,7 +222,8 @@ class Sequence:
         Cost: about 1 s per GiB, for the checksum and the disk; 1 MiB of memory.
         Ordering: behind what the current stream and others were given so far; host-synchronous.
         """
-        save(self, path)
+        self._check_not_closed()
+        save(self, self.swapped, path)
 
     def export(
         self,
@@ -265,14 +299,29 @@ class Sequence:
     def close(self) -> None:
         """End the sequence; its row is parked for the next one. Idempotent. No driver call."""
         if not self.is_closed:
-            self.cache.park(self)
+            with self.cache.pool.lock:
+                self.drop_host_copy()
+                drop_spilled(self.cache, self.row)
+                self.cache.park(self.row)
+            self.is_closed = True
+
+    def drop_host_copy(self) -> None:
+        """Give up what is in host memory, or on its way there; for a sequence that ends."""
+        if self.transfer is not None:
+            self.transfer.stay()
+        if self.swapped is not None:
+            drop_swapped(self.cache, self.swapped, self.row)
+            self.swapped = None
 
     def check_open(self) -> None:
         """Raise `ClosedError` if the sequence has ended, `ConfigError` if it is swapped out."""
-        if self.is_closed:
-            raise ClosedError(f"the sequence in row {self.row} is closed")
+        self._check_not_closed()
         if not self.is_resident:
             raise ConfigError(f"the sequence in row {self.row} is swapped out; swap_in() first")
+
+    def _check_not_closed(self) -> None:
+        if self.is_closed:
+            raise ClosedError(f"the sequence in row {self.row} is closed")
 
     def __repr__(self) -> str:
         state = "closed" if self.is_closed else f"{self.num_tokens} tokens"

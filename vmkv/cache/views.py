@@ -1,4 +1,4 @@
-"""Torch tensors over virtual ranges: the only file of the cache that knows torch.
+"""Torch tensors over virtual ranges.
 
 A range becomes a one-dimensional byte tensor through DLPack with the device named explicitly
 (a tensor made from a bare pointer would have to guess, and guesses "CPU" over addresses that
@@ -111,22 +111,3 @@ def group_views(
             geometry.v_offset_bytes(0) // item,
         )
     return GroupViews(keys, values)
-
-
-def reclaimable_bytes(backend: Backend) -> int:
-    """Memory that torch's own allocator holds on this device and does not use."""
-    device = torch_device(backend)
-    if device.type != "cuda" or not _uses_cuda():
-        return 0
-    return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-
-
-def release_reclaimable(backend: Backend) -> None:
-    """Let torch's allocator give unused memory back to the device."""
-    if torch_device(backend).type == "cuda" and _uses_cuda():
-        torch.cuda.empty_cache()
-
-
-def _uses_cuda() -> bool:
-    """Whether torch has touched a GPU in this process; asking its allocator would start it."""
-    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from ..backend import MemoryLocation
 from ..cache import KVCache, LayerGroup, Sequence
-from ..cache.surplus import surplus_bytes
+from ..cache.growing import surplus_bytes
 from ..errors import CapacityError, ConfigError, DriverError
 from .plan import PlannedChunk
 from .request import Request
