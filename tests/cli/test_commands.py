@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from vmkv import ConfigError
-from vmkv.cli.doctor import environment, examine
+from vmkv.cli.doctor import Finding, attention_summary, environment, examine
 from vmkv.cli.main import main
 from vmkv.serve.server.keys import read_api_keys
 
@@ -32,6 +32,7 @@ def test_doctor_reports_this_machine() -> None:
     for name in ("host", "cuda:0", "sdpa", "flash2", "torch", "transformers", "fastapi"):
         assert name in out
     assert "vmkv runs here on" in out
+    assert "\nAttention uses " in out
     findings = [*examine()]
     usable = {(each.section, each.name) for each in findings if each.is_ok}
     assert {("device", "host"), ("package", "torch"), ("package", "vmkv._native")} <= usable
@@ -47,6 +48,41 @@ def test_doctor_for_programs() -> None:
     assert 0 == status
     assert record["environment"] == environment()
     assert {"device", "attention", "package"} == {each["section"] for each in record["findings"]}
+
+
+FLASH2, FLASH3 = "pip install flash-attn", "pip install flash-attn-3"
+
+
+@pytest.mark.parametrize(
+    ("usable", "remedies", "said"),
+    [
+        (
+            "",
+            {},
+            "uses sdpa, torch's own; faster ones need an NVIDIA GPU of capability 8.0 or newer.",
+        ),
+        (
+            "torch",
+            {"flash2": FLASH2, "flash3": FLASH3},
+            f"uses torch; faster here: flash3 ({FLASH3}), or flash2 ({FLASH2}).",
+        ),
+        ("torch flash2", {"flash3": FLASH3}, f"uses flash2; faster here: flash3 ({FLASH3})."),
+        ("torch flash2 flash3", {}, "uses flash2, and in vmkv serve flash3: the fastest"),
+        ("torch flash3", {"flash2": FLASH2}, "uses flash3: the fastest"),
+        ("torch flash2", {"flash4": "pip install --pre flash-attn-4"}, "uses flash2: the fastest"),
+    ],
+)
+def test_doctor_says_which_kernels_would_be_faster(
+    usable: str, remedies: dict[str, str], said: str
+) -> None:
+    """One line: what `generate` and `vmkv serve` use, and how to get what beats it here."""
+    findings = [
+        Finding("attention", name, name in [*usable.split(), "sdpa"], "", remedies.get(name, ""))
+        for name in ("flash3", "flash2", "torch", "sdpa", "flash4", "reference")
+    ]
+    line = attention_summary(findings)
+    assert "\n" not in line
+    assert line.startswith(f"Attention {said}")
 
 
 @pytest.mark.gpu
