@@ -13,7 +13,7 @@ import urllib.parse
 from collections.abc import Callable
 from typing import Any
 
-from .tables import shown
+from ..errors import shown
 
 Commands = Any  # argparse's own type for subparsers is private.
 
