@@ -59,13 +59,14 @@ FLASH2, FLASH3 = "pip install flash-attn", "pip install flash-attn-3"
         (
             "",
             {},
-            "uses sdpa, torch's own; faster ones need an NVIDIA GPU of capability 8.0 or newer.",
+            "uses sdpa (torch's own); faster kernels need an NVIDIA GPU",
         ),
         (
             "torch",
             {"flash2": FLASH2, "flash3": FLASH3},
-            f"uses torch; faster here: flash3 ({FLASH3}), or flash2 ({FLASH2}).",
+            f"uses torch (torch's own); faster here: flash3 ({FLASH3}), or flash2 ({FLASH2}).",
         ),
+        ("", {"flash2": FLASH2}, f"uses sdpa (torch's own); faster here: flash2 ({FLASH2})."),
         ("torch flash2", {"flash3": FLASH3}, f"uses flash2; faster here: flash3 ({FLASH3})."),
         ("torch flash2 flash3", {}, "uses flash2, and in vmkv serve flash3: the fastest"),
         ("torch flash3", {"flash2": FLASH2}, "uses flash3: the fastest"),

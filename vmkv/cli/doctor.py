@@ -132,9 +132,9 @@ def attention_summary(findings: list[Finding]) -> str:
     found = {each.name: each for each in findings if each.section == "attention"}
     used = next(name for name in ORDER if found[name].is_ok)  # The last of them runs everywhere.
     serving = _SERVING if found[_SERVING].is_ok else used
-    text = f"Attention uses {used}" + ("" if serving == used else f", and in vmkv serve {serving}")
-    if not found["torch"].is_ok and used == "sdpa":
-        return f"{text}, torch's own; faster ones need an NVIDIA GPU of capability 8.0 or newer."
+    text = f"Attention uses {used}" + (" (torch's own)" if used in ("torch", "sdpa") else "")
+    if serving != used:
+        text += f", and in vmkv serve {serving}"
     faster = []
     for name in ("flash3", "flash2"):
         if name == serving:
@@ -143,6 +143,8 @@ def attention_summary(findings: list[Finding]) -> str:
             faster.append(f"{name} ({found[name].remedy})")
     if faster:
         return f"{text}; faster here: {', or '.join(faster)}."
+    if used == "sdpa":
+        return f"{text}; faster kernels need an NVIDIA GPU of capability 8.0 or newer."
     return f"{text}: the fastest for this machine."
 
 
