@@ -227,16 +227,11 @@ def _swapped(group: LayerGroup, sequence: Sequence) -> tuple[MappedExtent, ...]:
     """Host memory that holds what `sequence` had mapped in `group`, where that was."""
     if sequence.swapped is None:
         return ()
-    supply = iter(sequence.swapped.extents)
-    found = []
-    for part in sequence.swapped.parts:
-        page = part.first_page
-        while page < part.first_page + part.num_pages:
-            extent = next(supply)
-            if part.group is group:
-                found.append(MappedExtent.of(extent, page, Access.NONE))
-            page += extent.num_pages
-    return tuple(found)
+    return tuple(
+        MappedExtent.of(piece.extent, piece.page, Access.NONE)
+        for piece in sequence.swapped.pieces
+        if piece.group is group
+    )
 
 
 # ---- text -------------------------------------------------------------------------------------

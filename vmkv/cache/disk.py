@@ -21,6 +21,7 @@ import torch
 
 from ..errors import ConfigError, OutOfPagesError
 from ..units import Address, MiB
+from .device_memory import call_with_room
 from .growing import Target, map_rows
 from .layer_group import LayerGroup
 from .portable import check_groups, check_length, describe_groups
@@ -86,11 +87,9 @@ class _Buffer:
 
 def _device_buffer(space: RowSpace) -> torch.Tensor:
     try:
-        return torch.empty(_CHUNK_BYTES, dtype=torch.uint8, device=space.device)
-    except torch.OutOfMemoryError:
-        space.pool.trim()  # What nobody uses may be all that is left.
-    try:
-        return torch.empty(_CHUNK_BYTES, dtype=torch.uint8, device=space.device)
+        return call_with_room(
+            space.pool, lambda: torch.empty(_CHUNK_BYTES, dtype=torch.uint8, device=space.device)
+        )
     except torch.OutOfMemoryError as error:
         raise OutOfPagesError(
             f"no {_CHUNK_BYTES} bytes of device memory are left outside the pool to copy through; "
@@ -152,12 +151,10 @@ def _ranges(
     moved = end  # From here on it was swapped out.
     moved_address = Address(0)
     if swapped is not None:
-        staging_page = 0
-        for part in swapped.parts:
-            if part.group is group:
-                moved = part.first_page * page_bytes
-                moved_address = swapped.staging.page_address(0, staging_page)
-            staging_page += part.num_pages
+        for piece in swapped.firsts():
+            if piece.group is group:
+                moved = piece.page * page_bytes
+                moved_address = swapped.staged(piece)
     ranges = []
     row_address = group.table.page_address(row, 0)
     if start < min(end, moved):

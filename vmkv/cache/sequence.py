@@ -179,7 +179,7 @@ class Sequence:
         if self.transfer is not None:
             self.transfer.stay()
         if self.swapped is not None:
-            swap_in(self.cache, self.swapped, self.row, self.tenant)
+            swap_in(self.cache, self.swapped, self.tenant)
             self.swapped = None
 
     def spill(self, num_bytes: int) -> int:
@@ -310,7 +310,7 @@ class Sequence:
         if self.transfer is not None:
             self.transfer.stay()
         if self.swapped is not None:
-            drop_swapped(self.cache, self.swapped, self.row)
+            drop_swapped(self.cache, self.swapped)
             self.swapped = None
 
     def check_open(self) -> None:

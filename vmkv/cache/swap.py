@@ -36,56 +36,73 @@ from .row_space import LiveRow, RowSpace
 from .victims import victim_of
 
 
-@dataclass(frozen=True)
-class Part:
-    """The pages of one group's row that move: a run to the end of what the sequence holds.
+class Piece(NamedTuple):
+    """What one extent of host memory holds.
 
     Attributes:
-        group: The group.
-        row: The row.
-        first_page: Where the run starts.
-        num_pages: Its length.
+        group: Of which group.
+        page: From which page of the row on.
         num_bytes: How much of it holds tokens.
+        extent: The extent.
+        staging_page: Where it is mapped meanwhile.
     """
 
     group: LayerGroup
-    row: int
-    first_page: int
-    num_pages: int
+    page: int
     num_bytes: int
-
-    def mappings(self) -> list[Mapping]:
-        """What is mapped there, and behind."""
-        table = self.group.table
-        return table.overlapping(self.row, self.first_page, table.row_pages)
-
-    def wait_until_gone(self) -> None:
-        """Wait until what was retired from these pages is unmapped."""
-        table = self.group.table
-        end = table.page_address(self.row, self.first_page + self.num_pages)
-        start = table.page_address(self.row, self.first_page)
-        self.group.pool.reclaimer.wait_for_range(start, end)
+    extent: Extent
+    staging_page: int
 
 
 @dataclass(frozen=True)
 class Swapped:
-    """Where the moved parts of a sequence are now.
+    """Where the memory of a sequence is now.
+
+    Copies go piece by piece, because mapping the next one costs less than copying this one.
 
     Attributes:
-        parts: What moved.
-        extents: Host memory that holds it, part after part, each starting on a page.
-        staging: Where that is mapped meanwhile, from the first page on, which also keeps it.
-            Granting access takes half as long as copying, so it is done once for both ways.
+        row: Its row.
+        pieces: What moved: of each group a run to the end of what the sequence holds, in order.
+        staging: Where the host memory is mapped meanwhile, which also keeps it. Granting access
+            takes half as long as copying, so it is done once for both ways.
     """
 
-    parts: Sequence[Part]
-    extents: Sequence[Extent]
+    row: int
+    pieces: Sequence[Piece]
     staging: PageTable
+
+    @property
+    def num_pages(self) -> int:
+        """What comes back."""
+        return sum(piece.extent.num_pages for piece in self.pieces)
 
     @property
     def num_bytes(self) -> int:
         """What is copied."""
-        return sum(part.num_bytes for part in self.parts)
+        return sum(piece.num_bytes for piece in self.pieces)
+
+    def address(self, piece: Piece) -> Address:
+        """Where a piece belongs."""
+        return piece.group.table.page_address(self.row, piece.page)
+
+    def staged(self, piece: Piece) -> Address:
+        """Where it lies meanwhile."""
+        return self.staging.page_address(0, piece.staging_page)
+
+    def firsts(self) -> list[Piece]:
+        """The first piece of each group."""
+        firsts: dict[int, Piece] = {}
+        for piece in self.pieces:
+            firsts.setdefault(id(piece.group), piece)
+        return list(firsts.values())
+
+    def mappings(self) -> list[Mapping]:
+        """What is mapped where it was, and behind."""
+        return [
+            mapping
+            for group, page, *_ in self.firsts()
+            for mapping in group.table.overlapping(self.row, page, group.table.row_pages)
+        ]
 
     def drop(self) -> None:
         """Give the host memory up, once the copies given to any stream so far are through.
@@ -135,8 +152,10 @@ class Transfer:
             DriverError: It may be swapped out, its memory not free yet.
         """
         self._leave()
-        for part in self.swapped.parts:
-            part.wait_until_gone()
+        for piece in self.swapped.pieces:
+            start = self.swapped.address(piece)
+            end = Address(start + piece.extent.num_bytes)
+            self._space.pool.reclaimer.wait_for_range(start, end)
 
     def cancel(self) -> None:
         """Leave the sequence where it is; its copy is dropped.
@@ -163,8 +182,8 @@ class Transfer:
         with space.pool.lock:
             if self._is_moving:
                 fence = space.pool.reclaimer.new_fence()
-                for part in self.swapped.parts:
-                    part.group.table.retire_back(part.row, part.first_page, fence)
+                for group, page, *_ in self.swapped.firsts():
+                    group.table.retire_back(self.swapped.row, page, fence)
                 self._end(self.swapped)
                 space.prefixes.hide(self._sequence.row)
                 space.sharing.swapped_out_bytes += self.swapped.num_bytes
@@ -179,10 +198,10 @@ class Transfer:
         return victim_of(self._gives, lambda _: self._leave(), last_used=0)
 
     def _gives(self) -> list[tuple[int, Extent]]:
-        """What it could give up: it leaves as a whole, or not while part is pinned."""
+        """What it could give up: it leaves as a whole, or not while some of it is pinned."""
         if not self._is_moving:
             return []
-        mappings = [mapping for part in self.swapped.parts for mapping in part.mappings()]
+        mappings = self.swapped.mappings()
         is_pinned = any(mapping.num_pins for mapping in mappings)
         return [] if is_pinned else [(0, mapping.extent) for mapping in mappings]
 
@@ -201,23 +220,25 @@ def begin_swap_out(sequence: LiveRow, end: Callable[[Swapped | None], None]) -> 
     pool, backend = space.pool, space.pool.backend
     space.note_stream()
     pool.reclaimer.free_idle_reservations()
-    parts = _parts_to_move(space, sequence.row, sequence.num_tokens)
-    # Extents for the parts, none of which is shared between two.
-    classes = [each for part in parts for each in size_classes(part.num_pages, pool.largest_class)]
-    extents = pool.acquire_or_evict(classes, MemoryLocation.HOST)
+    runs = list(_to_move(space, sequence.row, sequence.num_tokens))
+    extents = pool.acquire_or_evict([size_class for *_, size_class in runs], MemoryLocation.HOST)
     try:
-        staging = PageTable(pool, 1, max(1, sum(part.num_pages for part in parts)))
-        swapped = Swapped(parts, extents, staging)
+        staging = PageTable(pool, 1, max(1, sum(extent.num_pages for extent in extents)))
+        pieces, staging_page = [], 0
+        for (group, page, num_bytes, _), extent in zip(runs, extents, strict=True):
+            pieces.append(Piece(group, page, num_bytes, extent, staging_page))
+            staging_page += extent.num_pages
+        swapped = Swapped(sequence.row, pieces, staging)
         try:
             side = space.side_stream()
             backend.stream_wait(side, space.current_stream())
-            for piece in _pieces(swapped):
+            for piece in pieces:
                 placement = Placement(0, piece.staging_page, [piece.extent])
                 backend.execute(staging.ops_to_map(placement, Access.READ_WRITE))
                 staging.note_mapped(placement, Access.READ_WRITE)
                 if piece.num_bytes:
-                    at = staging.page_address(0, piece.staging_page)
-                    backend.copy(at, piece.address, piece.num_bytes, side)
+                    source = swapped.address(piece)
+                    backend.copy(swapped.staged(piece), source, piece.num_bytes, side)
             fence = pool.reclaimer.new_fence()
             pool.reclaimer.poll()  # While the copies run, for which nothing need be done.
         except BaseException:
@@ -229,8 +250,30 @@ def begin_swap_out(sequence: LiveRow, end: Callable[[Swapped | None], None]) -> 
         return Transfer(sequence, swapped, fence, end)
 
 
-def swap_in(space: RowSpace, swapped: Swapped, row: int, tenant: object) -> None:
-    """Map new device memory where that of `row` was, and copy its contents back.
+def _to_move(
+    space: RowSpace, row: int, num_tokens: int
+) -> Iterator[tuple[LayerGroup, int, int, int]]:
+    """What swapping a row of `num_tokens` tokens out moves: all behind what it shares.
+
+    By group, page, bytes that hold tokens, and size class of the memory to hold them.
+    """
+    for group in space.groups:
+        geometry = group.geometry
+        end_tokens = min(num_tokens + space.overread_tokens, geometry.row_tokens)
+        end_page = geometry.pages_for(end_tokens) if num_tokens else 0
+        mappings = group.table.overlapping(row, 0, end_page)
+        own = next((each for each in mappings if not each.extent.is_shared), None)
+        if own is not None:
+            page = own.first_page
+            for size_class in size_classes(end_page - page, space.pool.largest_class):
+                left_bytes = num_tokens * geometry.token_bytes - page * geometry.page_bytes
+                num_bytes = max(0, min(geometry.page_bytes << size_class, left_bytes))
+                yield group, page, num_bytes, size_class
+                page += 1 << size_class
+
+
+def swap_in(space: RowSpace, swapped: Swapped, tenant: object) -> None:
+    """Map new device memory where that of a row was, and copy its contents back.
 
     The current stream waits for the copies, the caller does not.
 
@@ -239,18 +282,17 @@ def swap_in(space: RowSpace, swapped: Swapped, row: int, tenant: object) -> None
         OutOfAddressSpaceError, DriverError: Nothing changed.
     """
     space.note_stream()
-    backend = space.pool.backend
-    pieces = list(_pieces(swapped))
+    backend, row = space.pool.backend, swapped.row
     changes = [
-        RowChange(piece.part.group.table, row, piece.page, [piece.extent.size_class], tenant)
-        for piece in pieces
+        RowChange(piece.group.table, row, piece.page, [piece.extent.size_class], tenant)
+        for piece in swapped.pieces
     ]
     side, current = space.side_stream(), space.current_stream()
     with change(space.pool, changes) as made:
-        for piece, _ in zip(pieces, made.one_by_one(side), strict=True):
+        for piece, _ in zip(swapped.pieces, made.one_by_one(side), strict=True):
             if piece.num_bytes:
-                at = swapped.staging.page_address(0, piece.staging_page)
-                backend.copy(piece.address, at, piece.num_bytes, side)
+                target = swapped.address(piece)
+                backend.copy(target, swapped.staged(piece), piece.num_bytes, side)
         backend.stream_wait(current, side)
         swapped.drop()
     space.sharing.swapped_in_bytes += swapped.num_bytes
@@ -258,58 +300,7 @@ def swap_in(space: RowSpace, swapped: Swapped, row: int, tenant: object) -> None
         space.prefixes.take(row)
 
 
-def drop_swapped(space: RowSpace, swapped: Swapped, row: int) -> None:
-    """Give up what `row`, whose sequence ends, has in host memory. Locked."""
+def drop_swapped(space: RowSpace, swapped: Swapped) -> None:
+    """Give up what a row, whose sequence ends, has in host memory. Locked."""
     swapped.drop()
-    space.prefixes.truncate(row, space.resident_tokens(row))
-
-
-# ---- what moves ---------------------------------------------------------------------------
-
-
-def _parts_to_move(space: RowSpace, row: int, num_tokens: int) -> list[Part]:
-    """What swapping a row of `num_tokens` tokens out moves: all behind what it shares."""
-    parts = []
-    for group in space.groups:
-        end_tokens = min(num_tokens + space.overread_tokens, group.geometry.row_tokens)
-        end_page = group.geometry.pages_for(end_tokens) if num_tokens else 0
-        mappings = group.table.overlapping(row, 0, end_page)
-        own = next((each for each in mappings if not each.extent.is_shared), None)
-        if own is not None:
-            start_bytes = own.first_page * group.geometry.page_bytes
-            num_bytes = num_tokens * group.geometry.token_bytes - start_bytes
-            num_pages = end_page - own.first_page
-            parts.append(Part(group, row, own.first_page, num_pages, max(0, num_bytes)))
-    return parts
-
-
-class _Piece(NamedTuple):
-    """One host extent, and what of a part it holds.
-
-    Copies go piece by piece, because mapping the next one costs less than copying this one.
-    """
-
-    extent: Extent
-    staging_page: int
-    part: Part
-    page: int
-    num_bytes: int
-
-    @property
-    def address(self) -> Address:
-        """Where the piece lies in its row."""
-        return self.part.group.table.page_address(self.part.row, self.page)
-
-
-def _pieces(swapped: Swapped) -> Iterator[_Piece]:
-    supply = iter(swapped.extents)
-    staging_page = 0
-    for part in swapped.parts:
-        page = 0
-        while page < part.num_pages:
-            extent = next(supply)
-            start_bytes = page * part.group.geometry.page_bytes
-            num_bytes = max(0, min(extent.num_bytes, part.num_bytes - start_bytes))
-            yield _Piece(extent, staging_page, part, part.first_page + page, num_bytes)
-            page += extent.num_pages
-            staging_page += extent.num_pages
+    space.prefixes.truncate(swapped.row, space.resident_tokens(swapped.row))
