@@ -207,13 +207,10 @@ def _checked(space: RowSpace, file: SavedFile, where: str) -> _Content:
     num_tokens = claims.integer("num_tokens", 0, 1 << 31)
     check_length(space, num_tokens, where)
     first_tokens = claims.integers("first_tokens", 0, num_tokens, at_most=len(space.groups))
-    names = {_TOKEN_IDS, *(f"group.{at}" for at in range(len(space.groups)))}
-    if file.names != names or len(first_tokens) != len(space.groups):
+    num_ids = file.num_items(_TOKEN_IDS)
+    if num_ids > num_tokens or len(first_tokens) != len(space.groups):
         raise ConfigError(f"{where} has other tensors than its groups; save the sequence again")
-    shape = file.shape(_TOKEN_IDS)
-    num_ids = min(shape[0], num_tokens) if shape else 0
-    for tensor in _tensors(space, num_tokens, num_ids, first_tokens):
-        file.check(tensor)
+    file.check(_tensors(space, num_tokens, num_ids, first_tokens))
     for at, (group, first_token) in enumerate(zip(space.groups, first_tokens, strict=True)):
         if first_token > group.first_seen_token(num_tokens):
             raise ConfigError(f"{where}: group.{at} lacks tokens that a query still sees")
