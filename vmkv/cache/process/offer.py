@@ -7,7 +7,7 @@ nothing but it. What lies behind is the importer's to compute.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ...backend import MemoryLocation
@@ -137,14 +137,7 @@ def as_values(space: RowSpace, offer: Offer) -> dict[str, Any]:
         "layout": describe_groups(space),
         "num_tokens": offer.num_tokens,
         "token_ids": list(offer.token_ids),
-        "groups": [
-            {
-                "first_page": each.first_page,
-                "sizes_bytes": list(each.sizes_bytes),
-                "first_token": each.first_token,
-            }
-            for each in offer.groups
-        ],
+        "groups": [asdict(each) for each in offer.groups],
     }
 
 
