@@ -228,9 +228,9 @@ def _swapped(group: LayerGroup, sequence: Sequence) -> tuple[MappedExtent, ...]:
     if sequence.swapped is None:
         return ()
     return tuple(
-        MappedExtent.of(piece.extent, piece.page, Access.NONE)
-        for piece in sequence.swapped.pieces
-        if piece.group is group
+        MappedExtent.of(each.extent, each.page, Access.NONE)
+        for each in sequence.swapped.extents
+        if each.group is group
     )
 
 

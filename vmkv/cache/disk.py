@@ -151,10 +151,10 @@ def _ranges(
     moved = end  # From here on it was swapped out.
     moved_address = Address(0)
     if swapped is not None:
-        for piece in swapped.firsts():
-            if piece.group is group:
-                moved = piece.page * page_bytes
-                moved_address = swapped.staged(piece)
+        for each in swapped.firsts():
+            if each.group is group:
+                moved = each.page * page_bytes
+                moved_address = swapped.staged(each)
     ranges = []
     row_address = group.table.page_address(row, 0)
     if start < min(end, moved):

@@ -80,8 +80,8 @@ class Sequence:
             )
         if num_tokens and not self.cache.keeps(self.row, num_tokens):
             raise ConfigError(
-                f"cannot go back to {num_tokens} tokens: a sliding-window layer has let go of "
-                "what they would see (set keeps_past before appending)"
+                f"cannot go back to {num_tokens} tokens: a sliding-window layer no longer "
+                "holds what they would see (set keeps_past before appending)"
             )
         if not num_tokens:
             self.cache.begin_anew(self.row)
@@ -96,8 +96,8 @@ class Sequence:
         on, and end, on their own; both stay contiguous. Tokens recorded here are recorded there.
 
         Raises:
-            ConfigError: There are fewer tokens, or a sliding-window layer has let go of what the
-                fork would see.
+            ConfigError: There are fewer tokens, or a sliding-window layer no longer holds what
+                the fork would see.
             OutOfPagesError, OutOfAddressSpaceError: No memory for the tail, or no row.
             ClosedError: The sequence or its cache is closed.
             DriverError: The driver failed.
@@ -142,7 +142,7 @@ class Sequence:
         Args:
             wait: Return when the device memory is free. Otherwise return a `Transfer`, whose
                 `finish` frees it and whose `cancel` takes everything back. Where memory is short,
-                what is moving is let go before anything else gives way.
+                what is moving leaves before anything else gives way.
 
         Raises:
             ConfigError: It is swapped out, or moving, already.
@@ -269,7 +269,7 @@ class Sequence:
     def first_token(self, layer: int) -> int:
         """The first token of `layer` that is there; `num_tokens` if none is.
 
-        0 but for sliding-window layers, which let go of what no query will see. What lies before
+        0 but for sliding-window layers, which drop what no query will see. What lies before
         has no memory: a kernel that is told the window does not touch it, and nobody else may.
 
         Raises:

@@ -36,7 +36,7 @@ from .row_space import LiveRow, RowSpace
 from .victims import victim_of
 
 
-class Piece(NamedTuple):
+class SwappedExtent(NamedTuple):
     """What one extent of host memory holds.
 
     Attributes:
@@ -58,42 +58,42 @@ class Piece(NamedTuple):
 class Swapped:
     """Where the memory of a sequence is now.
 
-    Copies go piece by piece, because mapping the next one costs less than copying this one.
+    Copies go extent by extent, because mapping the next one costs less than copying this one.
 
     Attributes:
         row: Its row.
-        pieces: What moved: of each group a run to the end of what the sequence holds, in order.
+        extents: What moved: of each group a run to the end of what the sequence holds, in order.
         staging: Where the host memory is mapped meanwhile, which also keeps it. Granting access
             takes half as long as copying, so it is done once for both ways.
     """
 
     row: int
-    pieces: Sequence[Piece]
+    extents: Sequence[SwappedExtent]
     staging: PageTable
 
     @property
     def num_pages(self) -> int:
         """What comes back."""
-        return sum(piece.extent.num_pages for piece in self.pieces)
+        return sum(each.extent.num_pages for each in self.extents)
 
     @property
     def num_bytes(self) -> int:
         """What is copied."""
-        return sum(piece.num_bytes for piece in self.pieces)
+        return sum(each.num_bytes for each in self.extents)
 
-    def address(self, piece: Piece) -> Address:
-        """Where a piece belongs."""
-        return piece.group.table.page_address(self.row, piece.page)
+    def address(self, each: SwappedExtent) -> Address:
+        """Where what an extent holds belongs."""
+        return each.group.table.page_address(self.row, each.page)
 
-    def staged(self, piece: Piece) -> Address:
+    def staged(self, each: SwappedExtent) -> Address:
         """Where it lies meanwhile."""
-        return self.staging.page_address(0, piece.staging_page)
+        return self.staging.page_address(0, each.staging_page)
 
-    def firsts(self) -> list[Piece]:
-        """The first piece of each group."""
-        firsts: dict[int, Piece] = {}
-        for piece in self.pieces:
-            firsts.setdefault(id(piece.group), piece)
+    def firsts(self) -> list[SwappedExtent]:
+        """The first extent of each group."""
+        firsts: dict[int, SwappedExtent] = {}
+        for each in self.extents:
+            firsts.setdefault(id(each.group), each)
         return list(firsts.values())
 
     def mappings(self) -> list[Mapping]:
@@ -152,9 +152,9 @@ class Transfer:
             DriverError: It may be swapped out, its memory not free yet.
         """
         self._leave()
-        for piece in self.swapped.pieces:
-            start = self.swapped.address(piece)
-            end = Address(start + piece.extent.num_bytes)
+        for each in self.swapped.extents:
+            start = self.swapped.address(each)
+            end = Address(start + each.extent.num_bytes)
             self._space.pool.reclaimer.wait_for_range(start, end)
 
     def cancel(self) -> None:
@@ -224,21 +224,21 @@ def begin_swap_out(sequence: LiveRow, end: Callable[[Swapped | None], None]) -> 
     extents = pool.acquire_or_evict([size_class for *_, size_class in runs], MemoryLocation.HOST)
     try:
         staging = PageTable(pool, 1, max(1, sum(extent.num_pages for extent in extents)))
-        pieces, staging_page = [], 0
+        moved, staging_page = [], 0
         for (group, page, num_bytes, _), extent in zip(runs, extents, strict=True):
-            pieces.append(Piece(group, page, num_bytes, extent, staging_page))
+            moved.append(SwappedExtent(group, page, num_bytes, extent, staging_page))
             staging_page += extent.num_pages
-        swapped = Swapped(sequence.row, pieces, staging)
+        swapped = Swapped(sequence.row, moved, staging)
         try:
             side = space.side_stream()
             backend.stream_wait(side, space.current_stream())
-            for piece in pieces:
-                placement = Placement(0, piece.staging_page, [piece.extent])
+            for each in moved:
+                placement = Placement(0, each.staging_page, [each.extent])
                 backend.execute(staging.ops_to_map(placement, Access.READ_WRITE))
                 staging.note_mapped(placement, Access.READ_WRITE)
-                if piece.num_bytes:
-                    source = swapped.address(piece)
-                    backend.copy(swapped.staged(piece), source, piece.num_bytes, side)
+                if each.num_bytes:
+                    source = swapped.address(each)
+                    backend.copy(swapped.staged(each), source, each.num_bytes, side)
             fence = pool.reclaimer.new_fence()
             pool.reclaimer.poll()  # While the copies run, for which nothing need be done.
         except BaseException:
@@ -284,15 +284,15 @@ def swap_in(space: RowSpace, swapped: Swapped, tenant: object) -> None:
     space.note_stream()
     backend, row = space.pool.backend, swapped.row
     changes = [
-        RowChange(piece.group.table, row, piece.page, [piece.extent.size_class], tenant)
-        for piece in swapped.pieces
+        RowChange(each.group.table, row, each.page, [each.extent.size_class], tenant)
+        for each in swapped.extents
     ]
     side, current = space.side_stream(), space.current_stream()
     with change(space.pool, changes) as made:
-        for piece, _ in zip(swapped.pieces, made.one_by_one(side), strict=True):
-            if piece.num_bytes:
-                target = swapped.address(piece)
-                backend.copy(target, swapped.staged(piece), piece.num_bytes, side)
+        for each, _ in zip(swapped.extents, made.one_by_one(side), strict=True):
+            if each.num_bytes:
+                target = swapped.address(each)
+                backend.copy(target, swapped.staged(each), each.num_bytes, side)
         backend.stream_wait(current, side)
         swapped.drop()
     space.sharing.swapped_in_bytes += swapped.num_bytes

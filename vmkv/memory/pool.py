@@ -227,7 +227,7 @@ class ExtentPool:
             for extent in extents:
                 extent.num_owners += 1
 
-    def adopt(self, handle: Handle, num_bytes: int) -> Extent:
+    def import_extent(self, handle: Handle, num_bytes: int) -> Extent:
         """An extent of memory that another process made, with one owner.
 
         It is outside the budget, may only be read, and is released once nobody needs it.
