@@ -14,7 +14,7 @@ stays where it is: it costs nothing as long as others hold it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -120,26 +120,22 @@ class Transfer:
         sequence: The sequence.
         swapped: What moves, and where to.
         fence: Covers the copies.
-        end: Told once how it ended: with what is swapped out, or None if the sequence stays.
 
     Attributes:
         swapped: What moves, and where to.
+        is_moving: Whether neither has happened yet: it left, or stays.
+        has_left: Whether it left.
     """
 
-    def __init__(
-        self,
-        sequence: LiveRow,
-        swapped: Swapped,
-        fence: Fence,
-        end: Callable[[Swapped | None], None],
-    ):
+    def __init__(self, sequence: LiveRow, swapped: Swapped, fence: Fence):
         self.swapped = swapped
+        self.is_moving = True
+        self.has_left = False
         self._sequence = sequence
         self._space = sequence.cache
         self._fence = fence
-        self._tell_end = end
-        self._is_moving = True
-        self._space.moving[sequence.row] = self._victim
+        with self._space.pool.lock:
+            self._space.moving[sequence.row] = self._victim
 
     def has_arrived(self) -> bool:
         """Whether the copies are through. Never blocks."""
@@ -170,28 +166,28 @@ class Transfer:
     def stay(self) -> bool:
         """`cancel`, unless it has ended; returns whether it had not."""
         with self._space.pool.lock:
-            if not self._is_moving:
+            if not self.is_moving:
                 return False
             self.swapped.drop()
-            self._end(None)
+            self._end()
             return True
 
     def _leave(self) -> None:
         """The sequence is swapped out from now on: its device memory is retired."""
         space = self._space
         with space.pool.lock:
-            if self._is_moving:
+            if self.is_moving:
                 fence = space.pool.reclaimer.new_fence()
                 for group, page, *_ in self.swapped.firsts():
                     group.table.retire_back(self.swapped.row, page, fence)
-                self._end(self.swapped)
+                self.has_left = True
+                self._end()
                 space.prefixes.hide(self._sequence.row)
                 space.sharing.swapped_out_bytes += self.swapped.num_bytes
 
-    def _end(self, swapped: Swapped | None) -> None:
-        self._is_moving = False
+    def _end(self) -> None:
+        self.is_moving = False
         del self._space.moving[self._sequence.row]
-        self._tell_end(swapped)
 
     def _victim(self) -> Victim:
         """First in line: nobody loses anything by it."""
@@ -199,15 +195,15 @@ class Transfer:
 
     def _gives(self) -> list[tuple[int, Extent]]:
         """What it could give up: it leaves as a whole, or not while some of it is pinned."""
-        if not self._is_moving:
+        if not self.is_moving:
             return []
         mappings = self.swapped.mappings()
         is_pinned = any(mapping.num_pins for mapping in mappings)
         return [] if is_pinned else [(0, mapping.extent) for mapping in mappings]
 
 
-def begin_swap_out(sequence: LiveRow, end: Callable[[Swapped | None], None]) -> Transfer:
-    """Start copying a sequence's own memory to the host; `end` is told how it ended.
+def begin_swap_out(sequence: LiveRow) -> Transfer:
+    """Start copying a sequence's own memory to the host.
 
     Raises:
         OutOfPagesError: No host memory is left. Nothing changed.
@@ -246,8 +242,7 @@ def begin_swap_out(sequence: LiveRow, end: Callable[[Swapped | None], None]) -> 
             raise
     finally:
         pool.disown(extents)  # From here on the staging addresses hold them.
-    with pool.lock:
-        return Transfer(sequence, swapped, fence, end)
+    return Transfer(sequence, swapped, fence)
 
 
 def _to_move(
