@@ -193,7 +193,7 @@ def _group_map(cache: KVCache, group: LayerGroup) -> GroupMap:
     rows = []
     for sequence in cache.sequences:
         state: Literal["live", "swapped"] = "live" if sequence.swapped is None else "swapped"
-        extents = (*_mapped(group, sequence.row), *_swapped(group, sequence))
+        extents = _mapped(group, sequence.row) + _swapped(group, sequence)
         rows.append(RowMap(sequence.row, state, sequence.num_tokens, extents))
     for row in cache.rows.parked():
         extents = _mapped(group, row)
@@ -212,18 +212,15 @@ def _mapped(group: LayerGroup, row: int) -> tuple[MappedExtent, ...]:
     return tuple(MappedExtent.of(each.extent, each.first_page, each.access) for each in mappings)
 
 
-def _swapped(group: LayerGroup, sequence: Sequence) -> Iterator[MappedExtent]:
+def _swapped(group: LayerGroup, sequence: Sequence) -> tuple[MappedExtent, ...]:
     """Host memory that holds what `sequence` had mapped in `group`, where that was."""
     if sequence.swapped is None:
-        return
-    supply = iter(sequence.swapped.extents)
-    for part in sequence.swapped.parts:
-        page = part.first_page
-        while page < part.first_page + part.num_pages:
-            extent = next(supply)
-            if part.group is group:
-                yield MappedExtent.of(extent, page, Access.NONE)
-            page += extent.num_pages
+        return ()
+    return tuple(
+        MappedExtent.of(each.extent, each.page, Access.NONE)
+        for each in sequence.swapped.extents
+        if each.group is group
+    )
 
 
 # ---- text -------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ import torch
 
 from ..errors import ConfigError, OutOfPagesError
 from ..units import Address, MiB
+from .device_memory import call_with_room
 from .growing import Target, map_rows
 from .layer_group import LayerGroup
 from .portable import check_groups, check_length, describe_groups
@@ -86,11 +87,9 @@ class _Buffer:
 
 def _device_buffer(space: RowSpace) -> torch.Tensor:
     try:
-        return torch.empty(_CHUNK_BYTES, dtype=torch.uint8, device=space.device)
-    except torch.OutOfMemoryError:
-        space.pool.trim()  # What nobody uses may be all that is left.
-    try:
-        return torch.empty(_CHUNK_BYTES, dtype=torch.uint8, device=space.device)
+        return call_with_room(
+            space.pool, lambda: torch.empty(_CHUNK_BYTES, dtype=torch.uint8, device=space.device)
+        )
     except torch.OutOfMemoryError as error:
         raise OutOfPagesError(
             f"no {_CHUNK_BYTES} bytes of device memory are left outside the pool to copy through; "
@@ -152,12 +151,10 @@ def _ranges(
     moved = end  # From here on it was swapped out.
     moved_address = Address(0)
     if swapped is not None:
-        staging_page = 0
-        for part in swapped.parts:
-            if part.group is group:
-                moved = part.first_page * page_bytes
-                moved_address = swapped.staging.page_address(0, staging_page)
-            staging_page += part.num_pages
+        for each in swapped.firsts():
+            if each.group is group:
+                moved = each.page * page_bytes
+                moved_address = swapped.staged(each)
     ranges = []
     row_address = group.table.page_address(row, 0)
     if start < min(end, moved):
@@ -210,13 +207,10 @@ def _checked(space: RowSpace, file: SavedFile, where: str) -> _Content:
     num_tokens = claims.integer("num_tokens", 0, 1 << 31)
     check_length(space, num_tokens, where)
     first_tokens = claims.integers("first_tokens", 0, num_tokens, at_most=len(space.groups))
-    names = {_TOKEN_IDS, *(f"group.{at}" for at in range(len(space.groups)))}
-    if file.names != names or len(first_tokens) != len(space.groups):
+    num_ids = file.num_items(_TOKEN_IDS)
+    if num_ids > num_tokens or len(first_tokens) != len(space.groups):
         raise ConfigError(f"{where} has other tensors than its groups; save the sequence again")
-    shape = file.shape(_TOKEN_IDS)
-    num_ids = min(shape[0], num_tokens) if shape else 0
-    for tensor in _tensors(space, num_tokens, num_ids, first_tokens):
-        file.check(tensor)
+    file.check(_tensors(space, num_tokens, num_ids, first_tokens))
     for at, (group, first_token) in enumerate(zip(space.groups, first_tokens, strict=True)):
         if first_token > group.first_seen_token(num_tokens):
             raise ConfigError(f"{where}: group.{at} lacks tokens that a query still sees")

@@ -31,8 +31,8 @@ def fork(space: RowSpace, source: LiveRow, num_tokens: int, row: int | None = No
     with space.pool.lock:
         if num_tokens and not source.cache.keeps(source.row, num_tokens):
             raise ConfigError(
-                f"cannot fork at {num_tokens} tokens: a sliding-window layer has let go of what "
-                "they would see"
+                f"cannot fork at {num_tokens} tokens: a sliding-window layer no longer holds "
+                "what they would see"
             )
         return fork_row(source.cache, space, source.row, num_tokens, source.tenant, row)
 

@@ -96,22 +96,22 @@ def map_rows(
     if space.keeps_past:
         targets = [target._replace(num_past_tokens=0) for target in targets]
     try:
-        parts = _plan(groups, targets, space.overread_tokens, exactly=False)
-        _map(space, parts, space.pool.acquire)
+        changes = _plan(groups, targets, space.overread_tokens, exactly=False)
+        _map(space, changes, space.pool.acquire)
     except OutOfPagesError:
-        parts = _plan(groups, targets, space.overread_tokens, exactly=True)
-        _map(space, parts, space.pool.acquire_or_evict)
+        changes = _plan(groups, targets, space.overread_tokens, exactly=True)
+        _map(space, changes, space.pool.acquire_or_evict)
 
 
 def _map(
     space: RowSpace,
-    parts: Sequence[RowChange],
+    changes: Sequence[RowChange],
     acquire: Callable[[Sequence[int]], list[Extent]],
 ) -> None:
-    if parts:
+    if changes:
         stream = space.current_stream()
         space.pool.reclaimer.poll()
-        with change(space.pool, parts, acquire=acquire) as made:
+        with change(space.pool, changes, acquire=acquire) as made:
             made.map(stream)
             made.fill(stream)
 
@@ -124,7 +124,7 @@ def _plan(
     exactly: bool,
 ) -> list[RowChange]:
     """What to map where: `exactly` what is needed, else a growth quantum (see `growth.py`)."""
-    parts = []
+    changes = []
     for row, num_tokens, num_past_tokens, tenant in targets:
         if not num_tokens:
             continue
@@ -134,8 +134,8 @@ def _plan(
             num_pages = group.pages_to_add(first_page, resident_until, exactly=exactly)
             if num_pages:
                 classes = tuple(size_classes(num_pages, group.largest_class))
-                parts.append(RowChange(group.table, row, first_page, classes, tenant))
-    return parts
+                changes.append(RowChange(group.table, row, first_page, classes, tenant))
+    return changes
 
 
 # ---- what is not needed -------------------------------------------------------------------

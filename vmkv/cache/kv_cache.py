@@ -24,12 +24,12 @@ import torch
 from ..errors import ConfigError
 from ..memory import Scrub, WriteRange, check_pool
 from .beginning import begin_with_prefix
-from .compaction import without_gaps
 from .disk import load
 from .forking import fork, pages_to_fork
-from .geometry import Geometry, LayerShape, check_positive
+from .geometry import LayerShape
 from .growing import Target, grow, map_rows, retire_behind_windows, retire_surplus
-from .layer_group import LayerGroup, split_layers
+from .layer_group import LayerGroup
+from .layers import add_layers, compact, drop_layers
 from .process import import_prefix
 from .reorder import reorder
 from .row_space import RowSpace
@@ -95,15 +95,6 @@ class KVCache(RowSpace):
             ConfigError: A size is impossible, or a layer was added before.
             OutOfPagesError, OutOfAddressSpaceError: Nothing was added.
         """
-        self.check_open()
-        wanted = list(layers)
-        taken = [layer for layer in wanted if layer in self.places]
-        if taken or not wanted or len(set(wanted)) != len(wanted):
-            raise ConfigError(
-                f"layers {taken or wanted} are in the cache already, or none is named"
-            )
-        if window_tokens is not None:
-            check_positive("window_tokens", window_tokens)
         shape = LayerShape(
             num_k_heads=num_kv_heads,
             k_dim=head_dim,
@@ -111,40 +102,14 @@ class KVCache(RowSpace):
             v_dim=head_dim if v_head_dim is None else v_head_dim,
             itemsize_bytes=dtype.itemsize,
         )
-        made: list[LayerGroup] = []
-        places: dict[int, tuple[LayerGroup, int]] = {}
-        try:
-            for members in split_layers(len(wanted), self.layers_per_group):
-                geometry = Geometry(
-                    len(members), shape, self.pool.page_bytes, self.max_tokens, self.max_sequences
-                )
-                made.append(LayerGroup(self.pool, geometry, dtype, window_tokens))
-                places |= {wanted[each]: (made[-1], at) for at, each in enumerate(members)}
-            targets = [
-                Target(each.row, each.num_tokens, num_past_tokens, each.tenant)
-                for each in self.live.values()
-            ]
-            map_rows(self, targets, made)
-        except BaseException:
-            for group in made:
-                group.close()
-            raise
-        self.groups += made
-        self.places |= places
-        return made
+        return add_layers(self, list(layers), shape, dtype, window_tokens, num_past_tokens)
 
     def drop_layers(self, layers: Iterable[int]) -> None:
         """Forget layers that were added but never written.
 
         Their room in the token row stays empty. A group with none left is closed.
         """
-        self.check_open()
-        for layer in layers:
-            group, _ = self.place(layer)
-            del self.places[layer]
-            if not self.members(group):
-                group.close()
-                self.groups.remove(group)
+        drop_layers(self, layers)
 
     def compact(self) -> bool:
         """Close the gaps that `drop_layers` left, by moving the groups that have any.
@@ -155,19 +120,7 @@ class KVCache(RowSpace):
             OutOfPagesError, OutOfAddressSpaceError: Nothing moved; the gaps stay.
             ConfigError: A sequence is swapped out. Nothing moved.
         """
-        self.check_open()
-        if not all(each.is_resident for each in self.live.values()):
-            raise ConfigError("a sequence is swapped out; swap_in() before moving layers")
-        moved = False
-        for at, group in enumerate(tuple(self.groups)):
-            members = self.members(group)
-            if len(members) < group.geometry.num_layers:
-                new = without_gaps(self, group, [place for place, _ in members])
-                self.groups[at] = new
-                self.places |= {layer: (new, place) for place, (_, layer) in enumerate(members)}
-                group.close()
-                moved = True
-        return moved
+        return compact(self)
 
     # ---- sequences ------------------------------------------------------------------------
 

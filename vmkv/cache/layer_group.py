@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -59,16 +60,19 @@ class LayerGroup:
             self.largest_class = largest_class_for_window(window_pages, pool.largest_class)
 
     @property
-    def layout(self) -> tuple[object, ...]:
-        """What two groups must agree on to map each other's extents."""
-        geometry = self.geometry
-        return (
-            geometry.num_layers,
-            geometry.shape,
-            geometry.page_bytes,
-            self.dtype,
-            self.window_tokens,
-        )
+    def layout(self) -> dict[str, Any]:
+        """What two groups must agree on to read each other's token rows, as plain values."""
+        shape = self.geometry.shape
+        return {
+            "num_layers": self.geometry.num_layers,
+            "num_k_heads": shape.num_k_heads,
+            "k_dim": shape.k_dim,
+            "num_v_heads": shape.num_v_heads,
+            "v_dim": shape.v_dim,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "window_tokens": self.window_tokens,
+            "token_bytes": self.geometry.token_bytes,
+        }
 
     @property
     def views(self) -> GroupViews:

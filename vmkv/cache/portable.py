@@ -11,28 +11,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..errors import ConfigError
-from .layer_group import LayerGroup
 from .row_space import RowSpace
 
 
 def describe_groups(space: RowSpace) -> list[dict[str, Any]]:
     """How layers are laid out, as plain values: one entry for each group, in order."""
-    return [_describe(group, space.members(group)) for group in space.groups]
-
-
-def _describe(group: LayerGroup, members: Sequence[tuple[int, int]]) -> dict[str, Any]:
-    geometry = group.geometry
-    return {
-        "places_and_layers": [list(each) for each in members],
-        "num_layers": geometry.num_layers,
-        "num_k_heads": geometry.shape.num_k_heads,
-        "k_dim": geometry.shape.k_dim,
-        "num_v_heads": geometry.shape.num_v_heads,
-        "v_dim": geometry.shape.v_dim,
-        "dtype": str(group.dtype).removeprefix("torch."),
-        "window_tokens": group.window_tokens,
-        "token_bytes": geometry.token_bytes,
-    }
+    return [
+        {"places_and_layers": [list(each) for each in space.members(group)], **group.layout}
+        for group in space.groups
+    ]
 
 
 def check_groups(space: RowSpace, theirs: Sequence[Mapping[str, Any]], where: str) -> None:

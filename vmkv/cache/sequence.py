@@ -29,8 +29,6 @@ class Sequence:
         num_tokens: How many tokens it holds.
         num_cached_tokens: How many of them were there when it began (a prefix hit).
         tenant: Whose it is.
-        swapped: Where its memory is while it is swapped out, else None.
-        transfer: Its way there, while it is moving, else None.
     """
 
     def __init__(self, cache: RowSpace, row: int, num_tokens: int, tenant: str | None):
@@ -39,8 +37,7 @@ class Sequence:
         self.num_tokens = num_tokens
         self.num_cached_tokens = 0
         self.tenant = tenant
-        self.swapped: Swapped | None = None
-        self.transfer: Transfer | None = None
+        self._transfer: Transfer | None = None  # The last one, until it came back.
         self.is_closed = False
         cache.live[row] = self
 
@@ -80,8 +77,8 @@ class Sequence:
             )
         if num_tokens and not self.cache.keeps(self.row, num_tokens):
             raise ConfigError(
-                f"cannot go back to {num_tokens} tokens: a sliding-window layer has let go of "
-                "what they would see (set keeps_past before appending)"
+                f"cannot go back to {num_tokens} tokens: a sliding-window layer no longer "
+                "holds what they would see (set keeps_past before appending)"
             )
         if not num_tokens:
             self.cache.begin_anew(self.row)
@@ -96,8 +93,8 @@ class Sequence:
         on, and end, on their own; both stay contiguous. Tokens recorded here are recorded there.
 
         Raises:
-            ConfigError: There are fewer tokens, or a sliding-window layer has let go of what the
-                fork would see.
+            ConfigError: There are fewer tokens, or a sliding-window layer no longer holds what
+                the fork would see.
             OutOfPagesError, OutOfAddressSpaceError: No memory for the tail, or no row.
             ClosedError: The sequence or its cache is closed.
             DriverError: The driver failed.
@@ -142,7 +139,7 @@ class Sequence:
         Args:
             wait: Return when the device memory is free. Otherwise return a `Transfer`, whose
                 `finish` frees it and whose `cancel` takes everything back. Where memory is short,
-                what is moving is let go before anything else gives way.
+                what is moving leaves before anything else gives way.
 
         Raises:
             ConfigError: It is swapped out, or moving, already.
@@ -155,13 +152,10 @@ class Sequence:
         Ordering: behind what the current stream was given so far, beside what it is given next.
         """
         self.check_open()
-        transfer = self.transfer = begin_swap_out(self, self._end_transfer)
+        transfer = self._transfer = begin_swap_out(self)
         if wait:
             transfer.finish()
         return self.transfer
-
-    def _end_transfer(self, swapped: Swapped | None) -> None:
-        self.swapped, self.transfer = swapped, None
 
     def swap_in(self) -> None:
         """Bring the sequence back, to the same addresses. Nothing happens if it is resident.
@@ -176,11 +170,11 @@ class Sequence:
         Ordering: what the current stream is given next waits for the copies; the caller does not.
         """
         self._check_not_closed()
-        if self.transfer is not None:
-            self.transfer.stay()
+        if self._transfer is not None:
+            self._transfer.stay()
         if self.swapped is not None:
-            swap_in(self.cache, self.swapped, self.row, self.tenant)
-            self.swapped = None
+            swap_in(self.cache, self.swapped, self.tenant)
+        self._transfer = None
 
     def spill(self, num_bytes: int) -> int:
         """Move the oldest extents to host memory, `num_bytes` at least, where kernels read them.
@@ -264,12 +258,25 @@ class Sequence:
     @property
     def is_resident(self) -> bool:
         """Whether kernels can read it: neither swapped out nor moving."""
-        return self.swapped is None and self.transfer is None
+        last = self._transfer
+        return last is None or not (last.is_moving or last.has_left)
+
+    @property
+    def transfer(self) -> Transfer | None:
+        """Its way to the host, while it is moving, else None."""
+        last = self._transfer
+        return last if last is not None and last.is_moving else None
+
+    @property
+    def swapped(self) -> Swapped | None:
+        """Where its memory is while it is swapped out, else None."""
+        last = self._transfer
+        return last.swapped if last is not None and last.has_left else None
 
     def first_token(self, layer: int) -> int:
         """The first token of `layer` that is there; `num_tokens` if none is.
 
-        0 but for sliding-window layers, which let go of what no query will see. What lies before
+        0 but for sliding-window layers, which drop what no query will see. What lies before
         has no memory: a kernel that is told the window does not touch it, and nobody else may.
 
         Raises:
@@ -307,11 +314,11 @@ class Sequence:
 
     def drop_host_copy(self) -> None:
         """Give up what is in host memory, or on its way there; for a sequence that ends."""
-        if self.transfer is not None:
-            self.transfer.stay()
+        if self._transfer is not None:
+            self._transfer.stay()
         if self.swapped is not None:
-            drop_swapped(self.cache, self.swapped, self.row)
-            self.swapped = None
+            drop_swapped(self.cache, self.swapped)
+        self._transfer = None
 
     def check_open(self) -> None:
         """Raise `ClosedError` if the sequence has ended, `ConfigError` if it is swapped out."""

@@ -14,7 +14,7 @@ stays where it is: it costs nothing as long as others hold it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -36,56 +36,73 @@ from .row_space import LiveRow, RowSpace
 from .victims import victim_of
 
 
-@dataclass(frozen=True)
-class Part:
-    """The pages of one group's row that move: a run to the end of what the sequence holds.
+class SwappedExtent(NamedTuple):
+    """What one extent of host memory holds.
 
     Attributes:
-        group: The group.
-        row: The row.
-        first_page: Where the run starts.
-        num_pages: Its length.
+        group: Of which group.
+        page: From which page of the row on.
         num_bytes: How much of it holds tokens.
+        extent: The extent.
+        staging_page: Where it is mapped meanwhile.
     """
 
     group: LayerGroup
-    row: int
-    first_page: int
-    num_pages: int
+    page: int
     num_bytes: int
-
-    def mappings(self) -> list[Mapping]:
-        """What is mapped there, and behind."""
-        table = self.group.table
-        return table.overlapping(self.row, self.first_page, table.row_pages)
-
-    def wait_until_gone(self) -> None:
-        """Wait until what was retired from these pages is unmapped."""
-        table = self.group.table
-        end = table.page_address(self.row, self.first_page + self.num_pages)
-        start = table.page_address(self.row, self.first_page)
-        self.group.pool.reclaimer.wait_for_range(start, end)
+    extent: Extent
+    staging_page: int
 
 
 @dataclass(frozen=True)
 class Swapped:
-    """Where the moved parts of a sequence are now.
+    """Where the memory of a sequence is now.
+
+    Copies go extent by extent, because mapping the next one costs less than copying this one.
 
     Attributes:
-        parts: What moved.
-        extents: Host memory that holds it, part after part, each starting on a page.
-        staging: Where that is mapped meanwhile, from the first page on, which also keeps it.
-            Granting access takes half as long as copying, so it is done once for both ways.
+        row: Its row.
+        extents: What moved: of each group a run to the end of what the sequence holds, in order.
+        staging: Where the host memory is mapped meanwhile, which also keeps it. Granting access
+            takes half as long as copying, so it is done once for both ways.
     """
 
-    parts: Sequence[Part]
-    extents: Sequence[Extent]
+    row: int
+    extents: Sequence[SwappedExtent]
     staging: PageTable
+
+    @property
+    def num_pages(self) -> int:
+        """What comes back."""
+        return sum(each.extent.num_pages for each in self.extents)
 
     @property
     def num_bytes(self) -> int:
         """What is copied."""
-        return sum(part.num_bytes for part in self.parts)
+        return sum(each.num_bytes for each in self.extents)
+
+    def address(self, each: SwappedExtent) -> Address:
+        """Where what an extent holds belongs."""
+        return each.group.table.page_address(self.row, each.page)
+
+    def staged(self, each: SwappedExtent) -> Address:
+        """Where it lies meanwhile."""
+        return self.staging.page_address(0, each.staging_page)
+
+    def firsts(self) -> list[SwappedExtent]:
+        """The first extent of each group."""
+        firsts: dict[int, SwappedExtent] = {}
+        for each in self.extents:
+            firsts.setdefault(id(each.group), each)
+        return list(firsts.values())
+
+    def mappings(self) -> list[Mapping]:
+        """What is mapped where it was, and behind."""
+        return [
+            mapping
+            for group, page, *_ in self.firsts()
+            for mapping in group.table.overlapping(self.row, page, group.table.row_pages)
+        ]
 
     def drop(self) -> None:
         """Give the host memory up, once the copies given to any stream so far are through.
@@ -103,26 +120,22 @@ class Transfer:
         sequence: The sequence.
         swapped: What moves, and where to.
         fence: Covers the copies.
-        end: Told once how it ended: with what is swapped out, or None if the sequence stays.
 
     Attributes:
         swapped: What moves, and where to.
+        is_moving: Whether neither has happened yet: it left, or stays.
+        has_left: Whether it left.
     """
 
-    def __init__(
-        self,
-        sequence: LiveRow,
-        swapped: Swapped,
-        fence: Fence,
-        end: Callable[[Swapped | None], None],
-    ):
+    def __init__(self, sequence: LiveRow, swapped: Swapped, fence: Fence):
         self.swapped = swapped
+        self.is_moving = True
+        self.has_left = False
         self._sequence = sequence
         self._space = sequence.cache
         self._fence = fence
-        self._tell_end = end
-        self._is_moving = True
-        self._space.moving[sequence.row] = self._victim
+        with self._space.pool.lock:
+            self._space.moving[sequence.row] = self._victim
 
     def has_arrived(self) -> bool:
         """Whether the copies are through. Never blocks."""
@@ -135,8 +148,10 @@ class Transfer:
             DriverError: It may be swapped out, its memory not free yet.
         """
         self._leave()
-        for part in self.swapped.parts:
-            part.wait_until_gone()
+        for each in self.swapped.extents:
+            start = self.swapped.address(each)
+            end = Address(start + each.extent.num_bytes)
+            self._space.pool.reclaimer.wait_for_range(start, end)
 
     def cancel(self) -> None:
         """Leave the sequence where it is; its copy is dropped.
@@ -151,44 +166,44 @@ class Transfer:
     def stay(self) -> bool:
         """`cancel`, unless it has ended; returns whether it had not."""
         with self._space.pool.lock:
-            if not self._is_moving:
+            if not self.is_moving:
                 return False
             self.swapped.drop()
-            self._end(None)
+            self._end()
             return True
 
     def _leave(self) -> None:
         """The sequence is swapped out from now on: its device memory is retired."""
         space = self._space
         with space.pool.lock:
-            if self._is_moving:
+            if self.is_moving:
                 fence = space.pool.reclaimer.new_fence()
-                for part in self.swapped.parts:
-                    part.group.table.retire_back(part.row, part.first_page, fence)
-                self._end(self.swapped)
+                for group, page, *_ in self.swapped.firsts():
+                    group.table.retire_back(self.swapped.row, page, fence)
+                self.has_left = True
+                self._end()
                 space.prefixes.hide(self._sequence.row)
                 space.sharing.swapped_out_bytes += self.swapped.num_bytes
 
-    def _end(self, swapped: Swapped | None) -> None:
-        self._is_moving = False
+    def _end(self) -> None:
+        self.is_moving = False
         del self._space.moving[self._sequence.row]
-        self._tell_end(swapped)
 
     def _victim(self) -> Victim:
         """First in line: nobody loses anything by it."""
         return victim_of(self._gives, lambda _: self._leave(), last_used=0)
 
     def _gives(self) -> list[tuple[int, Extent]]:
-        """What it could give up: it leaves as a whole, or not while part is pinned."""
-        if not self._is_moving:
+        """What it could give up: it leaves as a whole, or not while some of it is pinned."""
+        if not self.is_moving:
             return []
-        mappings = [mapping for part in self.swapped.parts for mapping in part.mappings()]
+        mappings = self.swapped.mappings()
         is_pinned = any(mapping.num_pins for mapping in mappings)
         return [] if is_pinned else [(0, mapping.extent) for mapping in mappings]
 
 
-def begin_swap_out(sequence: LiveRow, end: Callable[[Swapped | None], None]) -> Transfer:
-    """Start copying a sequence's own memory to the host; `end` is told how it ended.
+def begin_swap_out(sequence: LiveRow) -> Transfer:
+    """Start copying a sequence's own memory to the host.
 
     Raises:
         OutOfPagesError: No host memory is left. Nothing changed.
@@ -201,23 +216,25 @@ def begin_swap_out(sequence: LiveRow, end: Callable[[Swapped | None], None]) -> 
     pool, backend = space.pool, space.pool.backend
     space.note_stream()
     pool.reclaimer.free_idle_reservations()
-    parts = _parts_to_move(space, sequence.row, sequence.num_tokens)
-    # Extents for the parts, none of which is shared between two.
-    classes = [each for part in parts for each in size_classes(part.num_pages, pool.largest_class)]
-    extents = pool.acquire_or_evict(classes, MemoryLocation.HOST)
+    runs = list(_to_move(space, sequence.row, sequence.num_tokens))
+    extents = pool.acquire_or_evict([size_class for *_, size_class in runs], MemoryLocation.HOST)
     try:
-        staging = PageTable(pool, 1, max(1, sum(part.num_pages for part in parts)))
-        swapped = Swapped(parts, extents, staging)
+        staging = PageTable(pool, 1, max(1, sum(extent.num_pages for extent in extents)))
+        moved, staging_page = [], 0
+        for (group, page, num_bytes, _), extent in zip(runs, extents, strict=True):
+            moved.append(SwappedExtent(group, page, num_bytes, extent, staging_page))
+            staging_page += extent.num_pages
+        swapped = Swapped(sequence.row, moved, staging)
         try:
             side = space.side_stream()
             backend.stream_wait(side, space.current_stream())
-            for piece in _pieces(swapped):
-                placement = Placement(0, piece.staging_page, [piece.extent])
+            for each in moved:
+                placement = Placement(0, each.staging_page, [each.extent])
                 backend.execute(staging.ops_to_map(placement, Access.READ_WRITE))
                 staging.note_mapped(placement, Access.READ_WRITE)
-                if piece.num_bytes:
-                    at = staging.page_address(0, piece.staging_page)
-                    backend.copy(at, piece.address, piece.num_bytes, side)
+                if each.num_bytes:
+                    source = swapped.address(each)
+                    backend.copy(swapped.staged(each), source, each.num_bytes, side)
             fence = pool.reclaimer.new_fence()
             pool.reclaimer.poll()  # While the copies run, for which nothing need be done.
         except BaseException:
@@ -225,12 +242,33 @@ def begin_swap_out(sequence: LiveRow, end: Callable[[Swapped | None], None]) -> 
             raise
     finally:
         pool.disown(extents)  # From here on the staging addresses hold them.
-    with pool.lock:
-        return Transfer(sequence, swapped, fence, end)
+    return Transfer(sequence, swapped, fence)
 
 
-def swap_in(space: RowSpace, swapped: Swapped, row: int, tenant: object) -> None:
-    """Map new device memory where that of `row` was, and copy its contents back.
+def _to_move(
+    space: RowSpace, row: int, num_tokens: int
+) -> Iterator[tuple[LayerGroup, int, int, int]]:
+    """What swapping a row of `num_tokens` tokens out moves: all behind what it shares.
+
+    By group, page, bytes that hold tokens, and size class of the memory to hold them.
+    """
+    for group in space.groups:
+        geometry = group.geometry
+        end_tokens = min(num_tokens + space.overread_tokens, geometry.row_tokens)
+        end_page = geometry.pages_for(end_tokens) if num_tokens else 0
+        mappings = group.table.overlapping(row, 0, end_page)
+        own = next((each for each in mappings if not each.extent.is_shared), None)
+        if own is not None:
+            page = own.first_page
+            for size_class in size_classes(end_page - page, space.pool.largest_class):
+                left_bytes = num_tokens * geometry.token_bytes - page * geometry.page_bytes
+                num_bytes = max(0, min(geometry.page_bytes << size_class, left_bytes))
+                yield group, page, num_bytes, size_class
+                page += 1 << size_class
+
+
+def swap_in(space: RowSpace, swapped: Swapped, tenant: object) -> None:
+    """Map new device memory where that of a row was, and copy its contents back.
 
     The current stream waits for the copies, the caller does not.
 
@@ -239,18 +277,17 @@ def swap_in(space: RowSpace, swapped: Swapped, row: int, tenant: object) -> None
         OutOfAddressSpaceError, DriverError: Nothing changed.
     """
     space.note_stream()
-    backend = space.pool.backend
-    pieces = list(_pieces(swapped))
+    backend, row = space.pool.backend, swapped.row
     changes = [
-        RowChange(piece.part.group.table, row, piece.page, [piece.extent.size_class], tenant)
-        for piece in pieces
+        RowChange(each.group.table, row, each.page, [each.extent.size_class], tenant)
+        for each in swapped.extents
     ]
     side, current = space.side_stream(), space.current_stream()
     with change(space.pool, changes) as made:
-        for piece, _ in zip(pieces, made.one_by_one(side), strict=True):
-            if piece.num_bytes:
-                at = swapped.staging.page_address(0, piece.staging_page)
-                backend.copy(piece.address, at, piece.num_bytes, side)
+        for each, _ in zip(swapped.extents, made.one_by_one(side), strict=True):
+            if each.num_bytes:
+                target = swapped.address(each)
+                backend.copy(target, swapped.staged(each), each.num_bytes, side)
         backend.stream_wait(current, side)
         swapped.drop()
     space.sharing.swapped_in_bytes += swapped.num_bytes
@@ -258,58 +295,7 @@ def swap_in(space: RowSpace, swapped: Swapped, row: int, tenant: object) -> None
         space.prefixes.take(row)
 
 
-def drop_swapped(space: RowSpace, swapped: Swapped, row: int) -> None:
-    """Give up what `row`, whose sequence ends, has in host memory. Locked."""
+def drop_swapped(space: RowSpace, swapped: Swapped) -> None:
+    """Give up what a row, whose sequence ends, has in host memory. Locked."""
     swapped.drop()
-    space.prefixes.truncate(row, space.resident_tokens(row))
-
-
-# ---- what moves ---------------------------------------------------------------------------
-
-
-def _parts_to_move(space: RowSpace, row: int, num_tokens: int) -> list[Part]:
-    """What swapping a row of `num_tokens` tokens out moves: all behind what it shares."""
-    parts = []
-    for group in space.groups:
-        end_tokens = min(num_tokens + space.overread_tokens, group.geometry.row_tokens)
-        end_page = group.geometry.pages_for(end_tokens) if num_tokens else 0
-        mappings = group.table.overlapping(row, 0, end_page)
-        own = next((each for each in mappings if not each.extent.is_shared), None)
-        if own is not None:
-            start_bytes = own.first_page * group.geometry.page_bytes
-            num_bytes = num_tokens * group.geometry.token_bytes - start_bytes
-            num_pages = end_page - own.first_page
-            parts.append(Part(group, row, own.first_page, num_pages, max(0, num_bytes)))
-    return parts
-
-
-class _Piece(NamedTuple):
-    """One host extent, and what of a part it holds.
-
-    Copies go piece by piece, because mapping the next one costs less than copying this one.
-    """
-
-    extent: Extent
-    staging_page: int
-    part: Part
-    page: int
-    num_bytes: int
-
-    @property
-    def address(self) -> Address:
-        """Where the piece lies in its row."""
-        return self.part.group.table.page_address(self.part.row, self.page)
-
-
-def _pieces(swapped: Swapped) -> Iterator[_Piece]:
-    supply = iter(swapped.extents)
-    staging_page = 0
-    for part in swapped.parts:
-        page = 0
-        while page < part.num_pages:
-            extent = next(supply)
-            start_bytes = page * part.group.geometry.page_bytes
-            num_bytes = max(0, min(extent.num_bytes, part.num_bytes - start_bytes))
-            yield _Piece(extent, staging_page, part, part.first_page + page, num_bytes)
-            page += extent.num_pages
-            staging_page += extent.num_pages
+    space.prefixes.truncate(swapped.row, space.resident_tokens(swapped.row))

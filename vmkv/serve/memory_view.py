@@ -218,7 +218,7 @@ class MemoryView:
         if sequence.swapped is None:
             return pages
         # What it shares has stayed.
-        moved_pages = sum(part.num_pages for part in sequence.swapped.parts)
+        moved_pages = sequence.swapped.num_pages
         return min(pages, moved_pages + pages - self.peak_pages(sequence.num_tokens))
 
     # ---- what the scheduler may know ------------------------------------------------------

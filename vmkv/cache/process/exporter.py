@@ -232,7 +232,7 @@ class PrefixExporter:
     # ---- end ------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Serve nobody any more, and let go of what was shared. Idempotent.
+        """Serve nobody any more, and give up what was shared. Idempotent.
 
         Raises:
             DriverError: Memory could not be given back yet; the pool tries again.

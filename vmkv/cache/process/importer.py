@@ -74,7 +74,7 @@ def _receive(pool: ExtentPool, channel: Channel, offer: Offer, extents: list[Ext
             for fd, num_bytes in zip(fds, batch, strict=True):
                 handle = pool.backend.mem_import(fd, num_bytes)
                 try:
-                    extents.append(pool.adopt(handle, num_bytes))
+                    extents.append(pool.import_extent(handle, num_bytes))
                 except BaseException:
                     pool.backend.mem_release(handle)
                     raise
@@ -89,15 +89,15 @@ def _fill(
 ) -> None:
     """Map the extents at the start of the row, and what kernels fetch past them behind."""
     supply = iter(extents)
-    parts = []
+    changes = []
     for group, theirs in zip(space.groups, offer.groups, strict=True):
         again = []
         page = theirs.first_page
         for extent in islice(supply, len(theirs.sizes_bytes)):
             again.append(Mapping(page, extent, Access.READ))
             page = again[-1].end_page
-        parts.append(RowChange(group.table, row, theirs.first_page, again=again))
-    with change(space.pool, parts) as made:
+        changes.append(RowChange(group.table, row, theirs.first_page, again=again))
+    with change(space.pool, changes) as made:
         made.map(space.current_stream())
     for group, theirs in zip(space.groups, offer.groups, strict=True):
         group.begin_row(row, theirs.first_token)

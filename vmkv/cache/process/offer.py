@@ -7,7 +7,7 @@ nothing but it. What lies behind is the importer's to compute.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ...backend import MemoryLocation
@@ -67,8 +67,8 @@ def whole_extents(space: RowSpace, row: int, num_tokens: int) -> tuple[Offer, li
         The offer, cut to whole extents, and by layer group the mappings that it consists of.
 
     Raises:
-        ConfigError: Not even the first extents are whole; or a sliding-window layer has let go
-            of what the prefix sees; or some of it is in memory that cannot be shared.
+        ConfigError: Not even the first extents are whole; or a sliding-window layer no longer
+            holds what the prefix sees; or some of it is in memory that cannot be shared.
     """
     covered = num_tokens
     for group in space.groups:
@@ -124,8 +124,8 @@ def _first_token(group: LayerGroup, row: int, mappings: Sequence[Mapping], num_t
 
 def _lacks_past(num_tokens: int) -> ConfigError:
     return ConfigError(
-        f"cannot export {num_tokens} tokens: a sliding-window layer has let go of what they would "
-        "see (export earlier, or set keeps_past before appending)"
+        f"cannot export {num_tokens} tokens: a sliding-window layer no longer holds what they "
+        "would see (export earlier, or set keeps_past before appending)"
     )
 
 
@@ -137,14 +137,7 @@ def as_values(space: RowSpace, offer: Offer) -> dict[str, Any]:
         "layout": describe_groups(space),
         "num_tokens": offer.num_tokens,
         "token_ids": list(offer.token_ids),
-        "groups": [
-            {
-                "first_page": each.first_page,
-                "sizes_bytes": list(each.sizes_bytes),
-                "first_token": each.first_token,
-            }
-            for each in offer.groups
-        ],
+        "groups": [asdict(each) for each in offer.groups],
     }
 
 
