@@ -19,15 +19,21 @@ from ..units import format_bytes
 from .arguments import Commands
 
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
-#: Kernels that are installed separately: the compute capabilities that each is for, and how to get
-#: it. The fastest first, as `attention/registry.py` has them.
+#: Kernels that are installed separately: the distribution, how to install it, and the compute
+#: capabilities that it is for. FlashAttention-3 comes from PyTorch, for two releases of CUDA.
 _KERNELS = {
-    "flash3": (range(9, 10), "pip install flash-attn-3 --extra-index-url {wheels}"),
-    "flash2": (range(8, 100), "pip install flash-attn --no-build-isolation"),
-    "flash4": (range(10, 100), "pip install --pre flash-attn-4; then name it: not measured here"),
+    "flash3": (
+        "flash-attn-3",
+        "flash-attn-3 --extra-index-url https://download.pytorch.org/whl/{cuda}",
+        range(9, 10),
+    ),
+    "flash2": ("flash-attn", "flash-attn --no-build-isolation", range(8, 100)),
+    "flash4": (
+        "flash-attn-4",
+        "--pre flash-attn-4 (not measured: taken only by name)",
+        range(10, 100),
+    ),
 }
-#: PyTorch builds FlashAttention-3 for these releases of CUDA.
-_WHEELS = "https://download.pytorch.org/whl/{}"
 #: What the engine takes where it runs; `generate` leaves it to those who name it.
 _SERVING = "flash3"
 #: Where a package makes a difference: its distribution, what it is for, how to get it.
@@ -227,25 +233,31 @@ def _attention() -> Iterator[Finding]:
             reason = why_not(name, spec)
         except VMKVError as error:
             reason = str(error)
-        remedy = ""
-        if reason is not None and is_cuda and name in _KERNELS:
-            capabilities, command = _KERNELS[name]
-            if torch.cuda.get_device_capability()[0] in capabilities:
-                remedy = command.format(wheels=_wheels())
-        yield Finding("attention", name, reason is None, reason or f"on {device_type}", remedy)
+        details, remedy = reason or f"on {device_type}", ""
+        if is_cuda and name in _KERNELS:
+            distribution, options, capabilities = _KERNELS[name]
+            version = _version(distribution)
+            if reason is None:
+                details += f", {distribution} {version}" if version else ""
+            elif torch.cuda.get_device_capability()[0] in capabilities:
+                again = " --force-reinstall --no-deps" if version else ""
+                is_cuda_12 = (torch.version.cuda or "").startswith("12")
+                options = options.format(cuda="cu126" if is_cuda_12 else "cu130")
+                remedy = f"pip install{again} {options}"
+        yield Finding("attention", name, reason is None, details, remedy)
 
 
-def _wheels() -> str:
-    import torch
-
-    return _WHEELS.format("cu126" if (torch.version.cuda or "").startswith("12") else "cu130")
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _packages() -> Iterator[Finding]:
     for name, purpose, remedy in _PACKAGES:
-        try:
-            version = metadata.version(name)
-        except metadata.PackageNotFoundError:
+        version = _version(name)
+        if version is None:
             yield Finding("package", name, False, f"not installed; for {purpose}", remedy)
         else:
             yield Finding("package", name, True, f"{version}, for {purpose}")

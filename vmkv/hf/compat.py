@@ -1,7 +1,7 @@
-"""Every difference between transformers releases that vmkv knows, in one file.
+"""What vmkv knows of transformers' insides, and of how its releases differ, in one file.
 
-Supported: 4.57 and 5.x. Each function names the release that forced it. Features are told by
-what the installed release has, not by its number, wherever that is possible.
+Supported: 4.57 and 5.x. Features are told by what the installed release has, not by its number,
+wherever that is possible.
 """
 
 from __future__ import annotations
