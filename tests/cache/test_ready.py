@@ -13,6 +13,7 @@ import pytest
 from helpers.stamps import append, assert_holds
 
 from vmkv import ClosedError, HostBackend, KVCache, Sequence
+from vmkv.cache import make_ready
 from vmkv.memory import check_pool
 from vmkv.units import KiB
 
@@ -46,7 +47,7 @@ def test_what_is_ready_is_only_mapped(make_cache: MakeCache) -> None:
     cache = make_cache(budget_bytes=40 * PAGE)
     _parked(cache, 80, 80)
     live = cache.open(row=2)
-    assert cache.make_ready([(live, 40)])
+    assert make_ready(cache, [(live, 40)])
     calls = _calls_of(cache, lambda: live.append(40))
     assert set(calls) == MAPS
     check_pool(cache.pool)
@@ -56,9 +57,9 @@ def test_what_is_not_short_is_created_ahead(make_cache: MakeCache) -> None:
     """And is asked for once: a second call finds it."""
     cache = make_cache()
     live = cache.open()
-    calls = _calls_of(cache, lambda: cache.make_ready([(live, 84)]))
+    calls = _calls_of(cache, lambda: make_ready(cache, [(live, 84)]))
     assert {"mem_create": 3} == calls  # 21 pages are 16 + 4 + 1.
-    assert Counter() == _calls_of(cache, lambda: cache.make_ready([(live, 84)]))
+    assert Counter() == _calls_of(cache, lambda: make_ready(cache, [(live, 84)]))
     assert Counter(mem_map=3, mem_set_access=1) == _calls_of(cache, lambda: live.append(84))
 
 
@@ -66,7 +67,7 @@ def test_rows_to_come_are_counted(make_cache: MakeCache) -> None:
     """A prompt that has no row yet finds memory too."""
     cache = make_cache(budget_bytes=40 * PAGE)
     _parked(cache, 80)
-    assert cache.make_ready([], 60)
+    assert make_ready(cache, [], 60)
     row = cache.open(row=1)
     assert MAPS == set(_calls_of(cache, lambda: row.append(60)))
 
@@ -76,7 +77,7 @@ def test_extents_of_the_wanted_classes_are_handed_over(make_cache: MakeCache) ->
     cache = make_cache(budget_bytes=3 * 21 * PAGE)
     _parked(cache, 84, 84, 84)
     live = cache.open(row=3)
-    calls = _calls_of(cache, lambda: cache.make_ready([(live, 84)]))
+    calls = _calls_of(cache, lambda: make_ready(cache, [(live, 84)]))
     assert {"record_fence", "mem_unmap"} >= set(calls)
     assert MAPS == set(_calls_of(cache, lambda: live.append(84)))
 
@@ -87,7 +88,7 @@ def test_no_more_gives_way_than_twice_what_is_wanted(make_cache: MakeCache) -> N
     _parked(cache, 80, 80, 80)
     live = cache.open(row=3)
     for _ in range(5):
-        assert cache.make_ready([(live, 4)])
+        assert make_ready(cache, [(live, 4)])
     assert [16, 20, 20, 0] == _pages(cache)  # The least that a row can give up.
 
 
@@ -96,7 +97,7 @@ def test_the_row_used_longest_ago_gives_way_first(make_cache: MakeCache) -> None
     cache = make_cache(budget_bytes=40 * PAGE)
     _parked(cache, 80, 80)
     live = cache.open(row=2)
-    assert cache.make_ready([(live, 8)])
+    assert make_ready(cache, [(live, 8)])
     assert [16, 20, 0, 0] == _pages(cache)
     hit = cache.open(prompt=[*range(80), 7])
     assert_holds(hit, range(hit.num_cached_tokens))
@@ -110,8 +111,8 @@ def test_live_rows_keep_what_they_have(make_cache: MakeCache) -> None:
     for sequence in live:
         append(sequence, range(80))
     before = cache.pool.stats()
-    assert not cache.make_ready([(live[0], 100)])
-    assert not cache.make_ready([(live[0], 100)], wait=True)
+    assert not make_ready(cache, [(live[0], 100)])
+    assert not make_ready(cache, [(live[0], 100)], wait=True)
     assert before == cache.pool.stats()
     for sequence in live:
         assert_holds(sequence, range(80))
@@ -125,12 +126,12 @@ def test_it_never_waits_unless_it_is_told_to(host: HostBackend, make_cache: Make
     _parked(cache, 80, 80)
     waited_s = cache.pool.reclaimer.waited_s
     for _ in range(3):
-        assert not cache.make_ready([(live, 8)])
+        assert not make_ready(cache, [(live, 8)])
     assert waited_s == cache.pool.reclaimer.waited_s
     assert 4 * PAGE == cache.pool.stats().retired_bytes  # Twice two pages, and no more.
     host.pass_fences()
     host.hold_fences()
-    assert cache.make_ready([(live, 8)])
+    assert make_ready(cache, [(live, 8)])
     assert MAPS == set(_calls_of(cache, lambda: live.append(8)))
 
 
@@ -140,7 +141,7 @@ def test_told_to_it_waits(host: HostBackend, make_cache: MakeCache) -> None:
     live = cache.open(row=2)
     host.hold_fences()
     _parked(cache, 80, 80)
-    assert cache.make_ready([(live, 60)], wait=True)
+    assert make_ready(cache, [(live, 60)], wait=True)
     assert MAPS == set(_calls_of(cache, lambda: live.append(60)))
 
 
@@ -151,7 +152,7 @@ def test_sequences_that_are_elsewhere_are_passed_over(make_cache: MakeCache) -> 
     append(live, range(40))
     append(away, range(40))
     away.swap_out()
-    assert Counter() == _calls_of(cache, lambda: cache.make_ready([(away, 80), (live, 40)]))
+    assert Counter() == _calls_of(cache, lambda: make_ready(cache, [(away, 80), (live, 40)]))
 
 
 def test_rows_left_before_the_last_fence_give_way_without_a_wait(
@@ -201,7 +202,7 @@ def test_growing_under_pressure_maps_and_does_nothing_else(
             sequence.record(prompt[cache.prefixes.num_recorded(sequence.row) :])
             fences = [host._last_fence]
         wanted = [(sequence, sequence.num_tokens + 1) for sequence, _ in running]
-        is_ready = cache.make_ready(wanted)
+        is_ready = make_ready(cache, wanted)
         calls = _calls_of(cache, lambda wanted=wanted: cache.grow(wanted))
         if is_ready:
             late += calls
@@ -221,4 +222,4 @@ def test_closed_cache_says_so(make_cache: MakeCache) -> None:
     cache = make_cache()
     cache.close()
     with pytest.raises(ClosedError):
-        cache.make_ready([], 4)
+        make_ready(cache, [], 4)

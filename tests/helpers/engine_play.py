@@ -18,6 +18,7 @@ from helpers.stamp_runner import VOCABULARY, Mishap, StampRunner, answer
 from helpers.stamped_rows import History, StampedRows
 
 from vmkv import ExtentPool, KVCache, SamplingParams
+from vmkv.cache import make_ready
 from vmkv.errors import CapacityError, ConfigError, DriverError
 from vmkv.serve import Engine, FinishReason, RequestHandle, engine
 from vmkv.serve.preemption import PreemptionCosts
@@ -244,7 +245,7 @@ class EnginePlay(PoolPlay):
             live = self.cache.live_sequences()
             before, num_done = self._live_pages(), self.device.num_done
             wanted = [(each, each.num_tokens + num_tokens) for each in live]
-            self.cache.make_ready(wanted, num_new_tokens)
+            make_ready(self.cache, wanted, num_new_tokens)
             assert before == self._live_pages(), "a live sequence gave way"
             assert num_done == self.device.num_done, "it waited for the device"
 
@@ -383,7 +384,7 @@ class EnginePlay(PoolPlay):
         """Whatever can be found as a prefix is what it says, in live rows and parked ones."""
         for row in range(self.cache.max_sequences):
             tokens = self.cache.prefixes.token_ids(row)
-            sequence = self.cache._sequences.get(row)
+            sequence = self.cache.live.get(row)
             if not tokens or (sequence is not None and sequence.swapped is not None):
                 continue
             if sequence is None:

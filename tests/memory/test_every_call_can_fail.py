@@ -13,7 +13,7 @@ import pytest
 from helpers.faulty_cache import PAGE, FaultyCache
 
 from vmkv import HostBackend, Sequence
-from vmkv.cache import layer_group
+from vmkv.cache import layer_group, make_ready
 from vmkv.cache.cost import CostModel
 from vmkv.testing import FaultInjectingBackend, Scenario, check_every_call_can_fail
 
@@ -147,7 +147,7 @@ def _fork_into_scrubbed_memory(backend: FaultInjectingBackend) -> Scenario:
     state = FaultyCache(backend, scrub="always")
     sequence = state.begin(98)
     state.begin(1).close()
-    state.cache._retire_parked(1, 0)
+    state.cache.retire_parked(1, 0)
     state.pool.reclaimer.wait()
     return state.scenario(lambda: state.fork(sequence))
 
@@ -191,7 +191,7 @@ def _write_what_was_shared(backend: FaultInjectingBackend) -> Scenario:
     state = FaultyCache(backend, protects_shared=True, scrub="always")
     sequence = state.begin(98)
     state.fork(sequence).close()
-    state.cache._retire_parked(1, 0)
+    state.cache.retire_parked(1, 0)
     sequence.truncate(50)
     return state.scenario(lambda: sequence.append(5))
 
@@ -254,7 +254,7 @@ def _append_with_scrubbing(backend: FaultInjectingBackend) -> Scenario:
     state = FaultyCache(backend, scrub="always")
     sequence = state.begin(10)
     state.begin(40).close()
-    state.cache._retire_parked(1, 0)
+    state.cache.retire_parked(1, 0)
     state.pool.reclaimer.wait()
     return state.scenario(lambda: sequence.append(30))
 
@@ -292,7 +292,7 @@ def _make_ready(backend: FaultInjectingBackend) -> Scenario:
     sequence = state.begin(16)
     state.begin(20)
     state.begin(40).close()
-    return state.scenario(lambda: state.cache.make_ready([(sequence, 40)], 16, wait=True))
+    return state.scenario(lambda: make_ready(state.cache, [(sequence, 40)], 16, wait=True))
 
 
 _MAPS = {"mem_create", "mem_map", "mem_set_access"}

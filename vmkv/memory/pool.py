@@ -221,7 +221,7 @@ class ExtentPool:
         """Keep `extents`, which somebody holds, alive until `disown`. Takes no lock."""
         count_references(extents, 0, 0, 1)
 
-    def adopt(self, handle: Handle, num_bytes: int) -> Extent:
+    def import_extent(self, handle: Handle, num_bytes: int) -> Extent:
         """An extent of memory that another process made, with one owner.
 
         It is outside the budget, may only be read, and is released once nobody needs it.
