@@ -21,13 +21,12 @@ from typing import cast
 
 import torch
 
-from ..errors import ConfigError
-from ..memory import Scrub, WriteRange, check_pool
+from ..memory import WriteRange, check_pool
 from .beginning import begin_with_prefix
 from .disk import load
 from .forking import fork, pages_to_fork
 from .geometry import LayerShape
-from .growing import Target, grow, map_rows, retire_behind_windows, retire_surplus
+from .growing import grow, keep_resident, retire_behind_windows, retire_surplus
 from .layer_group import LayerGroup
 from .layers import add_layers, compact, drop_layers
 from .process import import_prefix
@@ -264,25 +263,7 @@ class KVCache(RowSpace):
             OutOfPagesError: They are not to be had. Nothing changed.
             ConfigError: The pool poisons memory, which such a kernel would fetch. Likewise.
         """
-        self.check_open()
-        before = self.overread_tokens
-        if overread_tokens <= before:
-            return
-        if self.pool.scrub is Scrub.POISON:
-            raise ConfigError(
-                f"a kernel that fetches {overread_tokens} tokens past the length would fetch the "
-                'NaN of scrub="poison"; choose another attention backend, or none of the poison'
-            )
-        self.overread_tokens = overread_tokens
-        try:
-            live = self.live_sequences()
-            lengths = [
-                Target(each.row, each.num_tokens, each.num_tokens, each.tenant) for each in live
-            ]
-            map_rows(self, lengths)
-        except BaseException:
-            self.overread_tokens = before
-            raise
+        keep_resident(self, overread_tokens)
 
     # ---- from elsewhere -------------------------------------------------------------------
 

@@ -181,6 +181,14 @@ class RowSpace:
             each.keeps(row, num_tokens) and each.reaches(row, num_tokens) for each in self.groups
         )
 
+    def check_keeps(self, row: int, num_tokens: int, doing: str) -> None:
+        """Raise `ConfigError`, for who is `doing` something, unless `keeps` or nothing is to be."""
+        if num_tokens and not self.keeps(row, num_tokens):
+            raise ConfigError(
+                f"cannot {doing} {num_tokens} tokens: a sliding-window layer no longer holds what "
+                "they would see (set keeps_past before appending)"
+            )
+
     def can_begin(self, row: int, num_tokens: int) -> bool:
         """Whether all is mapped that a sequence of `num_tokens` must have, over-read included."""
         end_tokens = num_tokens + self.overread_tokens
