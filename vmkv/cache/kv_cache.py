@@ -6,8 +6,7 @@
     sequence.append(100)
     sequence.keys(layer=0)[:] = ...      # [100, 2, 64], contiguous in virtual memory
 
-A growth is one transaction over all sequences and groups it names: it plans, acquires every
-extent or none, and maps in one driver batch that is undone if any call fails.
+Whatever takes several sequences or groups is one change to all of them, or to none.
 """
 
 from __future__ import annotations
