@@ -11,7 +11,6 @@ Whatever takes several sequences or groups is one change to all of them, or to n
 
 from __future__ import annotations
 
-import contextlib
 import os
 import warnings
 from collections.abc import Collection, Iterable
@@ -20,7 +19,7 @@ from typing import cast
 
 import torch
 
-from ..memory import WriteRange, check_pool
+from ..memory import check_pool
 from .beginning import begin_with_prefix
 from .disk import load
 from .forking import fork, pages_to_fork
@@ -223,35 +222,6 @@ class KVCache(RowSpace):
     def pages_to_fork(self, sequence: Sequence, num_tokens: int) -> int:
         """What a fork of `sequence` at `num_tokens` takes from the pool. Changes nothing."""
         return pages_to_fork(self, sequence.row, num_tokens)
-
-    def submitting(
-        self, writes: Iterable[tuple[int, int, int]]
-    ) -> contextlib.AbstractContextManager[None]:
-        """Submit a step within this; where checks are on, it is held against I10.
-
-        Args:
-            writes: The rows that it writes, each from a token to another.
-
-        Raises:
-            InternalError: A row may not be written there. Nothing is submitted.
-
-        Cost: nothing where checks are off.
-        """
-        submitted = self.pool.submitted
-        if submitted is None:
-            return contextlib.nullcontext()
-        return submitted.submitting(
-            [
-                WriteRange(
-                    group.table,
-                    row,
-                    group.geometry.whole_pages_below(start),
-                    group.geometry.pages_for(end),
-                )
-                for row, start, end in writes
-                for group in self.groups
-            ]
-        )
 
     def keep_resident(self, overread_tokens: int) -> None:
         """Have `overread_tokens` past every sequence's length mapped, now and from now on.
