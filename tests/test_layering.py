@@ -27,7 +27,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 # What `testing` may use: the layers that need no torch.
 TESTING_MAY_IMPORT = {"testing", "errors", "units", "_native", "backend", "memory"}
 # Packages whose circles are still to be mended; none may be added.
-WITH_CIRCLES = {"memory", "serve"}
+WITH_CIRCLES = {"serve"}
 # Third parties, and the layers that may know them.
 HOMES_OF = {
     "transformers": {"hf", "serve", "cli"},
@@ -99,7 +99,7 @@ def test_every_package_has_a_place_in_the_order() -> None:
         ("memory/pool.py", "def f():\n    import vmkv.hf.cache", ["vmkv.hf.cache"]),
         ("memory/pool.py", "if TYPE_CHECKING:\n    from ..hf import x", ["vmkv.hf.x"]),
         ("memory/pool.py", "import torch.nn", ["torch.nn"]),
-        ("memory/pool.py", "from ..testing import models", ["vmkv.testing.models"]),
+        ("memory/pool.py", "from ..testing import faults", ["vmkv.testing.faults"]),
         ("cache/views.py", "import torch\nfrom ..memory import pool\nfrom . import rows", []),
         ("cache/views.py", "import transformers", ["transformers"]),
         ("memory/pool.py", "import cuda.bindings", ["cuda.bindings"]),

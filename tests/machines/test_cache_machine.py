@@ -20,6 +20,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from helpers.naive_models import ModelCache
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -45,7 +46,7 @@ from vmkv.backend import MemoryLocation
 from vmkv.cache import layer_group, prefix
 from vmkv.cache.cost import CostModel
 from vmkv.errors import DriverError
-from vmkv.testing import FaultInjectingBackend, ModelCache
+from vmkv.testing import FaultInjectingBackend
 from vmkv.units import KiB
 
 PAGE = 4 * KiB

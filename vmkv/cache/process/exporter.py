@@ -18,7 +18,7 @@ from contextlib import contextmanager
 
 from ...backend import Backend
 from ...errors import ClosedError, ConfigError, VMKVError
-from ...memory import Extent, ExtentPool, Mapping, PageTable, protect
+from ...memory import Extent, ExtentPool, MappedRows, Mapping, protect
 from ...units import Handle
 from ..row_space import LiveRow
 from .offer import as_values, whole_extents
@@ -270,7 +270,7 @@ class PrefixExporter:
 def _protect(pool: ExtentPool, extents: Sequence[Extent]) -> None:
     """Take the right to write from everybody who has `extents` mapped. Locked."""
     wanted = set(map(id, extents))
-    holders: list[tuple[PageTable, int, list[Mapping]]] = []
+    holders: list[tuple[MappedRows, int, list[Mapping]]] = []
     for table in pool.page_tables:
         for row, pages in enumerate(table.rows):
             # A list of its own, because another thread may be growing the row.
