@@ -29,11 +29,7 @@ def fork(space: RowSpace, source: LiveRow, num_tokens: int, row: int | None = No
         raise ConfigError(f"{source} cannot be forked at {num_tokens} tokens: it holds fewer")
     space.note_stream()
     with space.pool.lock:
-        if num_tokens and not source.cache.keeps(source.row, num_tokens):
-            raise ConfigError(
-                f"cannot fork at {num_tokens} tokens: a sliding-window layer no longer holds "
-                "what they would see"
-            )
+        source.cache.check_keeps(source.row, num_tokens, "fork at")
         return fork_row(source.cache, space, source.row, num_tokens, source.tenant, row)
 
 

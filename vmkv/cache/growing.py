@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from ..errors import OutOfPagesError, SequenceFullError
-from ..memory import Extent, RowChange, change, size_classes
+from ..errors import ConfigError, OutOfPagesError, SequenceFullError
+from ..memory import Extent, RowChange, Scrub, change, size_classes
 from .layer_group import LayerGroup
 from .prefix import BLOCK_TOKENS
 from .row_space import LiveRow, RowSpace
@@ -113,6 +113,29 @@ def make_ready(
         num_pages = group.geometry.pages_for(num_new_tokens)
         classes += size_classes(num_pages, group.largest_class)
     return space.pool.make_ready(classes, wait=wait)
+
+
+def keep_resident(space: RowSpace, overread_tokens: int) -> None:
+    """See `KVCache.keep_resident`."""
+    space.check_open()
+    before = space.overread_tokens
+    if overread_tokens <= before:
+        return
+    if space.pool.scrub is Scrub.POISON:
+        raise ConfigError(
+            f"a kernel that fetches {overread_tokens} tokens past the length would fetch the NaN "
+            'of scrub="poison"; choose another attention backend, or none of the poison'
+        )
+    space.overread_tokens = overread_tokens
+    try:
+        live = space.live_sequences()
+        map_rows(
+            space,
+            [Target(each.row, each.num_tokens, each.num_tokens, each.tenant) for each in live],
+        )
+    except BaseException:
+        space.overread_tokens = before
+        raise
 
 
 # ---- mapping ------------------------------------------------------------------------------
