@@ -180,7 +180,9 @@ class RemoteEngine(asyncio.Protocol):
         async with self._connecting:
             if self._transport is None:
                 loop = asyncio.get_running_loop()
-                self._transport, _ = await loop.create_connection(lambda: self, sock=self._socket)
+                self._transport, _ = await loop.create_unix_connection(
+                    lambda: self, sock=self._socket
+                )
 
     def _send(self, command: bytes) -> None:
         if self._transport is not None and self._death is None:
@@ -257,6 +259,13 @@ class EngineProcess(RemoteEngine):
             self._process.join()
             raise
         super().__init__(ours, ready, self._process.join, observer)
+
+    @property
+    def failure(self) -> str | None:
+        """See `AsyncEngine.failure`."""
+        if not self._process.is_alive():  # Nobody may have been connected to it yet.
+            return super().failure or "the engine's process has ended"
+        return super().failure
 
     def close(self) -> None:
         """End the process, if nobody has; what is under way there is cancelled. Idempotent.
