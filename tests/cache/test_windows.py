@@ -133,6 +133,21 @@ def test_window_of_one_token_may_leave_nothing_to_read(make_cache: MakeCache) ->
     assert sequence.num_tokens == sequence.first_token(WINDOWED)
 
 
+def test_window_of_one_token_can_be_forked_where_a_page_ends(make_cache: MakeCache) -> None:
+    """The fork holds nothing in those layers, needs nothing, and can be forked and cut itself."""
+    cache = make_cache(windows=(1,), cost_model=ALIASES)
+    sequence = cache.open()
+    _decode(cache, sequence, 8, 4)
+    fork = sequence.fork()
+    fork.truncate(8)
+    again = fork.fork()
+    for each in (fork, again):
+        assert torch.equal(torch.arange(8.0), each.keys(FULL)[:, 0, 0])
+        _decode(cache, each, 4, 4)
+    with pytest.raises(ConfigError, match="cannot go back to 7 tokens"):
+        sequence.fork().truncate(7)
+
+
 # ---- going back ---------------------------------------------------------------------------
 
 

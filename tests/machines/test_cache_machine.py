@@ -473,7 +473,10 @@ class CacheMachine(RuleBasedStateMachine):
         for group in self.cache.groups:
             layers = [layer for layer in self.cache.layers if self.cache.place(layer)[0] is group]
             shape = {"num_kv_heads": 1, "head_dim": 24, "v_head_dim": 8, "dtype": torch.int64}
-            cache.add_layers(layers, **shape, window_tokens=group.window_tokens)
+            # Where there was no memory to close the gap of a dropped layer, it is here as well.
+            gaps = range(100, 100 + group.geometry.num_layers - len(layers))
+            cache.add_layers([*layers, *gaps], **shape, window_tokens=group.window_tokens)
+            cache.drop_layers(gaps)
         return cache
 
     # ---- memory -----------------------------------------------------------------------
@@ -572,16 +575,35 @@ class CacheMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.said)
     @rule(
-        pick=st.integers(0, 30),
+        picks=st.lists(st.integers(0, 30), min_size=1, max_size=3),
         num_new=st.integers(0, 9),
-        share=st.floats(0, 1),
-        num_free_pages=st.integers(0, 4),
+        share=st.one_of(st.just(1.0), st.floats(0.5, 1)),
+        num_free_pages=st.integers(0, 3),
     )
-    def open_with_prompt_when_full(
-        self, pick: int, num_new: int, share: float, num_free_pages: int
+    def open_with_prompts_when_full(
+        self, picks: list[int], num_new: int, share: float, num_free_pages: int
     ) -> None:
         with self._full(num_free_pages):
-            self.open_with_prompt(pick, num_new, share)
+            for pick in picks:
+                self.open_with_prompt(pick, num_new, share)
+
+    @rule(
+        # Whole pages half the time: then forks share all of it.
+        num_tokens=st.one_of(st.sampled_from([24, 32, 40, 48, 56]), st.integers(20, MAX_TOKENS)),
+        num_steps=st.integers(1, 2),
+        then=st.sampled_from(["park", "fork and park", "fork and park", "fork and move", "move"]),
+        share=st.floats(0.6, 1),
+        num_free_pages=st.integers(0, 3),
+    )
+    def say_and_hear_when_full(
+        self, num_tokens: int, num_steps: int, then: str, share: float, num_free_pages: int
+    ) -> None:
+        """Who could give way is who is begun from."""
+        known = set(self.said)
+        self.say(num_tokens, num_steps, then)
+        for key in set(self.said) - known:
+            pick = sorted(self.said).index(key)
+            self.open_with_prompts_when_full([pick], 0, share, num_free_pages)
 
     @has_sequences
     @rule(pick=picks, share=st.floats(0, 1), num_free_pages=st.integers(0, 4))

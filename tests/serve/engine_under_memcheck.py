@@ -2,8 +2,8 @@
 
     compute-sanitizer --report-api-errors no python tests/serve/engine_under_memcheck.py cuda
 
-Two layers, eager: requests adopt rows, share prefixes, fork, are evicted and swapped. It fails where
-one of these did not happen.
+Two layers, eager: requests adopt rows, share prefixes, fork, are evicted and swapped. It fails
+where one of these did not happen.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ def test_preempted_requests_say_the_same(make_engine: MakeEngine, name: str, swa
     wanted = prompts(8, longest=30, seed=1)
     engine = make_engine(
         name,
-        budget_bytes=smallest_budget(make_engine, name, 56) * 3 // 2 * 4 * KiB,
+        budget_bytes=smallest_budget(make_engine, name, 56) * 2 * 4 * KiB,
         host_budget_bytes=8 * MiB if swaps else 0,
         prefix_caching=False,
         max_num_seqs=6,

@@ -9,10 +9,7 @@ from .layer_group import LayerGroup
 
 def keeps(groups: Sequence[LayerGroup], row: int, num_tokens: int) -> bool:
     """Whether `row` has all that a query after `num_tokens` tokens sees."""
-    return all(
-        group.keeps(row, num_tokens) and group.resident_tokens(row) >= num_tokens
-        for group in groups
-    )
+    return all(group.keeps(row, num_tokens) and group.reaches(row, num_tokens) for group in groups)
 
 
 def resident_tokens(groups: Sequence[LayerGroup], row: int) -> int:

@@ -151,6 +151,12 @@ class LayerGroup:
         """Whether all that a query at position `num_tokens` sees, and reads besides, is there."""
         return num_tokens >= self.shortest_kept(row)
 
+    def reaches(self, row: int, num_tokens: int) -> bool:
+        """Whether `row` is mapped up to `num_tokens`, as far as the next query sees any of it."""
+        end_page = self.geometry.pages_for(num_tokens)
+        is_mapped = self.table.rows[row].end_page >= end_page
+        return is_mapped or self.first_needed_page(num_tokens) >= end_page
+
     def shortest_kept(self, row: int) -> int:
         """From which length on all that the next query sees, and reads besides, is there."""
         if self.window_tokens is None:

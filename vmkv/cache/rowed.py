@@ -160,7 +160,6 @@ class RowedCache(LayeredCache):
             if len(found) == _HOLDERS_LOOKED_AT:
                 break
         for row in lost:
-            self.prefixes.truncate(row, resident_tokens(self.groups, row))
             self.prefixes.lose_short(row, max(each.shortest_kept(row) for each in self.groups))
         return found
 

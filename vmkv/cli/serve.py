@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from ..serve.server import ServerOptions
 
 _API_KEY_VARIABLE = "VMKV_API_KEY"
+#: Of a body, by default: more than a text has, and as many as 32 prompts of 4,096 tokens.
+_VALUES_PER_MIB = 8192
 
 
 def add_parser(commands: Commands) -> None:
@@ -43,9 +45,9 @@ def add_parser(commands: Commands) -> None:
         "serve",
         help="serve a model behind the OpenAI API",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        description="Completions, chat, streaming; /health and /metrics beside them. SIGTERM "
-        "drains: what is under way is finished. API keys come from a file or from the variable "
-        f"{_API_KEY_VARIABLE}; without either everybody may ask.",
+        description="Completions, chat, streaming; /tokenize, /health, /metrics and /version "
+        "beside them. SIGTERM drains: what is under way is finished. API keys come from a file or "
+        f"from the variable {_API_KEY_VARIABLE}; without either everybody may ask.",
     )
     parser.set_defaults(run=run)
     parser.add_argument("model", metavar="MODEL", type=name, help="a folder, or a Hub name")
@@ -222,6 +224,7 @@ def server_options(arguments: argparse.Namespace) -> Callable[[int], ServerOptio
         max_connections=arguments.max_connections,
         max_body_bytes=round(arguments.max_body_mib * MiB),
         max_held_bytes=round(8 * arguments.max_body_mib * MiB),
+        max_values=max(1, round(arguments.max_body_mib * _VALUES_PER_MIB)),
         max_prompt_tokens=arguments.max_prompt_tokens,
         max_concurrent=arguments.max_concurrent,
         max_queued=arguments.max_queued,

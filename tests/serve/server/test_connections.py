@@ -158,7 +158,7 @@ def test_a_body_in_tiny_pieces_is_refused(run_server) -> None:
     with run_server() as server, connected(server, 1) as (client,):
         client.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 2000)
         assert client.makefile("rb").readline().startswith(b"HTTP/1.1 400 ")
-        pieces = iter([b" " * 100] * 200 + [b'{"model": "tiny", "prompt": "a", "max_tokens": 1}'])
+        pieces = iter([b" " * 600] * 200 + [b'{"model": "tiny", "prompt": "a", "max_tokens": 1}'])
         answer = httpx.post(
             f"{server.url}/v1/completions",
             content=pieces,

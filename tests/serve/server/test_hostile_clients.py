@@ -144,14 +144,14 @@ def test_an_endless_body_is_not_parsed(server, monkeypatch: pytest.MonkeyPatch, 
     """Counting what is in it costs next to nothing, and parsing it would stop every stream."""
     monkeypatch.setattr(reading, "from_json", lambda body: pytest.fail("it was parsed"))
     complaint = message_of(post(server, ENDLESS[name]))
-    assert f"more than {16384 if name == 'keys' else 262144}" in complaint
+    assert "more than 131072 values" in complaint
 
 
 @pytest.mark.parametrize(
     ("path", "change"),
     [
         ("/v1/completions", {"prompt": [0.5] * 20_000}),
-        ("/v1/completions", {"prompt": [[[]]] * 20_000}),
+        ("/v1/completions", {"prompt": [[[]]] * 3000}),
         ("/v1/completions", {"stop": [1] * 20_000}),
         ("/v1/completions", {"stop_token_ids": ["a"] * 20_000}),
         ("/v1/completions", {f"key{each}": 1 for each in range(10_000)}),

@@ -25,7 +25,7 @@ class Answer:
 
     Attributes:
         engine: Who computes it.
-        gate: The door to the engine.
+        gate: Who is inside.
         form: How it is written.
         tokens: Tokens' texts.
         encoder: Makes tokens of its prompts, once it is inside.

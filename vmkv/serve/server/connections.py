@@ -16,8 +16,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 #: A body of more pieces than this is in pieces of so many bytes on average, or refused: each costs
 #: 10 µs whatever it holds.
-_NUM_FREE_PIECES = 256
-_PIECE_BYTES = 512
+_NUM_FREE_PIECES = 512
+_PIECE_BYTES = 256
 _BUSY = (
     b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\n"
     b"Content-Length: 0\r\n\r\n"

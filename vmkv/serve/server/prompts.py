@@ -142,8 +142,6 @@ class Prompts:
                 # One more says as much as a million more, and takes no time to hand over.
                 truncation=True,
                 max_length=self._max_tokens + 1,
-                return_attention_mask=False,
-                return_token_type_ids=False,
                 verbose=False,
             )
         except (UnicodeError, TypeError) as error:  # Half a surrogate pair is no text.

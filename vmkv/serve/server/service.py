@@ -73,7 +73,7 @@ class Service:
         # Who only wants tokens does not wait for those who want an answer.
         self._tokenizing = Gate(_NUM_TOKENIZING, limits.max_queued)
         self.uploads = Uploads(limits)
-        self.reader = Reader(limits, max(limits.max_values, 2 * max_model_tokens))
+        self.reader = Reader(max(limits.max_values, 2 * max_model_tokens))
 
     # ---- answers --------------------------------------------------------------------------
 

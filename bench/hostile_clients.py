@@ -1,0 +1,272 @@
+"""Clients that mean harm: what each kind sends, and how it behaves. A process of its own.
+
+    python bench/hostile_clients.py HOST PORT SEED COUNT CONCURRENCY
+
+sends so many requests of kinds drawn at random, and prints one JSON object: per kind, how each
+ended. What is sent is made before the first is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import socket
+import sys
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+#: Longer than any limit of the server's on time; who is not done by then hangs.
+PATIENCE_S = 90.0
+#: How long those wait that open a connection to hold it.
+HOLD_S = 3.0
+MiB = 1 << 20
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+LONG = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 1000, "ignore_eos": True}
+
+Kind = Callable[["Target"], Awaitable[str]]
+
+
+class Target:
+    """Where they go."""
+
+    def __init__(self, host: str, port: int):
+        self.host, self.port = host, port
+
+    async def connect(self, receive_bytes: int | None = None) -> Connection:
+        """A connection; with a small window where somebody does not want to read."""
+        peer = socket.socket()
+        peer.setblocking(False)
+        if receive_bytes is not None:
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+        await asyncio.get_running_loop().sock_connect(peer, (self.host, self.port))
+        # asyncio would read ahead: no more than this.
+        reader, writer = await asyncio.open_connection(sock=peer, limit=1 << 14)
+        return Connection(reader, writer)
+
+
+class Connection:
+    """One connection, from the outside."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
+        self.reader, self._writer = reader, writer
+
+    async def send(self, data: bytes) -> None:
+        """Send, as far as the server takes it."""
+        self._writer.write(data)
+        await self._writer.drain()
+
+    async def status(self) -> str:
+        """The status of an answer, or that there was none."""
+        line = await self.reader.readline()
+        return line.split()[1].decode() if line.startswith(b"HTTP/1.1 ") else "closed"
+
+    async def until_closed(self) -> None:
+        """Read whatever comes, to its end."""
+        while await self.reader.read(1 << 14):
+            pass
+
+    def leave(self) -> None:
+        """Hang up."""
+        self._writer.transport.abort()
+
+
+def request(body: Any, path: str = COMPLETIONS, *, length: int | None = None) -> bytes:
+    """A request as it goes over the wire; with `length`, one that announces another length."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {length or len(data)}\r\n\r\n".encode() + data
+
+
+def chunked(pieces: bytes) -> bytes:
+    """A request with a chunked body."""
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    return f"{head}Transfer-Encoding: chunked\r\n\r\n".encode() + pieces
+
+
+def asking(data: bytes) -> Kind:
+    """Sends a request and reads what it is told."""
+
+    async def run(target: Target) -> str:
+        connection = await target.connect()
+        try:
+            await connection.send(data)
+            return await connection.status()
+        finally:
+            connection.leave()
+
+    return run
+
+
+def leaving(data: bytes) -> Kind:
+    """Sends all of it and hangs up at once."""
+
+    async def run(target: Target) -> str:
+        connection = await target.connect()
+        await connection.send(data)
+        connection.leave()
+        return "left"
+
+    return run
+
+
+def holding(data: bytes) -> Kind:
+    """Sends what is not a whole request, and waits."""
+
+    async def run(target: Target) -> str:
+        connection = await target.connect()
+        try:
+            await connection.send(data)
+            try:
+                return await asyncio.wait_for(connection.status(), HOLD_S)
+            except asyncio.TimeoutError:
+                return "held"
+        finally:
+            connection.leave()
+
+    return run
+
+
+async def dripping(target: Target) -> str:
+    """A head, byte by byte."""
+    connection = await target.connect()
+    try:
+        for byte in b"POST /v1/completions HTTP/1.1\r\nHost: example.com\r\nX-Wait":
+            await connection.send(bytes([byte]))
+            await asyncio.sleep(HOLD_S / 50)
+        return "held"
+    finally:
+        connection.leave()
+
+
+async def never_reading(target: Target) -> str:
+    """A stream with much in it, of which nothing is read."""
+    connection = await target.connect(receive_bytes=2048)
+    try:
+        await connection.send(request(LONG | {"stream": True, "logprobs": 20}))
+        await asyncio.sleep(HOLD_S)
+        return "held"
+    finally:
+        connection.leave()
+
+
+async def leaving_a_stream(target: Target) -> str:
+    """A stream, of which the beginning is enough."""
+    connection = await target.connect()
+    try:
+        await connection.send(request(LONG | {"stream": True, "n": 2}))
+        status = await connection.status()
+        await connection.reader.read(4096)
+        return status
+    finally:
+        connection.leave()
+
+
+async def pipelining(target: Target) -> str:
+    """A hundred requests at once, on one connection."""
+    connection = await target.connect()
+    try:
+        await connection.send(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" * 99)
+        await connection.send(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        status = await connection.status()
+        await connection.until_closed()
+        return status
+    finally:
+        connection.leave()
+
+
+def kinds() -> dict[str, tuple[int, Kind]]:
+    """How often each kind comes, and what it does."""
+    plain = {"model": "tiny", "prompt": "A row", "max_tokens": 2}
+    nested = "[" * 500 + "]" * 500
+    message = '{"model":"tiny","messages":[{"role":"user","content":"x","deep":%s}]}'
+    text = "the page of a row "
+    stops = [f"{at:06x}#" for at in range(200_000)]
+    keys = b",".join(b'"%07d":1' % at for at in range(MiB // 12))
+    return {
+        "top_k of 2^63": (4, asking(request(plain | {"top_k": 2**63}))),
+        "seed of 4,000 digits": (2, asking(request(plain | {"seed": 10**4000}))),
+        "priority of -2^20": (4, asking(request(plain | {"priority": -(2**20)}))),
+        "200,000 stop texts": (2, asking(request(plain | {"stop": stops}))),
+        "stop texts of a mebibyte": (2, asking(request(plain | {"stop": ["~" * MiB] * 2}))),
+        "1 MiB of numbers": (4, asking(request(list_of(b"0.5,", MiB)))),
+        "16 MiB of numbers": (1, asking(request(list_of(b"0.5,", 16 * MiB - 100)))),
+        "1 MiB of lists": (4, asking(request(list_of(b"[],", MiB)))),
+        "1 MiB of texts": (4, asking(request(list_of(b'"",', MiB)))),
+        "1 MiB of keys": (2, asking(request(b'{"model":"tiny","metadata":{' + keys + b"}}"))),
+        "wrong messages": (4, asking(request({"model": "tiny", "messages": [3] * 50_000}, CHAT))),
+        "unknown parameters": (
+            4,
+            asking(request({f"key{at}": at for at in range(16_000)})),
+        ),
+        "a name of a mebibyte": (2, asking(request(plain | {"model": "x" * MiB}))),
+        "nested JSON": (6, asking(request((message % nested).encode(), CHAT))),
+        "endless brackets": (2, asking(request(b"[" * MiB))),
+        "no JSON": (4, asking(request(b'{"model": "tiny", "prompt": \x00\xff'))),
+        "too large": (2, asking(request(b"", length=1 << 40))),
+        "a long prompt": (3, asking(request(plain | {"prompt": text * (MiB // len(text))}))),
+        "a long prompt, and gone": (
+            4,
+            leaving(request(plain | {"prompt": text * (4 * MiB // len(text))})),
+        ),
+        "a prompt that just fits, and gone": (6, leaving(request(plain | {"prompt": text * 400}))),
+        "half a body, and gone": (4, leaving(request(b'{"model":', length=MiB))),
+        "half a body": (4, holding(request(b'{"model":', length=MiB))),
+        "most of 8 MiB": (1, holding(request(b" " * (6 * MiB), length=8 * MiB))),
+        "chunks of a byte": (2, asking(chunked(b"1\r\n \r\n" * 100_000))),
+        "no end of chunks": (1, asking(chunked((b"4000\r\n" + b" " * 0x4000 + b"\r\n") * 1100))),
+        "silence": (8, holding(b"")),
+        "half a head": (8, holding(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-")),
+        "a dripping head": (4, dripping),
+        "an endless head": (4, asking(b"GET / HTTP/1.1\r\n" + b"X-A: b\r\n" * 20_000)),
+        "no HTTP": (4, asking(random.Random(0).randbytes(4096) + b"\r\n\r\n")),
+        "a pipeline": (2, pipelining),
+        "a stream, and gone": (8, leaving_a_stream),
+        "a stream that is never read": (4, never_reading),
+        "a wrong route": (2, asking(b"PUT /v1/%2e%2e/etc HTTP/1.1\r\nHost: x\r\n\r\n")),
+    }
+
+
+def list_of(element: bytes, num_bytes: int) -> bytes:
+    """A prompt of so many bytes, in elements."""
+    return b'{"model":"tiny","prompt":[' + element * (num_bytes // len(element)) + b"0]}"
+
+
+async def attack(target: Target, seed: int, count: int, concurrency: int) -> dict[str, Any]:
+    """Send `count` requests; how each ended, by its kind."""
+    all_kinds = kinds()
+    weights = [weight for weight, _ in all_kinds.values()]
+    drawn = iter(random.Random(seed).choices(list(all_kinds), weights, k=count))
+    ends: dict[str, Counter[str]] = {}
+
+    async def client() -> None:
+        for name in drawn:
+            try:
+                how = await asyncio.wait_for(all_kinds[name][1](target), PATIENCE_S)
+            except asyncio.TimeoutError:
+                how = "hangs"
+            except OSError:
+                how = "closed"
+            ends.setdefault(name, Counter())[how] += 1
+
+    print("ready", flush=True)
+    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline)
+    start_s = time.monotonic()
+    await asyncio.gather(*(client() for _ in range(concurrency)))
+    return {"seconds": time.monotonic() - start_s, "ends": ends}
+
+
+def main(arguments: list[str]) -> None:
+    """See the module."""
+    host, port, seed, count, concurrency = arguments
+    # They come from elsewhere: what it costs to be hostile is not the server's loss.
+    os.nice(10)
+    target = Target(host, int(port))
+    print(json.dumps(asyncio.run(attack(target, int(seed), int(count), int(concurrency)))))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
