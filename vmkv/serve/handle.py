@@ -35,17 +35,7 @@ class RequestHandle:
 
     def output(self) -> RequestOutput:
         """Everything so far. May be called from another thread than the engine's."""
-        first = self.requests[0]
-        outputs = [_completion(index, each) for index, each in enumerate(self.requests)]
-        errors = [each.error for each in self.requests if each.error is not None]
-        return RequestOutput(
-            request_id=first.request_id,
-            prompt=self._prompt,
-            prompt_token_ids=first.prompt_token_ids,
-            outputs=outputs,
-            num_cached_tokens=first.num_cached_tokens,
-            error=errors[0] if errors else None,
-        )
+        return output_of(self.requests, self._prompt)
 
     def cancel(self) -> None:
         """End the request where it is. Idempotent. From the engine's thread only."""
@@ -68,6 +58,21 @@ class RequestHandle:
     def __repr__(self) -> str:
         states = ", ".join(str(each.finish_reason or "unfinished") for each in self.requests)
         return f"RequestHandle({self.request_id}: {states})"
+
+
+def output_of(requests: Sequence[Request], prompt: str | None) -> RequestOutput:
+    """Everything so far of the samples of a prompt."""
+    first = requests[0]
+    outputs = [_completion(index, each) for index, each in enumerate(requests)]
+    errors = [each.error for each in requests if each.error is not None]
+    return RequestOutput(
+        request_id=first.request_id,
+        prompt=prompt,
+        prompt_token_ids=first.prompt_token_ids,
+        outputs=outputs,
+        num_cached_tokens=first.num_cached_tokens,
+        error=errors[0] if errors else None,
+    )
 
 
 def _completion(index: int, request: Request) -> CompletionOutput:

@@ -1,0 +1,38 @@
+"""An engine as `EngineProcess` asks it, but for the process: it is hosted by a thread."""
+
+from __future__ import annotations
+
+import socket
+import threading
+
+from vmkv.serve import Engine
+from vmkv.serve.observer import EngineObserver
+from vmkv.serve.process import RemoteEngine
+from vmkv.serve.process.host import EngineHost, Relay
+from vmkv.serve.process.messages import Ready
+
+
+def hosted(
+    engine: Engine, relay: Relay | None = None, observer: EngineObserver | None = None
+) -> RemoteEngine:
+    """The engine, from the other side of a connection; sockets hold little.
+
+    Args:
+        engine: What is hosted.
+        relay: Its observer, where there is an `observer` on this side.
+        observer: See `RemoteEngine`.
+    """
+    ours, theirs = socket.socketpair()
+    for each in (ours, theirs):
+        each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    ready = Ready(engine.max_tokens, engine.cache.pool.page_bytes, engine.cache.stats())
+
+    def run() -> None:
+        try:
+            EngineHost(engine, theirs, relay or Relay()).run()
+        finally:
+            theirs.close()
+
+    thread = threading.Thread(target=run, name="host")
+    thread.start()
+    return RemoteEngine(ours, ready, thread.join, observer)
