@@ -124,17 +124,21 @@ def wait_for_end(pid: int) -> None:
         assert poll.poll(60_000), "the process does not end"
 
 
-def test_a_server_without_its_engine_says_so(model: Path) -> None:
-    """Who asks for its health, or for an answer, is told at once; and it can be ended."""
-    with serving(model) as (child, url):
+def test_an_engine_that_is_killed_is_started_anew(model: Path) -> None:
+    """Who asks meanwhile, for its health or for an answer, is told at once; then all is well."""
+    body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 4}
+    with serving(model) as (child, url), httpx.Client(timeout=60) as client:
         engine = engine_of(child.pid)
         os.kill(engine, signal.SIGKILL)
         wait_for_end(engine)
-        health = httpx.get(f"{url}/health")
+        health = client.get(f"{url}/health")
         assert health.status_code == 503
-        assert "the engine's process has ended" in health.json()["reason"]
-        body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 4}
-        assert httpx.post(f"{url}/v1/completions", json=body).status_code == 503
+        assert "ended" in health.json()["reason"]
+        assert client.post(f"{url}/v1/completions", json=body).status_code == 503
+        while health.status_code == 503:
+            health = client.get(f"{url}/health")
+        answer = client.post(f"{url}/v1/completions", json=body)
+        assert answer.json()["usage"]["completion_tokens"] == 4
         child.send_signal(signal.SIGTERM)
 
 

@@ -6,10 +6,11 @@ import socket
 import threading
 
 from vmkv.serve import Engine
+from vmkv.serve.engine_loop import EngineLoop
 from vmkv.serve.observer import EngineObserver
 from vmkv.serve.process import RemoteEngine
-from vmkv.serve.process.host import EngineHost, Relay
-from vmkv.serve.process.messages import Ready
+from vmkv.serve.process.encoding import Ready
+from vmkv.serve.process.host import Relay, SocketLink
 
 
 def hosted(
@@ -29,10 +30,12 @@ def hosted(
 
     def run() -> None:
         try:
-            EngineHost(engine, theirs, relay or Relay()).run()
+            EngineLoop(engine, SocketLink(theirs), (relay or Relay()).take).run()
         finally:
             theirs.close()
 
     thread = threading.Thread(target=run, name="host")
     thread.start()
-    return RemoteEngine(ours, ready, thread.join, observer)
+    return RemoteEngine(
+        ours, ready, tokenizer=engine.tokenizer, wait_for_end=thread.join, observer=observer
+    )

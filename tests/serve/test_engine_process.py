@@ -12,6 +12,7 @@ import random
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,11 +20,12 @@ from helpers.hosted import hosted
 from helpers.serving import tiny_llama, tiny_tokenizer
 
 from vmkv import ClosedError, ConfigError, OutOfPagesError
-from vmkv.serve import AsyncEngine, Engine, RequestOutput, SamplingParams
+from vmkv.serve import AsyncEngine, Engine, RequestOutput, SamplingParams, joined
+from vmkv.serve.messages import Add, News, Stop, Update
 from vmkv.serve.observer import EngineObserver, StepRecord
 from vmkv.serve.process import EngineProcess
+from vmkv.serve.process.encoding import Failed, Unpacker, packed
 from vmkv.serve.process.host import Relay
-from vmkv.serve.process.messages import Unpacker, packed, portable
 
 MakeEngine = Callable[..., Engine]
 #: Only ever reached by a test that fails.
@@ -90,7 +92,7 @@ def test_outputs_are_those_of_an_engine_in_a_thread(make_engine: MakeEngine) -> 
     async def answers(host: Callable[[Engine], Any]) -> list[RequestOutput]:
         tokenizer = tiny_tokenizer()
         it = host(make_engine(tiny_llama(), tokenizer=tokenizer))
-        found = [(await outputs(it.stream(*each)))[-1] for each in asked]
+        found = [joined(await outputs(it.stream(*each))) for each in asked]
         await it.shutdown()
         return found
 
@@ -125,8 +127,8 @@ def test_who_does_not_read_holds_the_engine_up_in_nothing(make_engine: MakeEngin
 
     found = run(main())
     for each in found:
-        assert len(each[-1].outputs[0].token_ids) == 60
-        assert len(each[-1].outputs[0].logprobs) == 60
+        assert len(joined(each).outputs[0].token_ids) == 60
+        assert len(joined(each).outputs[0].logprobs) == 60
     assert sum(map(len, found)) < 60 * len(found)  # What had added up came in one piece.
 
 
@@ -157,7 +159,7 @@ def test_an_engine_ends_with_who_asked(make_engine: MakeEngine) -> None:
         stream = it.stream([1, 2, 3], SamplingParams(max_tokens=4000, ignore_eos=True))
         await anext(stream)
         it._transport.abort()
-        await asyncio.to_thread(it._wait_for_end)
+        await asyncio.to_thread(it._wait)
         assert "ended" in str(it.failure)
         with pytest.raises(ClosedError):
             await outputs(stream)
@@ -188,7 +190,9 @@ def test_what_cannot_travel_is_refused(make_engine: MakeEngine) -> None:
 
 def test_messages_come_whole_however_they_are_cut() -> None:
     """In pieces of any size, several at once, and large ones."""
-    messages = [("a", 1), list(range(50_000)), None, "x" * 70_000, ("b", 2)]
+    texts = ["", "x" * 70_000, "y"]
+    messages = [Add(1, tuple(range(50_000)), SamplingParams(stop=texts[1:]), 0), Stop(drain=True)]
+    messages += [News([], [Update(1, 0, [3], [], 0, None, text, None)], 0, []) for text in texts]
     data = b"".join(map(packed, messages))
     draw = random.Random(1)
     for most in (1000, 40_000, len(data)):
@@ -210,10 +214,10 @@ class UnportableError(Exception):
 def test_errors_travel_as_what_they_say() -> None:
     """Those of vmkv as they are, with their attributes; others at least in words."""
     short = OutOfPagesError("too little", needed_bytes=3, free_bytes=2, retired_bytes=1)
-    [again] = Unpacker().feed(packed(portable(short)))
+    [(again,)] = Unpacker().feed(packed(Failed(short)))
     assert isinstance(again, OutOfPagesError)
     assert (str(again), again.needed_bytes) == ("too little", 3)
-    [again] = Unpacker().feed(packed(portable(UnportableError("of ", "two"))))
+    [(again,)] = Unpacker().feed(packed(Failed(UnportableError("of ", "two"))))
     assert str(again) == "UnportableError: of two"
 
 
@@ -227,25 +231,61 @@ def _tiny_engine(tokens: int, observer: EngineObserver) -> Iterator[Engine]:
 
 @pytest.mark.slow
 def test_a_process_of_its_own() -> None:
-    """It makes the engine, serves, and is gone afterwards; an engine that cannot be says why."""
+    """It makes the engine and serves; one that is killed fails its requests and is started anew."""
     heard = Heard()
-    engine = EngineProcess(functools.partial(_tiny_engine, 64), heard)
+    engine = EngineProcess(functools.partial(_tiny_engine, 64), observer=heard)
     assert (engine.max_tokens, engine.failure) == (64, None)
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+    async def answers() -> list[list[int]]:
+        asked = (outputs(engine.stream([5, 6, at], params)) for at in range(4))
+        return [joined(each).outputs[0].token_ids for each in await asyncio.gather(*asked)]
 
     async def main() -> None:
-        params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-        found = await asyncio.gather(
-            *(outputs(engine.stream([5, 6, at], params)) for at in range(4))
-        )
-        assert {len(each[-1].outputs[0].token_ids) for each in found} == {6}
-        engine._process.kill()
-        with pytest.raises(ClosedError):
-            await outputs(engine.stream([5] * 50, params))
-        assert "ended" in str(engine.failure)
+        async with engine:
+            before = await answers()
+            asked = asyncio.create_task(outputs(engine.stream([5] * 50, params)))
+            heard.is_idle.clear()
+            engine._process.kill()
+            with pytest.raises(ClosedError):
+                await asked
+            assert "ended" in str(engine.failure)
+            with pytest.raises(ClosedError, match="ended"):
+                await outputs(engine.stream([5], params))
+            assert await asyncio.to_thread(heard.is_idle.wait, PATIENCE_S)
+            assert engine.failure is None
+            assert before == await answers()
 
     run(main())
-    assert sum(what == "finished" for what, _ in heard.calls) == 4
-    engine.close()
+    assert sum(what == "finished" for what, _ in heard.calls) == 8
     assert not engine._process.is_alive()
     with pytest.raises(ConfigError, match="max_tokens"):
         EngineProcess(functools.partial(_tiny_engine, -1))
+
+
+class FailsAfterwards:
+    """Makes an engine the first time; leaves a file to know it by."""
+
+    def __init__(self, mark: Path):
+        self._mark = mark
+
+    def __call__(self, observer: EngineObserver) -> Any:
+        if self._mark.exists():
+            raise OutOfPagesError("no room", needed_bytes=1, free_bytes=0, retired_bytes=0)
+        self._mark.touch()
+        return _tiny_engine(64, observer)
+
+
+@pytest.mark.slow
+def test_an_engine_that_cannot_be_started_anew_says_why(tmp_path: Path) -> None:
+    """And a server with it can be shut down."""
+    engine = EngineProcess(FailsAfterwards(tmp_path / "mark"))
+
+    async def main() -> None:
+        async with engine:
+            engine._process.kill()
+            while "no room" not in str(engine.failure):
+                await asyncio.to_thread(engine._process.join)
+
+    run(main())
+    assert not engine._process.is_alive()

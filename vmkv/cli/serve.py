@@ -123,7 +123,9 @@ def _serve(
     load_config(arguments.model)  # The plainest error first.
     tokenizer = load_tokenizer(arguments.tokenizer or arguments.model)
     metrics = Metrics()
-    engine = EngineProcess(functools.partial(_engine, arguments), metrics)
+    engine = EngineProcess(
+        functools.partial(_engine, arguments), tokenizer=tokenizer, observer=metrics
+    )
     try:
         metrics.bind_pages(engine.page_bytes)
         options = options_for(engine.max_tokens)
@@ -157,10 +159,9 @@ def _engine(arguments: argparse.Namespace, observer: EngineObserver) -> Iterator
     from ..serve.failures import is_out_of_memory
     from ..serve.observer import Observers
     from ..serve.trace import ChromeTrace
-    from .models import load_model, load_tokenizer
+    from .models import load_model
 
     _set_logging(arguments)
-    tokenizer = load_tokenizer(arguments.tokenizer or arguments.model)
     with contextlib.ExitStack() as stack:
         observers = [observer]
         if arguments.trace:
@@ -169,7 +170,7 @@ def _engine(arguments: argparse.Namespace, observer: EngineObserver) -> Iterator
             observers.append(trace)
         model = load_model(arguments.model, device=_device(arguments.device), dtype=arguments.dtype)
         try:
-            engine = make_engine(arguments, model, tokenizer, Observers(observers))
+            engine = make_engine(arguments, model, Observers(observers))
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
@@ -187,13 +188,12 @@ def _set_logging(arguments: argparse.Namespace) -> None:
         be_quiet(with_progress=sys.stderr is not None and sys.stderr.isatty())
 
 
-def make_engine(arguments: argparse.Namespace, model: Any, tokenizer: Any, observer: Any) -> Any:
+def make_engine(arguments: argparse.Namespace, model: Any, observer: Any) -> Any:
     """The engine that the options describe."""
     from ..serve.engine import Engine
 
     return Engine(
         model,
-        tokenizer=tokenizer,
         max_num_seqs=arguments.max_num_seqs,
         max_num_batched_tokens=arguments.max_num_batched_tokens,
         max_num_mixed_tokens=arguments.max_num_mixed_tokens or None,
@@ -257,6 +257,7 @@ def _as_host(address: str) -> str:
 def _check_installed() -> None:
     try:
         import fastapi  # noqa: F401
+        import msgspec  # noqa: F401
         import prometheus_client  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from .params import SamplingParams
 
@@ -75,10 +75,10 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """What came of a prompt so far: everything, not only what is new.
+    """What came of a prompt so far: everything, or of a stream what is new; see `joined`.
 
     Attributes:
-        request_id: The number the engine gave it.
+        request_id: Its number.
         prompt: The prompt's text, where it was text.
         prompt_token_ids: The prompt.
         outputs: One per sample, in order.
@@ -99,6 +99,22 @@ class RequestOutput:
         return all(each.is_finished for each in self.outputs)
 
 
+def joined(outputs: Sequence[RequestOutput]) -> RequestOutput:
+    """What all outputs of a stream come to; at least one."""
+    samples = [
+        replace(
+            samples[-1],
+            token_ids=[token for each in samples for token in each.token_ids],
+            text="".join(each.text for each in samples),
+            logprobs=None
+            if samples[-1].logprobs is None
+            else [entry for each in samples for entry in each.logprobs or ()],
+        )
+        for samples in zip(*(output.outputs for output in outputs), strict=True)
+    ]
+    return replace(outputs[-1], outputs=samples)
+
+
 @dataclass
 class Request:
     """One sample of one prompt, as the engine keeps it. Changed by the engine's thread only.
@@ -110,7 +126,7 @@ class Request:
         priority: Lower runs first, as in vLLM.
         output_token_ids: Tokens so far.
         logprobs: One entry per token, or empty.
-        text: Text so far that may be shown.
+        texts: Text so far that may be shown, in pieces.
         finish_reason: Why it has ended; None before.
         stop_reason: What it stopped at.
         error: What went wrong.
@@ -125,7 +141,7 @@ class Request:
     priority: int = 0
     output_token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    text: str = ""
+    texts: list[str] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: Exception | None = None

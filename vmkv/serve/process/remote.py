@@ -1,43 +1,41 @@
-"""The asking side: an engine that is somewhere else, with `AsyncEngine`'s manners.
+"""The asking side: an engine that is somewhere else, asked as an `AsyncEngine` is.
 
-engine = EngineProcess(make)          # `make(observer)` is called there
-async for output in engine.stream([1, 2, 3], SamplingParams(max_tokens=64)):
-    ...
-await engine.shutdown()
+async with EngineProcess(make) as engine:  # `make(observer)` is called there
+    async for output in engine.stream([1, 2, 3], SamplingParams(max_tokens=64)):
+        ...
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
+import logging
 import multiprocessing
+import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Sequence
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
 
 from ...cache import CacheStats
-from ...errors import ClosedError, ConfigError
-from ..engine_loop import failure_of
-from ..handle import output_of
-from ..observer import EngineObserver
-from ..params import SamplingParams
-from ..request import Request, RequestOutput
-from .host import MakeEngine, run_engine
-from .messages import (
-    Accepted,
-    Add,
-    Failed,
-    Leave,
-    News,
-    Ready,
-    Stop,
-    Unpacker,
-    Update,
-    packed,
-)
+from ...errors import ClosedError, ConfigError, one_line
+from ..engine_client import EngineClient
+from ..messages import Command, News
+from ..observer import EngineObserver, RequestRecord, StepRecord
+from .encoding import Failed, Ready, Unpacker, packed
+from .host import IGNORED_SIGNALS, MakeEngine, run_engine
 
+_LOG = logging.getLogger(__name__)
 _READ_BYTES = 1 << 16
 #: How long a process may take to end once nobody asks it any more.
 _END_S = 10.0
+#: An engine that has ended is started anew at once; one that ends again after this time, and after
+#: twice the last time then, until one has lasted for the longest of them.
+_RESTART_S = 1.0
+_RESTART_MAX_S = 60.0
+#: What observers are told that travels as a record.
+_RECORDS = {"step_finished": StepRecord, "request_finished": RequestRecord}
+_SEES_CACHE = ("step_finished", "idle")
 
 
 class _Snapshot:
@@ -50,44 +48,29 @@ class _Snapshot:
         return self._stats
 
 
-class _Stream:
-    """A request as it is known here: a copy of the engine's own."""
+class _Connection(asyncio.Protocol):
+    """Hands messages on."""
 
-    def __init__(self, prompt: str | Sequence[int], params: SamplingParams):
-        tokens = () if isinstance(prompt, str) else prompt
-        self.prompt = prompt if isinstance(prompt, str) else None
-        self.requests = [Request(index, tokens, params) for index in range(params.n)]
-        self.has_news = asyncio.Event()
-        self.error: Exception | None = None
+    def __init__(self, take: Callable[[Any], None], lose: Callable[[], None]):
+        self._take = take
+        self._lose = lose
+        self._unpacker = Unpacker()
 
-    @property
-    def is_finished(self) -> bool:
-        """Whether every sample has ended."""
-        return all(each.is_finished for each in self.requests)
+    def data_received(self, data: bytes) -> None:
+        for message in self._unpacker.feed(data):
+            self._take(message)
 
-    def update(self, update: Update) -> None:
-        """Take what is new."""
-        request = self.requests[update.sample]
-        request.output_token_ids += update.token_ids
-        request.text = request.text[: update.text_start] + update.text
-        request.logprobs += update.logprobs
-        request.num_cached_tokens = update.num_cached_tokens
-        request.stop_reason, request.error = update.stop_reason, update.error
-        request.finish_reason = update.finish_reason
-        self.has_news.set()
-
-    def fail(self, error: Exception) -> None:
-        """Nothing will come any more."""
-        self.error = error
-        self.has_news.set()
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._lose()
 
 
-class RemoteEngine(asyncio.Protocol):
+class RemoteEngine(EngineClient):
     """An engine on the other side of a connection, for one event loop.
 
     Args:
-        connection: To an `EngineHost`.
+        connection: To an `EngineLoop` behind a `SocketLink`.
         ready: What it said first.
+        tokenizer: For prompts and outputs that are text.
         wait_for_end: Returns when the other side has ended.
         observer: Who is told what happens there, from the event loop.
 
@@ -100,172 +83,131 @@ class RemoteEngine(asyncio.Protocol):
         self,
         connection: socket.socket,
         ready: Ready,
+        *,
+        tokenizer: Any = None,
         wait_for_end: Callable[[], None],
         observer: EngineObserver | None = None,
     ):
+        super().__init__(tokenizer)
         self.max_tokens, self.page_bytes, self.stats = ready
         self._socket = connection
-        self._wait_for_end = wait_for_end
+        self._wait = wait_for_end
         self._observer = observer
-        self._unpacker = Unpacker()
         self._connecting = asyncio.Lock()
         self._transport: asyncio.Transport | None = None
-        self._keys = itertools.count()
-        self._streams: dict[int, _Stream] = {}
-        self._num_failed_steps = 0
-        self._is_stopping = False
-        self._death: str | None = None
         self._gone = asyncio.Event()
-
-    # ---- asking ---------------------------------------------------------------------------
-
-    async def stream(
-        self,
-        prompt: str | Sequence[int],
-        params: SamplingParams | None = None,
-        priority: int = 0,
-    ) -> AsyncIterator[RequestOutput]:
-        """See `AsyncEngine.stream`.
-
-        Raises:
-            ConfigError: The request can never be served. Raised by the first iteration.
-            ClosedError: The engine is shutting down, or gone. Likewise.
-        """
-        await self._connect()
-        if self._is_stopping or self._death is not None:
-            raise ClosedError(self._death or "the engine is shutting down: it takes no requests")
-        params = params or SamplingParams()
-        key, stream = next(self._keys), _Stream(prompt, params)
-        try:
-            asked = packed(Add(key, prompt, params, priority))
-        except Exception as error:
-            raise ConfigError(f"the request cannot be sent to a process: {error}") from error
-        self._send(asked)
-        self._streams[key] = stream
-        is_finished = False
-        try:
-            while not is_finished:
-                await stream.has_news.wait()
-                stream.has_news.clear()
-                if stream.error is not None:
-                    raise stream.error
-                output = output_of(stream.requests, stream.prompt)
-                is_finished = output.is_finished
-                if is_finished or any(each.token_ids for each in output.outputs):
-                    yield output
-        finally:
-            del self._streams[key]
-            if not is_finished and stream.error is None:
-                self._send(packed(Leave(key)))
-
-    async def shutdown(self, drain: bool = True) -> None:
-        """See `AsyncEngine.shutdown`."""
-        await self._connect()
-        self._is_stopping = True
-        self._send(packed(Stop(drain)))
-        await asyncio.to_thread(self._wait_for_end)
-        await self._gone.wait()  # What it said last has been read.
-
-    @property
-    def is_running(self) -> bool:
-        """Whether the other side is there."""
-        return self._death is None
-
-    @property
-    def failure(self) -> str | None:
-        """See `AsyncEngine.failure`."""
-        return self._death or failure_of(self._num_failed_steps)
 
     async def _connect(self) -> None:
         async with self._connecting:
             if self._transport is None:
                 loop = asyncio.get_running_loop()
                 self._transport, _ = await loop.create_unix_connection(
-                    lambda: self, sock=self._socket
+                    lambda: _Connection(self._hear, self._lose_connection), sock=self._socket
                 )
 
-    def _send(self, command: bytes) -> None:
+    def _send(self, command: Command) -> None:
+        try:
+            data = packed(command)
+        except TypeError as error:
+            raise ConfigError(f"the request cannot be sent to a process: {error}") from error
         if self._transport is not None and self._death is None:
-            self._transport.write(command)
+            self._transport.write(data)
 
-    # ---- what comes back ------------------------------------------------------------------
+    async def _wait_for_end(self) -> None:
+        await asyncio.to_thread(self._wait)
+        await self._gone.wait()  # What it said last has been read.
 
-    def data_received(self, data: bytes) -> None:
-        """See `asyncio.Protocol`."""
-        for message in self._unpacker.feed(data):
-            if isinstance(message, News):
-                self._take(message)
-            elif isinstance(message, Failed):
-                self._death = f"the engine has ended: {message.error!r:.200}"
-
-    def _take(self, news: News) -> None:
-        self._num_failed_steps = news.num_failed_steps
-        for accepted in news.accepted:
-            self._note_accepted(accepted)
-        for update in news.updates:
-            stream = self._streams.get(update.key)
-            if stream is not None:  # Whoever asked has not left.
-                stream.update(update)
-        self.stats = news.stats or self.stats
+    def _hear(self, message: News | Failed) -> None:
+        if isinstance(message, Failed):
+            self._lose(f"the engine has ended: {one_line(message.error)}")
+            return
+        self._take(message)
+        self.stats = message.stats or self.stats
         if self._observer is not None:
             cache = (_Snapshot(self.stats),)
-            for name, arguments in news.events:
-                sees_cache = name in ("step_finished", "idle")
-                getattr(self._observer, name)(*arguments, *(cache if sees_cache else ()))
+            for name, arguments in message.events:
+                if name in _RECORDS:
+                    arguments = [_RECORDS[name](**fields) for fields in arguments]
+                tell = getattr(self._observer, name)
+                tell(*arguments, *(cache if name in _SEES_CACHE else ()))
 
-    def _note_accepted(self, accepted: Accepted) -> None:
-        stream = self._streams.get(accepted.key)
-        if stream is None:
-            return
-        if accepted.error is not None:
-            stream.fail(accepted.error)
-        elif accepted.prompt_token_ids:
-            for request in stream.requests:
-                request.prompt_token_ids = accepted.prompt_token_ids
-
-    def connection_lost(self, error: Exception | None) -> None:
-        """See `asyncio.Protocol`."""
-        self._death = self._death or "the engine has ended: it was shut down or killed"
-        for stream in self._streams.values():
-            if not stream.is_finished:
-                stream.fail(ClosedError("the engine has stopped"))
+    def _lose_connection(self) -> None:
+        self._lose("the engine has ended: it was shut down or killed")
         self._gone.set()
 
 
 class EngineProcess(RemoteEngine):
     """An engine in a process of its own, which ends with this one.
 
+    A process that ends unasked is started anew, at once and, if it goes on like that, after ever
+    longer times. Its requests end with an error, and `failure` says so until the next is there.
+
     Args:
         make: Called there with the engine's observer; gives the engine, for as long as it lasts.
             A function that can be pickled, with all it holds.
+        tokenizer: For prompts and outputs that are text.
         observer: Who is told what happens there, from the event loop.
 
     Raises:
         Exception: What `make` raised there.
     """
 
-    def __init__(self, make: MakeEngine, observer: EngineObserver | None = None):
+    def __init__(
+        self, make: MakeEngine, *, tokenizer: Any = None, observer: EngineObserver | None = None
+    ):
+        self._make = make
+        self._starting = threading.Lock()
+        self._is_stopping = False
+        connection, ready = self._start()
+        super().__init__(
+            connection, ready, tokenizer=tokenizer, wait_for_end=self._join, observer=observer
+        )
+        self._restarting: asyncio.Task[None] | None = None
+        self._restart_s = 0.0
+        self._started_s = time.monotonic()
+
+    def _start(self) -> tuple[socket.socket, Ready]:
+        """Start a process, and wait for its engine to be there."""
         ours, theirs = socket.socketpair()
-        # A copy of this process would have its threads' locks, and nobody to release them.
-        context = multiprocessing.get_context("spawn")
-        self._process = context.Process(target=run_engine, args=(make, theirs), name="vmkv-engine")
-        self._process.start()
-        theirs.close()
+        with self._starting:
+            # A copy of this process would have its threads' locks, and nobody to release them.
+            context = multiprocessing.get_context("spawn")
+            process = context.Process(
+                target=run_engine, args=(self._make, theirs), name="vmkv-engine"
+            )
+            # Ctrl+C goes to the whole group, and may come before it can be ignored there.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
+            try:
+                process.start()
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+                theirs.close()
+            self._process = process
+            if self._is_stopping:
+                process.kill()
         try:
-            ready = _first_message(ours)
+            return ours, _first_message(ours)
         except BaseException:
             ours.close()
-            self._process.kill()
-            self._process.join()
+            process.kill()
+            process.join()
             raise
-        super().__init__(ours, ready, self._process.join, observer)
 
     @property
     def failure(self) -> str | None:
-        """See `AsyncEngine.failure`."""
-        if not self._process.is_alive():  # Nobody may have been connected to it yet.
-            return super().failure or "the engine's process has ended"
+        """See `EngineClient`."""
+        # No event loop may have been there to be told.
+        if self._death is None and not self._process.is_alive():
+            return "the engine's process has ended"
         return super().failure
+
+    async def shutdown(self, drain: bool = True) -> None:
+        """See `EngineClient`."""
+        self._is_stopping = True
+        if self._restarting is not None:
+            self._restarting.cancel()
+            await asyncio.wait([self._restarting])
+        await super().shutdown(drain)
 
     def close(self) -> None:
         """End the process, if nobody has; what is under way there is cancelled. Idempotent.
@@ -273,10 +215,48 @@ class EngineProcess(RemoteEngine):
         For when no event loop runs any more: `shutdown` ends it in good order.
         """
         self._socket.close()
-        self._process.join(_END_S)
+        self._join(_END_S)
         if self._process.is_alive():
             self._process.kill()
             self._process.join()
+
+    def _join(self, timeout_s: float | None = None) -> None:
+        self._process.join(timeout_s)
+
+    def _lose_connection(self) -> None:
+        super()._lose_connection()
+        if not self._is_stopping:
+            self._restarting = asyncio.get_running_loop().create_task(self._start_anew())
+
+    async def _start_anew(self) -> None:
+        """Start processes until one has an engine."""
+        await asyncio.to_thread(self.close)
+        reason = f"the engine's process has ended with status {self._process.exitcode}"
+        if time.monotonic() - self._started_s > _RESTART_MAX_S:
+            self._restart_s = 0.0
+        ready = None
+        while ready is None:
+            _LOG.error("%s; it is started anew", reason)
+            self._death = f"{reason}; it is started anew"
+            await asyncio.sleep(self._restart_s)
+            self._restart_s = min(max(_RESTART_S, 2 * self._restart_s), _RESTART_MAX_S)
+            try:
+                self._socket, ready = await asyncio.to_thread(self._start)
+            except asyncio.CancelledError:
+                with self._starting:
+                    self._is_stopping = True
+                    self._process.kill()
+                raise
+            except Exception as error:  # noqa: BLE001  # whatever it is: another try may do
+                reason = f"the engine could not be started: {one_line(error)}"
+        self._started_s, self._num_failed_steps = time.monotonic(), 0
+        self._transport = None
+        self._gone.clear()
+        await self._connect()
+        self._death, self._restarting = None, None
+        self.stats = ready.stats
+        if self._observer is not None:
+            self._observer.idle(_Snapshot(self.stats))
 
 
 def _first_message(connection: socket.socket) -> Ready:
