@@ -229,12 +229,12 @@ class Engine:
             max_total - len(tokens),
             self._vocab_size,
         )
-        request = Request(self._num_requests, tokens, resolved, priority)
+        request = Request(self._num_requests, tokens, resolved, priority, max_total)
         request.arrived_s = time.perf_counter()
         self._outcomes.begin(request)
         try:
             leader_id = request.request_id - index if index else None
-            self._loop.add(request, max_total, leader_id)
+            self._loop.add(request, leader_id)
         except BaseException:
             self._outcomes.forget(request)
             raise

@@ -115,7 +115,7 @@ def joined(outputs: Sequence[RequestOutput]) -> RequestOutput:
     return replace(outputs[-1], outputs=samples)
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
     """One sample of one prompt, as the engine keeps it. Changed by the engine's thread only.
 
@@ -124,6 +124,7 @@ class Request:
         prompt_token_ids: The prompt.
         params: Resolved: `stop_token_ids` holds the model's own, `seed` and `max_tokens` are set.
         priority: Lower runs first, as in vLLM.
+        max_total_tokens: Prompt and output at most.
         output_token_ids: Tokens so far.
         logprobs: One entry per token, or empty.
         texts: Text so far that may be shown, in pieces.
@@ -133,12 +134,19 @@ class Request:
         num_cached_tokens: Prompt tokens found in the prefix cache.
         num_preemptions: How often it gave way to others.
         arrived_s, started_s, first_token_s: When, by `time.perf_counter`; 0.0 before.
+        rank: Who goes first: the smallest. Never changes; see `Scheduler`.
+        state: Where it is.
+        slot: While it runs.
+        num_computed: Tokens whose keys and values are computed, or will be by submitted steps.
+        num_unread: Tokens of submitted steps that have not been read.
+        is_on_device: Whether its last token is in its slot on the device.
     """
 
     request_id: int
     prompt_token_ids: Sequence[int]
     params: SamplingParams
     priority: int = 0
+    max_total_tokens: int = 0
     output_token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
@@ -150,6 +158,23 @@ class Request:
     arrived_s: float = 0.0
     started_s: float = 0.0
     first_token_s: float = 0.0
+    rank: tuple[int, int] = (0, 0)
+    state: RequestState = RequestState.WAITING
+    slot: int = -1
+    num_computed: int = 0
+    num_unread: int = 0
+    is_on_device: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that exist, those that are still being computed included."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids) + self.num_unread
+
+    @property
+    def num_left(self) -> int:
+        """Tokens to compute before another can be sampled; 0 when all wanted ones exist."""
+        num_tokens = self.num_tokens
+        return 0 if num_tokens >= self.max_total_tokens else num_tokens - self.num_computed
 
     @property
     def is_finished(self) -> bool:
