@@ -174,6 +174,27 @@ def test_an_engine_ends_with_who_asked(make_engine: MakeEngine) -> None:
         engine.add([1, 2])
 
 
+def test_an_engine_whose_device_is_gone_ends(make_engine: MakeEngine) -> None:
+    """Every step fails: a process of its own can be started anew, and has another device."""
+    engine = make_engine()
+
+    def submit(chunks: Any) -> Any:
+        raise RuntimeError("the device is gone")
+
+    async def main() -> None:
+        it = hosted(engine, ends_with_device=True)
+        engine._runner.submit = submit  # type: ignore[method-assign]
+        for _ in range(5):
+            failed = joined(await outputs(it.stream([1, 2, 3])))
+            assert "gone" in str(failed.error)
+        await asyncio.to_thread(it._wait)
+        await it._gone.wait()
+        with pytest.raises(ClosedError, match="the last 5 steps have failed"):
+            await outputs(it.stream([1, 2, 3]))
+
+    run(main())
+
+
 def test_what_cannot_travel_is_refused(make_engine: MakeEngine) -> None:
     """A function of this process in a request's parameters, for instance; others are served."""
 

@@ -13,12 +13,13 @@ from __future__ import annotations
 import abc
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ClosedError
 from .detokenize import Detokenizer
+from .engine_loop import FAILED_STEPS_MAX
 from .messages import Add, Cancel, Command, Finish, News, Stop, Update
 from .params import SamplingParams
 from .prompts import check_text, token_ids_of
@@ -26,9 +27,6 @@ from .request import CompletionOutput, FinishReason, RequestOutput, TokenLogprob
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-#: So many steps in a row fail only where every one does.
-_FAILED_STEPS_MAX = 5
 
 
 class _Sample:
@@ -167,7 +165,7 @@ class EngineClient(abc.ABC):
         prompt: str | Sequence[int],
         params: SamplingParams | None = None,
         priority: int = 0,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs of one request as they grow, the last one finished.
 
         Each holds what is new since the one before, and `joined` makes one of them all; who reads
@@ -230,7 +228,7 @@ class EngineClient(abc.ABC):
         An engine that has ended, or a device that has failed in every step of late. In the latter
         case requests are tried all the same: the next step that succeeds is the end of it.
         """
-        if self._death is None and self._num_failed_steps >= _FAILED_STEPS_MAX:
+        if self._death is None and self._num_failed_steps >= FAILED_STEPS_MAX:
             return f"the last {self._num_failed_steps} steps have failed"
         return self._death
 

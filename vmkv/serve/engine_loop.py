@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from .engine import Engine
 
 _LOG = logging.getLogger(__name__)
+#: So many steps in a row fail only where every one does.
+FAILED_STEPS_MAX = 5
 #: What running requests wait at most for the commands between two steps, but for the last one.
 _COMMANDS_S = 0.01
 
@@ -55,6 +57,8 @@ class EngineLoop:
         link: Whom it runs for.
         take_events: What observers on the other side are to hear since the last call, and the
             cache, if it was looked at.
+        ends_with_device: End where every step fails, for those who can begin anew in another
+            process: a device that has met an illegal access serves no process again that has.
     """
 
     def __init__(
@@ -62,10 +66,13 @@ class EngineLoop:
         engine: Engine,
         link: Link,
         take_events: Callable[[], tuple[Sequence[Event], CacheStats | None]] | None = None,
+        *,
+        ends_with_device: bool = False,
     ):
         self._engine = engine
         self._link = link
         self._take_events = take_events
+        self._ends_with_device = ends_with_device
         self._commands: deque[Command] = deque()
         self._is_stopping = False
         self._to_add: set[int] = set()
@@ -82,6 +89,9 @@ class EngineLoop:
 
         The thread waits while there is nothing to do, without polling. Before that the engine falls
         idle; a command that comes meanwhile does not wait for all of what goes back to the device.
+
+        Raises:
+            RuntimeError: It ends with the device; the engine is left as it is.
         """
         self._engine.use_device()
         while self._wait():
@@ -91,6 +101,8 @@ class EngineLoop:
             except Exception as error:  # noqa: BLE001  # every request ends with it
                 self._engine.cancel_all(error)
             self._publish()
+            if self._ends_with_device and self._engine.num_failed_steps >= FAILED_STEPS_MAX:
+                raise RuntimeError(f"the last {FAILED_STEPS_MAX} steps have failed")
         self._engine.close()
         self._publish()
         while not self._link.can_send():

@@ -161,7 +161,7 @@ def run_engine(make: MakeEngine, connection: socket.socket) -> None:
             # The model and the libraries are here to stay: no collection need look at them.
             gc.collect()
             gc.freeze()
-            EngineLoop(engine, link, relay.take).run()
+            EngineLoop(engine, link, relay.take, ends_with_device=True).run()
     except BaseException as error:  # noqa: BLE001  # whoever started this is told
         if is_ready or not isinstance(error, VMKVError):
             _LOG.critical("the engine's process ends", exc_info=error)

@@ -16,7 +16,7 @@ from .errors import ApiError, refused
 from .limits import Gate
 from .prompts import Prompt, Prompts
 from .protocol import StreamingEngine
-from .streaming import DONE, as_generator, event, merged
+from .streaming import DONE, event, merged
 from .tokens import Tokens
 
 
@@ -105,10 +105,7 @@ class Answer:
             # Only now: what waits, or has left, costs no work.
             prompts = [await self._tokens(prompt) for prompt in self.prompts]
             self.encoded()
-            streams = [
-                as_generator(self.engine.stream(prompt, self.params, self.priority))
-                for prompt in prompts
-            ]
+            streams = [self.engine.stream(prompt, self.params, self.priority) for prompt in prompts]
             try:
                 async with contextlib.aclosing(merged(streams)) as outputs:
                     async for each in outputs:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
 from ..params import SamplingParams
@@ -14,7 +14,7 @@ class StreamingEngine(Protocol):
 
     def stream(
         self, prompt: Sequence[int], params: SamplingParams, priority: int = 0
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """What is new of a request, as it comes; closing the iterator cancels the request.
 
         Raises:
