@@ -76,9 +76,9 @@ class ModelView:
             if method is PreemptionMethod.SWAP:
                 self.swapped[request_id] = pages
                 assert sum(self.swapped.values()) <= self.host_pages
-        for request_id, _ in plan.admitted:
+        for request_id in plan.admitted:
             self.resident[request_id] = 0
-        for request_id, _ in plan.resumed:
+        for request_id in plan.resumed:
             self.resident[request_id] = self.swapped.pop(request_id)
         for chunk in plan.chunks:
             self.resident[chunk.request_id] += self.pages_to_grow(
@@ -188,9 +188,9 @@ class Trace:
             self.note_preempted(request_id, method)
         self.view.carry_out(StepPlan(preempted=plan.preempted))
         self.scheduler.undo(plan.chunks)
-        for request_id, _ in plan.admitted:
+        for request_id in plan.admitted:
             self.scheduler.requeue(request_id, PreemptionMethod.RECOMPUTE)
-        for request_id, _ in plan.resumed:
+        for request_id in plan.resumed:
             self.scheduler.requeue(request_id, PreemptionMethod.SWAP)
         self.scheduler.check()
 
@@ -203,9 +203,9 @@ class Trace:
     def check(self, plan: StepPlan) -> None:
         for request_id, method in plan.preempted:
             self.note_preempted(request_id, method)
-        begun = [request_id for request_id, _ in plan.admitted + plan.resumed]
+        begun = plan.admitted + plan.resumed
         assert not set(begun) & {request_id for request_id, _ in plan.preempted}
-        for request_id, _ in plan.admitted:
+        for request_id in plan.admitted:
             life = self.lives[request_id]
             life.computed = min(self.view.cached_tokens(request_id), life.tokens - 1)
             if life.first_step is None:

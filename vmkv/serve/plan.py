@@ -46,13 +46,6 @@ class PlannedChunk(NamedTuple):
         return self.num_past_tokens + self.num_new_tokens
 
 
-class Admission(NamedTuple):
-    """A request that begins in a slot, or comes back to one."""
-
-    request_id: int
-    slot: int
-
-
 class Preemption(NamedTuple):
     """A request that gives way."""
 
@@ -73,8 +66,8 @@ class StepPlan:
     """
 
     preempted: tuple[Preemption, ...] = ()
-    resumed: tuple[Admission, ...] = ()
-    admitted: tuple[Admission, ...] = ()
+    resumed: tuple[int, ...] = ()
+    admitted: tuple[int, ...] = ()
     chunks: tuple[PlannedChunk, ...] = ()
 
     @property

@@ -8,7 +8,7 @@ from ..cache.geometry import check_positive
 from ..errors import ConfigError
 from ..units import div_ceil
 from .cache_view import CacheView
-from .plan import Admission, PlannedChunk, Preemption, PreemptionMethod, StepPlan
+from .plan import PlannedChunk, Preemption, PreemptionMethod, StepPlan
 from .preemption import PreemptionCosts
 from .request import Request, RequestState
 from .request_queue import RequestQueue
@@ -137,8 +137,8 @@ class StepPlanning:
         self._prompt_tokens = capacity.prompt_tokens_beside(self._decode_tokens, num_tokens, queue)
         self._is_short = False  # Whether somebody has to give way, or to stall.
         self._preempted: list[Preemption] = []
-        self._admitted: list[Admission] = []
-        self._resumed: list[Admission] = []
+        self._admitted: list[int] = []
+        self._resumed: list[int] = []
         self._chunks: list[PlannedChunk] = []
 
     def plan(self) -> StepPlan:
@@ -203,8 +203,8 @@ class StepPlanning:
         num_new = self._capacity.chunk_tokens(request, self._prompt_tokens)
         if not num_new or not self._has_free(needed + kept):
             return False
-        admission = Admission(request.request_id, self._queue.run_first().slot)
-        (self._resumed if is_swapped else self._admitted).append(admission)
+        self._queue.run_first()
+        (self._resumed if is_swapped else self._admitted).append(request.request_id)
         self._free_pages -= needed
         self._prompt_tokens -= num_new
         self._chunks.append(take(request, num_new))

@@ -60,13 +60,12 @@ class RequestQueue:
             self._leave(request)
             request.state = RequestState.FINISHED
 
-    def run_first(self) -> Request:
+    def run_first(self) -> None:
         """Give the first that waits a slot; there must be both."""
         request = self.requests[heapq.heappop(self._waiting)[1]]
         request.slot = heapq.heappop(self._free_slots)
         request.state = RequestState.RUNNING
         insort(self.running, request, key=lambda each: each.rank)
-        return request
 
     def requeue(self, request: Request, state: RequestState) -> None:
         """A running request waits again, with its memory on the host (`SWAPPED`) or lost."""

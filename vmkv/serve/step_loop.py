@@ -209,11 +209,11 @@ class StepLoop:
                 continue
             self._scheduler.drop_swapped(request_id)
             view.end(request_id)
-        for request_id, _ in plan.resumed:
+        for request_id in plan.resumed:
             view.swap_in(request_id)
             self._to_set.add(request_id)
         num_past = {}
-        for request_id, _ in plan.admitted:
+        for request_id in plan.admitted:
             num_past[request_id] = view.begin(request_id)
             request = self._requests[request_id]
             if not request.num_preemptions:
@@ -229,10 +229,10 @@ class StepLoop:
     def _give_up(self, plan: StepPlan, chunks: Sequence[PlannedChunk]) -> None:
         """A plan could not be carried out: who was to begin waits again."""
         self._scheduler.undo(chunks)
-        for request_id, _ in plan.admitted:
+        for request_id in plan.admitted:
             self._view.end(request_id)
             self._scheduler.requeue(request_id, PreemptionMethod.RECOMPUTE)
-        for request_id, _ in plan.resumed:
+        for request_id in plan.resumed:
             if self._view.is_swapped(request_id):
                 self._scheduler.requeue(request_id, PreemptionMethod.SWAP)
 
