@@ -121,6 +121,7 @@ def _serve(
 
     _set_logging(arguments)
     load_config(arguments.model)  # The plainest error first.
+    _check_engine(arguments)
     tokenizer = load_tokenizer(arguments.tokenizer or arguments.model)
     metrics = Metrics()
     engine = EngineProcess(
@@ -151,6 +152,26 @@ def _serve(
     finally:
         engine.close()
     return 0
+
+
+def _check_engine(arguments: argparse.Namespace) -> None:
+    """Refuse what can be refused before a process is started and the model loaded.
+
+    Raises:
+        ConfigError: There can be no such engine.
+    """
+    from ..attention import registry
+    from ..serve.planning import Capacity
+    from ..serve.trace import ChromeTrace
+    from .models import check_device
+
+    Capacity(arguments.max_num_seqs, arguments.max_num_batched_tokens)
+    check_device(_device(arguments.device))
+    backend = arguments.attention_backend
+    if backend is not None and backend not in registry.backend_names():
+        registry.get(backend)  # Says which there are.
+    if arguments.trace:
+        ChromeTrace(arguments.trace).close()
 
 
 @contextlib.contextmanager
