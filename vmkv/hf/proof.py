@@ -20,29 +20,36 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from ..errors import VMKVError
+from ..step import Piece, Stepper, attending_through
+from ..step.interface import attention_settings
+from ..step.piece import packing_order
 from . import compat
-from .attention import vmkv_attention
-from .forward import attending_through, forward_packed
-from .ragged import Piece, RaggedCache, RaggedStep
-from .ragged_cache import layer_kinds
-from .store import LayerKind, Settings
+from .attention import attending_in_place, vmkv_attention
+from .layer_kinds import layer_kinds
+from .store import LayerKind, Settings, Signature, Store
 from .unservable import UnservableError
 
 #: Tokens of each sequence: more than the windows of models that are made for tests.
 _NUM_TOKENS = 16
 _NUM_SEQUENCES = 7
+
+
+def _piece(at: int, num_past_tokens: int, num_new_tokens: int) -> Piece:
+    return Piece(at, at, num_past_tokens, num_new_tokens, None)
+
+
 #: The packed passes. In the second nobody is where a model that counts by itself would think.
 _PASSES = (
-    (Piece(0, 0, 5), *(Piece(at, 0, past) for at, past in enumerate((3, 7, 9, 12, 15), 1))),
+    (_piece(0, 0, 5), *(_piece(at, 0, past) for at, past in enumerate((3, 7, 9, 12, 15), 1))),
     (
-        *(Piece(1, 3, 1), Piece(0, 5, 11), Piece(2, 7, 1), Piece(6, 0, 16)),
-        *(Piece(3, 9, 1), Piece(4, 12, 1), Piece(5, 15, 1)),
+        *(_piece(1, 3, 1), _piece(0, 5, 11), _piece(2, 7, 1), _piece(6, 0, 16)),
+        *(_piece(3, 9, 1), _piece(4, 12, 1), _piece(5, 15, 1)),
     ),
 )
 #: How often a model may try, each time with other tokens: ties fall elsewhere, defects do not.
@@ -50,11 +57,13 @@ _NUM_ATTEMPTS = 3
 #: A unit in the last place below which no model meets a tie by chance.
 _FINE_EPS = 1e-4
 
-# Which models have proven themselves, and as what. An entry dies with its model.
-_proven: weakref.WeakKeyDictionary[Any, set[tuple[object, ...]]] = weakref.WeakKeyDictionary()
+# Which models have proven themselves, as what, and how their layers look. Dies with the model.
+_proven: weakref.WeakKeyDictionary[Any, dict[tuple[object, ...], dict[int, Signature]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
-def prove(model: Any, attention_backend: str | None = None) -> None:
+def prove(model: Any, attention_backend: str | None = None) -> Mapping[int, Signature]:
     """Refuse a model whose packed passes do not compute what its plain pass computes.
 
     Once for each model object, its device, its dtype and the kernel; after that, a look-up.
@@ -63,40 +72,53 @@ def prove(model: Any, attention_backend: str | None = None) -> None:
         model: A decoder-only causal language model.
         attention_backend: The kernel that is to read the rows; see `VMKVCache`.
 
+    Returns:
+        What keys and values of each layer look like.
+
     Raises:
         ConfigError: It is to be refused; the message says why, and what to use instead. Or its
             cache cannot be made, or there is no such kernel.
         CapacityError, torch.OutOfMemoryError: There is no memory for it.
         Whatever is raised, the model and the random generators are as before.
 
-    Cost: a plain pass over 112 tokens and two packed passes, in a cache of seven short rows.
+    Cost: a plain pass over 112 tokens, two packed passes in a cache of seven short rows, and two
+        passes over two tokens.
     """
     weight = model.get_input_embeddings().weight
-    served_as = (weight.device, weight.dtype, attention_backend)
-    if served_as in _proven.get(model, ()):
-        return
+    autocast = None
+    if torch.is_autocast_enabled(weight.device.type):
+        autocast = torch.get_autocast_dtype(weight.device.type)
+    served_as = (weight.device, weight.dtype, autocast, attention_backend)
+    known = _proven.get(model, {}).get(served_as)
+    if known is not None:
+        return known
     try:
         kinds = layer_kinds(model.config)
         with torch.no_grad(), _undisturbed(model):
-            _check_passes(model, attention_backend)
+            signatures = _check_passes(model, kinds, attention_backend)
             _check_windows(model, kinds)
     except UnservableError as error:
         raise error.of(model) from error.__cause__
-    _proven.setdefault(model, set()).add(served_as)
+    _proven.setdefault(model, {})[served_as] = signatures
+    return signatures
 
 
-def _check_passes(model: Any, attention_backend: str | None) -> None:
-    """Compare packed passes with a plain one.
+def _check_passes(
+    model: Any, kinds: Sequence[LayerKind], attention_backend: str | None
+) -> dict[int, Signature]:
+    """Compare packed passes with a plain one; returns what keys and values look like.
 
     Raises:
         ConfigError: They differ with whichever tokens, or do not run.
     """
     differences: list[_Difference] = []
+    signatures: dict[int, Signature] = {}
     for attempt in range(_NUM_ATTEMPTS):
         plain = _plain_pass(model, _token_ids(model, attempt))
-        differences = _packed_passes(model, attention_backend, plain)
+        signatures = signatures or _signatures(model, kinds)
+        differences = _packed_passes(model, kinds, signatures, attention_backend, plain)
         if not differences:
-            return
+            return signatures
     raise UnservableError(_why_different(model, max(differences)))
 
 
@@ -125,7 +147,7 @@ def _plain_pass(model: Any, token_ids: torch.Tensor) -> _PlainPass:
         if hidden.shape[:2] == token_ids.shape:
             inputs.append(hidden.flatten(0, 1).clone())
 
-    before = compat.attention_settings(model)[0]
+    before = attention_settings(model, "vmkv")[0]
     # One that attends through "vmkv" already is compared with what transformers does.
     reference = "eager" if before == "vmkv" else before
     with attending_through(model, reference), _before_layers(model, keep):
@@ -137,8 +159,88 @@ def _plain_pass(model: Any, token_ids: torch.Tensor) -> _PlainPass:
     return _PlainPass(token_ids.flatten(), inputs, logits)
 
 
+def _signatures(model: Any, kinds: Sequence[LayerKind]) -> dict[int, Signature]:
+    """Ask the layers what their keys and values look like, in a packed pass of two tokens.
+
+    Raises:
+        ConfigError: A layer attends in a way that rows cannot, or not here.
+    """
+    asked = _Asked()
+    token_ids = _token_ids(model, 0)[:1, :2]
+    placeholder = torch.empty((1, 1, 1, 1), dtype=torch.bool, device=token_ids.device)
+    placeholder._vmkv_placeholder = True  # type: ignore[attr-defined]
+    with attending_in_place(model):
+        try:
+            model(
+                input_ids=token_ids,
+                position_ids=torch.arange(2, device=token_ids.device)[None],
+                attention_mask=placeholder,
+                use_cache=False,
+                vmkv_batch=asked,
+                return_dict=True,
+            )
+        except Exception as error:
+            raise _explained(error, "it does not run on packed tokens") from error
+    missing = {kind.index for kind in kinds} - asked.signatures.keys()
+    if missing:
+        raise UnservableError(
+            f"its layers {sorted(missing)} do not attend through transformers' attention interface"
+        )
+    return asked.signatures
+
+
+class _Asked:
+    """Stands where a step would, and hears what the layers ask for.
+
+    Attributes:
+        signatures: Of each layer that attends, what its keys and values look like.
+    """
+
+    def __init__(self) -> None:
+        self.signatures: dict[int, Signature] = {}
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float,
+        sinks: torch.Tensor | None,
+        mask: torch.Tensor | None,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Attend without a cache; arguments as `vmkv_attention`, which calls this.
+
+        Raises:
+            ConfigError: The layer attends in a way that rows cannot.
+        """
+        index = getattr(module, "layer_idx", None)
+        if index is None:
+            raise UnservableError(f"{type(module).__name__} does not say which layer it is")
+        index = int(index)
+        if index in self.signatures:
+            raise UnservableError(f"its layer {index} attends more than once in a pass")
+        if mask is not None and not getattr(mask, "_vmkv_placeholder", False):
+            raise UnservableError(f"its layer {index} attends with a mask of the model's own")
+        if bias is not None:
+            raise UnservableError(f"its layer {index} adds a bias of the model's own to scores")
+        self.signatures[index] = Signature.of(key, value)
+        out, _ = vmkv_attention(
+            module, query, key, value, None, scale, 0.0, window, softcap, sinks, is_causal=True
+        )
+        return out
+
+
 def _packed_passes(
-    model: Any, attention_backend: str | None, plain: _PlainPass
+    model: Any,
+    kinds: Sequence[LayerKind],
+    signatures: Mapping[int, Signature],
+    attention_backend: str | None,
+    plain: _PlainPass,
 ) -> list[_Difference]:
     """Run the packed passes over the same tokens, in a cache of their own."""
     settings = Settings(
@@ -150,21 +252,28 @@ def _packed_passes(
     eps = _eps(model)
     differences: list[_Difference] = []
     with (
-        contextlib.closing(RaggedCache(model.config, settings)) as cache,
-        attending_through(model),
+        contextlib.closing(Store(settings, kinds)) as memory,
+        attending_in_place(model),
     ):
-        for pieces in _PASSES:
-            differences += _packed_pass(model, RaggedStep(cache, pieces), pieces, plain, eps)
+        memory.bind_all(signatures)
+        rows = [[core.open(row=at) for at in range(_NUM_SEQUENCES)] for core in memory.cores]
+        stepper = Stepper(model, memory.cores, _NUM_SEQUENCES, attention_backend=attention_backend)
+        with contextlib.closing(stepper):
+            for pieces in _PASSES:
+                packed = [pieces[at] for at in packing_order(pieces)]
+                for core, sequences in zip(memory.cores, rows, strict=True):
+                    core.grow((sequences[each.row], each.num_tokens) for each in packed)
+                differences += _packed_pass(model, stepper, packed, plain, eps)
     return differences
 
 
 def _packed_pass(
-    model: Any, step: RaggedStep, pieces: Sequence[Piece], plain: _PlainPass, eps: float
+    model: Any, stepper: Stepper, pieces: Sequence[Piece], plain: _PlainPass, eps: float
 ) -> list[_Difference]:
     """Run one packed pass; what of it roundings do not explain."""
     places = torch.cat(
         [
-            torch.arange(piece.num_past_tokens, piece.num_tokens) + piece.sequence_id * _NUM_TOKENS
+            torch.arange(piece.num_past_tokens, piece.num_tokens) + piece.row * _NUM_TOKENS
             for piece in pieces
         ]
     )
@@ -188,11 +297,17 @@ def _packed_pass(
         last = expected
         return expected[None].clone()  # Some layers add to what they are given, in place.
 
-    tokens = plain.token_ids[places.to(plain.token_ids.device)]
+    tokens = plain.token_ids.tolist()
+    at = [piece.row * _NUM_TOKENS for piece in pieces]
+    told = [
+        piece._replace(token_ids=tokens[start + piece.num_past_tokens : start + piece.num_tokens])
+        for start, piece in zip(at, pieces, strict=True)
+    ]
+    elsewhere = [[piece.row for piece in pieces]] * (len(stepper.caches) - 1)
     with _before_layers(model, compare):
         try:
             # The first one's are left out, to see that the model keeps those it is asked for.
-            logits = forward_packed(model, step, tokens, list(range(1, len(kinds))))
+            logits = stepper.run_eagerly(told, elsewhere, list(range(1, len(kinds))))
         except Exception as error:
             raise _explained(error, "it does not run on packed tokens") from error
     expected = plain.logits[places.to(plain.logits.device)[1:]]
@@ -221,7 +336,7 @@ def _check_windows(model: Any, kinds: Sequence[LayerKind]) -> None:
     """
     asked = _WindowsAsked()
     token_ids = _token_ids(model, 0)[:1, :2]
-    with attending_through(model):
+    with attending_in_place(model):
         try:
             model(input_ids=token_ids, use_cache=False, return_dict=True, vmkv_batch=asked)
         except Exception as error:
@@ -260,7 +375,7 @@ class _WindowsAsked:
         mask: torch.Tensor | None,
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Attend without a cache; arguments as `RaggedStep.attend`."""
+        """Attend without a cache; arguments as `vmkv_attention`, which calls this."""
         recipe = getattr(mask, "_vmkv_recipe", None)
         if recipe is not None:
             self.windows[int(vars(module)["layer_idx"])] = (window, recipe.window)

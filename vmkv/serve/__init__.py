@@ -1,7 +1,8 @@
 """Continuous batching: many requests of different lengths on one device.
 
 `params.py` and `request.py` what is asked and answered; `scheduler.py` who runs, as pure logic;
-`memory_view.py` what it knows of the cache; `runner/` how a step is executed; `engine.py` the loop.
+`memory_view.py` what it knows of the cache; `runner/` how tokens are chosen after a step, which
+`vmkv.step` runs; `engine.py` the loop.
 """
 
 from .async_engine import AsyncEngine as AsyncEngine
