@@ -31,7 +31,7 @@ from vmkv.step.compile_cache import CompileCache
 from vmkv.step.compiled_layers import decoder_layers
 from vmkv.step.decode_graphs import batch_buckets, length_buckets
 from vmkv.step.mixed_graphs import TILE_TOKENS, decode_widths, token_buckets
-from vmkv.step.stepper import progress
+from vmkv.step.warm_up import progress
 
 MODELS = ("llama", "mistral", "qwen3", "gemma3", "gpt_oss", "mixtral")
 TRACED = RunnerOptions(compile_layers=True, compile_backend="aot_eager", show_progress=False)

@@ -25,13 +25,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..errors import VMKVError
 from ..step import Piece, Stepper, attending_through
 from ..step.interface import attention_settings
 from ..step.piece import packing_order
 from . import compat
-from .attention import attending_in_place, vmkv_attention
+from .attention import attending_in_place
 from .layer_kinds import layer_kinds
+from .layer_questions import check_windows, explained, layer_signatures
 from .store import LayerKind, Settings, Signature, Store
 from .unservable import UnservableError
 
@@ -96,7 +96,7 @@ def prove(model: Any, attention_backend: str | None = None) -> Mapping[int, Sign
         kinds = layer_kinds(model.config)
         with torch.no_grad(), _undisturbed(model):
             signatures = _check_passes(model, kinds, attention_backend)
-            _check_windows(model, kinds)
+            check_windows(model, kinds, _token_ids(model, 0)[0, :2])
     except UnservableError as error:
         raise error.of(model) from error.__cause__
     _proven.setdefault(model, {})[served_as] = signatures
@@ -115,7 +115,7 @@ def _check_passes(
     signatures: dict[int, Signature] = {}
     for attempt in range(_NUM_ATTEMPTS):
         plain = _plain_pass(model, _token_ids(model, attempt))
-        signatures = signatures or _signatures(model, kinds)
+        signatures = signatures or layer_signatures(model, kinds, plain.token_ids[:2])
         differences = _packed_passes(model, kinds, signatures, attention_backend, plain)
         if not differences:
             return signatures
@@ -155,84 +155,8 @@ def _plain_pass(model: Any, token_ids: torch.Tensor) -> _PlainPass:
             output = model(input_ids=token_ids, use_cache=False, return_dict=True)
             logits = output.logits.flatten(0, 1)
         except Exception as error:
-            raise _explained(error, "it does not run on token ids alone") from error
+            raise explained(error, "it does not run on token ids alone") from error
     return _PlainPass(token_ids.flatten(), inputs, logits)
-
-
-def _signatures(model: Any, kinds: Sequence[LayerKind]) -> dict[int, Signature]:
-    """Ask the layers what their keys and values look like, in a packed pass of two tokens.
-
-    Raises:
-        ConfigError: A layer attends in a way that rows cannot, or not here.
-    """
-    asked = _Asked()
-    token_ids = _token_ids(model, 0)[:1, :2]
-    placeholder = torch.empty((1, 1, 1, 1), dtype=torch.bool, device=token_ids.device)
-    placeholder._vmkv_placeholder = True  # type: ignore[attr-defined]
-    with attending_in_place(model):
-        try:
-            model(
-                input_ids=token_ids,
-                position_ids=torch.arange(2, device=token_ids.device)[None],
-                attention_mask=placeholder,
-                use_cache=False,
-                vmkv_batch=asked,
-                return_dict=True,
-            )
-        except Exception as error:
-            raise _explained(error, "it does not run on packed tokens") from error
-    missing = {kind.index for kind in kinds} - asked.signatures.keys()
-    if missing:
-        raise UnservableError(
-            f"its layers {sorted(missing)} do not attend through transformers' attention interface"
-        )
-    return asked.signatures
-
-
-class _Asked:
-    """Stands where a step would, and hears what the layers ask for.
-
-    Attributes:
-        signatures: Of each layer that attends, what its keys and values look like.
-    """
-
-    def __init__(self) -> None:
-        self.signatures: dict[int, Signature] = {}
-
-    def attend(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float,
-        sinks: torch.Tensor | None,
-        mask: torch.Tensor | None,
-        bias: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Attend without a cache; arguments as `vmkv_attention`, which calls this.
-
-        Raises:
-            ConfigError: The layer attends in a way that rows cannot.
-        """
-        index = getattr(module, "layer_idx", None)
-        if index is None:
-            raise UnservableError(f"{type(module).__name__} does not say which layer it is")
-        index = int(index)
-        if index in self.signatures:
-            raise UnservableError(f"its layer {index} attends more than once in a pass")
-        if mask is not None and not getattr(mask, "_vmkv_placeholder", False):
-            raise UnservableError(f"its layer {index} attends with a mask of the model's own")
-        if bias is not None:
-            raise UnservableError(f"its layer {index} adds a bias of the model's own to scores")
-        self.signatures[index] = Signature.of(key, value)
-        out, _ = vmkv_attention(
-            module, query, key, value, None, scale, 0.0, window, softcap, sinks, is_causal=True
-        )
-        return out
 
 
 def _packed_passes(
@@ -309,7 +233,7 @@ def _packed_pass(
             # The first one's are left out, to see that the model keeps those it is asked for.
             logits = stepper.run_eagerly(told, elsewhere, list(range(1, len(kinds))))
         except Exception as error:
-            raise _explained(error, "it does not run on packed tokens") from error
+            raise explained(error, "it does not run on packed tokens") from error
     expected = plain.logits[places.to(plain.logits.device)[1:]]
     finite = expected.where(expected.isfinite(), 0)  # Some models rule tokens out with -inf.
     made = finite - finite.mean(-1, keepdim=True)
@@ -321,72 +245,6 @@ def _kind(piece: Piece) -> str:
     if not piece.num_past_tokens:
         return "begin" if piece in _PASSES[0] else "begin beside others that go on"
     return "decode" if piece.num_new_tokens == 1 else "go on"
-
-
-# ---- windows ------------------------------------------------------------------------------------
-
-
-def _check_windows(model: Any, kinds: Sequence[LayerKind]) -> None:
-    """See that rows keep what the model's masks let its layers see.
-
-    Windows are longer than what the passes above can afford, so they are asked for by number.
-
-    Raises:
-        ConfigError: A layer's mask has another window than its rows.
-    """
-    asked = _WindowsAsked()
-    token_ids = _token_ids(model, 0)[:1, :2]
-    with attending_in_place(model):
-        try:
-            model(input_ids=token_ids, use_cache=False, return_dict=True, vmkv_batch=asked)
-        except Exception as error:
-            raise _explained(error, "it does not run on token ids alone") from error
-    for kind in kinds:
-        given, masked = asked.windows.get(kind.index, (None, kind.window_tokens))
-        kept = kind.window_tokens if given is None else given
-        if kept != masked:
-            raise UnservableError(
-                f"its layer {kind.index} is to see {_window(kept)} by its configuration, and "
-                f"{_window(masked)} by its mask"
-            )
-
-
-class _WindowsAsked:
-    """Stands where a step would, and hears what the layers ask for.
-
-    Attributes:
-        windows: Of each layer that attends within a plain mask: its own window, and the mask's.
-    """
-
-    def __init__(self) -> None:
-        self.windows: dict[int, tuple[int | None, int | None]] = {}
-
-    def attend(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float,
-        sinks: torch.Tensor | None,
-        mask: torch.Tensor | None,
-        bias: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Attend without a cache; arguments as `vmkv_attention`, which calls this."""
-        recipe = getattr(mask, "_vmkv_recipe", None)
-        if recipe is not None:
-            self.windows[int(vars(module)["layer_idx"])] = (window, recipe.window)
-        out, _ = vmkv_attention(
-            module, query, key, value, mask, scale, 0.0, window, softcap, sinks, position_bias=bias
-        )
-        return out
-
-
-def _window(num_tokens: int | None) -> str:
-    return "all tokens" if num_tokens is None else f"{num_tokens} tokens"
 
 
 # ---- what is compared ---------------------------------------------------------------------------
@@ -522,14 +380,6 @@ def _before_layers(
 
 
 # ---- what is said -------------------------------------------------------------------------------
-
-
-def _explained(error: Exception, what: str) -> Exception:
-    """What to raise where a pass has failed: want of memory and our own words are left alone."""
-    if isinstance(error, (VMKVError, torch.OutOfMemoryError)):
-        return error
-    said = str(error).partition("\n")[0][:200]
-    return UnservableError(f"{what} ({type(error).__name__}{': ' if said else ''}{said})")
 
 
 def _why_different(model: Any, difference: _Difference) -> str:

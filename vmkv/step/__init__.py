@@ -6,7 +6,7 @@ row_attention   append the new keys and values to their rows, and attend there
 graphs          steps as CUDA graphs: `decode_graphs.py`, `mixed_graphs.py`
 compiled_layers layers compiled once for all (`joined_layers.py`, `compile_cache.py`, `operator.py`)
 interface       how a transformers model is made to attend here
-stepper         all of it: pieces in, logits out
+stepper         all of it: pieces in, logits out; `warm_up.py` what is done ahead
 
   stepper = Stepper(model, [cache], num_slots=4)
   logits = stepper.run([Piece(slot, row, num_past_tokens, num_new_tokens, token_ids)]).logits

@@ -7,7 +7,7 @@ one step to the next on the device.
 Layers run as they are, and are handed the step as a keyword by an attention implementation that
 passes it on (`vmkv.hf.attention`); or compiled, and find it through an operator (`operator.py`).
 
-Captures either come ahead of all steps (`warm_up`), or where they pay: a size that comes again and
+Captures come ahead of all steps (`warm_up.py`), or where they pay: a size that comes again and
 again is captured the third time.
 """
 
@@ -15,23 +15,19 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from ..cache import KVCache
 from ..errors import CapacityError, ConfigError
-from ..units import GiB
 from . import operator
-from .compile_cache import CompileCache
 from .compiled_layers import CompiledLayers
 from .decode_graphs import DecodeGraphs
-from .graphs import GraphSpace, Scratch, StepGraphs
+from .graphs import GraphSpace, Scratch
 from .mixed_graphs import MixedGraphs
 from .packing import pack
 from .piece import Piece, packing_order
@@ -67,13 +63,13 @@ class Stepper:
         compile_with: Compile the layers with this backend of `torch.compile`; None for not at all.
 
     Attributes:
-        caches: See above.
+        model: See above.
+        caches: Likewise.
         device: Where its tokens go.
         uses_operator: Whether the stepper makes the model attend by itself.
         last_tokens: `[num_slots + 1] int64`, the token that was chosen last in each slot.
         decode_graphs: Captured steps of one token each; None where there are none.
         mixed_graphs: Captured steps with prompts; likewise.
-        graph_bytes: Device memory that graphs hold, once `warm_up` has captured them.
 
     Raises:
         ConfigError: A cache has no layers, or the layers cannot be compiled, or another stepper
@@ -92,7 +88,7 @@ class Stepper:
     ):
         if not all(cache.layers for cache in caches):
             raise ConfigError("the cache holds no layers yet: add the model's first")
-        self._model = model
+        self.model = model
         self.caches = list(caches)
         self.device: torch.device = model.get_input_embeddings().weight.device
         self._is_cuda = self.device.type == "cuda"
@@ -112,7 +108,6 @@ class Stepper:
         self._num_runs: Counter[tuple[int, int]] | None = None
         self._uncapturable: set[tuple[int, int]] = set()
         self._logits_like: torch.Tensor | None = None
-        self.graph_bytes = 0
         with contextlib.ExitStack() as undo:
             undo.callback(self._attention.close)
             if compile_with is None:
@@ -210,7 +205,7 @@ class Stepper:
         self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor | None
     ) -> torch.Tensor:
         """Logits `[kept, vocabulary]` of packed tokens `[T]`; of all of them by default."""
-        output = self._model(
+        output = self.model(
             input_ids=token_ids[None],
             position_ids=positions[None],
             attention_mask=self._mask,
@@ -337,114 +332,13 @@ class Stepper:
         graphs.replay(bucket, integers)
         return True
 
-    def warm_up(
-        self,
-        max_num_batched_tokens: int,
-        *,
-        compile_cache: Path | None = None,
-        may_fall_back: bool = True,
-        then: Callable[[], object] = lambda: None,
-        show_progress: bool = False,
-    ) -> None:
-        """Compile, tune and capture everything, so that no step waits for it.
-
-        A model that cannot be captured runs without graphs.
-
-        Args:
-            max_num_batched_tokens: The largest step.
-            compile_cache: A folder that keeps what was compiled.
-            may_fall_back: Run layers as they are where they cannot be compiled.
-            then: What else is to warm up, after the steps and before the graphs.
-            show_progress: Draw a progress bar.
-
-        Raises:
-            CapacityError: Not even a short prompt fits the cache.
-        """
-        cache = CompileCache(compile_cache, self._model.config)
-        cache.load()
-        kinds: list[StepGraphs[Any]] = [
-            each for each in (self.mixed_graphs, self.decode_graphs) if each is not None
-        ]
-        total = 2 + sum(len(each.keys()) for each in kinds)
-        with torch.no_grad(), progress(total, is_shown=show_progress) as bar:
-            bar.set_description("prompts")
-            self._warm_up_prompts(max_num_batched_tokens, may_fall_back)
-            bar.update()
-            bar.set_description("one token")
-            slot, row = self.open_scratch()
-            self.run_eagerly([Piece(slot, row, 0, 1, [0])])
-            then()
-            bar.update()
-            bar.set_description("graphs")
-            self._capture_all(kinds, bar.update)
-        cache.save()
-
-    def _capture_all(
-        self, kinds: Sequence[StepGraphs[Any]], captured: Callable[[], object]
-    ) -> None:
-        """Capture every graph, those with most tokens first; kinds that cannot be are dropped."""
-        start_s, free_bytes = time.perf_counter(), self._free_bytes()
-        for graphs in kinds:
-            try:
-                graphs.capture_all(captured)
-            except (RuntimeError, ConfigError) as error:
-                if graphs.captured:
-                    raise
-                _LOG.warning("%s cannot be captured as CUDA graphs: %s", graphs.name, error)
-                if graphs is self.mixed_graphs:
-                    self.mixed_graphs = None
-                else:
-                    self.decode_graphs = None
-        if self._is_cuda:
-            torch.cuda.synchronize(self.device)
-        self.graph_bytes = max(0, free_bytes - self._free_bytes())
-        _LOG.info(
-            "captured %d graphs in %.1f s; they hold %.2f GiB",
-            sum(len(each.captured) for each in kinds),
-            time.perf_counter() - start_s,
-            self.graph_bytes / GiB,
-        )
-
-    def _free_bytes(self) -> int:
-        return torch.cuda.mem_get_info(self.device)[0] if self._is_cuda else 0
-
-    def _warm_up_prompts(self, max_num_batched_tokens: int, may_fall_back: bool) -> None:
-        """The largest step that fits, and then one with pieces of every kind."""
-        cache = self.caches[0]
-        num_tokens = min(max_num_batched_tokens, cache.max_tokens)
-        while True:
-            sequence = cache.open()
-            try:
-                cache.grow([(sequence, num_tokens)])
-                self._warm_up_in(sequence.row, num_tokens, may_fall_back)
-                break
-            except CapacityError:
-                if num_tokens < 2:
-                    raise
-                num_tokens //= 2
-            finally:
-                sequence.close()
-        cache.trim()
-
-    def _warm_up_in(self, row: int, num_tokens: int, may_fall_back: bool) -> None:
-        slot, scratch_row = self.open_scratch()
-        ids = [0] * num_tokens
-        first = [Piece(slot, row, 0, num_tokens, ids)]
-        try:
-            self.run_eagerly(first)
-        except (CapacityError, torch.OutOfMemoryError):
-            raise
-        except RuntimeError as error:
-            if self._layers is None or not may_fall_back:
-                raise
-            _LOG.warning("this model's layers cannot be compiled, and run as they are: %s", error)
-            self._layers.close()
-            self._layers = None
-            self.run_eagerly(first)
-        half = num_tokens // 2
-        if half > 1:
-            later = Piece(slot, row, half, num_tokens - half, ids[half:])
-            self.run_eagerly([Piece(slot, scratch_row, 0, 1, [0]), later])
+    def run_layers_plainly(self) -> bool:
+        """Give up compiling the layers; whether they were compiled until now."""
+        if self._layers is None:
+            return False
+        self._layers.close()
+        self._layers = None
+        return True
 
     # ---- end ------------------------------------------------------------------------------
 
@@ -471,7 +365,8 @@ class _ByKeyword:
         """See `RowAttention.attend`; masks and biases the model has proven not to have."""
         for name in ("mask", "bias"):
             options.pop(name, None)
-        return self._attention.attend(int(module.layer_idx), *tensors, **options)  # type: ignore[arg-type]
+        layer = int(vars(module)["layer_idx"])
+        return self._attention.attend(layer, *tensors, **options)
 
 
 def kept_logits(output: Any, keep: torch.Tensor | None) -> torch.Tensor:
@@ -502,12 +397,3 @@ def _refusing_waits(is_cuda: bool) -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode(before)
-
-
-@contextlib.contextmanager
-def progress(total: int, *, is_shown: bool) -> Iterator[Any]:
-    """A progress bar over so many steps, or one that shows nothing."""
-    from tqdm import tqdm  # type: ignore[import-untyped]  # comes with transformers
-
-    with tqdm(total=total, disable=not is_shown, leave=False) as bar:
-        yield bar

@@ -23,6 +23,7 @@ from ...hf.attention import attending_in_place
 from ...step import Piece, Stepper
 from ...step.operator import check_free
 from ...step.stepper import StepLogits
+from ...step.warm_up import warm_up
 from ..params import SamplingParams
 from ..sampler import SampledTokens, Sampler
 from .host_tokens import HostTokens
@@ -73,6 +74,10 @@ class ModelRunner:
         options: See there.
         deterministic: Run every chunk by itself.
 
+    Attributes:
+        stepper: What runs the model.
+        graph_bytes: Device memory that graphs hold, once `warm_up` has captured them.
+
     Raises:
         ConfigError: The model or the cache cannot be served. The model is as before.
         CapacityError: No row, or no page, is left for padding. Likewise.
@@ -95,6 +100,7 @@ class ModelRunner:
         self._device = cache.device
         self._is_cuda = self._device.type == "cuda"
         self._is_closed = False
+        self.graph_bytes = 0
         head = model.get_output_embeddings().weight
         compiles = self._wants(self._options.compile_layers)
         self.sampler = Sampler(
@@ -202,10 +208,11 @@ class ModelRunner:
             once `compile_cache` holds what was compiled.
         """
         options, dtype = self._options, self._model.get_output_embeddings().weight.dtype
-        self.stepper.warm_up(
+        self.graph_bytes = warm_up(
+            self.stepper,
             self._max_num_batched_tokens,
             compile_cache=options.compile_cache,
-            may_fall_back=not options.compile_layers,
+            must_compile=bool(options.compile_layers),
             then=lambda: self.sampler.warm_up(dtype),
             show_progress=options.show_progress,
         )
