@@ -19,6 +19,7 @@ import torch
 
 from ..backend import Backend, HostBackend, open_backend
 from ..cache import CacheStats, KVCache
+from ..cache.geometry import fitting_rows
 from ..cache.stats import add_stats
 from ..errors import CapacityError, ClosedError, ConfigError
 from ..memory import ExtentPool
@@ -93,12 +94,13 @@ class Store:
     Args:
         settings: The user's wishes.
         kinds: The layers that vmkv holds.
-        num_spare_rows: Rows besides those that were asked for, on devices that capture steps.
+        num_spare_rows: Rows besides those that were asked for, on CUDA, if there are addresses.
     """
 
     def __init__(self, settings: Settings, kinds: Sequence[LayerKind], *, num_spare_rows: int = 0):
         self.settings = settings
         self._num_spare_rows = num_spare_rows
+        self._num_spare: dict[torch.device, int] = {}
         self.kinds = {kind.index: kind for kind in kinds}
         self.is_closed = False
         self.keeps_past = False
@@ -227,20 +229,23 @@ class Store:
                     f"keys arrived on {device}, but this cache was given one device's memory "
                     f"({next(iter(self._rows))}); leave backend out for models spread over several"
                 )
-            max_rows = settings.max_batch_size
             heads_bytes = keys.shape[1] * keys.shape[3] + values.shape[1] * values.shape[3]
+            token_bytes = heads_bytes * keys.dtype.itemsize * len(self.kinds)
             num_rows, max_tokens = rows_and_tokens(
                 keys.shape[0],
-                heads_bytes * keys.dtype.itemsize * len(self.kinds),
-                None if max_rows is None else max_rows + self._num_spare(device),
+                token_bytes,
+                settings.max_batch_size,
                 settings.max_tokens,
                 settings.decoder_config,
                 past_stated=settings.past_stated,
             )
+            spare = self._num_spare_rows if device.type == "cuda" else 0
+            if fitting_rows(token_bytes, max_tokens, num_rows + spare) < num_rows + spare:
+                spare = 0
             core = KVCache(
                 settings.memory if settings.memory is not None else _backend_for(device),
                 max_tokens=max_tokens,
-                max_sequences=num_rows,
+                max_sequences=num_rows + spare,
                 budget_bytes=settings.budget_bytes,
                 layers_per_group=settings.layers_per_group,
             )
@@ -252,14 +257,12 @@ class Store:
                 )
             core.keeps_past = self.keeps_past
             self._rows[device] = DeviceRows(core)
+            self._num_spare[device] = spare
         return self._rows[device]
 
     def num_rows(self, core: KVCache) -> int:
         """How many sequences a cache takes."""
-        return core.max_sequences - self._num_spare(core.device)
-
-    def _num_spare(self, device: torch.device) -> int:
-        return self._num_spare_rows if device.type == "cuda" else 0
+        return core.max_sequences - self._num_spare[core.device]
 
     def keep_past(self) -> None:
         """Keep what leaves sliding windows, so that it can be rolled back to."""

@@ -15,12 +15,13 @@ import contextlib
 import itertools
 import weakref
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from ..errors import ClosedError, ConfigError
 from .interface import attending_through, register_attention
+from .row_attention import RowAttention
 
 IMPLEMENTATION = "vmkv_rows"
 """The name among transformers' attention implementations."""
@@ -29,25 +30,7 @@ _PLACE = "_vmkv_place"
 _NUMBERS = itertools.count()
 
 
-class LayerAttention(Protocol):
-    """What attends for all layers of a model; see `row_attention.py`."""
-
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """`[1, T, Hq, Dv]`, contiguous, of `[1, Hq, T, D]` and the new keys and values."""
-
-
-_SERVING: weakref.WeakValueDictionary[int, LayerAttention] = weakref.WeakValueDictionary()
+_SERVING: weakref.WeakValueDictionary[int, RowAttention] = weakref.WeakValueDictionary()
 
 # torch leaves the library untyped.
 _LIBRARY: Any = torch.library.Library("vmkv", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -126,7 +109,7 @@ def rows_attention(
 
 
 @contextlib.contextmanager
-def attending(model: Any, attention: LayerAttention) -> Iterator[None]:
+def attending(model: Any, attention: RowAttention) -> Iterator[None]:
     """While this lasts, the model's layers attend through `attention`.
 
     Raises:

@@ -154,7 +154,20 @@ class RowAttention:
         softcap: float,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """See `LayerAttention.attend`.
+        """Append a layer's new keys and values, and attend from its rows.
+
+        Args:
+            layer: The model's number for it.
+            query: `[1, Hq, T, D]`, packed.
+            key: `[1, H, T, D]`, the new keys.
+            value: `[1, H, T, Dv]`.
+            scale: See `AttentionBackend.forward`, as for the rest.
+            window: Likewise; None for the layer's own.
+            softcap: Likewise.
+            sinks: Likewise.
+
+        Returns:
+            `[1, T, Hq, Dv]`, contiguous.
 
         Raises:
             InternalError: No step was set.

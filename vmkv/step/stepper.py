@@ -107,7 +107,7 @@ class Stepper:
         # Where steps are captured when it pays: how often each size has come.
         self._num_runs: Counter[tuple[int, int]] | None = None
         self._uncapturable: set[tuple[int, int]] = set()
-        self._logits_like: torch.Tensor | None = None
+        self._logits_like: tuple[int, torch.dtype] | None = None
         with contextlib.ExitStack() as undo:
             undo.callback(self._attention.close)
             if compile_with is None:
@@ -198,7 +198,7 @@ class Stepper:
             logits = self._forward(token_ids, step.positions, kept)
         finally:
             self._attention.steps = None
-        self._logits_like = logits[:0]
+        self._logits_like = (logits.shape[1], logits.dtype)
         return logits
 
     def _forward(
@@ -269,9 +269,19 @@ class Stepper:
 
     @property
     def can_capture(self) -> bool:
-        """Whether steps can be captured here, as far as is known without trying."""
+        """Whether steps may be captured, as far as is known without trying.
+
+        Not where somebody hooked into the model is to be called in every step.
+        """
         is_one_device = [cache.device for cache in self.caches] == [self.device]
-        return self._is_cuda and is_one_device and not torch.is_autocast_enabled("cuda")
+        return (
+            self._is_cuda
+            and is_one_device
+            and not torch.is_autocast_enabled("cuda")
+            and not any(
+                each._forward_hooks or each._forward_pre_hooks for each in self.model.modules()
+            )
+        )
 
     def capture_where_it_pays(self) -> None:
         """Have decode steps captured that come again and again, wherever that can be."""
@@ -299,7 +309,7 @@ class Stepper:
         """Once a step has shown what logits look like; not at all without room for padding."""
         if self._logits_like is not None:
             try:
-                self.make_graphs(self._logits_like.shape[1], self._logits_like.dtype, 0, few=True)
+                self.make_graphs(*self._logits_like, 0, few=True)
             except CapacityError:
                 self._num_runs = None
 
@@ -359,14 +369,11 @@ class _ByKeyword:
     def __init__(self, attention: RowAttention):
         self._attention = attention
 
-    def attend(
-        self, module: torch.nn.Module, *tensors: torch.Tensor, **options: Any
-    ) -> torch.Tensor:
+    def attend(self, module: Any, *tensors: torch.Tensor, **options: Any) -> torch.Tensor:
         """See `RowAttention.attend`; masks and biases the model has proven not to have."""
         for name in ("mask", "bias"):
             options.pop(name, None)
-        layer = int(vars(module)["layer_idx"])
-        return self._attention.attend(layer, *tensors, **options)
+        return self._attention.attend(int(module.layer_idx), *tensors, **options)
 
 
 def kept_logits(output: Any, keep: torch.Tensor | None) -> torch.Tensor:

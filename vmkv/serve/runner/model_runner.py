@@ -126,7 +126,7 @@ class ModelRunner:
         options = self._options
         backends = {
             "attention_backend": options.attention_backend,
-            "preferred_backend": _PREFERRED_BACKEND,
+            "preferred_backend": _PREFERRED_BACKEND if self._wants(options.capture) else None,
         }
         if compiles:
             try:
