@@ -194,30 +194,24 @@ class RowAttention:
         decode_batch = None if step.decode is None else step.decode[capacity]
         num_decode = step.num_decode_tokens
         if decode_batch is not None and num_decode == q.shape[0]:
-            rows = kernels.rows
-            if isinstance(rows, AppendingBackend):
+            if isinstance(kernels.rows, AppendingBackend):
                 # With what `forward` is told as well.
-                return rows.append_and_attend(
+                return kernels.rows.append_and_attend(
                     q, k, v, keys, values, decode_batch, **forward.keywords
                 )[None]
+            append(k, v, keys, values, decode_batch)
+            return forward(q, keys, values, decode_batch)[None]
         append(k, v, keys, values, step.everything[capacity])
         begin, end = num_decode, num_decode + step.num_beginning_tokens
-        if decode_batch is not None and begin == q.shape[0]:
-            return forward(q, keys, values, decode_batch)[None]
         # The kernel of the beginnings, mostly the largest part, writes where all are to lie.
         out = q.new_empty((q.shape[0], q.shape[1], v.shape[2]))
         if step.beginnings is not None:
             part = out[begin:end]
             if kernels.packed is not None:
+                own_q, own_k, own_v = (each[begin:end] for each in (q, k, v))
+                starts, most = step.beginnings.starts, step.beginnings.max_tokens
                 attended = kernels.packed(
-                    q[begin:end],
-                    k[begin:end],
-                    v[begin:end],
-                    step.beginnings.starts,
-                    step.beginnings.max_tokens,
-                    scale=scale,
-                    sinks=sinks,
-                    out=part,
+                    own_q, own_k, own_v, starts, most, scale=scale, sinks=sinks, out=part
                 )
             else:
                 assert step.beginnings_in_rows is not None  # Made together.
