@@ -12,7 +12,7 @@ FlashAttention-2's varlen kernel. Where there is neither, the rows are read like
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,12 +23,22 @@ from .flash_common import apply_sinks, window_bounds
 from .registry import why_not
 
 
+class Beginnings(NamedTuple):
+    """Sequences without a past, packed.
+
+    Attributes:
+        starts: `[B + 1] int32`, where each begins, and the number of all tokens.
+        max_tokens: The longest.
+    """
+
+    starts: torch.Tensor
+    max_tokens: int
+
+
 class _Call(NamedTuple):
     """What a kernel is called with; see `PackedAttention.__call__`."""
 
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
+    qkv: Sequence[torch.Tensor]
     starts: torch.Tensor
     max_tokens: int
     scale: float
@@ -65,12 +75,8 @@ class PackedAttention:
 
     def __call__(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        starts: torch.Tensor,
-        max_tokens: int,
-        *,
+        qkv: Sequence[torch.Tensor],
+        sequences: Beginnings,
         scale: float,
         sinks: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
@@ -78,11 +84,9 @@ class PackedAttention:
         """Attend; every sequence's queries and keys are the same tokens.
 
         Args:
-            query: `[T, Hq, D]`, sequence after sequence; any strides whose last is 1.
-            key: `[T, H, D]`, likewise.
-            value: `[T, H, Dv]`, likewise.
-            starts: `[B + 1] int32`, where each sequence begins, and T.
-            max_tokens: The longest sequence.
+            qkv: Queries `[T, Hq, D]`, keys `[T, H, D]` and values `[T, H, Dv]`, sequence after
+                sequence; any strides whose last is 1.
+            sequences: Where each lies.
             scale: What scores are multiplied by.
             sinks: `[Hq]`, see `AttentionSpec.has_sinks`.
             out: `[T, Hq, Dv]`, where the kernel is to write, if it can.
@@ -92,7 +96,7 @@ class PackedAttention:
         """
         window = window_bounds(causal=True, window=self.spec.window)
         into = out if self._kernel.writes_out and sinks is None else None
-        call = _Call(query, key, value, starts, max_tokens, scale, window, self.spec.softcap, into)
+        call = _Call(qkv, *sequences, scale, window, self.spec.softcap, into)
         attended, logsumexp = self._kernel.compute(call)
         if sinks is None:
             return attended
@@ -121,7 +125,7 @@ def _flash3_kernel() -> _Kernel | None:
 
     def compute(call: _Call) -> tuple[torch.Tensor, torch.Tensor]:
         out, logsumexp, *_ = flash_attn_varlen_func(
-            *call[:3],
+            *call.qkv,
             call.starts,
             call.starts,
             call.max_tokens,
@@ -148,7 +152,7 @@ def _flash3_library_kernel() -> _Kernel | None:
 
     def compute(call: _Call) -> tuple[torch.Tensor, torch.Tensor]:
         return library(
-            *call[:3],
+            *call.qkv,
             cu_seqlens_q=call.starts,
             cu_seqlens_k=call.starts,
             max_seqlen_q=call.max_tokens,
@@ -168,7 +172,7 @@ def _flash2_kernel() -> _Kernel | None:
 
     def compute(call: _Call) -> tuple[torch.Tensor, torch.Tensor]:
         out, logsumexp, *_ = interface._flash_attn_varlen_forward(
-            *call[:3],
+            *call.qkv,
             call.starts,
             call.starts,
             call.max_tokens,

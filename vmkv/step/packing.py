@@ -15,8 +15,9 @@ import numpy as np
 import torch
 
 from ..attention import AttentionBatch
+from ..attention.packed import Beginnings
 from .piece import Piece
-from .row_attention import Beginnings, StepParts
+from .row_attention import StepParts
 
 #: FlashAttention-2 appends to no view shorter than the query heads that share a key head.
 _SHORTEST_VIEW_TOKENS = 256

@@ -27,23 +27,10 @@ from ..attention import (
     append,
     select,
 )
-from ..attention.packed import PackedAttention, packed_attention
+from ..attention.packed import Beginnings, PackedAttention, packed_attention
 from ..attention.registry import why_not
 from ..cache import KVCache
 from ..errors import InternalError
-
-
-@dataclass(frozen=True)
-class Beginnings:
-    """The part of a step that has no past.
-
-    Attributes:
-        starts: `[n + 1] int32`, where each begins among the part's tokens, and their number.
-        max_tokens: The longest.
-    """
-
-    starts: torch.Tensor
-    max_tokens: int
 
 
 @dataclass(frozen=True)
@@ -208,11 +195,8 @@ class RowAttention:
         if step.beginnings is not None:
             part = out[begin:end]
             if kernels.packed is not None:
-                own_q, own_k, own_v = (each[begin:end] for each in (q, k, v))
-                starts, most = step.beginnings.starts, step.beginnings.max_tokens
-                attended = kernels.packed(
-                    own_q, own_k, own_v, starts, most, scale=scale, sinks=sinks, out=part
-                )
+                own = [each[begin:end] for each in (q, k, v)]
+                attended = kernels.packed(own, step.beginnings, scale, sinks, part)
             else:
                 assert step.beginnings_in_rows is not None  # Made together.
                 batch = step.beginnings_in_rows[capacity]
