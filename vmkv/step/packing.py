@@ -38,7 +38,6 @@ class PackedStep:
         positions: `[T] int64`.
         decode_slots: `[num_decode] int64`, whose tokens those are.
         ends: `[samples] int64`, where the tokens to sample from lie.
-        slots: `[samples] int64`, who samples.
         parts: The step as attention sees it.
     """
 
@@ -46,7 +45,6 @@ class PackedStep:
     positions: torch.Tensor
     decode_slots: torch.Tensor
     ends: torch.Tensor
-    slots: torch.Tensor
     parts: StepParts
 
 
@@ -75,7 +73,6 @@ def pack(pieces: Sequence[Piece], capacities: set[int], device: torch.device) ->
         count - first_later + 1,
         count,
         len(sampling),
-        len(sampling),
     ]
     bounds = [0, *accumulate(sizes)]
     host, flat = pinned(bounds[-1], device)
@@ -89,10 +86,9 @@ def pack(pieces: Sequence[Piece], capacities: set[int], device: torch.device) ->
     flat[cut[7]] = [each - starts[first_later] for each in starts[first_later:]]
     flat[cut[8]] = [piece.slot for piece in pieces]
     flat[cut[9]] = [starts[at + 1] - 1 for at in sampling]
-    flat[cut[10]] = [pieces[at].slot for at in sampling]
     on_device = host.to(device, non_blocking=True)
     sent = [on_device[each] for each in cut]
-    wide = {at: sent[at].long() for at in (0, 1, 8, 9, 10)}
+    wide = {at: sent[at].long() for at in (0, 1, 8, 9)}
     vectors = _Vectors(sent[2], sent[3], sent[4], pieces, capacities)
     num_first = starts[first_later] - num_decode
     return PackedStep(
@@ -100,7 +96,6 @@ def pack(pieces: Sequence[Piece], capacities: set[int], device: torch.device) ->
         positions=wide[1],
         decode_slots=wide[8][:num_decode],
         ends=wide[9],
-        slots=wide[10],
         parts=StepParts(
             num_decode_tokens=num_decode,
             num_beginning_tokens=num_first,
