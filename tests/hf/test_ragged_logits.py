@@ -124,7 +124,7 @@ def _ragged(
         attention_backend=backend,
         budget_bytes=1 << 28,
     )
-    signatures = prove(model, backend)
+    signatures = prove(model, backend).signatures
     with (
         contextlib.closing(Store(settings, layer_kinds(model.config))) as memory,
         attending_in_place(model),

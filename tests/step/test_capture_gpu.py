@@ -82,8 +82,7 @@ def test_whoever_hooks_into_the_model_is_called_in_every_step(model: Any) -> Non
 
 
 def test_steps_that_wait_for_the_device_run_eagerly(model: Any) -> None:
-    """And leave torch as it was: a captured model is served afterwards."""
-    expected = _generate(model)
+    """The proof has seen it: no capture is tried, and torch is as it was."""
     mlp = model.model.layers[1].mlp
     forward = mlp.forward
 
@@ -92,14 +91,11 @@ def test_steps_that_wait_for_the_device_run_eagerly(model: Any) -> None:
         return forward(hidden)
 
     mlp.forward = waits
+    _generate(model)
     count: list[int] = []
     _counted(model, count)
-    _generate(model)  # Roundings of other kernels: not always the same tokens.
-    assert NEW_TOKENS + 1 == len(count), "tried once"
+    _generate(model)
+    assert NEW_TOKENS == len(count)
     torch.manual_seed(1)
     _generate(model, do_sample=True)
-    mlp.forward = forward
-    count.clear()
-    assert expected == _generate(model)
-    assert 4 == len(count)
     assert torch.cuda.get_sync_debug_mode() == 0

@@ -211,7 +211,7 @@ def _generate(
         max_num_batched_tokens: Likewise.
     """
     settings = memory.store.settings if isinstance(memory, RaggedCache) else memory
-    signatures = prove(model, settings.attention_backend)
+    proof = prove(model, settings.attention_backend)
     check_length(model.config, state.max_tokens)
     if streamer is not None:
         streamer.put(state.ids.cpu())
@@ -221,7 +221,7 @@ def _generate(
             cache = memory
         else:
             cache = stack.enter_context(contextlib.closing(RaggedCache(model.config, memory)))
-        stack.enter_context(cache.serving(model, signatures, len(prompts), tenant))
+        stack.enter_context(cache.serving(model, proof.signatures, len(prompts), tenant))
         stack.enter_context(attending_in_place(model))
         stepper = Stepper(
             model,
@@ -233,6 +233,8 @@ def _generate(
         # One prompt finds nothing in a cache of its own.
         finds = prefix_caching and (outlives or len(prompts) > 1)
         logits = _prefill(stepper, cache, prompts, max_num_batched_tokens, finds=finds)
+        if proof.never_waits:
+            stepper.capture_where_it_pays()
         _decode(stepper, cache, state, logits, streamer, records=prefix_caching and outlives)
     if streamer is not None:
         streamer.end()
@@ -311,7 +313,6 @@ def _decode(
         streamer: Gets every token; or None.
         records: Whether the cache is to find what was generated, when a prompt begins with it.
     """
-    stepper.capture_where_it_pays()
     num_sequences = len(logits)
     while True:
         tokens = state.choose(logits)

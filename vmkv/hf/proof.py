@@ -25,8 +25,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..cache import Sequence as Row
 from ..step import Piece, Stepper, attending_through
-from ..step.interface import attention_settings
+from ..step.interface import attention_settings, refusing_waits
 from ..step.piece import packing_order
 from . import compat
 from .attention import attending_in_place
@@ -38,6 +39,8 @@ from .unservable import UnservableError
 #: Tokens of each sequence: more than the windows of models that are made for tests.
 _NUM_TOKENS = 16
 _NUM_SEQUENCES = 7
+#: Kernels append to no row that is shorter than the query heads that share a key head.
+_ROW_TOKENS = 256
 
 
 def _piece(at: int, num_past_tokens: int, num_new_tokens: int) -> Piece:
@@ -57,13 +60,27 @@ _NUM_ATTEMPTS = 3
 #: A unit in the last place below which no model meets a tie by chance.
 _FINE_EPS = 1e-4
 
-# Which models have proven themselves, as what, and how their layers look. Dies with the model.
-_proven: weakref.WeakKeyDictionary[Any, dict[tuple[object, ...], dict[int, Signature]]] = (
+
+class Proof(NamedTuple):
+    """What is known of a model that has proven itself.
+
+    Attributes:
+        signatures: What keys and values of each layer look like.
+        never_waits: Whether its decode steps never wait for the device, so that they may be
+            captured.
+    """
+
+    signatures: Mapping[int, Signature]
+    never_waits: bool
+
+
+# Which models have proven themselves, and as what. An entry dies with its model.
+_proven: weakref.WeakKeyDictionary[Any, dict[tuple[object, ...], Proof]] = (
     weakref.WeakKeyDictionary()
 )
 
 
-def prove(model: Any, attention_backend: str | None = None) -> Mapping[int, Signature]:
+def prove(model: Any, attention_backend: str | None = None) -> Proof:
     """Refuse a model whose packed passes do not compute what its plain pass computes.
 
     Once for each model object, its device, its dtype and the kernel; after that, a look-up.
@@ -71,9 +88,6 @@ def prove(model: Any, attention_backend: str | None = None) -> Mapping[int, Sign
     Args:
         model: A decoder-only causal language model.
         attention_backend: The kernel that is to read the rows; see `VMKVCache`.
-
-    Returns:
-        What keys and values of each layer look like.
 
     Raises:
         ConfigError: It is to be refused; the message says why, and what to use instead. Or its
@@ -95,18 +109,16 @@ def prove(model: Any, attention_backend: str | None = None) -> Mapping[int, Sign
     try:
         kinds = layer_kinds(model.config)
         with torch.no_grad(), _undisturbed(model):
-            signatures = _check_passes(model, kinds, attention_backend)
+            proof = _check_passes(model, kinds, attention_backend)
             check_windows(model, kinds, _token_ids(model, 0)[0, :2])
     except UnservableError as error:
         raise error.of(model) from error.__cause__
-    _proven.setdefault(model, {})[served_as] = signatures
-    return signatures
+    _proven.setdefault(model, {})[served_as] = proof
+    return proof
 
 
-def _check_passes(
-    model: Any, kinds: Sequence[LayerKind], attention_backend: str | None
-) -> dict[int, Signature]:
-    """Compare packed passes with a plain one; returns what keys and values look like.
+def _check_passes(model: Any, kinds: Sequence[LayerKind], attention_backend: str | None) -> Proof:
+    """Compare packed passes with a plain one.
 
     Raises:
         ConfigError: They differ with whichever tokens, or do not run.
@@ -116,9 +128,11 @@ def _check_passes(
     for attempt in range(_NUM_ATTEMPTS):
         plain = _plain_pass(model, _token_ids(model, attempt))
         signatures = signatures or layer_signatures(model, kinds, plain.token_ids[:2])
-        differences = _packed_passes(model, kinds, signatures, attention_backend, plain)
+        never_waits, differences = _packed_passes(
+            model, kinds, signatures, attention_backend, plain
+        )
         if not differences:
-            return signatures
+            return Proof(signatures, never_waits)
     raise UnservableError(_why_different(model, max(differences)))
 
 
@@ -165,11 +179,15 @@ def _packed_passes(
     signatures: Mapping[int, Signature],
     attention_backend: str | None,
     plain: _PlainPass,
-) -> list[_Difference]:
-    """Run the packed passes over the same tokens, in a cache of their own."""
+) -> tuple[bool, list[_Difference]]:
+    """Run the packed passes over the same tokens, in a cache of their own.
+
+    Returns:
+        Whether its decode steps never wait for the device, and what differs.
+    """
     settings = Settings(
         compat.text_config(model.config),
-        max_tokens=_NUM_TOKENS,
+        max_tokens=_ROW_TOKENS,
         max_batch_size=_NUM_SEQUENCES,
         attention_backend=attention_backend,
     )
@@ -188,7 +206,24 @@ def _packed_passes(
                 for core, sequences in zip(memory.cores, rows, strict=True):
                     core.grow((sequences[each.row], each.num_tokens) for each in packed)
                 differences += _packed_pass(model, stepper, packed, plain, eps)
-    return differences
+            never_waits = not differences and _never_waits(stepper, rows)
+    return never_waits, differences
+
+
+def _never_waits(stepper: Stepper, rows: Sequence[Sequence[Row]]) -> bool:
+    """Whether a decode step runs while torch refuses to wait for the device."""
+    if not stepper.can_capture:
+        return False
+    ((row, *_),) = rows
+    row.append(1)
+    piece = Piece(row.row, row.row, row.num_tokens - 1, 1, [0])
+    try:
+        stepper.run_eagerly([piece])  # What it loads and tunes, it may wait for.
+        with refusing_waits():
+            stepper.run_eagerly([piece])
+    except RuntimeError:
+        return False
+    return True
 
 
 def _packed_pass(

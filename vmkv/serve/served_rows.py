@@ -60,7 +60,7 @@ class ServedRows:
                 "the engine serves decoder-only models; use model.generate with "
                 "past_key_values=VMKVCache.for_encoder_decoder(config)"
             )
-        signatures = prove(model, attention_backend)
+        signatures = prove(model, attention_backend).signatures
         if max_tokens is not None:
             check_length(model.config, max_tokens)
         _check_one_device(signatures)

@@ -1,10 +1,13 @@
-"""How a transformers model is made to attend elsewhere: its registries and its settings."""
+"""How a model is made to attend elsewhere, and seen to wait for nothing."""
 
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from typing import Any
+
+import torch
 
 
 def register_attention(name: str, attention: Any, mask: Any) -> None:
@@ -32,6 +35,22 @@ def attention_settings(
         return before, name, before
     before = str(text._attn_implementation)
     return before, {"text_config": name}, {"text_config": before}
+
+
+@contextlib.contextmanager
+def refusing_waits() -> Iterator[None]:
+    """Have torch raise where it would wait for a CUDA device, as it must not while capturing.
+
+    In all threads: make it short.
+    """
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # That this is a prototype.
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 @contextlib.contextmanager

@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +33,8 @@ from .piece import Piece, packing_order
 from .row_attention import RowAttention, row_capacities
 
 _LOG = logging.getLogger(__name__)
+#: How often a size runs eagerly before it is captured, which takes about as long as that saves.
+_EAGER_RUNS = 2
 
 
 class StepLogits(NamedTuple):
@@ -284,7 +285,11 @@ class Stepper:
         )
 
     def capture_where_it_pays(self) -> None:
-        """Have decode steps captured that come again and again, wherever that can be."""
+        """Have decode steps captured that come again and again, where `can_capture`.
+
+        For a model whose steps never wait for the device: a capture that fails leaves torch's
+        allocator as if it went on.
+        """
         if self.can_capture:
             self._num_runs = Counter()
 
@@ -300,7 +305,7 @@ class Stepper:
         bucket = graphs.key(len(packed), max(piece.num_tokens for piece in packed))
         if self._num_runs is None or bucket in graphs.captured:
             graphs.replay(bucket, graphs.fill(bucket, packed))
-        elif not self._run_towards_capture(graphs, bucket, packed, self._num_runs):
+        elif not self._captured_by_now(graphs, bucket, packed, self._num_runs):
             return None
         kept = [at for at, piece in enumerate(packed) if piece.samples]
         return self._replayed(kept, sampling)
@@ -313,33 +318,27 @@ class Stepper:
             except CapacityError:
                 self._num_runs = None
 
-    def _run_towards_capture(
+    def _captured_by_now(
         self,
         graphs: DecodeGraphs,
         bucket: tuple[int, int],
         packed: Sequence[Piece],
         num_runs: Counter[tuple[int, int]],
     ) -> bool:
-        """Run a step that has no graph yet in the form of one, if it has come often enough.
+        """Capture a step that has no graph yet and replay it, if it has come often enough.
 
-        The second time as it is, to see that it need not wait for the device; the third time
-        captured. False where it is to run eagerly: the first time, and for good where that fails.
+        False where it is to run eagerly: the first times, and for good where capturing fails.
         """
         num_runs[bucket] += 1
-        if num_runs[bucket] == 1 or bucket in self._uncapturable:
+        if num_runs[bucket] <= _EAGER_RUNS or bucket in self._uncapturable:
             return False
-        integers = graphs.fill(bucket, packed)
         try:
-            if num_runs[bucket] == 2:
-                with _refusing_waits(self._is_cuda):
-                    graphs.run(bucket, integers)
-                return True
             graphs.capture(bucket)
         except Exception as error:  # noqa: BLE001  # eagerly it has run, and goes on to
             _LOG.info("%s cannot be captured as CUDA graphs: %s", graphs.name, error)
             self._uncapturable.add(bucket)
             return False
-        graphs.replay(bucket, integers)
+        graphs.replay(bucket, graphs.fill(bucket, packed))
         return True
 
     def run_layers_plainly(self) -> bool:
@@ -385,22 +384,3 @@ def kept_logits(output: Any, keep: torch.Tensor | None) -> torch.Tensor:
     """
     logits: torch.Tensor = output.logits[0]
     return logits if keep is None or logits.shape[0] == keep.shape[0] else logits[keep]
-
-
-@contextlib.contextmanager
-def _refusing_waits(is_cuda: bool) -> Iterator[None]:
-    """Have torch raise where it would wait for the device, as it must not while capturing.
-
-    A capture that fails would leave torch's allocator and generators as if it went on.
-    """
-    if not is_cuda:
-        yield
-        return
-    before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # That this is a prototype.
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
