@@ -58,7 +58,7 @@ class TokenState:
         Args:
             logits: `[live, vocabulary]`, in the order of `live`.
         """
-        scores = self._process(logits.to(dtype=torch.float32, device=self.ids.device))
+        scores = self._process(logits.to(self.ids.device, torch.float32, copy=True))
         if self._do_sample:
             chosen = torch.multinomial(scores.softmax(-1), 1).squeeze(1)
         else:
