@@ -143,7 +143,6 @@ class Engine:
                 self._rows,
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=max_num_batched_tokens,
-                vocab_size=self._vocab_size,
                 deterministic=deterministic,
                 attention_backend=attention_backend,
                 options=runner_options,

@@ -18,13 +18,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..errors import CapacityError, ConfigError, DriverError, OutOfPagesError
+from ..step import Piece
 from ..units import div_ceil
 from .failures import is_out_of_memory, log_and_release, missing_bytes
 from .memory_view import MemoryView
 from .observer import EngineObserver, StepRecord
 from .plan import PlannedChunk, PreemptionMethod, StepPlan
 from .request import FinishReason, Request, TokenLogprobs
-from .runner import Chunk, PendingStep, Runner, SlotError
+from .runner import PendingStep, Runner, SlotError
 from .scheduler import Scheduler
 
 #: How often a step is planned anew, with ever less memory, before a request has to fail.
@@ -245,7 +246,7 @@ class StepLoop:
                     if chunk.request_id in self._to_set:
                         self._set_slot(chunk)
             with self._view.submitting(chunks):
-                pending = self._runner.submit([self._chunk(chunk) for chunk in chunks])
+                pending = self._runner.submit([self._piece(chunk) for chunk in chunks])
         except BaseException as error:  # noqa: BLE001  # ends who is to blame, or is raised again
             self._recover(chunks, error)
             return None
@@ -272,14 +273,14 @@ class StepLoop:
             raise SlotError(chunk.slot, error, "its parameters") from error
         self._to_set.discard(chunk.request_id)
 
-    def _chunk(self, chunk: PlannedChunk) -> Chunk:
+    def _piece(self, chunk: PlannedChunk) -> Piece:
         request_id, slot, num_past_tokens, num_new_tokens, from_device, samples = chunk
         tokens = None
         if not from_device:
             request = self._requests[request_id]
             tokens = request.tokens(num_past_tokens, num_past_tokens + num_new_tokens)
         row = self._view.row(request_id)
-        return Chunk(slot, row, num_past_tokens, num_new_tokens, tokens, samples)
+        return Piece(slot, row, num_past_tokens, num_new_tokens, tokens, samples)
 
     def _recover(self, chunks: Sequence[PlannedChunk], error: BaseException) -> None:
         """A step was not submitted: everything is as before it, and who is to blame ends.
