@@ -26,8 +26,6 @@ FILES = sorted(ROOT.rglob("*.py"))
 
 # What `testing` may use: the layers that need no torch.
 TESTING_MAY_IMPORT = {"testing", "errors", "units", "_native", "backend", "memory"}
-# Packages whose circles are still to be mended; none may be added.
-WITH_CIRCLES = {"serve"}
 # Third parties, and the layers that may know them.
 HOMES_OF = {
     "transformers": {"hf", "serve", "cli"},
@@ -150,10 +148,7 @@ def circles(root: Path = ROOT) -> list[set[str]]:
 
 def test_no_module_imports_itself_by_way_of_others() -> None:
     """Whoever reads one module need not have read all of them."""
-    found = circles()
-    assert [] == [each for each in found if {name.split(".")[1] for name in each} - WITH_CIRCLES]
-    mended = WITH_CIRCLES - {name.split(".")[1] for each in found for name in each}
-    assert not mended, "no circle is left there: take them out of WITH_CIRCLES"
+    assert [] == circles()
 
 
 @pytest.mark.parametrize(
