@@ -141,7 +141,7 @@ class RowAttention:
         softcap: float,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Append a layer's new keys and values, and attend from its rows.
+        """Append a layer's new keys and values, and attend from its rows: `[1, T, Hq, Dv]`.
 
         Args:
             layer: The model's number for it.
@@ -149,12 +149,7 @@ class RowAttention:
             key: `[1, H, T, D]`, the new keys.
             value: `[1, H, T, Dv]`.
             scale: See `AttentionBackend.forward`, as for the rest.
-            window: Likewise; None for the layer's own.
-            softcap: Likewise.
-            sinks: Likewise.
-
-        Returns:
-            `[1, T, Hq, Dv]`, contiguous.
+            window: None for the layer's own.
 
         Raises:
             InternalError: No step was set.
