@@ -4,8 +4,8 @@
 `sequence.py` and `kv_cache.py` the objects, the latter on `rowed.py` (beginnings and ends) on
 `layered.py` (layers). Growing: `growth.py`, `transaction.py`. Sharing: `forking.py`,
 `unshare.py`, `reorder.py`, `prefix.py`, `contents.py`, `access.py`, `cost.py`, `victims.py`.
-Elsewhere than in device memory: `swap.py`, `spill.py`, `staging.py`. `views.py` and `elastic.py`
-know torch.
+Elsewhere than in device memory: `swap.py`, `spill.py`, `staging.py`. `views.py`, `fp8.py` and
+`elastic.py` know torch.
 """
 
 from .cost import CostModel as CostModel

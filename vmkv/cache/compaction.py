@@ -31,7 +31,8 @@ def without_gaps(
         OutOfPagesError, OutOfAddressSpaceError: Nothing changed.
     """
     geometry = replace(group.geometry, num_layers=len(places))
-    new = LayerGroup(group.pool, geometry, group.dtype, group.window_tokens)
+    scales = None if group.scales is None else [group.scales[at] for at in places]
+    new = LayerGroup(group.pool, geometry, group.dtype, group.window_tokens, scales)
     first = {row: group.first_mapped_token(row, num_tokens) for row, num_tokens, _ in lengths}
     try:
         grow([Target(row, to, first[row], tenant) for row, to, tenant in lengths], [new])

@@ -6,6 +6,7 @@ What `KVCache` is without its sequences.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as List_
 
 import torch
 
@@ -14,6 +15,7 @@ from ..errors import ClosedError, ConfigError
 from ..memory import ExtentPool
 from .compaction import without_gaps
 from .device_memory import open_pool
+from .fp8 import LayerScales, Scales, check_scales
 from .geometry import Geometry, LayerShape, check_positive
 from .layer_group import LayerGroup, split_layers
 from .layer_map import LayerMap
@@ -92,6 +94,7 @@ class LayeredCache:
         num_v_heads: int | None = None,
         window_tokens: int | None = None,
         num_past_tokens: int = 0,
+        scales: List_[LayerScales] | None = None,
     ) -> list[LayerGroup]:
         """Add layers of one shape; returns the groups made for them.
 
@@ -107,9 +110,11 @@ class LayeredCache:
             window_tokens: For sliding-window layers, how many tokens a query sees.
             num_past_tokens: Where the first query will be, in sequences that are open already:
                 what lies before its window is not mapped.
+            scales: For each layer, what its keys and values in `float8_e4m3fn` are multiplied
+                by when they are read; see `fp8.encode`. By default 1.
 
         Raises:
-            ConfigError: A size is impossible, or a layer was added before.
+            ConfigError: A size is impossible, a layer was added before, or scales do not fit.
             OutOfPagesError, OutOfAddressSpaceError: Nothing was added.
         """
         self.check_open()
@@ -124,6 +129,8 @@ class LayeredCache:
             v_dim=head_dim if v_head_dim is None else v_head_dim,
             itemsize_bytes=dtype.itemsize,
         )
+        if scales is not None:
+            check_scales(scales, wanted, shape, dtype)
         made: list[LayerGroup] = []
         members: list[list[int]] = []
         try:
@@ -131,7 +138,8 @@ class LayeredCache:
                 geometry = Geometry(
                     len(part), shape, self.pool.page_bytes, self.max_tokens, self.max_sequences
                 )
-                made.append(LayerGroup(self.pool, geometry, dtype, window_tokens))
+                of_part = None if scales is None else [scales[at] for at in part]
+                made.append(LayerGroup(self.pool, geometry, dtype, window_tokens, of_part))
                 members.append([wanted[at] for at in part])
             targets = [
                 Target(sequence.row, sequence.num_tokens, num_past_tokens, sequence.tenant)
@@ -204,6 +212,11 @@ class LayeredCache:
         self.check_open()
         group, at = self.place(layer)
         return group.views.values[at].transpose(1, 2)
+
+    def scales(self, layer: int) -> Scales | None:
+        """What stored keys and values of `layer` are multiplied by; None for nothing."""
+        group, at = self.place(layer)
+        return group.scales_at(at)
 
     def note_stream(self) -> None:
         """Say that torch's current stream works on this cache's memory. Cost: about 0.3 µs."""

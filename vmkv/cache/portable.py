@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from .rowed import RowedCache
 
 
+#: What else than layers a group's description can differ in, by what the user calls it.
+_REMEDIES = {"dtype": "dtype, or kv_dtype", "scales": "kv_scales"}
+
+
 def describe_groups(cache: RowedCache) -> list[dict[str, Any]]:
     """How the cache lays its layers out, as plain values: one entry for each group, in order."""
     members: dict[int, list[list[int]]] = {id(group): [] for group in cache.groups}
@@ -36,6 +40,7 @@ def _describe(group: LayerGroup, members: list[list[int]]) -> dict[str, Any]:
         "num_v_heads": geometry.shape.num_v_heads,
         "v_dim": geometry.shape.v_dim,
         "dtype": str(group.dtype).removeprefix("torch."),
+        "scales": None if group.scales is None else [each.as_values() for each in group.scales],
         "window_tokens": group.window_tokens,
         "token_bytes": geometry.token_bytes,
     }
@@ -60,7 +65,8 @@ def check_groups(cache: RowedCache, theirs: Sequence[Mapping[str, Any]], where: 
             if others.get(name) != value:
                 raise ConfigError(
                     f"layer group {at} of {where} has {name}={_shortened(others.get(name))}, this "
-                    f"cache has {_shortened(value)}: make the cache with the same layers"
+                    f"cache has {_shortened(value)}: make the cache with the same "
+                    f"{_REMEDIES.get(name, 'layers')}"
                 )
 
 

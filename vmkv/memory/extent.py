@@ -30,12 +30,14 @@ class Extent:
         num_owners: References that are not mappings.
         location: Where its memory lies.
         tenant: For whom it was last written; None for nobody in particular.
+        contents: What it was last written as: see `PageTable`.
         is_dirty: Whether it may hold anything but zeros.
         is_recyclable: Whether it may be given to somebody else once nobody needs it. What another
             process can see may not: its handle is released instead.
     """
 
     __slots__ = (
+        "contents",
         "handle",
         "id",
         "is_dirty",
@@ -68,6 +70,7 @@ class Extent:
         self.num_owners = 0
         self.location = location
         self.tenant: object = None
+        self.contents: object = None
         self.is_dirty = False
         self.is_recyclable = True
 

@@ -248,10 +248,19 @@ class ExtentPool:
                 extent.num_mappings += 1
                 extent.num_live_mappings += 1
 
-    def prepare(self, extents: Sequence[Extent], address: int, tenant: object, stream: int) -> None:
+    def prepare(
+        self,
+        extents: Sequence[Extent],
+        address: int,
+        tenant: object,
+        stream: int,
+        contents: object = None,
+    ) -> None:
         """Overwrite what extents, mapped one after the other from `address`, hold of others.
 
-        Notes that they are `tenant`'s now. What is overwritten when is `scrub`'s to say.
+        Notes that they are `tenant`'s now, and written as `contents`. What is overwritten when is
+        `scrub`'s to say; what was written as something else always is, because kernels fetch past
+        a length what must be a number, and numbers of one type are NaN in another.
 
         Raises:
             DriverError: Some may have been filled, or be under way.
@@ -259,7 +268,9 @@ class ExtentPool:
         for extent in extents:
             if self.scrub.concerns(extent, tenant):
                 self.backend.fill(Address(address), extent.num_bytes, self.scrub.byte, stream)
-            extent.is_dirty, extent.tenant = True, tenant
+            elif extent.is_dirty and extent.contents != contents:
+                self.backend.fill(Address(address), extent.num_bytes, 0, stream)
+            extent.is_dirty, extent.tenant, extent.contents = True, tenant, contents
             address += extent.num_bytes
 
     def _unreference(self, extents: Sequence[Extent]) -> None:
