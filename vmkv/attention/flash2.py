@@ -58,7 +58,9 @@ class Flash2Backend(FlashBackend):
 
     name = "flash2"
 
-    def overread_tokens(self, k_dim: int, v_dim: int | None = None) -> int:
+    def overread_tokens(
+        self, k_dim: int, v_dim: int | None = None, kv_dtype: torch.dtype | None = None
+    ) -> int:
         """0: the kernel predicates every key row by the sequence's length."""
         return 0
 
@@ -114,7 +116,7 @@ class Flash2Backend(FlashBackend):
         """See `AppendingBackend.append_and_attend`."""
         call = Call(query, keys, values, batch, scale, causal, window, softcap, sinks)
         check_call(call)
-        check_dtype(self.name, query)
+        check_dtype(self.name, query, keys)
         if not batch.is_uniform(query.shape[0]):
             raise ConfigError(
                 "appending in the kernel needs as many queries of every sequence; "

@@ -81,7 +81,7 @@ class Scales(NamedTuple):
             return cls(*(each.to(device) for each in (keys, values, 1 / keys, 1 / values)))
 
 
-def check_scales(
+def check_layer_scales(
     scales: Sequence[LayerScales], layers: Sequence[int], shape: LayerShape, dtype: torch.dtype
 ) -> None:
     """Raise `ConfigError` unless there is one for each head of each layer, in eight bits."""

@@ -15,7 +15,7 @@ from ..errors import ClosedError, ConfigError
 from ..memory import ExtentPool
 from .compaction import without_gaps
 from .device_memory import open_pool
-from .fp8 import LayerScales, Scales, check_scales
+from .fp8 import LayerScales, Scales, check_layer_scales
 from .geometry import Geometry, LayerShape, check_positive
 from .layer_group import LayerGroup, split_layers
 from .layer_map import LayerMap
@@ -130,7 +130,7 @@ class LayeredCache:
             itemsize_bytes=dtype.itemsize,
         )
         if scales is not None:
-            check_scales(scales, wanted, shape, dtype)
+            check_layer_scales(scales, wanted, shape, dtype)
         made: list[LayerGroup] = []
         members: list[list[int]] = []
         try:
