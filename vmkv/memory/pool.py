@@ -249,27 +249,20 @@ class ExtentPool:
                 extent.num_live_mappings += 1
 
     def prepare(
-        self,
-        extents: Sequence[Extent],
-        address: int,
-        tenant: object,
-        stream: int,
-        contents: object = None,
+        self, extents: Sequence[Extent], address: int, tenant: object, stream: int, contents: object
     ) -> None:
         """Overwrite what extents, mapped one after the other from `address`, hold of others.
 
-        Notes that they are `tenant`'s now, and written as `contents`. What is overwritten when is
-        `scrub`'s to say; what was written as something else always is, because kernels fetch past
-        a length what must be a number, and numbers of one type are NaN in another.
+        Notes that they are `tenant`'s now, and written as `contents`; `scrub` says what is
+        overwritten when.
 
         Raises:
             DriverError: Some may have been filled, or be under way.
         """
         for extent in extents:
-            if self.scrub.concerns(extent, tenant):
-                self.backend.fill(Address(address), extent.num_bytes, self.scrub.byte, stream)
-            elif extent.is_dirty and extent.contents != contents:
-                self.backend.fill(Address(address), extent.num_bytes, 0, stream)
+            byte = self.scrub.byte(extent, tenant, contents)
+            if byte is not None:
+                self.backend.fill(Address(address), extent.num_bytes, byte, stream)
             extent.is_dirty, extent.tenant, extent.contents = True, tenant, contents
             address += extent.num_bytes
 
