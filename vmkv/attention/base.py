@@ -47,7 +47,8 @@ class AttentionSpec:
         has_sinks: Each query head has a logit that joins the softmax's denominator only.
         left_pad: Some rows begin with tokens that nothing may attend to.
         kv_dtype: What rows hold: `float8_e4m3fn`, or None for `dtype`.
-        max_tokens: The longest sequence there will be; None where nobody knows.
+        max_tokens: The longest sequence there will be, None where nobody knows; of rows in eight
+            bits, which not every kernel reads at every length.
 
     Raises:
         ConfigError: The numbers contradict each other (heads that do not divide, a window of
@@ -77,7 +78,10 @@ class AttentionSpec:
         if self.softcap < 0:
             raise ConfigError(f"softcap must be positive, or 0 for none, not {self.softcap}")
         if self.kv_dtype == self.dtype:
-            object.__setattr__(self, "kv_dtype", None)  # One way to say it: specs are compared.
+            # One way to say it: specs are compared.
+            object.__setattr__(self, "kv_dtype", None)
+        if self.kv_dtype is None:
+            object.__setattr__(self, "max_tokens", None)
         check_dtypes(self.dtype, self.kv_dtype or self.dtype)
 
     @property
@@ -231,6 +235,7 @@ class AppendingBackend(AttentionBackend, Protocol):
         window: int | None = None,
         softcap: float = 0.0,
         sinks: torch.Tensor | None = None,
+        scales: Scales | None = None,
     ) -> torch.Tensor:
         """Write `key` and `value` into their rows and attend, in one launch.
 
@@ -249,6 +254,7 @@ class AppendingBackend(AttentionBackend, Protocol):
             window: As in `forward`.
             softcap: As in `forward`.
             sinks: As in `forward`.
+            scales: As in `forward`.
 
         Returns:
             As `forward`.

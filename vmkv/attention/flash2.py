@@ -20,6 +20,7 @@ from types import ModuleType
 
 import torch
 
+from ..cache.fp8 import Scales
 from ..errors import ConfigError
 from .base import AttentionSpec, Call, check_call, flat, split
 from .batch import AttentionBatch
@@ -112,9 +113,10 @@ class Flash2Backend(FlashBackend):
         window: int | None = None,
         softcap: float = 0.0,
         sinks: torch.Tensor | None = None,
+        scales: Scales | None = None,
     ) -> torch.Tensor:
         """See `AppendingBackend.append_and_attend`."""
-        call = Call(query, keys, values, batch, scale, causal, window, softcap, sinks)
+        call = Call(query, keys, values, batch, scale, causal, window, softcap, sinks, scales)
         check_call(call)
         check_dtype(self.name, query, keys)
         if not batch.is_uniform(query.shape[0]):

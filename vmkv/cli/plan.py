@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from ..errors import ConfigError
 from ..units import GiB, MiB, format_bytes
-from .arguments import DTYPES, Commands, count, gib, name, positive_gib, positive_int
+from .arguments import DTYPES, KV_DTYPES, Commands, count, gib, name, positive_gib, positive_int
 from .tables import table
 
 if TYPE_CHECKING:
@@ -60,6 +60,12 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--dtype", choices=DTYPES, help="of keys and values (default: the configuration's)"
     )
+    parser.add_argument(
+        "--kv-dtype",
+        choices=KV_DTYPES,
+        default="auto",
+        help="fp8: keys and values in eight bits (default: auto, as --dtype says)",
+    )
     parser.add_argument("--json", action="store_true", help="for programs")
     parser.set_defaults(run=run)
 
@@ -76,7 +82,9 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
             f"--share-prefix {shared_tokens} is longer than --context {num_tokens}; a prefix is "
             "part of its sequence"
         )
-    shape = model_shape(load_config(arguments.model), dtype=arguments.dtype)
+    shape = model_shape(
+        load_config(arguments.model), dtype=arguments.dtype, kv_dtype=arguments.kv_dtype
+    )
     parts = [kind_bytes(kind, num_tokens, shared_tokens=shared_tokens) for kind in shape.kinds]
     longest = max(arguments.longest or shape.max_context_tokens or num_tokens, num_tokens)
     sequence = sequence_bytes(parts, num_tokens, longest, state_bytes=shape.state_bytes)

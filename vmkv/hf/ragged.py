@@ -15,6 +15,7 @@ import torch
 
 from ..attention import AttentionBackend, AttentionBatch, AttentionSpec, SteadyDecode, append
 from ..cache import KVCache, Sequence
+from ..cache.fp8 import Scales
 from ..errors import ConfigError
 from .ragged_cache import Piece as Piece
 from .ragged_cache import RaggedCache as RaggedCache
@@ -31,6 +32,7 @@ class _Bound(NamedTuple):
     batch: AttentionBatch
     backend: AttentionBackend
     window: int | None
+    scales: Scales | None
 
 
 class RaggedStep:
@@ -153,7 +155,7 @@ class RaggedStep:
         self._attended.add(index)
         bound = self._bind(index, query, key, value, window, softcap, sinks is not None)
         new_keys, new_values = key[0].transpose(0, 1), value[0].transpose(0, 1)
-        append(new_keys, new_values, bound.keys, bound.values, bound.batch)
+        append(new_keys, new_values, bound.keys, bound.values, bound.batch, bound.scales)
         out = bound.backend.forward(
             query[0].transpose(0, 1),
             bound.keys,
@@ -163,6 +165,7 @@ class RaggedStep:
             window=bound.window,
             softcap=softcap,
             sinks=sinks,
+            scales=bound.scales,
         )
         return out[None]
 
@@ -210,9 +213,12 @@ class RaggedStep:
             window=window,
             softcap=softcap,
             has_sinks=has_sinks,
+            kv_dtype=keys.dtype,
+            max_tokens=slot.step.rows.core.max_tokens,
         )
         backend = self._cache.backend(slot.step.rows.core, spec)
-        bound = _Bound(made_for, keys, values, batch, backend, window)
+        scales = slot.step.group.scales_at(slot.place)
+        bound = _Bound(made_for, keys, values, batch, backend, window, scales)
         self._bound[index] = bound
         return bound
 

@@ -11,6 +11,7 @@ in their rows. The next call's prompts begin with it, as far as they are the sam
 from __future__ import annotations
 
 import contextlib
+import os
 import weakref
 from collections.abc import Iterator
 from collections.abc import Sequence as List_
@@ -28,6 +29,8 @@ from ..memory import ExtentPool
 from . import compat, orphans
 from .defaults import default_max_tokens
 from .device_rows import DeviceRows
+from .kv_format import KVFormat, SkipLayers
+from .kv_scales import KVScales
 from .step import Slot
 from .store import LayerKind, Settings, Signature, Store
 from .unservable import UnservableError
@@ -68,6 +71,9 @@ class RaggedCache:
         pool: Physical memory to share with other caches; excludes budget_bytes.
         layers_per_group: See `KVCache`.
         attention_backend: See `VMKVCache`.
+        kv_dtype: Likewise.
+        kv_scales: Likewise.
+        skip_layers: Likewise.
 
     Raises:
         ConfigError: An argument is impossible; or the model has layers whose state is not keys
@@ -88,6 +94,9 @@ class RaggedCache:
         pool: ExtentPool | None = None,
         layers_per_group: int | None = None,
         attention_backend: str | None = None,
+        kv_dtype: str = "auto",
+        kv_scales: KVScales | str | os.PathLike[str] | None = None,
+        skip_layers: SkipLayers = (),
     ):
         orphans.collect()
         if settings is None:
@@ -99,6 +108,7 @@ class RaggedCache:
                 layers_per_group=layers_per_group,
                 memory=pool,
                 attention_backend=attention_backend,
+                kv_format=KVFormat.of(config, kv_dtype, kv_scales, skip_layers),
             )
             _check_settings(settings)
         self.store = Store(settings, layer_kinds(config))
@@ -309,7 +319,7 @@ class RaggedCache:
         key = (id(core), spec)
         if key not in self._backends:
             backend = select(spec, self.store.settings.attention_backend)
-            core.keep_resident(backend.overread_tokens(spec.k_dim, spec.v_dim))
+            core.keep_resident(backend.overread_tokens(spec.k_dim, spec.v_dim, spec.kv_dtype))
             self._backends[key] = backend
         return self._backends[key]
 

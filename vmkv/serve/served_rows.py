@@ -22,6 +22,7 @@ from ..errors import ConfigError
 from ..hf import compat
 from ..hf.device_rows import DeviceRows
 from ..hf.forward import attending_through, forward_packed
+from ..hf.kv_format import KVFormat
 from ..hf.proof import prove
 from ..hf.ragged import Piece, RaggedCache, RaggedStep
 from ..hf.store import Settings
@@ -52,6 +53,7 @@ class ServedRows(RaggedCache):
         num_rows: Sequences that are open or parked at most.
         max_tokens: The longest sequence; by default what the model was made for.
         attention_backend: See `VMKVCache`.
+        kv_format: What rows are stored as.
 
     Raises:
         ConfigError: The model cannot be served: see `RaggedCache` and `prove`; or it is spread
@@ -67,6 +69,7 @@ class ServedRows(RaggedCache):
         num_rows: int,
         max_tokens: int | None = None,
         attention_backend: str | None = None,
+        kv_format: KVFormat | None = None,
     ):
         if model.config.is_encoder_decoder:
             raise ConfigError(
@@ -83,6 +86,7 @@ class ServedRows(RaggedCache):
             max_batch_size=num_rows,
             memory=pool,
             attention_backend=attention_backend,
+            kv_format=kv_format or KVFormat(),
         )
         super().__init__(model.config, settings)
         self._model = model
@@ -131,6 +135,7 @@ def open_rows(
     max_num_seqs: int,
     max_tokens: int | None,
     attention_backend: str | None,
+    kv_format: KVFormat | None = None,
 ) -> ServedRows:
     """Rows for so many requests at once; a pool that closes with its last user does so on failure.
 
@@ -140,6 +145,7 @@ def open_rows(
         max_num_seqs: Requests that run at once.
         max_tokens: See `ServedRows`, as for the rest and for what is raised.
         attention_backend: Likewise.
+        kv_format: Likewise.
     """
     pool.attach()  # A pool of the engine's own closes with its last user, whatever fails.
     try:
@@ -150,6 +156,7 @@ def open_rows(
             num_rows=2 * max_num_seqs + 2,
             max_tokens=max_tokens,
             attention_backend=attention_backend,
+            kv_format=kv_format,
         )
     finally:
         pool.detach()

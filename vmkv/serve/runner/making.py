@@ -24,7 +24,6 @@ def make_runner(
     max_num_batched_tokens: int,
     vocab_size: int,
     deterministic: bool,
-    attention_backend: str | None = None,
     options: Any = None,
 ) -> Runner:
     """A runner, warmed up.
@@ -37,7 +36,6 @@ def make_runner(
         max_num_batched_tokens: The largest step.
         vocab_size: Columns of the logits.
         deterministic: Whether requests must not depend on each other; only "eager" can do that.
-        attention_backend: The kernel for rows, where `options` do not say.
         options: For "graphs", `RunnerOptions`.
 
     Raises:

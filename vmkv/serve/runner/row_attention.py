@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -29,6 +30,7 @@ from ...attention import (
 from ...attention.packed import PackedAttention, packed_attention
 from ...attention.registry import why_not
 from ...cache import KVCache
+from ...cache.fp8 import Scales
 from ...errors import InternalError
 
 #: What rows are read with where it can serve a layer. `select` leaves it to those who name it, for
@@ -90,6 +92,15 @@ class TiledParts:
     is_decode: torch.Tensor
 
 
+class _Rows(NamedTuple):
+    """Where a layer's keys and values are, and what is known of them."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    scales: Scales | None
+    window_tokens: int | None
+
+
 @dataclass(frozen=True)
 class _Kernels:
     """What serves one kind of layer."""
@@ -113,7 +124,12 @@ class RowAttention:
         self._cache = cache
         self._name = attention_backend
         self._views = {
-            layer: (cache.keys(layer), cache.values(layer), cache.place(layer)[0].window_tokens)
+            layer: _Rows(
+                cache.keys(layer),
+                cache.values(layer),
+                cache.scales(layer),
+                cache.place(layer)[0].window_tokens,
+            )
             for layer in cache.layers
         }
         self._kernels: dict[AttentionSpec, _Kernels] = {}
@@ -145,16 +161,21 @@ class RowAttention:
         step = self.step
         if step is None:
             raise InternalError("attention was asked for outside a step")
-        keys, values, layer_window = self._views[layer]
+        keys, values, scales, layer_window = self._views[layer]
         window = layer_window if window is None else window
-        kernels = self._kernels_for(query, key, value, window, softcap, sinks)
+        kernels = self._kernels_for(query, key, value, keys.dtype, window, softcap, sinks)
         forward = functools.partial(
-            kernels.rows.forward, scale=scale, window=window, softcap=softcap, sinks=sinks
+            kernels.rows.forward,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+            scales=scales,
         )
         q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
         capacity = keys.shape[1]
         if isinstance(step, TiledParts):
-            append(k, v, keys, values, step.everything[capacity])
+            append(k, v, keys, values, step.everything[capacity], scales)
             return self._attend_tiled(
                 kernels.rows.name,
                 lambda queries, batches: forward(queries, keys, values, batches[capacity]),
@@ -170,7 +191,7 @@ class RowAttention:
                 return rows.append_and_attend(
                     q, k, v, keys, values, decode_batch, **forward.keywords
                 )[None]
-        append(k, v, keys, values, step.everything[capacity])
+        append(k, v, keys, values, step.everything[capacity], scales)
         begin, end = num_decode, num_decode + step.num_beginning_tokens
         if decode_batch is not None and begin == q.shape[0]:
             return forward(q, keys, values, decode_batch)[None]
@@ -242,6 +263,7 @@ class RowAttention:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
+        kv_dtype: torch.dtype,
         window: int | None,
         softcap: float,
         sinks: torch.Tensor | None,
@@ -253,6 +275,8 @@ class RowAttention:
             window=window,
             softcap=softcap,
             has_sinks=sinks is not None,
+            kv_dtype=kv_dtype,
+            max_tokens=self._cache.max_tokens,
         )
         kernels = self._kernels.get(spec)
         if kernels is None:
@@ -260,7 +284,8 @@ class RowAttention:
             if name is None and why_not(_PREFERRED, spec) is None:
                 name = _PREFERRED
             rows = select(spec, name)
-            self._cache.keep_resident(rows.overread_tokens(spec.k_dim, spec.v_dim))
+            overread_tokens = rows.overread_tokens(spec.k_dim, spec.v_dim, spec.kv_dtype)
+            self._cache.keep_resident(overread_tokens)
             kernels = self._kernels[spec] = _Kernels(rows, packed_attention(spec))
         return kernels
 
