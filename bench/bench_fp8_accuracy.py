@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 import statistics
 import subprocess
 import sys
@@ -59,14 +58,15 @@ FORMATS: dict[str, dict[str, Any]] = {
 }
 
 
-def real_model(device: str) -> tuple[Any, Any]:
+def real_model(folder: str | None, device: str) -> tuple[Any, Any]:
     """The model and its tokenizer; ends the process where the package is missing."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    made = subprocess.run([sys.executable, SCRIPT], stdout=subprocess.PIPE, text=True, check=False)
-    if made.returncode:
-        sys.exit(made.returncode)
-    folder = os.environ.get("SMOLLM2") or made.stdout.strip()
+    if folder is None:
+        made = subprocess.run([sys.executable, SCRIPT], stdout=subprocess.PIPE, text=True)
+        if made.returncode:
+            sys.exit(made.returncode)
+        folder = made.stdout.strip()
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     return model.to(device).eval(), AutoTokenizer.from_pretrained(folder)
@@ -168,7 +168,7 @@ def figures(rows: Sequence[Row], num_tokens: int, *, smoke: bool) -> list[Figure
         key = "fp8" if name == "fp8" else "fp8_scaled"
         for what, column, unit, bound in (
             ("divergence from unrounded keys and values", "kl", "nats", 0.025),
-            ("perplexity, relative to theirs", "ppl_ratio", "x", 1.03),
+            ("perplexity, relative to theirs", "ppl_ratio", "×", 1.03),
         ):
             made.append(
                 Figure(
@@ -186,6 +186,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure and write the record."""
     parser = bench_parser(__doc__)
     parser.add_argument("--device", help="by default a GPU, where there is one")
+    parser.add_argument("--model", metavar="FOLDER", help="by default SmolLM2, from its package")
     arguments = parser.parse_args(argv)
     smoke = arguments.smoke
     device = arguments.device or ("cuda" if torch.cuda.is_available() and not smoke else "cpu")
@@ -197,9 +198,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         texts = {"noise": torch.randint(300, (1, lengths[-1] + 1))}
         known = texts["noise"][0].tolist()
     else:
-        model, tokenizer = real_model(device)
+        model, tokenizer = real_model(arguments.model, device)
         texts = {}
-        for name in TEXTS:
+        for name in filter(lambda name: (LICENSES / name).exists(), TEXTS):
             ids = tokenizer((LICENSES / name).read_text(), return_tensors="pt").input_ids
             texts[name] = ids[:, : max(lengths) + 1].to(device)
         known = tokenizer(CALIBRATION.read_text()).input_ids[:2048]

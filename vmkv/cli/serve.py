@@ -126,6 +126,7 @@ def _serve(
     options_for: Callable[[int], ServerOptions],
     out: TextIO,
 ) -> int:
+    from ..hf.kv_format import KVFormat
     from ..serve.engine import AsyncEngine
     from ..serve.failures import is_out_of_memory
     from ..serve.metrics import Metrics
@@ -136,7 +137,8 @@ def _serve(
 
     if arguments.log_level != "debug":
         be_quiet(with_progress=sys.stderr is not None and sys.stderr.isatty())
-    load_config(arguments.model)  # The plainest error first.
+    config = load_config(arguments.model)  # The plainest error first.
+    KVFormat.of(config, arguments.kv_dtype, arguments.kv_scales, arguments.skip_layers)
     tokenizer = load_tokenizer(arguments.tokenizer or arguments.model)
     trace = ChromeTrace(arguments.trace) if arguments.trace else None
     metrics = Metrics()
