@@ -200,8 +200,8 @@ class LayeredCache:
     def keys(self, layer: int) -> torch.Tensor:
         """All rows' keys of `layer`: `[rows, row_tokens, k_heads, k_dim]`, mostly unmapped.
 
-        What kernels take that are told rows and lengths, as it is stored (see `scales`). Only tokens
-        below a live sequence's `num_tokens` (and `overread_tokens` more) may be touched.
+        What kernels take that are told rows and lengths, as it is stored: see `scales`. Only
+        tokens below a live sequence's `num_tokens` (and `overread_tokens` more) may be touched.
         """
         self.check_open()
         group, at = self.place(layer)
