@@ -26,7 +26,7 @@ from ..memory import Scrub, WriteRange, check_pool
 from .beginning import begin_with_prefix
 from .disk import load
 from .forking import fork, pages_to_fork
-from .fp8 import LayerScales, check_layer_scales
+from .fp8 import LayerScales
 from .geometry import LayerShape
 from .growing import Target, grow, map_rows, retire_behind_windows, retire_surplus
 from .layer_group import LayerGroup
@@ -92,8 +92,7 @@ class KVCache(RowSpace):
             window_tokens: For sliding-window layers, how many tokens a query sees.
             num_past_tokens: Where the first query will be, in sequences that are open already:
                 what lies before its window is not mapped.
-            scales: For each layer, what its keys and values in `float8_e4m3fn` are multiplied
-                by when they are read; see `fp8.encode`. By default 1.
+            scales: Of each layer in `float8_e4m3fn`; see `fp8.py`. By default 1.
 
         Raises:
             ConfigError: A size is impossible, a layer was added before, or scales do not fit.
@@ -106,10 +105,7 @@ class KVCache(RowSpace):
             v_dim=head_dim if v_head_dim is None else v_head_dim,
             itemsize_bytes=dtype.itemsize,
         )
-        wanted = list(layers)
-        if scales is not None:
-            check_layer_scales(scales, wanted, shape, dtype)
-        return add_layers(self, wanted, shape, dtype, window_tokens, num_past_tokens, scales)
+        return add_layers(self, list(layers), shape, dtype, window_tokens, num_past_tokens, scales)
 
     def drop_layers(self, layers: Iterable[int]) -> None:
         """Forget layers that were added but never written.

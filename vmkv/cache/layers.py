@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from ..errors import ConfigError
-from .fp8 import LayerScales
+from .fp8 import LayerScales, check_layer_scales
 from .geometry import Geometry, LayerShape, check_positive
 from .growing import Target, map_rows
 from .layer_group import LayerGroup, split_layers
@@ -35,6 +35,8 @@ def add_layers(
         raise ConfigError(f"layers {taken or layers} are in the cache already, or none is named")
     if window_tokens is not None:
         check_positive("window_tokens", window_tokens)
+    if scales is not None:
+        check_layer_scales(scales, layers, shape, dtype)
     made: list[LayerGroup] = []
     places: dict[int, tuple[LayerGroup, int]] = {}
     try:
