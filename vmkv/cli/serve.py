@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -30,6 +32,8 @@ from .arguments import (
 )
 
 if TYPE_CHECKING:
+    from ..serve.engine import Engine
+    from ..serve.observer import EngineObserver
     from ..serve.server import ServerOptions
 
 _API_KEY_VARIABLE = "VMKV_API_KEY"
@@ -127,43 +131,31 @@ def _serve(
     out: TextIO,
 ) -> int:
     from ..hf.kv_format import KVFormat
-    from ..serve.engine import AsyncEngine
-    from ..serve.failures import is_out_of_memory
     from ..serve.metrics import Metrics
-    from ..serve.observer import EngineObserver, Observers
+    from ..serve.process import EngineProcess
     from ..serve.server import create_app, run_server
-    from ..serve.trace import ChromeTrace
-    from .models import be_quiet, load_config, load_model, load_tokenizer
+    from .models import load_config, load_tokenizer
 
-    if arguments.log_level != "debug":
-        be_quiet(with_progress=sys.stderr is not None and sys.stderr.isatty())
+    _set_logging(arguments)
     config = load_config(arguments.model)  # The plainest error first.
     KVFormat.of(config, arguments.kv_dtype, arguments.kv_scales, arguments.skip_layers)
+    _check_engine(arguments)
     tokenizer = load_tokenizer(arguments.tokenizer or arguments.model)
-    trace = ChromeTrace(arguments.trace) if arguments.trace else None
     metrics = Metrics()
-    observers: list[EngineObserver] = [metrics, *([trace] if trace else [])]
+    engine = EngineProcess(
+        functools.partial(_engine, arguments), tokenizer=tokenizer, observer=metrics
+    )
     try:
-        model = load_model(arguments.model, device=_device(arguments.device), dtype=arguments.dtype)
-        try:
-            engine = make_engine(arguments, model, tokenizer, Observers(observers))
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            raise CapacityError(
-                f"there is no memory left for the engine's own tensors ({one_line(error)}); lower "
-                "--max-num-seqs, --max-num-batched-tokens or --memory"
-            ) from error
-        metrics.bind_pages(engine.cache.pool.page_bytes)
+        metrics.bind_pages(engine.page_bytes)
         options = options_for(engine.max_tokens)
-        app = create_app(AsyncEngine(engine), tokenizer, options, metrics)
+        app = create_app(engine, tokenizer, options, metrics)
 
         def announce() -> None:
             host, port = listener.getsockname()[:2]
             out.write(
                 f"vmkv serves {options.model_name} at http://{_as_host(host)}:{port}/v1: up to "
                 f"{engine.max_tokens:,} tokens a request, "
-                f"{format_bytes(engine.cache.stats().budget_bytes)} for keys and values, "
+                f"{format_bytes(engine.stats.budget_bytes)} for keys and values, "
                 f"{'with' if options.api_keys else 'without'} API keys\n"
             )
             out.flush()
@@ -176,18 +168,71 @@ def _serve(
             on_ready=announce,
         )
     finally:
-        if trace is not None:
-            trace.close()
+        engine.close()
     return 0
 
 
-def make_engine(arguments: argparse.Namespace, model: Any, tokenizer: Any, observer: Any) -> Any:
+def _check_engine(arguments: argparse.Namespace) -> None:
+    """Refuse what can be refused before a process is started and the model loaded.
+
+    Raises:
+        ConfigError: There can be no such engine.
+    """
+    from ..attention import registry
+    from ..serve.planning import Capacity
+    from ..serve.trace import ChromeTrace
+    from .models import check_device
+
+    Capacity(arguments.max_num_seqs, arguments.max_num_batched_tokens)
+    check_device(_device(arguments.device))
+    backend = arguments.attention_backend
+    if backend is not None and backend not in registry.backend_names():
+        registry.get(backend)  # Says which there are.
+    if arguments.trace:
+        ChromeTrace(arguments.trace).close()
+
+
+@contextlib.contextmanager
+def _engine(arguments: argparse.Namespace, observer: EngineObserver) -> Iterator[Engine]:
+    """The engine, in the process that it has for itself."""
+    from ..serve.failures import is_out_of_memory
+    from ..serve.observer import Observers
+    from ..serve.trace import ChromeTrace
+    from .models import load_model
+
+    _set_logging(arguments)
+    with contextlib.ExitStack() as stack:
+        observers = [observer]
+        if arguments.trace:
+            trace = ChromeTrace(arguments.trace)
+            stack.callback(trace.close)
+            observers.append(trace)
+        model = load_model(arguments.model, device=_device(arguments.device), dtype=arguments.dtype)
+        try:
+            engine = make_engine(arguments, model, Observers(observers))
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            raise CapacityError(
+                f"there is no memory left for the engine's own tensors ({one_line(error)}); lower "
+                "--max-num-seqs, --max-num-batched-tokens or --memory"
+            ) from error
+        yield stack.enter_context(engine)
+
+
+def _set_logging(arguments: argparse.Namespace) -> None:
+    from .models import be_quiet
+
+    if arguments.log_level != "debug":
+        be_quiet(with_progress=sys.stderr is not None and sys.stderr.isatty())
+
+
+def make_engine(arguments: argparse.Namespace, model: Any, observer: Any) -> Any:
     """The engine that the options describe."""
     from ..serve.engine import Engine
 
     return Engine(
         model,
-        tokenizer=tokenizer,
         max_num_seqs=arguments.max_num_seqs,
         max_num_batched_tokens=arguments.max_num_batched_tokens,
         max_num_mixed_tokens=arguments.max_num_mixed_tokens or None,
@@ -254,6 +299,7 @@ def _as_host(address: str) -> str:
 def _check_installed() -> None:
     try:
         import fastapi  # noqa: F401
+        import msgspec  # noqa: F401
         import prometheus_client  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:

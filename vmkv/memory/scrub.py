@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 
+from ..backend import Backend
 from ..errors import ConfigError
+from ..units import Address
 from .extent import Extent
 
 
@@ -49,3 +52,26 @@ class Scrub(enum.Enum):
             return None
         is_anothers = self is Scrub.CROSS_TENANT and extent.tenant != tenant
         return 0 if self is Scrub.ALWAYS or is_anothers or extent.contents != contents else None
+
+    def prepare(
+        self,
+        backend: Backend,
+        extents: Iterable[Extent],
+        address: int,
+        tenant: object,
+        stream: int,
+        contents: object,
+    ) -> None:
+        """Overwrite what extents, mapped one after the other from `address`, hold of others.
+
+        Notes that they are `tenant`'s now, and written as `contents`.
+
+        Raises:
+            DriverError: Some may have been filled, or be under way.
+        """
+        for extent in extents:
+            byte = self.byte(extent, tenant, contents)
+            if byte is not None:
+                backend.fill(Address(address), extent.num_bytes, byte, stream)
+            extent.is_dirty, extent.tenant, extent.contents = True, tenant, contents
+            address += extent.num_bytes
