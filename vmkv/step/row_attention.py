@@ -151,8 +151,10 @@ class RowAttention:
             query: `[1, Hq, T, D]`, packed.
             key: `[1, H, T, D]`, the new keys.
             value: `[1, H, T, Dv]`.
-            scale: See `AttentionBackend.forward`, as for the rest.
+            scale: See `AttentionBackend.forward`.
             window: None for the layer's own.
+            softcap: See `AttentionBackend.forward`.
+            sinks: Likewise.
 
         Raises:
             InternalError: No step was set.
