@@ -150,6 +150,8 @@ class RowAttention:
             value: `[1, H, T, Dv]`.
             scale: See `AttentionBackend.forward`, as for the rest.
             window: None for the layer's own.
+            softcap: 0 for none.
+            sinks: None for none.
 
         Raises:
             InternalError: No step was set.
