@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import functools
+import importlib.util
 import os
 import sys
 from collections.abc import Callable
@@ -70,6 +72,14 @@ def add_parser(commands: Commands) -> None:
     add("--attention-backend", type=name, help="see vmkv doctor; by default the best that can run")
     add("--no-prefix-caching", action="store_true", help="compute common prefixes again")
     add("--deterministic", action="store_true", help="tokens do not depend on other requests")
+    add = parser.add_argument_group("replicas").add_argument
+    add(
+        "--replicas",
+        type=integer(1, 1024),
+        metavar="N",
+        help="engines that share the requests, on a GPU each: by what they hold of a prompt, and "
+        "by load; on the Ray cluster that RAY_ADDRESS names, or on this machine",
+    )
     add = parser.add_argument_group("server").add_argument
     add("--host", type=host, default="127.0.0.1", help="0.0.0.0 for every address of the machine")
     add("--port", type=port, default=8000, help="0 for any free one")
@@ -94,12 +104,15 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
     """Load, serve, drain; returns when a signal has said stop."""
     # Everything cheap that can be wrong comes before the model is loaded.
     _check_installed()
+    if arguments.replicas:
+        _check_replicas(arguments)
     from ..serve.server.run import open_socket
 
     options_for = server_options(arguments)
     listener = open_socket(arguments.host, arguments.port, unread_timeout_s=arguments.send_timeout)
     try:
-        return _serve(arguments, listener, options_for, out)
+        serve = _serve_replicas if arguments.replicas else _serve
+        return serve(arguments, listener, options_for, out)
     finally:
         listener.close()
 
@@ -161,6 +174,68 @@ def _serve(
         if trace is not None:
             trace.close()
     return 0
+
+
+def _serve_replicas(
+    arguments: argparse.Namespace,
+    listener: Any,
+    options_for: Callable[[int], ServerOptions],
+    out: TextIO,
+) -> int:
+    from ..serve.replicas.local import running_replicas
+    from ..serve.server import create_app, run_server
+    from .models import be_quiet, load_config, load_tokenizer
+
+    if arguments.log_level != "debug":
+        be_quiet(with_progress=False)
+    load_config(arguments.model)  # The plainest error first.
+    tokenizer = load_tokenizer(arguments.tokenizer or arguments.model)
+    make = functools.partial(_replica_engine, arguments)
+    on_gpus = _device(arguments.device) == "cuda"
+    with running_replicas(make, arguments.replicas, on_gpus=on_gpus) as replicas:
+        options = options_for(replicas.facts.max_tokens)
+        app = create_app(replicas.engine, tokenizer, options, replicas.metrics)
+
+        def announce() -> None:
+            host, port = listener.getsockname()[:2]
+            out.write(
+                f"vmkv serves {options.model_name} at http://{_as_host(host)}:{port}/v1 with "
+                f"{arguments.replicas} replicas: up to {replicas.facts.max_tokens:,} tokens a "
+                f"request, {format_bytes(replicas.facts.budget_bytes)} for keys and values of "
+                f"each, {'with' if options.api_keys else 'without'} API keys\n"
+            )
+            out.flush()
+
+        run_server(
+            app,
+            listener,
+            drain_timeout_s=arguments.drain_timeout,
+            log_level=arguments.log_level,
+            on_ready=announce,
+        )
+    return 0
+
+
+def _replica_engine(arguments: argparse.Namespace, observer: Any) -> Any:
+    """The engine of a replica, in its process."""
+    from .models import be_quiet, load_model, load_tokenizer
+
+    be_quiet(with_progress=False)
+    tokenizer = load_tokenizer(arguments.tokenizer or arguments.model)
+    model = load_model(arguments.model, device=_device(arguments.device), dtype=arguments.dtype)
+    return make_engine(arguments, model, tokenizer, observer)
+
+
+def _check_replicas(arguments: argparse.Namespace) -> None:
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError("--replicas needs the package ray: pip install 'vmkv[ray]'")
+    if arguments.trace:
+        raise ConfigError("--trace is of one engine, and there would be one for each replica")
+    if arguments.device.startswith("cuda:"):
+        raise ConfigError(
+            f"--device {arguments.device} is one GPU, and each replica has its own: say --device "
+            "cuda, and which in CUDA_VISIBLE_DEVICES"
+        )
 
 
 def make_engine(arguments: argparse.Namespace, model: Any, tokenizer: Any, observer: Any) -> Any:

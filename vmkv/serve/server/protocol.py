@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
 
+from prometheus_client import Counter
+
 from ..params import SamplingParams
 from ..request import RequestOutput
 
@@ -29,4 +31,17 @@ class StreamingEngine(Protocol):
 
     async def shutdown(self, drain: bool = True) -> None:
         """Stop: after the requests that are under way, or with `drain=False` cancelling them."""
+        ...
+
+
+class ServerMetrics(Protocol):
+    """What is shown at `/metrics`; `Metrics` shows one engine's."""
+
+    @property
+    def http_responses(self) -> Counter:
+        """Counts responses by route and status."""
+        ...
+
+    def text(self) -> bytes:
+        """Everything in Prometheus' text format."""
         ...
