@@ -77,20 +77,6 @@ def tiny_engine(observer: Any) -> Any:
     )
 
 
-def random_router() -> Any:
-    """A router of Ray's that chooses any replica."""
-    from ray.serve.request_router import RequestRouter
-
-    class RandomRouter(RequestRouter):
-        async def choose_replicas(
-            self, candidate_replicas: Sequence[Any], pending_request: Any = None
-        ) -> list[list[Any]]:
-            order = random.sample(list(candidate_replicas), len(candidate_replicas))
-            return [[each] for each in order]
-
-    return RandomRouter
-
-
 def deploy(router: str, num_replicas: int) -> Any:
     """Replicas behind one of the routers: a handle to them."""
     from ray import serve

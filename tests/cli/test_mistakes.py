@@ -61,6 +61,7 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
     "serve --swap": (SERVE, NUMBERS),
     "serve --watermark": (SERVE, NUMBERS),
     "serve --attention-backend": (SERVE, ["", "flash9", "x" * 300]),
+    "serve --replicas": (SERVE, [*INTEGERS, "0", "1025"]),
     "serve --host": (SERVE, ["", " ", "a" * 70, "a..b", "..", "999.9.9.9", "[", "ü" * 70, "\x07"]),
     "serve --port": (SERVE, [*INTEGERS, "65536", "99999"]),
     "serve --max-body-mib": (SERVE, [*NUMBERS, "0"]),

@@ -227,15 +227,15 @@ def _replica_engine(arguments: argparse.Namespace, observer: Any) -> Any:
 
 
 def _check_replicas(arguments: argparse.Namespace) -> None:
-    if importlib.util.find_spec("ray") is None:
-        raise ConfigError("--replicas needs the package ray: pip install 'vmkv[ray]'")
     if arguments.trace:
-        raise ConfigError("--trace is of one engine, and there would be one for each replica")
+        raise ConfigError("--trace is of one engine, and --replicas would have one each")
     if arguments.device.startswith("cuda:"):
         raise ConfigError(
-            f"--device {arguments.device} is one GPU, and each replica has its own: say --device "
-            "cuda, and which in CUDA_VISIBLE_DEVICES"
+            f"--device {arguments.device} is one GPU, and each of --replicas has its own: say "
+            "--device cuda, and which GPUs in CUDA_VISIBLE_DEVICES"
         )
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError("--replicas needs the package ray: pip install 'vmkv[ray]'")
 
 
 def make_engine(arguments: argparse.Namespace, model: Any, tokenizer: Any, observer: Any) -> Any:

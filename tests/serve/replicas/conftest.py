@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -80,9 +81,16 @@ class Running:
         return httpx.post(f"{self.url}/v1/completions", json=body, timeout=120)
 
 
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
 @pytest.fixture(scope="session")
-def ray_cluster() -> Iterator[None]:
-    """Ray on this machine, as small as it can be."""
+def ray_url() -> Iterator[str]:
+    """Ray on this machine, as small as it can be: the address of its proxy."""
     ray = pytest.importorskip("ray")
     serve = pytest.importorskip("ray.serve")
     with pytest.MonkeyPatch.context() as patch:
@@ -95,15 +103,17 @@ def ray_cluster() -> Iterator[None]:
             include_dashboard=False,
             log_to_driver=False,
         )
+        port = free_port()
+        serve.start(http_options={"host": "127.0.0.1", "port": port})
         try:
-            yield
+            yield f"http://127.0.0.1:{port}"
         finally:
             serve.shutdown()
             ray.shutdown()
 
 
 @pytest.fixture(scope="session")
-def running(ray_cluster: None) -> Iterator[Running]:
+def running(ray_url: str) -> Iterator[Running]:
     """Two replicas of a tiny engine, and the server in front of them."""
     from ray import serve
 
@@ -121,3 +131,25 @@ def running(ray_cluster: None) -> Iterator[Running]:
     app = create_app(engine, tiny_tokenizer(), ServerOptions("tiny", MAX_TOKENS), metrics)
     with serving(app) as (url, _):
         yield Running(url, handle, engine)
+
+
+@pytest.fixture(scope="session")
+def composed(ray_url: str) -> Running:
+    """One replica, two under load, and the server behind Ray's proxy."""
+    from ray import serve
+
+    from vmkv.serve.replicas.deployment import engine_deployment, openai_application
+
+    scaling = {
+        "min_replicas": 1,
+        "max_replicas": 2,
+        "target_ongoing_requests": 1,
+        "upscale_delay_s": 0.1,
+        "metrics_interval_s": 0.1,
+        "look_back_period_s": 0.5,
+    }
+    deployment = engine_deployment(autoscaling_config=scaling, ray_actor_options={"num_cpus": 1})
+    application = openai_application(deployment.bind(tiny_engine), tiny_tokenizer, "tiny")
+    serve.run(application, name="composed", route_prefix="/")
+    handle = serve.get_deployment_handle("vmkv-engine", "composed")
+    return Running(ray_url, handle, None)

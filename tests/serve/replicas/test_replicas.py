@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import json
 import random
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -176,3 +177,43 @@ def test_a_replica_that_dies_under_load_loses_no_request(running: Running) -> No
 
     running.until(is_back, "another replica")
     assert {running.complete([10, at], max_tokens=1).status_code for at in range(20)} == {200}
+
+
+def test_replicas_are_composed_behind_the_proxy_of_ray(composed: Running) -> None:
+    """Answers, streams as they come, errors as the server words them, metrics."""
+    [prompt] = prompts(1, 40, seed=5)
+    assert composed.complete(prompt, max_tokens=5).json()["usage"]["completion_tokens"] == 5
+    assert composed.complete([], max_tokens=5).status_code == 400
+    assert httpx.get(f"{composed.url}/v1/models").json()["data"][0]["id"] == "tiny"
+    assert httpx.get(f"{composed.url}/health").json()["status"] == "ok"
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 4000, "stream": True}
+    with httpx.stream("POST", f"{composed.url}/v1/completions", json=body, timeout=60) as response:
+        assert next(response.iter_lines()).startswith("data: {")  # Long before the last.
+
+    def is_cancelled() -> bool:
+        return sum(composed.counted("vmkv_requests_total", finish_reason="cancelled").values()) == 1
+
+    composed.until(is_cancelled, "the request's end")
+
+
+def test_replicas_come_with_the_queue(composed: Running) -> None:
+    """Ray's autoscaling, by the requests that a replica has."""
+    assert len(composed.reports()) == 1
+    body = {"model": "tiny", "prompt": [10], "max_tokens": 4000, "stream": True, "ignore_eos": True}
+    is_over = threading.Event()
+
+    def read() -> None:
+        while not is_over.is_set():
+            with httpx.stream("POST", f"{composed.url}/v1/completions", json=body) as response:
+                for _ in response.iter_lines():
+                    if is_over.is_set():
+                        return
+
+    with ThreadPoolExecutor(4) as threads:
+        jobs = [threads.submit(read) for _ in range(4)]
+        try:
+            composed.until(lambda: len(composed.reports()) == 2, "another replica")
+        finally:
+            is_over.set()
+        for job in jobs:
+            job.result()

@@ -3,7 +3,7 @@
     order = ranked(candidates, num_prompt_tokens, Routing())
 
 A router knows what replicas hold by what they tell, some seconds late. What it has sent there since
-is in an `Assignments`, for as long as that is news.
+is in an `Assignments`, for as long as that is news. See Note [Replicas tell what they hold].
 """
 
 from __future__ import annotations
