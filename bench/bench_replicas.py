@@ -87,7 +87,9 @@ def deploy(router: str, num_replicas: int) -> Any:
 
     options: dict[str, Any] = {"num_replicas": num_replicas, "ray_actor_options": {"num_cpus": 0.1}}
     if router == "random":
-        options["request_router_config"] = RequestRouterConfig(request_router_class=random_router())
+        options["request_router_config"] = RequestRouterConfig(
+            request_router_class="random_router.RandomRouter"
+        )
     elif router == "Ray's own":
         options["request_router_config"] = RequestRouterConfig()
     deployment = engine_deployment(Routing(), **options)

@@ -1,4 +1,4 @@
-"""The rival of `bench_replicas.py`: any replica, whatever it holds. In a file that Ray can import."""
+"""The rival of `bench_replicas.py`: any replica, whatever it holds. Ray imports it by name."""
 
 from __future__ import annotations
 
