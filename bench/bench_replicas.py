@@ -17,7 +17,7 @@ host backend; the server's routes in front of it, asked in process. 200 requests
 tokens each. The best possible is one miss for each prefix. The spread is the most requests that a
 replica had, over the fewest. Beside it the same requests with a router that chooses at random, and
 with Ray's own, which takes the less loaded of two. Then, with two replicas and the same load all
-the time, 48 new tokens each and half of the answers streams, one is killed: what its clients are
+the time, 160 new tokens each and half of the answers streams, one is killed: what its clients are
 told, how long until there are two again, and how many requests are answered in between.
 
 Not measured. GPUs, networks, several machines, more than one server in front, and whether a
@@ -49,11 +49,10 @@ NEW_TOKENS = 4
 CONCURRENCY = 8
 MAX_TOKENS = 1024
 VOCABULARY = 360
-NAME = "bench"
 ROUTERS = ("prefixes", "random", "Ray's own")
 LOOK_S = 0.2
 #: Of the load under which a replica is killed: longer, so that there is something to lose.
-KILL_NEW_TOKENS = 48
+KILL_NEW_TOKENS = 160
 
 
 def tiny_engine(observer: Any) -> Any:
@@ -77,8 +76,11 @@ def tiny_engine(observer: Any) -> Any:
     )
 
 
-def deploy(router: str, num_replicas: int) -> Any:
-    """Replicas behind one of the routers: a handle to them."""
+def deploy(router: str, num_replicas: int, name: str) -> Any:
+    """Replicas behind one of the routers: a handle to them.
+
+    Handles to applications of one name share a router in this process, whatever it was told.
+    """
     from ray import serve
     from ray.serve.config import RequestRouterConfig
 
@@ -93,7 +95,7 @@ def deploy(router: str, num_replicas: int) -> Any:
     elif router == "Ray's own":
         options["request_router_config"] = RequestRouterConfig()
     deployment = engine_deployment(Routing(), **options)
-    return serve.run(deployment.bind(tiny_engine), name=NAME, route_prefix=None)
+    return serve.run(deployment.bind(tiny_engine), name=name, route_prefix=None)
 
 
 def prompts(num_requests: int, num_prefixes: int) -> list[list[int]]:
@@ -311,14 +313,16 @@ def rows_of(*, smoke: bool) -> list[Row]:
     try:
         cases = [("prefixes", 2)] if smoke else itertools.product(ROUTERS, (2, 4))
         requests = prompts(20, 5) if smoke else prompts(200, NUM_PREFIXES)
-        for router, num_replicas in cases:
-            handle = deploy(router, num_replicas)
+        for number, (router, num_replicas) in enumerate(cases):
+            name = f"case-{number}"
+            handle = deploy(router, num_replicas, name)
             row = asyncio.run(measure_hits(handle, requests))
             rows.append({"router": router, "replicas": num_replicas, **row})
             print(rows[-1], flush=True)
-            serve.delete(NAME)
+            serve.delete(name)
         if not smoke:
-            rows.append({"replicas": 2, **asyncio.run(measure_death(deploy("prefixes", 2), 5.0))})
+            handle = deploy("prefixes", 2, "death")
+            rows.append({"replicas": 2, **asyncio.run(measure_death(handle, 5.0))})
             print(rows[-1], flush=True)
     finally:
         serve.shutdown()

@@ -30,6 +30,8 @@ from .router import PrefixRouter
 _ONGOING_MAX = 1024
 #: A replica that ended is noticed at most so late, and started anew.
 _HEALTH_S = 1.0
+#: A replica that is no longer needed may take so long to finish what it has.
+_DRAIN_S = 60.0
 
 
 class _Replica(EngineReplica):
@@ -57,6 +59,7 @@ def engine_deployment(routing: Routing | None = None, **options: Any) -> serve.D
         "name": "vmkv-engine",
         "max_ongoing_requests": _ONGOING_MAX,
         "health_check_period_s": _HEALTH_S,
+        "graceful_shutdown_timeout_s": _DRAIN_S,
         "request_router_config": RequestRouterConfig(
             request_router_class=PrefixRouter,
             request_router_kwargs=dataclasses.asdict(routing),
