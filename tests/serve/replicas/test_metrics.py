@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from helpers.serving import serving, tiny_llama, tiny_tokenizer
 from prometheus_client.parser import text_string_to_metric_families
 
+from vmkv import AsyncEngine, Engine
+from vmkv.cli.scrape import scrape
 from vmkv.serve.metrics import Metrics
 from vmkv.serve.observer import RequestRecord
 from vmkv.serve.replicas.metrics import ReplicaMetrics
+from vmkv.serve.server import ServerOptions, create_app
 
 
 def counted(num_requests: int) -> bytes:
     """What a replica shows that has answered so many."""
-    metrics = Metrics()
+    metrics = Metrics(page_bytes=4096)
     for at in range(num_requests):
         metrics.request_finished(RequestRecord(at, 0.0, 0.1, 0.2, 0.5, 10, 3, "stop"))
     return metrics.text()
@@ -57,3 +63,20 @@ def test_http_responses_are_the_servers() -> None:
     page = metrics.text().decode()
     assert 'vmkv_http_responses_total{route="/v1/completions",status="200"} 1.0' in page
     assert page.count("vmkv_http_responses_total{") == 1
+
+
+def test_those_who_read_the_page_see_all_replicas_together(
+    make_engine: Callable[..., Engine],
+) -> None:
+    """`vmkv top` is of a server, however many engines it has; their pages are of one size."""
+    metrics = ReplicaMetrics()
+    metrics.take({"a": counted(2), "b": counted(5)})
+    engine = AsyncEngine(make_engine(tiny_llama(), tokenizer=tiny_tokenizer()))
+    with serving(create_app(engine, tiny_tokenizer(), ServerOptions("tiny", 128), metrics)) as (
+        url,
+        _,
+    ):
+        found = scrape(url)
+    assert found.value("prompt_tokens_total") == 70
+    assert found.by_label("request_seconds_bucket", "le")["0.5"] == 7
+    assert found.value("page_bytes") == 4096

@@ -16,7 +16,7 @@ from itertools import takewhile
 from typing import Any
 
 from ...cache.prefix import BLOCK_TOKENS, PrefixIndex, block_hashes
-from ..observer import ObservedCache, RequestRecord, StepRecord
+from ..observer import EngineObserver, ObservedCache, StepRecord
 
 #: Of each hash. Two that are taken for one make a router expect a prefix that is not there.
 _HASH_BYTES = 8
@@ -55,7 +55,7 @@ def told_names(stats: Mapping[str, Any]) -> frozenset[bytes]:
     return frozenset(told[start : start + _HASH_BYTES] for start in starts)
 
 
-class HeldPrefixes:
+class HeldPrefixes(EngineObserver):
     """An engine's observer that looks at what its prefix index holds.
 
     The engine's thread looks, once a second at most and whenever it falls idle; anybody may ask.
@@ -80,15 +80,6 @@ class HeldPrefixes:
     def stats(self) -> dict[str, Any]:
         """What it held when it was last looked at, for `told_names`."""
         return {_KEY: self._told}
-
-    def request_added(self, request_id: int, num_prompt_tokens: int) -> None:
-        """See `EngineObserver`."""
-
-    def first_token(self, request_id: int, wait_s: float) -> None:
-        """See `EngineObserver`."""
-
-    def request_finished(self, request: RequestRecord) -> None:
-        """See `EngineObserver`."""
 
     def step_finished(self, step: StepRecord, cache: ObservedCache) -> None:
         """See `EngineObserver`."""

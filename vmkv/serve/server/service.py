@@ -9,8 +9,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from ...errors import ConfigError
-from ..params import SamplingParams, shown
+from ...errors import ConfigError, shown
+from ..params import SamplingParams
 from .answer import Answer
 from .choices import ChatForm, CompletionForm, Form
 from .errors import ApiError, invalid
