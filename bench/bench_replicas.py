@@ -15,10 +15,11 @@ Method. `vmkv.serve.replicas` on Ray Serve, on this machine, with a tiny model (
 host backend; the server's routes in front of it, asked in process. 200 requests, ten for each of
 20 prefixes of 256 tokens, with 16 tokens of their own, in a random order, eight at a time, 4 new
 tokens each; every replica has memory for all of them. The best possible is one miss for each
-prefix. The spread is the most requests that a replica had, over the fewest. Beside it the same requests with a router that chooses at random, and
-with Ray's own, which takes the less loaded of two. Then, with two replicas and the same load all
-the time, 160 new tokens each and half of the answers streams, one is killed: what its clients are
-told, how long until there are two again, and how many requests are answered in between.
+prefix. The spread is the most requests that a replica had, over the fewest. Beside it the same
+requests with a router that chooses at random, and with Ray's own, which takes the less loaded of
+two. Then, with two replicas and the same load all the time, 160 new tokens each and half of the
+answers streams, one is killed: what its clients are told, how long until there are two again, and
+how many requests are answered in between.
 
 Not measured. GPUs, networks, several machines, more than one server in front, and whether a
 controller of Ray's keeps up with many replicas.
