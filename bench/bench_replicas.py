@@ -68,7 +68,7 @@ def tiny_engine(observer: Any) -> Any:
     return Engine(
         tiny_llama(),
         tokenizer=tiny_tokenizer(),
-        max_num_seqs=CONCURRENCY,
+        max_num_seqs=256,  # Rows for all requests of all prefixes.
         max_num_batched_tokens=512,
         max_tokens=MAX_TOKENS,
         budget_bytes=256 * MiB,
