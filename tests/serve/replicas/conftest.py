@@ -145,7 +145,6 @@ def composed(ray_url: str) -> Running:
         "max_replicas": 2,
         "target_ongoing_requests": 1,
         "upscale_delay_s": 0.1,
-        "look_back_period_s": 1.0,
     }
     deployment = engine_deployment(autoscaling_config=scaling, ray_actor_options={"num_cpus": 1})
     application = openai_application(deployment.bind(tiny_engine), tiny_tokenizer, "tiny")
