@@ -64,3 +64,17 @@ def test_replicas_serve_and_end(tmp_path: Path) -> None:
         child.wait()
         if child.stdout is not None:
             child.stdout.close()
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_why_replicas_cannot_be_started_is_said_in_one_line(tmp_path: Path) -> None:
+    """As the engine says it, whose process was Ray's."""
+    pytest.importorskip("ray")
+    command = [sys.executable, "-m", "vmkv.cli", "serve", str(save_tiny_model(tmp_path / "model"))]
+    command += [*REPLICAS, "--memory", "0.0625", "--port", "0", "--attention-backend", "flash9"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 2
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("vmkv: the replicas could not be started: ")
+    assert "flash9" in last

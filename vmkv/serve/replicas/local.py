@@ -93,14 +93,17 @@ def _run(make: MakeEngine, num_replicas: int, *, on_gpus: bool) -> Replicas:
     try:
         handle = serve.run(deployment.bind(make), name=_NAME, route_prefix=None)
     except RuntimeError as error:
-        raise ConfigError(f"the replicas could not be started: {_reason(error)}") from error
+        raise ConfigError(
+            f"the replicas could not be started: {_reason() or one_line(error)}"
+        ) from error
     metrics = ReplicaMetrics()
     facts: ReplicaFacts = handle.facts.remote().result()
     return Replicas(ReplicatedEngine(handle, metrics), facts, metrics)
 
 
-def _reason(error: RuntimeError) -> str:
-    """Of what Ray says, the last line that names an error: the rest is where it came from."""
-    lines = [line.strip() for line in str(error).splitlines()]
-    named = [line for line in lines if "Error: " in line]
-    return one_line(RuntimeError(named[-1])) if named else one_line(error)
+def _reason() -> str:
+    """Why they could not: of what Ray knows the last line that names an error, as a replica's."""
+    deployments = serve.status().applications[_NAME].deployments.values()
+    lines = "\n".join(each.message for each in deployments).splitlines()
+    named = [line.strip() for line in lines if "Error: " in line]
+    return one_line(RuntimeError(named[-1].partition("Error: ")[2])) if named else ""
