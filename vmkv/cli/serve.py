@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -30,6 +31,8 @@ from .arguments import (
 )
 
 if TYPE_CHECKING:
+    from ..serve.engine import Engine
+    from ..serve.observer import EngineObserver
     from ..serve.server import ServerOptions
 
 _API_KEY_VARIABLE = "VMKV_API_KEY"
@@ -123,42 +126,30 @@ def _serve(
     options_for: Callable[[int], ServerOptions],
     out: TextIO,
 ) -> int:
-    from ..serve.engine import AsyncEngine
-    from ..serve.failures import is_out_of_memory
     from ..serve.metrics import Metrics
-    from ..serve.observer import EngineObserver, Observers
+    from ..serve.process import EngineProcess
     from ..serve.server import create_app, run_server
-    from ..serve.trace import ChromeTrace
-    from .models import be_quiet, load_config, load_model, load_tokenizer
+    from .models import load_config, load_tokenizer
 
-    if arguments.log_level != "debug":
-        be_quiet(with_progress=sys.stderr is not None and sys.stderr.isatty())
+    _set_logging(arguments)
     load_config(arguments.model)  # The plainest error first.
+    _check_engine(arguments)
     tokenizer = load_tokenizer(arguments.tokenizer or arguments.model)
-    trace = ChromeTrace(arguments.trace) if arguments.trace else None
     metrics = Metrics()
-    observers: list[EngineObserver] = [metrics, *([trace] if trace else [])]
+    engine = EngineProcess(
+        functools.partial(_engine, arguments), tokenizer=tokenizer, observer=metrics
+    )
     try:
-        model = load_model(arguments.model, device=_device(arguments.device), dtype=arguments.dtype)
-        try:
-            engine = make_engine(arguments, model, tokenizer, Observers(observers))
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            raise CapacityError(
-                f"there is no memory left for the engine's own tensors ({one_line(error)}); lower "
-                "--max-num-seqs, --max-num-batched-tokens or --memory"
-            ) from error
-        metrics.bind_pages(engine.cache.pool.page_bytes)
+        metrics.bind_pages(engine.page_bytes)
         options = options_for(engine.max_tokens)
-        app = create_app(AsyncEngine(engine), tokenizer, options, metrics)
+        app = create_app(engine, tokenizer, options, metrics)
 
         def announce() -> None:
             host, port = listener.getsockname()[:2]
             out.write(
                 f"vmkv serves {options.model_name} at http://{_as_host(host)}:{port}/v1: up to "
                 f"{engine.max_tokens:,} tokens a request, "
-                f"{format_bytes(engine.cache.stats().budget_bytes)} for keys and values, "
+                f"{format_bytes(engine.stats.budget_bytes)} for keys and values, "
                 f"{'with' if options.api_keys else 'without'} API keys\n"
             )
             out.flush()
@@ -171,8 +162,7 @@ def _serve(
             on_ready=announce,
         )
     finally:
-        if trace is not None:
-            trace.close()
+        engine.close()
     return 0
 
 
@@ -184,11 +174,11 @@ def _serve_replicas(
 ) -> int:
     from ..serve.replicas.local import running_replicas
     from ..serve.server import create_app, run_server
-    from .models import be_quiet, load_config, load_tokenizer
+    from .models import load_config, load_tokenizer
 
-    if arguments.log_level != "debug":
-        be_quiet(with_progress=False)
+    _set_logging(arguments)
     load_config(arguments.model)  # The plainest error first.
+    _check_engine(arguments)
     tokenizer = load_tokenizer(arguments.tokenizer or arguments.model)
     make = functools.partial(_replica_engine, arguments)
     on_gpus = _device(arguments.device) == "cuda"
@@ -216,14 +206,13 @@ def _serve_replicas(
     return 0
 
 
-def _replica_engine(arguments: argparse.Namespace, observer: Any) -> Any:
-    """The engine of a replica, in its process."""
-    from .models import be_quiet, load_model, load_tokenizer
+def _replica_engine(
+    arguments: argparse.Namespace, observer: EngineObserver
+) -> contextlib.AbstractContextManager[Engine]:
+    """The engine of a replica, in its process, where its tokens become text."""
+    from .models import load_tokenizer
 
-    be_quiet(with_progress=False)
-    tokenizer = load_tokenizer(arguments.tokenizer or arguments.model)
-    model = load_model(arguments.model, device=_device(arguments.device), dtype=arguments.dtype)
-    return make_engine(arguments, model, tokenizer, observer)
+    return _engine(arguments, observer, load_tokenizer(arguments.tokenizer or arguments.model))
 
 
 def _check_replicas(arguments: argparse.Namespace) -> None:
@@ -238,7 +227,66 @@ def _check_replicas(arguments: argparse.Namespace) -> None:
         raise ConfigError("--replicas needs the package ray: pip install 'vmkv[ray]'")
 
 
-def make_engine(arguments: argparse.Namespace, model: Any, tokenizer: Any, observer: Any) -> Any:
+def _check_engine(arguments: argparse.Namespace) -> None:
+    """Refuse what can be refused before a process is started and the model loaded.
+
+    Raises:
+        ConfigError: There can be no such engine.
+    """
+    from ..attention import registry
+    from ..serve.planning import Capacity
+    from ..serve.trace import ChromeTrace
+    from .models import check_device
+
+    Capacity(arguments.max_num_seqs, arguments.max_num_batched_tokens)
+    check_device(_device(arguments.device))
+    backend = arguments.attention_backend
+    if backend is not None and backend not in registry.backend_names():
+        registry.get(backend)  # Says which there are.
+    if arguments.trace:
+        ChromeTrace(arguments.trace).close()
+
+
+@contextlib.contextmanager
+def _engine(
+    arguments: argparse.Namespace, observer: EngineObserver, tokenizer: Any = None
+) -> Iterator[Engine]:
+    """The engine, in the process that it has for itself."""
+    from ..serve.failures import is_out_of_memory
+    from ..serve.observer import Observers
+    from ..serve.trace import ChromeTrace
+    from .models import load_model
+
+    _set_logging(arguments)
+    with contextlib.ExitStack() as stack:
+        observers = [observer]
+        if arguments.trace:
+            trace = ChromeTrace(arguments.trace)
+            stack.callback(trace.close)
+            observers.append(trace)
+        model = load_model(arguments.model, device=_device(arguments.device), dtype=arguments.dtype)
+        try:
+            engine = make_engine(arguments, model, Observers(observers), tokenizer)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            raise CapacityError(
+                f"there is no memory left for the engine's own tensors ({one_line(error)}); lower "
+                "--max-num-seqs, --max-num-batched-tokens or --memory"
+            ) from error
+        yield stack.enter_context(engine)
+
+
+def _set_logging(arguments: argparse.Namespace) -> None:
+    from .models import be_quiet
+
+    if arguments.log_level != "debug":
+        be_quiet(with_progress=sys.stderr is not None and sys.stderr.isatty())
+
+
+def make_engine(
+    arguments: argparse.Namespace, model: Any, observer: Any, tokenizer: Any = None
+) -> Any:
     """The engine that the options describe."""
     from ..serve.engine import Engine
 
@@ -308,6 +356,7 @@ def _as_host(address: str) -> str:
 def _check_installed() -> None:
     try:
         import fastapi  # noqa: F401
+        import msgspec  # noqa: F401
         import prometheus_client  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from ray.exceptions import (
@@ -60,7 +60,7 @@ class ReplicatedEngine:
 
     async def stream(
         self, prompt: Sequence[int], params: SamplingParams, priority: int = 0
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """See `StreamingEngine`. Where no replica is there, it waits for one.
 
         Raises:
