@@ -33,7 +33,9 @@ class Flash4Backend(FlashBackend):
 
     name = "flash4"
 
-    def overread_tokens(self, k_dim: int, v_dim: int | None = None) -> int:
+    def overread_tokens(
+        self, k_dim: int, v_dim: int | None = None, kv_dtype: torch.dtype | None = None
+    ) -> int:
         """One key tile."""
         for limit, tile in KEY_TILES:
             if k_dim <= limit:

@@ -106,8 +106,13 @@ class PackedAttention:
 def packed_attention(spec: AttentionSpec) -> PackedAttention | None:
     """The best kernel for layers of this kind on this machine; None where there is none.
 
+    Nor is there one for rows in eight bits: a prompt that saw its own keys before they were rounded
+    would say something else than one that goes on from a prefix, or is computed in chunks.
+
     Cost: the first call may load a kernel library. Call it when a model is set up.
     """
+    if spec.is_fp8:
+        return None
     for name, load in (("flash3", _flash3_kernel), ("flash2", _flash2_kernel)):
         if why_not(name, spec) is None:
             kernel = load()

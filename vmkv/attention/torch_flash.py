@@ -31,7 +31,9 @@ class TorchFlashBackend(FlashBackend):
 
     name = "torch"
 
-    def overread_tokens(self, k_dim: int, v_dim: int | None = None) -> int:
+    def overread_tokens(
+        self, k_dim: int, v_dim: int | None = None, kv_dtype: torch.dtype | None = None
+    ) -> int:
         """0: the kernel predicates every key row by the sequence's length."""
         return 0
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from ..errors import ConfigError
 from ..units import GiB, MiB, format_bytes
-from .arguments import DTYPES, Commands, count, gib, name, positive_gib, positive_int
+from .arguments import DTYPES, KV_DTYPES, Commands, count, gib, name, positive_gib, positive_int
 
 if TYPE_CHECKING:
     from .capacity import Fit, KindBytes, SequenceBytes
@@ -50,6 +50,12 @@ def add_parser(commands: Commands) -> None:
     add("--share-prefix", type=count, metavar="TOKENS", default=0, help="common to all users")
     add("--swap", type=gib, metavar="GiB", default=0.0, help="host memory for idle sequences")
     add("--dtype", choices=DTYPES, help="of keys and values (default: the configuration's)")
+    add(
+        "--kv-dtype",
+        choices=KV_DTYPES,
+        default="auto",
+        help="fp8: keys and values in eight bits (default: auto, as --dtype says)",
+    )
     add("--json", action="store_true", help="for programs")
 
 
@@ -82,7 +88,9 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
             f"--share-prefix {shared_tokens} is longer than --context {num_tokens}; a prefix is "
             "part of its sequence"
         )
-    shape = model_shape(load_config(arguments.model), dtype=arguments.dtype)
+    shape = model_shape(
+        load_config(arguments.model), dtype=arguments.dtype, kv_dtype=arguments.kv_dtype
+    )
     parts = [kind_bytes(kind, num_tokens, shared_tokens=shared_tokens) for kind in shape.kinds]
     longest = max(arguments.longest or shape.max_context_tokens or num_tokens, num_tokens)
     sequence = sequence_bytes(parts, num_tokens, longest, state_bytes=shape.state_bytes)

@@ -16,12 +16,14 @@ from ..errors import CapacityError, ConfigError, one_line
 from ..units import GiB, MiB, format_bytes
 from .arguments import (
     DTYPES,
+    KV_DTYPES,
     Commands,
     count,
     device,
     gib,
     host,
     integer,
+    layers,
     name,
     port,
     positive_gib,
@@ -73,6 +75,20 @@ def add_parser(commands: Commands) -> None:
     add("--swap", type=gib, metavar="GiB", default=0, help="host memory for preempted requests")
     add("--watermark", type=gib, metavar="GiB", help="kept when idle; by default everything")
     add("--attention-backend", type=name, help="see vmkv doctor; by default the best that can run")
+    add(
+        "--kv-dtype",
+        choices=KV_DTYPES,
+        default="auto",
+        help="of keys and values",
+    )
+    add("--kv-scales", type=name, metavar="FILE", help="of keys and values in fp8; by default 1")
+    add(
+        "--skip-layers",
+        type=layers,
+        default=(),
+        metavar="LAYERS",
+        help="which stay in the model's type, as in 0,1,sliding",
+    )
     add("--no-prefix-caching", action="store_true", help="compute common prefixes again")
     add("--deterministic", action="store_true", help="tokens do not depend on other requests")
     add = parser.add_argument_group("replicas").add_argument
@@ -126,13 +142,15 @@ def _serve(
     options_for: Callable[[int], ServerOptions],
     out: TextIO,
 ) -> int:
+    from ..hf.kv_format import KVFormat
     from ..serve.metrics import Metrics
     from ..serve.process import EngineProcess
     from ..serve.server import create_app, run_server
     from .models import load_config, load_tokenizer
 
     _set_logging(arguments)
-    load_config(arguments.model)  # The plainest error first.
+    config = load_config(arguments.model)  # The plainest error first.
+    KVFormat.of(config, arguments.kv_dtype, arguments.kv_scales, arguments.skip_layers)
     _check_engine(arguments)
     tokenizer = load_tokenizer(arguments.tokenizer or arguments.model)
     metrics = Metrics()
@@ -301,6 +319,9 @@ def make_engine(
         host_budget_bytes=round(arguments.swap * GiB),
         watermark_bytes=None if arguments.watermark is None else round(arguments.watermark * GiB),
         attention_backend=arguments.attention_backend,
+        kv_dtype=arguments.kv_dtype,
+        kv_scales=arguments.kv_scales,
+        skip_layers=arguments.skip_layers,
         deterministic=arguments.deterministic,
         prefix_caching=not arguments.no_prefix_caching,
         observer=observer,

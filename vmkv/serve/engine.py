@@ -13,6 +13,7 @@ One thread at a time works on an engine; `AsyncEngine` gives it a thread of its 
 from __future__ import annotations
 
 import logging
+import os
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +23,8 @@ import torch
 
 from ..cache import KVCache
 from ..errors import CapacityError, ClosedError, ConfigError, DriverError
+from ..hf import KVScales
+from ..hf.kv_format import KVFormat, SkipLayers
 from ..hf.prompt_tokens import check_tokens
 from ..memory import ExtentPool
 from ..units import GiB, format_bytes
@@ -62,6 +65,9 @@ class Engine:
             runs in passes of its own, which costs most of the throughput.
         prefix_caching: Begin requests with what is cached of their prompts.
         attention_backend: See `VMKVCache`.
+        kv_dtype: Likewise.
+        kv_scales: Likewise.
+        skip_layers: Likewise.
         runner: "eager"; "graphs" for compiled layers and CUDA graphs; "auto" for those on CUDA.
         runner_options: For "graphs", a `RunnerOptions`.
         pool: Physical memory to share with other caches; it has a budget of its own.
@@ -98,6 +104,9 @@ class Engine:
         deterministic: bool = False,
         prefix_caching: bool = True,
         attention_backend: str | None = None,
+        kv_dtype: str = "auto",
+        kv_scales: KVScales | str | os.PathLike[str] | None = None,
+        skip_layers: SkipLayers = (),
         runner: str = "auto",
         runner_options: Any = None,
         pool: ExtentPool | None = None,
@@ -126,8 +135,9 @@ class Engine:
         self._handles: dict[int, RequestHandle] = {}
         self._outcomes = Outcomes(tokenizer, end_tokens(model), self._updated, observer)
         self.on_update: Callable[[RequestHandle], None] | None = None
+        kv_format = KVFormat.of(model.config, kv_dtype, kv_scales, skip_layers)
         pool = pool_beside(model, pool, budget_bytes, host_budget_bytes)
-        self._rows = open_rows(model, pool, max_num_seqs, max_tokens, attention_backend)
+        self._rows = open_rows(model, pool, max_num_seqs, max_tokens, attention_backend, kv_format)
         try:
             self.cache: KVCache = self._rows.cache
             self._view = MemoryView(
@@ -147,8 +157,7 @@ class Engine:
                 attention_backend=attention_backend,
                 options=runner_options,
             )
-            # Now that the kernels have said how far past the end they read.
-            self.max_tokens = self._view.fitting_tokens()
+            self.max_tokens = self._view.fitting_tokens()  # The kernels' over-read is known now.
         except BaseException:
             self._rows.close()
             raise
