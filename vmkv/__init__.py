@@ -2,12 +2,13 @@
 
 General layout; imports point left only, and a test proves it:
 
-    errors, units <- _native, backend <- memory <- cache <- viz <- attention <- hf <- serve <- cli
+    errors, units <- _native, backend <- memory <- cache <- viz <- attention <- hf <- parallel
+    <- serve <- cli
 
 `backend` talks to drivers, `memory` owns physical memory, `cache` gives sequences contiguous
 ranges, `viz` draws them, `attention` reads them with stock kernels, `hf` speaks transformers,
-`serve` batches requests, `cli` is the `vmkv` command. `testing` is a public kit for those who
-write backends; nothing here imports it.
+`parallel` spreads a model over devices, `serve` batches requests, `cli` is the `vmkv` command.
+`testing` is a public kit for those who write backends; nothing here imports it.
 
 Public names are resolved when first used: up to `memory` nothing needs torch, and nobody who
 wants only `vmkv.KVCache` should wait for transformers.
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from .errors import InternalError as InternalError
     from .errors import OutOfAddressSpaceError as OutOfAddressSpaceError
     from .errors import OutOfPagesError as OutOfPagesError
+    from .errors import RankError as RankError
     from .errors import SequenceFullError as SequenceFullError
     from .errors import VMKVError as VMKVError
     from .hf import RaggedCache as RaggedCache
@@ -65,6 +67,7 @@ _HOMES = {
         "InternalError",
         "OutOfAddressSpaceError",
         "OutOfPagesError",
+        "RankError",
         "SequenceFullError",
         "VMKVError",
     ),

@@ -22,7 +22,7 @@ import torch
 
 from ...cache import KVCache
 from ...errors import CapacityError, ClosedError, ConfigError
-from ...hf import compat
+from ...hf import compat, vocabulary
 from ...hf.forward import kept_logits
 from ...units import GiB
 from ..params import SamplingParams
@@ -79,6 +79,7 @@ class GraphRunner:
         max_num_seqs: How many slots there are.
         max_num_batched_tokens: The largest step.
         options: See there.
+        agree: The largest of all ranks' values; of one process, its own.
 
     Attributes:
         graph_bytes: Device memory that graphs hold, once `warm_up` has captured them.
@@ -96,6 +97,7 @@ class GraphRunner:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         options: RunnerOptions | None = None,
+        agree: Callable[[int], int] = int,
     ):
         self._model = model
         self._cache = cache
@@ -106,7 +108,8 @@ class GraphRunner:
         self._is_cuda = self._device.type == "cuda"
         if not cache.layers:
             raise ConfigError("the cache holds no layers yet: add the model's first")
-        vocab_size = model.get_output_embeddings().weight.shape[0]
+        vocab_size = vocabulary.num_logits(model)
+        self._agree = agree
         compiled = self._is_cuda and self._wants(self._options.compile_layers)
         self.sampler = Sampler(max_num_seqs, vocab_size, self._device, compiled=compiled)
         self._host_tokens = HostTokens()
@@ -161,6 +164,7 @@ class GraphRunner:
             max_num_seqs=self._max_num_seqs,
             max_tokens=self._cache.max_tokens,
             scratch=Scratch(self._max_num_seqs, self._scratch.row),
+            agree=self._agree,
         )
         heads = min(group.geometry.shape.num_k_heads for group in self._cache.groups)
         processors = 1
@@ -315,12 +319,20 @@ class GraphRunner:
         """Capture every graph, those with most tokens first; kinds that cannot be are dropped."""
         start_s, free_bytes = time.perf_counter(), self._free_bytes()
         for graphs in kinds:
+            failure: Exception | None = None
             try:
                 graphs.capture_all(captured)
             except (RuntimeError, ConfigError) as error:
                 if graphs.captured:
                     raise
-                _LOG.warning("%s cannot be captured as CUDA graphs: %s", graphs.name, error)
+                failure = error
+            if self._agree(int(failure is not None)):
+                _LOG.warning(
+                    "%s cannot be captured as CUDA graphs: %s",
+                    graphs.name,
+                    failure or "another rank cannot",
+                )
+                graphs.close()
                 if graphs is self._mixed_graphs:
                     self._mixed_graphs = None
                 else:

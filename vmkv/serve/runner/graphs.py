@@ -45,6 +45,7 @@ class GraphSpace:
         max_num_seqs: The most sequences of a step.
         max_tokens: The longest sequence.
         scratch: See there.
+        agree: The largest of all ranks' values: what each measures by itself must not part them.
 
     Attributes:
         logits: `[max_num_seqs, vocabulary]`, the last step's; overwritten by the next.
@@ -62,7 +63,9 @@ class GraphSpace:
         max_num_seqs: int,
         max_tokens: int,
         scratch: Scratch,
+        agree: Callable[[int], int] = int,
     ):
+        self.agree = agree
         self.forward = forward
         self.attention = attention
         self.last_tokens = last_tokens
