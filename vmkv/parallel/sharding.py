@@ -53,7 +53,7 @@ def plan_of(model: Any) -> Mapping[str, str]:
     """
     plan: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
     name = type(model).__name__
-    if not plan:
+    if not any(style in ROWS or style == EXPERTS for style in plan.values()):
         raise ConfigError(
             f"transformers does not say how to divide a {name} among ranks; serve it on one GPU, "
             "or run a replica on each"
