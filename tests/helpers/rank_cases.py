@@ -43,13 +43,13 @@ ROOMY: dict[str, Any] = {
 }
 #: Memory that does not hold three of `TRAFFIC` at once.
 SMALL: dict[str, Any] = {**ROOMY, "budget_bytes": 14 * PAGE_BYTES}
-TRAFFIC = [[5, 9, 13, 7] * 5, [5, 9, 13, 7] * 14, [30, 2] * 6, [5, 9, 13, 7] * 14, [1, 2, 3]]
+TRAFFIC = [[5, 9, 13, 7] * 13, [5, 9, 13, 7] * 14, [30, 2] * 24, [5, 9, 13, 7] * 14, [1, 2] * 29]
 PARAMS = [
-    SamplingParams(temperature=0, max_tokens=80),
-    SamplingParams(seed=3, n=2, max_tokens=60),
-    SamplingParams(top_k=12, top_p=0.9, max_tokens=70, logprobs=2),  # A seed of the engine's.
-    SamplingParams(temperature=0, max_tokens=60),
-    SamplingParams(seed=9, min_p=0.05, repetition_penalty=1.2, max_tokens=70),
+    SamplingParams(temperature=0, max_tokens=30),
+    SamplingParams(seed=3, n=2, max_tokens=20),
+    SamplingParams(top_k=12, top_p=0.9, max_tokens=24, logprobs=2),  # A seed of the engine's.
+    SamplingParams(temperature=0, max_tokens=20),
+    SamplingParams(seed=9, min_p=0.05, repetition_penalty=1.2, max_tokens=20),
 ]
 
 
