@@ -59,7 +59,6 @@ NUM_HOSTILE = 100  # In each window.
 CONCURRENCY = 24
 HEALTH_INTERVAL_S = 0.05
 SETTLING_S = 3.0  # For what hostile clients have begun and nobody will read.
-START_S = 120.0
 END_S = 60.0
 
 

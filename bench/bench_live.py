@@ -63,7 +63,7 @@ from live_load import Load, Timing
 from report import Figure, Row, bench_parser, make_record, print_figures, print_rows
 
 from vmkv.serve import Engine, SamplingParams
-from vmkv.serve.observer import RequestRecord, StepRecord
+from vmkv.serve.observer import EngineObserver, StepRecord
 
 HERE = Path(__file__).resolve().parent
 MODEL = "m"
@@ -284,7 +284,7 @@ def apply(load: Load, url: str) -> list[Timing]:
 
 
 @dataclass
-class Steps:
+class Steps(EngineObserver):
     """Keeps what every step was like."""
 
     records: list[StepRecord] = field(default_factory=list)
@@ -292,18 +292,6 @@ class Steps:
     def step_finished(self, step: StepRecord, cache: Any) -> None:
         """Keep it."""
         self.records.append(step)
-
-    def request_added(self, request_id: int, num_prompt_tokens: int) -> None:
-        """Not of interest."""
-
-    def first_token(self, request_id: int, wait_s: float) -> None:
-        """Likewise."""
-
-    def request_finished(self, request: RequestRecord) -> None:
-        """Likewise."""
-
-    def idle(self, cache: Any) -> None:
-        """Likewise."""
 
     def row(self) -> Row:
         """What they were like, with and without prompts."""

@@ -129,8 +129,8 @@ class Bench:
         ways = [self._run(chunks, captured=captured) for captured in (False, True)]
         for row in rows:
             row.close()
-        said = [way.pop("tokens") for way in ways]
-        same = sum(a == b for a, b in zip(*said, strict=True)) / len(chunks)
+        tokens = [way.pop("tokens") for way in ways]
+        same = sum(a == b for a, b in zip(*tokens, strict=True)) / len(chunks)
         what = {
             "prompt_tokens": case.num_prompt,
             "past_tokens": case.num_past,

@@ -60,7 +60,7 @@ from common import spread, write_result
 from report import Figure, Row, bench_parser, make_record, on_gpu, print_figures, print_rows
 
 from vmkv.serve import AsyncEngine, Engine, RequestOutput, SamplingParams
-from vmkv.serve.observer import RequestRecord, StepRecord
+from vmkv.serve.observer import EngineObserver, StepRecord
 
 MIXED = (128, 256, 512, 1024, 2048, 4096)
 MAX_TOKENS = 16384
@@ -177,7 +177,7 @@ SMOKE_IDLE_CASE = Case(
 
 
 @dataclass
-class Steps:
+class Steps(EngineObserver):
     """Watches an engine: keeps what every step took, and knows whether it is idle."""
 
     records: list[StepRecord] = field(default_factory=list)
@@ -190,12 +190,6 @@ class Steps:
     def request_added(self, request_id: int, num_prompt_tokens: int) -> None:
         """It is not idle now."""
         self.is_idle.clear()
-
-    def first_token(self, request_id: int, wait_s: float) -> None:
-        """Not of interest."""
-
-    def request_finished(self, request: RequestRecord) -> None:
-        """Likewise."""
 
     def idle(self, cache: Any) -> None:
         """It is idle now."""

@@ -71,7 +71,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Said:
+class Answer:
     """What a drawn request was answered, and how likely the engine thought each token."""
 
     run: str
@@ -116,12 +116,12 @@ def traffic(
     return asked
 
 
-def soak(name: str, engine: Engine, asked: Sequence[Asked]) -> tuple[Row, list[Said]]:
+def soak(name: str, engine: Engine, asked: Sequence[Asked]) -> tuple[Row, list[Answer]]:
     """Serve all of it; a row, and what the drawn ones were answered."""
     before = engine.cache.stats().num_sequences
     waiting = list(reversed(asked))
     running: list[tuple[Asked, Any]] = []
-    said: list[Said] = []
+    answers: list[Answer] = []
     failed: list[str] = []
     num_steps = num_tokens = num_preempted = num_cached = 0
     source = random.Random(1)
@@ -149,7 +149,7 @@ def soak(name: str, engine: Engine, asked: Sequence[Asked]) -> tuple[Row, list[S
             if each.is_drawn and output.error is None:
                 first = output.outputs[0]
                 logprobs = [its.logprob for its in first.logprobs]
-                said.append(Said(name, each.prompt, list(first.token_ids), logprobs))
+                answers.append(Answer(name, each.prompt, list(first.token_ids), logprobs))
         running = still
     seconds = time.perf_counter() - start
     while engine.has_unfinished:
@@ -176,31 +176,31 @@ def soak(name: str, engine: Engine, asked: Sequence[Asked]) -> tuple[Row, list[S
     }
     for each in failed[:3]:
         print(f"{name}: {each}", flush=True)
-    return row, said
+    return row, answers
 
 
 @torch.inference_mode()
-def alone(model: Any, said: Sequence[Said]) -> list[torch.Tensor]:
+def alone(model: Any, answers: Sequence[Answer]) -> list[torch.Tensor]:
     """Log-probabilities of every answer's tokens by the plain model: one pass, no cache."""
     found = []
     device = model.get_input_embeddings().weight.device
-    for each in said:
+    for each in answers:
         ids = torch.tensor([[*each.prompt, *each.tokens]], device=device)
-        num_prompt, num_said = len(each.prompt), len(each.tokens)
-        logits = model(ids, use_cache=False, logits_to_keep=num_said + 1).logits[0, :-1]
+        num_prompt, num_answered = len(each.prompt), len(each.tokens)
+        logits = model(ids, use_cache=False, logits_to_keep=num_answered + 1).logits[0, :-1]
         chosen = ids[0, num_prompt:, None]
         found.append(logits.double().log_softmax(-1).gather(1, chosen)[:, 0].cpu())
     return found
 
 
-def judge(model: Any, said: Sequence[Said]) -> list[Row]:
+def judge(model: Any, answers: Sequence[Answer]) -> list[Row]:
     """Each run's error against float32, and the plain model's in the same passes."""
-    plain = alone(model, said)
-    exact = alone(model.float(), said)
+    plain = alone(model, answers)
+    exact = alone(model.float(), answers)
     rows = []
-    for run in dict.fromkeys(each.run for each in said):
+    for run in dict.fromkeys(each.run for each in answers):
         mine, rule, worst = [], [], 0.0
-        for each, low, high in zip(said, plain, exact, strict=True):
+        for each, low, high in zip(answers, plain, exact, strict=True):
             if each.run == run:
                 error = torch.tensor(each.logprobs, dtype=torch.float64) - high
                 mine.append(error)
@@ -259,7 +259,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         LONG_ANSWER_TOKENS if arguments.short else 60,
     )
     rows: list[Row] = []
-    said: list[Said] = []
+    answers: list[Answer] = []
     kernels = arguments.kernels or [None]
     budget_bytes = arguments.budget_mib << 20 if arguments.budget_mib else None
     if smoke and budget_bytes is None:
@@ -287,11 +287,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             runner="eager" if arguments.eager else "auto",
             **options,
         ) as engine:
-            row, answers = soak(name, engine, asked)
+            row, found = soak(name, engine, asked)
         rows.append(row)
-        said += answers
+        answers += found
         print_rows([row])
-    verdicts = judge(model, said)
+    verdicts = judge(model, answers)
     print_rows(verdicts)
     figures = []
     for row, verdict in zip(rows, verdicts, strict=True):

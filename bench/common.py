@@ -8,7 +8,7 @@ import pathlib
 import platform
 import statistics
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
 
@@ -88,22 +88,3 @@ def spread(samples: Sequence[float]) -> dict[str, float]:
         return {"median": samples[0], "q1": samples[0], "q3": samples[0], "repeats": len(samples)}
     q1, median, q3 = statistics.quantiles(samples, n=4, method="inclusive")
     return {"median": median, "q1": q1, "q3": q3, "repeats": len(samples)}
-
-
-def time_on_gpu(run: Callable[[], object], repeats: int, warmup: int = 3) -> list[float]:
-    """Microseconds of `repeats` runs by CUDA events, one event pair each."""
-    import torch
-
-    for _ in range(warmup):
-        run()
-    events = [
-        (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
-        for _ in range(repeats)
-    ]
-    torch.cuda.synchronize()
-    for start, end in events:
-        start.record()
-        run()
-        end.record()
-    torch.cuda.synchronize()
-    return [1e3 * start.elapsed_time(end) for start, end in events]

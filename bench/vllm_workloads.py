@@ -1,6 +1,6 @@
 """The workloads of `bench_serve` through vLLM's own engine: seconds of each, as JSON.
 
-    python bench/vllm_workloads.py SECONDS.json [W0 …]
+    python bench/vllm_workloads.py SECONDS.json [W0 …] [--kv-cache-dtype fp8]
     python bench/bench_serve.py --vllm-json SECONDS.json
 
 Run by an interpreter that has vLLM and this checkout. The model is Llama-3-8B's shape with vLLM's
@@ -10,6 +10,7 @@ compile.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
@@ -26,10 +27,16 @@ ROUNDS = 2
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, write."""
-    target, *names = argv or sys.argv[1:]
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("target", type=Path, help="where the seconds are written")
+    parser.add_argument("names", nargs="*", metavar="W0", help="workloads (default: all)")
+    parser.add_argument("--kv-cache-dtype", default="auto", help="vLLM's option of that name")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="likewise")
+    arguments = parser.parse_args(argv)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    if arguments.tensor_parallel_size == 1:
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     from vllm import LLM, SamplingParams
 
     config = llama_config(smoke=False)
@@ -45,9 +52,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             max_num_seqs=MAX_NUM_SEQS,
             gpu_memory_utilization=0.85,
             enable_prefix_caching=False,
+            kv_cache_dtype=arguments.kv_cache_dtype,
+            tensor_parallel_size=arguments.tensor_parallel_size,
         )
         for workload in WORKLOADS:
-            if names and workload.name not in names:
+            if arguments.names and workload.name not in arguments.names:
                 continue
             prompts = [{"prompt_token_ids": each} for each in workload.prompts(config.vocab_size)]
             count = workload.new_tokens
@@ -61,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 times.append(time.perf_counter() - start)
             seconds[workload.name] = min(times)
             print(workload.name, [f"{each:.3f} s" for each in times], flush=True)
-            Path(target).write_text(json.dumps(seconds) + "\n")
+            arguments.target.write_text(json.dumps(seconds) + "\n")
     return 0
 
 

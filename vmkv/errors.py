@@ -18,6 +18,7 @@ Each one pickles, so it survives a process boundary with its attributes.
 
 from __future__ import annotations
 
+import reprlib
 from typing import Any
 
 
@@ -146,6 +147,8 @@ class InternalError(VMKVError):
 
 
 _LINE_CHARACTERS = 500
+_VALUES = reprlib.Repr()
+_VALUES.maxstring = 60
 
 
 def one_line(error: BaseException) -> str:
@@ -157,3 +160,11 @@ def one_line(error: BaseException) -> str:
     text = "".join(each if each.isprintable() else " " for each in str(error))
     text = " ".join(text.split()) or type(error).__name__
     return text if len(text) <= _LINE_CHARACTERS else f"{text[: _LINE_CHARACTERS - 1]}…"
+
+
+def shown(value: object) -> str:
+    """A value, quoted, for an error message: cut short, whatever it is."""
+    try:
+        return _VALUES.repr(value)
+    except ValueError:  # Python writes integers of up to 4,300 digits.
+        return "an integer of thousands of digits"

@@ -9,9 +9,10 @@ one letter in the text, one colour in the picture. Everything else is somebody's
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as List_
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -46,9 +47,7 @@ class MappedExtent:
 
     Attributes:
         first_page: The row's page where it starts.
-        num_pages: Its length.
-        num_bytes: The same in bytes.
-        extent_id: Its number in the pool: unique within its location, -1 if imported.
+        num_pages, num_bytes: Its length.
         handle: The driver's name for it: the same wherever it is mapped, and only then.
         access: What may be done through this mapping.
         is_shared: Whether others need it too, so that nobody may write.
@@ -58,7 +57,6 @@ class MappedExtent:
     first_page: int
     num_pages: int
     num_bytes: int
-    extent_id: int
     handle: int
     access: Access
     is_shared: bool
@@ -72,16 +70,9 @@ class MappedExtent:
     @classmethod
     def of(cls, extent: Extent, first_page: int, access: Access) -> MappedExtent:
         """`extent`, as it is now, at `first_page` of a row."""
-        return cls(
-            first_page,
-            extent.num_pages,
-            extent.num_bytes,
-            extent.id,
-            extent.handle,
-            access,
-            extent.is_shared,
-            extent.location,
-        )
+        pages, size = extent.num_pages, extent.num_bytes
+        location = extent.location
+        return cls(first_page, pages, size, extent.handle, access, extent.is_shared, location)
 
 
 @dataclass(frozen=True)
@@ -102,11 +93,6 @@ class RowMap:
     extents: tuple[MappedExtent, ...]
 
     @property
-    def is_parked(self) -> bool:
-        """Whether the row waits to be adopted."""
-        return self.state == "parked"
-
-    @property
     def end_page(self) -> int:
         """Where what is mapped ends."""
         return self.extents[-1].end_page if self.extents else 0
@@ -120,14 +106,12 @@ class GroupMap:
         layers: Its layers, as the caller numbers them.
         token_bytes: Bytes from one token of a row to the next.
         page_bytes: Bytes of a page.
-        row_pages: Pages that a row can have.
         rows: Rows that are live or have something mapped, in order.
     """
 
     layers: tuple[int, ...]
     token_bytes: int
     page_bytes: int
-    row_pages: int
     rows: tuple[RowMap, ...]
 
     @property
@@ -140,10 +124,10 @@ class GroupMap:
         """Pages that the first `num_tokens` tokens of a row reach into."""
         return div_ceil(num_tokens * self.token_bytes, self.page_bytes)
 
-    def shared_handles(self) -> list[int]:
-        """The handles of shared extents, in the order in which rows show them."""
+    def shared_handles(self) -> dict[int, int]:
+        """Shared extents by handle, numbered in the order in which rows show them."""
         found = (each.handle for row in self.rows for each in row.extents if each.is_shared)
-        return list(dict.fromkeys(found))
+        return {handle: number for number, handle in enumerate(dict.fromkeys(found))}
 
 
 @dataclass(frozen=True)
@@ -159,19 +143,29 @@ class PageMap:
     @property
     def mapped_bytes(self) -> int:
         """Addresses with device memory behind them."""
-        return sum(each.num_bytes for each in self._device_extents())
+        return sum(num_bytes for _, num_bytes in self._device_extents())
 
     @property
     def resident_bytes(self) -> int:
         """That memory, each extent counted once."""
-        return sum({each.handle: each.num_bytes for each in self._device_extents()}.values())
+        return sum(dict(self._device_extents()).values())
 
-    def _device_extents(self) -> Iterator[MappedExtent]:
+    @property
+    def summary(self) -> str:
+        """Both, and what sharing saves."""
+        mapped_bytes, resident_bytes = self.mapped_bytes, self.resident_bytes
+        return (
+            f"{format_bytes(mapped_bytes)} mapped, {format_bytes(resident_bytes)} of memory behind "
+            f"it: sharing saves {format_bytes(mapped_bytes - resident_bytes)}"
+        )
+
+    def _device_extents(self) -> Iterator[tuple[int, int]]:
+        """The handle and the size of every mapping."""
         for group in self.groups:
             for row in group.rows:
                 for each in row.extents:
                     if each.location is MemoryLocation.DEVICE:
-                        yield each
+                        yield each.handle, each.num_bytes
 
     def __str__(self) -> str:
         if not self.groups:
@@ -179,10 +173,7 @@ class PageMap:
         parts = []
         for alike in _alike(self.groups):
             parts += [_title(alike), *_lines(alike[0])]
-        saved_bytes = self.mapped_bytes - self.resident_bytes
-        total = f"{format_bytes(self.mapped_bytes)} mapped, {format_bytes(self.resident_bytes)}"
-        parts.append(f"{total} of memory behind it: sharing saves {format_bytes(saved_bytes)}")
-        return "\n".join([*parts, _TEXT_LEGEND])
+        return "\n".join([*parts, self.summary, _TEXT_LEGEND])
 
 
 def page_map(cache: KVCache) -> PageMap:
@@ -200,20 +191,18 @@ def page_map(cache: KVCache) -> PageMap:
 
 def _group_map(cache: KVCache, group: LayerGroup) -> GroupMap:
     rows = []
-    for row, sequence in cache._sequences.items():
+    for sequence in cache.sequences:
         state: Literal["live", "swapped"] = "live" if sequence.swapped is None else "swapped"
-        extents = _mapped(group, row) + _swapped(group, sequence)
-        rows.append(RowMap(row, state, sequence.num_tokens, extents))
-    for row in cache._rows.parked():
+        extents = _mapped(group, sequence.row) + _swapped(group, sequence)
+        rows.append(RowMap(sequence.row, state, sequence.num_tokens, extents))
+    for row in cache.rows.parked():
         extents = _mapped(group, row)
         if extents:
             rows.append(RowMap(row, "parked", cache.prefixes.num_recorded(row), extents))
-    geometry = group.geometry
     return GroupMap(
         tuple(layer for layer in cache.layers if cache.place(layer)[0] is group),
-        geometry.token_bytes,
-        geometry.page_bytes,
-        geometry.row_pages,
+        group.geometry.token_bytes,
+        group.geometry.page_bytes,
         tuple(sorted(rows, key=lambda each: each.row)),
     )
 
@@ -227,16 +216,11 @@ def _swapped(group: LayerGroup, sequence: Sequence) -> tuple[MappedExtent, ...]:
     """Host memory that holds what `sequence` had mapped in `group`, where that was."""
     if sequence.swapped is None:
         return ()
-    supply = iter(sequence.swapped.extents)
-    found = []
-    for part in sequence.swapped.parts:
-        page = part.first_page
-        while page < part.first_page + part.num_pages:
-            extent = next(supply)
-            if part.group is group:
-                found.append(MappedExtent.of(extent, page, Access.NONE))
-            page += extent.num_pages
-    return tuple(found)
+    return tuple(
+        MappedExtent.of(each.extent, each.page, Access.NONE)
+        for each in sequence.swapped.extents
+        if each.group is group
+    )
 
 
 # ---- text -------------------------------------------------------------------------------------
@@ -244,30 +228,22 @@ def _swapped(group: LayerGroup, sequence: Sequence) -> tuple[MappedExtent, ...]:
 
 def _alike(groups: Iterable[GroupMap]) -> list[list[GroupMap]]:
     """Neighbouring groups that look the same, together: most layers of a model do."""
-    runs: list[list[GroupMap]] = []
-    for group in groups:
-        if runs and _looks(runs[-1][0]) == _looks(group):
-            runs[-1].append(group)
-        else:
-            runs.append([group])
-    return runs
+    return [list(alike) for _, alike in itertools.groupby(groups, _looks)]
 
 
 def _looks(group: GroupMap) -> object:
-    """All that a picture shows of a group: extents by the order of their appearance."""
-    order = {handle: at for at, handle in enumerate(group.shared_handles())}
+    """All that a picture shows of a group: shared extents by the order of their appearance."""
+    numbers = group.shared_handles()
     rows = [
-        (
-            (row.row, row.state, row.num_tokens),
-            [
-                (each.first_page, each.num_pages, each.access, each.location)
-                + ((order[each.handle],) if each.is_shared else ())
-                for each in row.extents
-            ],
+        replace(
+            row,
+            extents=tuple(
+                replace(each, handle=numbers.get(each.handle, -1)) for each in row.extents
+            ),
         )
         for row in group.rows
     ]
-    return group.token_bytes, group.page_bytes, group.row_pages, rows
+    return group.token_bytes, group.page_bytes, rows
 
 
 def _title(alike: List_[GroupMap]) -> str:
@@ -282,29 +258,24 @@ def _title(alike: List_[GroupMap]) -> str:
 
 def _ranges(numbers: List_[int]) -> str:
     """`0-3, 7` for 0, 1, 2, 3, 7."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    runs = []
+    for _, run in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
+        found = [number for _, number in run]
+        runs.append(str(found[0]) if len(found) == 1 else f"{found[0]}-{found[-1]}")
+    return ", ".join(runs)
 
 
 def _lines(group: GroupMap) -> list[str]:
     """A line for each row."""
     pages_per_cell = max(1, div_ceil(group.end_page, _TEXT_CELLS_MAX))
-    handles = group.shared_handles()
-    letters = {
-        handle: _SHARED_LETTERS[at % len(_SHARED_LETTERS)] for at, handle in enumerate(handles)
-    }
+    numbers = group.shared_handles()
     lines = [] if pages_per_cell == 1 else [f"(a cell is {pages_per_cell} pages; the first shows)"]
     for row in group.rows:
         used_end_page = group.pages_for(row.num_tokens)
         pages = [_UNMAPPED] * group.end_page
         for each in row.extents:
             for page in range(each.first_page, each.end_page):
-                pages[page] = _symbol(row, each, letters, is_empty=page >= used_end_page)
+                pages[page] = _symbol(row, each, numbers, is_empty=page >= used_end_page)
         cells = "".join(
             next((page for page in pages[at : at + pages_per_cell] if page != _UNMAPPED), _UNMAPPED)
             for at in range(0, group.end_page, pages_per_cell)
@@ -313,12 +284,12 @@ def _lines(group: GroupMap) -> list[str]:
     return lines
 
 
-def _symbol(row: RowMap, each: MappedExtent, letters: dict[int, str], *, is_empty: bool) -> str:
+def _symbol(row: RowMap, each: MappedExtent, numbers: dict[int, int], *, is_empty: bool) -> str:
     if each.is_shared:
-        return letters[each.handle]
+        return _SHARED_LETTERS[numbers[each.handle] % len(_SHARED_LETTERS)]
     if each.location is MemoryLocation.HOST:
         return _HOST
-    if row.is_parked:
+    if row.state == "parked":
         return _PARKED
     return _EMPTY if is_empty else _OWN
 
@@ -365,50 +336,34 @@ def draw(cache: KVCache | PageMap, path: str | Path) -> None:
         axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
         for each, alike in zip(axes, panels, strict=True):
             _draw_group(each, alike)
-    saved_bytes = shown.mapped_bytes - shown.resident_bytes
-    figure.suptitle(
-        f"{format_bytes(shown.mapped_bytes)} mapped, {format_bytes(shown.resident_bytes)} of "
-        f"memory behind it: sharing saves {format_bytes(saved_bytes)}",
-        fontsize=11,
-    )
+    figure.suptitle(shown.summary, fontsize=11)
     figure.legend(handles=_legend(), loc="outside lower center", ncols=6, fontsize=9)
     figure.savefig(path, dpi=120)
 
 
 def _draw_group(axes: Axes, alike: List_[GroupMap]) -> None:
-    from matplotlib.collections import PatchCollection
-    from matplotlib.patches import Rectangle
     from matplotlib.ticker import MaxNLocator
 
     group = alike[0]
-    handles = group.shared_handles()
-    colours = {
-        handle: _SHARED_COLOURS[at % len(_SHARED_COLOURS)] for at, handle in enumerate(handles)
-    }
+    numbers = group.shared_handles()
     num_pages = max(1, group.end_page)
     page_points = 700 / num_pages
-    boxes: dict[bool, list[Rectangle]] = {True: [], False: []}  # By whether the row is parked.
     for y, row in enumerate(group.rows):
+        axes.broken_barh(
+            [(each.first_page, each.num_pages) for each in row.extents],
+            (y - 0.4, 0.8),
+            facecolors=[_colour(each, numbers) for each in row.extents],
+            edgecolor=_LINE_COLOUR,
+            linewidth=0.6 if page_points > 4 else 0.25,
+            hatch="////" if row.state == "parked" else None,
+        )
         for each in row.extents:
-            own = _OWN_COLOUR if each.location is MemoryLocation.DEVICE else _HOST_COLOUR
-            colour = colours.get(each.handle, own)
-            place = (each.first_page, y - 0.4)
-            boxes[row.is_parked].append(Rectangle(place, each.num_pages, 0.8, facecolor=colour))
             if each.access is Access.READ and page_points * each.num_pages > 9:
                 middle = each.first_page + each.num_pages / 2
                 axes.text(middle, y, "r", ha="center", va="center", fontsize=8)
         if row.num_tokens:
             end = row.num_tokens * group.token_bytes / group.page_bytes
             axes.plot([end, end], [y - 0.42, y + 0.42], color="black", linewidth=2)
-    for is_parked, rectangles in boxes.items():
-        collection = PatchCollection(
-            rectangles,
-            match_original=True,
-            edgecolor=_LINE_COLOUR,
-            linewidth=0.6 if page_points > 4 else 0.25,
-            hatch="////" if is_parked else None,
-        )
-        axes.add_collection(collection)
     step = div_ceil(len(group.rows), _LABELLED_ROWS_MAX)
     labelled = list(enumerate(group.rows))[:: max(1, step)]
     axes.set_yticks(
@@ -421,6 +376,12 @@ def _draw_group(axes: Axes, alike: List_[GroupMap]) -> None:
     axes.set_xlabel("pages of a row", fontsize=9)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def _colour(each: MappedExtent, numbers: dict[int, int]) -> str:
+    if each.is_shared:
+        return _SHARED_COLOURS[numbers[each.handle] % len(_SHARED_COLOURS)]
+    return _OWN_COLOUR if each.location is MemoryLocation.DEVICE else _HOST_COLOUR
 
 
 def _legend() -> list[Any]:

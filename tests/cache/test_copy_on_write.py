@@ -316,7 +316,7 @@ def test_a_prefix_evicted_to_the_middle_of_an_alias_can_be_adopted(make_cache: M
     fork = parent.fork()
     fork.record(list(range(64)))
     fork.close()
-    cache._retire_parked(fork.row, 48)
+    cache.retire_parked(fork.row, 48)
     heir = cache.open(prompt=[*range(48), 99])
     assert 48 == heir.num_cached_tokens
     heir.append(20)

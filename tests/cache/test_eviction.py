@@ -39,7 +39,7 @@ def _found(cache: KVCache, tokens: Iterable[int]) -> int:
         (
             match.num_tokens
             for match in matches
-            if any(cache._keeps(row, match.num_tokens) for row in match.rows)
+            if any(cache.keeps(row, match.num_tokens) for row in match.rows)
         ),
         0,
     )
@@ -452,7 +452,7 @@ def test_lower_budget_counts_what_is_freed_not_what_is_unmapped(
     _say(cache, range(1000, 1064)).close()
     host.hold_fences()
     fork.close()
-    cache._retire_parked(fork.row, 0)
+    cache.retire_parked(fork.row, 0)
     cache.pool.set_budget(20 * PAGE)
     host.pass_fences()
     assert_holds(live, range(64))

@@ -336,7 +336,7 @@ def test_fork_before_a_window_is_refused(make_cache: MakeCache) -> None:
     source = cache.open()
     for start in range(0, 100, 5):
         append(source, range(start, start + 5))
-    with pytest.raises(ConfigError, match="sliding-window layer has let go"):
+    with pytest.raises(ConfigError, match="sliding-window layer no longer holds"):
         source.fork(40)
     assert_holds(source, range(100))
     assert_holds(source.fork(100), range(100))

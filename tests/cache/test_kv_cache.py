@@ -402,8 +402,8 @@ def test_check_finds_a_sequence_without_its_memory(cache: KVCache, what: str) ->
 def test_check_finds_what_the_pool_finds(cache: KVCache) -> None:
     """The pool's invariants are part of the cache's."""
     cache.open().append(4)
-    shelf = cache.pool._shelves[MemoryLocation.DEVICE]
-    shelf.free_bytes += PAGE
+    shelf = cache.pool._shelf(MemoryLocation.DEVICE)
+    shelf.created_bytes += PAGE
     with pytest.raises(InternalError, match="I1"):
         cache.check()
-    shelf.free_bytes -= PAGE
+    shelf.created_bytes -= PAGE

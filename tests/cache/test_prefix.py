@@ -300,8 +300,8 @@ def test_finding_costs_the_same_however_many_hold_it(
     """Whether a row can be begun from is asked of a few."""
     cache = make_cache(max_sequences=99, budget_bytes=100 * 1024 * KiB, cost_model=ALIASES)
     asked: list[int] = []
-    keeps = cache._keeps
-    monkeypatch.setattr(cache, "_keeps", lambda row, num: asked.append(row) or keeps(row, num))
+    keeps = cache.keeps
+    monkeypatch.setattr(cache, "keeps", lambda row, num: asked.append(row) or keeps(row, num))
     num_asked = []
     for num_holders in (10, 90):
         held = [_say(cache, range(256)) for _ in range(num_holders - cache.stats().num_sequences)]
@@ -322,8 +322,8 @@ def test_rows_whose_window_has_passed_are_asked_once(
     """They stay known, and what they still hold of longer prompts is found."""
     cache = make_cache(windows=(8,), max_sequences=12, budget_bytes=100 * 1024 * KiB)
     asked: list[int] = []
-    keeps = cache._keeps
-    monkeypatch.setattr(cache, "_keeps", lambda row, num: asked.append(row) or keeps(row, num))
+    keeps = cache.keeps
+    monkeypatch.setattr(cache, "keeps", lambda row, num: asked.append(row) or keeps(row, num))
     for at in range(8):
         said = [*range(64), *range(1000 * at, 1000 * at + 200)]
         sequence = _say(cache, said[:64])

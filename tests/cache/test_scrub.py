@@ -72,8 +72,8 @@ def _read_unwritten(cache: KVCache, way: str, tenant: str | None) -> torch.Tenso
     """What a new sequence finds in tokens that it never wrote."""
     if way == "mapped":
         for row in range(4):
-            if cache._rows.is_parked(row):
-                cache._retire_parked(row, 0)
+            if cache.rows.is_parked(row):
+                cache.retire_parked(row, 0)
         cache.pool.reclaimer.wait()
         created = cache.stats().driver_calls["mem_create"]
     sequence = cache.open(30, tenant=tenant)
@@ -168,7 +168,7 @@ def test_new_tenant_reads_zeros_on_every_backend(backend: Backend) -> None:
         assert not _contents(adopted).any()
         _write(adopted)
         adopted.close()
-        cache._retire_parked(adopted.row, 0)
+        cache.retire_parked(adopted.row, 0)
         cache.pool.reclaimer.wait()
         mapped = cache.open(tenant="c")
         mapped.append(30)
@@ -199,7 +199,7 @@ def test_row_that_shared_is_scrubbed_for_the_next_tenant(
 
     def end_other() -> None:
         other.close()
-        cache._retire_parked(other.row, 0)
+        cache.retire_parked(other.row, 0)
         cache.pool.reclaimer.wait()
 
     mine.close()
@@ -219,7 +219,7 @@ def test_tail_of_a_fork_is_scrubbed_behind_what_is_copied(make_scrubbed: MakeScr
     """It gets a page of its own, which held somebody else's."""
     cache = make_scrubbed("cross-tenant", pages=20)
     _leave_secret(cache, "a", 4)
-    cache._retire_parked(0, 0)
+    cache.retire_parked(0, 0)
     cache.pool.reclaimer.wait()
     source = cache.open(tenant="b")
     append(source, range(16))
@@ -234,7 +234,7 @@ def test_copy_on_write_is_scrubbed_behind_what_is_kept(make_scrubbed: MakeScrubb
     """The copy is made in memory that held somebody else's."""
     cache = make_scrubbed("cross-tenant")
     _leave_secret(cache, "a", 8)
-    cache._retire_parked(0, 0)
+    cache.retire_parked(0, 0)
     cache.pool.reclaimer.wait()
     source = cache.open(tenant="b")
     append(source, range(64))
@@ -249,7 +249,7 @@ def test_reordered_beams_are_scrubbed_behind_what_is_copied(make_scrubbed: MakeS
     """Where extents are exchanged, tails get new memory."""
     cache = make_scrubbed("cross-tenant")
     _leave_secret(cache, "a", 100)
-    cache._retire_parked(0, 0)
+    cache.retire_parked(0, 0)
     cache.pool.reclaimer.wait()
     beams = [cache.open(tenant="b") for _ in range(3)]
     for at, beam in enumerate(beams):
@@ -321,7 +321,7 @@ def test_adoption_that_fails_midway_does_not_offer_what_it_overwrote(host: HostB
         append(again, range(200))
         again.record(range(200))
         again.close()
-        cache._retire_parked(0, 0)
+        cache.retire_parked(0, 0)
         faulty.arm(3)  # Joining streams, and a fill, succeed.
         with pytest.raises(DriverError, match="fill"):
             cache.open(prompt=prompt)

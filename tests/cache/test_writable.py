@@ -9,7 +9,7 @@ from helpers.stamps import append
 
 from vmkv import ExtentPool, HostBackend, KVCache, Sequence
 from vmkv.cache.cost import CostModel
-from vmkv.cache.surplus import surplus_bytes
+from vmkv.cache.growing import surplus_bytes
 from vmkv.errors import ConfigError, InternalError, OutOfPagesError
 from vmkv.units import KiB
 

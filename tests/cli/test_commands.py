@@ -1,6 +1,6 @@
 """The commands as a user types them: what they say, and their exit statuses.
 
-`plan` has a file of its own; `top` and `bench serving` are tested beside the server they ask.
+`plan` has a file of its own; `top` is tested beside the server it asks.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from vmkv import ConfigError
-from vmkv.cli import bench
-from vmkv.cli.doctor import environment, examine
+from vmkv.cli.doctor import Finding, attention_summary, environment, examine
 from vmkv.cli.main import main
 from vmkv.serve.server.keys import read_api_keys
 
@@ -33,6 +32,7 @@ def test_doctor_reports_this_machine() -> None:
     for name in ("host", "cuda:0", "sdpa", "flash2", "torch", "transformers", "fastapi"):
         assert name in out
     assert "vmkv runs here on" in out
+    assert "\nAttention uses " in out
     findings = [*examine()]
     usable = {(each.section, each.name) for each in findings if each.is_ok}
     assert {("device", "host"), ("package", "torch"), ("package", "vmkv._native")} <= usable
@@ -50,6 +50,42 @@ def test_doctor_for_programs() -> None:
     assert {"device", "attention", "package"} == {each["section"] for each in record["findings"]}
 
 
+FLASH2, FLASH3 = "pip install flash-attn", "pip install flash-attn-3"
+
+
+@pytest.mark.parametrize(
+    ("usable", "remedies", "said"),
+    [
+        (
+            "",
+            {},
+            "uses sdpa (torch's own); faster kernels need an NVIDIA GPU",
+        ),
+        (
+            "torch",
+            {"flash2": FLASH2, "flash3": FLASH3},
+            f"uses torch (torch's own); faster here: flash3 ({FLASH3}), or flash2 ({FLASH2}).",
+        ),
+        ("", {"flash2": FLASH2}, f"uses sdpa (torch's own); faster here: flash2 ({FLASH2})."),
+        ("torch flash2", {"flash3": FLASH3}, f"uses flash2; faster here: flash3 ({FLASH3})."),
+        ("torch flash2 flash3", {}, "uses flash2, and in vmkv serve flash3: the fastest"),
+        ("torch flash3", {"flash2": FLASH2}, "uses flash3: the fastest"),
+        ("torch flash2", {"flash4": "pip install --pre flash-attn-4"}, "uses flash2: the fastest"),
+    ],
+)
+def test_doctor_says_which_kernels_would_be_faster(
+    usable: str, remedies: dict[str, str], said: str
+) -> None:
+    """One line: what `generate` and `vmkv serve` use, and how to get what beats it here."""
+    findings = [
+        Finding("attention", name, name in [*usable.split(), "sdpa"], "", remedies.get(name, ""))
+        for name in ("flash3", "flash2", "torch", "sdpa", "flash4", "reference")
+    ]
+    line = attention_summary(findings)
+    assert "\n" not in line
+    assert line.startswith(f"Attention {said}")
+
+
 @pytest.mark.gpu
 def test_doctor_finds_the_gpu() -> None:
     """Its name, its pages, and a kernel for it."""
@@ -57,25 +93,6 @@ def test_doctor_finds_the_gpu() -> None:
     assert found["cuda:0"].is_ok
     assert "pages of 2 MiB" in found["cuda:0"].details
     assert found["torch"].is_ok or found["flash2"].is_ok
-
-
-def test_benches_are_found_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Those of a checkout; without one, what to do instead."""
-    monkeypatch.setattr(bench, "_FOLDER", tmp_path)
-    (tmp_path / "bench_something.py").write_text(
-        "import sys\nsys.exit(7 if sys.argv[1:] == ['--smoke'] else 0)\n"
-    )
-    status, out, _ = run("bench")
-    assert (0, ["something"]) == (status, out.split("\n")[1:-1])
-    assert 7 == run("bench", "something", "--smoke")[0]
-    assert 0 == run("bench", "something")[0]
-    status, _, err = run("bench", "other")
-    assert 2 == status
-    assert "no bench is called 'other'; there are serving, something" in err
-    monkeypatch.setattr(bench, "_FOLDER", tmp_path / "nowhere")
-    status, _, err = run("bench", "something")
-    assert 2 == status
-    assert "clone the repository" in err
 
 
 @pytest.mark.parametrize(
@@ -87,7 +104,7 @@ def test_benches_are_found_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         (["plan", "x", "--context", "8q"], "'8q' is no integer from 1 to 2,147,483,647"),
         (["plan", "x", "--context", "1", "--swap", "-1"], "'-1' is no number"),
         (["serve", "x", "--port", "70000"], "'70000' is no integer from 0 to 65,535"),
-        (["bench", "serving", "--url", "ftp://localhost"], "write http://HOST:PORT"),
+        (["top", "ftp://localhost"], "write http://HOST:PORT"),
         (["serve", "x", "--max-body-mib", "0"], "'0' is no number of MiB"),
     ],
 )
@@ -105,7 +122,6 @@ def test_wrong_arguments(
     ("arguments", "complaint"),
     [
         (["top", "localhost:1", "--once"], "is `vmkv serve` running there?"),
-        (["bench", "serving", "--url", "http://localhost:1"], "is `vmkv serve` running there?"),
         (["serve", "x", "--chat-template", "/nowhere/t.jinja"], "chat template /nowhere/t.jinja"),
         (["serve", "x", "--api-key-file", "/nowhere/keys"], "--api-key-file /nowhere/keys"),
         (["serve", "/nowhere/model", "--port", "0"], "no file or folder /nowhere/model"),
@@ -141,7 +157,7 @@ def test_help_needs_nothing_heavy() -> None:
     """Neither torch nor transformers nor a web framework are imported to say what there is."""
     script = (
         "import sys\n"
-        "for name in ('torch', 'transformers', 'fastapi', 'prometheus_client'):\n"
+        "for name in ('torch', 'transformers', 'fastapi', 'httpx', 'prometheus_client'):\n"
         "    sys.modules[name] = None\n"
         "from vmkv.cli.main import make_parser\n"
         "sys.stdout.write(make_parser().format_help())\n"
@@ -150,14 +166,15 @@ def test_help_needs_nothing_heavy() -> None:
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
     )
     assert 0 == child.returncode, child.stderr
-    for command in ("doctor", "plan", "bench", "serve", "top"):
+    for command in ("doctor", "plan", "serve", "top"):
         assert command in child.stdout
 
 
+@pytest.mark.slow
 def test_a_reader_that_stops_early_is_no_error() -> None:
-    """`vmkv bench | head -0`."""
+    """`vmkv doctor | head -0`."""
     child = subprocess.Popen(
-        [sys.executable, "-m", "vmkv.cli", "bench"],
+        [sys.executable, "-m", "vmkv.cli", "doctor"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -37,7 +37,6 @@ LLAMA = {
 }
 PLAN = ["plan", "{model}", "--context", "1k"]
 SERVE = ["serve", "{model}", "--port", "0", "--device", "cpu", "--memory", "0.0625"]
-BENCH = ["bench", "serving", "--url", "http://127.0.0.1:1"]
 TOP = ["top", "127.0.0.1:1", "--once"]
 WRONG: dict[str, tuple[list[str], list[str]]] = {
     "plan --context": (PLAN, [*INTEGERS, "0"]),
@@ -73,13 +72,6 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
     "serve --chat-template": (SERVE, ["", "/nowhere", "/", "{binary}", "{unended}", "n" * 300]),
     "serve --trace": (SERVE, ["/nowhere/x", "/", "n" * 300]),
     "serve --tokenizer": (SERVE, ["/nowhere", "a b", "x/y/z", "{empty}", "n" * 300]),
-    "bench --requests": (BENCH, [*INTEGERS, "0", "2m"]),
-    "bench --clients": (BENCH, [*INTEGERS, "0", "5000"]),
-    "bench --prompt-tokens": (BENCH, [*INTEGERS, "0", "2m"]),
-    "bench --output-tokens": (BENCH, [*INTEGERS, "0", "2m"]),
-    "bench --vocabulary": (BENCH, [*INTEGERS, "0", "2"]),
-    "bench --seed": (BENCH, ["", "x", "1.5", "9" * 5000]),
-    "bench --timeout": (BENCH, [*NUMBERS, "0"]),
     "top --interval": (TOP, [*NUMBERS, "0"]),
     "top --timeout": (TOP, [*NUMBERS, "0"]),
 }
@@ -91,7 +83,6 @@ MODELS = ["/nowhere/model", "/nowhere/config.json", "no/such/model", "a b", "", 
 MODELS += ["a/b/c", "../..", "/dev/null", "/dev/zero", "\x1b[2J", "-", "ü"]
 OTHERS = [
     *([], ["levitate"], ["plan"], ["plan", "{model}"], ["serve"], ["top"], ["--no-such-option"]),
-    *(["bench", "no_such_bench"], ["bench", "../bench"], ["bench", "serving", "extra"]),
     *(["top", "127.0.0.1:1", "extra"], ["doctor", "extra"], ["plan", "{model}", "--context"]),
 ]
 LINES = [
@@ -101,7 +92,6 @@ LINES = [
         for value in values
     ),
     *(["top", url, "--once"] for url in ADDRESSES),
-    *(["bench", "serving", "--url", url] for url in ADDRESSES),
     *(["plan", model, "--context", "1k"] for model in MODELS),
     *(["serve", model, "--port", "0"] for model in MODELS),
     *OTHERS,
@@ -128,7 +118,7 @@ def names(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, st
 @pytest.mark.timeout(60)
 def test_what_is_typed_wrong_is_answered_by_one_line(complaint, names: dict[str, str]) -> None:
     """Every option with values that it cannot take, every kind of address and name."""
-    assert len(LINES) > 500
+    assert len(LINES) > 400
     for line in LINES:
         arguments = [names.get(word.strip("{}"), word) for word in line]
         try:
@@ -295,16 +285,16 @@ def test_an_output_that_takes_nothing_is_answered_by_one_line(
 ) -> None:
     """A full disk; nor is what could not be written tried again at the end."""
     with open("/dev/full", "w") as full:
-        assert 1 == main(["bench"], full)
+        assert 1 == main(["doctor"], full)
     err = capsys.readouterr().err
     assert err.startswith("vmkv: [Errno 28]")
     assert 1 == err.count("\n")
 
 
 def test_any_output_will_do(names: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is closed, as `vmkv bench >&-` has it, and one that knows no more than ASCII."""
+    """One that is closed, as `vmkv doctor >&-` has it, and one that knows no more than ASCII."""
     monkeypatch.setattr(sys, "stdout", None)
-    assert 0 == main(["bench"])
+    assert 0 == main(["doctor"])
     data = io.BytesIO()
     out = io.TextIOWrapper(data, encoding="ascii")
     assert 0 == main(["plan", names["model"], "--context", "1k"], out)

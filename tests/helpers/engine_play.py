@@ -373,7 +373,7 @@ class EnginePlay(PoolPlay):
         """Whatever can be found as a prefix is what it says, in live rows and parked ones."""
         for row in range(self.cache.max_sequences):
             tokens = self.cache.prefixes.token_ids(row)
-            sequence = self.cache._sequences.get(row)
+            sequence = self.cache.live.get(row)
             if not tokens or (sequence is not None and sequence.swapped is not None):
                 continue
             firsts = self.rows.firsts_mapped(row, len(tokens))

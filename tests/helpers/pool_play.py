@@ -198,8 +198,8 @@ class PoolPlay:
         """Device memory that live sequences hold, of all caches: what nobody may take."""
         live = {}
         for cache in self._caches():
-            for row in cache._rows.live:
-                is_moving = cache._sequences[row].transfer is not None
+            for row in cache.rows.live:
+                is_moving = cache.live[row].transfer is not None
                 for group in cache.groups:
                     for mapping in group.table.rows[row].mappings:
                         extent = mapping.extent

@@ -316,7 +316,7 @@ def test_crop_to_a_length_follows_the_release(argument: int, new_cache: NewCache
     expected, cache = dynamic_cache(config), new_cache(config)
     for each in (expected, cache):
         _append(each, 12)
-    if VERSION >= (5, 23) and argument > 0:
+    if VERSION >= (5, 20) and argument > 0:
         for each in (expected, cache):
             with pytest.raises(ValueError, match="negative"):
                 each.crop(argument)

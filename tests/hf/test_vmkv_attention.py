@@ -571,7 +571,7 @@ def test_what_a_kernel_may_fetch_is_resident_before_it_is_launched(
 
     def check_pages() -> None:
         (core,) = cache._store.cores
-        for sequence in core._sequences.values():
+        for sequence in core.live.values():
             for group in core.groups:
                 table, geometry = group.table.rows[sequence.row], group.geometry
                 wanted = min(sequence.num_tokens + spy.overread, geometry.row_tokens)

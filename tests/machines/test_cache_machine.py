@@ -20,6 +20,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from helpers.naive_models import ModelCache
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -45,7 +46,7 @@ from vmkv.backend import MemoryLocation
 from vmkv.cache import layer_group, prefix
 from vmkv.cache.cost import CostModel
 from vmkv.errors import DriverError
-from vmkv.testing import FaultInjectingBackend, ModelCache
+from vmkv.testing import FaultInjectingBackend
 from vmkv.units import KiB
 
 PAGE = 4 * KiB
@@ -726,7 +727,7 @@ class CacheMachine(RuleBasedStateMachine):
     def books_are_the_models(self) -> None:
         stats = self.cache.stats()
         assert len(self.by_id) == stats.num_sequences
-        assert self.num_rows_free == NUM_ROWS - len(self.cache._rows.live)
+        assert self.num_rows_free == NUM_ROWS - len(self.cache.rows.live)
         assert stats.resident_bytes >= stats.parked_bytes
         usage = self.host.usage()
         assert usage.physical_bytes == self.host.file_bytes()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 
 import pytest
+from helpers.naive_models import ModelPool
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -17,7 +18,7 @@ from vmkv import BackendUsage, ConfigError, ExtentPool, HostBackend, OutOfPagesE
 from vmkv.backend import Access
 from vmkv.errors import DriverError
 from vmkv.memory import Extent, PageTable, Placement, check_pool
-from vmkv.testing import FaultInjectingBackend, ModelPool
+from vmkv.testing import FaultInjectingBackend
 from vmkv.units import KiB
 
 PAGE = 4 * KiB

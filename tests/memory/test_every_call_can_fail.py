@@ -147,7 +147,7 @@ def _fork_into_scrubbed_memory(backend: FaultInjectingBackend) -> Scenario:
     state = FaultyCache(backend, scrub="always")
     sequence = state.begin(98)
     state.begin(1).close()
-    state.cache._retire_parked(1, 0)
+    state.cache.retire_parked(1, 0)
     state.pool.reclaimer.wait()
     return state.scenario(lambda: state.fork(sequence))
 
@@ -191,7 +191,7 @@ def _write_what_was_shared(backend: FaultInjectingBackend) -> Scenario:
     state = FaultyCache(backend, protects_shared=True, scrub="always")
     sequence = state.begin(98)
     state.fork(sequence).close()
-    state.cache._retire_parked(1, 0)
+    state.cache.retire_parked(1, 0)
     sequence.truncate(50)
     return state.scenario(lambda: sequence.append(5))
 
@@ -254,7 +254,7 @@ def _append_with_scrubbing(backend: FaultInjectingBackend) -> Scenario:
     state = FaultyCache(backend, scrub="always")
     sequence = state.begin(10)
     state.begin(40).close()
-    state.cache._retire_parked(1, 0)
+    state.cache.retire_parked(1, 0)
     state.pool.reclaimer.wait()
     return state.scenario(lambda: sequence.append(30))
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vmkv._native import count_references
 from vmkv.memory import Extent, size_classes
 from vmkv.units import Handle
 
@@ -40,6 +42,24 @@ def test_extent_is_referenced_by_mappings_and_owners() -> None:
     """I2, in one object."""
     extent = Extent(id=3, size_class=2, num_bytes=4 * 4096, handle=Handle(7))
     assert (4, 0) == (extent.num_pages, extent.num_references)
-    extent.num_mappings, extent.num_owners = 2, 1
+    assert [] == count_references([extent, extent], 1, 1, 0) + count_references([extent], 0, 0, 1)
+    count_references([extent], 0, -1, 0)
+    assert (2, 1, 1) == (extent.num_mappings, extent.num_live_mappings, extent.num_owners)
     assert 3 == extent.num_references
     assert "id=3" in repr(extent)
+
+
+def test_last_reference_is_taken_away_once() -> None:
+    """Whoever takes it is told; who takes one that is not there is refused."""
+    extent = Extent(id=3, size_class=2, num_bytes=4 * 4096, handle=Handle(7))
+    assert [] == count_references([extent], 1, 1, 1)
+    assert [] == count_references([extent], 0, 0, -1)
+    assert [] == count_references([extent], 0, -1, 0)
+    assert [extent] == count_references([extent], -1, 0, 0)
+    with pytest.raises(ValueError, match="Extent"):
+        count_references([extent], 0, 0, -1)
+    with pytest.raises(ValueError, match="1 live"):
+        count_references([extent], 0, 1, 0)
+    assert [] == count_references([extent], 0, 0, 0)
+    with pytest.raises(TypeError):
+        count_references([object()], 0, 0, 1)  # type: ignore[type-var]

@@ -163,7 +163,7 @@ class _Sharers:
             self._retire(row, going[0])
             return len(going) * PAGE
 
-        def let_go(idle: Collection[Extent]) -> None:
+        def give_up(idle: Collection[Extent]) -> None:
             self._retire(row, min(at for at, each in enumerate(extents) if each in idle))
 
         return Victim(
@@ -173,7 +173,7 @@ class _Sharers:
             num_tokens=0,
             evict=evict,
             shared=[each for each in extents if each.num_live_mappings > 1],
-            let_go=let_go,
+            give_up=give_up,
         )
 
     def _retire(self, row: int, page: int) -> None:

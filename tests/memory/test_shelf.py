@@ -12,7 +12,7 @@ import pytest
 from vmkv import ConfigError, ExtentPool, HostBackend, OutOfPagesError
 from vmkv.backend import MemoryLocation
 from vmkv.errors import DriverError
-from vmkv.memory import PoolStats, check_pool
+from vmkv.memory import check_pool
 from vmkv.memory.shelf import Shelf
 from vmkv.testing import FaultInjectingBackend
 from vmkv.units import KiB, MiB
@@ -34,10 +34,7 @@ def make_shelf(host: HostBackend) -> MakeShelf:
         backend: HostBackend | FaultInjectingBackend | None = None,
         on_pressure: Callable[[], None] | None = None,
     ) -> Shelf:
-        def stats(_: MemoryLocation) -> PoolStats:
-            return PoolStats(shelf.budget_bytes, shelf.created_bytes, shelf.free_bytes, 0, 0)
-
-        shelf = Shelf(
+        return Shelf(
             backend or host,
             location,
             PAGE,
@@ -45,9 +42,8 @@ def make_shelf(host: HostBackend) -> MakeShelf:
             budget_pages * PAGE,
             is_shareable=False,
             on_pressure=on_pressure,
-            stats=stats,
+            retired_bytes=lambda _: 0,
         )
-        return shelf
 
     return make
 
@@ -68,8 +64,7 @@ def test_memory_is_of_the_shelfs_location(
     usage = host.usage()
     wanted = (3 * PAGE, 0) if location is DEVICE else (0, 3 * PAGE)
     assert wanted == (usage.physical_bytes, usage.host_bytes)
-    for extent in extents:
-        shelf.put_back(extent)
+    shelf.put_back(extents)
     assert [1, 1, 0] == [shelf.count_free(size_class) for size_class in range(3)]
     _empty(shelf)
 
@@ -84,37 +79,33 @@ def test_taken_extents_are_counted_free_only_when_put_back(make_shelf: MakeShelf
         shelf.free_bytes,
         shelf.available_bytes,
     )
-    shelf.put_back(extents[0])
+    shelf.put_back([extents[0]])
     assert (3 * PAGE, 2 * PAGE, 7 * PAGE) == (
         shelf.created_bytes,
         shelf.free_bytes,
         shelf.available_bytes,
     )
-    shelf.put_back(extents[1])
+    shelf.put_back([extents[1]])
     _empty(shelf)
 
 
 def test_free_extents_of_other_classes_make_room(make_shelf: MakeShelf) -> None:
     """A budget of free large extents still gives small ones: the shelf cannot fragment."""
     shelf = make_shelf(8)
-    for extent in shelf.take([3]):
-        shelf.put_back(extent)
+    shelf.put_back(shelf.take([3]))
     small = shelf.take([0] * 8)
     assert 8 * PAGE == shelf.created_bytes
-    for extent in small:
-        shelf.put_back(extent)
+    shelf.put_back(small)
     large = shelf.take([2, 2])
     assert 8 * PAGE == shelf.created_bytes
-    for extent in large:
-        shelf.put_back(extent)
+    shelf.put_back(large)
     _empty(shelf)
 
 
 def test_refusal_puts_back_what_was_taken(make_shelf: MakeShelf) -> None:
     """All or nothing; the message names the budget to raise."""
     shelf = make_shelf(4)
-    for extent in shelf.take([1, 0]):
-        shelf.put_back(extent)
+    shelf.put_back(shelf.take([1, 0]))
     with pytest.raises(OutOfPagesError, match=r"needs 20 KiB, 16 KiB left .*raise budget_bytes"):
         shelf.take([1, 0, 1])
     assert (3 * PAGE, 3 * PAGE) == (shelf.created_bytes, shelf.free_bytes)
@@ -133,7 +124,7 @@ def test_ids_of_released_extents_are_used_again(make_shelf: MakeShelf) -> None:
     shelf = make_shelf(4)
     for _ in range(5000):
         (extent,) = shelf.take([0])
-        shelf.put_back(extent)
+        shelf.put_back([extent])
         shelf.release_free(PAGE)
     assert 0 == extent.id
     assert [] == shelf.extents()
@@ -142,8 +133,7 @@ def test_ids_of_released_extents_are_used_again(make_shelf: MakeShelf) -> None:
 def test_release_takes_the_largest_first(make_shelf: MakeShelf) -> None:
     """Fewest calls for the bytes; at least what was asked for, where there is as much."""
     shelf = make_shelf(16)
-    for extent in shelf.take([0, 3, 1]):
-        shelf.put_back(extent)
+    shelf.put_back(shelf.take([0, 3, 1]))
     assert 8 * PAGE == shelf.release_free(PAGE)
     assert 2 * PAGE == shelf.release_free(2 * PAGE)
     assert PAGE == shelf.release_free(100 * PAGE)
@@ -154,8 +144,7 @@ def test_release_that_fails_keeps_the_extent_free(host: HostBackend, make_shelf:
     """It exists, so it counts, and can be taken."""
     faulty = FaultInjectingBackend(host)
     shelf = make_shelf(8, backend=faulty)
-    for extent in shelf.take([0, 1]):
-        shelf.put_back(extent)
+    shelf.put_back(shelf.take([0, 1]))
     faulty.arm(2)
     with pytest.raises(DriverError, match="mem_release"):
         shelf.release_free(3 * PAGE)
@@ -187,13 +176,12 @@ def test_full_device_is_asked_again_after_giving_back(
     told: list[int] = []
     faulty = FaultInjectingBackend(host)
     shelf = make_shelf(8, backend=faulty, on_pressure=lambda: told.append(shelf.free_bytes))
-    for extent in shelf.take([2]):
-        shelf.put_back(extent)
+    shelf.put_back(shelf.take([2]))
     faulty.arm(1, is_out_of_memory=True)
     (small,) = shelf.take([0])
     faulty.arm(0)
     assert ([4 * PAGE], PAGE, 0) == (told, shelf.created_bytes, shelf.free_bytes)
-    shelf.put_back(small)
+    shelf.put_back([small])
     _empty(shelf)
 
 
@@ -219,7 +207,7 @@ def test_budget_may_change_down_to_what_is_in_use(
     """Free memory above it goes at once; below what is taken it stays as it was."""
     shelf = make_shelf(16, location)
     taken, free = shelf.take([2, 3])
-    shelf.put_back(free)
+    shelf.put_back([free])
     shelf.set_budget(5 * PAGE)
     assert (5 * PAGE, 4 * PAGE, 0) == (
         shelf.budget_bytes,
@@ -229,7 +217,7 @@ def test_budget_may_change_down_to_what_is_in_use(
     with pytest.raises(ConfigError, match="below the 16 KiB in use"):
         shelf.set_budget(3 * PAGE)
     assert 5 * PAGE == shelf.budget_bytes
-    shelf.put_back(taken)
+    shelf.put_back([taken])
     _empty(shelf)
 
 

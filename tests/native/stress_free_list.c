@@ -128,12 +128,8 @@ static void yield_sometimes(void)
         sched_yield();
 }
 
-static int take(worker *self)
+static int hold(worker *self, uint32_t id)
 {
-    uint32_t id;
-    if (!vmkv_freelist_pop(self->list, draw(self, NUM_CLASSES), &id) &&
-        !vmkv_freelist_bump(self->list, &id))
-        return 0; /* nothing to take is not a failure */
     uint32_t owner = atomic_exchange_explicit(&self->owners[id], self->number + 1,
                                               memory_order_relaxed);
     if (owner != 0)
@@ -144,6 +140,24 @@ static int take(worker *self)
     found->value++;
     found->complement = ~found->value;
     self->held[self->num_held++] = id;
+    return 0;
+}
+
+/* One id, from a list or new; or as many as a draw says, all or none. */
+static int take(worker *self)
+{
+    uint32_t num_wanted = 1 + draw(self, NUM_HELD_MAX - self->num_held);
+    uint32_t size_classes[NUM_HELD_MAX], ids[NUM_HELD_MAX];
+    for (uint32_t i = 0; i < num_wanted; i++)
+        size_classes[i] = draw(self, NUM_CLASSES);
+    if (!vmkv_freelist_take(self->list, size_classes, num_wanted, ids)) {
+        num_wanted = 1;
+        if (!vmkv_freelist_bump(self->list, &ids[0]))
+            return 0; /* nothing to take is not a failure */
+    }
+    for (uint32_t i = 0; i < num_wanted; i++)
+        if (hold(self, ids[i]) != 0)
+            return 1;
     return 0;
 }
 

@@ -95,6 +95,8 @@ def test_methods_refuse_a_class_that_is_not_there(size_class):
         free_list.pop(size_class)
     with pytest.raises(ValueError, match=r"size_class must be in 0\.\.2, got"):
         free_list.count(size_class)
+    with pytest.raises(ValueError, match=r"size_class must be in 0\.\.2, got"):
+        free_list.take([0, size_class])
     free_list.push(0, extent_id)  # the refused push has not changed the id's state
 
 
@@ -136,6 +138,18 @@ def test_methods_refuse_wrong_types():
         free_list.pop("0")
     with pytest.raises(TypeError):
         native.FreeList(CAPACITY)
+
+
+def test_take_of_many_gives_all_or_puts_all_back():
+    """However many: what is taken comes in the order asked, what is put back lies as it lay."""
+    free_list = native.FreeList(300, 2)
+    for _ in range(300):
+        free_list.push(0, free_list.bump())
+    assert free_list.take([0] * 300 + [1]) is None
+    assert list(range(299, -1, -1)) == free_list.take((0,) * 300)
+    assert free_list.take([]) == []
+    with pytest.raises(TypeError):
+        free_list.take(["0"])
 
 
 def test_python_threads_share_the_list_without_loss():
@@ -217,6 +231,16 @@ class FreeListMachine(RuleBasedStateMachine):
         assert wanted == self.free_list.pop(size_class)
         if wanted is not None:
             self.out.append(wanted)
+
+    @rule(size_classes=st.lists(st.integers(0, NUM_CLASSES - 1), max_size=5))
+    def take(self, size_classes):
+        before = [list(stack) for stack in self.stacks]
+        try:
+            wanted = [self.stacks[size_class].pop() for size_class in size_classes]
+        except IndexError:
+            self.stacks, wanted = before, None
+        assert wanted == self.free_list.take(size_classes)
+        self.out += wanted or []
 
     @precondition(lambda self: self.out)
     @rule(data=st.data(), size_class=st.integers(0, NUM_CLASSES - 1))

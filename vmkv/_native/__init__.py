@@ -6,7 +6,9 @@ it is correct, in ``README.md`` next to this file.
 """
 
 from ._core import FreeList as FreeList
+from ._core import References as References
 from ._core import ViewCounter as ViewCounter
+from ._core import count_references as count_references
 from ._core import execute as execute
 from ._core import host_free as host_free
 from ._core import host_functions as host_functions

@@ -4,7 +4,8 @@ Wrong types raise TypeError everywhere and are not listed again. Addresses, hand
 addresses are integers in ``[0, 2**64)``; anything else raises OverflowError.
 """
 
-from typing import TypedDict, final
+from collections.abc import Iterable, Sequence
+from typing import TypedDict, TypeVar, final
 
 from typing_extensions import CapsuleType  # a stub may import it; nothing does at run time
 
@@ -77,6 +78,18 @@ class FreeList:
         Cost: O(1), tens of nanoseconds; does not release the GIL.
         """
 
+    def take(self, size_classes: Sequence[int], /) -> list[int] | None:
+        """Pop an extent of each size class, or none at all and None where one has none left.
+
+        One step to threads that the GIL keeps apart; without it, they may miss for a moment what a
+        failing call gives back.
+
+        Raises:
+            ValueError: There is no such class. The list is unchanged.
+
+        Cost: as of the pops.
+        """
+
     def bump(self) -> int | None:
         """Issue the lowest id never issued before, or None when the capacity is spent.
 
@@ -93,6 +106,50 @@ class FreeList:
 
         Cost: O(1).
         """
+
+class References:
+    """Mappings and owners of one extent, none at first; a base class for what is counted.
+
+    The counts are one atomic word: each read is of one moment. `count_references` changes them.
+    """
+
+    @property
+    def num_mappings(self) -> int:
+        """Places it is mapped at, retired ones included."""
+
+    @property
+    def num_live_mappings(self) -> int:
+        """Those of them that are not retired."""
+
+    @property
+    def num_owners(self) -> int:
+        """References that are not mappings."""
+
+    @property
+    def num_references(self) -> int:
+        """How many need the extent: mappings and owners."""
+
+    @property
+    def is_needed_by_several(self) -> bool:
+        """Whether live mappings and owners together are more than one."""
+
+_Counted = TypeVar("_Counted", bound=References)
+
+def count_references(
+    extents: Iterable[_Counted], mappings: int, live_mappings: int, owners: int, /
+) -> list[_Counted]:
+    """Add to the counts of each of `extents`, one after the other.
+
+    Returns those that nobody references any more because of this call. Of calls that race for the
+    last references of an extent, one returns it.
+
+    Raises:
+        ValueError: A count would be negative or above 2**21 - 1, or more mappings live than are.
+            Extents before it have been counted.
+
+    Cost: some 10 ns for each; no lock, and does not release the GIL.
+    Ordering: who is returned an extent sees all that was done before its other references went.
+    """
 
 @final
 class ViewCounter:

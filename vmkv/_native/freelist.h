@@ -211,6 +211,21 @@ static inline bool vmkv_freelist_pop(vmkv_freelist *list, uint32_t size_class, u
     return true;
 }
 
+/* Take an id of each of `num_wanted` size classes; false when a class runs out, and then none.
+ * Not one step for racing threads: while it fails, they miss what it is about to give back. */
+static inline bool vmkv_freelist_take(vmkv_freelist *list, const uint32_t *size_classes,
+                                      size_t num_wanted, uint32_t *ids)
+{
+    for (size_t num_taken = 0; num_taken < num_wanted; num_taken++) {
+        if (vmkv_freelist_pop(list, size_classes[num_taken], &ids[num_taken]))
+            continue;
+        while (num_taken-- > 0) /* the last one first, so that the order stays as it was */
+            vmkv_freelist_push(list, size_classes[num_taken], ids[num_taken]);
+        return false;
+    }
+    return true;
+}
+
 /* Issue the next id that was never issued; false when the capacity is spent.  A loop and not a
  * fetch-and-add, so that failing bumps leave the counter alone. */
 static inline bool vmkv_freelist_bump(vmkv_freelist *list, uint32_t *id)

@@ -107,6 +107,56 @@ static PyObject *free_list_pop(PyObject *self, PyObject *size_class_object)
     return PyLong_FromUnsignedLong(id);
 }
 
+static PyObject *free_list_take(PyObject *self, PyObject *size_classes_object)
+{
+    enum { NUM_ON_STACK = 64 };
+    vmkv_freelist *list = list_of(self);
+    uint32_t on_stack[2 * NUM_ON_STACK], *size_classes = on_stack;
+    PyObject *result = NULL;
+    PyObject *wanted = PySequence_Tuple(size_classes_object); /* nobody changes it meanwhile */
+    if (wanted == NULL)
+        return NULL;
+    Py_ssize_t num_wanted = PyTuple_Size(wanted);
+    if (num_wanted > NUM_ON_STACK)
+        size_classes = PyMem_Malloc(2 * (size_t)num_wanted * sizeof *size_classes);
+    if (size_classes == NULL) {
+        PyErr_NoMemory();
+        goto end;
+    }
+    uint32_t *ids = size_classes + num_wanted;
+    for (Py_ssize_t i = 0; i < num_wanted; i++) {
+        PyObject *size_class = PyTuple_GetItem(wanted, i);
+        if (parse_below(size_class, "size_class", list->num_classes, &size_classes[i]) < 0)
+            goto end;
+    }
+    /* Made first: what is taken could not be told if there were no memory for it. */
+    PyObject *taken = PyList_New(num_wanted);
+    if (taken == NULL)
+        goto end;
+    if (!vmkv_freelist_take(list, size_classes, (size_t)num_wanted, ids)) {
+        Py_DECREF(taken);
+        result = Py_None;
+        Py_INCREF(result);
+        goto end;
+    }
+    for (Py_ssize_t i = 0; i < num_wanted; i++) {
+        PyObject *id = PyLong_FromUnsignedLong(ids[i]);
+        if (id == NULL) {
+            while (num_wanted-- > 0)
+                vmkv_freelist_push(list, size_classes[num_wanted], ids[num_wanted]);
+            Py_DECREF(taken);
+            goto end;
+        }
+        PyList_SetItem(taken, i, id);
+    }
+    result = taken;
+end:
+    if (size_classes != on_stack)
+        PyMem_Free(size_classes);
+    Py_DECREF(wanted);
+    return result;
+}
+
 static PyObject *free_list_bump(PyObject *self, PyObject *Py_UNUSED(unused))
 {
     uint32_t id;
@@ -144,6 +194,8 @@ static PyMethodDef methods[] = {
      "push($self, size_class, extent_id, /)\n--\n\nGive an extent back to its size class."},
     {"pop", free_list_pop, METH_O,
      "pop($self, size_class, /)\n--\n\nTake a free extent of this size class, or None."},
+    {"take", free_list_take, METH_O,
+     "take($self, size_classes, /)\n--\n\nTake a free extent of each size class, or None."},
     {"bump", free_list_bump, METH_NOARGS,
      "bump($self, /)\n--\n\nIssue the next id never issued before, or None."},
     {"count", free_list_count, METH_O,

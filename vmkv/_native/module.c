@@ -5,6 +5,7 @@
 #include "executor.h"
 #include "host.h"
 #include "launch.h"
+#include "references.h"
 #include "tensor.h"
 
 int vmkv_convert_u64(PyObject *object, void *result)
@@ -29,6 +30,7 @@ void vmkv_free_instance(PyObject *self)
 }
 
 static PyMethodDef methods[] = {
+    {"count_references", vmkv_count_references, METH_VARARGS, vmkv_count_references_doc},
     {"execute", (PyCFunction)(void (*)(void))vmkv_execute, METH_VARARGS | METH_KEYWORDS,
      vmkv_execute_doc},
     {"host_functions", vmkv_host_functions, METH_NOARGS, vmkv_host_functions_doc},
@@ -40,27 +42,34 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
+/* Makes a class and adds it; the caller keeps the reference that it returns. */
+static PyObject *add_type(PyObject *module, PyType_Spec *spec)
+{
+    PyObject *type = PyType_FromModuleAndSpec(module, spec, NULL);
+    if (type != NULL && PyModule_AddType(module, (PyTypeObject *)type) < 0)
+        Py_CLEAR(type);
+    return type;
+}
+
 static int module_exec(PyObject *module)
 {
     vmkv_module_state *state = PyModule_GetState(module);
-    state->view_counter_type = PyType_FromModuleAndSpec(module, &vmkv_view_counter_spec, NULL);
+    state->view_counter_type = add_type(module, &vmkv_view_counter_spec);
     if (state->view_counter_type == NULL)
         return -1;
-    if (PyModule_AddType(module, (PyTypeObject *)state->view_counter_type) < 0)
+    state->references_type = add_type(module, &vmkv_references_spec);
+    if (state->references_type == NULL)
         return -1;
-
-    PyObject *free_list_type = PyType_FromModuleAndSpec(module, &vmkv_free_list_spec, NULL);
-    if (free_list_type == NULL)
-        return -1;
-    int added = PyModule_AddType(module, (PyTypeObject *)free_list_type);
-    Py_DECREF(free_list_type);
-    return added;
+    PyObject *free_list_type = add_type(module, &vmkv_free_list_spec);
+    Py_XDECREF(free_list_type);
+    return free_list_type == NULL ? -1 : 0;
 }
 
 static int module_traverse(PyObject *module, visitproc visit, void *arg)
 {
     vmkv_module_state *state = PyModule_GetState(module);
     Py_VISIT(state->view_counter_type);
+    Py_VISIT(state->references_type);
     return 0;
 }
 
@@ -68,6 +77,7 @@ static int module_clear(PyObject *module)
 {
     vmkv_module_state *state = PyModule_GetState(module);
     Py_CLEAR(state->view_counter_type);
+    Py_CLEAR(state->references_type);
     return 0;
 }
 
@@ -84,7 +94,8 @@ static PyModuleDef_Slot slots[] = {
 static PyModuleDef definition = {
     PyModuleDef_HEAD_INIT,
     .m_name = "vmkv._native._core",
-    .m_doc = "The native core of vmkv: free list, plan executor, host mappings, tensor views.",
+    .m_doc = "The native core of vmkv: free list and references, plan executor, host mappings, "
+             "tensor views.",
     .m_size = sizeof(vmkv_module_state),
     .m_methods = methods,
     .m_slots = slots,

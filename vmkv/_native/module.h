@@ -15,6 +15,7 @@
 
 typedef struct {
     PyObject *view_counter_type; /* view_capsule checks its last argument against this */
+    PyObject *references_type;   /* count_references its first one's items */
 } vmkv_module_state;
 
 /* A converter for "O&": a Python int in [0, 2^64).  The format unit "K" would wrap silently. */
@@ -24,5 +25,6 @@ int vmkv_convert_u64(PyObject *object, void *result);
 void vmkv_free_instance(PyObject *self);
 
 extern PyType_Spec vmkv_free_list_spec; /* freelist_type.c */
+extern PyType_Spec vmkv_references_spec; /* references.c */
 
 #endif

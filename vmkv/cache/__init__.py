@@ -1,15 +1,14 @@
 """What a user holds without transformers: sequences over contiguous virtual ranges.
 
-`geometry.py` where bytes lie; `layer_group.py` one reservation; `rows.py` who gets which row;
-`sequence.py` and `kv_cache.py` the objects, the latter on `rowed.py` (beginnings and ends) on
-`layered.py` (layers). Growing: `growth.py`, `transaction.py`. Sharing: `forking.py`,
-`unshare.py`, `reorder.py`, `prefix.py`, `contents.py`, `access.py`, `cost.py`, `victims.py`.
-Elsewhere than in device memory: `swap.py`, `spill.py`, `staging.py`. `views.py` and `elastic.py`
-know torch.
+`geometry.py` where bytes lie; `layer_group.py` one reservation; `row_space.py` all of them, and
+`rows.py` who has which row. Over a row space: `layers.py`; `growing.py` and `growth.py`; what rows
+share (`forking.py`, `beginning.py`, `prefix.py`, `reorder.py`, `unshare.py`, `cost.py`); memory
+elsewhere than on the device (`swap.py`, `spill.py`, `disk.py`, `process/`). `sequence.py` and
+`kv_cache.py` are what users hold.
 """
 
 from .cost import CostModel as CostModel
-from .elastic import call_with_room as call_with_room
+from .device_memory import call_with_room as call_with_room
 from .geometry import Geometry as Geometry
 from .geometry import LayerShape as LayerShape
 from .kv_cache import KVCache as KVCache

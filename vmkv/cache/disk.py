@@ -14,39 +14,28 @@ import os
 import stat
 import struct
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import torch
 
-from ..errors import ClosedError, ConfigError, OutOfPagesError
+from ..errors import ConfigError, OutOfPagesError
 from ..units import Address, MiB
+from .device_memory import call_with_room
+from .growing import Target, map_rows
 from .layer_group import LayerGroup
-from .portable import (
-    check_groups,
-    check_length,
-    describe_groups,
-    first_kept_token,
-    first_seen_token,
-    note_first_kept_token,
-)
+from .portable import check_groups, check_length, describe_groups
+from .row_space import LiveRow, RowSpace
 from .saved_file import SavedFile, StoredTensor, write
 from .swap import Swapped
 from .whole_file import whole_file
-
-if TYPE_CHECKING:
-    from .kv_cache import KVCache
-    from .rowed import RowedCache
-    from .sequence import Sequence as CacheSequence
 
 _TOKEN_IDS = "token_ids"
 #: Through a small buffer, because there may be little memory left; hashing is slower by far.
 _CHUNK_BYTES = MiB
 
 
-@dataclass(frozen=True)
-class _Range:
+class _Range(NamedTuple):
     """Where some bytes lie."""
 
     address: Address
@@ -60,13 +49,13 @@ class _Buffer:
     CPU copy what a swapped sequence holds, which has no access to it.
     """
 
-    def __init__(self, cache: RowedCache):
-        self._cache = cache
-        self._is_cuda = cache.device.type == "cuda"
+    def __init__(self, space: RowSpace):
+        self._space = space
+        self._is_cuda = space.device.type == "cuda"
         self._near = torch.empty(_CHUNK_BYTES, dtype=torch.uint8, pin_memory=self._is_cuda)
         self._far = self._near
         if self._is_cuda:
-            self._far = _device_buffer(cache)
+            self._far = _device_buffer(space)
 
     @property
     def data(self) -> memoryview:
@@ -75,79 +64,75 @@ class _Buffer:
 
     def read(self, source: _Range) -> Iterator[memoryview]:
         """What a range of the cache's memory holds, in parts, each valid until the next."""
-        cache = self._cache
+        space = self._space
         for start in range(0, source.num_bytes, _CHUNK_BYTES):
             num_bytes = min(_CHUNK_BYTES, source.num_bytes - start)
-            at, stream = Address(source.address + start), cache.current_stream()
-            cache.pool.backend.copy(Address(self._far.data_ptr()), at, num_bytes, stream)
+            at, stream = Address(source.address + start), space.current_stream()
+            space.pool.backend.copy(Address(self._far.data_ptr()), at, num_bytes, stream)
             if self._is_cuda:
                 self._near[:num_bytes].copy_(self._far[:num_bytes], non_blocking=True)
-                torch.cuda.current_stream(cache.device).synchronize()
+                torch.cuda.current_stream(space.device).synchronize()
             yield self.data[:num_bytes]
 
     def write(self, address: Address, start: int, end: int) -> None:
         """Put the bytes from `start` to `end` of `data` at an address of the cache's memory."""
-        cache = self._cache
+        space = self._space
         if self._is_cuda:
             self._far[start:end].copy_(self._near[start:end], non_blocking=True)
-        source, stream = Address(self._far.data_ptr() + start), cache.current_stream()
-        cache.pool.backend.copy(address, source, end - start, stream)
+        source, stream = Address(self._far.data_ptr() + start), space.current_stream()
+        space.pool.backend.copy(address, source, end - start, stream)
         if self._is_cuda:
-            torch.cuda.current_stream(cache.device).synchronize()
+            torch.cuda.current_stream(space.device).synchronize()
 
 
-def _device_buffer(cache: RowedCache) -> torch.Tensor:
+def _device_buffer(space: RowSpace) -> torch.Tensor:
     try:
-        return torch.empty(_CHUNK_BYTES, dtype=torch.uint8, device=cache.device)
-    except torch.OutOfMemoryError:
-        cache.pool.trim()  # What nobody uses may be all that is left.
-    try:
-        return torch.empty(_CHUNK_BYTES, dtype=torch.uint8, device=cache.device)
+        return call_with_room(
+            space.pool, lambda: torch.empty(_CHUNK_BYTES, dtype=torch.uint8, device=space.device)
+        )
     except torch.OutOfMemoryError as error:
         raise OutOfPagesError(
             f"no {_CHUNK_BYTES} bytes of device memory are left outside the pool to copy through; "
             "close or trim sequences, or lower budget_bytes",
             needed_bytes=_CHUNK_BYTES,
             free_bytes=0,
-            retired_bytes=cache.pool.stats().retired_bytes,
+            retired_bytes=space.pool.stats().retired_bytes,
         ) from error
 
 
 # ---- saving -------------------------------------------------------------------------------
 
 
-def save(sequence: CacheSequence, path: str | os.PathLike[str]) -> None:
-    """See `Sequence.save`."""
-    if sequence.is_closed:
-        raise ClosedError(f"the sequence in row {sequence.row} is closed")
-    cache, row, num_tokens = sequence.cache, sequence.row, sequence.num_tokens
-    token_ids = cache.prefixes.token_ids(row)
-    first_tokens = [first_kept_token(group, row, num_tokens) for group in cache.groups]
-    tensors = _tensors(cache, num_tokens, len(token_ids), first_tokens)
+def save(sequence: LiveRow, swapped: Swapped | None, path: str | os.PathLike[str]) -> None:
+    """See `Sequence.save`; `swapped` is what of it is swapped out."""
+    space, row, num_tokens = sequence.cache, sequence.row, sequence.num_tokens
+    token_ids = space.prefixes.token_ids(row)
+    first_tokens = [group.first_kept_token(row, num_tokens) for group in space.groups]
+    tensors = _tensors(space, num_tokens, len(token_ids), first_tokens)
     description = {
         "num_tokens": num_tokens,
         "first_tokens": first_tokens,
-        "groups": describe_groups(cache),
+        "groups": describe_groups(space),
     }
-    cache.note_stream()
-    cache.pool.backend.join_streams(cache.current_stream())
+    space.note_stream()
+    space.pool.backend.join_streams(space.current_stream())
     # The file takes its name last: after everything that can fail.
-    with cache.pinned_row(row), whole_file(Path(path)) as file:
-        buffer = _Buffer(cache)
+    with space.pinned_row(row), whole_file(Path(path)) as file:
+        buffer = _Buffer(space)
         ids = struct.pack(f"<{len(token_ids)}q", *token_ids)
         contents: list[Iterable[memoryview]] = [[memoryview(ids)]]
-        for group, first_token in zip(cache.groups, first_tokens, strict=True):
-            ranges = _ranges(group, row, first_token, num_tokens, sequence.swapped)
+        for group, first_token in zip(space.groups, first_tokens, strict=True):
+            ranges = _ranges(group, row, first_token, num_tokens, swapped)
             contents.append(part for each in ranges for part in buffer.read(each))
         write(file, json.dumps(description), tensors, contents)
 
 
 def _tensors(
-    cache: RowedCache, num_tokens: int, num_ids: int, first_tokens: Sequence[int]
+    space: RowSpace, num_tokens: int, num_ids: int, first_tokens: Sequence[int]
 ) -> list[StoredTensor]:
     """What a file of so many tokens consists of."""
     tensors = [StoredTensor(_TOKEN_IDS, "I64", (num_ids,))]
-    for at, (group, first_token) in enumerate(zip(cache.groups, first_tokens, strict=True)):
+    for at, (group, first_token) in enumerate(zip(space.groups, first_tokens, strict=True)):
         shape = (max(0, num_tokens - first_token), group.geometry.token_bytes)
         tensors.append(StoredTensor(f"group.{at}", "U8", shape))
     return tensors
@@ -166,12 +151,10 @@ def _ranges(
     moved = end  # From here on it was swapped out.
     moved_address = Address(0)
     if swapped is not None:
-        staging_page = 0
-        for part in swapped.parts:
-            if part.group is group:
-                moved = part.first_page * page_bytes
-                moved_address = swapped.staging.page_address(0, staging_page)
-            staging_page += part.num_pages
+        for each in swapped.firsts():
+            if each.group is group:
+                moved = each.page * page_bytes
+                moved_address = swapped.staged(each)
     ranges = []
     row_address = group.table.page_address(row, 0)
     if start < min(end, moved):
@@ -185,8 +168,7 @@ def _ranges(
 # ---- loading ------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Content:
+class _Content(NamedTuple):
     """A file that has been checked, but for its groups' rows, which are as they are read."""
 
     file: SavedFile
@@ -195,43 +177,42 @@ class _Content:
     token_ids: Sequence[int]
 
 
-def load(cache: KVCache, path: str | os.PathLike[str], tenant: str | None) -> CacheSequence:
-    """See `KVCache.load`."""
-    cache.check_open()
+def load(
+    space: RowSpace, path: str | os.PathLike[str], tenant: str | None
+) -> tuple[int, int, Sequence[int]]:
+    """A row with what a file holds; for `KVCache.load`.
+
+    Returns the row, which is live now, how many tokens it holds, and those that are known.
+    """
+    space.check_open()
     where = os.fspath(path)
     with open(where, "rb", buffering=0, opener=_open_at_once) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise ConfigError(f"{where} is no regular file; Sequence.save writes those")
-        content = _checked(cache, SavedFile(file, where), where)
-        cache.note_stream()
-        sequence = cache.begin(
-            content.num_tokens, tenant, lambda row: _fill(cache, row, content, tenant)
-        )
-    sequence.num_cached_tokens = content.num_tokens
-    cache.record(sequence, content.token_ids)
-    return sequence
+        content = _checked(space, SavedFile(file, where), where)
+        space.note_stream()
+        with space.beginning(tenant) as row:
+            _fill(space, row, content, tenant)
+    return row, content.num_tokens, content.token_ids
 
 
 def _open_at_once(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK)  # A pipe would wait for somebody to write.
 
 
-def _checked(cache: KVCache, file: SavedFile, where: str) -> _Content:
+def _checked(space: RowSpace, file: SavedFile, where: str) -> _Content:
     """Check everything that the file says of itself, and read its token ids."""
     claims = file.description
-    check_groups(cache, [each.values for each in claims.claims("groups")], where)
+    check_groups(space, [each.values for each in claims.claims("groups")], where)
     num_tokens = claims.integer("num_tokens", 0, 1 << 31)
-    check_length(cache, num_tokens, where)
-    first_tokens = claims.integers("first_tokens", 0, num_tokens, at_most=len(cache.groups))
-    names = {_TOKEN_IDS, *(f"group.{at}" for at in range(len(cache.groups)))}
-    if file.names != names or len(first_tokens) != len(cache.groups):
+    check_length(space, num_tokens, where)
+    first_tokens = claims.integers("first_tokens", 0, num_tokens, at_most=len(space.groups))
+    num_ids = file.num_items(_TOKEN_IDS)
+    if num_ids > num_tokens or len(first_tokens) != len(space.groups):
         raise ConfigError(f"{where} has other tensors than its groups; save the sequence again")
-    shape = file.shape(_TOKEN_IDS)
-    num_ids = min(shape[0], num_tokens) if shape else 0
-    for tensor in _tensors(cache, num_tokens, num_ids, first_tokens):
-        file.check(tensor)
-    for at, (group, first_token) in enumerate(zip(cache.groups, first_tokens, strict=True)):
-        if first_token > first_seen_token(group, num_tokens):
+    file.check(_tensors(space, num_tokens, num_ids, first_tokens))
+    for at, (group, first_token) in enumerate(zip(space.groups, first_tokens, strict=True)):
+        if first_token > group.first_seen_token(num_tokens):
             raise ConfigError(f"{where}: group.{at} lacks tokens that a query still sees")
     ids = bytearray(8 * num_ids)
     for _ in file.read(_TOKEN_IDS, memoryview(ids)):
@@ -239,12 +220,12 @@ def _checked(cache: KVCache, file: SavedFile, where: str) -> _Content:
     return _Content(file, num_tokens, first_tokens, struct.unpack(f"<{num_ids}q", ids))
 
 
-def _fill(cache: KVCache, row: int, content: _Content, tenant: str | None) -> None:
+def _fill(space: RowSpace, row: int, content: _Content, tenant: str | None) -> None:
     """Map what the sequence needs and read it from the file."""
-    cache.map_row(row, content.num_tokens, tenant)
-    buffer = _Buffer(cache)
-    stream = cache.current_stream()
-    for at, (group, saved_from) in enumerate(zip(cache.groups, content.first_tokens, strict=True)):
+    map_rows(space, [Target(row, content.num_tokens, content.num_tokens, tenant)])
+    buffer = _Buffer(space)
+    stream = space.current_stream()
+    for at, (group, saved_from) in enumerate(zip(space.groups, content.first_tokens, strict=True)):
         # With other pages than where it was saved, the window's first one lies elsewhere.
         first_token = max(saved_from, group.first_mapped_token(row, content.num_tokens))
         cursor = group.table.page_address(row, 0)
@@ -253,7 +234,7 @@ def _fill(cache: KVCache, row: int, content: _Content, tenant: str | None) -> No
         pages = group.table.rows[row]
         mapped = group.table.page_address(row, pages.first_page)
         if pages.mappings and mapped < cursor:
-            cache.pool.backend.fill(mapped, cursor - mapped, 0, stream)
+            space.pool.backend.fill(mapped, cursor - mapped, 0, stream)
         unwanted_bytes = (first_token - saved_from) * group.geometry.token_bytes
         for num_bytes in content.file.read(f"group.{at}", buffer.data):
             skipped_bytes = min(unwanted_bytes, num_bytes)
@@ -261,4 +242,4 @@ def _fill(cache: KVCache, row: int, content: _Content, tenant: str | None) -> No
             if skipped_bytes < num_bytes:
                 buffer.write(cursor, skipped_bytes, num_bytes)
                 cursor = Address(cursor + num_bytes - skipped_bytes)
-        note_first_kept_token(group, row, first_token)
+        group.begin_row(row, first_token)

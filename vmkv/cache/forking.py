@@ -12,53 +12,150 @@ for a prefix that a parked row still holds, and between two caches over one pool
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from ..backend import CopyOp
 from ..errors import ConfigError
 from ..memory import Mapping, RowChange, change, size_classes
 from .layer_group import LayerGroup
-
-if TYPE_CHECKING:
-    from .rowed import RowedCache
+from .row_space import LiveRow, RowSpace
 
 
-class GroupFork(NamedTuple):
+def fork(space: RowSpace, source: LiveRow, num_tokens: int, row: int | None = None) -> int:
+    """A row of `space`, or the one named, that begins as `source` does; for `Sequence.fork`."""
+    space.check_open()
+    source.check_open()
+    if num_tokens > source.num_tokens:
+        raise ConfigError(f"{source} cannot be forked at {num_tokens} tokens: it holds fewer")
+    space.note_stream()
+    with space.pool.lock:
+        if num_tokens and not source.cache.keeps(source.row, num_tokens):
+            raise ConfigError(
+                f"cannot fork at {num_tokens} tokens: a sliding-window layer no longer holds "
+                "what they would see"
+            )
+        return fork_row(source.cache, space, source.row, num_tokens, source.tenant, row)
+
+
+def fork_row(
+    origin: RowSpace,
+    space: RowSpace,
+    source_row: int,
+    num_tokens: int,
+    tenant: str | None,
+    row: int | None = None,
+) -> int:
+    """Take a row, and have it begin with the first `num_tokens` tokens of another. Locked.
+
+    Args:
+        origin: Where the row forked from is.
+        space: Where the row forked to is: over the same pool, with the same groups.
+        source_row: The row forked from, live or parked.
+        num_tokens: How many tokens.
+        tenant: For whom.
+        row: The row forked to; by default one that is empty, or parked longest unused.
+
+    Returns:
+        The row, which is live now.
+
+    Raises:
+        ConfigError: The spaces do not lay out tokens alike; or `row` is not free.
+        OutOfAddressSpaceError: Every row is live.
+        OutOfPagesError, DriverError: No row is taken.
+
+    Cost: a map and access call per extent, a copy of the tail on the current stream; where the
+        pool protects what is shared, a wait for the device as well.
+    """
+    if row is None:
+        row = space.rows.choose_unneeded(but=source_row if origin is space else None)
+    with space.beginning(tenant, row):
+        if num_tokens:
+            space.pool.backend.join_streams(space.current_stream())
+            _fill(origin, space, (source_row, row), num_tokens, tenant)
+    if origin is space:
+        space.prefixes.copy([(source_row, row, tenant)], num_tokens)
+    else:
+        known = origin.prefixes.token_ids(source_row)[:num_tokens]
+        space.prefixes.record(row, known, tenant)
+    return row
+
+
+def _fill(
+    origin: RowSpace, space: RowSpace, rows: tuple[int, int], num_tokens: int, tenant: object
+) -> None:
+    _check_alike(origin, space, num_tokens)
+    pool, stream = space.pool, space.current_stream()
+    forks = _plan(origin, space, rows, num_tokens, tenant)
+    # Nobody may take away what is about to be mapped again or copied, even if room must be made
+    # and the source is a parked row, or one that is moving.
+    reads = [mapping for each in forks for mapping in each.reads]
+    copies = [copy for each in forks for copy in each.copies]
+    with change(pool, [each.change for each in forks], reads=reads) as made:
+        made.map(stream)
+        made.fill(stream, copies)
+    for theirs, mine in zip(origin.groups, space.groups, strict=True):
+        mine.begin_row(rows[1], theirs.first_written(rows[0]))
+    space.sharing.num_forks += 1
+    again = [mapping.extent for each in forks for mapping in each.change.again]
+    space.sharing.aliased_bytes += sum(extent.num_bytes for extent in again)
+    space.sharing.copied_bytes += sum(copy.num_bytes for copy in copies)
+
+
+def _check_alike(origin: RowSpace, space: RowSpace, num_tokens: int) -> None:
+    if origin.pool is not space.pool:
+        raise ConfigError("only caches over the same pool can share memory")
+    if origin is not space and [each.layout for each in origin.groups] != [
+        each.layout for each in space.groups
+    ]:
+        raise ConfigError("the caches lay their layers out differently, so neither can hold both")
+    if num_tokens > space.max_tokens:
+        raise ConfigError(
+            f"{num_tokens} tokens do not fit: rows of the fork's cache end at "
+            f"max_tokens={space.max_tokens}"
+        )
+
+
+# ---- planning -----------------------------------------------------------------------------
+
+
+class _GroupFork(NamedTuple):
     """What a fork does in one group.
 
     Attributes:
-        part: What the fork's row holds then.
+        change: What the fork's row holds then.
         reads: The mappings of the source that are mapped again, or copied from.
         copies: The copy of the tail, if there is one.
     """
 
-    part: RowChange
+    change: RowChange
     reads: Sequence[Mapping]
     copies: Sequence[CopyOp]
 
 
-def plan_fork(
-    cache: RowedCache,
+def pages_to_fork(space: RowSpace, row: int, num_tokens: int) -> int:
+    """What a fork of `row` at `num_tokens` takes from the pool. Changes nothing."""
+    forks = _plan(space, space, (row, -1), num_tokens, None)
+    return sum(1 << size_class for each in forks for size_class in each.change.classes)
+
+
+def _plan(
+    origin: RowSpace, space: RowSpace, rows: tuple[int, int], num_tokens: int, tenant: object
+) -> list[_GroupFork]:
+    pairs = zip(origin.groups, space.groups, strict=True)
+    return [_plan_group(space, *pair, rows, num_tokens, tenant) for pair in pairs]
+
+
+def _plan_group(
+    space: RowSpace,
     source: LayerGroup,
     target: LayerGroup,
     rows: tuple[int, int],
     num_tokens: int,
     tenant: object,
-) -> GroupFork:
-    """What forking the first `num_tokens` tokens of a row takes. Changes nothing.
-
-    Args:
-        cache: The cache forked to: says what is worth mapping again, and what is kept.
-        source: The group forked from.
-        target: The group forked to; the same, or one of the same layout.
-        rows: The rows forked from and to; the latter has nothing mapped.
-        num_tokens: How many tokens the fork begins with.
-        tenant: For whom.
-    """
-    overread_tokens, cost = cache.overread_tokens, cache.cost_model
+) -> _GroupFork:
     geometry = target.geometry
     source_row, target_row = rows
-    first_needed = source.first_kept_page(source_row, num_tokens, keeps_past=cache.keeps_past)
+    first_needed = source.first_kept_page(source_row, num_tokens, keeps_past=space.keeps_past)
     full_end_page = geometry.whole_pages_below(num_tokens)
     aliased = [
         mapping
@@ -66,13 +163,13 @@ def plan_fork(
         if mapping.end_page <= full_end_page
     ]
     # From the end: what is small there is cheaper to copy, together with the tail.
-    while aliased and not cost.prefers_alias_in_fork(aliased[-1].extent.num_bytes):
+    while aliased and not space.cost_model.prefers_alias_in_fork(aliased[-1].extent.num_bytes):
         aliased.pop()
     first_page = aliased[0].first_page if aliased else first_needed
     fresh_page = aliased[-1].end_page if aliased else first_needed
-    end_tokens = min(num_tokens + overread_tokens, geometry.row_tokens)
+    end_tokens = min(num_tokens + space.overread_tokens, geometry.row_tokens)
     num_fresh_pages = max(0, geometry.pages_for(end_tokens) - fresh_page)
-    part = RowChange(
+    change_of_row = RowChange(
         target.table,
         target_row,
         first_page,
@@ -83,74 +180,10 @@ def plan_fork(
     )
     copied_bytes = num_tokens * geometry.token_bytes - fresh_page * geometry.page_bytes
     start = source.table.page_address(source_row, fresh_page)
-    return GroupFork(
-        part,
+    return _GroupFork(
+        change_of_row,
         source.table.overlapping(source_row, first_page, geometry.pages_for(num_tokens)),
-        [CopyOp(part.address(fresh_page), start, copied_bytes)] if copied_bytes > 0 else [],
+        [CopyOp(change_of_row.address(fresh_page), start, copied_bytes)]
+        if copied_bytes > 0
+        else [],
     )
-
-
-def plan_forks(
-    origin: RowedCache,
-    cache: RowedCache,
-    rows: tuple[int, int],
-    num_tokens: int,
-    tenant: object = None,
-) -> list[GroupFork]:
-    """`plan_fork` for each group of `origin`, and the one of `cache` that answers to it."""
-    pairs = zip(origin.groups, cache.groups, strict=True)
-    return [plan_fork(cache, *pair, rows, num_tokens, tenant) for pair in pairs]
-
-
-def fork_row(
-    origin: RowedCache,
-    cache: RowedCache,
-    rows: tuple[int, int],
-    num_tokens: int,
-    tenant: object,
-) -> list[GroupFork]:
-    """Have a row without memory begin with the first `num_tokens` tokens of another.
-
-    Args:
-        origin: The cache of the row forked from.
-        cache: The cache of the row forked to, over the same pool, with the same groups.
-        rows: The rows forked from and to.
-        num_tokens: At least one.
-        tenant: For whom.
-
-    Returns:
-        What was done.
-
-    Raises:
-        ConfigError: The caches do not lay out tokens alike.
-        OutOfPagesError, DriverError: The row has no memory, as before.
-
-    Cost: a map and access call per extent, a copy of the tail on the current stream; where the
-        pool protects what is shared, a wait for the device as well.
-    """
-    _check_alike(origin, cache, num_tokens)
-    pool, stream = cache.pool, cache.current_stream()
-    forks = plan_forks(origin, cache, rows, num_tokens, tenant)
-    # Nobody may take away what is about to be mapped again or copied, even if room must be made
-    # and the source is a parked row, or one that is moving.
-    reads = [mapping for each in forks for mapping in each.reads]
-    with change(pool, [each.part for each in forks], reads=reads) as made:
-        made.map(stream)
-        made.fill(stream, [copy for each in forks for copy in each.copies])
-    for theirs, mine in zip(origin.groups, cache.groups, strict=True):
-        mine.begin_row(rows[1], theirs.first_written(rows[0]))
-    return forks
-
-
-def _check_alike(origin: RowedCache, cache: RowedCache, num_tokens: int) -> None:
-    if origin.pool is not cache.pool:
-        raise ConfigError("only caches over the same pool can share memory")
-    if origin is not cache and [each.layout for each in origin.groups] != [
-        each.layout for each in cache.groups
-    ]:
-        raise ConfigError("the caches lay their layers out differently, so neither can hold both")
-    if num_tokens > cache.max_tokens:
-        raise ConfigError(
-            f"{num_tokens} tokens do not fit: rows of the fork's cache end at "
-            f"max_tokens={cache.max_tokens}"
-        )

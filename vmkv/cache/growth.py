@@ -4,7 +4,7 @@ A driver call costs the same for 2 MiB and for 64, so growing by more than is ne
 calls and wastes bytes. The quantum settles the trade: one page while a row is short, then
 about 1/64 of what is mapped. A row that doubles from n pages on so pays for 64 calls, not n,
 and on average half a quantum, 1/128 of the row, is mapped too early. Both bounds are measured
-by bench/bench_growth.py.
+by bench/bench_mapping.py and bench/bench_waste.py.
 """
 
 from __future__ import annotations

@@ -17,21 +17,27 @@ import os
 import warnings
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as List_
+from typing import cast
 
-from ..errors import ConfigError, OutOfPagesError, SequenceFullError
+import torch
+
+from ..errors import ConfigError
 from ..memory import Scrub, WriteRange, check_pool
+from .beginning import begin_with_prefix
 from .disk import load
-from .forking import plan_forks
+from .forking import fork, pages_to_fork
+from .geometry import LayerShape
+from .growing import Target, grow, map_rows, retire_behind_windows, retire_surplus
+from .layer_group import LayerGroup
+from .layers import add_layers, compact, drop_layers
 from .process import import_prefix
-from .reorder import check_beams, reorder
-from .rowed import RowedCache
+from .reorder import reorder
+from .row_space import RowSpace
 from .sequence import Sequence
 from .stats import CacheStats, collect_stats
-from .surplus import behind_windows, retire_surplus
-from .transaction import Target
 
 
-class KVCache(RowedCache):
+class KVCache(RowSpace):
     """Keys and values of many sequences on one device.
 
     Args:
@@ -51,7 +57,134 @@ class KVCache(RowedCache):
         ConfigError: An argument is impossible, or the device's driver is missing.
     """
 
+    @property
+    def sequences(self) -> List_[Sequence]:
+        """Those that are open, swapped out or not."""
+        return cast("list[Sequence]", list(self.live.values()))  # None but they are put there.
+
+    # ---- layers ---------------------------------------------------------------------------
+
+    def add_layers(
+        self,
+        layers: Iterable[int],
+        *,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        v_head_dim: int | None = None,
+        num_v_heads: int | None = None,
+        window_tokens: int | None = None,
+        num_past_tokens: int = 0,
+    ) -> list[LayerGroup]:
+        """Add layers of one shape; returns the groups made for them.
+
+        Sequences that are open already get memory for the tokens they hold.
+
+        Args:
+            layers: The caller's numbers for them.
+            num_kv_heads: Key heads, and value heads unless `num_v_heads` says otherwise.
+            head_dim: Width of a key head, and of a value head unless `v_head_dim` does.
+            dtype: Element type.
+            v_head_dim: See `head_dim`.
+            num_v_heads: See `num_kv_heads`.
+            window_tokens: For sliding-window layers, how many tokens a query sees.
+            num_past_tokens: Where the first query will be, in sequences that are open already:
+                what lies before its window is not mapped.
+
+        Raises:
+            ConfigError: A size is impossible, or a layer was added before.
+            OutOfPagesError, OutOfAddressSpaceError: Nothing was added.
+        """
+        shape = LayerShape(
+            num_k_heads=num_kv_heads,
+            k_dim=head_dim,
+            num_v_heads=num_kv_heads if num_v_heads is None else num_v_heads,
+            v_dim=head_dim if v_head_dim is None else v_head_dim,
+            itemsize_bytes=dtype.itemsize,
+        )
+        return add_layers(self, list(layers), shape, dtype, window_tokens, num_past_tokens)
+
+    def drop_layers(self, layers: Iterable[int]) -> None:
+        """Forget layers that were added but never written.
+
+        Their room in the token row stays empty. A group with none left is closed.
+        """
+        drop_layers(self, layers)
+
+    def compact(self) -> bool:
+        """Close the gaps that `drop_layers` left, by moving the groups that have any.
+
+        Tensors made before do not follow: make new ones. Returns whether something moved.
+
+        Raises:
+            OutOfPagesError, OutOfAddressSpaceError: Nothing moved; the gaps stay.
+            ConfigError: A sequence is swapped out. Nothing moved.
+        """
+        return compact(self)
+
     # ---- sequences ------------------------------------------------------------------------
+
+    def open(
+        self,
+        num_tokens: int = 0,
+        *,
+        row: int | None = None,
+        prompt: List_[int] | None = None,
+        tenant: str | None = None,
+    ) -> Sequence:
+        """Begin a sequence: empty, or with what the cache still holds of its prompt.
+
+        Args:
+            num_tokens: About how long it will become: helps to choose the parked row to adopt.
+            row: Take just this row; it starts empty.
+            prompt: The tokens it will begin with. The longest beginning that a live or parked row
+                holds (see `Sequence.record`), short of the last token, is there already: the
+                sequence's `num_tokens` says how much.
+            tenant: Whose it is: prefixes of other tenants are not found, and memory is scrubbed
+                between tenants where the pool says so.
+
+        Raises:
+            OutOfAddressSpaceError: Every row holds a live sequence.
+            ConfigError: `row` is live, or does not exist; or the prompt is none.
+            DriverError: The tail of a prefix could not be copied. No sequence.
+
+        Cost: no driver call where a parked row is adopted, with its prefix or without. A prefix
+            that other rows hold costs what a fork does.
+        """
+        self.check_open()
+        self.note_stream()
+        with self.pool.lock:
+            found = None
+            if prompt is not None and row is None:
+                found = begin_with_prefix(self, prompt, tenant)
+            if found is not None:
+                row, num_cached_tokens = found
+                return self._restored(row, num_cached_tokens, (), tenant)
+            if row is None:
+                row = self.rows.choose(
+                    num_tokens,
+                    self.adoptable_tokens,
+                    lambda row: self.prefixes.num_recorded(row) > 0,
+                )
+            self.take(row, 0, tenant)
+            return Sequence(self, row, 0, tenant)
+
+    def fork(self, source: Sequence, num_tokens: int, *, row: int | None = None) -> Sequence:
+        """See `Sequence.fork`. `source` may be of another cache of the same pool and layers."""
+        return Sequence(self, fork(self, source, num_tokens, row), num_tokens, source.tenant)
+
+    def truncate(self, sequence: Sequence, num_tokens: int) -> None:
+        """See `Sequence.truncate`."""
+        sequence.truncate(num_tokens)
+
+    def _restored(
+        self, row: int, num_tokens: int, token_ids: List_[int], tenant: str | None
+    ) -> Sequence:
+        """The sequence of a row that began with `num_tokens` tokens, of which some are known."""
+        sequence = Sequence(self, row, num_tokens, tenant)
+        sequence.num_cached_tokens = num_tokens
+        sequence.record(token_ids)
+        return sequence
 
     def reorder(self, sequences: List_[Sequence], sources: List_[int]) -> None:
         """Let each sequence go on from another one: the step of a beam search.
@@ -71,18 +204,7 @@ class KVCache(RowedCache):
         Cost: a copy of what the beams have written since they parted; the first time, extents
             are mapped instead of copied, which waits for the device once.
         """
-        self.check_open()
-        check_beams(self, sequences, sources)
-        moves = [
-            (sequences[source].row, sequence.row)
-            for sequence, source in zip(sequences, sources, strict=True)
-            if sequences[source] is not sequence
-        ]
-        if not moves or not sequences[0].num_tokens:
-            return
-        self.note_stream()
-        tenants = {each.row: each.tenant for each in sequences}
-        reorder(self, moves, sequences[0].num_tokens, tenants, self.sharing)
+        reorder(self, sequences, sources)
 
     def grow(self, wanted: Iterable[tuple[Sequence, int]]) -> None:
         """Make each sequence hold the given number of tokens, all of them or none.
@@ -98,45 +220,11 @@ class KVCache(RowedCache):
 
         Cost: a comparison for a sequence below its `writable_tokens` (most decode steps).
         """
-        self.check_open()
-        targets = list(wanted)
-        for sequence, num_tokens in targets:
-            sequence.check_open()
-            if num_tokens > self.max_tokens:
-                raise SequenceFullError(
-                    f"the sequence in row {sequence.row} would hold {num_tokens} tokens; rows of "
-                    f"this cache end at max_tokens={self.max_tokens}: make it with a larger one",
-                    max_tokens=self.max_tokens,
-                )
-        self.note_stream()
-        short: dict[Sequence, int] = {}  # One may be named twice.
-        for sequence, num_tokens in targets:
-            if num_tokens > self.writable_tokens(sequence):
-                short[sequence] = max(num_tokens, short.get(sequence, 0))
-        if short:
-            self._make_writable(short, dict(targets))
-        if not self.keeps_past:
-            self.retire_behind_windows(sequence for sequence, _ in targets)
-        for sequence, num_tokens in targets:
-            sequence.num_tokens = max(sequence.num_tokens, num_tokens)
-
-    def _make_writable(self, short: dict[Sequence, int], wanted: dict[Sequence, int]) -> None:
-        """Unshare and map what sequences lack; what live rows hold beyond `wanted` may go."""
-        for sequence, num_tokens in short.items():
-            if num_tokens > sequence.num_tokens:
-                self._unshare(sequence)
-        targets = [Target(each.row, to, each.num_tokens, each.tenant) for each, to in short.items()]
-        try:
-            self._grow(targets, self.groups)
-        except OutOfPagesError:
-            if not retire_surplus(self, wanted):
-                raise
-            self._grow(targets, self.groups)
+        grow(self, wanted)
 
     def pages_to_fork(self, sequence: Sequence, num_tokens: int) -> int:
         """What a fork of `sequence` at `num_tokens` takes from the pool. Changes nothing."""
-        plans = plan_forks(self, self, (sequence.row, -1), num_tokens)
-        return sum(1 << size_class for plan in plans for size_class in plan.part.classes)
+        return pages_to_fork(self, sequence.row, num_tokens)
 
     def submitting(
         self, writes: Iterable[tuple[int, int, int]]
@@ -191,40 +279,10 @@ class KVCache(RowedCache):
             lengths = [
                 Target(each.row, each.num_tokens, each.num_tokens, each.tenant) for each in live
             ]
-            self._grow(lengths, self.groups)
+            map_rows(self, lengths)
         except BaseException:
             self.overread_tokens = before
             raise
-
-    def writable_tokens(self, sequence: Sequence) -> int:
-        """See `Sequence.writable_tokens`."""
-        if not sequence.is_resident:
-            return 0
-        row, num_tokens, overread_tokens = sequence.row, sequence.num_tokens, self.overread_tokens
-        end = self.max_tokens
-        for group in self.groups:
-            end = min(end, group.writable_tokens(row, num_tokens, overread_tokens))
-        return end if self.groups else 0
-
-    def truncate(self, sequence: Sequence, num_tokens: int) -> None:
-        """See `Sequence.truncate`."""
-        self.check_open()
-        sequence.check_open()
-        if num_tokens > sequence.num_tokens:
-            raise ConfigError(
-                f"the sequence in row {sequence.row} holds {sequence.num_tokens} tokens, fewer "
-                f"than the {num_tokens} to keep"
-            )
-        if num_tokens and not self._keeps(sequence.row, num_tokens):
-            raise ConfigError(
-                f"cannot go back to {num_tokens} tokens: a sliding-window layer has let go of "
-                "what they would see (set keeps_past before appending)"
-            )
-        if not num_tokens:
-            self._begin_anew(sequence.row)
-        with self.pool.lock:
-            self.prefixes.truncate(sequence.row, num_tokens)
-        sequence.num_tokens = num_tokens
 
     # ---- from elsewhere -------------------------------------------------------------------
 
@@ -246,7 +304,7 @@ class KVCache(RowedCache):
 
         Cost: about 1 s per GiB, for the checksum; then a copy.
         """
-        return load(self, path, tenant)
+        return self._restored(*load(self, path, tenant), tenant)
 
     def import_prefix(
         self,
@@ -279,9 +337,10 @@ class KVCache(RowedCache):
 
         Cost: some 100 µs for each extent on a GPU; no copy.
         """
-        return import_prefix(
+        row, num_tokens, token_ids = import_prefix(
             self, socket_path, tenant=tenant, allowed_uids=allowed_uids, timeout_s=timeout_s
         )
+        return self._restored(row, num_tokens, token_ids, tenant)
 
     # ---- memory ---------------------------------------------------------------------------
 
@@ -294,7 +353,7 @@ class KVCache(RowedCache):
         """
         self.check_open()
         before_bytes = self.pool.available_bytes
-        self.pool.make_room(num_bytes, only=self._victims)
+        self.pool.make_room(num_bytes, only=self.victims)
         if self.pool.available_bytes < before_bytes + num_bytes:
             with self.pool.lock:
                 retire_surplus(self)
@@ -312,8 +371,8 @@ class KVCache(RowedCache):
         self.pool.reclaimer.poll()
         if num_bytes is None:
             with self.pool.lock:
-                for row in self._rows.parked():
-                    self._retire_parked(row, 0)
+                for row in self.rows.parked():
+                    self.retire_parked(row, 0)
                 retire_surplus(self)
             self.pool.reclaimer.wait()
         else:
@@ -326,9 +385,9 @@ class KVCache(RowedCache):
         """The cache now. Cost: proportional to its rows."""
         lengths = {
             row: sequence.num_tokens if sequence.is_resident else 0
-            for row, sequence in self._sequences.items()
+            for row, sequence in self.live.items()
         }
-        parked = list(self._rows.parked())
+        parked = list(self.rows.parked())
         return collect_stats(self.pool, self.groups, lengths, parked, self.prefixes, self.sharing)
 
     def check(self) -> None:
@@ -343,8 +402,7 @@ class KVCache(RowedCache):
 
     def retire_behind_windows(self, sequences: Iterable[Sequence] | None = None) -> None:
         """Retire what no later query of these sequences (or all) can see."""
-        for group, row, num_tokens in behind_windows(self, sequences):
-            group.retire_front(row, num_tokens, self.pool.reclaimer.new_fence())
+        retire_behind_windows(self, sequences)
 
     # ---- end ------------------------------------------------------------------------------
 
@@ -357,13 +415,13 @@ class KVCache(RowedCache):
         if self.is_closed:
             return
         # A failing driver call stops this, and another `close` goes on from there.
-        for sequence in self._sequences.values():
+        for sequence in self.sequences:
             sequence.is_closed = True
-            self._drop_swapped(sequence)
-        self._sequences.clear()
-        self._layers.clear()
-        self.pool.pressure.remove_source(self._victims)
-        self._end_side_stream()
+            sequence.drop_host_copy()
+        self.live.clear()
+        self.places.clear()
+        self.pool.pressure.remove_source(self.victims)
+        self.end_side_stream()
         while self.groups:
             self.groups[-1].close()
             self.groups.pop()

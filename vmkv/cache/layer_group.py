@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -59,16 +60,19 @@ class LayerGroup:
             self.largest_class = largest_class_for_window(window_pages, pool.largest_class)
 
     @property
-    def layout(self) -> tuple[object, ...]:
-        """What two groups must agree on to map each other's extents."""
-        geometry = self.geometry
-        return (
-            geometry.num_layers,
-            geometry.shape,
-            geometry.page_bytes,
-            self.dtype,
-            self.window_tokens,
-        )
+    def layout(self) -> dict[str, Any]:
+        """What two groups must agree on to read each other's token rows, as plain values."""
+        shape = self.geometry.shape
+        return {
+            "num_layers": self.geometry.num_layers,
+            "num_k_heads": shape.num_k_heads,
+            "k_dim": shape.k_dim,
+            "num_v_heads": shape.num_v_heads,
+            "v_dim": shape.v_dim,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "window_tokens": self.window_tokens,
+            "token_bytes": self.geometry.token_bytes,
+        }
 
     @property
     def views(self) -> GroupViews:
@@ -196,10 +200,17 @@ class LayerGroup:
 
     def first_needed_page(self, num_tokens: int) -> int:
         """The first page of a row that a query at `num_tokens` or later can make a kernel read."""
-        if self.window_tokens is None:
-            return 0
-        first_seen = num_tokens - self.window_tokens + 1
-        return self.geometry.whole_pages_below(max(0, first_seen - _UNDERREAD_TOKENS))
+        first_read = self.first_seen_token(num_tokens) - _UNDERREAD_TOKENS
+        return self.geometry.whole_pages_below(max(0, first_read))
+
+    def first_seen_token(self, num_tokens: int) -> int:
+        """The first token that a query at position `num_tokens` sees."""
+        return 0 if self.window_tokens is None else max(0, num_tokens - self.window_tokens + 1)
+
+    def first_kept_token(self, row: int, num_tokens: int) -> int:
+        """The first token of `row` that a query at `num_tokens` or later can make a kernel read."""
+        first_token = self.first_token_at(self.first_needed_page(num_tokens))
+        return max(first_token, self.first_written(row))
 
     def first_kept_page(self, row: int, num_tokens: int, *, keeps_past: bool) -> int:
         """The first page of what goes with `row` where another takes over its `num_tokens` tokens.

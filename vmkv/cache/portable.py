@@ -8,46 +8,27 @@ compares before anything is taken.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import ConfigError
-from .layer_group import LayerGroup
-
-if TYPE_CHECKING:
-    from .rowed import RowedCache
+from .row_space import RowSpace
 
 
-def describe_groups(cache: RowedCache) -> list[dict[str, Any]]:
-    """How the cache lays its layers out, as plain values: one entry for each group, in order."""
-    members: dict[int, list[list[int]]] = {id(group): [] for group in cache.groups}
-    for layer in cache.layers:
-        group, at = cache.place(layer)
-        members[id(group)].append([at, layer])
-    return [_describe(group, sorted(members[id(group)])) for group in cache.groups]
+def describe_groups(space: RowSpace) -> list[dict[str, Any]]:
+    """How layers are laid out, as plain values: one entry for each group, in order."""
+    return [
+        {"places_and_layers": [list(each) for each in space.members(group)], **group.layout}
+        for group in space.groups
+    ]
 
 
-def _describe(group: LayerGroup, members: list[list[int]]) -> dict[str, Any]:
-    geometry = group.geometry
-    return {
-        "places_and_layers": members,
-        "num_layers": geometry.num_layers,
-        "num_k_heads": geometry.shape.num_k_heads,
-        "k_dim": geometry.shape.k_dim,
-        "num_v_heads": geometry.shape.num_v_heads,
-        "v_dim": geometry.shape.v_dim,
-        "dtype": str(group.dtype).removeprefix("torch."),
-        "window_tokens": group.window_tokens,
-        "token_bytes": geometry.token_bytes,
-    }
-
-
-def check_groups(cache: RowedCache, theirs: Sequence[Mapping[str, Any]], where: str) -> None:
+def check_groups(space: RowSpace, theirs: Sequence[Mapping[str, Any]], where: str) -> None:
     """Compare the groups that `where` describes with those of the cache.
 
     Raises:
         ConfigError: They differ; it says in what.
     """
-    mine = describe_groups(cache)
+    mine = describe_groups(space)
     if not mine:
         raise ConfigError(f"this cache has no layers yet; add those of {where} first")
     if len(mine) != len(theirs):
@@ -64,29 +45,13 @@ def check_groups(cache: RowedCache, theirs: Sequence[Mapping[str, Any]], where: 
                 )
 
 
-def check_length(cache: RowedCache, num_tokens: int, where: str) -> None:
+def check_length(space: RowSpace, num_tokens: int, where: str) -> None:
     """Raise `ConfigError` unless rows of the cache hold `num_tokens` tokens."""
-    if num_tokens > cache.max_tokens:
+    if num_tokens > space.max_tokens:
         raise ConfigError(
             f"{where} holds {num_tokens} tokens, and rows of this cache end at "
-            f"max_tokens={cache.max_tokens}: make it with a larger one"
+            f"max_tokens={space.max_tokens}: make it with a larger one"
         )
-
-
-def first_kept_token(group: LayerGroup, row: int, num_tokens: int) -> int:
-    """The first token of `row` that goes with it: whatever a query after `num_tokens` can read."""
-    first_token = group.first_token_at(group.first_needed_page(num_tokens))
-    return max(first_token, group.first_written(row))
-
-
-def note_first_kept_token(group: LayerGroup, row: int, token: int) -> None:
-    """`row` was filled from `token` on; what is mapped before it was never written."""
-    group.begin_row(row, token)
-
-
-def first_seen_token(group: LayerGroup, num_tokens: int) -> int:
-    """The first token that a query at position `num_tokens` sees."""
-    return 0 if group.window_tokens is None else max(0, num_tokens - group.window_tokens + 1)
 
 
 # ---- a stranger's claims ------------------------------------------------------------------

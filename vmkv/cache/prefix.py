@@ -101,7 +101,7 @@ class PrefixIndex:
     """From prompts to rows.
 
     Who holds a block is listed by whether it is parked, live, or away: swapped out, or a window
-    has let go of what a sequence that begins there would see. So to find one of a kind costs the
+    no longer holds what a sequence that begins there would see. So to find one of a kind costs the
     same however many there are.
 
     Attributes:

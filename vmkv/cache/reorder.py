@@ -8,9 +8,7 @@ because a row may be read and overwritten at once.
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from collections.abc import Mapping as Mapping_
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -20,56 +18,50 @@ from ..memory import Mapping, RowChange, change, make_writable, size_classes
 from ..units import Address
 from .cost import CostModel
 from .layer_group import LayerGroup
-from .stats import SharingStats
-
-if TYPE_CHECKING:
-    from .rowed import RowedCache
-    from .sequence import Sequence as Beam
+from .row_space import LiveRow, RowSpace
 
 
-@dataclass(frozen=True)
-class Move:
-    """What one row takes from another in one group.
+def reorder(space: RowSpace, beams: Sequence[LiveRow], sources: Sequence[int]) -> None:
+    """See `KVCache.reorder`."""
+    space.check_open()
+    _check_beams(space, beams, sources)
+    rows = [(beams[source].row, beam.row) for source, beam in zip(sources, beams, strict=True)]
+    rows = [(source, target) for source, target in rows if source != target]
+    if not rows or not beams[0].num_tokens:
+        return
+    space.note_stream()
+    pool, stream, num_tokens = space.pool, space.current_stream(), beams[0].num_tokens
+    tenants = {beam.row: beam.tenant for beam in beams}
+    moves = [
+        move for group in space.groups for move in _plan(space, group, rows, num_tokens, tenants)
+    ]
+    changes = [move.change for move in moves if move.change is not None]
+    with change(pool, changes, reads=[read for move in moves for read in move.reads]) as made:
+        # Torch's allocator keeps the buffer for this stream until the copies are through.
+        copies, _buffer = _through_buffer(space, moves, stream)
+        for move in moves:
+            make_writable(move.group.table, move.target, move.readonly)
+        made.map(stream)
+        try:
+            made.fill(stream, copies)
+        except BaseException:
+            with pool.lock:  # The targets hold neither what they held nor all of the other.
+                for _, target in rows:
+                    space.prefixes.truncate(target)
+            raise
+    with pool.lock:
+        records = [(source, target, tenants[target]) for source, target in rows]
+        space.prefixes.copy(records, num_tokens)
+    for group in space.groups:
+        group.note_taken_over(rows, num_tokens, keeps_past=space.keeps_past)
+    aliased = [mapping.extent for each in changes for mapping in each.again]
+    space.sharing.aliased_bytes += sum(extent.num_bytes for extent in aliased)
+    space.sharing.copied_bytes += sum(move.copied_bytes for move in moves)
 
-    Attributes:
-        group: The group.
-        source: The row to take from.
-        target: The row that takes.
-        part: How the target's mappings change; None where they stay.
-        readonly: Mappings of the target that stay, and must become writable.
-        copy_first_page: From where on contents are copied.
-        copied_bytes: How many.
-    """
 
-    group: LayerGroup
-    source: int
-    target: int
-    part: RowChange | None
-    readonly: Sequence[Mapping]
-    copy_first_page: int
-    copied_bytes: int
-
-    def address(self, row: int) -> Address:
-        """Where the copied bytes start in `row`."""
-        return self.group.table.page_address(row, self.copy_first_page)
-
-    @property
-    def reads(self) -> list[Mapping]:
-        """What is copied from."""
-        table = self.group.table
-        return table.overlapping(self.source, self.copy_first_page, table.row_pages)
-
-
-def check_beams(cache: RowedCache, beams: Sequence[Beam], sources: Sequence[int]) -> None:
-    """Refuse what cannot be reordered.
-
-    Raises:
-        ConfigError: Beams of another cache or of different lengths, one twice, or sources that
-            are not indices of beams, one for each.
-        ClosedError: One has ended.
-    """
+def _check_beams(space: RowSpace, beams: Sequence[LiveRow], sources: Sequence[int]) -> None:
     for beam in beams:
-        if beam.cache is not cache:
+        if beam.cache is not space:
             raise ConfigError(f"{beam} is of another cache")
         beam.check_open()
     lengths = sorted({beam.num_tokens for beam in beams})
@@ -86,34 +78,39 @@ def check_beams(cache: RowedCache, beams: Sequence[Beam], sources: Sequence[int]
         )
 
 
-def plan_moves(
-    cache: RowedCache,
-    group: LayerGroup,
-    moves: Sequence[tuple[int, int]],
-    num_tokens: int,
-    tenants: Mapping_[int, str | None],
-) -> list[Move]:
-    """How each target row comes to hold the `num_tokens` tokens of its source.
+# ---- planning -----------------------------------------------------------------------------
 
-    Changes nothing.
 
-    Args:
-        cache: The cache: says what is mapped again and what is copied, and what is kept.
+class _Move(NamedTuple):
+    """What one row takes from another in one group.
+
+    Attributes:
         group: The group.
-        moves: `(source, target)` rows.
-        num_tokens: The length of all.
-        tenants: For whom each target row is.
+        source: The row to take from.
+        target: The row that takes.
+        change: How the target's mappings change; None where they stay.
+        readonly: Mappings of the target that stay, and must become writable.
+        copy_first_page: From where on contents are copied.
+        copied_bytes: How many.
     """
-    differences = [
-        _after_common(group, *move, num_tokens, keeps_past=cache.keeps_past) for move in moves
-    ]
-    aliased = [_to_alias(group, each, num_tokens, cache.cost_model) for each in differences]
-    # What a row gives to another it shares with it afterwards, and may not write either.
-    given = {id(mapping.extent) for mappings in aliased for mapping in mappings}
-    return [
-        _plan_move(group, *move, num_tokens, tenants[move[1]], each, its, given)
-        for move, each, its in zip(moves, differences, aliased, strict=True)
-    ]
+
+    group: LayerGroup
+    source: int
+    target: int
+    change: RowChange | None
+    readonly: Sequence[Mapping]
+    copy_first_page: int
+    copied_bytes: int
+
+    def address(self, row: int) -> Address:
+        """Where the copied bytes start in `row`."""
+        return self.group.table.page_address(row, self.copy_first_page)
+
+    @property
+    def reads(self) -> list[Mapping]:
+        """What is copied from."""
+        table = self.group.table
+        return table.overlapping(self.source, self.copy_first_page, table.row_pages)
 
 
 class _Difference(NamedTuple):
@@ -122,6 +119,40 @@ class _Difference(NamedTuple):
     page: int
     theirs: Sequence[Mapping]
     mine: Sequence[Mapping]
+
+
+def _plan(
+    space: RowSpace,
+    group: LayerGroup,
+    rows: Sequence[tuple[int, int]],
+    num_tokens: int,
+    tenants: dict[int, str | None],
+) -> list[_Move]:
+    """How each target comes to hold what its source does, of `num_tokens` both."""
+    differences = [
+        _after_common(group, *each, num_tokens, keeps_past=space.keeps_past) for each in rows
+    ]
+    aliased = [_to_alias(group, each, num_tokens, space.cost_model) for each in differences]
+    # What a row gives to another it shares with it afterwards, and may not write either.
+    given = {id(mapping.extent) for mappings in aliased for mapping in mappings}
+    return [
+        _plan_move(group, *each, num_tokens, tenants[each[1]], difference, its, given)
+        for each, difference, its in zip(rows, differences, aliased, strict=True)
+    ]
+
+
+def _after_common(
+    group: LayerGroup, source: int, target: int, num_tokens: int, *, keeps_past: bool
+) -> _Difference:
+    theirs = list(group.table.rows[source].mappings)
+    mine = list(group.table.rows[target].mappings)
+    page = group.first_common_page(source, target, num_tokens, keeps_past=keeps_past)
+    at = 0
+    for their, my in zip(theirs, mine, strict=False):
+        if their.extent is not my.extent or their.first_page != my.first_page:
+            break
+        at, page = at + 1, max(page, their.end_page)
+    return _Difference(page, theirs[at:], mine[at:])
 
 
 def _to_alias(
@@ -150,125 +181,57 @@ def _plan_move(
     difference: _Difference,
     aliased: Sequence[Mapping],
     given: Container[int],
-) -> Move:
+) -> _Move:
     table, geometry = group.table, group.geometry
     page, _, mine = difference
     page = aliased[-1].end_page if aliased else page
     behind = [mapping for mapping in mine if mapping.end_page > page]
     # What is copied into must be the target's own.
     shared = [each for each in behind if each.extent.is_shared or id(each.extent) in given]
-    part = None
+    exchange = None
     if aliased or shared:
         first_page = aliased[0].first_page if aliased else shared[0].first_page
         old = table.overlapping(target, first_page, shared[-1].end_page if shared else page)
         fresh_page = aliased[-1].end_page if aliased else first_page
         classes = tuple(size_classes(old[-1].end_page - fresh_page, group.largest_class))
         origin = (table, source)
-        part = RowChange(table, target, first_page, classes, tenant, aliased, origin, old)
+        exchange = RowChange(table, target, first_page, classes, tenant, aliased, origin, old)
         behind = [each for each in behind if each not in old]
         if not aliased:
             page = min(page, max(fresh_page, table.rows[source].first_page))
-    return Move(
+    return _Move(
         group,
         source,
         target,
-        part,
+        exchange,
         [each for each in behind if each.access is Access.READ],
         page,
         max(0, num_tokens * geometry.token_bytes - page * geometry.page_bytes),
     )
 
 
-def _after_common(
-    group: LayerGroup, source: int, target: int, num_tokens: int, *, keeps_past: bool
-) -> _Difference:
-    theirs = list(group.table.rows[source].mappings)
-    mine = list(group.table.rows[target].mappings)
-    page = group.first_common_page(source, target, num_tokens, keeps_past=keeps_past)
-    at = 0
-    for their, my in zip(theirs, mine, strict=False):
-        if their.extent is not my.extent or their.first_page != my.first_page:
-            break
-        at, page = at + 1, max(page, their.end_page)
-    return _Difference(page, theirs[at:], mine[at:])
+def _through_buffer(
+    space: RowSpace, moves: Sequence[_Move], stream: int
+) -> tuple[list[CopyOp], torch.Tensor | None]:
+    """Save what will be overwritten before it is read.
 
-
-def reorder(
-    cache: RowedCache,
-    moves: Sequence[tuple[int, int]],
-    num_tokens: int,
-    tenants: dict[int, str | None],
-    sharing: SharingStats,
-) -> None:
-    """Give each target row what its source row holds now.
-
-    Args:
-        cache: The cache.
-        moves: `(source, target)` rows, each target once; all live and `num_tokens` long.
-        num_tokens: Their length.
-        tenants: For whom each target row is.
-        sharing: Counts what was aliased and copied.
-
-    Raises:
-        OutOfPagesError: Nothing changed.
-        DriverError: Nothing changed, unless a copy failed: then the targets' tails are undefined,
-            and nothing of them is recorded.
-
-    Cost: copies on the current stream; where extents are exchanged, a wait for the device.
+    Returns the copies to make afterwards, and the buffer, which lives until they are submitted.
     """
-    pool, stream = cache.pool, cache.current_stream()
-    plans = [
-        plan
-        for group in cache.groups
-        for plan in plan_moves(cache, group, moves, num_tokens, tenants)
-    ]
-    parts = [plan.part for plan in plans if plan.part is not None]
-    with change(pool, parts, reads=[read for plan in plans for read in plan.reads]) as made:
-        copies = _through_buffer(cache, plans, stream)
-        for plan in plans:
-            make_writable(plan.group.table, plan.target, plan.readonly)
-        made.map(stream)
-        try:
-            made.fill(stream, copies.second_half)
-        except BaseException:
-            with pool.lock:  # The targets hold neither what they held nor all of the other.
-                for _, target in moves:
-                    cache.prefixes.truncate(target)
-            raise
-    with pool.lock:
-        records = [(source, target, tenants[target]) for source, target in moves]
-        cache.prefixes.copy(records, num_tokens)
-    for group in cache.groups:
-        group.note_taken_over(moves, num_tokens, keeps_past=cache.keeps_past)
-    aliased = [mapping.extent for part in parts for mapping in part.again]
-    sharing.aliased_bytes += sum(extent.num_bytes for extent in aliased)
-    sharing.copied_bytes += sum(plan.copied_bytes for plan in plans)
-
-
-@dataclass(frozen=True)
-class _Copies:
-    second_half: list[CopyOp]
-    buffer: torch.Tensor | None  # Lives until the copies are submitted.
-
-
-def _through_buffer(cache: RowedCache, plans: Sequence[Move], stream: int) -> _Copies:
-    """Save what will be overwritten before it is read; returns the copies to make afterwards."""
-    targets = {plan.target for plan in plans}
-    num_bytes = sum(plan.copied_bytes for plan in plans if plan.source in targets)
+    targets = {move.target for move in moves}
+    num_bytes = sum(move.copied_bytes for move in moves if move.source in targets)
     buffer = None
     if num_bytes:
-        # Torch's allocator keeps the buffer for this stream until the copies are through.
-        buffer = torch.empty(num_bytes, dtype=torch.uint8, device=cache.device)
+        buffer = torch.empty(num_bytes, dtype=torch.uint8, device=space.device)
     at = Address(buffer.data_ptr() if buffer is not None else 0)
     saves, copies = [], []
-    for plan in plans:
-        if not plan.copied_bytes:
+    for move in moves:
+        if not move.copied_bytes:
             continue
-        source = plan.address(plan.source)
-        if plan.source in targets:
-            saves.append(CopyOp(at, source, plan.copied_bytes))
+        source = move.address(move.source)
+        if move.source in targets:
+            saves.append(CopyOp(at, source, move.copied_bytes))
             source = at
-            at = Address(at + plan.copied_bytes)
-        copies.append(CopyOp(plan.address(plan.target), source, plan.copied_bytes))
-    cache.pool.backend.copy_many(saves, stream)
-    return _Copies(copies, buffer)
+            at = Address(at + move.copied_bytes)
+        copies.append(CopyOp(move.address(move.target), source, move.copied_bytes))
+    space.pool.backend.copy_many(saves, stream)
+    return copies, buffer

@@ -52,7 +52,7 @@ class Rows:
         self,
         num_tokens: int,
         adoptable_tokens: Callable[[int], int],
-        has_prefix: Callable[[int], bool] = lambda row: False,
+        has_prefix: Callable[[int], int | bool] = lambda row: False,
     ) -> int:
         """The row for a sequence of about `num_tokens` that starts from nothing, not taken yet.
 

@@ -69,26 +69,28 @@ def write(
 
 
 def _header(description: str, tensors: Sequence[StoredTensor], digests: Mapping[str, str]) -> bytes:
-    entries: dict[str, Any] = {
-        "__metadata__": {
-            "format": _FORMAT,
-            "version": _VERSION,
-            "sequence": description,
-            "blake2b": json.dumps(digests),
-        }
+    metadata = {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "sequence": description,
+        "blake2b": json.dumps(digests),
     }
-    start = 0
-    for tensor in tensors:
-        offsets = [start, start + tensor.num_bytes]
-        entries[tensor.name] = {
-            "dtype": tensor.dtype,
-            "shape": tensor.shape,
-            "data_offsets": offsets,
-        }
-        start = offsets[1]
-    text = json.dumps(entries).encode()
+    text = json.dumps({"__metadata__": metadata, **_entries(tensors)}).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
+
+
+def _entries(tensors: Sequence[StoredTensor]) -> dict[str, Any]:
+    """What the header says of tensors that follow one another."""
+    entries, end = {}, 0
+    for tensor in tensors:
+        start, end = end, end + tensor.num_bytes
+        entries[tensor.name] = {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+    return entries
 
 
 def digest_of(text: str) -> str:
@@ -109,7 +111,6 @@ class SavedFile:
 
     Attributes:
         description: What `write` was given, parsed.
-        names: Those of its tensors.
 
     Raises:
         ConfigError: It is truncated, or of another kind or version, or its description has another
@@ -118,25 +119,22 @@ class SavedFile:
 
     def __init__(self, file: IO[bytes], where: str):
         self._file, self._where = file, where
-        entries = self._read_header()
-        metadata = Claims(entries.pop("__metadata__", {}), where)
+        self._entries = self._read_header()
+        metadata = Claims(self._entries.pop("__metadata__", {}), where)
         self._check_kind(metadata.values)
         self._digests = Claims(self._parsed(metadata.text("blake2b")), where)
         text = metadata.text("sequence")
         self._check_digest("sequence", digest_of(text))
         self.description = Claims(self._parsed(text), where)
-        self.names = frozenset(entries)
-        self._entries = {name: Claims(entry, where) for name, entry in entries.items()}
-        self._check_extents()
 
     def _read_header(self) -> dict[str, Any]:
         prefix = bytearray(8)
         self._read(memoryview(prefix), 0)
         num_bytes = int.from_bytes(prefix, "little")
-        self._data_bytes = os.fstat(self._file.fileno()).st_size - 8 - num_bytes
+        self._data_start = 8 + num_bytes
+        self._data_bytes = os.fstat(self._file.fileno()).st_size - self._data_start
         if num_bytes > _HEADER_BYTES_MAX or self._data_bytes < 0:
             raise self._truncated()
-        self._data_start = 8 + num_bytes
         header = bytearray(num_bytes)
         self._read(memoryview(header), 8)
         entries = self._parsed(header)
@@ -154,52 +152,41 @@ class SavedFile:
                 "with the vmkv that wrote it"
             )
 
-    def _check_extents(self) -> None:
-        """Tensors follow one another without a hole, from the header to the end of the file."""
-        end = 0
-        for start, next_end in sorted(map(self._offsets, self._entries)):
-            if start != end:
-                raise self._truncated()
-            end = next_end
-        if end != self._data_bytes:
-            raise self._truncated()
+    def num_items(self, name: str) -> int:
+        """How long a tensor of one dimension is said to be."""
+        claims = Claims(self._entries.get(name), self._where)
+        return sum(claims.integers("shape", 0, 1 << 31, at_most=1))
 
-    def _offsets(self, name: str) -> tuple[int, int]:
-        offsets = self._entries[name].integers("data_offsets", 0, self._data_bytes, at_most=2)
-        if len(offsets) != 2:
-            raise self._truncated()
-        return offsets[0], offsets[1]
+    def check(self, tensors: Sequence[StoredTensor]) -> None:
+        """Raise `ConfigError` unless the file consists of these, as `write` puts them.
 
-    def shape(self, name: str) -> list[int]:
-        """What the file says that the shape of a tensor is."""
-        return self._entries[name].integers("shape", 0, 1 << 62, at_most=8)
-
-    def check(self, tensor: StoredTensor) -> None:
-        """Raise `ConfigError` unless the tensor of that name is of that type and shape.
-
-        And unless it has a checksum, with which `read` will compare it.
+        And unless each has a checksum, with which `read` will compare it.
         """
-        self._digests.text(tensor.name)
-        dtype, shape = self._entries[tensor.name].text("dtype"), self.shape(tensor.name)
-        start, end = self._offsets(tensor.name)
-        wanted = (tensor.dtype, list(tensor.shape), tensor.num_bytes)
-        if (dtype, shape, end - start) != wanted:
+        if self._data_bytes != sum(tensor.num_bytes for tensor in tensors):
+            raise self._truncated()
+        wanted = _entries(tensors)
+        if self._entries != wanted:
+            differing = {name for name in wanted if self._entries.get(name) != wanted[name]}
+            what = ", ".join(sorted(differing or self._entries.keys() - wanted.keys()))
             raise ConfigError(
-                f"{self._where}: {tensor.name} is {dtype} {shape}, not {tensor.dtype} "
-                f"{list(tensor.shape)}; save the sequence again"
+                f"{self._where} has other tensors than its description says ({what}); save the "
+                "sequence again"
             )
+        for tensor in tensors:
+            self._digests.text(tensor.name)
 
     def read(self, name: str, buffer: memoryview) -> Iterator[int]:
         """Bring a tensor into `buffer`, a part at a time; yields how many bytes of it are used.
 
-        Nothing of it is to be believed before the iterator has ended.
+        For those that `check` has found to be there. Nothing of it is to be believed before the
+        iterator has ended.
 
         Raises:
             ConfigError: It has another checksum than when it was written; or the file has become
                 shorter meanwhile.
         """
         digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
-        start, end = self._offsets(name)
+        start, end = self._entries[name]["data_offsets"]
         for at in range(start, end, max(1, len(buffer))):
             part = buffer[: end - at]
             self._read(part, self._data_start + at)

@@ -5,17 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Collection
 from collections.abc import Sequence as List_
-from typing import TYPE_CHECKING
 
 import torch
 
 from ..errors import ClosedError, ConfigError
 from .disk import save
+from .forking import fork
+from .growing import grow
 from .process import PrefixExporter
-
-if TYPE_CHECKING:
-    from .kv_cache import KVCache
-    from .swap import Swapped, Transfer
+from .row_space import RowSpace
+from .spill import drop_spilled, spill, unspill
+from .swap import Swapped, Transfer, begin_swap_out, drop_swapped, swap_in
 
 
 class Sequence:
@@ -29,19 +29,17 @@ class Sequence:
         num_tokens: How many tokens it holds.
         num_cached_tokens: How many of them were there when it began (a prefix hit).
         tenant: Whose it is.
-        swapped: Where its memory is while it is swapped out, else None.
-        transfer: Its way there, while it is moving, else None.
     """
 
-    def __init__(self, cache: KVCache, row: int, num_tokens: int, tenant: str | None):
+    def __init__(self, cache: RowSpace, row: int, num_tokens: int, tenant: str | None):
         self.cache = cache
         self.row = row
         self.num_tokens = num_tokens
         self.num_cached_tokens = 0
         self.tenant = tenant
-        self.swapped: Swapped | None = None
-        self.transfer: Transfer | None = None
+        self._transfer: Transfer | None = None  # The last one, until it came back.
         self.is_closed = False
+        cache.live[row] = self
 
     def append(self, num_tokens: int) -> None:
         """Make room for `num_tokens` more tokens; the caller then writes their keys and values.
@@ -60,7 +58,7 @@ class Sequence:
             access call per extent.
         Ordering: host-synchronous; safe while kernels read earlier tokens.
         """
-        self.cache.grow([(self, self.num_tokens + _checked(num_tokens))])
+        grow(self.cache, [(self, self.num_tokens + _checked(num_tokens))])
 
     def truncate(self, num_tokens: int) -> None:
         """Forget all but the first `num_tokens` tokens; their memory stays for new ones.
@@ -70,7 +68,23 @@ class Sequence:
                 sliding-window layer. The sequence is unchanged.
             ClosedError: The sequence or its cache is closed.
         """
-        self.cache.truncate(self, _checked(num_tokens))
+        self.cache.check_open()
+        self.check_open()
+        if _checked(num_tokens) > self.num_tokens:
+            raise ConfigError(
+                f"the sequence in row {self.row} holds {self.num_tokens} tokens, fewer than the "
+                f"{num_tokens} to keep"
+            )
+        if num_tokens and not self.cache.keeps(self.row, num_tokens):
+            raise ConfigError(
+                f"cannot go back to {num_tokens} tokens: a sliding-window layer no longer "
+                "holds what they would see (set keeps_past before appending)"
+            )
+        if not num_tokens:
+            self.cache.begin_anew(self.row)
+        with self.cache.pool.lock:
+            self.cache.prefixes.truncate(self.row, num_tokens)
+        self.num_tokens = num_tokens
 
     def fork(self, num_tokens: int | None = None) -> Sequence:
         """A second sequence that begins with the first `num_tokens` tokens of this one (or all).
@@ -79,8 +93,8 @@ class Sequence:
         on, and end, on their own; both stay contiguous. Tokens recorded here are recorded there.
 
         Raises:
-            ConfigError: There are fewer tokens, or a sliding-window layer has let go of what the
-                fork would see.
+            ConfigError: There are fewer tokens, or a sliding-window layer no longer holds what
+                the fork would see.
             OutOfPagesError, OutOfAddressSpaceError: No memory for the tail, or no row.
             ClosedError: The sequence or its cache is closed.
             DriverError: The driver failed.
@@ -89,9 +103,8 @@ class Sequence:
         Cost: one mapping per shared extent (35 µs on an H200), and a copy of at most an extent.
         Ordering: behind what the current stream and others were given so far.
         """
-        return self.cache.fork(
-            self, self.num_tokens if num_tokens is None else _checked(num_tokens)
-        )
+        num_tokens = self.num_tokens if num_tokens is None else _checked(num_tokens)
+        return Sequence(self.cache, fork(self.cache, self, num_tokens), num_tokens, self.tenant)
 
     def record(self, token_ids: List_[int]) -> None:
         """Say which tokens have been appended and computed, so that others can begin with them.
@@ -105,7 +118,15 @@ class Sequence:
         Cost: about 1 µs per 16 tokens.
         """
         self.check_open()
-        self.cache.record(self, token_ids)
+        prefixes = self.cache.prefixes
+        with self.cache.pool.lock:
+            recorded = prefixes.num_recorded(self.row)
+            if recorded + len(token_ids) > self.num_tokens:
+                raise ConfigError(
+                    f"{self} cannot have {len(token_ids)} tokens recorded after {recorded}: "
+                    "append first"
+                )
+            prefixes.record(self.row, token_ids, self.tenant)
 
     # ---- host memory ----------------------------------------------------------------------
 
@@ -118,7 +139,7 @@ class Sequence:
         Args:
             wait: Return when the device memory is free. Otherwise return a `Transfer`, whose
                 `finish` frees it and whose `cancel` takes everything back. Where memory is short,
-                what is moving is let go before anything else gives way.
+                what is moving leaves before anything else gives way.
 
         Raises:
             ConfigError: It is swapped out, or moving, already.
@@ -131,7 +152,10 @@ class Sequence:
         Ordering: behind what the current stream was given so far, beside what it is given next.
         """
         self.check_open()
-        return self.cache.swap_out(self, wait)
+        transfer = self._transfer = begin_swap_out(self)
+        if wait:
+            transfer.finish()
+        return self.transfer
 
     def swap_in(self) -> None:
         """Bring the sequence back, to the same addresses. Nothing happens if it is resident.
@@ -145,9 +169,12 @@ class Sequence:
 
         Ordering: what the current stream is given next waits for the copies; the caller does not.
         """
-        if self.is_closed:
-            raise ClosedError(f"the sequence in row {self.row} is closed")
-        self.cache.swap_in(self)
+        self._check_not_closed()
+        if self._transfer is not None:
+            self._transfer.stay()
+        if self.swapped is not None:
+            swap_in(self.cache, self.swapped, self.tenant)
+        self._transfer = None
 
     def spill(self, num_bytes: int) -> int:
         """Move the oldest extents to host memory, `num_bytes` at least, where kernels read them.
@@ -166,12 +193,12 @@ class Sequence:
         Cost: a copy over the bus and a wait for the device.
         """
         self.check_open()
-        return self.cache.spill(self, _checked(num_bytes))
+        return spill(self, _checked(num_bytes))
 
     def unspill(self) -> int:
         """Bring back what was spilled; returns the bytes moved. Raises what `spill` does."""
         self.check_open()
-        return self.cache.unspill(self)
+        return unspill(self)
 
     # ---- other processes ------------------------------------------------------------------
 
@@ -189,7 +216,8 @@ class Sequence:
         Cost: about 1 s per GiB, for the checksum and the disk; 1 MiB of memory.
         Ordering: behind what the current stream and others were given so far; host-synchronous.
         """
-        save(self, path)
+        self._check_not_closed()
+        save(self, self.swapped, path)
 
     def export(
         self,
@@ -230,12 +258,25 @@ class Sequence:
     @property
     def is_resident(self) -> bool:
         """Whether kernels can read it: neither swapped out nor moving."""
-        return self.swapped is None and self.transfer is None
+        last = self._transfer
+        return last is None or not (last.is_moving or last.has_left)
+
+    @property
+    def transfer(self) -> Transfer | None:
+        """Its way to the host, while it is moving, else None."""
+        last = self._transfer
+        return last if last is not None and last.is_moving else None
+
+    @property
+    def swapped(self) -> Swapped | None:
+        """Where its memory is while it is swapped out, else None."""
+        last = self._transfer
+        return last.swapped if last is not None and last.has_left else None
 
     def first_token(self, layer: int) -> int:
         """The first token of `layer` that is there; `num_tokens` if none is.
 
-        0 but for sliding-window layers, which let go of what no query will see. What lies before
+        0 but for sliding-window layers, which drop what no query will see. What lies before
         has no memory: a kernel that is told the window does not touch it, and nobody else may.
 
         Raises:
@@ -265,14 +306,29 @@ class Sequence:
     def close(self) -> None:
         """End the sequence; its row is parked for the next one. Idempotent. No driver call."""
         if not self.is_closed:
-            self.cache.park(self)
+            with self.cache.pool.lock:
+                self.drop_host_copy()
+                drop_spilled(self.cache, self.row)
+                self.cache.park(self.row)
+            self.is_closed = True
+
+    def drop_host_copy(self) -> None:
+        """Give up what is in host memory, or on its way there; for a sequence that ends."""
+        if self._transfer is not None:
+            self._transfer.stay()
+        if self.swapped is not None:
+            drop_swapped(self.cache, self.swapped)
+        self._transfer = None
 
     def check_open(self) -> None:
         """Raise `ClosedError` if the sequence has ended, `ConfigError` if it is swapped out."""
-        if self.is_closed:
-            raise ClosedError(f"the sequence in row {self.row} is closed")
+        self._check_not_closed()
         if not self.is_resident:
             raise ConfigError(f"the sequence in row {self.row} is swapped out; swap_in() first")
+
+    def _check_not_closed(self) -> None:
+        if self.is_closed:
+            raise ClosedError(f"the sequence in row {self.row} is closed")
 
     def __repr__(self) -> str:
         state = "closed" if self.is_closed else f"{self.num_tokens} tokens"

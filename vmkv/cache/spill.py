@@ -8,87 +8,79 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 from ..backend import MemoryLocation
 from ..memory import Mapping, RowChange, change
 from .layer_group import LayerGroup
+from .row_space import LiveRow, RowSpace
 
-if TYPE_CHECKING:
-    from .layered import LayeredCache
-
-Chosen = Sequence[tuple[LayerGroup, Mapping]]
+_Chosen = Sequence[tuple[LayerGroup, Mapping]]
 
 
-def oldest(
-    groups: Sequence[LayerGroup], row: int, num_tokens: int, num_bytes: int
-) -> list[tuple[LayerGroup, Mapping]]:
-    """The first extents of a row, in device memory and its own, that make up `num_bytes`.
-
-    Extents that are still written to, beyond the last full page of `num_tokens`, are left out.
-    """
-    found = sorted(
-        (
-            (group.token_at(mapping.first_page), at, group, mapping)
-            for at, group in enumerate(groups)
-            for mapping in group.table.rows[row].mappings
-            if mapping.extent.location is MemoryLocation.DEVICE
-            and not mapping.extent.is_shared
-            and mapping.end_page <= group.geometry.whole_pages_below(num_tokens)
-        ),
-        key=lambda each: each[:2],
-    )
+def spill(sequence: LiveRow, num_bytes: int) -> int:
+    """See `Sequence.spill`."""
+    space, row = sequence.cache, sequence.row
+    # Extents that are still written to, beyond the last full page, stay.
+    found = [
+        (group, mapping)
+        for group, mapping in _own(space, row, MemoryLocation.DEVICE)
+        if mapping.end_page <= group.geometry.whole_pages_below(sequence.num_tokens)
+    ]
+    found.sort(key=lambda each: each[0].token_at(each[1].first_page))
     chosen: list[tuple[LayerGroup, Mapping]] = []
     chosen_bytes = 0
-    for _, _, group, mapping in found:
+    for group, mapping in found:
         if chosen_bytes >= num_bytes:
             break
         chosen.append((group, mapping))
         chosen_bytes += mapping.extent.num_bytes
-    return chosen
+    return _relocate(space, sequence, chosen, MemoryLocation.HOST)
 
 
-def spilled(groups: Sequence[LayerGroup], row: int) -> list[tuple[LayerGroup, Mapping]]:
-    """The extents of a row that are in host memory, and its own."""
+def unspill(sequence: LiveRow) -> int:
+    """See `Sequence.unspill`."""
+    space = sequence.cache
+    spilled = _own(space, sequence.row, MemoryLocation.HOST)
+    return _relocate(space, sequence, spilled, MemoryLocation.DEVICE)
+
+
+def drop_spilled(space: RowSpace, row: int) -> None:
+    """Retire what a row that ends has in host memory, and what comes behind it. Locked."""
+    spilled = _own(space, row, MemoryLocation.HOST)
+    if spilled:
+        space.retire_from(row, min(group.token_at(each.first_page) for group, each in spilled))
+
+
+def _own(space: RowSpace, row: int, location: MemoryLocation) -> _Chosen:
+    """The extents of a row that are in memory of a location, and its own."""
     return [
         (group, mapping)
-        for group in groups
+        for group in space.groups
         for mapping in group.table.rows[row].mappings
-        if mapping.extent.location is MemoryLocation.HOST and not mapping.extent.is_shared
+        if mapping.extent.location is location and not mapping.extent.is_shared
     ]
 
 
-def relocate(
-    cache: LayeredCache, row: int, chosen: Chosen, location: MemoryLocation, tenant: object
-) -> int:
-    """Move mappings of `row` to memory of another location, in place.
-
-    Returns:
-        The bytes moved.
-
-    Raises:
-        OutOfPagesError: There is no memory left there. Nothing changed.
-        OutOfAddressSpaceError, DriverError: Nothing changed.
-
-    Cost: a copy, and a wait for the device; an unmap, a map and an access change per extent.
-    """
+def _relocate(space: RowSpace, sequence: LiveRow, chosen: _Chosen, location: MemoryLocation) -> int:
+    """Move mappings of a row to memory of another location, in place; returns the bytes moved."""
+    space.note_stream()
     if not chosen:
         return 0
-    pool, stream = cache.pool, cache.current_stream()
-    parts = [
+    changes = [
         RowChange(
             group.table,
-            row,
+            sequence.row,
             mapping.first_page,
             [mapping.extent.size_class],
-            tenant,
+            sequence.tenant,
             old=[mapping],
             kept_bytes=mapping.extent.num_bytes,
         )
         for group, mapping in chosen
     ]
-    acquire = partial(pool.acquire_or_evict, location=location)
+    acquire = partial(space.pool.acquire_or_evict, location=location)
     reads = [mapping for _, mapping in chosen]
-    with change(pool, parts, reads=reads, acquire=acquire) as made:
-        made.map(stream)
-    return sum(mapping.extent.num_bytes for mapping in reads)
+    moved_bytes = sum(mapping.extent.num_bytes for mapping in reads)
+    with change(space.pool, changes, reads=reads, acquire=acquire) as made:
+        made.map(space.current_stream())
+    return moved_bytes

@@ -9,7 +9,6 @@ from dataclasses import dataclass, fields, replace
 from ..backend import MemoryLocation
 from ..memory import Extent, ExtentPool
 from ..units import format_bytes
-from .forking import GroupFork
 from .layer_group import LayerGroup
 from .prefix import PrefixIndex
 
@@ -33,13 +32,6 @@ class SharingStats:
     copied_on_write_bytes: int = 0
     swapped_out_bytes: int = 0
     swapped_in_bytes: int = 0
-
-    def note_fork(self, forks: Sequence[GroupFork]) -> None:
-        """Count what a fork did."""
-        self.num_forks += 1
-        for each in forks:
-            self.aliased_bytes += sum(mapping.extent.num_bytes for mapping in each.part.again)
-            self.copied_bytes += sum(copy.num_bytes for copy in each.copies)
 
 
 @dataclass(frozen=True)

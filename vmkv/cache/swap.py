@@ -1,9 +1,9 @@
 """Swapping: a sequence's memory to the host and back, at the same addresses.
 
-    resident --swap_out--> moving --let_go--> swapped --swap_in--> resident
-                              '-----cancel----> resident
+    resident --swap_out--> moving --leave--> swapped --swap_in--> resident
+                              '----cancel--> resident
 
-A sequence is let go when its transfer is finished, or earlier when memory is short: its device
+A sequence leaves when its transfer is finished, or earlier when memory is short: its device
 memory is retired behind a fence that covers the copies.
 
 The copies run on a stream of their own, beside the compute stream's work: outwards behind what
@@ -16,158 +16,126 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from ..backend import Access, Fence, MemoryLocation
 from ..errors import ConfigError
 from ..memory import (
     Extent,
-    ExtentPool,
     Mapping,
     PageTable,
     Placement,
     RowChange,
+    Victim,
     change,
     size_classes,
 )
 from ..units import Address
-
-if TYPE_CHECKING:
-    from .layer_group import LayerGroup
-    from .rowed import RowedCache
-    from .sequence import Sequence as Moving
+from .layer_group import LayerGroup
+from .row_space import LiveRow, RowSpace
+from .victims import victim_of
 
 
-@dataclass(frozen=True)
-class Part:
-    """The pages of one group's row that move: a run to the end of what the sequence holds.
+class SwappedExtent(NamedTuple):
+    """What one extent of host memory holds.
 
     Attributes:
-        group: The group.
-        row: The row.
-        first_page: Where the run starts.
-        num_pages: Its length.
+        group: Of which group.
+        page: From which page of the row on.
         num_bytes: How much of it holds tokens.
+        extent: The extent.
+        staging_page: Where it is mapped meanwhile.
     """
 
     group: LayerGroup
-    row: int
-    first_page: int
-    num_pages: int
+    page: int
     num_bytes: int
-
-    @property
-    def address(self) -> Address:
-        """Where it lies."""
-        return self.group.table.page_address(self.row, self.first_page)
-
-    def mappings(self) -> list[Mapping]:
-        """What is mapped there, and behind."""
-        table = self.group.table
-        return table.overlapping(self.row, self.first_page, table.row_pages)
-
-    def wait_until_gone(self) -> None:
-        """Wait until what was retired from these pages is unmapped."""
-        end = self.group.table.page_address(self.row, self.first_page + self.num_pages)
-        self.group.pool.reclaimer.wait_for_range(self.address, end)
-
-
-def parts_to_move(
-    groups: Sequence[LayerGroup], row: int, num_tokens: int, overread_tokens: int
-) -> list[Part]:
-    """What swapping a row of `num_tokens` tokens out moves: all behind what it shares."""
-    parts = []
-    for group in groups:
-        end_tokens = min(num_tokens + overread_tokens, group.geometry.row_tokens)
-        end_page = group.geometry.pages_for(end_tokens) if num_tokens else 0
-        mappings = group.table.overlapping(row, 0, end_page)
-        own = next((each for each in mappings if not each.extent.is_shared), None)
-        if own is not None:
-            start_bytes = own.first_page * group.geometry.page_bytes
-            num_bytes = num_tokens * group.geometry.token_bytes - start_bytes
-            num_pages = end_page - own.first_page
-            parts.append(Part(group, row, own.first_page, num_pages, max(0, num_bytes)))
-    return parts
+    extent: Extent
+    staging_page: int
 
 
 @dataclass(frozen=True)
 class Swapped:
-    """Where the moved parts of a sequence are now.
+    """Where the memory of a sequence is now.
+
+    Copies go extent by extent, because mapping the next one costs less than copying this one.
 
     Attributes:
-        parts: What moved.
-        extents: Host memory that holds it, part after part, each starting on a page.
-        staging: Where that is mapped meanwhile, from the first page on, which also keeps it.
-            Granting access takes half as long as copying, so it is done once for both ways.
+        row: Its row.
+        extents: What moved: of each group a run to the end of what the sequence holds, in order.
+        staging: Where the host memory is mapped meanwhile, which also keeps it. Granting access
+            takes half as long as copying, so it is done once for both ways.
     """
 
-    parts: Sequence[Part]
-    extents: Sequence[Extent]
+    row: int
+    extents: Sequence[SwappedExtent]
     staging: PageTable
 
-    def retire(self, fence: Fence) -> None:
-        """Retire the device memory that the parts had, until `fence` has passed."""
-        for part in self.parts:
-            part.group.table.retire_back(part.row, part.first_page, fence)
+    @property
+    def num_pages(self) -> int:
+        """What comes back."""
+        return sum(each.extent.num_pages for each in self.extents)
 
     @property
     def num_bytes(self) -> int:
         """What is copied."""
-        return sum(part.num_bytes for part in self.parts)
+        return sum(each.num_bytes for each in self.extents)
 
-    def drop(self, pool: ExtentPool) -> None:
-        """Let go of the host memory, once the copies given to any stream so far are through.
+    def address(self, each: SwappedExtent) -> Address:
+        """Where what an extent holds belongs."""
+        return each.group.table.page_address(self.row, each.page)
+
+    def staged(self, each: SwappedExtent) -> Address:
+        """Where it lies meanwhile."""
+        return self.staging.page_address(0, each.staging_page)
+
+    def firsts(self) -> list[SwappedExtent]:
+        """The first extent of each group."""
+        firsts: dict[int, SwappedExtent] = {}
+        for each in self.extents:
+            firsts.setdefault(id(each.group), each)
+        return list(firsts.values())
+
+    def mappings(self) -> list[Mapping]:
+        """What is mapped where it was, and behind."""
+        return [
+            mapping
+            for group, page, *_ in self.firsts()
+            for mapping in group.table.overlapping(self.row, page, group.table.row_pages)
+        ]
+
+    def drop(self) -> None:
+        """Give the host memory up, once the copies given to any stream so far are through.
 
         Raises:
             DriverError: It is still held.
         """
-        self.staging.close_behind(pool.reclaimer.new_fence())
-
-
-class _Piece(NamedTuple):
-    """One host extent, and what of a part it holds.
-
-    Copies go piece by piece, because mapping the next one costs less than copying this one.
-    """
-
-    extent: Extent
-    staging_page: int
-    part: Part
-    page: int
-    num_bytes: int
-
-    @property
-    def address(self) -> Address:
-        """Where the piece lies in its row."""
-        return self.part.group.table.page_address(self.part.row, self.page)
-
-
-def _pieces(swapped: Swapped) -> Iterator[_Piece]:
-    supply = iter(swapped.extents)
-    staging_page = 0
-    for part in swapped.parts:
-        page = 0
-        while page < part.num_pages:
-            extent = next(supply)
-            start_bytes = page * part.group.geometry.page_bytes
-            num_bytes = max(0, min(extent.num_bytes, part.num_bytes - start_bytes))
-            yield _Piece(extent, staging_page, part, part.first_page + page, num_bytes)
-            page += extent.num_pages
-            staging_page += extent.num_pages
+        self.staging.close_behind(self.staging.pool.reclaimer.new_fence())
 
 
 class Transfer:
-    """A sequence on its way to host memory. Its device memory is held until it is let go.
+    """A sequence on its way to host memory. Its device memory is held until it leaves.
+
+    Args:
+        sequence: The sequence.
+        swapped: What moves, and where to.
+        fence: Covers the copies.
 
     Attributes:
         swapped: What moves, and where to.
+        is_moving: Whether neither has happened yet: it left, or stays.
+        has_left: Whether it left.
     """
 
-    def __init__(self, cache: RowedCache, sequence: Moving, swapped: Swapped, fence: Fence):
+    def __init__(self, sequence: LiveRow, swapped: Swapped, fence: Fence):
         self.swapped = swapped
-        self._cache = cache
+        self.is_moving = True
+        self.has_left = False
         self._sequence = sequence
+        self._space = sequence.cache
         self._fence = fence
+        with self._space.pool.lock:
+            self._space.moving[sequence.row] = self._victim
 
     def has_arrived(self) -> bool:
         """Whether the copies are through. Never blocks."""
@@ -179,10 +147,11 @@ class Transfer:
         Raises:
             DriverError: It may be swapped out, its memory not free yet.
         """
-        if self._sequence.transfer is self:
-            self._cache.let_go(self._sequence)
-        for part in self.swapped.parts:
-            part.wait_until_gone()
+        self._leave()
+        for each in self.swapped.extents:
+            start = self.swapped.address(each)
+            end = Address(start + each.extent.num_bytes)
+            self._space.pool.reclaimer.wait_for_range(start, end)
 
     def cancel(self) -> None:
         """Leave the sequence where it is; its copy is dropped.
@@ -191,21 +160,49 @@ class Transfer:
             ConfigError: It has left: `finish` was called, or a cache was out of memory.
             DriverError: Call it again.
         """
-        if self._sequence.transfer is not self:
+        if not self.stay():
             raise ConfigError(f"{self._sequence} has left; swap_in() brings it back")
-        self._cache.cancel_transfer(self._sequence)
+
+    def stay(self) -> bool:
+        """`cancel`, unless it has ended; returns whether it had not."""
+        with self._space.pool.lock:
+            if not self.is_moving:
+                return False
+            self.swapped.drop()
+            self._end()
+            return True
+
+    def _leave(self) -> None:
+        """The sequence is swapped out from now on: its device memory is retired."""
+        space = self._space
+        with space.pool.lock:
+            if self.is_moving:
+                fence = space.pool.reclaimer.new_fence()
+                for group, page, *_ in self.swapped.firsts():
+                    group.table.retire_back(self.swapped.row, page, fence)
+                self.has_left = True
+                self._end()
+                space.prefixes.hide(self._sequence.row)
+                space.sharing.swapped_out_bytes += self.swapped.num_bytes
+
+    def _end(self) -> None:
+        self.is_moving = False
+        del self._space.moving[self._sequence.row]
+
+    def _victim(self) -> Victim:
+        """First in line: nobody loses anything by it."""
+        return victim_of(self._gives, lambda _: self._leave(), last_used=0)
+
+    def _gives(self) -> list[tuple[int, Extent]]:
+        """What it could give up: it leaves as a whole, or not while some of it is pinned."""
+        if not self.is_moving:
+            return []
+        mappings = self.swapped.mappings()
+        is_pinned = any(mapping.num_pins for mapping in mappings)
+        return [] if is_pinned else [(0, mapping.extent) for mapping in mappings]
 
 
-def moving_ends(sequence: Moving) -> list[tuple[int, Extent]]:
-    """What a moving sequence could give up: it leaves as a whole, or not while part is pinned."""
-    transfer = sequence.transfer
-    parts = () if transfer is None else transfer.swapped.parts
-    mappings = [mapping for part in parts for mapping in part.mappings()]
-    is_pinned = any(mapping.num_pins for mapping in mappings)
-    return [] if is_pinned else [(0, mapping.extent) for mapping in mappings]
-
-
-def begin_swap_out(cache: RowedCache, sequence: Moving) -> Transfer:
+def begin_swap_out(sequence: LiveRow) -> Transfer:
     """Start copying a sequence's own memory to the host.
 
     Raises:
@@ -215,24 +212,29 @@ def begin_swap_out(cache: RowedCache, sequence: Moving) -> Transfer:
     Cost: a mapping and an asynchronous copy per extent; host memory that the pool has to create
         first costs ten times what it costs to fill (10 ms for 64 MiB).
     """
-    pool, backend = cache.pool, cache.pool.backend
+    space = sequence.cache
+    pool, backend = space.pool, space.pool.backend
+    space.note_stream()
     pool.reclaimer.free_idle_reservations()
-    row, num_tokens = sequence.row, sequence.num_tokens
-    parts = parts_to_move(cache.groups, row, num_tokens, cache.overread_tokens)
-    extents = pool.acquire_or_evict(_classes(parts, pool.largest_class), MemoryLocation.HOST)
+    runs = list(_to_move(space, sequence.row, sequence.num_tokens))
+    extents = pool.acquire_or_evict([size_class for *_, size_class in runs], MemoryLocation.HOST)
     try:
-        staging = PageTable(pool, 1, max(1, sum(part.num_pages for part in parts)))
-        swapped = Swapped(parts, extents, staging)
+        staging = PageTable(pool, 1, max(1, sum(extent.num_pages for extent in extents)))
+        moved, staging_page = [], 0
+        for (group, page, num_bytes, _), extent in zip(runs, extents, strict=True):
+            moved.append(SwappedExtent(group, page, num_bytes, extent, staging_page))
+            staging_page += extent.num_pages
+        swapped = Swapped(sequence.row, moved, staging)
         try:
-            side = cache.side_stream()
-            backend.stream_wait(side, cache.current_stream())
-            for piece in _pieces(swapped):
-                placement = Placement(0, piece.staging_page, [piece.extent])
+            side = space.side_stream()
+            backend.stream_wait(side, space.current_stream())
+            for each in moved:
+                placement = Placement(0, each.staging_page, [each.extent])
                 backend.execute(staging.ops_to_map(placement, Access.READ_WRITE))
                 staging.note_mapped(placement, Access.READ_WRITE)
-                if piece.num_bytes:
-                    at = staging.page_address(0, piece.staging_page)
-                    backend.copy(at, piece.address, piece.num_bytes, side)
+                if each.num_bytes:
+                    source = swapped.address(each)
+                    backend.copy(swapped.staged(each), source, each.num_bytes, side)
             fence = pool.reclaimer.new_fence()
             pool.reclaimer.poll()  # While the copies run, for which nothing need be done.
         except BaseException:
@@ -240,11 +242,33 @@ def begin_swap_out(cache: RowedCache, sequence: Moving) -> Transfer:
             raise
     finally:
         pool.disown(extents)  # From here on the staging addresses hold them.
-    return Transfer(cache, sequence, swapped, fence)
+    return Transfer(sequence, swapped, fence)
 
 
-def swap_in(cache: RowedCache, swapped: Swapped, tenant: object) -> None:
-    """Map new device memory where a row's was, and copy its contents back.
+def _to_move(
+    space: RowSpace, row: int, num_tokens: int
+) -> Iterator[tuple[LayerGroup, int, int, int]]:
+    """What swapping a row of `num_tokens` tokens out moves: all behind what it shares.
+
+    By group, page, bytes that hold tokens, and size class of the memory to hold them.
+    """
+    for group in space.groups:
+        geometry = group.geometry
+        end_tokens = min(num_tokens + space.overread_tokens, geometry.row_tokens)
+        end_page = geometry.pages_for(end_tokens) if num_tokens else 0
+        mappings = group.table.overlapping(row, 0, end_page)
+        own = next((each for each in mappings if not each.extent.is_shared), None)
+        if own is not None:
+            page = own.first_page
+            for size_class in size_classes(end_page - page, space.pool.largest_class):
+                left_bytes = num_tokens * geometry.token_bytes - page * geometry.page_bytes
+                num_bytes = max(0, min(geometry.page_bytes << size_class, left_bytes))
+                yield group, page, num_bytes, size_class
+                page += 1 << size_class
+
+
+def swap_in(space: RowSpace, swapped: Swapped, tenant: object) -> None:
+    """Map new device memory where that of a row was, and copy its contents back.
 
     The current stream waits for the copies, the caller does not.
 
@@ -252,26 +276,26 @@ def swap_in(cache: RowedCache, swapped: Swapped, tenant: object) -> None:
         OutOfPagesError: No device memory is left, even if parked rows give way. Nothing changed.
         OutOfAddressSpaceError, DriverError: Nothing changed.
     """
-    pool, backend = cache.pool, cache.pool.backend
-    pieces = list(_pieces(swapped))
-    parts = [
-        RowChange(
-            piece.part.group.table, piece.part.row, piece.page, [piece.extent.size_class], tenant
-        )
-        for piece in pieces
+    space.note_stream()
+    backend, row = space.pool.backend, swapped.row
+    changes = [
+        RowChange(each.group.table, row, each.page, [each.extent.size_class], tenant)
+        for each in swapped.extents
     ]
-    side, current = cache.side_stream(), cache.current_stream()
-    with change(pool, parts) as made:
-        for piece, _ in zip(pieces, made.one_by_one(side), strict=True):
-            if piece.num_bytes:
-                at = swapped.staging.page_address(0, piece.staging_page)
-                backend.copy(piece.address, at, piece.num_bytes, side)
+    side, current = space.side_stream(), space.current_stream()
+    with change(space.pool, changes) as made:
+        for each, _ in zip(swapped.extents, made.one_by_one(side), strict=True):
+            if each.num_bytes:
+                target = swapped.address(each)
+                backend.copy(target, swapped.staged(each), each.num_bytes, side)
         backend.stream_wait(current, side)
-        swapped.drop(pool)
+        swapped.drop()
+    space.sharing.swapped_in_bytes += swapped.num_bytes
+    with space.pool.lock:
+        space.prefixes.take(row)
 
 
-def _classes(parts: Sequence[Part], largest_class: int) -> list[int]:
-    """Extents for the parts, none of which is shared between two."""
-    return [
-        size_class for part in parts for size_class in size_classes(part.num_pages, largest_class)
-    ]
+def drop_swapped(space: RowSpace, swapped: Swapped) -> None:
+    """Give up what a row, whose sequence ends, has in host memory. Locked."""
+    swapped.drop()
+    space.prefixes.truncate(swapped.row, space.resident_tokens(swapped.row))

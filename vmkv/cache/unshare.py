@@ -41,7 +41,7 @@ def unshare(group: LayerGroup, row: int, num_tokens: int, *, tenant: object, str
             except OutOfPagesError:
                 # No room for a copy. None is needed where only victims show it besides.
                 with group.pool.lock:
-                    if not group.pool.pressure.let_go([shared.extent]):
+                    if not group.pool.pressure.give_up([shared.extent]):
                         raise
                 return unshare(group, row, num_tokens, tenant=tenant, stream=stream)
         else:
@@ -68,7 +68,7 @@ def _replace(
     num_pages = group.geometry.pages_for(num_tokens) - first_page
     classes = tuple(size_classes(num_pages, group.largest_class))
     old = table.overlapping(row, first_page, table.rows[row].end_page)
-    part = RowChange(table, row, first_page, classes, tenant, old=old, kept_bytes=copied_bytes)
-    with change(pool, [part], reads=old) as made:
+    copied = RowChange(table, row, first_page, classes, tenant, old=old, kept_bytes=copied_bytes)
+    with change(pool, [copied], reads=old) as made:
         made.map(stream)
     return copied_bytes

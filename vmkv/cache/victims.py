@@ -55,7 +55,7 @@ def victim_of(
             retire(keep_tokens)
         return evicted_bytes
 
-    def let_go(extents: Collection[Extent]) -> None:
+    def give_up(extents: Collection[Extent]) -> None:
         retire(min(first_token for first_token, extent in gives() if extent in extents))
 
     now = gives()
@@ -66,7 +66,7 @@ def victim_of(
         num_tokens=num_prefix_tokens,
         evict=evict,
         shared=[each for _, each in now if each.num_live_mappings > 1 and each.is_of_budget],
-        let_go=let_go,
+        give_up=give_up,
     )
 
 

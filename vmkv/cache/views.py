@@ -1,4 +1,4 @@
-"""Torch tensors over virtual ranges: the only file of the cache that knows torch.
+"""Torch tensors over virtual ranges.
 
 A range becomes a one-dimensional byte tensor through DLPack with the device named explicitly
 (a tensor made from a bare pointer would have to guess, and guesses "CPU" over addresses that
@@ -81,52 +81,18 @@ def group_views(
     )
     with torch.inference_mode(mode=inference), torch.no_grad():
         flat = torch.utils.dlpack.from_dlpack(capsule).view(dtype)
+        item_bytes = geometry.shape.itemsize_bytes
+
+        def strided(num_heads: int, dim: int, offset_bytes: int) -> torch.Tensor:
+            steps_bytes = geometry.layer_bytes, geometry.row_bytes, geometry.token_bytes
+            layer, row, token = (each // item_bytes for each in steps_bytes)
+            return flat.as_strided(
+                (geometry.num_layers, geometry.num_rows, num_heads, geometry.row_tokens, dim),
+                (layer, row, dim, token, 1),
+                offset_bytes // item_bytes,
+            )
+
         shape = geometry.shape
-        item = shape.itemsize_bytes
-        layer, row, token = (
-            geometry.layer_bytes // item,
-            geometry.row_bytes // item,
-            geometry.token_bytes // item,
-        )
-        keys = flat.as_strided(
-            (
-                geometry.num_layers,
-                geometry.num_rows,
-                shape.num_k_heads,
-                geometry.row_tokens,
-                shape.k_dim,
-            ),
-            (layer, row, shape.k_dim, token, 1),
-            geometry.k_offset_bytes(0) // item,
-        )
-        values = flat.as_strided(
-            (
-                geometry.num_layers,
-                geometry.num_rows,
-                shape.num_v_heads,
-                geometry.row_tokens,
-                shape.v_dim,
-            ),
-            (layer, row, shape.v_dim, token, 1),
-            geometry.v_offset_bytes(0) // item,
-        )
+        keys = strided(shape.num_k_heads, shape.k_dim, geometry.k_offset_bytes(0))
+        values = strided(shape.num_v_heads, shape.v_dim, geometry.v_offset_bytes(0))
     return GroupViews(keys, values)
-
-
-def reclaimable_bytes(backend: Backend) -> int:
-    """Memory that torch's own allocator holds on this device and does not use."""
-    device = torch_device(backend)
-    if device.type != "cuda" or not _uses_cuda():
-        return 0
-    return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-
-
-def release_reclaimable(backend: Backend) -> None:
-    """Let torch's allocator give unused memory back to the device."""
-    if torch_device(backend).type == "cuda" and _uses_cuda():
-        torch.cuda.empty_cache()
-
-
-def _uses_cuda() -> bool:
-    """Whether torch has touched a GPU in this process; asking its allocator would start it."""
-    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]

@@ -9,12 +9,11 @@ from __future__ import annotations
 import argparse
 import math
 import re
+import urllib.parse
 from collections.abc import Callable
 from typing import Any
 
-from ..errors import ConfigError
-from .client import Address
-from .tables import shown
+from ..errors import shown
 
 Commands = Any  # argparse's own type for subparsers is private.
 
@@ -101,9 +100,21 @@ def name(text: str) -> str:
     return text
 
 
-def address(text: str) -> Address:
-    """Where a server is."""
+def address(text: str) -> str:
+    """Where a server is, as `http://HOST:PORT/PATH` or https; without a scheme it is http."""
+    problem = argparse.ArgumentTypeError(
+        f"{shown(text)} is no address of a server; write http://HOST:PORT"
+    )
+    url = text if "://" in text else f"http://{text}"
     try:
-        return Address.parse(text)
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+        parts = urllib.parse.urlsplit(url)
+        host, port = parts.hostname or "", parts.port
+        host.encode("idna")
+        parts.path.encode("ascii")
+    except ValueError as error:  # Brackets, ports, names that DNS has no room for.
+        raise problem from error
+    is_clean = all(each.isprintable() and not each.isspace() for each in text)
+    is_served = parts.scheme in ("http", "https") and parts.username is None
+    if not host or port == 0 or not is_served or not is_clean:
+        raise problem
+    return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"

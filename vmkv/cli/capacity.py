@@ -53,55 +53,45 @@ class KindBytes:
         return (self.prompt_bytes + self.most_bytes) // 2
 
 
-def kind_bytes(
-    kind: LayerKind, num_tokens: int, *, shared_tokens: int = 0, page_bytes: int = PAGE_BYTES
-) -> KindBytes:
+def kind_bytes(kind: LayerKind, num_tokens: int, *, shared_tokens: int = 0) -> KindBytes:
     """What one sequence of `num_tokens` maps in layers of one kind.
 
+    Layers in transformers' own tensors are as long as their contents, and never shared.
+
     Raises:
-        ConfigError: The length is not positive, or the prefix longer than the sequence.
+        ConfigError: The length is not positive.
     """
     check_positive("num_tokens", num_tokens)
+    window = kind.window_tokens
+    kept_tokens = num_tokens if window is None else min(num_tokens, window - 1)
+    token_bytes = kind.cached_token_bytes
+    used_bytes = kept_tokens * token_bytes
     if not kind.is_paged:
-        return _unpaged_bytes(kind, num_tokens)
-    geometry = Geometry(kind.num_layers, kind.shape, page_bytes, num_tokens, 1)
-    end_page = geometry.pages_for(num_tokens)
-    largest_class, kept_tokens, first_page, lagging_pages = _LARGEST_CLASS, num_tokens, 0, 0
-    if kind.window_tokens is not None:
-        kept_tokens = min(num_tokens, kind.window_tokens - 1)
-        window_pages = geometry.pages_for(kind.window_tokens)
-        largest_class = largest_class_for_window(window_pages, _LARGEST_CLASS)
-        first_page = _first_page(geometry, kind.window_tokens, num_tokens)
+        return KindBytes(kind, token_bytes, kept_tokens, used_bytes, used_bytes, used_bytes, 0)
+    geometry = Geometry(kind.num_layers, kind.shape, PAGE_BYTES, num_tokens, 1)
+    largest_class, first_page, lagging_pages = _LARGEST_CLASS, 0, 0
+    if window is not None:
+        largest_class = largest_class_for_window(geometry.pages_for(window), _LARGEST_CLASS)
+        first_page = _first_page(geometry, window, num_tokens)
         # What a growth retires is what the tokens before it had left behind.
-        before = _first_page(geometry, kind.window_tokens, num_tokens - 1)
+        before = _first_page(geometry, window, num_tokens - 1)
         lagging_pages = first_page - before
         if before:  # An extent leaves when the window has passed all of it.
             lagging_pages += (1 << largest_class) - 1
-    pages = end_page - first_page
+    pages = geometry.pages_for(num_tokens) - first_page
     late_pages = (1 << growth_quantum_class(pages, largest_class)) - 1
-    most_pages = pages + lagging_pages + late_pages
     # A window leaves its prefix behind; until then others may need it, so it is not shared.
-    is_shared = kind.window_tokens is None or num_tokens < kind.window_tokens
+    is_shared = window is None or num_tokens < window
     shared_pages = min(geometry.whole_pages_below(shared_tokens), pages) if is_shared else 0
     return KindBytes(
         kind,
         geometry.token_bytes,
         kept_tokens,
         kept_tokens * geometry.token_bytes,
-        pages * page_bytes,
-        most_pages * page_bytes,
-        shared_pages * page_bytes,
+        pages * PAGE_BYTES,
+        (pages + lagging_pages + late_pages) * PAGE_BYTES,
+        shared_pages * PAGE_BYTES,
     )
-
-
-def _unpaged_bytes(kind: LayerKind, num_tokens: int) -> KindBytes:
-    """The same for layers in transformers' own tensors: as long as their contents, never shared."""
-    token_bytes = kind.cached_token_bytes
-    kept_tokens = num_tokens
-    if kind.window_tokens is not None:
-        kept_tokens = min(num_tokens, kind.window_tokens - 1)
-    used_bytes = kept_tokens * token_bytes
-    return KindBytes(kind, token_bytes, kept_tokens, used_bytes, used_bytes, used_bytes, 0)
 
 
 def _first_page(geometry: Geometry, window_tokens: int, num_tokens: int) -> int:
@@ -139,7 +129,6 @@ def sequence_bytes(
     longest_tokens: int,
     *,
     state_bytes: int = 0,
-    page_bytes: int = PAGE_BYTES,
 ) -> SequenceBytes:
     """All kinds of layers together, and what others would take for the same sequence.
 
@@ -154,9 +143,8 @@ def sequence_bytes(
         block += blocks * _BLOCK_TOKENS * part.token_bytes
         # Paging by layer keeps what windows leave: rows grow at the end only.
         for half_bytes in (kind.shape.k_bytes, kind.shape.v_bytes):
-            layer_pages += (
-                kind.num_layers * div_ceil(num_tokens * half_bytes, page_bytes) * page_bytes
-            )
+            pages = div_ceil(num_tokens * half_bytes, PAGE_BYTES)
+            layer_pages += kind.num_layers * pages * PAGE_BYTES
         longest += part.token_bytes * min(longest_tokens, kind.window_tokens or longest_tokens)
     return SequenceBytes(
         used_bytes=state_bytes + sum(part.used_bytes for part in parts),

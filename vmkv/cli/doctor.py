@@ -19,17 +19,32 @@ from ..units import format_bytes
 from .arguments import Commands
 
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
+#: Kernels that are installed separately: the distribution, how to install it, and the compute
+#: capabilities that it is for. FlashAttention-3 comes from PyTorch, for two releases of CUDA.
+_KERNELS = {
+    "flash3": (
+        "flash-attn-3",
+        "flash-attn-3 --extra-index-url https://download.pytorch.org/whl/{cuda}",
+        range(9, 10),
+    ),
+    "flash2": ("flash-attn", "flash-attn --no-build-isolation", range(8, 100)),
+    "flash4": (
+        "flash-attn-4",
+        "--pre flash-attn-4 (not measured: taken only by name)",
+        range(10, 100),
+    ),
+}
+#: What the engine takes where it runs; `generate` leaves it to those who name it.
+_SERVING = "flash3"
 #: Where a package makes a difference: its distribution, what it is for, how to get it.
 _PACKAGES = (
     ("torch", "tensors", "pip install torch"),
     ("transformers", "models", "pip install transformers"),
     ("cuda-bindings", "the driver's memory calls", "pip install cuda-python"),
-    ("flash-attn", "the fastest decode kernel", "pip install 'vmkv[flash]', on a GPU machine"),
-    ("flash-attn-3", "the fastest prefill on Hopper", "see the hopper folder of flash-attention"),
-    ("triton", "torch.compile on a GPU", "comes with torch's CUDA builds"),
     ("fastapi", "vmkv serve", "pip install 'vmkv[serve]'"),
     ("uvicorn", "vmkv serve", "pip install 'vmkv[serve]'"),
     ("prometheus-client", "metrics, vmkv top", "pip install 'vmkv[serve]'"),
+    ("httpx", "vmkv top", "pip install 'vmkv[serve]'"),
 )
 
 
@@ -92,20 +107,19 @@ def examine() -> Iterator[Finding]:
 
 def _report(findings: list[Finding], devices: list[Finding]) -> str:
     lines = ["  ".join(f"{name} {value}" for name, value in environment().items() if value), ""]
+    width = max(len(each.name) for each in findings)
     for section in ("device", "attention", "package"):
-        rows = [
-            [each.name, "ok" if each.is_ok else "-", each.details]
-            for each in findings
-            if each.section == section
-        ]
-        width = max(len(row[0]) for row in rows)
-        lines += [f"{row[0].ljust(width)}  {row[1].ljust(2)}  {row[2]}" for row in rows] + [""]
-    remedies = [[each.name, each.remedy] for each in findings if each.remedy]
+        for each in findings:
+            if each.section == section:
+                mark = "ok" if each.is_ok else "-"
+                lines.append(f"{each.name:<{width}}  {mark:<2}  {each.details}")
+        lines.append("")
+    remedies = [each for each in findings if each.remedy]
     if remedies:
-        width = max(len(name) for name, _ in remedies)
         lines += ["what is missing, and how to get it:"]
-        lines += [f"  {name.ljust(width)}  {remedy}" for name, remedy in remedies] + [""]
+        lines += [f"  {each.name:<{width}}  {each.remedy}" for each in remedies] + [""]
     names = [each.name for each in devices]
+    lines.append(attention_summary(findings))
     if any(name.startswith("cuda") for name in names):
         lines.append(f"vmkv runs here on {', '.join(names)}.")
     elif names:
@@ -115,6 +129,29 @@ def _report(findings: list[Finding], devices: list[Finding]) -> str:
     else:
         lines.append("vmkv cannot run here: no device is usable.")
     return "\n".join(lines) + "\n"
+
+
+def attention_summary(findings: list[Finding]) -> str:
+    """Which kernels are used, what would be faster, and how to get it: one line."""
+    from ..attention.registry import ORDER
+
+    found = {each.name: each for each in findings if each.section == "attention"}
+    used = next(name for name in ORDER if found[name].is_ok)  # The last of them runs everywhere.
+    serving = _SERVING if found[_SERVING].is_ok else used
+    text = f"Attention uses {used}" + (" (torch's own)" if used in ("torch", "sdpa") else "")
+    if serving != used:
+        text += f", and in vmkv serve {serving}"
+    faster = []
+    for name in ("flash3", "flash2"):
+        if name == serving:
+            break
+        if found[name].remedy:
+            faster.append(f"{name} ({found[name].remedy})")
+    if faster:
+        return f"{text}; faster here: {', or '.join(faster)}."
+    if used == "sdpa":
+        return f"{text}; faster kernels need an NVIDIA GPU of capability 8.0 or newer."
+    return f"{text}: the fastest for this machine."
 
 
 # ---- devices ----------------------------------------------------------------------------------
@@ -188,24 +225,39 @@ def _attention() -> Iterator[Finding]:
 
     from ..attention import AttentionSpec, backend_names, why_not
 
-    device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = torch.bfloat16 if device_type == "cuda" else torch.float32
+    is_cuda = torch.cuda.is_available()
+    device_type, dtype = ("cuda", torch.bfloat16) if is_cuda else ("cpu", torch.float32)
     spec = AttentionSpec(device_type, dtype, 32, 8, 128, 128)
     for name in backend_names():
         try:
             reason = why_not(name, spec)
         except VMKVError as error:
             reason = str(error)
-        yield Finding(
-            "attention", name, reason is None, f"on {device_type}" if reason is None else reason
-        )
+        details, remedy = reason or f"on {device_type}", ""
+        if is_cuda and name in _KERNELS:
+            distribution, options, capabilities = _KERNELS[name]
+            version = _version(distribution)
+            if reason is None:
+                details += f", {distribution} {version}" if version else ""
+            elif torch.cuda.get_device_capability()[0] in capabilities:
+                again = " --force-reinstall --no-deps" if version else ""
+                is_cuda_12 = (torch.version.cuda or "").startswith("12")
+                options = options.format(cuda="cu126" if is_cuda_12 else "cu130")
+                remedy = f"pip install{again} {options}"
+        yield Finding("attention", name, reason is None, details, remedy)
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _packages() -> Iterator[Finding]:
     for name, purpose, remedy in _PACKAGES:
-        try:
-            version = metadata.version(name)
-        except metadata.PackageNotFoundError:
+        version = _version(name)
+        if version is None:
             yield Finding("package", name, False, f"not installed; for {purpose}", remedy)
         else:
             yield Finding("package", name, True, f"{version}, for {purpose}")

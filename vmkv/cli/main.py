@@ -11,7 +11,7 @@ from importlib import metadata
 from typing import TextIO
 
 from ..errors import ConfigError, InternalError, VMKVError, one_line
-from . import bench, doctor, plan, serve, top
+from . import doctor, plan, serve, top
 
 #: What `main` returns: done, not done, used wrongly, interrupted.
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
@@ -25,7 +25,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"vmkv {metadata.version('vmkv')}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in (doctor, plan, bench, serve, top):
+    for module in (doctor, plan, serve, top):
         module.add_parser(commands)
     return parser
 

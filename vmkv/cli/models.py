@@ -11,11 +11,10 @@ import torch
 import transformers
 
 from ..cache.geometry import LayerShape
-from ..errors import CapacityError, ConfigError, one_line
+from ..errors import CapacityError, ConfigError, one_line, shown
 from ..hf import compat, probe
 from ..hf.defaults import stated_max_tokens
 from .arguments import DTYPES
-from .tables import shown
 
 #: More is a mistake, which would keep us busy for hours.
 _LAYERS_MAX = 10_000

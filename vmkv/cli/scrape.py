@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from dataclasses import dataclass, field
 
 from ..errors import ConfigError, one_line
-from .client import Address, Client, read_whole
 
 #: For a whole answer.
 TIMEOUT_S = 5.0
+_BODY_BYTES_MAX = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -59,31 +60,25 @@ class Scrape:
         return below_bound
 
 
-def scrape(address: Address, *, timeout_s: float = TIMEOUT_S) -> Scrape:
+def scrape(address: str, *, timeout_s: float = TIMEOUT_S) -> Scrape:
     """Ask a server.
 
     Args:
-        address: The server; `/metrics` is found by itself.
-        timeout_s: For the whole answer.
+        address: The server's URL; `/metrics` is found by itself.
+        timeout_s: For the whole answer, its connection included.
 
     Raises:
-        ConfigError: There is none, or it is no vmkv server.
+        ConfigError: There is none, it is no vmkv server, or the time is up.
     """
     try:
+        import httpx  # noqa: F401
         from prometheus_client.parser import text_string_to_metric_families
     except ImportError as error:
         raise ConfigError(
-            "reading metrics needs prometheus-client: pip install 'vmkv[serve]'"
+            f"reading metrics needs the package {error.name}: pip install 'vmkv[serve]'"
         ) from error
 
-    client = Client(address, timeout_s=timeout_s)
-    try:
-        with client.ask("GET", address.path.removesuffix("/metrics") + "/metrics") as answer:
-            text = read_whole(answer)
-    finally:
-        client.close()
-    if answer.status != 200:
-        raise ConfigError(f"{address} has no metrics: it answers {answer.status}")
+    text = _get(f"{address.removesuffix('/metrics')}/metrics", address, timeout_s)
     try:
         families = [*text_string_to_metric_families(text.decode())]
     except Exception as error:  # whatever a server says, in a parser that trusts it
@@ -98,6 +93,37 @@ def scrape(address: Address, *, timeout_s: float = TIMEOUT_S) -> Scrape:
     if not found.samples:
         raise ConfigError(f"{address} reports nothing of vmkv; is it another kind of server?")
     return found
+
+
+def _get(url: str, address: str, timeout_s: float) -> bytes:
+    import httpx
+
+    async def get() -> bytes:
+        # Without TLS there is nothing to verify, and certificates take 0.1 s to load.
+        async with (
+            httpx.AsyncClient(
+                verify=url.startswith("https:"), timeout=timeout_s, trust_env=False
+            ) as client,
+            client.stream("GET", url) as answer,
+        ):
+            if answer.status_code != 200:
+                raise ConfigError(f"{address} has no metrics: it answers {answer.status_code}")
+            data = bytearray()
+            async for piece in answer.aiter_raw():
+                data += piece
+                if len(data) > _BODY_BYTES_MAX:
+                    raise ConfigError(f"the answer has more than {_BODY_BYTES_MAX >> 20} MiB")
+            return bytes(data)
+
+    try:
+        # httpx's own limit begins anew with every byte, so that dripping ones are waited for.
+        return asyncio.run(asyncio.wait_for(get(), timeout_s))
+    except (asyncio.TimeoutError, httpx.TimeoutException) as error:
+        raise ConfigError(f"{address} did not end its answer within {timeout_s:g} s") from error
+    except (OSError, httpx.HTTPError, httpx.InvalidURL) as error:
+        raise ConfigError(
+            f"no answer from {address}: {one_line(error)}; is `vmkv serve` running there?"
+        ) from error
 
 
 def _is_bound(text: str) -> bool:

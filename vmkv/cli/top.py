@@ -8,7 +8,6 @@ from typing import TextIO
 
 from ..units import format_bytes
 from .arguments import Commands, address, seconds
-from .client import Address
 from .scrape import TIMEOUT_S, Scrape, scrape
 
 _BAR_CHARS = 40
@@ -47,7 +46,7 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
         before, now = now, scrape(arguments.url, timeout_s=arguments.timeout)
 
 
-def view(url: Address, now: Scrape, before: Scrape | None) -> str:
+def view(url: str, now: Scrape, before: Scrape | None) -> str:
     """One screen. Rates are between two scrapes, or since the server began."""
     reasons = now.by_label("requests_total", "finish_reason")
     ended = ", ".join(f"{name} {count:,.0f}" for name, count in sorted(reasons.items()))

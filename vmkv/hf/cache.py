@@ -110,7 +110,7 @@ class VMKVCache(DynamicCache):  # type: ignore[misc]
         super(DynamicCache, self).__init__(layers=layers)
         self._virtual_layers = [layer for layer in layers if isinstance(layer, VirtualLayer)]
         # The store does not know the cache, so that it can be handed on when the cache dies.
-        self._finalizer = weakref.finalize(self, orphans.adopt, self._store)
+        self._finalizer = weakref.finalize(self, orphans.add, self._store)
         self._finalizer.atexit = False
 
     @classmethod

@@ -1,7 +1,7 @@
-"""Every difference between transformers releases that vmkv knows, in one file.
+"""What vmkv knows of transformers' insides, and of how its releases differ, in one file.
 
-Supported: 4.57 and 5.x. Each function names the release that forced it. Features are told by
-what the installed release has, not by its number, wherever that is possible.
+Supported: 4.57 and 5.x. Features are told by what the installed release has, not by its number,
+wherever that is possible.
 """
 
 from __future__ import annotations
@@ -26,11 +26,8 @@ from ..errors import ConfigError, one_line
 
 #: Since 5.17 `crop(n)` takes tokens to remove; before, a length to keep.
 _CROP_REMOVES = hasattr(CacheLayerMixin, "is_croppable")
-#: Since 5.23 a length is refused.
-_CROP_REFUSES_LENGTHS = tuple(int(part) for part in transformers.__version__.split(".")[:2]) >= (
-    5,
-    18,
-)
+#: Since 5.20 a length is refused; before, it brought a warning.
+_CROP_REFUSES_LENGTHS = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 20)
 #: Layer types that 4.57 puts behind plain dynamic layers, rightly.
 _PLAIN_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 #: Logits processors and stopping criteria for which it does not matter what a prompt was. By
@@ -140,7 +137,7 @@ def cropped_length(length: int, argument: int) -> int:
     """How many of `length` tokens `crop(argument)` keeps, as this release means it.
 
     Raises:
-        ValueError: A positive argument, since 5.23.
+        ValueError: A positive argument, since 5.20.
     """
     if argument < 0:
         return max(0, length + argument)
@@ -210,7 +207,7 @@ def is_transformers_own(rule: Any) -> bool:
 
 
 def reads_prompt(rule: Any) -> bool:
-    """Whether a logits processor or stopping criterion of transformers looks at what was said.
+    """Whether a logits processor or stopping criterion of transformers looks at earlier tokens.
 
     Those that do not look at scores, at the last token or at the clock alone.
     """

@@ -20,7 +20,7 @@ _orphans: deque[Store] = deque()
 _collecting = threading.Lock()
 
 
-def adopt(store: Store) -> None:
+def add(store: Store) -> None:
     """Called by the garbage collector with the store of a cache that is gone."""
     if store.is_closed:
         return
@@ -33,9 +33,8 @@ def adopt(store: Store) -> None:
     )
 
 
-def collect() -> int:
-    """Close the orphans that no tensor points into any more. Returns how many."""
-    closed = 0
+def collect() -> None:
+    """Close the orphans that no tensor points into any more."""
     with _collecting:
         for _ in range(len(_orphans)):
             store = _orphans.popleft()
@@ -43,5 +42,3 @@ def collect() -> int:
                 _orphans.append(store)
             else:
                 store.close()
-                closed += 1
-    return closed

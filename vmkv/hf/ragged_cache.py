@@ -110,7 +110,7 @@ class RaggedCache:
         self._model: weakref.ref[Any] | None = None
         self._tenant: str | None = None
         self._is_serving = False
-        finalizer = weakref.finalize(self, orphans.adopt, self.store)
+        finalizer = weakref.finalize(self, orphans.add, self.store)
         finalizer.atexit = False
 
     @property

@@ -1,9 +1,9 @@
 """Ownership of physical memory and of mappings. Free of torch.
 
 `extent.py` what is owned; `pool.py` by whom; `shelf.py` where it comes from, within which budget;
-`page_table.py` where it is mapped; `change.py` what stays while it is read; `reclaim.py` when it
-may go; `pressure.py` who gives way; `scrub.py` what is left in it; `submitted.py` what steps write;
-`invariants.py` what always holds.
+`page_table.py` where it is mapped, `mapping.py` what it says of it; `change.py` what stays while it
+is read; `reclaim.py` when it may go; `pressure.py` who gives way; `scrub.py` what is left in it;
+`submitted.py` what steps write; `invariants.py` what always holds.
 """
 
 from .access import make_writable as make_writable
@@ -14,12 +14,12 @@ from .change import pinned as pinned
 from .extent import Extent as Extent
 from .extent import size_classes as size_classes
 from .invariants import check_pool as check_pool
-from .page_table import Mapping as Mapping
+from .mapping import MappedRows as MappedRows
+from .mapping import Mapping as Mapping
+from .mapping import RowPages as RowPages
 from .page_table import PageTable as PageTable
 from .page_table import Placement as Placement
-from .page_table import RowPages as RowPages
 from .pool import ExtentPool as ExtentPool
-from .pool import PoolStats as PoolStats
 from .pressure import EvictionPolicy as EvictionPolicy
 from .pressure import LeastRecentlyUsed as LeastRecentlyUsed
 from .pressure import Pressure as Pressure
@@ -27,5 +27,6 @@ from .pressure import Victim as Victim
 from .reclaim import Reclaimer as Reclaimer
 from .reclaim import RetiredMapping as RetiredMapping
 from .scrub import Scrub as Scrub
+from .shelf import PoolStats as PoolStats
 from .staging import staged as staged
 from .submitted import WriteRange as WriteRange

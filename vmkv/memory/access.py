@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from ..backend import Access, Op
-from .page_table import Mapping, PageTable
+from .mapping import MappedRows, Mapping
+from .page_table import PageTable
 from .pool import ExtentPool
 
 
-def protect(pool: ExtentPool, shared: Iterable[tuple[PageTable, int, Sequence[Mapping]]]) -> None:
+def protect(pool: ExtentPool, shared: Iterable[tuple[MappedRows, int, Sequence[Mapping]]]) -> None:
     """Make mappings of some rows, which are about to be shared, read-only.
 
     Args:

@@ -19,7 +19,8 @@ from ..errors import DriverError, InternalError
 from ..units import Address
 from .access import protect
 from .extent import Extent
-from .page_table import Mapping, PageTable
+from .mapping import Mapping
+from .page_table import PageTable
 from .pool import ExtentPool
 from .reclaim import RetiredMapping
 from .staging import staged

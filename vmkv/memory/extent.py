@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from .._native import References
 from ..backend import MemoryLocation
 from ..units import Handle
 
 
-class Extent:
+class Extent(References):
     """One physical allocation, counted by those who need it.
 
     Invariant (I2): `num_references == num_mappings + num_owners`, where a mapping is one place
-    in some row and an owner is anybody else who wants the bytes kept. At zero the pool takes
-    the extent back; nobody else ever releases the handle.
+    in some row and an owner is anybody else who wants the bytes kept. Whoever takes the last one
+    away gives the extent back to the pool; nobody else ever releases the handle. The counts are
+    one atomic word, which `count_references` changes without a lock, so that is one caller only.
 
     Attributes:
         id: Its number in the pool's free list, stable while the handle lives.
@@ -25,9 +27,6 @@ class Extent:
         num_pages: 2^k.
         num_bytes: Its size.
         handle: The driver's name for it.
-        num_mappings: Places it is mapped at, retired ones included.
-        num_live_mappings: Those of them that are not retired.
-        num_owners: References that are not mappings.
         location: Where its memory lies.
         tenant: For whom it was last written; None for nobody in particular.
         is_dirty: Whether it may hold anything but zeros.
@@ -42,9 +41,6 @@ class Extent:
         "is_recyclable",
         "location",
         "num_bytes",
-        "num_live_mappings",
-        "num_mappings",
-        "num_owners",
         "num_pages",
         "size_class",
         "tenant",
@@ -63,9 +59,6 @@ class Extent:
         self.num_pages = 1 << size_class
         self.num_bytes = num_bytes
         self.handle = handle
-        self.num_mappings = 0
-        self.num_live_mappings = 0
-        self.num_owners = 0
         self.location = location
         self.tenant: object = None
         self.is_dirty = False
@@ -74,7 +67,7 @@ class Extent:
     @property
     def is_shared(self) -> bool:
         """Whether others need what it holds, or may read it unseen, so that nobody may write."""
-        return self.num_live_mappings + self.num_owners > 1 or not self.is_recyclable
+        return self.is_needed_by_several or not self.is_recyclable
 
     @property
     def is_freeable(self) -> bool:
@@ -85,11 +78,6 @@ class Extent:
     def is_of_budget(self) -> bool:
         """Whether it is device memory of this pool's: neither the host's, nor imported."""
         return self.location is MemoryLocation.DEVICE and self.id >= 0
-
-    @property
-    def num_references(self) -> int:
-        """How many need the extent; it is free exactly when nobody does."""
-        return self.num_mappings + self.num_owners
 
     def __repr__(self) -> str:
         return (

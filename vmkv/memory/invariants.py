@@ -6,7 +6,7 @@ In bytes or counts, over one pool and everything built on it:
     I2  references(extent) == mappings(extent) + owners(extent)
     I3  live mappings(extent) > 1  implies  at most one of them is writable, the writer's own;
         none where the pool protects what is shared
-    I4  an extent is never both free and referenced
+    I4  an extent is free, on the list of its class, exactly where nobody references it
     I5  a page has at most one mapping, retired ones included
     I6  a row's pages are one run without holes
     I7  a retired mapping is still mapped: not reissued, not unmapped, before its fence
@@ -15,7 +15,32 @@ In bytes or counts, over one pool and everything built on it:
     I10 what a submitted step writes is mapped, its row's own and writable until its fence
         (`submitted.py`, where checks are on)
 
-I1, I4 and I9 hold for device memory and for host memory, each by itself.
+I1, I4 and I9 hold for device memory and for host memory, each by itself. Meant is any moment at
+which no call is under way.
+
+Free extents change hands without a lock. The pool's lock guards eviction, conversion between
+classes, creating, releasing, budgets, and what is retired. At every moment an extent that exists is
+
+    listed  xor  in one call's hands  xor  referenced  xor  leaving
+
+and each step from one to the next has one maker:
+
+    listed -> in hands      the pop, which gives an id to one caller
+    in hands -> referenced  the same call; or the lock's holder releases it instead
+    referenced -> in hands  the call that takes the last reference away: one atomic step
+    in hands -> listed      that call, last of all
+    in hands -> leaving     that call, under the lock
+
+Who adds a reference has one, or holds the lock while a mapping lives, so none is added to what has
+lost its last. Only the lock's holder raises `created`, so I9 does not depend on who pops. Whoever
+finds the lists too short asks again under the lock, and is refused, or told that the pool is
+closed, only there, when all that a holder of the lock had in hands is back. (A `FreeList.take` that
+fails gives back what it popped within one native call, which the interpreter's lock makes one step;
+a free-threaded Python may refuse another thread for its sake.) An acquisition beside `close` or
+`set_budget` is as one before it or after it: they release only what they have popped.
+
+Statistics read meanwhile: `created` is exact; what is in hands is resident, or free still; and
+`created == free + resident + retired` of whatever moment each is.
 
 Cost: proportional to everything that exists. Not for production paths.
 """
@@ -26,7 +51,7 @@ from collections import Counter
 
 from ..backend import Access, MemoryLocation
 from ..errors import InternalError
-from .page_table import PageTable
+from .mapping import MappedRows
 from .pool import ExtentPool
 
 
@@ -105,20 +130,21 @@ def _check_location(pool: ExtentPool, location: MemoryLocation) -> None:
             by_state["resident"] += extent.num_bytes
         else:
             by_state["retired"] += extent.num_bytes
+    unneeded = [each for each in extents if not each.num_references and each.is_recyclable]
+    num_unneeded = Counter(extent.size_class for extent in unneeded)
+    for size_class in range(pool.largest_class + 1):
+        num_free = pool.count_free(size_class, location)
+        _equal("I4", f"free extents of class {size_class}", num_free, num_unneeded[size_class])
     created = sum(extent.num_bytes for extent in extents)
     _equal("I1", "created", stats.created_bytes, created)
     _equal("I1", "free", stats.free_bytes, by_state["free"])
     _equal("I1", "resident", stats.resident_bytes, by_state["resident"])
     _equal("I1", "retired", stats.retired_bytes, by_state["retired"])
-    classes = range(pool.largest_class + 1)
-    num_free = sum(pool.count_free(size_class, location) for size_class in classes)
-    unneeded = [each for each in extents if not each.num_references and each.is_recyclable]
-    _equal("I4", "free extents", num_free, len(unneeded))
     if stats.created_bytes > stats.budget_bytes:
         raise InternalError(f"I9: created {stats.created_bytes} > budget {stats.budget_bytes}")
 
 
-def _check_run(table: PageTable, row: int) -> None:
+def _check_run(table: MappedRows, row: int) -> None:
     pages = table.rows[row]
     cursor = pages.first_page
     for mapping in pages.mappings:

@@ -17,69 +17,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import takewhile
 
 from ..backend import Access, AccessOp, Fence, MapOp, Op
 from ..errors import InternalError
 from ..units import Address
 from .extent import Extent
+from .mapping import Mapping, RowPages
 from .pool import ExtentPool
 from .reclaim import RetiredMapping
-
-
-@dataclass
-class Mapping:
-    """An extent at a place in a row.
-
-    Attributes:
-        num_pins: How many changes in progress read it; while there are any, it stays (see
-            `change.py`).
-    """
-
-    first_page: int
-    extent: Extent
-    access: Access
-    num_pins: int = field(default=0, compare=False)
-
-    @property
-    def end_page(self) -> int:
-        """The page after its last."""
-        return self.first_page + self.extent.num_pages
-
-    @property
-    def is_guarded(self) -> bool:
-        """Whether its row may not write it: others need it, or it is protected."""
-        return self.extent.is_shared or self.access is not Access.READ_WRITE
-
-
-@dataclass
-class RowPages:
-    """The run of mapped pages of one row, in order.
-
-    Attributes:
-        mappings: The run.
-        shared_end_page: No page from here on is shared or read-only: what is written there needs
-            no look. A bound, raised where an extent is mapped again and lowered by who looked.
-    """
-
-    mappings: deque[Mapping] = field(default_factory=deque)
-    shared_end_page: int = 0
-
-    @property
-    def first_page(self) -> int:
-        """Where the run starts; 0 for an empty one."""
-        return self.mappings[0].first_page if self.mappings else 0
-
-    @property
-    def end_page(self) -> int:
-        """Where the run ends, and grows; 0 for an empty one."""
-        return self.mappings[-1].end_page if self.mappings else 0
-
-    @property
-    def num_pages(self) -> int:
-        """How many pages are mapped."""
-        return self.end_page - self.first_page
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,9 @@ for a fence. The budget is reserved before memory is created (never "check, then
 and an acquisition gets everything it asked for or nothing. Both hold for each location by
 itself: device memory, and the host memory that sequences are swapped to.
 
+What changes hands without a driver call needs no lock: extents that are free are acquired, owned,
+disowned and noted as mapped beside whatever else goes on. `invariants.py` says why that is right.
+
 This file says who needs an extent; `shelf.py` where it comes from and goes.
 """
 
@@ -17,38 +20,24 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from .._native import count_references
 from ..backend import Backend, MemoryLocation
 from ..errors import ClosedError, ConfigError, OutOfPagesError
 from ..units import Address, Handle, MiB, is_power_of_two
 from .extent import Extent
+from .mapping import MappedRows
 from .pressure import EvictionPolicy, Pressure, Victim
 from .reclaim import Reclaimer
 from .scrub import Scrub
-from .shelf import Shelf
+from .shelf import PoolStats, Shelf
 from .submitted import SubmittedWrites
-
-if TYPE_CHECKING:
-    from .page_table import PageTable
 
 #: 64 MiB: a larger extent saves little (0.6 µs per 2 MiB already) and trims badly.
 _LARGEST_EXTENT_BYTES = 64 * MiB
 _NUM_CLASSES_MAX = 6  # 1 … 32 pages
 
 _DEVICE = MemoryLocation.DEVICE
-
-
-@dataclass(frozen=True)
-class PoolStats:
-    """One location at one moment, in bytes: `created == free + resident + retired <= budget`."""
-
-    budget_bytes: int
-    created_bytes: int
-    free_bytes: int
-    resident_bytes: int
-    retired_bytes: int
 
 
 class ExtentPool:
@@ -74,7 +63,8 @@ class ExtentPool:
             says `VMKV_CHECKS=1`.
 
     Attributes:
-        lock: Guards everything in the pool, and which rows of its caches are parked.
+        lock: Guards everything in the pool but the free lists and the extents' references, and
+            which rows of its caches are parked.
         pressure: Who gives memory back when it is short.
         submitted: What submitted steps write, where checks are on; else None.
 
@@ -121,8 +111,8 @@ class ExtentPool:
         self.protects_shared = protects_shared
         self.is_shareable = is_shareable
         self._keep_free_bytes = keep_free_bytes
-        self._shelves = {
-            location: Shelf(
+        self._shelves = [
+            Shelf(
                 backend,
                 location,
                 page_bytes,
@@ -130,18 +120,18 @@ class ExtentPool:
                 budget,
                 is_shareable=is_shareable and location is _DEVICE,
                 on_pressure=on_pressure if location is _DEVICE else None,
-                stats=self.stats,
+                retired_bytes=self._retired_bytes,
             )
             for location, budget in (
                 (_DEVICE, budget_bytes),
                 (MemoryLocation.HOST, host_budget_bytes),
             )
-        }
+        ]
         self._imported: list[Extent] = []
-        self._stranded: list[PageTable] = []
+        self._stranded: list[MappedRows] = []
         self._leaving: list[Extent] = []  # Unneeded, and not to be recycled.
-        self.page_tables: list[PageTable] = []
-        self.reclaimer = Reclaimer(backend, self.lock, self._unreference)
+        self.page_tables: list[MappedRows] = []
+        self.reclaimer = Reclaimer(backend, self.lock, self._recycle)
         self.pressure = Pressure(policy)
         if checks is None:
             checks = os.environ.get("VMKV_CHECKS") == "1"
@@ -182,14 +172,18 @@ class ExtentPool:
                 free memory of other classes may have gone back to the device.
             DriverError: The driver failed otherwise. Nothing changed.
 
-        Cost: a list operation per reused extent; a `mem_create` (10-16 µs) per new one.
+        Cost: a list operation per reused extent, and no lock where all are; a `mem_create`
+            (10-16 µs) per new one.
         """
-        with self.lock:
-            self._check_open()
-            granted = self._shelves[location].take(size_classes)
-            for extent in granted:
-                extent.num_owners = 1
-            return granted
+        self._check_open()
+        shelf = self._shelf(location)
+        granted = shelf.pop(size_classes)
+        if granted is None:
+            with self.lock:
+                self._check_open()
+                granted = shelf.take(size_classes)
+        count_references(granted, 0, 0, 1)
+        return granted
 
     def acquire_or_evict(
         self, size_classes: Sequence[int], location: MemoryLocation = _DEVICE
@@ -215,19 +209,19 @@ class ExtentPool:
                     raise
 
     def disown(self, extents: Sequence[Extent]) -> None:
-        """Drop the ownership that `acquire` (or `own`) gave; an unneeded extent becomes free."""
-        with self.lock:
-            for extent in extents:
-                extent.num_owners -= 1
-            self._unreference(extents)
+        """Drop the ownership that `acquire` (or `own`) gave; an unneeded extent becomes free.
+
+        Takes the lock only to release what may not be kept: see `keep_free_bytes`.
+        """
+        unneeded = count_references(extents, 0, 0, -1)
+        if unneeded:
+            self._recycle(unneeded)
 
     def own(self, extents: Sequence[Extent]) -> None:
-        """Keep `extents` alive beside their mappings, until `disown`."""
-        with self.lock:
-            for extent in extents:
-                extent.num_owners += 1
+        """Keep `extents`, which somebody holds, alive until `disown`. Takes no lock."""
+        count_references(extents, 0, 0, 1)
 
-    def adopt(self, handle: Handle, num_bytes: int) -> Extent:
+    def import_extent(self, handle: Handle, num_bytes: int) -> Extent:
         """An extent of memory that another process made, with one owner.
 
         It is outside the budget, may only be read, and is released once nobody needs it.
@@ -237,16 +231,13 @@ class ExtentPool:
             size_class = (num_bytes // self.page_bytes).bit_length() - 1
             extent = Extent(-1, size_class, num_bytes, handle)
             extent.is_recyclable = False
-            extent.num_owners = 1
+            count_references([extent], 0, 0, 1)
             self._imported.append(extent)
             return extent
 
     def note_mapped(self, extents: Sequence[Extent]) -> None:
-        """Count one more live mapping of each."""
-        with self.lock:
-            for extent in extents:
-                extent.num_mappings += 1
-                extent.num_live_mappings += 1
+        """Count one more live mapping of each, which somebody holds. Takes no lock."""
+        count_references(extents, 1, 1, 0)
 
     def prepare(self, extents: Sequence[Extent], address: int, tenant: object, stream: int) -> None:
         """Overwrite what extents, mapped one after the other from `address`, hold of others.
@@ -262,18 +253,25 @@ class ExtentPool:
             extent.is_dirty, extent.tenant = True, tenant
             address += extent.num_bytes
 
-    def _unreference(self, extents: Sequence[Extent]) -> None:
-        for extent in dict.fromkeys(extents):
-            if not extent.num_references:
-                if extent.is_recyclable:
-                    self._shelves[extent.location].put_back(extent)
-                else:
-                    self._leaving.append(extent)
+    def _shelf(self, location: MemoryLocation) -> Shelf:
+        return self._shelves[0 if location is _DEVICE else 1]
+
+    def _recycle(self, unneeded: Sequence[Extent]) -> None:
+        """Extents that lost their last reference in this call become free, or leave."""
+        leaving: list[Extent] = []
+        for extent in unneeded:
+            if extent.is_recyclable:
+                self._shelf(extent.location).put_back((extent,))
+            else:
+                leaving.append(extent)
         # Last, because it may fail: by now every extent is where it belongs.
-        self._release_leaving()
-        shelf = self._shelves[_DEVICE]
-        if self._keep_free_bytes is not None and shelf.free_bytes > self._keep_free_bytes:
-            shelf.release_free(shelf.free_bytes - self._keep_free_bytes)
+        keep_bytes, shelf = self._keep_free_bytes, self._shelf(_DEVICE)
+        if leaving or self._leaving or (keep_bytes is not None and shelf.free_bytes > keep_bytes):
+            with self.lock:
+                self._leaving += leaving
+                self._release_leaving()
+                if keep_bytes is not None:
+                    shelf.release_free(shelf.free_bytes - keep_bytes)
 
     def _release_leaving(self) -> None:
         """Release what may not be recycled; after a failure it is tried again next time."""
@@ -283,7 +281,7 @@ class ExtentPool:
                 self.backend.mem_release(extent.handle)
                 self._imported.remove(extent)
             else:
-                self._shelves[extent.location].release_unlisted(extent)
+                self._shelf(extent.location).release_unlisted(extent)
             self._leaving.pop()
 
     def trim(self, num_bytes: int | None = None, location: MemoryLocation = _DEVICE) -> int:
@@ -297,10 +295,10 @@ class ExtentPool:
             self.reclaimer.poll()
             self.reclaimer.free_idle_reservations()
             self._release_leaving()
-            shelf = self._shelves[location]
+            shelf = self._shelf(location)
             return shelf.release_free(shelf.free_bytes if num_bytes is None else num_bytes)
 
-    def close_later(self, table: PageTable) -> None:
+    def close_later(self, table: MappedRows) -> None:
         """Take over a table without views that could not be closed; `trim` and `close` do it."""
         with self.lock:
             self._stranded.append(table)
@@ -358,40 +356,36 @@ class ExtentPool:
         if excess_bytes > 0 and location is _DEVICE:
             self.make_room(excess_bytes)
         with self.lock:
-            self._shelves[location].set_budget(budget_bytes)
+            self._shelf(location).set_budget(budget_bytes)
 
     @property
     def available_bytes(self) -> int:
         """What `acquire` could still supply by the device's budget, free extents included."""
-        return self._shelves[_DEVICE].available_bytes
+        with self.lock:  # Else it would miss what the lock's holder has in hands.
+            return self._shelf(_DEVICE).available_bytes
 
     def stats(self, location: MemoryLocation = _DEVICE) -> PoolStats:
         """One location now. Cost: proportional to what is retired."""
         with self.lock:
-            shelf = self._shelves[location]
-            retired = {
-                id(mapping.extent): mapping.extent
-                for mapping in self.reclaimer.retired_mappings()
-                if not mapping.extent.num_live_mappings and not mapping.extent.num_owners
-            }
-            retired.update((id(extent), extent) for extent in self._leaving)
-            retired_bytes = sum(
-                extent.num_bytes
-                for extent in retired.values()
-                if extent.location is location and extent not in self._imported
-            )
-            return PoolStats(
-                budget_bytes=shelf.budget_bytes,
-                created_bytes=shelf.created_bytes,
-                free_bytes=shelf.free_bytes,
-                resident_bytes=shelf.created_bytes - shelf.free_bytes - retired_bytes,
-                retired_bytes=retired_bytes,
-            )
+            return self._shelf(location).stats()
+
+    def _retired_bytes(self, location: MemoryLocation) -> int:
+        """What nobody needs and is not free yet."""
+        retired = {
+            mapping.extent
+            for mapping in self.reclaimer.retired_mappings()
+            if not mapping.extent.num_live_mappings and not mapping.extent.num_owners
+        }
+        return sum(
+            extent.num_bytes
+            for extent in retired.union(self._leaving)
+            if extent.location is location and extent not in self._imported
+        )
 
     def extents(self, location: MemoryLocation = _DEVICE) -> list[Extent]:
         """Every extent created there, free ones included, for checks and pictures."""
         with self.lock:
-            return self._shelves[location].extents()
+            return self._shelf(location).extents()
 
     def imported_extents(self) -> list[Extent]:
         """Extents of memory that other processes made."""
@@ -400,7 +394,7 @@ class ExtentPool:
 
     def count_free(self, size_class: int, location: MemoryLocation = _DEVICE) -> int:
         """How many extents of `size_class` are free."""
-        return self._shelves[location].count_free(size_class)
+        return self._shelf(location).count_free(size_class)
 
     def _check_budget(self, budget_bytes: int, name: str = "budget_bytes") -> None:
         if not isinstance(budget_bytes, int) or budget_bytes < self.page_bytes:
@@ -435,7 +429,7 @@ class ExtentPool:
             self.reclaimer.wait()
             self.reclaimer.free_idle_reservations()
             self._release_leaving()
-            for shelf in self._shelves.values():
+            for shelf in self._shelves:
                 shelf.release_free(shelf.free_bytes)
             self._is_closed = True
             self.backend.close()

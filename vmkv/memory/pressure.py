@@ -31,7 +31,7 @@ class Victim:
         evict: Retire its last extents until so many bytes have been retired; returns how many,
             0 where nothing is left. What is kept stays usable.
         shared: Extents that it could let go of, and that others map as well.
-        let_go: Retire its mappings from the first of these extents on, which others still map.
+        give_up: Retire its mappings from the first of these extents on, which others still map.
     """
 
     last_used: int
@@ -40,7 +40,7 @@ class Victim:
     num_tokens: int
     evict: Callable[[int], int]
     shared: Sequence[Extent] = ()
-    let_go: Callable[[Collection[Extent]], None] = lambda extents: None
+    give_up: Callable[[Collection[Extent]], None] = lambda extents: None
 
 
 class EvictionPolicy(Protocol):
@@ -113,7 +113,7 @@ class Pressure:
         own_bytes = sum(victim.freeable_bytes for victim in victims)
         return own_bytes + sum(extent.num_bytes for extent in idle)
 
-    def let_go(self, extents: Collection[Extent]) -> bool:
+    def give_up(self, extents: Collection[Extent]) -> bool:
         """Have victims give up `extents`, which a live row wants for itself.
 
         Returns whether one did.
@@ -121,7 +121,7 @@ class Pressure:
         found = False
         for victim in [each for source in self._sources for each in (source() or list)()]:
             if any(extent in extents for extent in victim.shared):
-                victim.let_go(extents)
+                victim.give_up(extents)
                 found = True
         return found
 
@@ -134,7 +134,7 @@ class Pressure:
         idle = self._idle(sharing)
         for victim in sharing:
             if not idle.isdisjoint(victim.shared):
-                victim.let_go(idle)
+                victim.give_up(idle)
                 return True
         return False
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from functools import partial
 from operator import is_
 
+from .._native import count_references
 from ..backend import Backend, Fence, UnmapOp
 from ..errors import DriverError
 from ..units import Address
@@ -48,19 +49,19 @@ class Reclaimer:
 
     Args:
         backend: Where to unmap.
-        lock: Guards the extents' counters; the pool's.
-        unreference: Called with the extents whose mappings are gone.
+        lock: Guards what is retired; the pool's.
+        recycle: Called, under the lock, with extents that nobody references any more.
     """
 
     def __init__(
         self,
         backend: Backend,
         lock: threading.RLock,
-        unreference: Callable[[Sequence[Extent]], None],
+        recycle: Callable[[Sequence[Extent]], None],
     ):
         self._backend = backend
         self._lock = lock
-        self._unreference = unreference
+        self._recycle = recycle
         self._batches: deque[_Batch] = deque()
         #: Seconds spent waiting for fences so far.
         self.waited_s = 0.0
@@ -78,8 +79,7 @@ class Reclaimer:
         if not mappings:
             return
         with self._lock:
-            for mapping in mappings:
-                mapping.extent.num_live_mappings -= 1
+            count_references([mapping.extent for mapping in mappings], 0, -1, 0)
             self._batches.append(_Batch(fence, list(mappings)))
 
     def reinstate(self, mapping: RetiredMapping) -> bool:
@@ -88,7 +88,7 @@ class Reclaimer:
             for batch in self._batches:
                 if mapping in batch.mappings:
                     batch.mappings.remove(mapping)
-                    mapping.extent.num_live_mappings += 1
+                    count_references([mapping.extent], 0, 1, 0)
                     return True
             return False
 
@@ -160,9 +160,7 @@ class Reclaimer:
         finally:
             batch.mappings = [mapping for run in runs[num_done:] for mapping in run]
             gone = [mapping.extent for run in runs[:num_done] for mapping in run]
-            for extent in gone:
-                extent.num_mappings -= 1
-            self._unreference(gone)
+            self._recycle(count_references(gone, -1, 0, 0))
         return sum(sizes)
 
     def free_later(self, address: Address, num_bytes: int, has_views: Callable[[], bool]) -> None:

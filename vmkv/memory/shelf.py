@@ -4,13 +4,23 @@ Free extents of one class cannot serve another, but releasing a handle and creat
 ones costs microseconds and needs no contiguous physical memory: the shelf converts when it
 must, so it cannot fragment. See Note [The pool cannot fragment] in DESIGN.md.
 
-Not locked: the pool's lock guards it. What extents are for is the pool's business.
+Any thread may `pop` and `put_back` at any time. The pool's lock guards everything else, which is
+right beside them, because what they change is the lists alone:
+
+* How much is free is asked of the lists, not kept. A list may say too much by what is being put
+  back or popped at that moment, but nothing is in two lists: `free <= created`, always.
+* Only the lock's holder creates and releases, so `created <= budget` (I9) does not depend on what
+  is popped. What it would release it pops first, and gets less where others were faster.
+* An extent is made known under its id before the id is listed first, and popped before it is
+  released: a popped id always has its extent, and it is the popper's alone.
+
+What extents are for is the pool's business.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from .._native import FreeList
 from ..backend import Backend, MemoryLocation
@@ -18,8 +28,19 @@ from ..errors import ConfigError, DriverError, OutOfPagesError
 from ..units import Handle, format_bytes
 from .extent import Extent
 
-if TYPE_CHECKING:
-    from .pool import PoolStats
+
+@dataclass(frozen=True)
+class PoolStats:
+    """One location at one moment, in bytes: `created == free + resident + retired <= budget`.
+
+    An extent that another thread is acquiring or giving back at that moment is resident or free.
+    """
+
+    budget_bytes: int
+    created_bytes: int
+    free_bytes: int
+    resident_bytes: int
+    retired_bytes: int
 
 
 class _ShortError(Exception):
@@ -41,11 +62,10 @@ class Shelf:
         budget_bytes: What may be created at most.
         is_shareable: Create memory that other processes can be given.
         on_pressure: Called once when the location is out of memory, before the second attempt.
-        stats: The pool's figures for this location, for messages.
+        retired_bytes: Says how much of it only waits for fences.
 
     Attributes:
         created_bytes: What exists.
-        free_bytes: The part of it that nobody references.
     """
 
     def __init__(
@@ -58,18 +78,17 @@ class Shelf:
         *,
         is_shareable: bool,
         on_pressure: Callable[[], None] | None,
-        stats: Callable[[MemoryLocation], PoolStats],
+        retired_bytes: Callable[[MemoryLocation], int],
     ):
         self.location = location
         self.budget_bytes = budget_bytes
         self.created_bytes = 0
-        self.free_bytes = 0
         self._backend = backend
         self._page_bytes = page_bytes
         self._largest_class = largest_class
         self._is_shareable = is_shareable
         self._on_pressure = on_pressure
-        self._stats = stats
+        self._retired_bytes = retired_bytes
         # Ids are 32-bit; one for every page that the budget could ever hold is plenty and cheap
         # (12 bytes each), and `set_budget` may not outgrow it.
         num_ids = min(1 << 24, max(1024, 4 * budget_bytes // page_bytes))
@@ -79,6 +98,20 @@ class Shelf:
 
     # ---- taking and giving back -----------------------------------------------------------
 
+    def pop(self, size_classes: Sequence[int]) -> list[Extent] | None:
+        """A free extent of each size class, or None where one is missing. Takes no lock."""
+        ids = self._free_ids.take(size_classes)
+        if ids is None:
+            return None
+        extents = self._extents
+        return [extents[extent_id] for extent_id in ids]  # type: ignore[misc] # Each has its own.
+
+    def put_back(self, extents: Iterable[Extent]) -> None:
+        """`extents`, which nobody references any more, become free. Cannot fail, takes no lock."""
+        push = self._free_ids.push
+        for extent in extents:
+            push(extent.size_class, extent.id)
+
     def take(self, size_classes: Sequence[int]) -> list[Extent]:
         """One extent of each size class, from the free lists or new; all of them or none.
 
@@ -87,7 +120,7 @@ class Shelf:
                 free memory of other classes may have gone back to the device.
             DriverError: The driver failed otherwise. Nothing changed.
         """
-        extents = [self._pop(size_class) for size_class in size_classes]
+        extents = [self._pop_one(size_class) for size_class in size_classes]
         missing = [
             size_class
             for size_class, extent in zip(size_classes, extents, strict=True)
@@ -96,9 +129,7 @@ class Shelf:
         try:
             created = self._create_all(missing)
         except BaseException as error:
-            for extent in extents:
-                if extent is not None:
-                    self.put_back(extent)
+            self.put_back(extent for extent in extents if extent is not None)
             if isinstance(error, _ShortError):
                 # Only here, where nothing is taken any more, is it true what is available.
                 needed_bytes = sum(self._page_bytes << each for each in size_classes)
@@ -107,21 +138,17 @@ class Shelf:
         fresh = iter(created)
         return [extent if extent is not None else next(fresh) for extent in extents]
 
-    def put_back(self, extent: Extent) -> None:
-        """`extent`, which nobody references any more, becomes free. Cannot fail."""
-        self._free_ids.push(extent.size_class, extent.id)
-        self.free_bytes += extent.num_bytes
-
-    def _pop(self, size_class: int) -> Extent | None:
-        extent_id = self._free_ids.pop(size_class)
-        if extent_id is None:
-            return None
-        extent = self._extents[extent_id]
-        assert extent is not None  # A free id always has its extent.
-        self.free_bytes -= extent.num_bytes
-        return extent
+    def _pop_one(self, size_class: int) -> Extent | None:
+        popped = self.pop((size_class,))
+        return popped[0] if popped else None
 
     # ---- creating and releasing -----------------------------------------------------------
+
+    @property
+    def free_bytes(self) -> int:
+        """The part of what exists that nobody references. Cost: a look at each list."""
+        count, page_bytes = self._free_ids.count, self._page_bytes
+        return sum(count(each) * (page_bytes << each) for each in range(self._vacant))
 
     @property
     def available_bytes(self) -> int:
@@ -139,18 +166,16 @@ class Shelf:
     def _create_all(self, size_classes: Sequence[int]) -> list[Extent]:
         """Create one extent per class, or nothing."""
         num_bytes = sum(self._page_bytes << size_class for size_class in size_classes)
-        excess_bytes = self.created_bytes + num_bytes - self.budget_bytes
-        if excess_bytes > self.free_bytes:
+        claimed = self._claim(self.created_bytes + num_bytes - self.budget_bytes)
+        if claimed is None:
             raise _ShortError(self._out_of_budget)
-        if excess_bytes > 0:
-            self.release_free(excess_bytes)
+        self.release(claimed)
         created: list[Extent] = []
         try:
             for size_class in size_classes:
                 created.append(self._create(size_class))
         except BaseException:
-            for extent in reversed(created):
-                self.release(extent)
+            self.release(created)
             raise
         return created
 
@@ -188,17 +213,19 @@ class Shelf:
             num_bytes, location=self.location, shareable=self._is_shareable
         )
 
-    def release(self, extent: Extent) -> None:
-        """Give an extent that nobody references, and that is on no list, back to the device.
+    def release(self, extents: Sequence[Extent]) -> None:
+        """Give extents that nobody references, and that are on no list, back to the device.
 
         Raises:
-            DriverError: The extent is free instead.
+            DriverError: Those that it could not take are free instead.
         """
+        num_released = 0
         try:
-            self.release_unlisted(extent)
-        except DriverError:
-            self.put_back(extent)
-            raise
+            for extent in extents:
+                self.release_unlisted(extent)
+                num_released += 1
+        finally:
+            self.put_back(extents[num_released:])
 
     def release_unlisted(self, extent: Extent) -> None:
         """As `release`, but after a failure the extent is nowhere: the caller keeps it."""
@@ -209,15 +236,31 @@ class Shelf:
 
     def release_free(self, num_bytes: int) -> int:
         """Release free extents, large ones first, until `num_bytes` are gone or none is left."""
-        released_bytes = 0
+        popped = self._pop_bytes(num_bytes)
+        self.release(popped)
+        return sum(extent.num_bytes for extent in popped)
+
+    def _claim(self, num_bytes: int) -> list[Extent] | None:
+        """Free extents of `num_bytes` at least, to be released; None where there are not so many.
+
+        It may find less than `free_bytes` said: others pop meanwhile.
+        """
+        if num_bytes > self.free_bytes:
+            return None
+        popped = self._pop_bytes(num_bytes)
+        if sum(extent.num_bytes for extent in popped) >= num_bytes:
+            return popped
+        self.put_back(popped)
+        return None
+
+    def _pop_bytes(self, num_bytes: int) -> list[Extent]:
+        """Pop free extents, large ones first, until they are `num_bytes` or none is left."""
+        popped: list[Extent] = []
         for size_class in range(self._largest_class, -1, -1):
-            while released_bytes < num_bytes:
-                extent = self._pop(size_class)
-                if extent is None:
-                    break
-                self.release(extent)
-                released_bytes += extent.num_bytes
-        return released_bytes
+            while num_bytes > 0 and (extent := self._pop_one(size_class)) is not None:
+                popped.append(extent)
+                num_bytes -= extent.num_bytes
+        return popped
 
     def set_budget(self, budget_bytes: int) -> None:
         """Change the budget; free memory above it goes back at once.
@@ -225,20 +268,31 @@ class Shelf:
         Raises:
             ConfigError: The budget is below what is in use now. Nothing changed.
         """
-        in_use_bytes = self.created_bytes - self.free_bytes
-        if budget_bytes < in_use_bytes:
+        claimed = self._claim(self.created_bytes - budget_bytes)
+        if claimed is None:
+            in_use_bytes = self.created_bytes - self.free_bytes
             raise ConfigError(
                 f"budget_bytes={budget_bytes} is below the {format_bytes(in_use_bytes)} in "
                 "use; close or trim sequences first"
             )
-        if self.created_bytes > budget_bytes:
-            self.release_free(self.created_bytes - budget_bytes)
+        self.release(claimed)
         self.budget_bytes = budget_bytes
+
+    def stats(self) -> PoolStats:
+        """Everything, counted."""
+        free_bytes, retired_bytes = self.free_bytes, self._retired_bytes(self.location)
+        return PoolStats(
+            budget_bytes=self.budget_bytes,
+            created_bytes=self.created_bytes,
+            free_bytes=free_bytes,
+            resident_bytes=self.created_bytes - free_bytes - retired_bytes,
+            retired_bytes=retired_bytes,
+        )
 
     # ---- errors ---------------------------------------------------------------------------
 
     def _out_of_budget(self, needed_bytes: int) -> OutOfPagesError:
-        stats = self._stats(self.location)
+        stats = self.stats()
         free_bytes = max(0, self.available_bytes)
         return OutOfPagesError(
             f"needs {format_bytes(needed_bytes)}, "
@@ -253,7 +307,7 @@ class Shelf:
         )
 
     def _out_of_device_memory(self, needed_bytes: int) -> OutOfPagesError:
-        stats = self._stats(self.location)
+        stats = self.stats()
         is_device = self.location is MemoryLocation.DEVICE
         backend = self._backend
         left_bytes = backend.free_memory_bytes() if is_device else backend.free_host_memory_bytes()

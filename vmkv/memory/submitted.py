@@ -12,22 +12,20 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from ..backend import Access, Fence
 from ..errors import DriverError, InternalError
 from ..units import Address
 from .extent import Extent
-
-if TYPE_CHECKING:
-    from .page_table import PageTable
-    from .reclaim import Reclaimer
+from .mapping import MappedRows
+from .reclaim import Reclaimer
 
 
 class WriteRange(NamedTuple):
     """The pages `[first_page, end_page)` of `row` of `table`."""
 
-    table: PageTable
+    table: MappedRows
     row: int
     first_page: int
     end_page: int
@@ -69,7 +67,7 @@ class SubmittedWrites:
             except DriverError:
                 pass  # The step is submitted; a check less is no reason to fail it.
 
-    def check(self, tables: Sequence[PageTable]) -> None:
+    def check(self, tables: Sequence[MappedRows]) -> None:
         """Check I10 for all that is under way.
 
         Raises:

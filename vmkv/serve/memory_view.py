@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from ..backend import MemoryLocation
 from ..cache import KVCache, LayerGroup, Sequence
-from ..cache.surplus import surplus_bytes
+from ..cache.growing import surplus_bytes
 from ..errors import CapacityError, ConfigError, DriverError
 from .plan import PlannedChunk
 from .request import Request
@@ -218,7 +218,7 @@ class MemoryView:
         if sequence.swapped is None:
             return pages
         # What it shares has stayed.
-        moved_pages = sum(part.num_pages for part in sequence.swapped.parts)
+        moved_pages = sequence.swapped.num_pages
         return min(pages, moved_pages + pages - self.peak_pages(sequence.num_tokens))
 
     # ---- what the scheduler may know ------------------------------------------------------

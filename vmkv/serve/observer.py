@@ -89,27 +89,30 @@ class ObservedCache(Protocol):
 
 
 class EngineObserver(Protocol):
-    """Somebody who watches an engine. Calls come from the engine's thread."""
+    """Somebody who watches an engine. Calls come from the engine's thread.
+
+    Whoever inherits from it is told nothing but what it overrides.
+    """
 
     def request_added(self, request_id: int, num_prompt_tokens: int) -> None:
         """A request, one sample of a prompt, was accepted into the queue."""
-        ...
+        return
 
     def first_token(self, request_id: int, wait_s: float) -> None:
         """A request's first token is known, `wait_s` after it was added."""
-        ...
+        return
 
     def request_finished(self, request: RequestRecord) -> None:
         """A request ended, one way or another."""
-        ...
+        return
 
     def step_finished(self, step: StepRecord, cache: ObservedCache) -> None:
         """A step was submitted and the one before it read."""
-        ...
+        return
 
     def idle(self, cache: ObservedCache) -> None:
         """Nothing is left to do; the engine is about to wait for a request."""
-        ...
+        return
 
 
 class Observers:

@@ -8,13 +8,12 @@ Frozen, so that one object may serve any number of requests.
 from __future__ import annotations
 
 import math
-import reprlib
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import ConfigError
+from ..errors import ConfigError, shown
 
 #: More alternatives than that per token is a distribution, not a log-probability.
 _LOGPROBS_MAX = 1024
@@ -133,14 +132,6 @@ class SamplingParams:
     def needs_host_tokens(self) -> bool:
         """Whether the next token cannot be computed before the host has seen the last one."""
         return bool(self.logits_processors)
-
-
-def shown(value: object) -> str:
-    """A value for an error message: cut short, whatever it is."""
-    try:
-        return reprlib.repr(value)
-    except ValueError:  # Python writes integers of up to 4,300 digits.
-        return "an integer of thousands of digits"
 
 
 def _tuple(name: str, values: Iterable[Any]) -> tuple[Any, ...]:

@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from ..errors import ConfigError
 from ..units import GiB, format_bytes
-from .observer import ObservedCache, RequestRecord, StepRecord
+from .observer import EngineObserver, ObservedCache, RequestRecord, StepRecord
 
 _log = logging.getLogger(__name__)
 _STEPS_TRACK = 1
@@ -26,7 +26,7 @@ _STEPS_TRACK = 1
 _SAMPLE_INTERVAL_S = 0.1
 
 
-class ChromeTrace:
+class ChromeTrace(EngineObserver):
     """An engine's observer that writes steps, requests and memory as trace events.
 
     A file that cannot be written any more (a full disk) ends the trace with a warning, never
@@ -64,14 +64,8 @@ class ChromeTrace:
 
     # ---- observing ------------------------------------------------------------------------
 
-    def request_added(self, request_id: int, num_prompt_tokens: int) -> None:
-        """Nothing: a request is drawn when it ends, with its real times."""
-
-    def first_token(self, request_id: int, wait_s: float) -> None:
-        """Nothing, likewise."""
-
     def request_finished(self, request: RequestRecord) -> None:
-        """Draw the request as a bar from its arrival to its end, parts nested in it."""
+        """Draw the request, now that its times are known: a bar from its arrival to its end."""
         common = {"cat": "request", "id": request.request_id}
         bars = [("request", request.arrival_s, request.end_s)]
         if request.start_s is not None:

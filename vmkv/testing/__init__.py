@@ -3,9 +3,8 @@
     from vmkv.testing import check_backend
     check_backend(MyBackend)             # raises AssertionError, naming the broken rule
 
-`backend_checks.py` the contract of a backend, as numbered checks; `free_list_checks.py` that of
-the free list; `faults.py` a driver whose n-th call fails; `models.py` naive models to compare
-with. Free of torch itself. Nothing in vmkv imports it.
+`backend_checks.py` the contract of a backend, as numbered checks; `faults.py` a driver whose n-th
+call fails. Free of torch itself. Nothing in vmkv imports it.
 """
 
 from .access import read_bytes as read_bytes
@@ -15,6 +14,3 @@ from .backend_checks import check_backend as check_backend
 from .faults import FaultInjectingBackend as FaultInjectingBackend
 from .faults import Scenario as Scenario
 from .faults import check_every_call_can_fail as check_every_call_can_fail
-from .free_list_checks import check_free_list as check_free_list
-from .models import ModelCache as ModelCache
-from .models import ModelPool as ModelPool

@@ -1,4 +1,4 @@
-"""What a scrape of a running server says, and what `vmkv top` and `vmkv bench` make of it.
+"""What a scrape of a running server says, and what `vmkv top` makes of it.
 
 Times are not looked at, only that they are there.
 """
@@ -6,13 +6,11 @@ Times are not looked at, only that they are there.
 from __future__ import annotations
 
 import io
-import json
 
 import httpx
 import pytest
 from helpers.serving import tiny_tokenizer
 
-from vmkv.cli.client import Address
 from vmkv.cli.main import main
 from vmkv.cli.scrape import Scrape, scrape
 from vmkv.cli.top import view
@@ -29,7 +27,7 @@ def test_a_scrape_counts_what_was_done(run_server) -> None:
         server.watch.wait(lambda: server.watch.is_idle, "an idle engine")
         answer = httpx.get(f"{server.url}/metrics")
         assert answer.headers["content-type"].startswith("text/plain; version=")
-        found = scrape(Address.parse(server.url))
+        found = scrape(server.url)
         num_prompt = len(tiny_tokenizer()("A row")["input_ids"])
         assert 3 == found.value("requests_total", finish_reason="length")
         assert 3 * num_prompt == found.value("prompt_tokens_total")
@@ -59,8 +57,8 @@ def test_top_shows_it(run_server) -> None:
         assert "nothing was computed yet" in out.getvalue()
         assert 200 == httpx.post(f"{server.url}/v1/completions", json=BODY).status_code
         server.watch.wait(lambda: server.watch.is_idle, "an idle engine")
-        before = scrape(Address.parse(server.url))
-        text = view(Address.parse(server.url), before, None)
+        before = scrape(server.url)
+        text = view(server.url, before, None)
         assert "ended 1 (length 1)" in text
         assert "generated 10" in text
         assert "resident " in text
@@ -69,34 +67,14 @@ def test_top_shows_it(run_server) -> None:
         later = Scrape(before.taken_s + 2.0, dict(before.samples))
         key = ("vmkv_step_tokens_total", frozenset({("phase", "decode")}))
         later.samples[key] = before.samples[key] + 10
-        assert "5.0 decoded/s, 5.0 computed/s" in view(Address.parse(server.url), later, before)
+        assert "5.0 decoded/s, 5.0 computed/s" in view(server.url, later, before)
 
 
-def test_the_built_in_bench(run_server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A load against the server, every token of it accounted for."""
-    monkeypatch.setenv("VMKV_API_KEY", "secret")
+def test_top_of_a_server_that_needs_a_key(run_server) -> None:
+    """It says what the server answers, which is not a page of metrics."""
     with run_server(api_keys=["secret"]) as server:
-        out = io.StringIO()
-        arguments = ["--url", server.url, "--requests", "6", "--clients", "3", "--vocabulary"]
-        arguments += ["300", "--prompt-tokens", "20", "--output-tokens", "5", "--json"]
-        assert 0 == main(["bench", "serving", *arguments], out)
-        record = json.loads(out.getvalue())
-        assert ("tiny", 6, 3, 30) == tuple(
-            record[name] for name in ("model", "requests", "clients", "output_tokens")
-        )
-        assert record["first_token_s"]["median"] > 0
-        assert 0 == main(["bench", "serving", *arguments[:-1]], out)
-        assert "output tokens/s" in out.getvalue()
         err = io.StringIO()
-        arguments[arguments.index("300")] = "100000"
-        assert 2 == main(["bench", "serving", *arguments], out, err)
-        assert "is none of the model's" in err.getvalue()
-        monkeypatch.delenv("VMKV_API_KEY")
-        err = io.StringIO()
-        assert 2 == main(["bench", "serving", "--url", server.url], out, err)
-        assert "needs an API key" in err.getvalue()
-        err = io.StringIO()
-        assert 2 == main(["top", f"{server.url}/v1/models", "--once"], out, err)
+        assert 2 == main(["top", f"{server.url}/v1/models", "--once"], io.StringIO(), err)
         assert "has no metrics: it answers 401" in err.getvalue()
 
 
@@ -123,6 +101,6 @@ def test_a_common_prefix_is_counted(run_server) -> None:
         assert cached >= 512
         # What the cache says is as of its last look, and that is when the engine falls idle.
         server.watch.wait(lambda: server.watch.is_idle, "an idle engine")
-        found = scrape(Address.parse(server.url))
+        found = scrape(server.url)
         assert found.value("prompt_tokens_cached_total") >= 2 * 512
         assert found.value("prefix_lookups_total", result="hit") == 2

@@ -15,17 +15,14 @@ import stat
 import threading
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from ...backend import Backend
 from ...errors import ClosedError, ConfigError, VMKVError
-from ...memory import Extent, ExtentPool, Mapping, PageTable, protect
+from ...memory import Extent, ExtentPool, MappedRows, Mapping, protect
 from ...units import Handle
+from ..row_space import LiveRow
 from .offer import as_values, whole_extents
 from .protocol import ANSWER_BYTES_MAX, BATCH, Channel, Peer
-
-if TYPE_CHECKING:
-    from ..sequence import Sequence as CacheSequence
 
 _LOG = logging.getLogger(__name__)
 #: After a failure, so that one who tries again and again does not keep a core busy.
@@ -69,7 +66,7 @@ class PrefixExporter:
 
     def __init__(
         self,
-        sequence: CacheSequence,
+        sequence: LiveRow,
         socket_path: str | os.PathLike[str],
         *,
         num_tokens: int | None = None,
@@ -77,13 +74,13 @@ class PrefixExporter:
         timeout_s: float = 10.0,
     ):
         sequence.check_open()
-        cache, row = sequence.cache, sequence.row
+        space, row = sequence.cache, sequence.row
         wanted = sequence.num_tokens if num_tokens is None else num_tokens
         if not 0 < wanted <= sequence.num_tokens:
             raise ConfigError(
                 f"cannot export {wanted} tokens of {sequence}: it holds {sequence.num_tokens}"
             )
-        if not cache.pool.is_shareable:
+        if not space.pool.is_shareable:
             raise ConfigError(
                 "the cache's memory was not made to be shared; make the cache over "
                 "ExtentPool(backend, budget_bytes, is_shareable=True)"
@@ -93,13 +90,13 @@ class PrefixExporter:
         self.num_served = 0
         self.num_failed = 0
         self._timeout_s = timeout_s
-        self._pool = cache.pool
+        self._pool = space.pool
         self._listener = _listen(self.socket_path, 0o666 if self._allows_others() else 0o600)
         try:
             self._identity = _identity(self.socket_path)
-            cache.note_stream()
+            space.note_stream()
             with self._pool.lock:
-                offer, chosen = whole_extents(cache, row, wanted)
+                offer, chosen = whole_extents(space, row, wanted)
                 self._extents = [mapping.extent for mappings in chosen for mapping in mappings]
                 _protect(self._pool, self._extents)
                 # Importers know nothing of our streams: what they get must be there.
@@ -113,7 +110,7 @@ class PrefixExporter:
             os.unlink(self.socket_path)
             raise
         self.num_tokens = offer.num_tokens
-        self._offer = json.dumps(as_values(cache, offer)).encode()
+        self._offer = json.dumps(as_values(space, offer)).encode()
         self._handles = [extent.handle for extent in self._extents]
         self._is_attached = True
         self._is_closed = False
@@ -235,7 +232,7 @@ class PrefixExporter:
     # ---- end ------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Serve nobody any more, and let go of what was shared. Idempotent.
+        """Serve nobody any more, and give up what was shared. Idempotent.
 
         Raises:
             DriverError: Memory could not be given back yet; the pool tries again.
@@ -273,7 +270,7 @@ class PrefixExporter:
 def _protect(pool: ExtentPool, extents: Sequence[Extent]) -> None:
     """Take the right to write from everybody who has `extents` mapped. Locked."""
     wanted = set(map(id, extents))
-    holders: list[tuple[PageTable, int, list[Mapping]]] = []
+    holders: list[tuple[MappedRows, int, list[Mapping]]] = []
     for table in pool.page_tables:
         for row, pages in enumerate(table.rows):
             # A list of its own, because another thread may be growing the row.

@@ -7,30 +7,29 @@ import os
 import socket
 from collections.abc import Collection, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING
 
 from ...backend import Access
 from ...errors import ConfigError
-from ...memory import Extent, Mapping, RowChange, change
-from ..portable import note_first_kept_token
+from ...memory import Extent, ExtentPool, Mapping, RowChange, change
+from ..growing import Target, map_rows
+from ..row_space import RowSpace
 from .offer import Offer, checked
 from .protocol import BATCH, OFFER_BYTES_MAX, Channel
 
-if TYPE_CHECKING:
-    from ..kv_cache import KVCache
-    from ..sequence import Sequence as CacheSequence
-
 
 def import_prefix(
-    cache: KVCache,
+    space: RowSpace,
     socket_path: str | os.PathLike[str],
     *,
-    tenant: str | None = None,
-    allowed_uids: Collection[int] | None = None,
-    timeout_s: float = 10.0,
-) -> CacheSequence:
-    """See `KVCache.import_prefix`."""
-    cache.check_open()
+    tenant: str | None,
+    allowed_uids: Collection[int] | None,
+    timeout_s: float,
+) -> tuple[int, int, Sequence[int]]:
+    """A row that begins with what is exported; for `KVCache.import_prefix`.
+
+    Returns the row, which is live now, how many tokens it holds, and those that are known.
+    """
+    space.check_open()
     where = os.fspath(socket_path)
     uids = frozenset((os.geteuid(),) if allowed_uids is None else allowed_uids)
     extents: list[Extent] = []
@@ -38,22 +37,19 @@ def import_prefix(
         with _connected(where, timeout_s) as channel:
             try:
                 channel.check_peer(uids)
-                offer = checked(cache, channel.receive(OFFER_BYTES_MAX), where)
+                offer = checked(space, channel.receive(OFFER_BYTES_MAX), where)
             except ConfigError as error:
                 channel.refuse(str(error))
                 raise
             channel.send(json.dumps({"ready": offer.num_extents}).encode())
-            _receive(cache, channel, offer, extents)
-        cache.note_stream()
-        sequence = cache.begin(
-            offer.num_tokens, tenant, lambda row: _fill(cache, row, offer, extents, tenant)
-        )
+            _receive(space.pool, channel, offer, extents)
+        space.note_stream()
+        with space.beginning(tenant) as row:
+            _fill(space, row, offer, extents, tenant)
     finally:
         # From here on the mappings hold the extents; after a failure nobody does.
-        cache.pool.disown(extents)
-    sequence.num_cached_tokens = offer.num_tokens
-    cache.record(sequence, offer.token_ids)
-    return sequence
+        space.pool.disown(extents)
+    return row, offer.num_tokens, offer.token_ids
 
 
 def _connected(path: str, timeout_s: float) -> Channel:
@@ -69,9 +65,8 @@ def _connected(path: str, timeout_s: float) -> Channel:
         raise
 
 
-def _receive(cache: KVCache, channel: Channel, offer: Offer, extents: list[Extent]) -> None:
+def _receive(pool: ExtentPool, channel: Channel, offer: Offer, extents: list[Extent]) -> None:
     """Import what the offer promises, each extent with one owner; `extents` takes them."""
-    pool = cache.pool
     sizes = (size for group in offer.groups for size in group.sizes_bytes)
     while batch := tuple(islice(sizes, BATCH)):
         fds = channel.receive_descriptors(len(batch))
@@ -79,7 +74,7 @@ def _receive(cache: KVCache, channel: Channel, offer: Offer, extents: list[Exten
             for fd, num_bytes in zip(fds, batch, strict=True):
                 handle = pool.backend.mem_import(fd, num_bytes)
                 try:
-                    extents.append(pool.adopt(handle, num_bytes))
+                    extents.append(pool.import_extent(handle, num_bytes))
                 except BaseException:
                     pool.backend.mem_release(handle)
                     raise
@@ -90,20 +85,20 @@ def _receive(cache: KVCache, channel: Channel, offer: Offer, extents: list[Exten
 
 
 def _fill(
-    cache: KVCache, row: int, offer: Offer, extents: Sequence[Extent], tenant: str | None
+    space: RowSpace, row: int, offer: Offer, extents: Sequence[Extent], tenant: str | None
 ) -> None:
     """Map the extents at the start of the row, and what kernels fetch past them behind."""
     supply = iter(extents)
-    parts = []
-    for group, theirs in zip(cache.groups, offer.groups, strict=True):
+    changes = []
+    for group, theirs in zip(space.groups, offer.groups, strict=True):
         again = []
         page = theirs.first_page
         for extent in islice(supply, len(theirs.sizes_bytes)):
             again.append(Mapping(page, extent, Access.READ))
             page = again[-1].end_page
-        parts.append(RowChange(group.table, row, theirs.first_page, again=again))
-    with change(cache.pool, parts) as made:
-        made.map(cache.current_stream())
-    for group, theirs in zip(cache.groups, offer.groups, strict=True):
-        note_first_kept_token(group, row, theirs.first_token)
-    cache.map_row(row, offer.num_tokens, tenant)
+        changes.append(RowChange(group.table, row, theirs.first_page, again=again))
+    with change(space.pool, changes) as made:
+        made.map(space.current_stream())
+    for group, theirs in zip(space.groups, offer.groups, strict=True):
+        group.begin_row(row, theirs.first_token)
+    map_rows(space, [Target(row, offer.num_tokens, offer.num_tokens, tenant)])

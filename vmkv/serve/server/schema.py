@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from ..params import SamplingParams, shown
+from ...errors import shown
+from ..params import SamplingParams
 from .errors import invalid
 from .limits import Limits
 from .prompts import ChatPrompt, Prompt, TextPrompt

@@ -9,9 +9,9 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from ...errors import ConfigError
+from ...errors import ConfigError, shown
 from ..metrics import Metrics
-from ..params import SamplingParams, shown
+from ..params import SamplingParams
 from .answer import Answer
 from .choices import ChatForm, CompletionForm, Form
 from .errors import ApiError, invalid

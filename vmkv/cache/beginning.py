@@ -1,0 +1,108 @@
+"""Beginning with what is there: the row that holds most of a prompt is adopted, or forked.
+
+A parked row that ends where the prompt's known beginning does is adopted as it is, for no driver
+call. Other holders keep theirs, and the new sequence is a fork of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ..errors import CapacityError
+from .forking import fork_row
+from .row_space import RowSpace
+
+#: Of the rows that hold a prompt's beginning, live and parked, so many are compared: the last ones,
+#: which were cut where it ends if any was. To compare all would make hits of many costly.
+_HOLDERS_LOOKED_AT = 4
+
+
+def begin_with_prefix(
+    space: RowSpace, prompt: Sequence[int], tenant: str | None
+) -> tuple[int, int] | None:
+    """Take a row that holds the longest beginning of `prompt` to be found. Locked.
+
+    Short of the last token, whose query must be computed.
+
+    Returns:
+        The row, which is live now, and how many tokens it holds; None if nothing was found.
+
+    Raises:
+        ConfigError: The prompt is none.
+        DriverError: The tail could not be copied. No row was taken.
+    """
+    prefixes = space.prefixes
+    for match in prefixes.matches(prompt[: len(prompt) - 1], tenant):
+        num_tokens = match.num_tokens
+        parked = _holders(space, match.parked, num_tokens)
+        # Its memory is all there. What else it holds is lost, so it should not be much.
+        whole = [
+            row
+            for row in parked
+            if prefixes.num_recorded(row) <= 2 * num_tokens
+            and _can_extend(space, row, num_tokens)
+            and space.can_begin(row, num_tokens)
+        ]
+        if whole:
+            holder = row = min(whole, key=prefixes.num_recorded)
+            space.take(row, num_tokens, tenant)
+        else:
+            holders = parked + _holders(space, match.live, num_tokens)
+            if not holders:
+                continue
+            holder = max(holders, key=lambda row: _whole_bytes(space, row, num_tokens))
+            try:
+                row = fork_row(space, space, holder, num_tokens, tenant)
+            except CapacityError:
+                # No second row, or no memory for the tail: one row can be had as it is. Looked
+                # for anew: who was parked may have given way to the attempt.
+                parked = _holders(space, match.parked, num_tokens)
+                parked = [row for row in parked if space.can_begin(row, num_tokens)]
+                if not parked:
+                    break
+                holder = row = min(parked, key=prefixes.num_recorded)
+                space.take(row, num_tokens, tenant)
+            space.rows.touch(holder, space.pool.pressure.tick())
+        prefixes.note_hit(holder, num_tokens)
+        return row, num_tokens
+    prefixes.note_miss()
+    return None
+
+
+def _holders(space: RowSpace, rows: Iterator[int], num_tokens: int) -> list[int]:
+    """The first few of `rows` from which a sequence of `num_tokens` tokens can begin.
+
+    Those that turn out to lack something are not looked at again.
+    """
+    found: list[int] = []
+    lost: list[int] = []
+    for row in rows:
+        (found if space.keeps(row, num_tokens) else lost).append(row)
+        if len(found) == _HOLDERS_LOOKED_AT:
+            break
+    for row in lost:
+        space.prefixes.lose_short(row, max(each.shortest_kept(row) for each in space.groups))
+    return found
+
+
+def _can_extend(space: RowSpace, row: int, num_tokens: int) -> bool:
+    """Whether `row` can be written from `num_tokens` on without a copy."""
+    return not any(
+        mapping.extent.is_shared
+        for group in space.groups
+        for mapping in group.table.overlapping(
+            row,
+            group.geometry.whole_pages_below(num_tokens),
+            group.geometry.pages_for(num_tokens),
+        )
+    )
+
+
+def _whole_bytes(space: RowSpace, row: int, num_tokens: int) -> int:
+    """What a fork of `row` at `num_tokens` need not copy."""
+    total_bytes = 0
+    for group in space.groups:
+        end_page = group.geometry.whole_pages_below(num_tokens)
+        for mapping in group.table.overlapping(row, 0, end_page):
+            total_bytes += mapping.extent.num_bytes if mapping.end_page <= end_page else 0
+    return total_bytes

@@ -1,0 +1,208 @@
+"""Growing rows: plan, then change, for all rows and groups at once; everything or nothing.
+
+What live rows hold and do not need is nobody's, and the first to go where memory is short: a
+sequence that adopts a row takes all that is mapped there, however short it is; and what a window
+has passed in a step goes with the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from ..errors import OutOfPagesError, SequenceFullError
+from ..memory import Extent, RowChange, change, size_classes
+from .layer_group import LayerGroup
+from .prefix import BLOCK_TOKENS
+from .row_space import LiveRow, RowSpace
+from .unshare import unshare
+
+
+class Target(NamedTuple):
+    """A row that must hold `num_tokens`; no later query is before `num_past_tokens`."""
+
+    row: int
+    num_tokens: int
+    num_past_tokens: int
+    tenant: object = None
+
+
+def grow(space: RowSpace, wanted: Iterable[tuple[LiveRow, int]]) -> None:
+    """See `KVCache.grow`."""
+    space.check_open()
+    targets = list(wanted)
+    for sequence, num_tokens in targets:
+        sequence.check_open()
+        if num_tokens > space.max_tokens:
+            raise SequenceFullError(
+                f"the sequence in row {sequence.row} would hold {num_tokens} tokens; rows of this "
+                f"cache end at max_tokens={space.max_tokens}: make it with a larger one",
+                max_tokens=space.max_tokens,
+            )
+    space.note_stream()
+    short: dict[LiveRow, int] = {}  # One may be named twice.
+    for sequence, num_tokens in targets:
+        if num_tokens > space.writable_tokens(sequence):
+            short[sequence] = max(num_tokens, short.get(sequence, 0))
+    if short:
+        _make_writable(space, short, dict(targets))
+    if not space.keeps_past:
+        retire_behind_windows(space, [sequence for sequence, _ in targets])
+    for sequence, num_tokens in targets:
+        sequence.num_tokens = max(sequence.num_tokens, num_tokens)
+
+
+def _make_writable(
+    space: RowSpace, short: Mapping[LiveRow, int], wanted: Mapping[LiveRow, int]
+) -> None:
+    """Unshare and map what sequences lack; what live rows hold beyond `wanted` may go."""
+    for sequence, num_tokens in short.items():
+        if num_tokens > sequence.num_tokens:
+            _unshare(space, sequence)
+    targets = [Target(each.row, to, each.num_tokens, each.tenant) for each, to in short.items()]
+    try:
+        map_rows(space, targets)
+    except OutOfPagesError:
+        if not retire_surplus(space, wanted):
+            raise
+        map_rows(space, targets)
+
+
+def _unshare(space: RowSpace, sequence: LiveRow) -> None:
+    """Make what a sequence will write its own."""
+    row, num_tokens, stream = sequence.row, sequence.num_tokens, space.current_stream()
+    for group in space.groups:
+        if group.table.rows[row].shared_end_page:
+            copied_bytes = unshare(group, row, num_tokens, tenant=sequence.tenant, stream=stream)
+            space.sharing.copied_on_write_bytes += copied_bytes
+
+
+# ---- mapping ------------------------------------------------------------------------------
+
+
+def map_rows(
+    space: RowSpace, targets: Sequence[Target], groups: Sequence[LayerGroup] | None = None
+) -> None:
+    """Map what `targets`, each another row, lack in `groups`, or in all.
+
+    Where the pool is short, parked rows of all its caches give way, and only what is needed is
+    mapped.
+
+    Raises:
+        OutOfPagesError: The pool cannot supply everything. Nothing was mapped.
+        DriverError: The driver refused. Nothing was mapped.
+    """
+    groups = space.groups if groups is None else groups
+    if space.keeps_past:
+        targets = [target._replace(num_past_tokens=0) for target in targets]
+    try:
+        changes = _plan(groups, targets, space.overread_tokens, exactly=False)
+        _map(space, changes, space.pool.acquire)
+    except OutOfPagesError:
+        changes = _plan(groups, targets, space.overread_tokens, exactly=True)
+        _map(space, changes, space.pool.acquire_or_evict)
+
+
+def _map(
+    space: RowSpace,
+    changes: Sequence[RowChange],
+    acquire: Callable[[Sequence[int]], list[Extent]],
+) -> None:
+    if changes:
+        stream = space.current_stream()
+        space.pool.reclaimer.poll()
+        with change(space.pool, changes, acquire=acquire) as made:
+            made.map(stream)
+            made.fill(stream)
+
+
+def _plan(
+    groups: Sequence[LayerGroup],
+    targets: Iterable[Target],
+    overread_tokens: int,
+    *,
+    exactly: bool,
+) -> list[RowChange]:
+    """What to map where: `exactly` what is needed, else a growth quantum (see `growth.py`)."""
+    changes = []
+    for row, num_tokens, num_past_tokens, tenant in targets:
+        if not num_tokens:
+            continue
+        for group in groups:
+            resident_until = min(num_tokens + overread_tokens, group.geometry.row_tokens)
+            first_page = group.next_page(row, num_past_tokens)
+            num_pages = group.pages_to_add(first_page, resident_until, exactly=exactly)
+            if num_pages:
+                classes = tuple(size_classes(num_pages, group.largest_class))
+                changes.append(RowChange(group.table, row, first_page, classes, tenant))
+    return changes
+
+
+# ---- what is not needed -------------------------------------------------------------------
+
+
+def retire_surplus(space: RowSpace, wanted: Mapping[LiveRow, int] | None = None) -> int:
+    """Retire what live rows hold beyond their length, or the one they are `wanted` to have.
+
+    With it goes what their windows have passed, unless the cache keeps past.
+
+    Returns the bytes that are free once their fences have passed.
+    """
+    pool = space.pool
+    with pool.lock:
+        fence = pool.reclaimer.new_fence()
+        before_bytes = pool.stats().resident_bytes
+        for row, num_tokens in _needed(space, wanted or {}):
+            for group in space.groups:
+                group.retire_from(row, num_tokens, fence)
+        if not space.keeps_past:
+            retire_behind_windows(space)
+        return before_bytes - pool.stats().resident_bytes
+
+
+def surplus_bytes(space: RowSpace) -> int:
+    """What `retire_surplus` would give back. Cost: proportional to the live rows."""
+    idle = [
+        mapping
+        for row, num_tokens in _needed(space, {})
+        for group in space.groups
+        for mapping in group.behind(row, num_tokens)
+    ]
+    if not space.keeps_past:
+        for group, row, num_tokens in _behind_windows(space, space.live_sequences()):
+            end_page = group.first_needed_page(num_tokens)
+            passed = group.table.overlapping(row, 0, end_page)
+            idle += [mapping for mapping in passed if mapping.end_page <= end_page]
+    return sum(each.extent.num_bytes for each in idle if not each.extent.is_shared)
+
+
+def retire_behind_windows(space: RowSpace, sequences: Iterable[LiveRow] | None = None) -> None:
+    """Retire what no later query of these sequences (or all) can see."""
+    concerned = space.live_sequences() if sequences is None else sequences
+    for group, row, num_tokens in _behind_windows(space, concerned):
+        group.retire_front(row, num_tokens, space.pool.reclaimer.new_fence())
+
+
+def _behind_windows(
+    space: RowSpace, sequences: Iterable[LiveRow]
+) -> Iterator[tuple[LayerGroup, int, int]]:
+    """The groups and rows of sequences whose windows have passed an extent.
+
+    With the number of tokens after which the next query comes.
+    """
+    windowed = [group for group in space.groups if group.window_tokens is not None]
+    for each in sequences if windowed else ():
+        num_tokens = each.num_tokens
+        if space.prefixes.num_recorded(each.row):
+            # What is found as a prefix is cut to whole blocks, and must see its own window.
+            num_tokens = max(0, num_tokens - BLOCK_TOKENS + 1)
+        for group in windowed:
+            if group.has_front_to_retire(each.row, num_tokens):
+                yield group, each.row, num_tokens
+
+
+def _needed(space: RowSpace, wanted: Mapping[LiveRow, int]) -> Iterator[tuple[int, int]]:
+    """How far each live row must stay mapped."""
+    for sequence in space.live_sequences():
+        num_tokens = max(sequence.num_tokens, wanted.get(sequence, 0))
+        yield sequence.row, num_tokens + space.overread_tokens if num_tokens else 0

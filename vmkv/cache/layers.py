@@ -1,0 +1,103 @@
+"""Layers come, turn out to be none, and are moved together.
+
+Gaps in token rows arise where layers were expected to look like the first and did not: another
+device, another shape. Their share of every page would be wasted for good; moving costs one copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import torch
+
+from ..errors import ConfigError
+from .geometry import Geometry, LayerShape, check_positive
+from .growing import Target, map_rows
+from .layer_group import LayerGroup, split_layers
+from .row_space import RowSpace
+
+
+def add_layers(
+    space: RowSpace,
+    layers: Sequence[int],
+    shape: LayerShape,
+    dtype: torch.dtype,
+    window_tokens: int | None,
+    num_past_tokens: int,
+) -> list[LayerGroup]:
+    """See `KVCache.add_layers`."""
+    space.check_open()
+    taken = [layer for layer in layers if layer in space.places]
+    if taken or not layers or len(set(layers)) != len(layers):
+        raise ConfigError(f"layers {taken or layers} are in the cache already, or none is named")
+    if window_tokens is not None:
+        check_positive("window_tokens", window_tokens)
+    made: list[LayerGroup] = []
+    places: dict[int, tuple[LayerGroup, int]] = {}
+    try:
+        for members in split_layers(len(layers), space.layers_per_group):
+            geometry = Geometry(
+                len(members), shape, space.pool.page_bytes, space.max_tokens, space.max_sequences
+            )
+            made.append(LayerGroup(space.pool, geometry, dtype, window_tokens))
+            places |= {layers[each]: (made[-1], at) for at, each in enumerate(members)}
+        targets = [
+            Target(each.row, each.num_tokens, num_past_tokens, each.tenant)
+            for each in space.live.values()
+        ]
+        map_rows(space, targets, made)
+    except BaseException:
+        for group in made:
+            group.close()
+        raise
+    space.groups += made
+    space.places |= places
+    return made
+
+
+def drop_layers(space: RowSpace, layers: Iterable[int]) -> None:
+    """See `KVCache.drop_layers`."""
+    space.check_open()
+    for layer in layers:
+        group, _ = space.place(layer)
+        del space.places[layer]
+        if not space.members(group):
+            group.close()
+            space.groups.remove(group)
+
+
+def compact(space: RowSpace) -> bool:
+    """See `KVCache.compact`."""
+    space.check_open()
+    if not all(each.is_resident for each in space.live.values()):
+        raise ConfigError("a sequence is swapped out; swap_in() before moving layers")
+    moved = False
+    for at, group in enumerate(tuple(space.groups)):
+        members = space.members(group)
+        if len(members) < group.geometry.num_layers:
+            new = _without_gaps(space, group, [place for place, _ in members])
+            space.groups[at] = new
+            space.places |= {layer: (new, place) for place, (_, layer) in enumerate(members)}
+            group.close()
+            moved = True
+    return moved
+
+
+def _without_gaps(space: RowSpace, group: LayerGroup, places: Sequence[int]) -> LayerGroup:
+    """A group of only the layers at `places` of `group`, with what live rows hold of them."""
+    live = space.live.values()
+    geometry = replace(group.geometry, num_layers=len(places))
+    new = LayerGroup(group.pool, geometry, group.dtype, group.window_tokens)
+    first = {each.row: group.first_mapped_token(each.row, each.num_tokens) for each in live}
+    try:
+        targets = [Target(each.row, each.num_tokens, first[each.row], each.tenant) for each in live]
+        map_rows(space, targets, [new])
+    except BaseException:
+        new.close()
+        raise
+    for each in live:
+        # The new row starts on another page boundary; both hold what is still needed.
+        start = max(first[each.row], new.first_mapped_token(each.row, each.num_tokens))
+        new.copy_row(each.row, slice(start, each.num_tokens), group, places)
+    return new

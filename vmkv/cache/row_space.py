@@ -1,0 +1,309 @@
+"""A row space: layer groups over one pool, and the rows of them that sequences take and leave.
+
+All that forks, reorderings, swaps, files and other processes need to know of a cache. It knows
+which rows are live, and asks those who live there how far they are written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Protocol
+
+import torch
+
+from ..backend import Backend
+from ..errors import ClosedError, ConfigError
+from ..memory import ExtentPool, Victim, pinned
+from .cost import CostModel
+from .device_memory import open_pool
+from .geometry import check_positive
+from .layer_group import LayerGroup
+from .prefix import PrefixIndex
+from .rows import Rows
+from .stats import SharingStats
+from .victims import ends_of, victim_of
+from .views import stream_getter, torch_device
+
+
+class LiveRow(Protocol):
+    """What a sequence says of the row it lives in. See `Sequence`."""
+
+    row: int
+    num_tokens: int
+    tenant: str | None
+
+    @property
+    def cache(self) -> RowSpace:
+        """Where the row is."""
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether kernels can read it: neither swapped out nor moving."""
+
+    def check_open(self) -> None:
+        """Raise `ClosedError` if the sequence has ended, `ConfigError` if it is swapped out."""
+
+
+class RowSpace:
+    """What `KVCache` is without its sequences. Args: as of `KVCache`.
+
+    Attributes:
+        pool: Where memory comes from.
+        max_tokens: The longest sequence.
+        max_sequences: How many rows there are.
+        groups: The layer groups, in the order in which they were made.
+        rows: Which rows are live, parked or empty.
+        live: Who lives in which row.
+        moving: Rows on their way to the host, each with what it could give back by leaving now.
+        prefixes: What rows are known to hold.
+        sharing: What was shared and copied so far.
+        cost_model: Decides between mapping and copying.
+        overread_tokens: Tokens past a sequence's length that are kept resident; see
+            `KVCache.keep_resident`.
+        keeps_past: While true, sliding-window groups keep what has left the window (for rollback).
+        current_stream: Returns the raw handle of torch's current stream on the device.
+    """
+
+    def __init__(
+        self,
+        memory: str | Backend | ExtentPool,
+        *,
+        max_tokens: int,
+        max_sequences: int,
+        budget_bytes: int | None = None,
+        host_budget_bytes: int | None = None,
+        layers_per_group: int | None = None,
+        cost_model: CostModel | None = None,
+    ):
+        check_positive("max_tokens", max_tokens)
+        check_positive("max_sequences", max_sequences)
+        for name, value in (
+            ("budget_bytes", budget_bytes),
+            ("host_budget_bytes", host_budget_bytes),
+            ("layers_per_group", layers_per_group),
+        ):
+            if value is not None:
+                check_positive(name, value)
+        self.pool = open_pool(memory, budget_bytes, host_budget_bytes)
+        self.pool.attach()
+        backend = self.pool.backend
+        self.max_tokens = max_tokens
+        self.max_sequences = max_sequences
+        is_host = backend.name == "host"
+        self.layers_per_group = 1 if layers_per_group is None and is_host else layers_per_group
+        self.groups: list[LayerGroup] = []
+        self.places: dict[int, tuple[LayerGroup, int]] = {}
+        self.rows = Rows(max_sequences)
+        self.live: dict[int, LiveRow] = {}
+        self.moving: dict[int, Callable[[], Victim]] = {}
+        self.prefixes = PrefixIndex()
+        self.sharing = SharingStats()
+        self.cost_model = cost_model or CostModel.of(backend)
+        self.overread_tokens = 0
+        self.keeps_past = False
+        self.is_closed = False
+        self.current_stream = stream_getter(backend)
+        self._side_stream: int | None = None
+        self.pool.pressure.add_source(self.victims)
+
+    def check_open(self) -> None:
+        """Raise `ClosedError` if the cache is closed."""
+        if self.is_closed:
+            raise ClosedError("this KVCache is closed; make a new one")
+
+    # ---- layers ---------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        """The device whose tensors live here."""
+        return torch_device(self.pool.backend)
+
+    @property
+    def layers(self) -> list[int]:
+        """The layers that were added, as the caller numbers them."""
+        return sorted(self.places)
+
+    def place(self, layer: int) -> tuple[LayerGroup, int]:
+        """The group of `layer`, and its index in the group.
+
+        Raises:
+            ConfigError: No such layer was added.
+        """
+        if layer not in self.places:
+            raise ConfigError(f"layer {layer} was not added; there are {self.layers}")
+        return self.places[layer]
+
+    def members(self, group: LayerGroup) -> list[tuple[int, int]]:
+        """`(place, layer)` of each layer in `group`, in order; fewer than places where dropped."""
+        return sorted((at, layer) for layer, (home, at) in self.places.items() if home is group)
+
+    def keys(self, layer: int) -> torch.Tensor:
+        """All rows' keys of `layer`: `[rows, row_tokens, k_heads, k_dim]`, mostly unmapped.
+
+        What kernels take that are told rows and lengths. Only tokens below a live sequence's
+        `num_tokens` (and `overread_tokens` more) may be touched.
+        """
+        self.check_open()
+        group, at = self.place(layer)
+        return group.views.keys[at].transpose(1, 2)
+
+    def values(self, layer: int) -> torch.Tensor:
+        """All rows' values of `layer`: `[rows, row_tokens, v_heads, v_dim]`, as `keys`."""
+        self.check_open()
+        group, at = self.place(layer)
+        return group.views.values[at].transpose(1, 2)
+
+    # ---- streams --------------------------------------------------------------------------
+
+    def note_stream(self) -> None:
+        """Say that torch's current stream works on this cache's memory. Cost: about 0.3 µs."""
+        self.pool.backend.note_stream(self.current_stream())
+
+    def side_stream(self) -> int:
+        """The stream on which sequences are swapped, made when first needed."""
+        if self._side_stream is None:
+            self._side_stream = self.pool.backend.new_stream()
+        return self._side_stream
+
+    def end_side_stream(self) -> None:
+        """Give that stream back. Idempotent."""
+        if self._side_stream is not None:
+            self.pool.backend.stream_destroy(self._side_stream)
+            self._side_stream = None
+
+    # ---- what rows hold -------------------------------------------------------------------
+
+    def keeps(self, row: int, num_tokens: int) -> bool:
+        """Whether `row` has all that a query after `num_tokens` tokens sees."""
+        return all(
+            each.keeps(row, num_tokens) and each.reaches(row, num_tokens) for each in self.groups
+        )
+
+    def can_begin(self, row: int, num_tokens: int) -> bool:
+        """Whether all is mapped that a sequence of `num_tokens` must have, over-read included."""
+        end_tokens = num_tokens + self.overread_tokens
+        return all(
+            group.resident_tokens(row) >= min(end_tokens, group.geometry.row_tokens)
+            for group in self.groups
+        )
+
+    def resident_tokens(self, row: int) -> int:
+        """Tokens of `row` up to which memory is mapped."""
+        return min((group.resident_tokens(row) for group in self.groups), default=0)
+
+    def adoptable_tokens(self, row: int) -> int:
+        """Tokens that a new sequence in `row` would find mapped, for itself alone."""
+        return min((group.adoptable_tokens(row) for group in self.groups), default=0)
+
+    def writable_tokens(self, sequence: LiveRow) -> int:
+        """See `Sequence.writable_tokens`."""
+        if not self.groups or not sequence.is_resident:
+            return 0
+        row, num_tokens, overread_tokens = sequence.row, sequence.num_tokens, self.overread_tokens
+        end = self.max_tokens
+        for group in self.groups:
+            end = min(end, group.writable_tokens(row, num_tokens, overread_tokens))
+        return end
+
+    def live_sequences(self) -> list[LiveRow]:
+        """Those that kernels can read: neither swapped out nor moving."""
+        return [each for each in self.live.values() if each.is_resident]
+
+    def pinned_row(self, row: int) -> AbstractContextManager[None]:
+        """For the length of a block, `row` is read: it stays mapped where it is."""
+        its = (mapping for group in self.groups for mapping in group.table.rows[row].mappings)
+        return pinned(self.pool, its)
+
+    # ---- taking and leaving rows ----------------------------------------------------------
+
+    def take(self, row: int, num_tokens: int, tenant: str | None) -> None:
+        """Make an empty or parked row live, with the first `num_tokens` tokens that it holds.
+
+        Every sequence begins here: what the row knows of the one before is forgotten.
+
+        Raises:
+            ConfigError: `row` is live, or does not exist.
+        """
+        self.rows.check_free(row)
+        if self.rows.is_parked(row):
+            # Another stream may still read what this one will overwrite.
+            self.pool.backend.join_streams(self.current_stream())
+        if not num_tokens:
+            self.begin_anew(row)
+        self.prefixes.truncate(row, num_tokens)  # First: what follows overwrites the rest.
+        for group in self.groups:
+            group.scrub(row, num_tokens, tenant, self.current_stream())
+        self.prefixes.take(row)
+        self.rows.take(row)
+
+    def begin_anew(self, row: int) -> None:
+        """`row` will be written from its first token on: it remembers nothing of what was before.
+
+        Retires runs that a window has moved off the row's start: no new beginning can use them.
+        """
+        displaced = [group for group in self.groups if group.table.rows[row].first_page]
+        if displaced:
+            self._retire(displaced, row, 0)
+        for group in self.groups:
+            group.begin_row(row)
+
+    @contextmanager
+    def beginning(self, tenant: str | None, row: int | None = None) -> Iterator[int]:
+        """A row without memory, live from now on, for the block to fill; else it is empty again.
+
+        Raises:
+            OutOfAddressSpaceError: Every row holds a live sequence.
+            ConfigError: `row` is live, or does not exist.
+        """
+        with self.pool.lock:
+            if row is None:
+                row = self.rows.choose_unneeded()
+            if self.rows.is_parked(row):
+                self.retire_parked(row, 0)
+            self.take(row, 0, tenant)
+        try:
+            yield row
+        except BaseException:
+            with self.pool.lock:
+                self.rows.park(row, self.pool.pressure.tick())
+                self.retire_parked(row, 0)
+            raise
+
+    def park(self, row: int) -> None:
+        """The sequence of `row` has ended; what it leaves is the next one's. Locked."""
+        if not self.prefixes.num_recorded(row):
+            self.begin_anew(row)
+        del self.live[row]
+        self.rows.park(row, self.pool.pressure.tick())
+        self.prefixes.park(row)
+
+    def retire_parked(self, row: int, num_tokens: int) -> None:
+        """Retire what a parked row holds behind its first `num_tokens` tokens."""
+        self.retire_from(row, num_tokens)
+        if not num_tokens:
+            self.rows.empty(row)
+
+    def retire_from(self, row: int, num_tokens: int) -> None:
+        """Retire the extents that hold nothing of the first `num_tokens` tokens of `row`."""
+        self._retire(self.groups, row, num_tokens)
+        self.prefixes.truncate(row, num_tokens)
+
+    def _retire(self, groups: Iterable[LayerGroup], row: int, num_tokens: int) -> None:
+        fence = self.pool.reclaimer.new_fence()
+        for group in groups:
+            group.retire_from(row, num_tokens, fence)
+
+    def victims(self) -> Iterable[Victim]:
+        """What sequences that are on their way to the host, and parked rows, could give back."""
+        for victim in tuple(self.moving.values()):
+            yield victim()
+        for row in self.rows.parked():
+            yield victim_of(
+                partial(ends_of, self.groups, row),
+                partial(self.retire_parked, row),
+                last_used=self.rows.last_used(row),
+                num_hits=self.prefixes.hits_of(row),
+                num_prefix_tokens=self.prefixes.num_recorded(row),
+            )
