@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from ..errors import CapacityError, ConfigError, one_line
-from ..hf import probe
+from ..hf import compat, probe
 from . import sharding
 from .group import TensorParallel
 from .localise import localise
@@ -37,19 +37,13 @@ def load(path: str, group: TensorParallel, *, dtype: str | None = None) -> Any:
             do it.
         CapacityError: A part does not fit its device.
     """
-    try:
-        from transformers.distributed.configuration_utils import DistributedConfig
-    except ImportError as error:
-        raise ConfigError(
-            f"transformers {transformers.__version__} cannot load a part of a model; upgrade to "
-            "transformers>=5.17"
-        ) from error
+    in_parts = compat.in_parts(group.size)
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(
             path,
             dtype=dtype or "auto",
             trust_remote_code=False,
-            distributed_config=DistributedConfig(tp_size=group.size),
+            **in_parts,
         )
     except torch.OutOfMemoryError as error:
         raise CapacityError(

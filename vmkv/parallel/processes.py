@@ -215,7 +215,8 @@ def _environment(rank: int, size: int) -> Iterator[None]:
 
 
 def _join(rank: int, size: int, device_type: str, store: Path, timeout_s: float) -> None:
-    meeting = torch.distributed.FileStore(str(store), size)  # type: ignore[attr-defined]  # is there
+    distributed: Any = torch.distributed  # Its types lack this.
+    meeting = distributed.FileStore(str(store), size)
     set_up(device_type, rank, timeout_s, rank=rank, world_size=size, store=meeting)
 
 

@@ -21,13 +21,11 @@ from typing import Any
 import torch
 
 from ..cache import KVCache
-from ..errors import CapacityError, ClosedError, ConfigError, DriverError, RankError
+from ..errors import CapacityError, ClosedError, ConfigError, DriverError
 from ..memory import ExtentPool
-from ..parallel import TensorParallel, localise
 from ..units import GiB, format_bytes
 from .async_engine import AsyncEngine as AsyncEngine
 from .handle import RequestHandle
-from .lockstep import Lockstep
 from .memory_view import MemoryView
 from .observer import EngineObserver
 from .outcomes import Outcomes
@@ -35,6 +33,7 @@ from .params import SamplingParams
 from .preemption import PreemptionCosts
 from .prompts import end_tokens, resolve, token_ids_of, vocabulary_sizes
 from .request import FinishReason, Request, RequestOutput
+from .runner import Runner
 from .runner.making import make_runner
 from .scheduler import Scheduler
 from .served_rows import open_rows, pool_beside
@@ -49,8 +48,7 @@ class Engine:
     """Serves a transformers model.
 
     Args:
-        model: A causal language model, in eval mode, on one device. With `tensor_parallel`, whole
-            or as transformers has divided it: this rank's part is left of it.
+        model: A causal language model, in eval mode, on one device.
         tokenizer: Its tokenizer, for prompts and outputs that are text.
         max_num_seqs: Requests that run at once at most.
         max_num_batched_tokens: Tokens of a step at most; longer prompts take several steps.
@@ -76,8 +74,6 @@ class Engine:
             pool hold counts, and is theirs to keep. By default everything is kept.
         seed: For requests that bring no seed of their own; by default another one every time.
         observer: Who is told what happens.
-        tensor_parallel: The ranks that each have a part of the model, and an engine made with the
-            same arguments. That of rank 0 is asked, the others `follow` it.
 
     Attributes:
         cache: The keys and values.
@@ -87,7 +83,6 @@ class Engine:
     Raises:
         ConfigError: The model cannot be served, or an argument is impossible.
         OutOfPagesError: The budget does not hold one token.
-        RankError: Another rank has ended.
     """
 
     def __init__(
@@ -112,19 +107,13 @@ class Engine:
         watermark_bytes: int | None = None,
         seed: int | None = None,
         observer: EngineObserver | None = None,
-        tensor_parallel: TensorParallel | None = None,
     ):
         self._is_closed = True
-        if tensor_parallel is not None:
-            if pool is not None:
-                raise ConfigError("ranks cannot share a pool with others; leave pool out")
-            localise(model, tensor_parallel)
-        self._lockstep = Lockstep(tensor_parallel)
         self._scheduler = Scheduler(
             max_num_seqs,
             max_num_batched_tokens,
             aging_steps=aging_steps,
-            costs=self._lockstep.share(preemption_costs or PreemptionCosts.of(model)),
+            costs=preemption_costs or PreemptionCosts.of(model),
             max_num_mixed_tokens=max_num_mixed_tokens,
             fixed_chunks=deterministic,
         )
@@ -133,17 +122,12 @@ class Engine:
         self._observer = observer
         self._watermark_bytes = _watermark(watermark_bytes)
         self._is_idle = True  # Warming up has trimmed the cache.
-        self._random = random.Random(
-            self._lockstep.share(random.getrandbits(64) if seed is None else seed)
-        )
+        self._random = random.Random(seed)
         self._num_requests = 0
         self._handles: dict[int, RequestHandle] = {}
         self._outcomes = Outcomes(tokenizer, end_tokens(model), self._updated, observer)
         self.on_update: Callable[[RequestHandle], None] | None = None
-        pool = pool_beside(
-            model, pool, budget_bytes, host_budget_bytes, open_memory=self._lockstep.backend
-        )
-        self._lockstep.level(pool)
+        pool = pool_beside(model, pool, budget_bytes, host_budget_bytes)
         self._rows = open_rows(model, pool, max_num_seqs, max_tokens, attention_backend)
         try:
             self.cache: KVCache = self._rows.cache
@@ -154,7 +138,7 @@ class Engine:
                 prefix_caching=prefix_caching and not deterministic,
                 num_reserved_rows=max_num_seqs + 2,
             )
-            its_runner = make_runner(
+            made = make_runner(
                 runner,
                 model,
                 self._rows,
@@ -164,17 +148,10 @@ class Engine:
                 deterministic=deterministic,
                 attention_backend=attention_backend,
                 options=runner_options,
-                agree=self._lockstep.agree,
             )
-            self._runner = self._lockstep.runner(its_runner)
+            self._runner = self._in_use(made)
             # Now that the kernels have said how far past the end they read.
             self.max_tokens = self._view.fitting_tokens()
-            self._lockstep.take(
-                self.cache.pool,
-                max_tokens=self.max_tokens,
-                overread_tokens=self.cache.overread_tokens,
-                vocabulary=self._vocab_size,
-            )
         except BaseException:
             self._rows.close()
             raise
@@ -211,26 +188,13 @@ class Engine:
                 the vocabulary, text is wanted and there is no tokenizer. Nothing was added.
             ClosedError: The engine is closed.
         """
-        self._check_asked()
+        self._check_open()
+        self._is_idle = False
         params = params or SamplingParams()
         text = prompt if isinstance(prompt, str) else None
         tokens = token_ids_of(prompt, self.tokenizer, self._input_vocab_size)
         if params.stop and self.tokenizer is None:
             raise ConfigError("stop texts need a tokenizer: pass Engine(tokenizer=…)")
-        if params.logits_processors:
-            self._lockstep.check_sendable(params)
-        self._lockstep.note("add", tokens, params, priority)
-        return self._add(tokens, params, priority, text)
-
-    def _add(
-        self,
-        tokens: Sequence[int],
-        params: SamplingParams,
-        priority: int,
-        text: str | None = None,
-    ) -> RequestHandle:
-        """`add`, on every rank."""
-        self._is_idle = False
         max_total = self.max_tokens
         if params.max_tokens is not None:
             max_total = min(max_total, len(tokens) + params.max_tokens)
@@ -298,28 +262,15 @@ class Engine:
 
     def cancel(self, handle: RequestHandle) -> None:
         """End a request where it is; it keeps the tokens it has. Idempotent."""
-        if handle.is_finished:
-            return
-        self._lockstep.note("cancel", handle.request_id)
-        self._cancel(handle)
-
-    def _cancel(self, handle: RequestHandle) -> None:
-        """`cancel`, on every rank."""
         for request in handle.requests:
             self._loop.end(request, FinishReason.CANCELLED)
 
     def cancel_all(self, error: Exception | None = None) -> None:
         """End every request; with `error`, as failed by it."""
-        if not self._lockstep.has_failed:
-            self._lockstep.note("cancel_all", None if error is None else RuntimeError(str(error)))
-        self._cancel_all(error)
-
-    def _cancel_all(self, error: Exception | None) -> None:
-        """`cancel_all`, on every rank."""
         if error is not None:
             self._loop.end_all(error)
         for handle in tuple(self._handles.values()):
-            self._cancel(handle)
+            self.cancel(handle)
 
     # ---- running --------------------------------------------------------------------------
 
@@ -343,7 +294,6 @@ class Engine:
 
         Raises:
             ClosedError: The engine is closed.
-            RankError: A rank has ended, and every request with it.
         """
         if not self.advance():
             self.fall_idle()
@@ -353,57 +303,9 @@ class Engine:
 
         Raises:
             ClosedError: The engine is closed.
-            RankError: A rank has ended, and every request with it.
         """
-        self._check_asked()
-        if not self._loop.has_work:
-            return False
-        try:
-            self._lockstep.flush(is_step=True)
-            more = self._loop.step()
-            self._lockstep.check()
-        except RankError as error:
-            self._cancel_all(error)
-            raise
-        return more
-
-    def follow(self) -> None:
-        """Do what the engine of rank 0 does, until that is closed; this one is then closed too.
-
-        Raises:
-            ConfigError: This is the engine to ask.
-            RankError: A rank has ended. The engine is closed.
-        """
-        if self._lockstep.is_first:
-            raise ConfigError("this engine is asked, and follows nobody")
-        try:
-            while not self._is_closed:
-                commands, is_step = self._lockstep.receive()
-                for name, *arguments in commands:
-                    self._obey(name, arguments)
-                if is_step:
-                    self._loop.step()
-        finally:
-            self.close()
-
-    def _obey(self, name: str, arguments: Sequence[Any]) -> None:
-        """Do what rank 0 has done; what it was refused is refused here as well."""
-        if name == "cancel":
-            handle = self._handles.get(arguments[0])
-            if handle is not None:
-                self._cancel(handle)
-            return
-        obey: dict[str, Callable[..., object]] = {
-            "add": self._add,
-            "cancel_all": self._cancel_all,
-            "reclaim": self._reclaim,
-            "set_budget": self._set_budget,
-            "close": self._close,
-        }
-        try:
-            obey[name](*arguments)
-        except (ConfigError, CapacityError) as error:
-            _LOG.debug("%s is refused: %s", name, error)
+        self._check_open()
+        return self._loop.has_work and self._loop.step()
 
     def fall_idle(self, is_wanted: Callable[[], bool] = lambda: False) -> None:
         """Give memory above the watermark back, and tell the observer that nothing is left to do.
@@ -418,11 +320,10 @@ class Engine:
 
         Raises:
             ClosedError: The engine is closed.
-            RankError: A rank has ended.
 
         Cost: with nothing above the watermark some 10 µs; else some 3 ms for each GiB.
         """
-        self._check_asked()
+        self._check_open()
         if self._is_idle or self._loop.has_work or not self._give_back(is_wanted):
             return
         self._is_idle = True
@@ -435,13 +336,13 @@ class Engine:
             return True
         pool = self.cache.pool
         try:
-            self._reclaim_everywhere(0)
+            self._reclaim(0)
             # Taken once: what others that share the pool do meanwhile is not this engine's.
             excess_bytes = pool.stats().created_bytes - self._watermark_bytes
             while excess_bytes > 0:
                 if is_wanted():
                     return False
-                released_bytes = self._reclaim_everywhere(min(excess_bytes, _SLICE_BYTES))
+                released_bytes = self._reclaim(min(excess_bytes, _SLICE_BYTES))
                 if not released_bytes:
                     break  # The rest is live: a runner's scratch row, or what others hold.
                 excess_bytes -= released_bytes
@@ -449,37 +350,15 @@ class Engine:
             _LOG.warning("memory above the watermark could not be given back: %s", error)
         return True
 
-    def _reclaim_everywhere(self, num_bytes: int) -> int:
-        """`_reclaim` on every rank, now."""
-        self._lockstep.note("reclaim", num_bytes)
-        self._lockstep.flush()
-        return self._reclaim(num_bytes)
-
     def _reclaim(self, num_bytes: int) -> int:
         """Give so much back to the device; returns how much that was."""
         # Retired memory is free in a moment: prefixes need not go in its stead.
         self.cache.pool.reclaimer.wait()
         return self._view.reclaim(num_bytes)
 
-    def set_budget(self, budget_bytes: int) -> None:
-        """Change what keys and values may take on the device, on each rank.
-
-        Cached prefixes give way where they must; requests that then do not fit together give way
-        to each other.
-
-        Raises:
-            ConfigError: It is below what running requests hold. It stays as it was.
-            ClosedError: The engine is closed.
-            RankError: A rank has ended.
-        """
-        self._check_asked()
-        self._lockstep.note("set_budget", budget_bytes)
-        self._lockstep.flush()
-        self._set_budget(budget_bytes)
-
-    def _set_budget(self, budget_bytes: int) -> None:
-        """`set_budget`, on every rank."""
-        self.cache.pool.set_budget(budget_bytes)
+    def _in_use(self, runner: Runner) -> Runner:
+        """The runner as steps are given to it."""
+        return runner
 
     def generate(
         self,
@@ -529,17 +408,7 @@ class Engine:
         """Cancel what is under way, and free everything. Idempotent."""
         if self._is_closed:
             return
-        try:
-            if not self._lockstep.has_failed:
-                self._lockstep.note("close")
-                self._lockstep.flush()
-        except RankError as error:
-            _LOG.error("%s", error)
-        self._close()
-
-    def _close(self) -> None:
-        """`close`, on every rank."""
-        self._cancel_all(None)
+        self.cancel_all()
         if self._loop.has_work:
             self._loop.step()
         self._is_closed = True
@@ -551,12 +420,6 @@ class Engine:
     def _check_open(self) -> None:
         if self._is_closed:
             raise ClosedError("this engine is closed; make a new one")
-        self._lockstep.check()
-
-    def _check_asked(self) -> None:
-        self._check_open()
-        if not self._lockstep.is_first:
-            raise ConfigError("this engine follows that of rank 0: call follow(), and ask there")
 
     def __enter__(self) -> Engine:
         return self

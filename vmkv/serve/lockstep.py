@@ -6,8 +6,6 @@ itself needs no message but a few numbers, since everybody plans it from lengths
 What is not the same by itself is made so: the capacity, the cost model, and the seeds at the start;
 what the driver says, by `AgreedBackend`; which graphs are of use, by agreement. What goes wrong on
 one rank alone ends all of them, but for a lack of memory for keys and values, which all share.
-
-An engine in one process goes through here as well, and nothing happens.
 """
 
 from __future__ import annotations
@@ -34,59 +32,42 @@ class Lockstep:
     """One engine's place among the ranks.
 
     Args:
-        group: The ranks; None for a process alone.
+        group: The ranks.
     """
 
-    def __init__(self, group: TensorParallel | None):
-        self._group = group
+    def __init__(self, group: TensorParallel):
+        self.group = group
         self._clock = StepClock()
         self._commands: list[Command] = []
         self._checksum = 0
         self._pool: ExtentPool | None = None
 
-    @property
-    def is_first(self) -> bool:
-        """Whether this engine is the one that is asked."""
-        return self._group is None or not self._group.rank
-
     # ---- the start ------------------------------------------------------------------------
 
-    def share(self, value: Any) -> Any:
-        """Rank 0's value."""
-        return value if self._group is None else self._group.share(value)
-
-    def agree(self, value: int) -> int:
-        """The largest of all ranks' values."""
-        return value if self._group is None else self._group.max(value)
-
-    def backend(self, device: str) -> Backend | str:
+    def backend(self, device: str) -> Backend:
         """The memory of this rank's device."""
-        if self._group is None:
-            return device
-        return AgreedBackend(open_backend(device), self._group, self._clock)
+        return AgreedBackend(open_backend(device), self.group, self._clock)
 
     def level(self, pool: ExtentPool) -> None:
         """Have a pool that is empty promise what every rank's can."""
-        if self._group is not None:
-            for location in MemoryLocation:
-                budget_bytes = self._group.min(pool.stats(location).budget_bytes)
-                if budget_bytes:
-                    pool.set_budget(budget_bytes, location)
+        for location in MemoryLocation:
+            budget_bytes = self.group.min(pool.stats(location).budget_bytes)
+            if budget_bytes:
+                pool.set_budget(budget_bytes, location)
 
-    def take(self, pool: ExtentPool, **facts: int) -> None:
+    def begin(self, pool: ExtentPool, **facts: int) -> None:
         """Go on with this pool, once it is seen that all ranks have the same.
 
         Raises:
             RankError: They have not, or differ in another of the `facts`.
         """
-        if self._group is not None:
-            self._pool = pool
-            budget_bytes = pool.stats().budget_bytes
-            self._group.check_same({"page_bytes": pool.page_bytes, "budget": budget_bytes, **facts})
+        self._pool = pool
+        budget_bytes = pool.stats().budget_bytes
+        self.group.check_same({"page_bytes": pool.page_bytes, "budget": budget_bytes, **facts})
 
     def runner(self, runner: Runner) -> Runner:
         """A runner whose failures are those of all ranks."""
-        return runner if self._group is None else _LockstepRunner(runner, self)
+        return _LockstepRunner(runner, self)
 
     # ---- rank 0 ---------------------------------------------------------------------------
 
@@ -96,29 +77,17 @@ class Lockstep:
         Raises:
             RankError: They have ended.
         """
-        if self._group is not None and not self._group.rank:
-            self._group.check()
-            self._commands.append(command)
+        self.group.check()
+        self._commands.append(command)
 
     def flush(self, *, is_step: bool = False) -> None:
         """Have the others do what was noted, and then, with `is_step`, a step.
 
         Raises:
             RankError: A rank has ended.
-            ConfigError: Something that was noted cannot travel.
         """
-        if self._group is not None and not self._group.rank:
-            commands, self._commands = self._commands, []
-            self._group.send(Message(commands or None, is_step), self._state())
-
-    def check_sendable(self, value: Any) -> None:
-        """See that what is to be noted can travel.
-
-        Raises:
-            ConfigError: It cannot: it holds a function of the caller's, for instance.
-        """
-        if self._group is not None:
-            self._group.check_sendable(value)
+        commands, self._commands = self._commands, []
+        self.group.send(Message(commands or None, is_step), self._state())
 
     # ---- the others -----------------------------------------------------------------------
 
@@ -128,21 +97,10 @@ class Lockstep:
         Raises:
             RankError: A rank has ended, or the ranks have come to different states.
         """
-        assert self._group is not None  # Nobody else follows.
-        commands, is_step = self._group.receive(self._state())
+        commands, is_step = self.group.receive(self._state())
         return commands or (), is_step
 
-    # ---- any ------------------------------------------------------------------------------
-
-    def check(self) -> None:
-        """Raise the `RankError` that the ranks have ended with, if they have."""
-        if self._group is not None:
-            self._group.check()
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether the ranks have ended."""
-        return self._group is not None and self._group.failure is not None
+    # ---- all ------------------------------------------------------------------------------
 
     def submitted(self) -> int:
         """A step is on the device; returns its number."""
@@ -154,12 +112,6 @@ class Lockstep:
         self._clock.num_completed = number
         tokens = ",".join(map(str, result.token_ids))
         self._checksum = zlib.crc32(tokens.encode(), self._checksum)
-
-    def end_with(self, error: Exception) -> Exception:
-        """What to raise for an error that the other ranks need not have."""
-        if self._group is None:
-            return error
-        return self._group.fail(error)
 
     def _state(self) -> int:
         """A checksum of what was sampled and of what the pool holds."""
@@ -189,13 +141,13 @@ class _LockstepRunner:
 
     def submit(self, chunks: Sequence[Chunk]) -> PendingStep:
         """See `Runner`."""
-        self._lockstep.check()
+        self._lockstep.group.check()
         try:
             pending = self._runner.submit(chunks)
         except (SlotError, ConfigError):
             raise  # It is the request's, and everybody's.
         except Exception as error:
-            raise self._lockstep.end_with(error) from error
+            raise self._lockstep.group.fail(error) from error
         return _LockstepStep(pending, self._lockstep.submitted(), self._lockstep)
 
     def close(self) -> None:
@@ -216,7 +168,7 @@ class _LockstepStep:
         try:
             result = self._pending.result()
         except Exception as error:
-            raise self._lockstep.end_with(error) from error
-        self._lockstep.check()  # A collective that was given up leaves no tokens.
+            raise self._lockstep.group.fail(error) from error
+        self._lockstep.group.check()  # A collective that was given up leaves no tokens.
         self._lockstep.completed(self._number, result)
         return result

@@ -56,6 +56,7 @@ class RunnerOptions:
             which keeps a tile of every row resident for its over-read, or else what `select` takes.
         compile_cache: A folder that keeps what was compiled; None for torch's own temporary one.
         show_progress: A progress bar while warming up.
+        agree: The largest of all ranks' values of a number; of one process, its own.
     """
 
     compile_layers: bool | None = None
@@ -65,6 +66,7 @@ class RunnerOptions:
     attention_backend: str | None = None
     compile_cache: Path | None = None
     show_progress: bool = True
+    agree: Callable[[int], int] = int
 
 
 class GraphRunner:
@@ -79,7 +81,6 @@ class GraphRunner:
         max_num_seqs: How many slots there are.
         max_num_batched_tokens: The largest step.
         options: See there.
-        agree: The largest of all ranks' values; of one process, its own.
 
     Attributes:
         graph_bytes: Device memory that graphs hold, once `warm_up` has captured them.
@@ -97,7 +98,6 @@ class GraphRunner:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         options: RunnerOptions | None = None,
-        agree: Callable[[int], int] = int,
     ):
         self._model = model
         self._cache = cache
@@ -109,7 +109,6 @@ class GraphRunner:
         if not cache.layers:
             raise ConfigError("the cache holds no layers yet: add the model's first")
         vocab_size = vocabulary.num_logits(model)
-        self._agree = agree
         compiled = self._is_cuda and self._wants(self._options.compile_layers)
         self.sampler = Sampler(max_num_seqs, vocab_size, self._device, compiled=compiled)
         self._host_tokens = HostTokens()
@@ -164,7 +163,7 @@ class GraphRunner:
             max_num_seqs=self._max_num_seqs,
             max_tokens=self._cache.max_tokens,
             scratch=Scratch(self._max_num_seqs, self._scratch.row),
-            agree=self._agree,
+            agree=self._options.agree,
         )
         heads = min(group.geometry.shape.num_k_heads for group in self._cache.groups)
         processors = 1
@@ -326,7 +325,7 @@ class GraphRunner:
                 if graphs.captured:
                     raise
                 failure = error
-            if self._agree(int(failure is not None)):
+            if self._options.agree(int(failure is not None)):
                 _LOG.warning(
                     "%s cannot be captured as CUDA graphs: %s",
                     graphs.name,

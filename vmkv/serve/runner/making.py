@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,7 +26,6 @@ def make_runner(
     deterministic: bool,
     attention_backend: str | None = None,
     options: Any = None,
-    agree: Callable[[int], int] = int,
 ) -> Runner:
     """A runner, warmed up.
 
@@ -41,7 +39,6 @@ def make_runner(
         deterministic: Whether requests must not depend on each other; only "eager" can do that.
         attention_backend: The kernel for rows, where `options` do not say.
         options: For "graphs", `RunnerOptions`.
-        agree: The largest of all ranks' values; of one process, its own.
 
     Raises:
         ConfigError: There is no such runner, or it cannot do what is asked.
@@ -62,7 +59,6 @@ def make_runner(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         options=options or RunnerOptions(attention_backend=rows.store.settings.attention_backend),
-        agree=agree,
     )
     try:
         runner.warm_up()
