@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -28,6 +30,7 @@ from .arguments import (
 )
 
 if TYPE_CHECKING:
+    from ..serve.parallel_engine import ParallelEngine
     from ..serve.server import ServerOptions
 
 _API_KEY_VARIABLE = "VMKV_API_KEY"
@@ -52,6 +55,7 @@ def add_parser(commands: Commands) -> None:
     add("--served-model-name", type=name, help="what clients call it; by default MODEL")
     add("--device", type=device, default="auto", help="auto, cpu, cuda, cuda:1 …")
     add("--dtype", choices=DTYPES, help="of the weights; by default as they were saved")
+    add("--tensor-parallel", type=positive_int, default=1, help="GPUs that share the model")
     add("--chat-template", type=name, metavar="FILE", help="a Jinja template, not the tokenizer's")
     add = parser.add_argument_group("engine").add_argument
     add("--max-num-seqs", type=integer(1, 1 << 16), default=256, help="sequences in a step")
@@ -120,15 +124,26 @@ def _serve(
 
     if arguments.log_level != "debug":
         be_quiet(with_progress=sys.stderr is not None and sys.stderr.isatty())
-    load_config(arguments.model)  # The plainest error first.
+    config = load_config(arguments.model)  # The plainest error first.
+    if arguments.tensor_parallel > 1:
+        from ..parallel.loading import check_config
+
+        check_config(config, arguments.tensor_parallel)
     tokenizer = load_tokenizer(arguments.tokenizer or arguments.model)
     trace = ChromeTrace(arguments.trace) if arguments.trace else None
     metrics = Metrics()
     observers: list[EngineObserver] = [metrics, *([trace] if trace else [])]
+    ranks = contextlib.ExitStack()
     try:
-        model = load_model(arguments.model, device=_device(arguments.device), dtype=arguments.dtype)
         try:
-            engine = make_engine(arguments, model, tokenizer, Observers(observers))
+            if arguments.tensor_parallel > 1:
+                opened = _parallel_engine(arguments, tokenizer, Observers(observers))
+                engine = ranks.enter_context(opened)
+            else:
+                model = load_model(
+                    arguments.model, device=_device(arguments.device), dtype=arguments.dtype
+                )
+                engine = make_engine(arguments, model, tokenizer, Observers(observers))
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
@@ -158,30 +173,58 @@ def _serve(
             on_ready=announce,
         )
     finally:
+        ranks.close()
         if trace is not None:
             trace.close()
     return 0
+
+
+def _parallel_engine(
+    arguments: argparse.Namespace, tokenizer: Any, observer: Any
+) -> AbstractContextManager[ParallelEngine]:
+    """The engine that the options describe, over several devices."""
+    from ..serve.parallel_engine import open_parallel_engine
+
+    device_type, _, index = _device(arguments.device).partition(":")
+    if index:
+        raise ConfigError(
+            f"--tensor-parallel {arguments.tensor_parallel} takes the first "
+            f"{arguments.tensor_parallel} GPUs, not {arguments.device}; choose them with "
+            "CUDA_VISIBLE_DEVICES"
+        )
+    return open_parallel_engine(
+        arguments.model,
+        arguments.tensor_parallel,
+        device_type=device_type,
+        dtype=arguments.dtype,
+        observer=observer,
+        tokenizer=tokenizer,
+        **_engine_options(arguments),
+    )
 
 
 def make_engine(arguments: argparse.Namespace, model: Any, tokenizer: Any, observer: Any) -> Any:
     """The engine that the options describe."""
     from ..serve.engine import Engine
 
-    return Engine(
-        model,
-        tokenizer=tokenizer,
-        max_num_seqs=arguments.max_num_seqs,
-        max_num_batched_tokens=arguments.max_num_batched_tokens,
-        max_num_mixed_tokens=arguments.max_num_mixed_tokens or None,
-        max_tokens=arguments.max_model_tokens,
-        budget_bytes=None if arguments.memory is None else round(arguments.memory * GiB),
-        host_budget_bytes=round(arguments.swap * GiB),
-        watermark_bytes=None if arguments.watermark is None else round(arguments.watermark * GiB),
-        attention_backend=arguments.attention_backend,
-        deterministic=arguments.deterministic,
-        prefix_caching=not arguments.no_prefix_caching,
-        observer=observer,
-    )
+    return Engine(model, tokenizer=tokenizer, observer=observer, **_engine_options(arguments))
+
+
+def _engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "max_num_seqs": arguments.max_num_seqs,
+        "max_num_batched_tokens": arguments.max_num_batched_tokens,
+        "max_num_mixed_tokens": arguments.max_num_mixed_tokens or None,
+        "max_tokens": arguments.max_model_tokens,
+        "budget_bytes": None if arguments.memory is None else round(arguments.memory * GiB),
+        "host_budget_bytes": round(arguments.swap * GiB),
+        "watermark_bytes": (
+            None if arguments.watermark is None else round(arguments.watermark * GiB)
+        ),
+        "attention_backend": arguments.attention_backend,
+        "deterministic": arguments.deterministic,
+        "prefix_caching": not arguments.no_prefix_caching,
+    }
 
 
 def server_options(arguments: argparse.Namespace) -> Callable[[int], ServerOptions]:

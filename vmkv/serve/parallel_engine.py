@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -99,6 +100,11 @@ class ParallelEngine(Engine):
 
     def _in_use(self, runner: Runner) -> Runner:
         return self._lockstep.runner(runner)
+
+    @property
+    def num_failed_steps(self) -> int:
+        """See `Engine.num_failed_steps`; without all ranks, none will succeed."""
+        return super().num_failed_steps if self._ranks.failure is None else sys.maxsize
 
     # ---- what rank 0 is asked for ---------------------------------------------------------
 
