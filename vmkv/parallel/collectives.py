@@ -6,6 +6,7 @@ Operators take tensors and numbers, so they find their group by its name.
 from __future__ import annotations
 
 import importlib
+import os
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ class _OneShot:
         # An alpha, without types of its own that hold.
         symmetric: Any = importlib.import_module("torch.distributed._symmetric_memory")
         self._name = name
+        # Which would be set up for nothing: one-shot sums read the others' memory.
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         self._buffer = symmetric.empty(ONE_SHOT_BYTES, dtype=torch.uint8, device="cuda")
         symmetric.rendezvous(self._buffer, name)
 

@@ -11,6 +11,7 @@ limit; both are the end of all of them, since each has a part of every layer.
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 from collections.abc import Callable
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from ..errors import ConfigError, RankError, one_line
 from . import collectives
 
+_LOG = logging.getLogger(__name__)
 #: Who waits for commands waits for as long as nobody has any.
 _FOREVER = timedelta(days=3650)
 
@@ -224,7 +226,7 @@ class TensorParallel:
             self.failure = RankError(reason)
         if dist.is_initialized() and dist.get_backend() == "nccl":
             # The kernels that wait for it end, and leave what is worth nothing.
-            dist.distributed_c10d._abort_process_group()
+            abort()
 
     def _explained(self, error: BaseException) -> str:
         known = None if self._explain is None else self._explain()
@@ -241,6 +243,15 @@ class TensorParallel:
     def close(self) -> None:
         """Forget the group; `torch.distributed` stays as it is. Idempotent."""
         collectives.withdraw(self.name)
+
+
+def abort() -> None:
+    """Give up what this process has under way with others, and forget them."""
+    c10d: Any = dist.distributed_c10d
+    try:
+        c10d._abort_process_group()
+    except RuntimeError as error:
+        _LOG.warning("the ranks' connections could not be given up: %s", one_line(error))
 
 
 def set_up(device_type: str, device_index: int, timeout_s: float, **rendezvous: Any) -> None:

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import ConfigError, RankError, one_line
-from .group import TensorParallel, set_up
+from .group import TensorParallel, abort, set_up
 
 #: Time for a rank to end by itself once rank 0 has gone.
 _END_S = 5.0
@@ -70,6 +70,7 @@ class Ranks:
         self._folder = tempfile.TemporaryDirectory(prefix="vmkv-ranks-")
         self._is_closing = False
         self._said: dict[int, str] = {}
+        self._hearing = threading.Lock()
         self.group: TensorParallel | None = None
         store = Path(self._folder.name) / "store"
         options: dict[str, Any] = {"timeout_s": timeout_s, "all_reduce": all_reduce}
@@ -94,14 +95,14 @@ class Ranks:
                     theirs.close()
                     self._processes.append(process)
             self._environment = undo.enter_context(_environment(0, size))
-            # It also hears of ranks that end before they have been heard of.
-            watcher = threading.Thread(target=self._watch, name="vmkv-ranks", daemon=True)
-            watcher.start()
             try:
+                self._wait_for_begin()
                 _join(0, size, device_type, store, timeout_s)
                 undo.callback(_leave)
                 self.group = TensorParallel(explain=self._explain, **options)
                 undo.callback(self.group.close)
+                watcher = threading.Thread(target=self._watch, name="vmkv-ranks", daemon=True)
+                watcher.start()
             except RankError:
                 raise
             except RuntimeError as error:
@@ -129,6 +130,21 @@ class Ranks:
                 process.kill()
             process.join()
         self._folder.cleanup()
+
+    def _wait_for_begin(self) -> None:
+        """Until every rank has begun: who waits for the others to meet does not hear of an end."""
+        for rank, (connection, process) in enumerate(
+            zip(self._connections, self._processes, strict=True), 1
+        ):
+            wait([connection, process.sentinel])
+            if not connection.poll():
+                process.join()
+                raise RankError(f"rank {rank} has ended: {_status(process)}")
+            try:
+                connection.recv()
+            except EOFError:
+                process.join()
+                raise RankError(f"rank {rank} has ended: {_status(process)}") from None
 
     # ---- who has ended --------------------------------------------------------------------
 
@@ -159,7 +175,7 @@ class Ranks:
         return None
 
     def _hear(self, rank: int) -> None:
-        with contextlib.suppress(EOFError, OSError):
+        with self._hearing, contextlib.suppress(EOFError, OSError):
             if rank not in self._said and self._connections[rank - 1].poll():
                 self._said[rank] = self._connections[rank - 1].recv()
 
@@ -223,7 +239,7 @@ def _join(rank: int, size: int, device_type: str, store: Path, timeout_s: float)
 def _leave() -> None:
     if dist.is_initialized():
         # Without the others, who may not be there any more.
-        dist.distributed_c10d._abort_process_group()
+        abort()
 
 
 def _run_rank(
@@ -238,6 +254,7 @@ def _run_rank(
     for each in _SIGNALS:
         signal.signal(each, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+    connection.send("begun")
     threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
     try:
         with _environment(rank, size):
