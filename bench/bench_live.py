@@ -368,7 +368,7 @@ def serve_alone(engine: Engine, load: Load) -> list[Timing]:
 def engine_rows(folder: Path, loads: Iterable[Load], *, smoke: bool) -> Iterator[Row]:
     """The engine that `vmkv serve` would make, and what its steps were like."""
     from vmkv.cli.main import make_parser
-    from vmkv.cli.models import load_model, load_tokenizer
+    from vmkv.cli.models import load_model
     from vmkv.cli.serve import make_engine
 
     arguments = make_parser().parse_args(
@@ -376,7 +376,7 @@ def engine_rows(folder: Path, loads: Iterable[Load], *, smoke: bool) -> Iterator
     )
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, steps, pauses = load_model(str(folder), device=device, dtype=None), Steps(), Pauses()
-    with make_engine(arguments, model, load_tokenizer(str(folder)), steps) as engine:
+    with make_engine(arguments, model, steps) as engine:
         gc.collect()
         gc.freeze()
         gc.callbacks.append(pauses)

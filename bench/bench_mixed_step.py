@@ -40,8 +40,8 @@ from report import Figure, Row, bench_parser, make_record, print_figures, print_
 
 from vmkv.cache import KVCache
 from vmkv.serve.params import SamplingParams
-from vmkv.serve.runner import Chunk
-from vmkv.serve.runner.graph_runner import GraphRunner, RunnerOptions
+from vmkv.serve.runner import ModelRunner, RunnerOptions
+from vmkv.step import Piece
 
 MAX_NUM_SEQS = 256
 MAX_NUM_BATCHED_TOKENS = 16384
@@ -101,7 +101,7 @@ class Bench:
             head_dim=config.hidden_size // config.num_attention_heads,
             dtype=next(model.parameters()).dtype,
         )
-        self.runner = GraphRunner(
+        self.runner = ModelRunner(
             model,
             self.cache,
             max_num_seqs=8 if smoke else MAX_NUM_SEQS,
@@ -111,7 +111,7 @@ class Bench:
         start = time.perf_counter()
         self.runner.warm_up()
         self.warm_up_s = time.perf_counter() - start
-        self.mixed_graphs = self.runner._mixed_graphs
+        self.mixed_graphs = self.runner.stepper.mixed_graphs
 
     def measure(self, case: Case) -> list[Row]:
         """A step's host and device time, launched one by one and as a graph."""
@@ -125,7 +125,7 @@ class Bench:
             self.cache.grow([(rows[-1], past + new)])
             self.runner.set_slot(slot, greedy, [1])
             ids = [7 + (slot + at) % 100 for at in range(new)]
-            chunks.append(Chunk(slot, rows[-1].row, past, new, ids, samples=True))
+            chunks.append(Piece(slot, rows[-1].row, past, new, ids, samples=True))
         ways = [self._run(chunks, captured=captured) for captured in (False, True)]
         for row in rows:
             row.close()
@@ -138,9 +138,9 @@ class Bench:
         }
         return [{**what, **way, "same_tokens_share": same} for way in ways]
 
-    def _run(self, chunks: list[Chunk], *, captured: bool) -> Row:
+    def _run(self, chunks: list[Piece], *, captured: bool) -> Row:
         # As a step for which there is no bucket.
-        self.runner._mixed_graphs = self.mixed_graphs if captured else None
+        self.runner.stepper.mixed_graphs = self.mixed_graphs if captured else None
         tokens = self.runner.submit(chunks).result().token_ids
         submit_ms = []
         for _ in range(REPEATS):
@@ -169,7 +169,7 @@ class Bench:
 
     def close(self) -> None:
         """Give everything back."""
-        self.runner._mixed_graphs = self.mixed_graphs
+        self.runner.stepper.mixed_graphs = self.mixed_graphs
         self.runner.close()
         self.cache.close()
 

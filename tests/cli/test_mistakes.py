@@ -21,6 +21,8 @@ from helpers.serving import save_tiny_model
 from vmkv import InternalError
 from vmkv.cli import plan
 from vmkv.cli.main import main
+from vmkv.serve.process import EngineProcess
+from vmkv.serve.process.host import Relay
 
 #: What no integer option takes, and no number.
 INTEGERS = ["", " ", "x", "-1", "1.5", "1e3", "inf", "nan", "0x10", "1_000", "8q", "k", "٣"]
@@ -112,6 +114,17 @@ def names(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, st
     (folder / "unended").write_text("{% for each in messages %}")
     (folder / "empty").mkdir()
     return {"model": str(model)} | {each.name: str(each) for each in folder.iterdir()}
+
+
+@pytest.fixture(autouse=True)
+def engines_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process takes seconds to start; that its errors come here is tested with the process."""
+
+    def start(engine: EngineProcess) -> None:
+        with engine._make(Relay()):
+            raise AssertionError("there is an engine after all")
+
+    monkeypatch.setattr(EngineProcess, "_start", start)
 
 
 @pytest.mark.slow

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
+import select
 import signal
 import socket
 import subprocess
@@ -26,8 +28,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextlib.contextmanager
-def serving(model: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The command, and the address that it prints."""
+def serving(
+    model: Path, *options: str, status: int = 0
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The command, and the address that it prints; it ends by itself, with `status`."""
     command = [sys.executable, "-m", "vmkv.cli", "serve", str(model), "--port", "0"]
     command += ["--served-model-name", "tiny", "--memory", "0.0625", "--device", "cpu", *options]
     child = subprocess.Popen(
@@ -40,7 +44,7 @@ def serving(model: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str],
         found = re.search(r"http://[\d.]+:\d+", line)
         assert found, f"{line}{child.stderr.read() if child.poll() is not None else ''}"
         yield child, found.group(0)
-        assert 0 == child.wait(60), child.stderr.read()
+        assert status == child.wait(60), child.stderr.read()
     finally:
         child.kill()
         child.wait()
@@ -99,3 +103,48 @@ def test_an_idle_server_ends_at_once(model: Path) -> None:
         assert 2 == second.returncode
         assert "is another server running?" in second.stderr
         child.send_signal(signal.SIGINT)
+
+
+def engine_of(server_pid: int) -> int:
+    """The process that a server has for its engine."""
+    children = Path(f"/proc/{server_pid}/task/{server_pid}/children").read_text().split()
+    [engine] = [
+        int(each)
+        for each in children
+        if b"spawn_main" in Path(f"/proc/{each}/cmdline").read_bytes()
+    ]
+    return engine
+
+
+def wait_for_end(pid: int) -> None:
+    """Until a process has ended, which need not be a child of this one."""
+    with contextlib.suppress(ProcessLookupError):
+        poll = select.poll()
+        poll.register(os.pidfd_open(pid), select.POLLIN)
+        assert poll.poll(60_000), "the process does not end"
+
+
+def test_an_engine_that_is_killed_is_started_anew(model: Path) -> None:
+    """Who asks meanwhile, for its health or for an answer, is told at once; then all is well."""
+    body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 4}
+    with serving(model) as (child, url), httpx.Client(timeout=60) as client:
+        engine = engine_of(child.pid)
+        os.kill(engine, signal.SIGKILL)
+        wait_for_end(engine)
+        health = client.get(f"{url}/health")
+        assert health.status_code == 503
+        assert "ended" in health.json()["reason"]
+        assert client.post(f"{url}/v1/completions", json=body).status_code == 503
+        while health.status_code == 503:
+            health = client.get(f"{url}/health")
+        answer = client.post(f"{url}/v1/completions", json=body)
+        assert answer.json()["usage"]["completion_tokens"] == 4
+        child.send_signal(signal.SIGTERM)
+
+
+def test_an_engine_ends_with_its_server(model: Path) -> None:
+    """Also where the server has no time for last words: no process is left with the memory."""
+    with serving(model, status=-signal.SIGKILL) as (child, _):
+        engine = engine_of(child.pid)
+        child.kill()
+        wait_for_end(engine)

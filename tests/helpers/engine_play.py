@@ -18,6 +18,7 @@ from helpers.stamp_runner import VOCABULARY, Mishap, StampRunner, answer
 from helpers.stamped_rows import History, StampedRows
 
 from vmkv import ExtentPool, KVCache, SamplingParams
+from vmkv.cache import make_ready
 from vmkv.errors import CapacityError, ConfigError, DriverError
 from vmkv.serve import Engine, FinishReason, RequestHandle, engine
 from vmkv.serve.preemption import PreemptionCosts
@@ -238,6 +239,16 @@ class EnginePlay(PoolPlay):
                 stats = self.cache.stats()
                 assert (0, 0, 0) == (stats.parked_bytes, stats.free_bytes, stats.retired_bytes)
 
+    def make_ready(self, num_tokens: int, num_new_tokens: int) -> None:
+        """Have memory lie ready for whoever lives, as an engine does while the device works."""
+        with self._doing(f"make_ready({num_tokens}, {num_new_tokens})"):
+            live = self.cache.live_sequences()
+            before, num_done = self._live_pages(), self.device.num_done
+            wanted = [(each, each.num_tokens + num_tokens) for each in live]
+            make_ready(self.cache, wanted, num_new_tokens)
+            assert before == self._live_pages(), "a live sequence gave way"
+            assert num_done == self.device.num_done, "it waited for the device"
+
     # ---- guests in the engine's cache -----------------------------------------------------
 
     def guest_open(self, prompt: list[int]) -> None:
@@ -376,8 +387,11 @@ class EnginePlay(PoolPlay):
             sequence = self.cache.live.get(row)
             if not tokens or (sequence is not None and sequence.swapped is not None):
                 continue
-            firsts = self.rows.firsts_mapped(row, len(tokens))
-            self._check_row("a prefix", row, tokens, firsts)
+            if sequence is None:
+                self._check_parked(row, tokens)
+            else:
+                firsts = self.rows.firsts_mapped(row, len(tokens))
+                self._check_row("a prefix", row, tokens, firsts)
         for guest in self.guests:
             if guest.sequence.is_resident:
                 row, tokens = guest.sequence.row, guest.history.tokens
@@ -388,6 +402,32 @@ class EnginePlay(PoolPlay):
         history = History(tokens)
         with noted():
             self.device.submit(lambda: self.rows.compare(what, row, history, firsts))
+
+    def _check_parked(self, row: int, tokens: list[int]) -> None:
+        """Likewise, but of a row that nobody uses: what gives way meanwhile need not wait for this.
+
+        Once it is some sequence's again, or forked, its memory waits for what reads it.
+        """
+        tables = [group.table.rows[row] for group in self.cache.groups]
+        before = [tuple(pages.mappings) for pages in tables]
+        firsts = self.rows.firsts_mapped(row, len(tokens))
+
+        def compare() -> None:
+            now = [set(map(id, pages.mappings)) for pages in tables]
+            ends, starts = [len(tokens)], [0]
+            for group, held, left in zip(self.cache.groups, before, now, strict=True):
+                kept = [mapping for mapping in held if id(mapping) in left]
+                if held and not kept:
+                    return
+                if held and kept[-1] is not held[-1]:
+                    ends.append(group.token_at(kept[-1].end_page))
+                if held and kept[0] is not held[0]:
+                    starts.append(group.first_token_at(kept[0].first_page))
+            history = History(tokens[: min(ends)])
+            self.rows.compare("a prefix", row, history, [max(first, *starts) for first in firsts])
+
+        with noted():
+            self.device.submit(compare)
 
     def _note_available(self) -> None:
         """What a request could have if it were alone, now."""

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from helpers.stamped_rows import Claim, History, StampedRows, mixed
 
 from vmkv.serve.params import SamplingParams
-from vmkv.serve.runner import Chunk
 from vmkv.serve.runner.base import StepResult
+from vmkv.step import Piece
 
 #: Token 0 is the end of sequence. Few, so that strangers often begin alike.
 VOCABULARY = 8
@@ -70,7 +70,7 @@ class _Step:
     """A submitted step. Implements `PendingStep`."""
 
     runner: StampRunner
-    chunks: Sequence[tuple[_Slot, Chunk, Claim]]
+    chunks: Sequence[tuple[_Slot, Piece, Claim]]
     error: Exception | None = None
     token_ids: list[int] = field(default_factory=list)
     place: int = 0
@@ -121,7 +121,7 @@ class StampRunner:
         history = History([*prompt_token_ids, *output_token_ids])
         self._slots[slot] = _Slot(params, len(prompt_token_ids), history)
 
-    def submit(self, chunks: Sequence[Chunk]) -> _Step:
+    def submit(self, chunks: Sequence[Piece]) -> _Step:
         self.rows.cache.note_stream()
         device = self.rows.device
         for name, each in (("slots", "slot"), ("rows", "row")):
@@ -149,7 +149,7 @@ class StampRunner:
     def close(self) -> None:
         self.rows.device.run_until(self.rows.device.num_submitted)
 
-    def compute(self, slot: _Slot, chunk: Chunk, claim: Claim) -> None:
+    def compute(self, slot: _Slot, chunk: Piece, claim: Claim) -> None:
         """What a model does with one chunk: read what is before, write what is new."""
         name, history = _name(chunk), slot.history
         fail = self.rows.device.fail
@@ -167,13 +167,13 @@ class StampRunner:
             known = History(history.tokens[:end])
         self.rows.write(name, chunk.row, known, start, claim)
 
-    def _write_only(self, claimed: Sequence[tuple[_Slot, Chunk, Claim]]) -> None:
+    def _write_only(self, claimed: Sequence[tuple[_Slot, Piece, Claim]]) -> None:
         for slot, chunk, claim in claimed:
             known = History(slot.history.tokens[: chunk.num_tokens])
             self.rows.write(_name(chunk), chunk.row, known, chunk.num_past_tokens, claim)
 
 
-def _name(chunk: Chunk) -> str:
+def _name(chunk: Piece) -> str:
     return (
         f"a chunk ({chunk.num_past_tokens}+{chunk.num_new_tokens} tokens of slot {chunk.slot} in "
         f"row {chunk.row})"

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 import vmkv
 from vmkv.hf.unservable import UnservableError
-from vmkv.serve.runner.graph_runner import RunnerOptions
+from vmkv.serve.runner import RunnerOptions
 from vmkv.units import MiB
 
 from . import families

@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vmkv.cache.prefix import BLOCK_TOKENS
-from vmkv.hf.prefill import LeadersFirst, beginnings, prefill_passes
-from vmkv.hf.ragged import Piece
+from vmkv.hf.prefill import Chunk, LeadersFirst, beginnings, prefill_passes
 
 BOUNDS = st.integers(1, 200)
 
@@ -73,7 +72,7 @@ class _Rows:
         self.cached[at] = self.computed[at] = self.find(at)
         return self.cached[at]
 
-    def note(self, pieces: list[Piece]) -> None:
+    def note(self, pieces: list[Chunk]) -> None:
         for piece in pieces:
             assert self.computed[piece.sequence_id] == piece.num_past_tokens, "a gap, or twice"
             self.computed[piece.sequence_id] = piece.num_tokens

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vmkv.hf.generation import prefill_passes
+from vmkv.hf.prefill import prefill_passes
 
 LENGTHS = st.lists(st.integers(1, 60), max_size=12)
 BOUNDS = st.integers(1, 80)

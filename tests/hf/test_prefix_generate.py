@@ -268,7 +268,12 @@ def test_the_past_of_a_conversation_costs_no_driver_call(name: str, new_cache: N
     before = cache.stats()
     (said,) = _generate(model, [[*said, 5, 6, 7]], cache=cache)
     assert len(said) == 55
-    assert cache.stats().driver_calls == before.driver_calls
+    calls, calls_before = (
+        # Without those of the checks on what steps write.
+        {name: count for name, count in each.driver_calls.items() if name != "record_fence"}
+        for each in (cache.stats(), before)
+    )
+    assert calls == calls_before
     assert cache.stats().resident_bytes == before.resident_bytes
     assert cache.stats().num_prefix_hit_tokens == 32
 
@@ -281,8 +286,8 @@ def test_what_was_found_is_in_the_stats(new_cache: NewCache) -> None:
     _generate(model, PROMPTS, cache=cache)
     _generate(model, [STRANGER, PROMPTS[2]], cache=cache)
     stats = cache.stats()
-    # The first prompt of all finds no index to look into.
-    assert (stats.num_prefix_hits, stats.num_prefix_misses) == (len(PROMPTS), 1)
+    # The first prompt of all finds nothing, and neither does the stranger.
+    assert (stats.num_prefix_hits, stats.num_prefix_misses) == (len(PROMPTS), 2)
     whole = (len(PROMPTS[2]) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
     assert stats.num_prefix_hit_tokens == (len(PROMPTS) - 1) * SHARED_TOKENS + whole
 

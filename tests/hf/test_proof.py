@@ -255,8 +255,7 @@ def test_a_model_proves_itself_once() -> None:
         assert [(1, 3)] == shapes
         shapes.clear()
         with vmkv.Engine(model, max_num_seqs=2, budget_bytes=MiB):
-            assert [(1, 1)] == shapes
-        shapes.clear()
+            assert not shapes
         prove(model, "sdpa")
         assert shapes, "another kernel proves nothing of this one"
         shapes.clear()

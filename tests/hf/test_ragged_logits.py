@@ -1,8 +1,8 @@
 """Logits of ragged passes against float32, by flash-attention's own rule.
 
 Random bf16 models say other tokens at the first near-tie, so comparing tokens proves little. Here
-the tokens are given: each prompt and a continuation of it run through packed prefill passes and a
-steady decode, and the logits may be at most twice as far from those of the float32 model as those
+the tokens are given: each prompt and a continuation of it run through packed prefill passes and
+decode steps, and the logits may be at most twice as far from those of the float32 model as those
 of the same bf16 model with plain (eager) attention, one whole sequence at a time, are.
 
 A router of experts has ties of its own, which roundings decide, and the rest of the pass with them.
@@ -13,6 +13,7 @@ The CPU's backend always runs; `-m gpu` runs the CUDA kernels that are there.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from typing import Any
@@ -24,10 +25,12 @@ from helpers.tiny_models import VERSION
 
 from vmkv.attention import AttentionSpec, why_not
 from vmkv.hf import compat
-from vmkv.hf.forward import attending_through, forward_packed
+from vmkv.hf.attention import attending_in_place
+from vmkv.hf.layer_kinds import layer_kinds
 from vmkv.hf.prefill import prefill_passes
-from vmkv.hf.ragged import Piece, RaggedCache, RaggedStep
-from vmkv.hf.store import Settings
+from vmkv.hf.proof import prove
+from vmkv.hf.store import Settings, Store
+from vmkv.step import Piece, Stepper
 
 DIM = 64
 PROMPT_TOKENS = (1, 130, 17, 64, 300)
@@ -111,46 +114,56 @@ def _whole(model: Any, tokens: list[list[int]], device: str) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _ragged(model: Any, tokens: list[list[int]], device: str, backend: str) -> torch.Tensor:
-    """The same logits from packed prefill passes and a steady decode."""
+def _ragged(
+    name: str, model: Any, tokens: list[list[int]], device: str, backend: str
+) -> torch.Tensor:
+    """The same logits from packed prefill passes and decode steps, captured where they can be."""
     settings = Settings(
         compat.text_config(model.config),
-        max_batch_size=len(tokens),
+        max_batch_size=len(tokens) + 1,
         attention_backend=backend,
         budget_bytes=1 << 28,
     )
-    cache = RaggedCache(model.config, settings)
-    first: dict[int, torch.Tensor] = {}
-    rows = []
-    step = None
-    try:
-        with attending_through(model):
-            for pieces in prefill_passes(PROMPT_TOKENS, MAX_BATCHED_TOKENS):
-                ids = [
-                    token
-                    for piece in pieces
-                    for token in tokens[piece.sequence_id][piece.num_past_tokens : piece.num_tokens]
+    signatures = prove(model, backend).signatures
+    with (
+        contextlib.closing(Store(settings, layer_kinds(model.config))) as memory,
+        attending_in_place(model),
+    ):
+        memory.bind_all(signatures)
+        (core,) = memory.cores
+        rows = [core.open() for _ in tokens]
+        with contextlib.closing(
+            Stepper(model, [core], len(tokens), attention_backend=backend)
+        ) as stepper:
+
+            def run(spans: list[tuple[int, int, int]]) -> dict[int, torch.Tensor]:
+                """Logits of each sequence's last token, of those from a token to another."""
+                core.grow((rows[at], end) for at, _, end in spans)
+                pieces = [
+                    Piece(at, rows[at].row, start, end - start, tokens[at][start:end])
+                    for at, start, end in spans
                 ]
-                ends = torch.tensor([piece.num_new_tokens for piece in pieces]).cumsum(0) - 1
-                packed = torch.tensor(ids, device=device)
-                logits = forward_packed(model, RaggedStep(cache, pieces), packed, ends.tolist())
-                first.update(zip((piece.sequence_id for piece in pieces), logits, strict=True))
-            rows.append(torch.stack([first[at] for at in range(len(tokens))]))
+                step = stepper.run(pieces)
+                return {
+                    pieces[at].slot: row.clone()
+                    for at, row in zip(step.pieces, step.logits, strict=True)
+                }
+
+            last: dict[int, torch.Tensor] = {}
+            for chunks in prefill_passes(PROMPT_TOKENS, MAX_BATCHED_TOKENS):
+                last |= run([(*each[:2], each.num_tokens) for each in chunks])
+            columns = [last]
+            stepper.capture_where_it_pays()
             for past in range(NEW_TOKENS - 1):
-                if step is None:
-                    pieces = [Piece(at, length, 1) for at, length in enumerate(PROMPT_TOKENS)]
-                    step = RaggedStep(cache, pieces, is_steady=True)
-                else:
-                    step.advance()
-                given = [
-                    ids[length + past] for ids, length in zip(tokens, PROMPT_TOKENS, strict=True)
-                ]
-                packed = torch.tensor(given, device=device)
-                rows.append(forward_packed(model, step, packed))
-            cache.check()
-    finally:
-        cache.close()
-    return torch.stack(rows, 1).double()
+                columns.append(
+                    run([(at, n + past, n + past + 1) for at, n in enumerate(PROMPT_TOKENS)])
+                )
+            if device == "cuda" and backend in ("flash2", "flash3") and name != "mixtral":
+                assert stepper.decode_graphs is not None
+                assert len(stepper.decode_graphs.captured) > 0
+            core.check()
+    each = [torch.stack([column[at] for at in range(len(tokens))]) for column in columns]
+    return torch.stack(each, 1).double()
 
 
 @pytest.mark.parametrize(("device", "backend"), BACKENDS)
@@ -177,7 +190,7 @@ def test_logits_are_within_twice_the_error_of_plain_attention(
         _choose_by_tokens(exact_model)
     exact = _whole(exact_model, tokens, device)
     plain_error = (_whole(model, tokens, device) - exact).abs()
-    error = (_ragged(model, tokens, device, backend) - exact).abs()
+    error = (_ragged(name, model, tokens, device, backend) - exact).abs()
     assert error.isfinite().all()
     assert error.max() <= 2 * plain_error.max(), f"{error.max():.3g}, {plain_error.max():.3g}"
     assert error.mean() <= 2 * plain_error.mean(), f"{error.mean():.3g}, {plain_error.mean():.3g}"

@@ -67,6 +67,7 @@ def operations(**named: st.SearchStrategy[object] | tuple[st.SearchStrategy[obje
 memory = operations(
     set_budget=(st.integers(4, 120),),
     trim=(st.none() | st.integers(0, 20),),
+    make_ready=(st.sampled_from([1, 8, 40]), st.sampled_from([0, 30])),
     other_append=(st.integers(0, 40), st.booleans()),
     other_close=(st.booleans(),),
 )

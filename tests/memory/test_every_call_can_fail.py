@@ -13,7 +13,7 @@ import pytest
 from helpers.faulty_cache import PAGE, FaultyCache
 
 from vmkv import HostBackend, Sequence
-from vmkv.cache import layer_group
+from vmkv.cache import layer_group, make_ready
 from vmkv.cache.cost import CostModel
 from vmkv.testing import FaultInjectingBackend, Scenario, check_every_call_can_fail
 
@@ -286,6 +286,15 @@ def _set_budget(backend: FaultInjectingBackend) -> Scenario:
     return state.scenario(lambda: state.pool.set_budget(20 * PAGE))
 
 
+def _make_ready(backend: FaultInjectingBackend) -> Scenario:
+    """Evicts, and converts what it gets: extents of eight pages and two for two of four and two."""
+    state = FaultyCache(backend, budget_pages=20)
+    sequence = state.begin(16)
+    state.begin(20)
+    state.begin(40).close()
+    return state.scenario(lambda: make_ready(state.cache, [(sequence, 40)], 16, wait=True))
+
+
 _MAPS = {"mem_create", "mem_map", "mem_set_access"}
 _EXCHANGES = {"record_fence", "mem_unmap", "mem_map", "mem_set_access"}
 
@@ -385,6 +394,7 @@ OPERATIONS = {
     "swap out and in": (_swap_out, {"mem_create", "stream_wait", "copy", *_EXCHANGES}),
     "spill": (_spill, {"mem_create", "copy", "address_reserve", *_EXCHANGES}),
     "unspill": (_unspill, {"copy", *_EXCHANGES}),
+    "make_ready": (_make_ready, {"record_fence", "mem_unmap", "mem_release", "mem_create"}),
     "set_budget": (_set_budget, {"record_fence", "mem_unmap", "mem_release"}),
 }
 

@@ -157,6 +157,56 @@ def test_neighbours_are_unmapped_in_one_call(pool: ExtentPool) -> None:
     assert 3 == pool.backend.calls["mem_unmap"] - before
 
 
+def test_work_submitted_later_is_not_waited_for(host: HostBackend, pool: ExtentPool) -> None:
+    """A fence since some time is the first that was recorded after it, or a new one."""
+    host.hold_fences()
+    tick, reclaimer = pool.pressure.tick, pool.reclaimer
+    long_ago = tick()
+    first = reclaimer.new_fence()
+    a_while_ago = tick()
+    second = reclaimer.new_fence()
+    assert [first, second] == [reclaimer.fence_since(time) for time in (long_ago, a_while_ago)]
+    just_now = reclaimer.fence_since(tick())
+    assert just_now not in (first, second)
+    second.wait()
+    reached = reclaimer.fence_since(long_ago)
+    assert reached.has_passed()  # Whichever it is.
+    assert not just_now.has_passed()
+    assert second is reclaimer.fence_since(a_while_ago)
+    host.pass_fences()
+
+
+def test_older_fence_does_not_wait_behind_a_newer_one(
+    host: HostBackend, make_pool: MakePool
+) -> None:
+    """Whoever retires in which order: what may go, goes."""
+    pool = make_pool(8)
+    table = _table(pool, 0, 0, 0)
+    host.hold_fences()
+    older, newer = pool.reclaimer.new_fence(), pool.reclaimer.new_fence()
+    table.retire_back(0, 2, newer)
+    table.retire_back(0, 1, older)
+    older.wait()
+    assert PAGE == pool.reclaimer.poll()
+    table.retire_back(0, 0, older)
+    assert PAGE == pool.reclaimer.poll()
+    assert 1 == len(pool.reclaimer.retired_mappings())
+    host.pass_fences()
+
+
+def test_as_many_fences_as_anybody_records_are_remembered_in_bounds(
+    host: HostBackend, pool: ExtentPool
+) -> None:
+    """An old row then waits for one of the last fences: too long, but never too short."""
+    host.hold_fences()
+    long_ago = pool.pressure.tick()
+    fences = [pool.reclaimer.new_fence() for _ in range(100)]
+    found = pool.reclaimer.fence_since(long_ago)
+    assert found in fences[1:]
+    assert len(pool.reclaimer._recorded) < 100
+    host.pass_fences()
+
+
 # ---- waiting ------------------------------------------------------------------------------
 
 

@@ -76,10 +76,10 @@ def test_prepare_overwrites_what_is_concerned_and_nothing_else(make_pool: MakePo
     """One extent was the tenant's own, the other somebody else's."""
     pool = make_pool(16, scrub="cross-tenant")
     table, extents = _mapped(pool)
-    pool.prepare(extents, table.address, "a", 0)
+    pool.scrub.prepare(pool.backend, extents, table.address, "a", 0)
     write_bytes(pool.backend, table.address, b"x" * 3 * PAGE)
     extents[1].tenant = "b"
-    pool.prepare(extents, table.address, "a", 0)
+    pool.scrub.prepare(pool.backend, extents, table.address, "a", 0)
     assert b"x" * PAGE + bytes(2 * PAGE) == read_bytes(pool.backend, table.address, 3 * PAGE)
     assert ["a", "a"] == [extent.tenant for extent in extents]
     assert 1 == pool.backend.calls["fill"]
@@ -93,14 +93,14 @@ def test_prepare_that_fails_leaves_the_rest_to_be_scrubbed(
     faulty = FaultInjectingBackend(host)
     pool = make_pool(16, faulty, scrub="cross-tenant")
     table, extents = _mapped(pool)
-    pool.prepare(extents, table.address, "a", 0)
+    pool.scrub.prepare(pool.backend, extents, table.address, "a", 0)
     write_bytes(pool.backend, table.address, b"x" * 3 * PAGE)
     faulty.arm(2)
     with pytest.raises(DriverError, match="fill"):
-        pool.prepare(extents, table.address, "b", 0)
+        pool.scrub.prepare(pool.backend, extents, table.address, "b", 0)
     faulty.arm(0)
     assert ["b", "a"] == [extent.tenant for extent in extents]
-    pool.prepare(extents, table.address, "b", 0)
+    pool.scrub.prepare(pool.backend, extents, table.address, "b", 0)
     assert bytes(3 * PAGE) == read_bytes(pool.backend, table.address, 3 * PAGE)
     pool.disown(extents)
 
@@ -109,7 +109,7 @@ def test_extents_remember_their_tenant_while_they_are_free(make_pool: MakePool) 
     """That is how the next one is found to be another."""
     pool = make_pool(16, scrub="cross-tenant")
     table, extents = _mapped(pool)
-    pool.prepare(extents, table.address, "a", 0)
+    pool.scrub.prepare(pool.backend, extents, table.address, "a", 0)
     pool.disown(extents)
     table.retire_back(0, 0, pool.reclaimer.new_fence())
     pool.reclaimer.wait()

@@ -69,11 +69,22 @@ def _decode(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> str:
     return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
 
+class Collecting(Detokenizer):
+    """Keeps what it gave out."""
+
+    _text = ""
+
+    @property
+    def text(self) -> str:
+        self._text += self.take_text()
+        return self._text
+
+
 def _run(
     tokenizer: PreTrainedTokenizerFast, prompt: list[int], ids: list[int], **params: object
-) -> tuple[Detokenizer, list[str]]:
+) -> tuple[Collecting, list[str]]:
     """The detokenizer after `ids`, or its stop, and the text after each."""
-    detokenizer = Detokenizer(tokenizer, prompt, SamplingParams(**params))
+    detokenizer = Collecting(tokenizer, prompt, SamplingParams(**params))
     texts = []
     for token_id in ids:
         stop = detokenizer.append(token_id)

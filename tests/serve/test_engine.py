@@ -20,7 +20,7 @@ from vmkv import ClosedError, ConfigError, OutOfPagesError
 from vmkv.serve import Engine, FinishReason, SamplingParams
 from vmkv.serve.observer import RequestRecord, StepRecord
 from vmkv.serve.preemption import PreemptionCosts
-from vmkv.serve.runner.graph_runner import RunnerOptions
+from vmkv.serve.runner import RunnerOptions
 from vmkv.units import KiB, MiB
 
 MakeEngine = Callable[..., Engine]

@@ -18,8 +18,9 @@ from helpers.tiny_models import VOCABULARY, tiny_model
 
 from vmkv import ConfigError, HostBackend
 from vmkv.cli.arguments import Commands
-from vmkv.serve import AsyncEngine, Engine, RequestOutput, SamplingParams
+from vmkv.serve import AsyncEngine, Engine, RequestOutput, SamplingParams, joined
 from vmkv.serve import engine as engine_module
+from vmkv.serve.messages import Cancel
 from vmkv.serve.observer import RequestRecord, StepRecord
 from vmkv.testing.faults import FaultInjectingBackend
 from vmkv.units import GiB, Handle, KiB
@@ -243,8 +244,8 @@ class Waits(threading.Condition):
 
 
 async def last(stream: AsyncIterator[RequestOutput]) -> RequestOutput:
-    """The last output of a stream."""
-    return [output async for output in stream][-1]
+    """All of a stream."""
+    return joined([output async for output in stream])
 
 
 def run(main: Any) -> Any:
@@ -354,7 +355,7 @@ def test_a_request_that_comes_meanwhile_is_served_first(
         assert not watch.is_idle.is_set()
         monkeypatch.setattr(engine, "add", add)
         late = asyncio.create_task(last(it.stream(prompt, GREEDY)))
-        while not it._inbox.commands:
+        while not it._link._commands:
             await asyncio.sleep(0)
         posted.set()
         check_output(prompt, await late)
@@ -377,7 +378,7 @@ def test_a_client_that_leaves_meanwhile_holds_nothing_up(
 
     async def main() -> None:
         it = AsyncEngine(engine)
-        backend.while_releasing = lambda: it._post(lambda: None)
+        backend.while_releasing = lambda: it._send(Cancel(10**6))
         check_output(prompts(1)[0], await last(it.stream(prompts(1)[0], GREEDY)))
         await watch.wait()
         assert 0 == physical_bytes(engine)
@@ -400,7 +401,7 @@ def test_shutting_down_does_not_wait_for_memory(
         backend.while_releasing = lambda: assert_set(stopping)
         await last(it.stream(prompts(1)[0], GREEDY))
         ending = asyncio.create_task(it.shutdown())
-        while not it._inbox.is_stopping:
+        while not it._is_stopping:
             await asyncio.sleep(0)
         stopping.set()
         await ending
@@ -475,5 +476,5 @@ def test_the_command_takes_a_watermark(monkeypatch: pytest.MonkeyPatch) -> None:
     commands: Commands = parser.add_subparsers()
     serve.add_parser(commands)
     for options in ([], ["--watermark", "1.5"], ["--watermark", "0"]):
-        serve.make_engine(parser.parse_args(["serve", "model", *options]), None, None, None)
+        serve.make_engine(parser.parse_args(["serve", "model", *options]), None, None)
     assert [None, 3 * GiB // 2, 0] == [each["watermark_bytes"] for each in made]

@@ -24,14 +24,14 @@ from vmkv.cache import Sequence as Row
 from vmkv.errors import ClosedError, ConfigError
 from vmkv.hf import compat
 from vmkv.serve.params import SamplingParams
-from vmkv.serve.runner import Chunk
-from vmkv.serve.runner import graph_runner as module
-from vmkv.serve.runner.compile import decoder_layers
-from vmkv.serve.runner.compile_cache import CompileCache
-from vmkv.serve.runner.decode_graphs import batch_buckets, length_buckets
-from vmkv.serve.runner.graph_runner import GraphRunner, RunnerOptions
-from vmkv.serve.runner.mixed_graphs import TILE_TOKENS, decode_widths, token_buckets
+from vmkv.serve.runner import ModelRunner, RunnerOptions
 from vmkv.serve.served_rows import fit_budget
+from vmkv.step import Piece
+from vmkv.step.compile_cache import CompileCache
+from vmkv.step.compiled_layers import decoder_layers
+from vmkv.step.decode_graphs import batch_buckets, length_buckets
+from vmkv.step.mixed_graphs import TILE_TOKENS, decode_widths, token_buckets
+from vmkv.step.warm_up import progress
 
 MODELS = ("llama", "mistral", "qwen3", "gemma3", "gpt_oss", "mixtral")
 TRACED = RunnerOptions(compile_layers=True, compile_backend="aot_eager", show_progress=False)
@@ -84,7 +84,7 @@ class Request:
 
 
 def serve(
-    runner: GraphRunner,
+    runner: ModelRunner,
     cache: KVCache,
     requests: Sequence[Request],
     *,
@@ -113,7 +113,7 @@ def serve(
             ids = request.prompt[request.num_past : end] if left > 0 else None
             samples = end >= len(request.prompt)
             chunks.append(
-                Chunk(request.slot, request.row.row, request.num_past, count, ids, samples)
+                Piece(request.slot, request.row.row, request.num_past, count, ids, samples)
             )
             if samples:
                 asked.append(request)
@@ -141,7 +141,7 @@ def test_tokens_are_what_each_prompt_gets_alone(name, options) -> None:
     greedy = SamplingParams(temperature=0, max_tokens=9)
     requests = [Request(prompt, greedy) for prompt in prompts]
     with cache_for(model) as cache:
-        runner = GraphRunner(
+        runner = ModelRunner(
             model, cache, max_num_seqs=SLOTS, max_num_batched_tokens=16, options=options
         )
         runner.warm_up()
@@ -161,12 +161,12 @@ def test_chunks_of_any_size_fit_steps_of_fixed_size(name, step_tokens) -> None:
     greedy = SamplingParams(temperature=0, max_tokens=3)
     requests = [Request(prompt, greedy) for prompt in prompts]
     with cache_for(model) as cache:
-        runner = GraphRunner(
+        runner = ModelRunner(
             model, cache, max_num_seqs=SLOTS, max_num_batched_tokens=512, options=PADDED
         )
         serve(runner, cache, requests, step_tokens=step_tokens)
-        assert runner._mixed_graphs is not None
-        assert len(runner._mixed_graphs.captured) > 1
+        assert runner.stepper.mixed_graphs is not None
+        assert len(runner.stepper.mixed_graphs.captured) > 1
         runner.close()
     assert expected == [request.said for request in requests]
 
@@ -175,12 +175,12 @@ def test_padding_writes_nothing() -> None:
     """Neither in the row it points at nor in others': only the step's own tokens change."""
     model = model_named("llama")
     with cache_for(model) as cache:
-        runner = GraphRunner(
+        runner = ModelRunner(
             model, cache, max_num_seqs=SLOTS, max_num_batched_tokens=300, options=PADDED
         )
         rows = [cache.open() for _ in range(4)]
         cache.grow([(row, 150) for row in rows])
-        scratch = runner._scratch
+        scratch = runner.stepper.scratch
         mapped = [(row.row, 150) for row in rows] + [(scratch.row, 1)]
         views = [view for at in cache.layers for view in (cache.keys(at), cache.values(at))]
         before = 3.25
@@ -189,11 +189,11 @@ def test_padding_writes_nothing() -> None:
                 view[row, :count] = before
         runner.submit(
             [
-                Chunk(0, rows[0].row, 7, 140, [5] * 140, samples=True),
-                Chunk(1, rows[2].row, 0, 1, [5], samples=True),
+                Piece(0, rows[0].row, 7, 140, [5] * 140, samples=True),
+                Piece(1, rows[2].row, 0, 1, [5], samples=True),
             ]
         )
-        graphs = runner._mixed_graphs
+        graphs = runner.stepper.mixed_graphs
         assert graphs is not None
         with torch.no_grad():
             for bucket in graphs.keys():  # noqa: SIM118  # no dictionary
@@ -213,16 +213,16 @@ def test_every_step_has_the_smallest_bucket_that_takes_it() -> None:
     model = model_named("llama")
     generator = random.Random(0)
     with cache_for(model) as cache:
-        runner = GraphRunner(
+        runner = ModelRunner(
             model, cache, max_num_seqs=20, max_num_batched_tokens=600, options=PADDED
         )
-        graphs = runner._mixed_graphs
+        graphs = runner.stepper.mixed_graphs
         assert graphs is not None
         for _ in range(300):
             lengths = sorted(generator.choices((1, 1, 2, 30, 128, 129, 200), k=8))
             lengths = lengths[: generator.randint(1, 8)]
             chunks = [
-                Chunk(slot, slot, generator.choice((0, 9)), n, [3] * n, samples=slot % 3 > 0)
+                Piece(slot, slot, generator.choice((0, 9)), n, [3] * n, samples=slot % 3 > 0)
                 for slot, n in enumerate(lengths)
             ]
             bucket = graphs.key(chunks)
@@ -251,7 +251,7 @@ def test_every_step_has_the_smallest_bucket_that_takes_it() -> None:
             ]
             wanted = [chunk.row for chunk in chunks for _ in range(chunk.num_new_tokens)]
             assert own[:total] == wanted
-            assert set(own[total:]) <= {runner._scratch.row}
+            assert set(own[total:]) <= {runner.stepper.scratch.row}
             ends = [at - 1 for at in itertools.accumulate(lengths)]
             sampling = [(end, at) for at, end in enumerate(ends) if at % 3]
             count = len(sampling)
@@ -269,20 +269,20 @@ def test_sizes_that_memory_is_too_short_for_have_no_graph() -> None:
     greedy = SamplingParams(temperature=0, max_tokens=3)
     requests = [Request(prompt, greedy) for prompt in prompts]
     with cache_for(model) as cache:
-        runner = GraphRunner(
+        runner = ModelRunner(
             model, cache, max_num_seqs=SLOTS, max_num_batched_tokens=256, options=PADDED
         )
-        forward = runner._space.forward
+        forward = runner.stepper._space.forward
 
         def short_of_memory(token_ids, *others):
             if len(token_ids) > 100:
                 raise torch.OutOfMemoryError("no memory for so many")
             return forward(token_ids, *others)
 
-        runner._space.forward = short_of_memory
+        runner.stepper._space.forward = short_of_memory
         runner.warm_up()
-        assert runner._mixed_graphs is not None
-        assert {32, 64, 96} == {each.num_tokens for each in runner._mixed_graphs.keys()}  # noqa: SIM118
+        assert runner.stepper.mixed_graphs is not None
+        assert {32, 64, 96} == {each.num_tokens for each in runner.stepper.mixed_graphs.keys()}  # noqa: SIM118
         serve(runner, cache, requests, step_tokens=256)
         runner.close()
     assert expected == [request.said for request in requests]
@@ -300,10 +300,10 @@ def test_what_cannot_be_captured_runs_without_graphs(caplog) -> None:
         raise RuntimeError("operation not permitted when stream is capturing")
 
     with cache_for(model) as cache:
-        runner = GraphRunner(
+        runner = ModelRunner(
             model, cache, max_num_seqs=SLOTS, max_num_batched_tokens=64, options=PADDED
         )
-        runner._space.forward = refuses
+        runner.stepper._space.forward = refuses
         runner.warm_up()
         serve(runner, cache, requests)
         runner.close()
@@ -338,7 +338,7 @@ def test_one_compiled_layer_serves_all_and_any_number_of_tokens() -> None:
     model = model_named("llama")
     counters.clear()
     with cache_for(model) as cache:
-        runner = GraphRunner(
+        runner = ModelRunner(
             model, cache, max_num_seqs=SLOTS, max_num_batched_tokens=16, options=TRACED
         )
         greedy = SamplingParams(temperature=0, max_tokens=4)
@@ -353,7 +353,7 @@ def test_siblings_are_one_product_and_part_again() -> None:
     before = {name: value.clone() for name, value in model.state_dict().items()}
     layer = decoder_layers(model)[0]
     with cache_for(model) as cache:
-        runner = GraphRunner(
+        runner = ModelRunner(
             model, cache, max_num_seqs=SLOTS, max_num_batched_tokens=16, options=TRACED
         )
         attention, mlp = layer.self_attn, layer.mlp
@@ -378,11 +378,11 @@ def test_a_closed_runner_leaves_the_model_as_it_was() -> None:
     attributes = [set(vars(each)) for each in model.modules()]
     with cache_for(model) as cache:
         for _ in range(2):
-            runner = GraphRunner(
+            runner = ModelRunner(
                 model, cache, max_num_seqs=SLOTS, max_num_batched_tokens=16, options=TRACED
             )
             with pytest.raises(ConfigError, match="another runner"):
-                GraphRunner(model, cache, max_num_seqs=SLOTS, max_num_batched_tokens=16)
+                ModelRunner(model, cache, max_num_seqs=SLOTS, max_num_batched_tokens=16)
             runner.close()
             runner.close()
             with pytest.raises(ClosedError):
@@ -399,14 +399,14 @@ def test_a_refused_runner_leaves_no_trace() -> None:
         KVCache("host", max_tokens=20, max_sequences=2) as empty,
         pytest.raises(ConfigError, match="layers"),
     ):
-        GraphRunner(model, empty, max_num_seqs=SLOTS, max_num_batched_tokens=16)
+        ModelRunner(model, empty, max_num_seqs=SLOTS, max_num_batched_tokens=16)
     with cache_for(model) as cache:
         rows = [cache.open() for _ in range(SLOTS + 2)]
         with pytest.raises(MemoryError):
-            GraphRunner(model, cache, max_num_seqs=SLOTS, max_num_batched_tokens=16)
+            ModelRunner(model, cache, max_num_seqs=SLOTS, max_num_batched_tokens=16, options=PADDED)
         for row in rows:
             row.close()
-        GraphRunner(model, cache, max_num_seqs=SLOTS, max_num_batched_tokens=16).close()
+        ModelRunner(model, cache, max_num_seqs=SLOTS, max_num_batched_tokens=16).close()
         assert cache.stats().num_sequences == 0
     assert model.config._attn_implementation == "eager"
 
@@ -421,7 +421,7 @@ def test_sampled_tokens_do_not_depend_on_the_mixture() -> None:
     ]
     said = []
     with cache_for(model) as cache:
-        runner = GraphRunner(model, cache, max_num_seqs=SLOTS, max_num_batched_tokens=64)
+        runner = ModelRunner(model, cache, max_num_seqs=SLOTS, max_num_batched_tokens=64)
         for step_tokens, together in ((64, False), (7, True), (20, True)):
             requests = [Request(*each) for each in zip(prompts, many, strict=True)]
             for group in [requests] if together else [[each] for each in requests]:
@@ -438,7 +438,7 @@ def test_results_come_in_the_order_of_the_chunks() -> None:
     expected = [alone(model, prompt, 2) for prompt in prompts]
     greedy = SamplingParams(temperature=0, logprobs=1)
     with cache_for(model) as cache:
-        runner = GraphRunner(model, cache, max_num_seqs=SLOTS, max_num_batched_tokens=64)
+        runner = ModelRunner(model, cache, max_num_seqs=SLOTS, max_num_batched_tokens=64)
         rows = [cache.open() for _ in prompts]
         for slot, prompt in enumerate(prompts):
             runner.set_slot(slot, greedy, prompt)
@@ -446,19 +446,19 @@ def test_results_come_in_the_order_of_the_chunks() -> None:
         zero, one, two, three = prompts
         first = runner.submit(
             [
-                Chunk(2, rows[2].row, 0, 5, two[:5], samples=False),
-                Chunk(0, rows[0].row, 0, 6, zero, samples=True),
-                Chunk(1, rows[1].row, 0, 9, one, samples=True),
+                Piece(2, rows[2].row, 0, 5, two[:5], samples=False),
+                Piece(0, rows[0].row, 0, 6, zero, samples=True),
+                Piece(1, rows[1].row, 0, 9, one, samples=True),
             ]
         ).result()
         assert [expected[0][0], expected[1][0]] == list(first.token_ids)
         second = runner.submit(
             [
-                Chunk(2, rows[2].row, 5, 7, two[5:], samples=True),
-                Chunk(1, rows[1].row, 9, 1, None, samples=True),
-                Chunk(3, rows[3].row, 0, 8, three, samples=True),
+                Piece(2, rows[2].row, 5, 7, two[5:], samples=True),
+                Piece(1, rows[1].row, 9, 1, None, samples=True),
+                Piece(3, rows[3].row, 0, 8, three, samples=True),
                 # From the host, as after a swap: the same token.
-                Chunk(0, rows[0].row, 6, 1, [expected[0][0]], samples=True),
+                Piece(0, rows[0].row, 6, 1, [expected[0][0]], samples=True),
             ]
         ).result()
         wanted = [expected[2][0], expected[1][1], expected[3][0], expected[0][1]]
@@ -487,7 +487,7 @@ def test_logits_processors_see_their_own_request() -> None:
         Request(prompts[1], SamplingParams(temperature=0, max_tokens=4)),
     ]
     with cache_for(model) as cache:
-        runner = GraphRunner(model, cache, max_num_seqs=SLOTS, max_num_batched_tokens=64)
+        runner = ModelRunner(model, cache, max_num_seqs=SLOTS, max_num_batched_tokens=64)
         serve(runner, cache, requests, ahead=1)
         runner.close()
     said = requests[0].said
@@ -500,7 +500,7 @@ def test_an_empty_step_samples_nothing() -> None:
     """And waits for nothing."""
     model = model_named("llama")
     with cache_for(model) as cache:
-        runner = GraphRunner(model, cache, max_num_seqs=SLOTS, max_num_batched_tokens=64)
+        runner = ModelRunner(model, cache, max_num_seqs=SLOTS, max_num_batched_tokens=64)
         assert [] == list(runner.submit([]).result().token_ids)
         runner.close()
 
@@ -544,6 +544,6 @@ def test_a_compile_cache_is_written_once_and_survives_damage(tmp_path) -> None:
 
 def test_progress_can_be_silent(capsys) -> None:
     """Servers log; they draw no bars."""
-    with module._progress(2, is_shown=False) as bar:
+    with progress(2, is_shown=False) as bar:
         bar.update()
     assert capsys.readouterr().err == ""

@@ -14,8 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from vmkv.cache import KVCache
 from vmkv.serve.params import SamplingParams
-from vmkv.serve.runner import Chunk
-from vmkv.serve.runner.graph_runner import GraphRunner, RunnerOptions
+from vmkv.serve.runner import ModelRunner, RunnerOptions
+from vmkv.step import Piece
 
 pytestmark = pytest.mark.gpu
 SLOTS = 6
@@ -77,7 +77,7 @@ class Served:
         self.cache.add_layers(
             range(LAYERS), num_kv_heads=KV_HEADS, head_dim=WIDTH, dtype=torch.bfloat16
         )
-        self.runner = GraphRunner(
+        self.runner = ModelRunner(
             self.model,
             self.cache,
             max_num_seqs=SLOTS,
@@ -99,7 +99,7 @@ class Served:
             self.runner.set_slot(slot, params, each)
         self.cache.grow([(row, len(each)) for row, each in zip(rows, prompts, strict=True)])
         chunks = [
-            Chunk(slot, row.row, 0, len(each), each, samples=True)
+            Piece(slot, row.row, 0, len(each), each, samples=True)
             for slot, (row, each) in enumerate(zip(rows, prompts, strict=True))
         ]
         pending = [self.runner.submit(chunks)]
@@ -109,7 +109,7 @@ class Served:
             lengths = [len(each) + step for each in prompts]
             self.cache.grow([(row, each + 1) for row, each in zip(rows, lengths, strict=True)])
             chunks = [
-                Chunk(slot, row.row, length, 1, None, samples=True)
+                Piece(slot, row.row, length, 1, None, samples=True)
                 for slot, (row, length) in enumerate(zip(rows, lengths, strict=True))
             ]
             pending.append(self.runner.submit(chunks))
@@ -187,14 +187,14 @@ def test_logits_are_as_good_as_plain_attentions(served, exact, plain) -> None:
 
 def test_pages_are_mapped_under_captured_graphs(served, exact, plain) -> None:
     """Across page boundaries nothing is captured again, and tokens stay right."""
-    captured = list(served.runner._decode_graphs.captured)
+    captured = list(served.runner.stepper.decode_graphs.captured)
     served.cache.trim()
     tokens_per_page = served.cache.pool.page_bytes // (LAYERS * 2 * KV_HEADS * WIDTH * 2)
     # A page ends while the first decodes, another while the second does, over-read or not.
     prompts = [prompt(tokens_per_page - 230), prompt(2 * tokens_per_page - 245), prompt(9)]
     said = served.say(prompts, GREEDY, 260)
     assert served.cache.pool.backend.calls["mem_map"] > served.num_mapped
-    assert captured == list(served.runner._decode_graphs.captured)
+    assert captured == list(served.runner.stepper.decode_graphs.captured)
     assert said == served.say(prompts, GREEDY, 260)
     assert_likeliest(exact, plain, prompts, said)
 
@@ -209,7 +209,7 @@ def test_graphs_do_what_the_same_launches_do(served, uncaptured, exact, plain) -
 def test_prompts_arrive_beside_decoding(served, uncaptured, exact, plain) -> None:
     """In chunks that fit no size: every step is a graph, and says what the same launches say."""
     prompts = [prompt(each, seed=each) for each in (300, 41, 5, 611, 129, 64)]
-    captured = list(served.runner._mixed_graphs.captured)
+    captured = list(served.runner.stepper.mixed_graphs.captured)
     for each in (served, uncaptured):
         rows = [each.cache.open() for _ in prompts]
         done, said, unread = [0] * len(prompts), [[] for _ in prompts], []
@@ -224,7 +224,7 @@ def test_prompts_arrive_beside_decoding(served, uncaptured, exact, plain) -> Non
                     continue
                 room -= new
                 ids = start[past : past + new] if left > 0 else None
-                chunks.append(Chunk(slot, rows[slot].row, past, new, ids, samples=left <= new))
+                chunks.append(Piece(slot, rows[slot].row, past, new, ids, samples=left <= new))
                 done[slot] += new
             each.cache.grow([(rows[chunk.slot], chunk.num_tokens) for chunk in chunks])
             unread.append((chunks, each.runner.submit(chunks)))
@@ -236,10 +236,10 @@ def test_prompts_arrive_beside_decoding(served, uncaptured, exact, plain) -> Non
         each.cache.check()
         assert min(map(len, said)) > 4
         assert_likeliest(exact, plain, prompts, said)
-    assert captured == list(served.runner._mixed_graphs.captured)
+    assert captured == list(served.runner.stepper.mixed_graphs.captured)
 
 
-def _read(chunks: Sequence[Chunk], pending, said: list[list[int]]) -> None:
+def _read(chunks: Sequence[Piece], pending, said: list[list[int]]) -> None:
     sampling = [chunk.slot for chunk in chunks if chunk.samples]
     for slot, token in zip(sampling, pending.result().token_ids, strict=True):
         said[slot].append(token)
@@ -250,15 +250,15 @@ def test_padding_writes_nothing(served) -> None:
     cache, model_layers = served.cache, range(LAYERS)
     rows = [cache.open() for _ in range(4)]
     cache.grow([(row, 400) for row in rows])
-    rows_and_lengths = [(row.row, 400) for row in rows] + [(served.runner._scratch.row, 1)]
+    rows_and_lengths = [(row.row, 400) for row in rows] + [(served.runner.stepper.scratch.row, 1)]
     views = [view for at in model_layers for view in (cache.keys(at), cache.values(at))]
     before = 3.25
     for view in views:
         for row, count in rows_and_lengths:
             view[row, :count] = before
     chunks = [
-        Chunk(0, rows[0].row, 7, 300, [5] * 300, samples=True),
-        Chunk(1, rows[2].row, 0, 1, [5], samples=True),
+        Piece(0, rows[0].row, 7, 300, [5] * 300, samples=True),
+        Piece(1, rows[2].row, 0, 1, [5], samples=True),
     ]
     for slot in range(2):
         served.runner.set_slot(slot, GREEDY, [5])
@@ -297,9 +297,9 @@ def test_a_step_never_waits_for_the_device(served) -> None:
         torch.cuda.set_sync_debug_mode("error")
         try:
             steps = [
-                served.runner.submit([Chunk(0, row.row, 0, 200, ids[:200], samples=False)]),
-                served.runner.submit([Chunk(0, row.row, 200, 56, ids[200:], samples=True)]),
-                served.runner.submit([Chunk(0, row.row, 256, 1, None, samples=True)]),
+                served.runner.submit([Piece(0, row.row, 0, 200, ids[:200], samples=False)]),
+                served.runner.submit([Piece(0, row.row, 200, 56, ids[200:], samples=True)]),
+                served.runner.submit([Piece(0, row.row, 256, 1, None, samples=True)]),
             ]
         finally:
             torch.cuda.set_sync_debug_mode("default")

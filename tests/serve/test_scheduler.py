@@ -14,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vmkv.errors import ConfigError
+from vmkv.serve.params import SamplingParams
 from vmkv.serve.plan import PlannedChunk, PreemptionMethod, StepPlan
 from vmkv.serve.preemption import PreemptionCosts
-from vmkv.serve.request import RequestState
+from vmkv.serve.request import Request, RequestState
 from vmkv.serve.scheduler import Scheduler
 
 SWAPPING = PreemptionCosts(copy_bytes_per_s=1e18, mapping_s=0.0)
@@ -75,9 +76,9 @@ class ModelView:
             if method is PreemptionMethod.SWAP:
                 self.swapped[request_id] = pages
                 assert sum(self.swapped.values()) <= self.host_pages
-        for request_id, _ in plan.admitted:
+        for request_id in plan.admitted:
             self.resident[request_id] = 0
-        for request_id, _ in plan.resumed:
+        for request_id in plan.resumed:
             self.resident[request_id] = self.swapped.pop(request_id)
         for chunk in plan.chunks:
             self.resident[chunk.request_id] += self.pages_to_grow(
@@ -90,6 +91,20 @@ class ModelView:
     def forget(self, request_id: int) -> None:
         self.resident.pop(request_id, None)
         self.swapped.pop(request_id, None)
+
+
+def request_of(
+    request_id: int,
+    num_prompt_tokens: int,
+    max_total_tokens: int,
+    *,
+    priority: int = 0,
+    waits_for_host: bool = False,
+) -> Request:
+    """A request of so many tokens, whichever they are."""
+    processors = [lambda ids, scores: scores] if waits_for_host else []
+    params = SamplingParams(logits_processors=processors)
+    return Request(request_id, [0] * num_prompt_tokens, params, priority, max_total_tokens)
 
 
 @dataclass
@@ -132,16 +147,18 @@ class Trace:
             total -= 1
         if total <= arrival.num_prompt_tokens:
             with pytest.raises(ConfigError, match="room"):
-                self.scheduler.add(request_id, arrival.num_prompt_tokens, total, self.view)
+                self.scheduler.add(
+                    request_of(request_id, arrival.num_prompt_tokens, total), self.view
+                )
             return
-        self.scheduler.add(
+        request = request_of(
             request_id,
             arrival.num_prompt_tokens,
             total,
-            self.view,
             priority=arrival.priority,
             waits_for_host=arrival.waits_for_host,
         )
+        self.scheduler.add(request, self.view)
         self.lives[request_id] = Life(arrival, tokens=arrival.num_prompt_tokens)
         arrival.max_new_tokens = total - arrival.num_prompt_tokens
 
@@ -171,9 +188,9 @@ class Trace:
             self.note_preempted(request_id, method)
         self.view.carry_out(StepPlan(preempted=plan.preempted))
         self.scheduler.undo(plan.chunks)
-        for request_id, _ in plan.admitted:
+        for request_id in plan.admitted:
             self.scheduler.requeue(request_id, PreemptionMethod.RECOMPUTE)
-        for request_id, _ in plan.resumed:
+        for request_id in plan.resumed:
             self.scheduler.requeue(request_id, PreemptionMethod.SWAP)
         self.scheduler.check()
 
@@ -186,16 +203,16 @@ class Trace:
     def check(self, plan: StepPlan) -> None:
         for request_id, method in plan.preempted:
             self.note_preempted(request_id, method)
-        begun = [request_id for request_id, _ in plan.admitted + plan.resumed]
+        begun = plan.admitted + plan.resumed
         assert not set(begun) & {request_id for request_id, _ in plan.preempted}
-        for request_id, _ in plan.admitted:
+        for request_id in plan.admitted:
             life = self.lives[request_id]
             life.computed = min(self.view.cached_tokens(request_id), life.tokens - 1)
             if life.first_step is None:
                 life.first_step = self.num_steps
-        assert plan.num_tokens <= self.scheduler.max_num_batched_tokens
+        assert plan.num_tokens <= self.scheduler.capacity.max_num_batched_tokens
         ids = [chunk.request_id for chunk in plan.chunks]
-        assert len(ids) == len(set(ids)) <= self.scheduler.max_num_seqs
+        assert len(ids) == len(set(ids)) <= self.scheduler.capacity.max_num_seqs
         assert len({chunk.slot for chunk in plan.chunks}) == len(ids)
         for chunk in plan.chunks:
             self.check_chunk(chunk)
@@ -220,7 +237,9 @@ class Trace:
         life = self.lives[chunk.request_id]
         if life.ended or not chunk.samples:
             return
-        self.scheduler.tokens_read(chunk.request_id)
+        request = self.scheduler.requests[chunk.request_id]
+        request.num_unread -= 1
+        request.output_token_ids.append(0)
         life.unread -= 1
         life.tokens += 1
         num_new = life.tokens - life.arrival.num_prompt_tokens
@@ -424,7 +443,7 @@ def test_the_last_gives_way_and_comes_back(
         if trace.lives[1].was_preempted and not trace.lives[0].ended:
             waiting = RequestState.WAITING
             state = RequestState.SWAPPED if method is PreemptionMethod.SWAP else waiting
-            assert state is trace.scheduler.state(1)
+            assert state is trace.scheduler.requests[1].state
     assert [(1, method)] == methods
     assert ["length", "length"] == [life.ended for life in trace.lives.values()]
 
@@ -465,11 +484,11 @@ def test_what_can_never_fit_is_refused() -> None:
     scheduler = Scheduler(2, 64)
     view = ModelView(10, 4)
     with pytest.raises(ConfigError, match="needs 11 pages and the whole cache has 10"):
-        scheduler.add(0, 30, 41, view)
+        scheduler.add(request_of(0, 30, 41), view)
     with pytest.raises(ConfigError, match="no room for an answer"):
-        scheduler.add(0, 30, 30, view)
+        scheduler.add(request_of(0, 30, 30), view)
     assert not scheduler.has_unfinished
-    scheduler.add(0, 30, 40, view)
+    scheduler.add(request_of(0, 30, 40), view)
 
 
 def test_bounds_are_checked() -> None:

@@ -2,7 +2,6 @@
 
 base        the protocol, the shapes, what a layer asks for
 batch       the ragged batch of one step
-steady      a decode batch that stays the same from step to step
 registry    which backend serves a layer
 append      write a step's keys and values into their rows
 flash2, flash3, flash4, torch_flash, sdpa, reference    the backends, imported when first used
@@ -24,7 +23,6 @@ from .registry import get as get
 from .registry import register as register
 from .registry import select as select
 from .registry import why_not as why_not
-from .steady import SteadyDecode as SteadyDecode
 
 __all__ = [
     "AppendingBackend",
@@ -32,7 +30,6 @@ __all__ = [
     "AttentionBatch",
     "AttentionSpec",
     "Span",
-    "SteadyDecode",
     "append",
     "backend_names",
     "get",

@@ -12,16 +12,51 @@ FlashAttention-2's varlen kernel. Where there is neither, the rows are read like
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from . import flash2, flash3
 from .base import AttentionSpec
 from .flash_common import apply_sinks, window_bounds
+from .registry import why_not
 
-_Kernel = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+class Beginnings(NamedTuple):
+    """Sequences without a past, packed.
+
+    Attributes:
+        starts: `[B + 1] int32`, where each begins, and the number of all tokens.
+        max_tokens: The longest.
+    """
+
+    starts: torch.Tensor
+    max_tokens: int
+
+
+class _Call(NamedTuple):
+    """What a kernel is called with; see `PackedAttention.__call__`."""
+
+    qkv: Sequence[torch.Tensor]
+    starts: torch.Tensor
+    max_tokens: int
+    scale: float
+    window: tuple[int, int]
+    softcap: float
+    out: torch.Tensor | None
+
+
+class _Kernel(NamedTuple):
+    """From a call to what was attended, and the logarithm of each query's sum `[Hq, T]`.
+
+    Attributes:
+        compute: See above.
+        writes_out: Whether it can write into a tensor it is given.
+    """
+
+    compute: Callable[[_Call], tuple[torch.Tensor, torch.Tensor]]
+    writes_out: bool = False
 
 
 class PackedAttention:
@@ -31,25 +66,17 @@ class PackedAttention:
         spec: The kind of layer.
         name: Of the kernel.
         kernel: What computes it; see `packed_attention`.
-
-    Attributes:
-        writes_out: Whether the kernel can write into a tensor it is given.
     """
 
     def __init__(self, spec: AttentionSpec, name: str, kernel: _Kernel):
         self.spec = spec
         self.name = name
-        self.writes_out = "out" in inspect.signature(kernel).parameters
         self._kernel = kernel
 
     def __call__(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        starts: torch.Tensor,
-        max_tokens: int,
-        *,
+        qkv: Sequence[torch.Tensor],
+        sequences: Beginnings,
         scale: float,
         sinks: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
@@ -57,30 +84,20 @@ class PackedAttention:
         """Attend; every sequence's queries and keys are the same tokens.
 
         Args:
-            query: `[T, Hq, D]`, sequence after sequence; any strides whose last is 1.
-            key: `[T, H, D]`, likewise.
-            value: `[T, H, Dv]`, likewise.
-            starts: `[B + 1] int32`, where each sequence begins, and T.
-            max_tokens: The longest sequence.
+            qkv: Queries `[T, Hq, D]`, keys `[T, H, D]` and values `[T, H, Dv]`, sequence after
+                sequence; any strides whose last is 1.
+            sequences: Where each lies.
             scale: What scores are multiplied by.
             sinks: `[Hq]`, see `AttentionSpec.has_sinks`.
-            out: `[T, Hq, Dv]`, where the kernel is to write, if it can (`writes_out`).
+            out: `[T, Hq, Dv]`, where the kernel is to write, if it can.
 
         Returns:
             `[T, Hq, Dv]`: `out`, or a new tensor.
         """
-        into = {"out": out} if self.writes_out and sinks is None else {}
-        attended, logsumexp = self._kernel(
-            query,
-            key,
-            value,
-            starts,
-            max_tokens,
-            scale=scale,
-            window=window_bounds(causal=True, window=self.spec.window),
-            softcap=self.spec.softcap,
-            **into,
-        )
+        window = window_bounds(causal=True, window=self.spec.window)
+        into = out if self._kernel.writes_out and sinks is None else None
+        call = _Call(qkv, *sequences, scale, window, self.spec.softcap, into)
+        attended, logsumexp = self._kernel.compute(call)
         if sinks is None:
             return attended
         return apply_sinks(attended, logsumexp.transpose(0, 1), sinks)
@@ -91,11 +108,8 @@ def packed_attention(spec: AttentionSpec) -> PackedAttention | None:
 
     Cost: the first call may load a kernel library. Call it when a model is set up.
     """
-    for name, backend, load in (
-        ("flash3", flash3.Flash3Backend(), _flash3_kernel),
-        ("flash2", flash2.Flash2Backend(), _flash2_kernel),
-    ):
-        if backend.why_not(spec) is None:
+    for name, load in (("flash3", _flash3_kernel), ("flash2", _flash2_kernel)):
+        if why_not(name, spec) is None:
             kernel = load()
             if kernel is not None:
                 return PackedAttention(spec, name, kernel)
@@ -109,34 +123,22 @@ def _flash3_kernel() -> _Kernel | None:
     except Exception:  # noqa: BLE001  # a wheel for another torch fails in its own ways
         return _flash3_library_kernel()
 
-    def kernel(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        starts: torch.Tensor,
-        max_tokens: int,
-        *,
-        scale: float,
-        window: tuple[int, int],
-        softcap: float,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def compute(call: _Call) -> tuple[torch.Tensor, torch.Tensor]:
         out, logsumexp, *_ = flash_attn_varlen_func(
-            query,
-            key,
-            value,
-            starts,
-            starts,
-            max_tokens,
-            max_tokens,
-            softmax_scale=scale,
+            *call.qkv,
+            call.starts,
+            call.starts,
+            call.max_tokens,
+            call.max_tokens,
+            softmax_scale=call.scale,
             causal=True,
-            window_size=window,
-            softcap=softcap,
+            window_size=call.window,
+            softcap=call.softcap,
             return_attn_probs=True,
         )
         return out, logsumexp
 
-    return kernel
+    return _Kernel(compute)
 
 
 def _flash3_library_kernel() -> _Kernel | None:
@@ -148,66 +150,40 @@ def _flash3_library_kernel() -> _Kernel | None:
     if not known >= {"out", "cu_seqlens_k", "max_seqlen_k"}:
         return None
 
-    def kernel(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        starts: torch.Tensor,
-        max_tokens: int,
-        *,
-        scale: float,
-        window: tuple[int, int],
-        softcap: float,
-        out: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        attended, logsumexp = library(
-            query,
-            key,
-            value,
-            cu_seqlens_q=starts,
-            cu_seqlens_k=starts,
-            max_seqlen_q=max_tokens,
-            max_seqlen_k=max_tokens,
-            scale=scale,
+    def compute(call: _Call) -> tuple[torch.Tensor, torch.Tensor]:
+        return library(
+            *call.qkv,
+            cu_seqlens_q=call.starts,
+            cu_seqlens_k=call.starts,
+            max_seqlen_q=call.max_tokens,
+            max_seqlen_k=call.max_tokens,
+            scale=call.scale,
             causal=True,
-            window=window,
-            softcap=softcap,
-            out=out,
+            window=call.window,
+            softcap=call.softcap,
+            out=call.out,
         )
-        return attended, logsumexp
 
-    return kernel
+    return _Kernel(compute, writes_out=True)
 
 
 def _flash2_kernel() -> _Kernel | None:
-    interface = flash2._interface()
+    interface: Any = flash2._interface()
 
-    def kernel(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        starts: torch.Tensor,
-        max_tokens: int,
-        *,
-        scale: float,
-        window: tuple[int, int],
-        softcap: float,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def compute(call: _Call) -> tuple[torch.Tensor, torch.Tensor]:
         out, logsumexp, *_ = interface._flash_attn_varlen_forward(
-            query,
-            key,
-            value,
-            starts,
-            starts,
-            max_tokens,
-            max_tokens,
+            *call.qkv,
+            call.starts,
+            call.starts,
+            call.max_tokens,
+            call.max_tokens,
             0.0,
-            scale,
+            call.scale,
             causal=True,
-            window_size_left=window[0],
-            window_size_right=window[1],
-            softcap=softcap,
+            window_size_left=call.window[0],
+            window_size_right=call.window[1],
+            softcap=call.softcap,
         )
         return out, logsumexp
 
-    return kernel
+    return _Kernel(compute)

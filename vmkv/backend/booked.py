@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from .. import _native
-from ..errors import DriverError
+from ..errors import DriverError, OutOfAddressSpaceError
 from ..units import Address, Handle, KiB, format_bytes
 from .base import (
     Backend,
@@ -103,7 +103,49 @@ class BookedBackend(Backend):
             failed = ops[num_done]
             return num_done, self._error(primitive_of(failed), status, f"{failed}")
 
+    # ---- address ranges -------------------------------------------------------------------
+
+    def address_reserve(self, num_bytes: int) -> Address:
+        """See `Backend.address_reserve`. Cost: about 6 µs on a GPU, whatever the size."""
+        self.calls["address_reserve"] += 1
+        self._check_size("address_reserve", num_bytes)
+        try:
+            address = self._reserve(num_bytes)
+        except DriverError as error:
+            if not error.is_out_of_memory:
+                raise
+            raise OutOfAddressSpaceError(
+                f"{self.name} has no {format_bytes(num_bytes)} of free addresses; "
+                "close other caches, or ask for fewer max_tokens or rows",
+                needed_bytes=num_bytes,
+            ) from error
+        with self._lock:
+            self._books.reserve(address, num_bytes)
+        return Address(address)
+
+    def address_free(self, address: Address, num_bytes: int) -> None:
+        """See `Backend.address_free`."""
+        self.calls["address_free"] += 1
+        with self._lock:
+            refusal = self._books.why_not_free(address, num_bytes)
+            if refusal is not None:
+                raise self._refusal("address_free", refusal)
+            self._unreserve(address, num_bytes)
+            self._books.unreserve(address)
+
     # ---- physical memory ------------------------------------------------------------------
+
+    def mem_release(self, handle: Handle) -> None:
+        """See `Backend.mem_release`."""
+        self.calls["mem_release"] += 1
+        with self._lock:
+            allocation = self._books.live(handle)
+            if allocation is None:
+                raise self._refusal("mem_release", f"handle {handle:#x} is not live")
+            self._release(handle)
+            if not allocation.num_mappings:
+                self._forget(handle)
+            allocation.is_released = True
 
     def _check_size(self, call: str, num_bytes: int) -> None:
         if num_bytes <= 0 or num_bytes % self.granularity_bytes:
@@ -198,6 +240,18 @@ class BookedBackend(Backend):
     def _in_context(self) -> contextlib.AbstractContextManager[None]:
         """What the driver needs around calls for copies."""
         return contextlib.nullcontext()
+
+    @abc.abstractmethod
+    def _reserve(self, num_bytes: int) -> int:
+        """An address range of the driver's."""
+
+    @abc.abstractmethod
+    def _unreserve(self, address: Address, num_bytes: int) -> None:
+        """Give one back. Locked."""
+
+    @abc.abstractmethod
+    def _release(self, handle: Handle) -> None:
+        """Tell the driver that `handle` is released, mapped or not. Locked."""
 
     @abc.abstractmethod
     def _forget(self, handle: Handle) -> None:

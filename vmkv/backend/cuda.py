@@ -18,7 +18,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from ..errors import ConfigError, CudaDriverError, OutOfAddressSpaceError
+from ..errors import ConfigError, CudaDriverError
 from ..units import Address, Handle, format_bytes
 from .base import Fence, MemoryLocation
 from .booked import BookedBackend, NativeCalls, describe
@@ -39,17 +39,24 @@ class CudaFence(Fence):
 
     def has_passed(self) -> bool:
         """See `Fence.has_passed`. Cost: one event query, about 1 µs, while it has not passed."""
-        while self._events:
-            if not self._backend.has_event_passed(self._events[-1]):
-                return False
-            self._backend.recycle_event(self._events.pop())
+        # Of a copy: several threads may ask. An event that another has recycled meanwhile stands
+        # for later work, and says at worst that it is too early.
+        if not all(map(self._backend.has_event_passed, tuple(self._events))):
+            return False
+        self._recycle()
         return True
 
     def wait(self) -> None:
         """See `Fence.wait`."""
-        while self._events:
-            self._backend.wait_event(self._events[-1])
-            self._backend.recycle_event(self._events.pop())
+        for event in tuple(self._events):
+            self._backend.wait_event(event)
+        self._recycle()
+
+    def _recycle(self) -> None:
+        """Give the events back, each once: `pop` is one step for racing threads."""
+        with contextlib.suppress(IndexError):
+            while True:
+                self._backend.recycle_event(self._events.pop())
 
 
 class CudaBackend(BookedBackend):
@@ -126,35 +133,12 @@ class CudaBackend(BookedBackend):
 
     # ---- address ranges -------------------------------------------------------------------
 
-    def address_reserve(self, num_bytes: int) -> Address:
-        """See `Backend.address_reserve`. Cost: about 6 µs, whatever the size."""
-        self.calls["address_reserve"] += 1
-        try:
-            address = int(
-                self._call("address_reserve", self._driver.cuMemAddressReserve(num_bytes, 0, 0, 0))
-            )
-        except CudaDriverError as error:
-            if not error.is_out_of_memory:
-                raise
-            raise OutOfAddressSpaceError(
-                f"{self.name} has no {format_bytes(num_bytes)} of free addresses; "
-                "close other caches, or ask for fewer max_tokens or rows",
-                needed_bytes=num_bytes,
-            ) from error
-        with self._lock:
-            self._books.reserve(address, num_bytes)
-        return Address(address)
+    def _reserve(self, num_bytes: int) -> int:
+        answer = self._driver.cuMemAddressReserve(num_bytes, 0, 0, 0)
+        return int(self._call("address_reserve", answer))
 
-    def address_free(self, address: Address, num_bytes: int) -> None:
-        """See `Backend.address_free`."""
-        self.calls["address_free"] += 1
-        with self._lock:
-            # The driver accepts some of what the contract refuses; nobody may rely on that.
-            refusal = self._books.why_not_free(address, num_bytes)
-            if refusal is not None:
-                raise self._refusal("address_free", refusal)
-            self._call("address_free", self._driver.cuMemAddressFree(address, num_bytes))
-            self._books.unreserve(address)
+    def _unreserve(self, address: Address, num_bytes: int) -> None:
+        self._call("address_free", self._driver.cuMemAddressFree(address, num_bytes))
 
     # ---- physical memory ------------------------------------------------------------------
 
@@ -247,18 +231,9 @@ class CudaBackend(BookedBackend):
         finally:
             driver.cuMemAddressFree(address, num_bytes)
 
-    def mem_release(self, handle: Handle) -> None:
-        """See `Backend.mem_release`."""
-        self.calls["mem_release"] += 1
-        with self._lock:
-            allocation = self._books.allocations.get(handle)
-            if allocation is None or allocation.is_released:
-                raise self._refusal("mem_release", f"handle {handle:#x} is not live")
-            native_handle = self._native_handles.get(handle, handle)
-            self._call("mem_release", self._driver.cuMemRelease(native_handle))
-            allocation.is_released = True
-            if allocation.is_gone:
-                self._forget(handle)
+    def _release(self, handle: Handle) -> None:
+        native_handle = self._native_handles.get(handle, handle)
+        self._call("mem_release", self._driver.cuMemRelease(native_handle))
 
     def _forget(self, handle: Handle) -> None:
         # The driver frees the memory by itself.

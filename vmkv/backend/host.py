@@ -18,7 +18,7 @@ import errno
 import os
 
 from .. import _native
-from ..errors import ConfigError, HostDriverError, OutOfAddressSpaceError
+from ..errors import ConfigError, HostDriverError
 from ..units import Address, Handle, KiB, MiB, format_bytes, is_power_of_two
 from . import host_files
 from .base import Fence, MemoryLocation
@@ -88,31 +88,15 @@ class HostBackend(BookedBackend):
 
     # ---- address ranges -------------------------------------------------------------------
 
-    def address_reserve(self, num_bytes: int) -> Address:
-        """See `Backend.address_reserve`."""
-        self._check_size("address_reserve", num_bytes)
-        self.calls["address_reserve"] += 1
+    def _reserve(self, num_bytes: int) -> int:
         try:
-            address = _native.host_reserve(num_bytes, self.granularity_bytes)
+            return _native.host_reserve(num_bytes, self.granularity_bytes)
         except OSError as error:
-            raise OutOfAddressSpaceError(
-                f"the system has no {format_bytes(num_bytes)} of free addresses; "
-                "close other caches, or ask for fewer max_tokens or rows",
-                needed_bytes=num_bytes,
-            ) from error
-        with self._lock:
-            self._books.reserve(address, num_bytes)
-        return Address(address)
+            details = format_bytes(num_bytes)
+            raise self._error("address_reserve", errno.ENOMEM, details) from error
 
-    def address_free(self, address: Address, num_bytes: int) -> None:
-        """See `Backend.address_free`."""
-        self.calls["address_free"] += 1
-        with self._lock:
-            refusal = self._books.why_not_free(address, num_bytes)
-            if refusal is not None:
-                raise self._refusal("address_free", refusal)
-            _native.host_free(address, num_bytes)
-            self._books.unreserve(address)
+    def _unreserve(self, address: Address, num_bytes: int) -> None:
+        _native.host_free(address, num_bytes)
 
     # ---- physical memory ------------------------------------------------------------------
 
@@ -147,16 +131,8 @@ class HostBackend(BookedBackend):
         self._own_files[handle] = fd
         return handle
 
-    def mem_release(self, handle: Handle) -> None:
-        """See `Backend.mem_release`."""
-        self.calls["mem_release"] += 1
-        with self._lock:
-            allocation = self._books.allocations.get(handle)
-            if allocation is None or allocation.is_released:
-                raise self._refusal("mem_release", f"handle {handle:#x} is not live")
-            if not allocation.num_mappings:
-                self._forget(handle)
-            allocation.is_released = True
+    def _release(self, handle: Handle) -> None:
+        """Nothing to say: the memory goes when it is forgotten."""
 
     def _forget(self, handle: Handle) -> None:
         """Give the memory of `handle`, which nothing needs any more, back to the kernel."""

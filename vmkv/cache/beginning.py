@@ -62,7 +62,6 @@ def begin_with_prefix(
                     break
                 holder = row = min(parked, key=prefixes.num_recorded)
                 space.take(row, num_tokens, tenant)
-            space.rows.touch(holder, space.pool.pressure.tick())
         prefixes.note_hit(holder, num_tokens)
         return row, num_tokens
     prefixes.note_miss()

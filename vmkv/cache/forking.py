@@ -29,11 +29,7 @@ def fork(space: RowSpace, source: LiveRow, num_tokens: int, row: int | None = No
         raise ConfigError(f"{source} cannot be forked at {num_tokens} tokens: it holds fewer")
     space.note_stream()
     with space.pool.lock:
-        if num_tokens and not source.cache.keeps(source.row, num_tokens):
-            raise ConfigError(
-                f"cannot fork at {num_tokens} tokens: a sliding-window layer no longer holds "
-                "what they would see"
-            )
+        source.cache.check_keeps(source.row, num_tokens, "fork at")
         return fork_row(source.cache, space, source.row, num_tokens, source.tenant, row)
 
 
@@ -71,7 +67,11 @@ def fork_row(
     with space.beginning(tenant, row):
         if num_tokens:
             space.pool.backend.join_streams(space.current_stream())
-            _fill(origin, space, (source_row, row), num_tokens, tenant)
+            try:
+                _fill(origin, space, (source_row, row), num_tokens, tenant)
+            finally:
+                # Used now, behind what was submitted: also a fork that fails may have read it.
+                origin.rows.touch(source_row, space.pool.pressure.tick())
     if origin is space:
         space.prefixes.copy([(source_row, row, tenant)], num_tokens)
     else:

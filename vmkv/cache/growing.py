@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from ..errors import OutOfPagesError, SequenceFullError
-from ..memory import Extent, RowChange, change, size_classes
+from ..errors import ConfigError, OutOfPagesError, SequenceFullError
+from ..memory import Extent, RowChange, Scrub, change, size_classes
 from .layer_group import LayerGroup
 from .prefix import BLOCK_TOKENS
 from .row_space import LiveRow, RowSpace
@@ -75,6 +75,67 @@ def _unshare(space: RowSpace, sequence: LiveRow) -> None:
         if group.table.rows[row].shared_end_page:
             copied_bytes = unshare(group, row, num_tokens, tenant=sequence.tenant, stream=stream)
             space.sharing.copied_on_write_bytes += copied_bytes
+
+
+def make_ready(
+    space: RowSpace,
+    wanted: Iterable[tuple[LiveRow, int]],
+    num_new_tokens: int = 0,
+    *,
+    wait: bool = False,
+) -> bool:
+    """Have memory lie ready for a later `KVCache.grow`, which then makes no room: it only maps.
+
+    To be called while the device works; see `ExtentPool.make_ready`. Live sequences, and what is
+    mapped of them, stay as they are.
+
+    Args:
+        space: The cache.
+        wanted: As for `KVCache.grow`. Sequences that are swapped out or moving are passed over.
+        num_new_tokens: Tokens of sequences that will begin meanwhile, all together.
+        wait: Wait for fences; without it this never blocks.
+
+    Returns:
+        Whether all of it lies ready.
+
+    Raises:
+        DriverError: Parked rows may have lost memory, nobody else.
+    """
+    space.check_open()
+    targets = [
+        Target(sequence.row, min(num_tokens, space.max_tokens), sequence.num_tokens)
+        for sequence, num_tokens in wanted
+        if sequence.is_resident and num_tokens > space.writable_tokens(sequence)
+    ]
+    changes = _plan(space.groups, targets, space.overread_tokens, exactly=False)
+    classes = [size_class for each in changes for size_class in each.classes]
+    for group in space.groups if num_new_tokens else ():
+        num_pages = group.geometry.pages_for(num_new_tokens)
+        classes += size_classes(num_pages, group.largest_class)
+    return space.pool.make_ready(classes, wait=wait)
+
+
+def keep_resident(space: RowSpace, overread_tokens: int) -> None:
+    """See `KVCache.keep_resident`."""
+    space.check_open()
+    before = space.overread_tokens
+    if overread_tokens <= before:
+        return
+    if space.pool.scrub is Scrub.POISON:
+        raise ConfigError(
+            f"a kernel that fetches {overread_tokens} tokens past the length would fetch the NaN "
+            'of scrub="poison"; choose another attention backend, or none of the poison'
+        )
+    space.overread_tokens = overread_tokens
+    try:
+        live = space.live_sequences()
+        map_rows(
+            space,
+            [Target(each.row, each.num_tokens, each.num_tokens, each.tenant) for each in live],
+        )
+    except BaseException:
+        space.overread_tokens = before
+        raise
 
 
 # ---- mapping ------------------------------------------------------------------------------

@@ -6,13 +6,11 @@
     sequence.append(100)
     sequence.keys(layer=0)[:] = ...      # [100, 2, 64], contiguous in virtual memory
 
-A growth is one transaction over all sequences and groups it names: it plans, acquires every
-extent or none, and maps in one driver batch that is undone if any call fails.
+Whatever takes several sequences or groups is one change to all of them, or to none.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import warnings
 from collections.abc import Collection, Iterable
@@ -21,13 +19,12 @@ from typing import cast
 
 import torch
 
-from ..errors import ConfigError
-from ..memory import Scrub, WriteRange, check_pool
+from ..memory import check_pool
 from .beginning import begin_with_prefix
 from .disk import load
 from .forking import fork, pages_to_fork
 from .geometry import LayerShape
-from .growing import Target, grow, map_rows, retire_behind_windows, retire_surplus
+from .growing import grow, keep_resident, retire_behind_windows, retire_surplus
 from .layer_group import LayerGroup
 from .layers import add_layers, compact, drop_layers
 from .process import import_prefix
@@ -226,35 +223,6 @@ class KVCache(RowSpace):
         """What a fork of `sequence` at `num_tokens` takes from the pool. Changes nothing."""
         return pages_to_fork(self, sequence.row, num_tokens)
 
-    def submitting(
-        self, writes: Iterable[tuple[int, int, int]]
-    ) -> contextlib.AbstractContextManager[None]:
-        """Submit a step within this; where checks are on, it is held against I10.
-
-        Args:
-            writes: The rows that it writes, each from a token to another.
-
-        Raises:
-            InternalError: A row may not be written there. Nothing is submitted.
-
-        Cost: nothing where checks are off.
-        """
-        submitted = self.pool.submitted
-        if submitted is None:
-            return contextlib.nullcontext()
-        return submitted.submitting(
-            [
-                WriteRange(
-                    group.table,
-                    row,
-                    group.geometry.whole_pages_below(start),
-                    group.geometry.pages_for(end),
-                )
-                for row, start, end in writes
-                for group in self.groups
-            ]
-        )
-
     def keep_resident(self, overread_tokens: int) -> None:
         """Have `overread_tokens` past every sequence's length mapped, now and from now on.
 
@@ -264,25 +232,7 @@ class KVCache(RowSpace):
             OutOfPagesError: They are not to be had. Nothing changed.
             ConfigError: The pool poisons memory, which such a kernel would fetch. Likewise.
         """
-        self.check_open()
-        before = self.overread_tokens
-        if overread_tokens <= before:
-            return
-        if self.pool.scrub is Scrub.POISON:
-            raise ConfigError(
-                f"a kernel that fetches {overread_tokens} tokens past the length would fetch the "
-                'NaN of scrub="poison"; choose another attention backend, or none of the poison'
-            )
-        self.overread_tokens = overread_tokens
-        try:
-            live = self.live_sequences()
-            lengths = [
-                Target(each.row, each.num_tokens, each.num_tokens, each.tenant) for each in live
-            ]
-            map_rows(self, lengths)
-        except BaseException:
-            self.overread_tokens = before
-            raise
+        keep_resident(self, overread_tokens)
 
     # ---- from elsewhere -------------------------------------------------------------------
 

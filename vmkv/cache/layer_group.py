@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from .. import _native
-from ..backend import Access, Fence
+from ..backend import Access
 from ..errors import InternalError
-from ..memory import ExtentPool, Mapping, PageTable
+from ..memory import ExtentPool, Mapping, PageTable, RecordedFence
 from ..units import div_ceil
 from .geometry import Geometry
 from .growth import growth_quantum_class, largest_class_for_window, pages_to_map
@@ -232,7 +232,7 @@ class LayerGroup:
         mappings = self.table.rows[row].mappings
         return bool(mappings) and mappings[0].end_page <= self.first_needed_page(num_tokens)
 
-    def retire_front(self, row: int, num_tokens: int, fence: Fence) -> None:
+    def retire_front(self, row: int, num_tokens: int, fence: RecordedFence) -> None:
         """Retire what no query at position `num_tokens` or later can see."""
         self.table.retire_front(row, self.first_needed_page(num_tokens), fence)
 
@@ -242,7 +242,7 @@ class LayerGroup:
         mappings = self.table.overlapping(row, first_page, self.table.row_pages)
         return [mapping for mapping in mappings if mapping.first_page >= first_page]
 
-    def retire_from(self, row: int, num_tokens: int, fence: Fence) -> None:
+    def retire_from(self, row: int, num_tokens: int, fence: RecordedFence) -> None:
         """Retire the extents that hold nothing of the first `num_tokens` tokens of `row`."""
         self.table.retire_back(row, self.geometry.pages_for(num_tokens), fence)
 
@@ -271,7 +271,9 @@ class LayerGroup:
             is_own = mapping.access is Access.READ_WRITE and not mapping.extent.is_shared
             if is_own and mapping.first_page >= first_page:
                 address = self.table.page_address(row, mapping.first_page)
-                self.pool.prepare([mapping.extent], address, tenant, stream)
+                self.pool.scrub.prepare(
+                    self.pool.backend, [mapping.extent], address, tenant, stream
+                )
 
     def copy_row(
         self, row: int, tokens: slice, source: LayerGroup, source_places: Sequence[int]

@@ -18,6 +18,7 @@ import sys
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from ..errors import ConfigError
 
@@ -69,6 +70,9 @@ class _Content:
     hashes: list[bytes] = field(default_factory=list)
     num_lost: int = 0
     num_hits: int = 0
+
+
+_NOTHING: Final = _Content(None, _Holders())
 
 
 @dataclass(frozen=True)
@@ -194,23 +198,19 @@ class PrefixIndex:
 
     def num_recorded(self, row: int) -> int:
         """Tokens that `row` is known to hold."""
-        content = self._contents.get(row)
-        return 0 if content is None else len(content.tokens)
+        return len(self._contents.get(row, _NOTHING).tokens)
 
     def token_ids(self, row: int) -> list[int]:
         """The tokens that `row` is known to hold."""
-        content = self._contents.get(row)
-        return [] if content is None else content.tokens.tolist()
+        return self._contents.get(row, _NOTHING).tokens.tolist()
 
     def hashes(self, row: int) -> list[bytes]:
         """The hashes of the whole blocks that `row` is known to hold."""
-        content = self._contents.get(row)
-        return [] if content is None else list(content.hashes)
+        return list(self._contents.get(row, _NOTHING).hashes)
 
     def hits_of(self, row: int) -> int:
         """How often a sequence has started from `row`, as it is now."""
-        content = self._contents.get(row)
-        return 0 if content is None else content.num_hits
+        return self._contents.get(row, _NOTHING).num_hits
 
     # ---- where they are -------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ which rows are live, and asks those who live there how far they are written.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Protocol
 
@@ -15,7 +15,7 @@ import torch
 
 from ..backend import Backend
 from ..errors import ClosedError, ConfigError
-from ..memory import ExtentPool, Victim, pinned
+from ..memory import ExtentPool, RecordedFence, Victim, WriteRange, pinned
 from .cost import CostModel
 from .device_memory import open_pool
 from .geometry import check_positive
@@ -181,6 +181,14 @@ class RowSpace:
             each.keeps(row, num_tokens) and each.reaches(row, num_tokens) for each in self.groups
         )
 
+    def check_keeps(self, row: int, num_tokens: int, doing: str) -> None:
+        """Raise `ConfigError`, for who is `doing` something, unless `keeps` or nothing is to be."""
+        if num_tokens and not self.keeps(row, num_tokens):
+            raise ConfigError(
+                f"cannot {doing} {num_tokens} tokens: a sliding-window layer no longer holds what "
+                "they would see (set keeps_past before appending)"
+            )
+
     def can_begin(self, row: int, num_tokens: int) -> bool:
         """Whether all is mapped that a sequence of `num_tokens` must have, over-read included."""
         end_tokens = num_tokens + self.overread_tokens
@@ -216,6 +224,33 @@ class RowSpace:
         its = (mapping for group in self.groups for mapping in group.table.rows[row].mappings)
         return pinned(self.pool, its)
 
+    def submitting(self, writes: Iterable[tuple[int, int, int]]) -> AbstractContextManager[None]:
+        """Submit a step within this; where checks are on, it is held against I10.
+
+        Args:
+            writes: The rows that it writes, each from a token to another.
+
+        Raises:
+            InternalError: A row may not be written there. Nothing is submitted.
+
+        Cost: nothing where checks are off.
+        """
+        submitted = self.pool.submitted
+        if submitted is None:
+            return nullcontext()
+        return submitted.submitting(
+            [
+                WriteRange(
+                    group.table,
+                    row,
+                    group.geometry.whole_pages_below(start),
+                    group.geometry.pages_for(end),
+                )
+                for row, start, end in writes
+                for group in self.groups
+            ]
+        )
+
     # ---- taking and leaving rows ----------------------------------------------------------
 
     def take(self, row: int, num_tokens: int, tenant: str | None) -> None:
@@ -245,7 +280,9 @@ class RowSpace:
         """
         displaced = [group for group in self.groups if group.table.rows[row].first_page]
         if displaced:
-            self._retire(displaced, row, 0)
+            fence = self.pool.reclaimer.new_fence()
+            for group in displaced:
+                group.retire_from(row, 0, fence)
         for group in self.groups:
             group.begin_row(row)
 
@@ -281,19 +318,22 @@ class RowSpace:
 
     def retire_parked(self, row: int, num_tokens: int) -> None:
         """Retire what a parked row holds behind its first `num_tokens` tokens."""
-        self.retire_from(row, num_tokens)
+        # What was submitted since it was last used does not read it.
+        fence = self.pool.reclaimer.fence_since(self.rows.last_used(row))
+        self._retire(self.groups, row, num_tokens, fence)
         if not num_tokens:
             self.rows.empty(row)
 
     def retire_from(self, row: int, num_tokens: int) -> None:
         """Retire the extents that hold nothing of the first `num_tokens` tokens of `row`."""
-        self._retire(self.groups, row, num_tokens)
-        self.prefixes.truncate(row, num_tokens)
+        self._retire(self.groups, row, num_tokens, self.pool.reclaimer.new_fence())
 
-    def _retire(self, groups: Iterable[LayerGroup], row: int, num_tokens: int) -> None:
-        fence = self.pool.reclaimer.new_fence()
+    def _retire(
+        self, groups: Iterable[LayerGroup], row: int, num_tokens: int, fence: RecordedFence
+    ) -> None:
         for group in groups:
             group.retire_from(row, num_tokens, fence)
+        self.prefixes.truncate(row, num_tokens)
 
     def victims(self) -> Iterable[Victim]:
         """What sequences that are on their way to the host, and parked rows, could give back."""

@@ -75,11 +75,7 @@ class Sequence:
                 f"the sequence in row {self.row} holds {self.num_tokens} tokens, fewer than the "
                 f"{num_tokens} to keep"
             )
-        if num_tokens and not self.cache.keeps(self.row, num_tokens):
-            raise ConfigError(
-                f"cannot go back to {num_tokens} tokens: a sliding-window layer no longer "
-                "holds what they would see (set keeps_past before appending)"
-            )
+        self.cache.check_keeps(self.row, num_tokens, "go back to")
         if not num_tokens:
             self.cache.begin_anew(self.row)
         with self.cache.pool.lock:

@@ -209,8 +209,7 @@ def load_model(model: str, *, device: str, dtype: str | None) -> Any:
             are missing or broken, or there is no such device.
         CapacityError: Its weights do not fit the device.
     """
-    if device.startswith("cuda"):
-        _check_cuda(torch.device(device).index or 0)
+    check_device(device)
     try:
         if (Path(model) / "generation_config.json").exists():
             # Which transformers passes over where it is broken, and texts then never end.
@@ -235,7 +234,15 @@ def load_model(model: str, *, device: str, dtype: str | None) -> Any:
         ) from error
 
 
-def _check_cuda(index: int) -> None:
+def check_device(device: str) -> None:
+    """Check that this machine has a device.
+
+    Raises:
+        ConfigError: It has none of that name.
+    """
+    if not device.startswith("cuda"):
+        return
+    index = torch.device(device).index or 0
     if not torch.cuda.is_available():
         raise ConfigError("torch sees no CUDA device here; run `vmkv doctor`, or pass --device cpu")
     if index >= torch.cuda.device_count():

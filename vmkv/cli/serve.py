@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -30,7 +31,8 @@ from .arguments import (
 )
 
 if TYPE_CHECKING:
-    from ..serve.parallel_engine import ParallelEngine
+    from ..serve.engine import Engine
+    from ..serve.observer import EngineObserver
     from ..serve.server import ServerOptions
 
 _API_KEY_VARIABLE = "VMKV_API_KEY"
@@ -114,53 +116,30 @@ def _serve(
     options_for: Callable[[int], ServerOptions],
     out: TextIO,
 ) -> int:
-    from ..serve.engine import AsyncEngine
-    from ..serve.failures import is_out_of_memory
     from ..serve.metrics import Metrics
-    from ..serve.observer import EngineObserver, Observers
+    from ..serve.process import EngineProcess
     from ..serve.server import create_app, run_server
-    from ..serve.trace import ChromeTrace
-    from .models import be_quiet, load_config, load_model, load_tokenizer
+    from .models import load_config, load_tokenizer
 
-    if arguments.log_level != "debug":
-        be_quiet(with_progress=sys.stderr is not None and sys.stderr.isatty())
+    _set_logging(arguments)
     config = load_config(arguments.model)  # The plainest error first.
-    if arguments.tensor_parallel > 1:
-        from ..parallel.loading import check_config
-
-        check_config(config, arguments.tensor_parallel)
+    _check_engine(arguments, config)
     tokenizer = load_tokenizer(arguments.tokenizer or arguments.model)
-    trace = ChromeTrace(arguments.trace) if arguments.trace else None
     metrics = Metrics()
-    observers: list[EngineObserver] = [metrics, *([trace] if trace else [])]
-    ranks = contextlib.ExitStack()
+    engine = EngineProcess(
+        functools.partial(_engine, arguments), tokenizer=tokenizer, observer=metrics
+    )
     try:
-        try:
-            if arguments.tensor_parallel > 1:
-                opened = _parallel_engine(arguments, tokenizer, Observers(observers))
-                engine = ranks.enter_context(opened)
-            else:
-                model = load_model(
-                    arguments.model, device=_device(arguments.device), dtype=arguments.dtype
-                )
-                engine = make_engine(arguments, model, tokenizer, Observers(observers))
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            raise CapacityError(
-                f"there is no memory left for the engine's own tensors ({one_line(error)}); lower "
-                "--max-num-seqs, --max-num-batched-tokens or --memory"
-            ) from error
-        metrics.bind_pages(engine.cache.pool.page_bytes)
+        metrics.bind_pages(engine.page_bytes)
         options = options_for(engine.max_tokens)
-        app = create_app(AsyncEngine(engine), tokenizer, options, metrics)
+        app = create_app(engine, tokenizer, options, metrics)
 
         def announce() -> None:
             host, port = listener.getsockname()[:2]
             out.write(
                 f"vmkv serves {options.model_name} at http://{_as_host(host)}:{port}/v1: up to "
                 f"{engine.max_tokens:,} tokens a request, "
-                f"{format_bytes(engine.cache.stats().budget_bytes)} for keys and values, "
+                f"{format_bytes(engine.stats.budget_bytes)} for keys and values, "
                 f"{'with' if options.api_keys else 'without'} API keys\n"
             )
             out.flush()
@@ -173,44 +152,102 @@ def _serve(
             on_ready=announce,
         )
     finally:
-        ranks.close()
-        if trace is not None:
-            trace.close()
+        engine.close()
     return 0
 
 
+def _check_engine(arguments: argparse.Namespace, config: Any) -> None:
+    """Refuse what can be refused before a process is started and the model loaded.
+
+    Raises:
+        ConfigError: There can be no such engine.
+    """
+    from ..attention import registry
+    from ..serve.planning import Capacity
+    from ..serve.trace import ChromeTrace
+    from .models import check_device
+
+    Capacity(arguments.max_num_seqs, arguments.max_num_batched_tokens)
+    check_device(_device(arguments.device))
+    if arguments.tensor_parallel > 1:
+        from ..parallel.loading import check_config
+
+        check_config(config, arguments.tensor_parallel)
+        if ":" in arguments.device:
+            raise ConfigError(
+                f"--tensor-parallel takes the first GPUs, not {arguments.device}; choose them with "
+                "CUDA_VISIBLE_DEVICES"
+            )
+    backend = arguments.attention_backend
+    if backend is not None and backend not in registry.backend_names():
+        registry.get(backend)  # Says which there are.
+    if arguments.trace:
+        ChromeTrace(arguments.trace).close()
+
+
+@contextlib.contextmanager
+def _engine(arguments: argparse.Namespace, observer: EngineObserver) -> Iterator[Engine]:
+    """The engine, in the process that it has for itself."""
+    from ..serve.failures import is_out_of_memory
+    from ..serve.observer import Observers
+    from ..serve.trace import ChromeTrace
+    from .models import load_model
+
+    _set_logging(arguments)
+    with contextlib.ExitStack() as stack:
+        observers = [observer]
+        if arguments.trace:
+            trace = ChromeTrace(arguments.trace)
+            stack.callback(trace.close)
+            observers.append(trace)
+        if arguments.tensor_parallel > 1:
+            yield stack.enter_context(_parallel_engine(arguments, Observers(observers)))
+            return
+        model = load_model(arguments.model, device=_device(arguments.device), dtype=arguments.dtype)
+        try:
+            engine = make_engine(arguments, model, Observers(observers))
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            raise CapacityError(
+                f"there is no memory left for the engine's own tensors ({one_line(error)}); lower "
+                "--max-num-seqs, --max-num-batched-tokens or --memory"
+            ) from error
+        yield stack.enter_context(engine)
+
+
 def _parallel_engine(
-    arguments: argparse.Namespace, tokenizer: Any, observer: Any
-) -> AbstractContextManager[ParallelEngine]:
-    """The engine that the options describe, over several devices."""
+    arguments: argparse.Namespace, observer: EngineObserver
+) -> AbstractContextManager[Engine]:
+    """The engine over several devices: its other ranks are processes of this one."""
     from ..serve.parallel_engine import open_parallel_engine
 
-    device_type, _, index = _device(arguments.device).partition(":")
-    if index:
-        raise ConfigError(
-            f"--tensor-parallel {arguments.tensor_parallel} takes the first "
-            f"{arguments.tensor_parallel} GPUs, not {arguments.device}; choose them with "
-            "CUDA_VISIBLE_DEVICES"
-        )
     return open_parallel_engine(
         arguments.model,
         arguments.tensor_parallel,
-        device_type=device_type,
+        device_type=_device(arguments.device),
         dtype=arguments.dtype,
         observer=observer,
-        tokenizer=tokenizer,
         **_engine_options(arguments),
     )
 
 
-def make_engine(arguments: argparse.Namespace, model: Any, tokenizer: Any, observer: Any) -> Any:
+def _set_logging(arguments: argparse.Namespace) -> None:
+    from .models import be_quiet
+
+    if arguments.log_level != "debug":
+        be_quiet(with_progress=sys.stderr is not None and sys.stderr.isatty())
+
+
+def make_engine(arguments: argparse.Namespace, model: Any, observer: Any) -> Any:
     """The engine that the options describe."""
     from ..serve.engine import Engine
 
-    return Engine(model, tokenizer=tokenizer, observer=observer, **_engine_options(arguments))
+    return Engine(model, observer=observer, **_engine_options(arguments))
 
 
 def _engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    watermark = arguments.watermark
     return {
         "max_num_seqs": arguments.max_num_seqs,
         "max_num_batched_tokens": arguments.max_num_batched_tokens,
@@ -218,9 +255,7 @@ def _engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
         "max_tokens": arguments.max_model_tokens,
         "budget_bytes": None if arguments.memory is None else round(arguments.memory * GiB),
         "host_budget_bytes": round(arguments.swap * GiB),
-        "watermark_bytes": (
-            None if arguments.watermark is None else round(arguments.watermark * GiB)
-        ),
+        "watermark_bytes": None if watermark is None else round(watermark * GiB),
         "attention_backend": arguments.attention_backend,
         "deterministic": arguments.deterministic,
         "prefix_caching": not arguments.no_prefix_caching,
@@ -276,6 +311,7 @@ def _as_host(address: str) -> str:
 def _check_installed() -> None:
     try:
         import fastapi  # noqa: F401
+        import msgspec  # noqa: F401
         import prometheus_client  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:

@@ -1,9 +1,9 @@
 """transformers: the cache it takes, attention in place, and generation without padding.
 
-`cache.py` and `layers.py` are the cache; `store.py`, `device_rows.py` and `step.py` its memory;
-`attention.py` the implementation "vmkv"; `ragged_cache.py`, `ragged.py` and `forward.py` packed
-passes; `proof.py` which models they serve; `prefill.py`, `prepared.py`, `token_state.py` and
-`generation.py` generation over them; `compat.py` every version branch.
+`cache.py` and `layers.py` are the cache; `store.py`, `device_rows.py` and `group_step.py` its
+memory; `attention.py` the implementation "vmkv"; `proof.py` which models packed steps serve;
+`ragged_cache.py`, `prefill.py`, `prepared.py`, `token_state.py` and `generation.py` generation
+over such steps; `compat.py` every version branch.
 Importing this package registers "vmkv" with transformers.
 """
 

@@ -4,8 +4,8 @@
 
 With a `VMKVCache`, attention reads the rows in place through a stock kernel (`vmkv.attention`):
 no copy of the past for left-padded batches, which transformers' own flash paths copy up to
-three times per step, and no device synchronisation per layer. In a ragged batch (`ragged.py`)
-it also appends. Whatever it does not recognise (another cache, keys transformed on the way,
+three times per step, and no device synchronisation per layer. In a packed step (`vmkv.step`) it
+hands all of it over. Whatever it does not recognise (another cache, keys transformed on the way,
 bidirectional or custom masks) goes to torch's SDPA with an explicit mask: slower, and correct.
 
 The cache is found through an attribute on the keys that `update` returned, because model code
@@ -15,15 +15,15 @@ which is just when they must not be looked up.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
 from torch.nn import functional
 
-from ..attention import AttentionSpec, select
+from ..step.interface import attending_through, register_attention
 from . import compat
 from .layers import VirtualLayer, layer_behind
-from .ragged import RaggedStep
 from .unservable import UnservableError
 
 
@@ -39,7 +39,7 @@ def vmkv_attention(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     is_causal: bool | None = None,
-    vmkv_batch: RaggedStep | None = None,
+    vmkv_batch: Any = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """What transformers calls in every attention layer.
@@ -47,7 +47,7 @@ def vmkv_attention(
     Args:
         module: The layer.
         query: `[B, Hq, Tq, D]`.
-        key: `[B, H, T, D]`: what the cache returned, or in a ragged batch the new keys.
+        key: `[B, H, T, D]`: what the cache returned, or in a packed step the new keys.
         value: `[B, H, T, Dv]`.
         attention_mask: What `vmkv_mask` made, or None, a padding mask `[B, T]`, or a mask
             `[B, 1, Tq, T]`.
@@ -57,7 +57,7 @@ def vmkv_attention(
         softcap: Scores become `softcap * tanh(score / softcap)`.
         s_aux: `[Hq]`, attention sinks.
         is_causal: Overrides the layer's own.
-        vmkv_batch: The step of a ragged batch; the model was called by `vmkv.generate`.
+        vmkv_batch: What attends in a packed step; the model was called by a `Stepper`.
         **kwargs: What models pass to other implementations.
 
     Returns:
@@ -124,7 +124,7 @@ def _in_place(
     windows = (sliding_window, None if recipe is None else recipe.window, layer.window_tokens)
     window = min((each for each in windows if each is not None), default=None)
     keys, values = layer.rows()
-    spec = AttentionSpec.of(
+    backend = layer.backend_for(
         query,
         key,
         value,
@@ -133,8 +133,6 @@ def _in_place(
         has_sinks=sinks is not None,
         left_pad=batch.left_pad is not None,
     )
-    backend = select(spec, layer.attention_backend)
-    layer.keep_resident(backend.overread_tokens(spec.k_dim, spec.v_dim))
     packed = query.transpose(1, 2).reshape(-1, query.shape[1], query.shape[3])
     out = backend.forward(
         packed,
@@ -259,4 +257,10 @@ def _plain(
 
 def register() -> None:
     """Make `"vmkv"` known to transformers, as attention and as mask. Idempotent."""
-    compat.register_attention("vmkv", vmkv_attention, vmkv_mask)
+    register_attention("vmkv", vmkv_attention, vmkv_mask)
+
+
+def attending_in_place(model: Any) -> contextlib.AbstractContextManager[None]:
+    """While this lasts, the model attends through `"vmkv"`."""
+    register()
+    return attending_through(model, "vmkv")

@@ -170,18 +170,6 @@ def in_parts(num_ranks: int) -> dict[str, Any]:
         ) from error
 
 
-def register_attention(name: str, attention: Any, mask: Any) -> None:
-    """Put an attention function and its mask function into transformers' registries.
-
-    Both, because an attention without a mask function silently gets no mask at all.
-    """
-    from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface
-
-    AttentionInterface.register(name, attention)
-    AttentionMaskInterface.register(name, mask)
-
-
 class PlainMask(NamedTuple):
     """A mask that is just causal, within a window or without."""
 
@@ -276,21 +264,6 @@ def pad_token(generation_config: Any) -> int:
     """The token that fills a batch, of a generation config that transformers has prepared."""
     pad = getattr(generation_config, "_pad_token_tensor", None)
     return 0 if pad is None else int(pad.flatten()[0])
-
-
-def attention_settings(
-    model: Any, name: str = "vmkv"
-) -> tuple[str, dict[str, str] | str, dict[str, str] | str]:
-    """What the text model attends with, how to set `name`, and how to set it back.
-
-    The latter two are for `set_attn_implementation`. Vision towers and the like are left alone.
-    """
-    text = getattr(model.config, "text_config", None)
-    if text is None:
-        before = str(model.config._attn_implementation)
-        return before, name, before
-    before = str(text._attn_implementation)
-    return before, {"text_config": name}, {"text_config": before}
 
 
 def takes_positions(model: Any) -> bool:

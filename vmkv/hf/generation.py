@@ -6,16 +6,15 @@
 Generation settings, logits processors and stopping criteria are transformers' own: the first
 line has them prepared for each prompt alone (`prepared.py`), the second takes those that
 `model.generate` has prepared for its padded batch. Prompts are prefilled in packed chunks, then all
-sequences decode together; one that is finished leaves the batch, and its row is free at once. What
-prompts have in common is computed once; with a `RaggedCache` that outlives the call, once for all
-calls.
+sequences decode together, on CUDA by steps that are captured once; one that is finished leaves the
+batch, and its row is free at once. What prompts have in common is computed once; with a
+`RaggedCache` that outlives the call, once for all calls.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -23,14 +22,15 @@ import torch
 from ..cache.geometry import check_positive
 from ..errors import ConfigError
 from ..memory import ExtentPool
+from ..step import Piece, Stepper
+from ..step.stepper import StepLogits
 from . import compat, vocabulary
-from .forward import attending_through, forward_packed
-from .prefill import LeadersFirst
-from .prefill import prefill_passes as prefill_passes
+from .attention import attending_in_place
+from .prefill import Chunk, LeadersFirst, prefill_passes
 from .prepared import Prepared, check_config, check_inputs, prepare
 from .prompt_tokens import check_tokens
 from .proof import prove
-from .ragged import Piece, RaggedCache, RaggedStep
+from .ragged_cache import RaggedCache
 from .store import Settings
 from .token_state import TokenState
 from .unservable import check_length
@@ -105,6 +105,7 @@ def generate(
     _generate(
         model,
         state,
+        rows,
         settings if cache is None else cache,
         prefix_caching=prefix_caching,
         tenant=tenant,
@@ -176,6 +177,7 @@ def ragged_generate(
     _generate(
         model,
         state,
+        state.prompts(),
         vmkv_cache or vmkv_options or settings,
         prefix_caching=vmkv_prefix_caching,
         tenant=vmkv_tenant,
@@ -189,6 +191,7 @@ def ragged_generate(
 def _generate(
     model: Any,
     state: TokenState,
+    prompts: Sequence[Sequence[int]],
     memory: RaggedCache | Settings,
     *,
     prefix_caching: bool,
@@ -200,7 +203,8 @@ def _generate(
 
     Args:
         model: The model.
-        state: The prompts; afterwards, what was said.
+        state: The prompts; afterwards, what was generated.
+        prompts: Their tokens.
         memory: A cache that outlives the call, or what one of its own is made from.
         prefix_caching: See `generate`, as for the rest.
         tenant: Likewise.
@@ -208,56 +212,65 @@ def _generate(
         max_num_batched_tokens: Likewise.
     """
     settings = memory.store.settings if isinstance(memory, RaggedCache) else memory
-    prove(model, settings.attention_backend)
+    proof = prove(model, settings.attention_backend)
     check_length(model.config, state.max_tokens)
     if streamer is not None:
         streamer.put(state.ids.cpu())
-    num_sequences = len(state.live)
     outlives = isinstance(memory, RaggedCache)
     with contextlib.ExitStack() as stack:
         if isinstance(memory, RaggedCache):
             cache = memory
         else:
             cache = stack.enter_context(contextlib.closing(RaggedCache(model.config, memory)))
-        stack.enter_context(cache.serving(model, num_sequences, tenant))
-        stack.enter_context(attending_through(model))
+        stack.enter_context(cache.serving(model, proof.signatures, len(prompts), tenant))
+        stack.enter_context(attending_in_place(model))
+        stepper = Stepper(
+            model,
+            cache.store.cores,
+            len(prompts),
+            attention_backend=settings.attention_backend,
+        )
+        stack.enter_context(contextlib.closing(stepper))
         # One prompt finds nothing in a cache of its own.
-        finds = prefix_caching and (outlives or num_sequences > 1)
-        prompts = state.prompts() if finds else None
-        logits = _prefill(model, cache, state, max_num_batched_tokens, prompts)
-        _decode(model, cache, state, logits, streamer, keeps_said=prefix_caching and outlives)
+        finds = prefix_caching and (outlives or len(prompts) > 1)
+        logits = _prefill(stepper, cache, prompts, max_num_batched_tokens, finds=finds)
+        if proof.never_waits:
+            stepper.capture_where_it_pays()
+        _decode(stepper, cache, state, logits, streamer, records=prefix_caching and outlives)
     if streamer is not None:
         streamer.end()
 
 
-# ---- passes -----------------------------------------------------------------------------------
+# ---- steps ------------------------------------------------------------------------------------
 
 
 def _prefill(
-    model: Any,
+    stepper: Stepper,
     cache: RaggedCache,
-    state: TokenState,
+    prompts: Sequence[Sequence[int]],
     max_num_batched_tokens: int,
-    prompts: Sequence[Sequence[int]] | None,
+    *,
+    finds: bool,
 ) -> torch.Tensor:
     """Run all prompts, in passes of at most so many tokens; logits `[B, vocabulary]`.
 
     Args:
-        model: The model.
+        stepper: Runs the model.
         cache: Where the sequences begin.
-        state: The prompts.
+        prompts: Their tokens.
         max_num_batched_tokens: Tokens of a pass.
-        prompts: Their tokens, for the cache to find what it holds of them; None if it is not to.
+        finds: Whether they begin with what the cache holds of them, and leave what they hold.
     """
-    input_ids = state.ids
-    lengths = [state.length(row) for row in state.live]
-    if prompts is None:
-        passes = prefill_passes(lengths, max_num_batched_tokens)
-    else:
+    lengths = [len(prompt) for prompt in prompts]
+
+    def begin(at: int) -> int:
+        return cache.begin(at, lengths[at], prompts[at] if finds else None)
+
+    if finds:
         passes = prefill_passes(
             lengths,
             max_num_batched_tokens,
-            begin=lambda at: cache.begin(at, prompts[at]),
+            begin=begin,
             choose=LeadersFirst(
                 prompts,
                 lambda at: cache.find(prompts[at]),
@@ -265,73 +278,76 @@ def _prefill(
                 max_num_batched_tokens=max_num_batched_tokens,
             ),
         )
-    width = input_ids.shape[1]
+    else:
+        passes = prefill_passes(lengths, max_num_batched_tokens, begin=begin)
     last_logits: dict[int, torch.Tensor] = {}
-    for pieces in passes:
-        tokens = torch.cat(
-            [
-                input_ids[
-                    piece.sequence_id,
-                    width - lengths[piece.sequence_id] + piece.num_past_tokens :,
-                ][: piece.num_new_tokens]
-                for piece in pieces
-            ]
-        )
-        ends = [end - 1 for end in accumulate(piece.num_new_tokens for piece in pieces)]
-        logits = forward_packed(model, RaggedStep(cache, pieces), tokens, ends)
-        for at, piece in enumerate(pieces):
-            if prompts is not None:
-                done = prompts[piece.sequence_id][piece.num_past_tokens : piece.num_tokens]
-                cache.record(piece.sequence_id, done)
-            if piece.num_tokens == lengths[piece.sequence_id]:
-                last_logits[piece.sequence_id] = logits[at]
+    for chunks in passes:
+        told = [
+            prompts[each.sequence_id][each.num_past_tokens : each.num_tokens] for each in chunks
+        ]
+        samples = [each.num_tokens == lengths[each.sequence_id] for each in chunks]
+        step = _step(stepper, cache, chunks, told, samples)
+        for at, logits in zip(step.pieces, step.logits, strict=True):
+            last_logits[chunks[at].sequence_id] = logits
+        if finds:
+            for chunk, token_ids in zip(chunks, told, strict=True):
+                cache.record(chunk.sequence_id, token_ids)
     return torch.stack([last_logits[at] for at in range(len(lengths))])
 
 
 def _decode(
-    model: Any,
+    stepper: Stepper,
     cache: RaggedCache,
     state: TokenState,
     logits: torch.Tensor,
     streamer: Any,
     *,
-    keeps_said: bool,
+    records: bool,
 ) -> None:
     """One token for every sequence, again and again, until all have ended.
 
     Args:
-        model: The model.
+        stepper: Runs the model.
         cache: Where the sequences are.
-        state: What they say.
+        state: Their tokens.
         logits: `[B, vocabulary]`, of their prompts' last tokens.
         streamer: Gets every token; or None.
-        keeps_said: Whether the cache is to find what was said, when a prompt begins with it.
+        records: Whether the cache is to find what was generated, when a prompt begins with it.
     """
-    step: RaggedStep | None = None
+    num_sequences = len(logits)
     while True:
         tokens = state.choose(logits)
         if streamer is not None:
             streamer.put(tokens.cpu())
         ended = state.stop()
-        if ended and keeps_said:
-            for row, said in zip(ended, state.said(ended), strict=True):
-                cache.record(row, said[:-1])  # The last one was never given to the model.
-        for row in ended:
-            cache.end(row)
+        if ended and records:
+            for at, generated in zip(ended, state.generated(ended), strict=True):
+                cache.record(at, generated[:-1])  # The last one was never given to the model.
+        for at in ended:
+            cache.end(at)
         if not state.live:
             return
-        step = _decode_step(cache, state, step)
-        logits = forward_packed(model, step, state.last_tokens)
+        stepper.last_tokens[:num_sequences].copy_(tokens)
+        chunks = [Chunk(at, state.length(at) - 1, 1) for at in state.live]
+        logits = _step(stepper, cache, chunks, [None] * len(chunks), [True] * len(chunks)).logits
 
 
-def _decode_step(cache: RaggedCache, state: TokenState, last: RaggedStep | None) -> RaggedStep:
-    """One token for every live sequence: the step before, counted on, while all still live."""
-    if last is not None and state.is_steady and last.can_advance:
-        last.advance()
-        return last
-    state.is_steady = True
-    pieces = [Piece(row, state.length(row) - 1, 1) for row in state.live]
-    return RaggedStep(cache, pieces, is_steady=True)
+def _step(
+    stepper: Stepper,
+    cache: RaggedCache,
+    chunks: Sequence[Chunk],
+    token_ids: Sequence[Sequence[int] | None],
+    samples: Sequence[bool],
+) -> StepLogits:
+    """Grow the sequences of `chunks`, and run them. What they are told and say is as in `Piece`."""
+    cache.grow([(chunk.sequence_id, chunk.num_tokens) for chunk in chunks])
+    rows, *elsewhere = cache.rows([chunk.sequence_id for chunk in chunks])
+    pieces = [
+        Piece(chunk.sequence_id, row, chunk.num_past_tokens, chunk.num_new_tokens, told, asked)
+        for chunk, row, told, asked in zip(chunks, rows, token_ids, samples, strict=True)
+    ]
+    with cache.submitting(chunks):
+        return stepper.run(pieces, elsewhere)
 
 
 # ---- arguments --------------------------------------------------------------------------------
@@ -361,8 +377,8 @@ def _check_padded_tokens(model: Any, input_ids: torch.Tensor, lengths: Sequence[
     """
     at = torch.arange(input_ids.shape[1], device=input_ids.device)
     starts = torch.tensor(lengths, device=input_ids.device).neg() + input_ids.shape[1]
-    said = input_ids[at >= starts[:, None]]
-    ends = torch.stack(said.aminmax()).tolist()
+    given = input_ids[at >= starts[:, None]]
+    ends = torch.stack(given.aminmax()).tolist()
     check_tokens(ends, vocabulary.num_embeddings(model), "a prompt")
 
 

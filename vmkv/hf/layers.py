@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from ..attention import AttentionBatch
+from ..attention import AttentionBackend, AttentionBatch, AttentionSpec, select
 from ..errors import ConfigError
 from . import compat
-from .step import GroupStep, Slot
+from .group_step import GroupStep, LayerPlace
 from .store import Store
 
 
@@ -39,7 +39,9 @@ class VirtualLayer:
         self._length = 0
         self._first_kept = 0
         self._batch_size = 0
-        self._slot: Slot | None = None
+        self._slot: LayerPlace | None = None
+        # What attends, and what was asked for when it was chosen.
+        self._kernel: tuple[tuple[object, ...], AttentionBackend] | None = None
         self._tag = weakref.ref(self)  # Weak, lest a tensor and its layer keep each other.
 
     # ---- update ---------------------------------------------------------------------------
@@ -51,6 +53,7 @@ class VirtualLayer:
 
     def _bind(self, keys: torch.Tensor, values: torch.Tensor, num_past_tokens: int = 0) -> None:
         self._slot = self._store.bind(self._index, keys, values, num_past_tokens)
+        self._kernel = None
         self._batch_size = keys.shape[0]
         self.dtype, self.device = keys.dtype, keys.device
         self.is_initialized = True
@@ -110,7 +113,7 @@ class VirtualLayer:
         return keys, step.values[place]
 
     def _begin_step(
-        self, slot: Slot, keys: torch.Tensor, values: torch.Tensor
+        self, slot: LayerPlace, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[GroupStep, int]:
         """This layer is the first of its group to see the step: make it resident."""
         self._store.check_open()
@@ -152,11 +155,6 @@ class VirtualLayer:
     # ---- attention in place -----------------------------------------------------------------
 
     @property
-    def attention_backend(self) -> str | None:
-        """The kernel that the user named, if any."""
-        return self._store.settings.attention_backend
-
-    @property
     def window_tokens(self) -> int | None:
         """How many of the last tokens a query sees; None for all."""
         return self._window
@@ -179,10 +177,32 @@ class VirtualLayer:
             return None
         return step.attention_batch(padding)
 
-    def keep_resident(self, overread_tokens: int) -> None:
-        """Map what a kernel may fetch past the length, before it is launched."""
-        assert self._slot is not None
-        self._slot.step.rows.keep_resident(overread_tokens)
+    def backend_for(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **asked: Any
+    ) -> AttentionBackend:
+        """The kernel for this layer; what it may fetch past the length is mapped.
+
+        Args:
+            query: `[B, Hq, T, D]`.
+            key: `[B, H, T, D]`.
+            value: `[B, H, T, Dv]`.
+            **asked: The rest of `AttentionSpec.of`.
+
+        Raises:
+            ConfigError: None can serve it.
+            OutOfPagesError: There is no memory for what it fetches.
+
+        Cost: a comparison, while the same is asked as in the step before.
+        """
+        kind = (query.shape[1], query.dtype, query.shape[3], *asked.values())
+        if self._kernel is None or self._kernel[0] != kind:
+            assert self._slot is not None
+            spec = AttentionSpec.of(query, key, value, **asked)
+            backend = select(spec, self._store.settings.attention_backend)
+            overread_tokens = backend.overread_tokens(spec.k_dim, spec.v_dim)
+            self._slot.step.rows.keep_resident(overread_tokens)
+            self._kernel = (kind, backend)
+        return self._kernel[1]
 
     # ---- contents -------------------------------------------------------------------------
 

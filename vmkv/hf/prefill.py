@@ -25,10 +25,28 @@ from typing import NamedTuple
 
 from ..cache.geometry import check_positive
 from ..cache.prefix import BLOCK_TOKENS
-from .ragged_cache import Piece
 
 #: What a pass of its own must save at least: one pass more costs the time of some hundred tokens.
 MIN_SAVED_TOKENS = 256
+
+
+class Chunk(NamedTuple):
+    """What one sequence does in a pass.
+
+    Attributes:
+        sequence_id: Which.
+        num_past_tokens: Tokens it holds already.
+        num_new_tokens: Tokens of this pass.
+    """
+
+    sequence_id: int
+    num_past_tokens: int
+    num_new_tokens: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens it holds after the pass."""
+        return self.num_past_tokens + self.num_new_tokens
 
 
 class Agenda(NamedTuple):
@@ -54,7 +72,7 @@ def prefill_passes(
     *,
     begin: Callable[[int], int] = lambda at: 0,
     choose: Chooser = lambda past, waiting: Agenda(),
-) -> Iterator[list[Piece]]:
+) -> Iterator[list[Chunk]]:
     """Cut prompts into passes of at most `max_num_batched_tokens`, in order, without gaps.
 
     Go on to the next pass when the last one has been submitted.
@@ -76,7 +94,7 @@ def prefill_passes(
     has_waited: set[int] = set()
     while running or waiting:
         agenda = choose(past, waiting)
-        pieces = []
+        chunks = []
         room = max_num_batched_tokens
         for at in [*running, *(each for each in waiting if each not in agenda.later)]:
             if room or at in has_waited:  # Later, what it has waited for may be gone.
@@ -84,10 +102,10 @@ def prefill_passes(
             if room:
                 stop = agenda.stops.get(at, 0)
                 end = stop if stop > past[at] else lengths[at]
-                pieces.append(Piece(at, past[at], min(room, end - past[at])))
-                room -= pieces[-1].num_new_tokens
-        yield pieces
-        past.update((piece.sequence_id, piece.num_tokens) for piece in pieces)
+                chunks.append(Chunk(at, past[at], min(room, end - past[at])))
+                room -= chunks[-1].num_new_tokens
+        yield chunks
+        past.update((chunk.sequence_id, chunk.num_tokens) for chunk in chunks)
         has_waited.update(agenda.later)
         waiting = [at for at in waiting if at not in past]
         running = [at for at, num_tokens in past.items() if num_tokens < lengths[at]]

@@ -20,30 +20,40 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from ..errors import VMKVError
+from ..cache import Sequence as Row
+from ..step import Piece, Stepper, attending_through
+from ..step.interface import attention_settings, refusing_waits
+from ..step.piece import packing_order
 from . import compat
-from .attention import vmkv_attention
-from .forward import attending_through, forward_packed
-from .ragged import Piece, RaggedCache, RaggedStep
-from .ragged_cache import layer_kinds
-from .store import LayerKind, Settings
+from .attention import attending_in_place
+from .layer_kinds import layer_kinds
+from .layer_questions import check_windows, explained, layer_signatures
+from .store import LayerKind, Settings, Signature, Store
 from .unservable import UnservableError
 from .vocabulary import num_embeddings
 
 #: Tokens of each sequence: more than the windows of models that are made for tests.
 _NUM_TOKENS = 16
 _NUM_SEQUENCES = 7
+#: Kernels append to no row that is shorter than the query heads that share a key head.
+_ROW_TOKENS = 256
+
+
+def _piece(at: int, num_past_tokens: int, num_new_tokens: int) -> Piece:
+    return Piece(at, at, num_past_tokens, num_new_tokens, None)
+
+
 #: The packed passes. In the second nobody is where a model that counts by itself would think.
 _PASSES = (
-    (Piece(0, 0, 5), *(Piece(at, 0, past) for at, past in enumerate((3, 7, 9, 12, 15), 1))),
+    (_piece(0, 0, 5), *(_piece(at, 0, past) for at, past in enumerate((3, 7, 9, 12, 15), 1))),
     (
-        *(Piece(1, 3, 1), Piece(0, 5, 11), Piece(2, 7, 1), Piece(6, 0, 16)),
-        *(Piece(3, 9, 1), Piece(4, 12, 1), Piece(5, 15, 1)),
+        *(_piece(1, 3, 1), _piece(0, 5, 11), _piece(2, 7, 1), _piece(6, 0, 16)),
+        *(_piece(3, 9, 1), _piece(4, 12, 1), _piece(5, 15, 1)),
     ),
 )
 #: How often a model may try, each time with other tokens: ties fall elsewhere, defects do not.
@@ -51,11 +61,27 @@ _NUM_ATTEMPTS = 3
 #: A unit in the last place below which no model meets a tie by chance.
 _FINE_EPS = 1e-4
 
+
+class Proof(NamedTuple):
+    """What is known of a model that has proven itself.
+
+    Attributes:
+        signatures: What keys and values of each layer look like.
+        never_waits: Whether its decode steps never wait for the device, so that they may be
+            captured.
+    """
+
+    signatures: Mapping[int, Signature]
+    never_waits: bool
+
+
 # Which models have proven themselves, and as what. An entry dies with its model.
-_proven: weakref.WeakKeyDictionary[Any, set[tuple[object, ...]]] = weakref.WeakKeyDictionary()
+_proven: weakref.WeakKeyDictionary[Any, dict[tuple[object, ...], Proof]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
-def prove(model: Any, attention_backend: str | None = None) -> None:
+def prove(model: Any, attention_backend: str | None = None) -> Proof:
     """Refuse a model whose packed passes do not compute what its plain pass computes.
 
     Once for each model object, its device, its dtype and the kernel; after that, a look-up.
@@ -70,34 +96,44 @@ def prove(model: Any, attention_backend: str | None = None) -> None:
         CapacityError, torch.OutOfMemoryError: There is no memory for it.
         Whatever is raised, the model and the random generators are as before.
 
-    Cost: a plain pass over 112 tokens and two packed passes, in a cache of seven short rows.
+    Cost: a plain pass over 112 tokens, two packed passes in a cache of seven short rows, and two
+        passes over two tokens.
     """
     weight = model.get_input_embeddings().weight
-    served_as = (weight.device, weight.dtype, attention_backend)
-    if served_as in _proven.get(model, ()):
-        return
+    autocast = None
+    if torch.is_autocast_enabled(weight.device.type):
+        autocast = torch.get_autocast_dtype(weight.device.type)
+    served_as = (weight.device, weight.dtype, autocast, attention_backend)
+    known = _proven.get(model, {}).get(served_as)
+    if known is not None:
+        return known
     try:
         kinds = layer_kinds(model.config)
         with torch.no_grad(), _undisturbed(model):
-            _check_passes(model, attention_backend)
-            _check_windows(model, kinds)
+            proof = _check_passes(model, kinds, attention_backend)
+            check_windows(model, kinds, _token_ids(model, 0)[0, :2])
     except UnservableError as error:
         raise error.of(model) from error.__cause__
-    _proven.setdefault(model, set()).add(served_as)
+    _proven.setdefault(model, {})[served_as] = proof
+    return proof
 
 
-def _check_passes(model: Any, attention_backend: str | None) -> None:
+def _check_passes(model: Any, kinds: Sequence[LayerKind], attention_backend: str | None) -> Proof:
     """Compare packed passes with a plain one.
 
     Raises:
         ConfigError: They differ with whichever tokens, or do not run.
     """
     differences: list[_Difference] = []
+    signatures: dict[int, Signature] = {}
     for attempt in range(_NUM_ATTEMPTS):
         plain = _plain_pass(model, _token_ids(model, attempt))
-        differences = _packed_passes(model, attention_backend, plain)
+        signatures = signatures or layer_signatures(model, kinds, plain.token_ids[:2])
+        never_waits, differences = _packed_passes(
+            model, kinds, signatures, attention_backend, plain
+        )
         if not differences:
-            return
+            return Proof(signatures, never_waits)
     raise UnservableError(_why_different(model, max(differences)))
 
 
@@ -126,7 +162,7 @@ def _plain_pass(model: Any, token_ids: torch.Tensor) -> _PlainPass:
         if hidden.shape[:2] == token_ids.shape:
             inputs.append(hidden.flatten(0, 1).clone())
 
-    before = compat.attention_settings(model)[0]
+    before = attention_settings(model, "vmkv")[0]
     # One that attends through "vmkv" already is compared with what transformers does.
     reference = "eager" if before == "vmkv" else before
     with attending_through(model, reference), _before_layers(model, keep):
@@ -134,38 +170,70 @@ def _plain_pass(model: Any, token_ids: torch.Tensor) -> _PlainPass:
             output = model(input_ids=token_ids, use_cache=False, return_dict=True)
             logits = output.logits.flatten(0, 1)
         except Exception as error:
-            raise _explained(error, "it does not run on token ids alone") from error
+            raise explained(error, "it does not run on token ids alone") from error
     return _PlainPass(token_ids.flatten(), inputs, logits)
 
 
 def _packed_passes(
-    model: Any, attention_backend: str | None, plain: _PlainPass
-) -> list[_Difference]:
-    """Run the packed passes over the same tokens, in a cache of their own."""
+    model: Any,
+    kinds: Sequence[LayerKind],
+    signatures: Mapping[int, Signature],
+    attention_backend: str | None,
+    plain: _PlainPass,
+) -> tuple[bool, list[_Difference]]:
+    """Run the packed passes over the same tokens, in a cache of their own.
+
+    Returns:
+        Whether its decode steps never wait for the device, and what differs.
+    """
     settings = Settings(
         compat.text_config(model.config),
-        max_tokens=_NUM_TOKENS,
+        max_tokens=_ROW_TOKENS,
         max_batch_size=_NUM_SEQUENCES,
         attention_backend=attention_backend,
     )
     eps = _eps(model)
     differences: list[_Difference] = []
     with (
-        contextlib.closing(RaggedCache(model.config, settings)) as cache,
-        attending_through(model),
+        contextlib.closing(Store(settings, kinds)) as memory,
+        attending_in_place(model),
     ):
-        for pieces in _PASSES:
-            differences += _packed_pass(model, RaggedStep(cache, pieces), pieces, plain, eps)
-    return differences
+        memory.bind_all(signatures)
+        rows = [[core.open(row=at) for at in range(_NUM_SEQUENCES)] for core in memory.cores]
+        stepper = Stepper(model, memory.cores, _NUM_SEQUENCES, attention_backend=attention_backend)
+        with contextlib.closing(stepper):
+            for pieces in _PASSES:
+                packed = [pieces[at] for at in packing_order(pieces)]
+                for core, sequences in zip(memory.cores, rows, strict=True):
+                    core.grow((sequences[each.row], each.num_tokens) for each in packed)
+                differences += _packed_pass(model, stepper, packed, plain, eps)
+            never_waits = not differences and _never_waits(stepper, rows)
+    return never_waits, differences
+
+
+def _never_waits(stepper: Stepper, rows: Sequence[Sequence[Row]]) -> bool:
+    """Whether a decode step runs while torch refuses to wait for the device."""
+    if not stepper.can_capture:
+        return False
+    ((row, *_),) = rows
+    row.append(1)
+    piece = Piece(row.row, row.row, row.num_tokens - 1, 1, [0])
+    try:
+        stepper.run_eagerly([piece])  # What it loads and tunes, it may wait for.
+        with refusing_waits():
+            stepper.run_eagerly([piece])
+    except RuntimeError:
+        return False
+    return True
 
 
 def _packed_pass(
-    model: Any, step: RaggedStep, pieces: Sequence[Piece], plain: _PlainPass, eps: float
+    model: Any, stepper: Stepper, pieces: Sequence[Piece], plain: _PlainPass, eps: float
 ) -> list[_Difference]:
     """Run one packed pass; what of it roundings do not explain."""
     places = torch.cat(
         [
-            torch.arange(piece.num_past_tokens, piece.num_tokens) + piece.sequence_id * _NUM_TOKENS
+            torch.arange(piece.num_past_tokens, piece.num_tokens) + piece.row * _NUM_TOKENS
             for piece in pieces
         ]
     )
@@ -189,13 +257,19 @@ def _packed_pass(
         last = expected
         return expected[None].clone()  # Some layers add to what they are given, in place.
 
-    tokens = plain.token_ids[places.to(plain.token_ids.device)]
+    tokens = plain.token_ids.tolist()
+    at = [piece.row * _NUM_TOKENS for piece in pieces]
+    told = [
+        piece._replace(token_ids=tokens[start + piece.num_past_tokens : start + piece.num_tokens])
+        for start, piece in zip(at, pieces, strict=True)
+    ]
+    elsewhere = [[piece.row for piece in pieces]] * (len(stepper.caches) - 1)
     with _before_layers(model, compare):
         try:
             # The first one's are left out, to see that the model keeps those it is asked for.
-            logits = forward_packed(model, step, tokens, list(range(1, len(kinds))))
+            logits = stepper.run_eagerly(told, elsewhere, list(range(1, len(kinds))))
         except Exception as error:
-            raise _explained(error, "it does not run on packed tokens") from error
+            raise explained(error, "it does not run on packed tokens") from error
     expected = plain.logits[places.to(plain.logits.device)[1:]]
     finite = expected.where(expected.isfinite(), 0)  # Some models rule tokens out with -inf.
     made = finite - finite.mean(-1, keepdim=True)
@@ -207,72 +281,6 @@ def _kind(piece: Piece) -> str:
     if not piece.num_past_tokens:
         return "begin" if piece in _PASSES[0] else "begin beside others that go on"
     return "decode" if piece.num_new_tokens == 1 else "go on"
-
-
-# ---- windows ------------------------------------------------------------------------------------
-
-
-def _check_windows(model: Any, kinds: Sequence[LayerKind]) -> None:
-    """See that rows keep what the model's masks let its layers see.
-
-    Windows are longer than what the passes above can afford, so they are asked for by number.
-
-    Raises:
-        ConfigError: A layer's mask has another window than its rows.
-    """
-    asked = _WindowsAsked()
-    token_ids = _token_ids(model, 0)[:1, :2]
-    with attending_through(model):
-        try:
-            model(input_ids=token_ids, use_cache=False, return_dict=True, vmkv_batch=asked)
-        except Exception as error:
-            raise _explained(error, "it does not run on token ids alone") from error
-    for kind in kinds:
-        given, masked = asked.windows.get(kind.index, (None, kind.window_tokens))
-        kept = kind.window_tokens if given is None else given
-        if kept != masked:
-            raise UnservableError(
-                f"its layer {kind.index} is to see {_window(kept)} by its configuration, and "
-                f"{_window(masked)} by its mask"
-            )
-
-
-class _WindowsAsked:
-    """Stands where a step would, and hears what the layers ask for.
-
-    Attributes:
-        windows: Of each layer that attends within a plain mask: its own window, and the mask's.
-    """
-
-    def __init__(self) -> None:
-        self.windows: dict[int, tuple[int | None, int | None]] = {}
-
-    def attend(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float,
-        sinks: torch.Tensor | None,
-        mask: torch.Tensor | None,
-        bias: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Attend without a cache; arguments as `RaggedStep.attend`."""
-        recipe = getattr(mask, "_vmkv_recipe", None)
-        if recipe is not None:
-            self.windows[int(vars(module)["layer_idx"])] = (window, recipe.window)
-        out, _ = vmkv_attention(
-            module, query, key, value, mask, scale, 0.0, window, softcap, sinks, position_bias=bias
-        )
-        return out
-
-
-def _window(num_tokens: int | None) -> str:
-    return "all tokens" if num_tokens is None else f"{num_tokens} tokens"
 
 
 # ---- what is compared ---------------------------------------------------------------------------
@@ -408,14 +416,6 @@ def _before_layers(
 
 
 # ---- what is said -------------------------------------------------------------------------------
-
-
-def _explained(error: Exception, what: str) -> Exception:
-    """What to raise where a pass has failed: want of memory and our own words are left alone."""
-    if isinstance(error, (VMKVError, torch.OutOfMemoryError)):
-        return error
-    said = str(error).partition("\n")[0][:200]
-    return UnservableError(f"{what} ({type(error).__name__}{': ' if said else ''}{said})")
 
 
 def _why_different(model: Any, difference: _Difference) -> str:

@@ -12,51 +12,26 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as List_
-from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from ..attention import AttentionBackend, AttentionSpec, SteadyDecode, select
 from ..attention import get as get_attention_backend
 from ..cache import CacheStats, KVCache, Sequence
 from ..cache.geometry import check_positive
-from ..errors import CapacityError, ClosedError, ConfigError, InternalError
+from ..errors import CapacityError, ClosedError, ConfigError
 from ..memory import ExtentPool
 from . import compat, orphans
 from .defaults import default_max_tokens
-from .device_rows import DeviceRows
-from .step import Slot
-from .store import LayerKind, Settings, Signature, Store
-from .unservable import UnservableError
-
-
-@dataclass(frozen=True)
-class Piece:
-    """What one sequence does in a step.
-
-    Attributes:
-        sequence_id: Which sequence.
-        num_past_tokens: Tokens it holds already.
-        num_new_tokens: Tokens of this step.
-    """
-
-    sequence_id: int
-    num_past_tokens: int
-    num_new_tokens: int
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens it holds after the step."""
-        return self.num_past_tokens + self.num_new_tokens
+from .layer_kinds import layer_kinds
+from .prefill import Chunk
+from .store import Settings, Signature, Store
 
 
 class RaggedCache:
     """The rows of many sequences, on every device that the model is spread over.
 
-    Nothing is allocated before the model's first forward pass, which tells devices and shapes.
+    Nothing is allocated before the first call with a model, which tells devices and shapes.
 
     Args:
         config: The model's configuration.
@@ -101,12 +76,10 @@ class RaggedCache:
                 attention_backend=attention_backend,
             )
             _check_settings(settings)
-        self.store = Store(settings, layer_kinds(config))
-        self._sequences: dict[int, dict[int, Sequence]] = {}
-        self._backends: dict[tuple[int, AttentionSpec], AttentionBackend] = {}
-        self._signatures: dict[int, Signature] = {}
-        # While a decode goes on, its sequences are grown ahead of what was written.
-        self._steady: SteadyDecode | None = None
+        self.store = Store(settings, layer_kinds(config), num_spare_rows=1)
+        # Of each sequence, its part on each device; empty until `serving` binds the layers.
+        self._sequences: dict[int, list[Sequence]] = {}
+        self._signatures: Mapping[int, Signature] | None = None
         self._model: weakref.ref[Any] | None = None
         self._tenant: str | None = None
         self._is_serving = False
@@ -121,17 +94,26 @@ class RaggedCache:
     # ---- a call ---------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def serving(self, model: Any, num_sequences: int, tenant: str | None) -> Iterator[None]:
+    def serving(
+        self,
+        model: Any,
+        signatures: Mapping[int, Signature],
+        num_sequences: int,
+        tenant: str | None,
+    ) -> Iterator[None]:
         """For a call of `vmkv.generate`: its sequences end when it does, whatever happens.
 
         Args:
             model: The model. A cache is one model's: what is kept is of no use to another.
+            signatures: What keys and values of its layers look like; see `prove`.
             num_sequences: How many sequences it will have.
             tenant: Whose they are: prefixes of other tenants are not found.
 
         Raises:
-            ConfigError: The cache is another model's, has too few rows, or serves another call.
+            ConfigError: The cache is another model's, has too few rows, or serves another call; or
+                the model was changed since the last one.
             ClosedError: The cache is closed.
+            OutOfAddressSpaceError, DriverError: Its layers have no place.
         """
         if self.store.is_closed:
             raise ClosedError("this RaggedCache is closed; make a new one")
@@ -141,15 +123,33 @@ class RaggedCache:
             raise ConfigError(f"tenant={tenant!r} must be a string, or None")
         self._check_rows(num_sequences)
         self._check_model(model)
+        self._bind(signatures)
+        self._check_rows(num_sequences)
         self._is_serving, self._tenant = True, tenant
         try:
             yield
         finally:
             self._is_serving, self._tenant = False, None
-            self._end_all()
+            for sequence_id in tuple(self._sequences):
+                self.end(sequence_id)
+
+    def _bind(self, signatures: Mapping[int, Signature]) -> None:
+        """Lay out the layers, or see that they are as they were."""
+        if self._signatures is None:
+            self.store.bind_all(signatures)
+            self._signatures = signatures
+        for index, signature in signatures.items():
+            before = self._signatures[index]
+            if before != signature:
+                raise ConfigError(
+                    f"layer {index} has {signature.k_shape[0]} key heads of "
+                    f"{signature.k_shape[1]} in {signature.dtype} on {signature.device}; this "
+                    f"cache holds {before.k_shape[0]} of {before.k_shape[1]} in {before.dtype} "
+                    f"on {before.device}, from before the model was changed: make a new one"
+                )
 
     def _check_rows(self, num_sequences: int) -> None:
-        limits = [core.max_sequences for core in self.store.cores]
+        limits = [self.store.num_rows(core) for core in self.store.cores]
         if self.store.settings.max_batch_size is not None:
             limits.append(self.store.settings.max_batch_size)
         if num_sequences > min(limits, default=num_sequences):
@@ -190,134 +190,75 @@ class RaggedCache:
                         return match.num_tokens
         return 0
 
-    def begin(self, sequence_id: int, prompt: List_[int]) -> int:
-        """Begin a sequence with what the cache holds of its prompt; returns how many tokens.
+    def begin(self, sequence_id: int, num_tokens: int, prompt: List_[int] | None = None) -> int:
+        """Begin a sequence; returns how many of its tokens are there already.
 
-        Before the model's first pass there is nothing to begin with: its step makes the rows.
+        Args:
+            sequence_id: What to call it.
+            num_tokens: About how long it will become.
+            prompt: Its tokens, where it is to begin with what the cache holds of them.
 
         Raises:
             OutOfAddressSpaceError: Every row is live. There is no such sequence.
             ConfigError: The prompt is none. Likewise.
         """
-        self.settle()
         opened: list[Sequence] = []
         try:
             for core in self.store.cores:
-                opened.append(_open(core, prompt, self._tenant))
-            num_tokens = _cut_to_least(opened)
+                opened.append(_open(core, num_tokens, prompt, self._tenant))
+            num_cached_tokens = _cut_to_least(opened)
         except BaseException:
             for sequence in opened:
                 sequence.close()
             raise
-        for sequence in opened:
-            self._sequences.setdefault(id(sequence.cache), {})[sequence_id] = sequence
-        return num_tokens
+        self._sequences[sequence_id] = opened
+        return num_cached_tokens
+
+    def grow(self, wanted: List_[tuple[int, int]]) -> None:
+        """Make each sequence hold so many tokens, on every device.
+
+        Raises:
+            OutOfPagesError, SequenceFullError, DriverError: On a device, either all have grown or
+                none.
+        """
+        for at, core in enumerate(self.store.cores):
+            core.grow([(self._sequences[each][at], num_tokens) for each, num_tokens in wanted])
+
+    def rows(self, sequence_ids: List_[int]) -> list[list[int]]:
+        """The rows of sequences on each device."""
+        found = [self._sequences[each] for each in sequence_ids]
+        return [[each[at].row for each in found] for at in range(len(self.store.cores))]
+
+    @contextlib.contextmanager
+    def submitting(self, chunks: List_[Chunk]) -> Iterator[None]:
+        """Submit a step of grown sequences within this; see `KVCache.submitting`."""
+        with contextlib.ExitStack() as stack:
+            for at, core in enumerate(self.store.cores):
+                writes = (
+                    (self._sequences[sequence_id][at].row, past, past + new)
+                    for sequence_id, past, new in chunks
+                )
+                stack.enter_context(core.submitting(writes))
+            yield
 
     def record(self, sequence_id: int, token_ids: List_[int]) -> None:
-        """Say which tokens a sequence's passes have computed, after those recorded before.
-
-        Ends a steady decode, as `settle` does.
+        """Say which tokens a sequence's steps have computed, after those recorded before.
 
         Raises:
             ConfigError: More than it holds, or no token ids.
         """
-        self.settle()
-        for mine in self._sequences.values():
-            if sequence_id in mine:
-                mine[sequence_id].record(token_ids)
+        for sequence in self._sequences[sequence_id]:
+            sequence.record(token_ids)
 
     def end(self, sequence_id: int) -> None:
         """A sequence is finished: its rows are parked for the next one, on every device."""
-        self.settle()
-        for mine in self._sequences.values():
-            sequence = mine.pop(sequence_id, None)
-            if sequence is not None:
-                sequence.close()
-
-    def _end_all(self) -> None:
-        for sequence_id in {each for mine in self._sequences.values() for each in mine}:
-            self.end(sequence_id)
-        self.settle()
-
-    # ---- a step ---------------------------------------------------------------------------
-
-    def rows_for(self, rows: DeviceRows, pieces: List_[Piece]) -> list[Sequence]:
-        """The sequences of `pieces` on one device, grown for the step; all of them or none.
-
-        Those that have not begun do now.
-
-        Raises:
-            OutOfPagesError, OutOfAddressSpaceError, SequenceFullError: None has grown.
-        """
-        self.settle()
-        core = rows.core
-        mine = self._sequences.setdefault(id(core), {})
-        opened = []
-        try:
-            for piece in pieces:
-                if piece.sequence_id not in mine:
-                    if piece.num_past_tokens:
-                        raise InternalError(f"nothing of {piece} is on {core.device}")
-                    mine[piece.sequence_id] = core.open(piece.num_tokens, tenant=self._tenant)
-                    opened.append(piece.sequence_id)
-            sequences = [mine[piece.sequence_id] for piece in pieces]
-            core.grow(
-                (sequence, piece.num_tokens)
-                for sequence, piece in zip(sequences, pieces, strict=True)
-            )
-        except BaseException:
-            for sequence_id in opened:
-                mine.pop(sequence_id).close()
-            raise
-        return sequences
-
-    def bind(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> Slot:
-        """Where layer `index` lies, given keys and values of it; see `Store.bind`.
-
-        Raises:
-            ConfigError: They differ in shape, type or device from those it had before.
-        """
-        signature = Signature.of(keys, values)
-        before = self._signatures.get(index, signature)
-        if before != signature:
-            raise ConfigError(
-                f"layer {index} has {signature.k_shape[0]} key heads of {signature.k_shape[1]} in "
-                f"{signature.dtype} on {signature.device}; this cache holds "
-                f"{before.k_shape[0]} of {before.k_shape[1]} in {before.dtype} on "
-                f"{before.device}, from before the model was changed: make a new one"
-            )
-        slot = self.store.bind(index, keys, values)
-        self._signatures[index] = signature
-        return slot
-
-    def begin_steady(self, steady: SteadyDecode) -> None:
-        """From now on sequences grow ahead of what is written, until anyone asks about them."""
-        self._steady = steady
-
-    def is_steady(self, steady: SteadyDecode) -> bool:
-        """Whether nothing else has been done with the sequences since `begin_steady`."""
-        return self._steady is steady
-
-    def settle(self) -> None:
-        """End a decode that is under way: every sequence says how long it is. Idempotent."""
-        if self._steady is not None:
-            self._steady.settle()
-            self._steady = None
-
-    def backend(self, core: KVCache, spec: AttentionSpec) -> AttentionBackend:
-        """The attention backend for layers of this kind; its over-read is kept resident."""
-        key = (id(core), spec)
-        if key not in self._backends:
-            backend = select(spec, self.store.settings.attention_backend)
-            core.keep_resident(backend.overread_tokens(spec.k_dim, spec.v_dim))
-            self._backends[key] = backend
-        return self._backends[key]
+        for sequence in self._sequences.pop(sequence_id):
+            sequence.close()
 
     # ---- the whole ------------------------------------------------------------------------
 
     def stats(self) -> CacheStats:
-        """All devices together. Ends a steady decode, as `settle` does."""
-        self.settle()
+        """All devices together."""
         return self.store.stats()
 
     def trim(self, num_bytes: int | None = None) -> int:
@@ -325,18 +266,15 @@ class RaggedCache:
 
         What ended sequences left goes first, and with it what prompts could begin with.
         """
-        self.settle()
         return self.store.trim(num_bytes)
 
     def check(self) -> None:
-        """Check the invariants of all memory. Ends a steady decode, as `settle` does."""
-        self.settle()
+        """Check the invariants of all memory; raises `InternalError` where one is broken."""
         for core in self.store.cores:
             core.check()
 
     def close(self) -> None:
         """Free everything. Idempotent."""
-        self._steady = None
         self._sequences.clear()
         self.store.close()
 
@@ -345,30 +283,6 @@ class RaggedCache:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-def layer_kinds(config: Any) -> list[LayerKind]:
-    """The layers of a model's configuration, all of which vmkv holds.
-
-    Raises:
-        ConfigError: It has others.
-    """
-    decoder = compat.text_config(config)
-    if "chunked_attention" in (getattr(decoder, "layer_types", None) or ()):
-        raise UnservableError("it attends in chunks, which no kernel here does")
-    layers = compat.default_layers(config)
-    if len(layers) != getattr(decoder, "num_hidden_layers", len(layers)):
-        raise UnservableError("layers share keys and values, which only a cache can hand on")
-    kinds = []
-    for index, layer in enumerate(layers):
-        is_ours, window = compat.window_of(layer)
-        if not is_ours:
-            raise UnservableError(
-                f"its layer {index} is a {type(layer).__name__}, whose state is not keys and "
-                "values of its own"
-            )
-        kinds.append(LayerKind(index, window))
-    return kinds
 
 
 def _check_settings(settings: Settings) -> None:
@@ -385,13 +299,15 @@ def _check_settings(settings: Settings) -> None:
         default_max_tokens(settings.decoder_config)
 
 
-def _open(core: KVCache, prompt: List_[int], tenant: str | None) -> Sequence:
+def _open(
+    core: KVCache, num_tokens: int, prompt: List_[int] | None, tenant: str | None
+) -> Sequence:
     """A sequence that begins with what `core` holds of `prompt`; with nothing if it must."""
-    try:
-        return core.open(len(prompt), prompt=prompt, tenant=tenant)
-    except CapacityError:
+    if prompt is not None:
         # To share takes memory for a tail, or a row besides the one shared. Computing may not.
-        return core.open(len(prompt), tenant=tenant)
+        with contextlib.suppress(CapacityError):
+            return core.open(num_tokens, prompt=prompt, tenant=tenant)
+    return core.open(num_tokens, tenant=tenant)
 
 
 def _cut_to_least(sequences: List_[Sequence]) -> int:

@@ -11,7 +11,7 @@ The store knows nothing of transformers, so that it can outlive the cache (see `
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,12 +19,13 @@ import torch
 
 from ..backend import Backend, HostBackend, open_backend
 from ..cache import CacheStats, KVCache
+from ..cache.geometry import fitting_rows
 from ..cache.stats import add_stats
 from ..errors import CapacityError, ClosedError, ConfigError
 from ..memory import ExtentPool
 from .defaults import rows_and_tokens
 from .device_rows import DeviceRows
-from .step import GroupStep, Slot
+from .group_step import GroupStep, LayerPlace
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,14 @@ class Signature(NamedTuple):
         k, v = keys.shape, values.shape
         return cls((k[1], k[3]), (v[1], v[3]), keys.dtype, keys.device)
 
+    def empty(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of one sequence without tokens."""
+        k, v = (
+            torch.empty((1, heads, 0, dim), dtype=self.dtype, device=self.device)
+            for heads, dim in (self.k_shape, self.v_shape)
+        )
+        return k, v
+
 
 class Store:
     """Binds layers to memory on their first update.
@@ -85,15 +94,18 @@ class Store:
     Args:
         settings: The user's wishes.
         kinds: The layers that vmkv holds.
+        num_spare_rows: Rows besides those that were asked for, on CUDA, if there are addresses.
     """
 
-    def __init__(self, settings: Settings, kinds: Sequence[LayerKind]):
+    def __init__(self, settings: Settings, kinds: Sequence[LayerKind], *, num_spare_rows: int = 0):
         self.settings = settings
+        self._num_spare_rows = num_spare_rows
+        self._num_spare: dict[torch.device, int] = {}
         self.kinds = {kind.index: kind for kind in kinds}
         self.is_closed = False
         self.keeps_past = False
         self._rows: dict[torch.device, DeviceRows] = {}
-        self._slots: dict[int, Slot] = {}
+        self._slots: dict[int, LayerPlace] = {}
         self._signatures: dict[int, Signature] = {}
         self._seen: set[int] = set()  # Layers whose shape is known rather than guessed.
         self._has_gaps = False
@@ -102,7 +114,7 @@ class Store:
 
     def bind(
         self, index: int, keys: torch.Tensor, values: torch.Tensor, num_past_tokens: int = 0
-    ) -> Slot:
+    ) -> LayerPlace:
         """Where layer `index` lies, given its first keys and values.
 
         The layers of the same kind that have not been seen yet are expected to look the same
@@ -161,8 +173,18 @@ class Store:
         steps = {id(group): GroupStep(rows, group) for group in groups}
         for other in alike:
             group, place = rows.core.place(other)
-            self._slots[other] = Slot(steps[id(group)], place)
+            self._slots[other] = LayerPlace(steps[id(group)], place)
             self._signatures[other] = signature
+
+    def bind_all(self, signatures: Mapping[int, Signature]) -> None:
+        """Bind every layer, where all of them are known before the first update.
+
+        Raises:
+            ConfigError, OutOfPagesError, OutOfAddressSpaceError: As `bind`.
+        """
+        for index, signature in sorted(signatures.items()):
+            self.bind(index, *signature.empty())
+        self.close_gaps()
 
     def close_gaps(self) -> None:
         """Between two forward passes: move groups together whose layers went elsewhere.
@@ -208,18 +230,22 @@ class Store:
                     f"({next(iter(self._rows))}); leave backend out for models spread over several"
                 )
             heads_bytes = keys.shape[1] * keys.shape[3] + values.shape[1] * values.shape[3]
+            token_bytes = heads_bytes * keys.dtype.itemsize * len(self.kinds)
             num_rows, max_tokens = rows_and_tokens(
                 keys.shape[0],
-                heads_bytes * keys.dtype.itemsize * len(self.kinds),
+                token_bytes,
                 settings.max_batch_size,
                 settings.max_tokens,
                 settings.decoder_config,
                 past_stated=settings.past_stated,
             )
+            spare = self._num_spare_rows if device.type == "cuda" else 0
+            if fitting_rows(token_bytes, max_tokens, num_rows + spare) < num_rows + spare:
+                spare = 0
             core = KVCache(
                 settings.memory if settings.memory is not None else _backend_for(device),
                 max_tokens=max_tokens,
-                max_sequences=num_rows,
+                max_sequences=num_rows + spare,
                 budget_bytes=settings.budget_bytes,
                 layers_per_group=settings.layers_per_group,
             )
@@ -231,7 +257,12 @@ class Store:
                 )
             core.keeps_past = self.keeps_past
             self._rows[device] = DeviceRows(core)
+            self._num_spare[device] = spare
         return self._rows[device]
+
+    def num_rows(self, core: KVCache) -> int:
+        """How many sequences a cache takes."""
+        return core.max_sequences - self._num_spare[core.device]
 
     def keep_past(self) -> None:
         """Keep what leaves sliding windows, so that it can be rolled back to."""

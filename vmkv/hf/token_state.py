@@ -1,7 +1,7 @@
-"""What ragged generation has said so far: choosing tokens, and when a sequence ends.
+"""The tokens of ragged generation so far: choosing them, and when a sequence ends.
 
 The batch is kept left-padded, as transformers' processors and criteria expect one. Those of
-transformers that look at what was said see each prompt as it was prepared (`prepared.py`),
+transformers that look at its tokens see each prompt as it was prepared (`prepared.py`),
 without the padding before it. The caller's own are called with the whole padded batch, as
 `model.generate` does: they may keep something of each of its rows.
 """
@@ -27,8 +27,6 @@ class TokenState:
     Attributes:
         ids: `[B, T + new]`; padding follows where a sequence has ended.
         live: Which sequences have not ended.
-        last_tokens: `[live]`, their last tokens.
-        is_steady: Whether as many live as in the step before; whoever decodes says so.
     """
 
     def __init__(
@@ -37,8 +35,6 @@ class TokenState:
         self.ids = input_ids
         self.live = list(range(len(lengths)))
         self._live_at: torch.Tensor | None = None  # The same on the device; None while all live.
-        self.last_tokens = input_ids[:, -1]
-        self.is_steady = False
         self._prompt_width = int(input_ids.shape[1])
         self._pads = [self._prompt_width - length for length in lengths]
         self._ends: list[int | None] = [None] * len(lengths)
@@ -62,12 +58,12 @@ class TokenState:
         Args:
             logits: `[live, vocabulary]`, in the order of `live`.
         """
-        scores = self._process(logits.to(dtype=torch.float32, device=self.ids.device))
+        scores = self._process(logits.to(self.ids.device, torch.float32, copy=True))
         if self._do_sample:
             chosen = torch.multinomial(scores.softmax(-1), 1).squeeze(1)
         else:
             chosen = scores.argmax(-1)
-        self.last_tokens = tokens = chosen
+        tokens = chosen
         if self._live_at is not None:
             tokens = torch.full_like(self.ids[:, 0], self._pad)
             tokens[self._live_at] = chosen
@@ -110,7 +106,10 @@ class TokenState:
         return values
 
     def stop(self) -> list[int]:
-        """End the sequences that the criteria end; returns them. Asks the device once."""
+        """End the sequences that the criteria end; returns them.
+
+        Asks the device once, unless lengths alone decide.
+        """
         is_done = self._is_done()
         if not any(is_done):
             return []
@@ -119,39 +118,38 @@ class TokenState:
             return []
         for row in ended:
             self._ends[row] = self.ids.shape[1]
-        kept = [at for at, row in enumerate(self.live) if not is_done[row]]
-        self.last_tokens = self.last_tokens[kept]
-        self.live = [self.live[at] for at in kept]
+        self.live = [row for row in self.live if not is_done[row]]
         self._live_at = torch.tensor(self.live, device=self.ids.device)
-        self.is_steady = False
         return ended
 
     def _is_done(self) -> list[bool]:
         """What the stopping criteria say of every sequence."""
-        is_done = torch.zeros(len(self._pads), dtype=torch.bool, device=self.ids.device)
+        is_done: torch.Tensor | None = None
         for at, criterion in enumerate(self._parts[0].criteria):
             if compat.is_length_limit(criterion):
                 continue  # Lengths are known here, without the device.
+            if is_done is None:
+                is_done = torch.zeros(len(self._pads), dtype=torch.bool, device=self.ids.device)
             if not compat.reads_prompt(criterion):
                 is_done = is_done | criterion(self.ids, None)
             else:
                 is_done = self._by_part(_Part.stop, at, is_done)
-        said: list[bool] = is_done.tolist()
+        done: list[bool] = [False] * len(self._pads) if is_done is None else is_done.tolist()
         for part in self._parts:
             if part.max_tokens is not None and self.ids.shape[1] - part.pad >= part.max_tokens:
                 for row in part.rows:
-                    said[row] = True
-        return said
+                    done[row] = True
+        return done
 
     def prompts(self) -> list[list[int]]:
         """The prompts without padding. Asks the device once."""
         padded = self.ids[:, : self._prompt_width].tolist()
         return [row[pad:] for row, pad in zip(padded, self._pads, strict=True)]
 
-    def said(self, rows: Sequence[int]) -> list[list[int]]:
-        """What these sequences, live or just ended, have said so far. Asks the device once."""
-        said: list[list[int]] = self.ids[list(rows), self._prompt_width :].tolist()
-        return said
+    def generated(self, rows: Sequence[int]) -> list[list[int]]:
+        """The new tokens of these sequences, live or just ended. Asks the device once."""
+        tokens: list[list[int]] = self.ids[list(rows), self._prompt_width :].tolist()
+        return tokens
 
     def as_lists(self) -> list[list[int]]:
         """Each sequence without padding on either side."""

@@ -2,8 +2,8 @@
 
 `extent.py` what is owned; `pool.py` by whom; `shelf.py` where it comes from, within which budget;
 `page_table.py` where it is mapped, `mapping.py` what it says of it; `change.py` what stays while it
-is read; `reclaim.py` when it may go; `pressure.py` who gives way; `scrub.py` what is left in it;
-`submitted.py` what steps write; `invariants.py` what always holds.
+is read; `reclaim.py` when it may go, `leaving.py` for good; `pressure.py` who gives way; `scrub.py`
+what is left in it; `submitted.py` what steps write; `invariants.py` what always holds.
 """
 
 from .access import make_writable as make_writable
@@ -25,6 +25,7 @@ from .pressure import LeastRecentlyUsed as LeastRecentlyUsed
 from .pressure import Pressure as Pressure
 from .pressure import Victim as Victim
 from .reclaim import Reclaimer as Reclaimer
+from .reclaim import RecordedFence as RecordedFence
 from .reclaim import RetiredMapping as RetiredMapping
 from .scrub import Scrub as Scrub
 from .shelf import PoolStats as PoolStats

@@ -185,7 +185,8 @@ class Change:
         for part in parts:
             row = part.row
             if not row.kept_bytes:
-                self._pool.prepare(part.fresh, row.address(row.fresh_page), row.tenant, stream)
+                at = row.address(row.fresh_page)
+                self._pool.scrub.prepare(self._pool.backend, part.fresh, at, row.tenant, stream)
 
     def _stage(self, parts: Sequence[_Part], stream: int) -> None:
         """Have fresh extents begin with what is kept of the old ones."""
@@ -197,7 +198,7 @@ class Change:
             page, copies = 0, []
             for part in parts:
                 row, at = part.row, staging.page_address(0, page)
-                self._pool.prepare(part.fresh, at, row.tenant, stream)
+                self._pool.scrub.prepare(self._pool.backend, part.fresh, at, row.tenant, stream)
                 copies.append(CopyOp(at, row.address(row.first_page), row.kept_bytes))
                 page += row.end_page - row.fresh_page
             self._pool.backend.copy_many(copies, stream)

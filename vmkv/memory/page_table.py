@@ -20,13 +20,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from ..backend import Access, AccessOp, Fence, MapOp, Op
+from ..backend import Access, AccessOp, MapOp, Op
 from ..errors import InternalError
 from ..units import Address
 from .extent import Extent
 from .mapping import Mapping, RowPages
 from .pool import ExtentPool
-from .reclaim import RetiredMapping
+from .reclaim import RecordedFence, RetiredMapping
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ class PageTable:
 
     # ---- retiring -------------------------------------------------------------------------
 
-    def retire_front(self, row: int, page: int, fence: Fence) -> None:
+    def retire_front(self, row: int, page: int, fence: RecordedFence) -> None:
         """Retire the mappings of `row` that lie wholly below `page`, until `fence` passes."""
         pages = self.rows[row]
         taken = list(takewhile(lambda each: each.end_page <= page, pages.mappings))
@@ -170,7 +170,7 @@ class PageTable:
         for _ in taken:
             pages.mappings.popleft()
 
-    def retire_back(self, row: int, page: int, fence: Fence) -> None:
+    def retire_back(self, row: int, page: int, fence: RecordedFence) -> None:
         """Retire the mappings of `row` that lie wholly at or above `page`."""
         pages = self.rows[row]
         taken = list(takewhile(lambda each: each.first_page >= page, reversed(pages.mappings)))
@@ -179,7 +179,7 @@ class PageTable:
             pages.mappings.pop()
         pages.shared_end_page = min(pages.shared_end_page, pages.end_page)
 
-    def _retire(self, row: int, mappings: Sequence[Mapping], fence: Fence) -> None:
+    def _retire(self, row: int, mappings: Sequence[Mapping], fence: RecordedFence) -> None:
         if any(mapping.num_pins for mapping in mappings):
             raise InternalError(f"row {row}: a change in progress reads what was to be retired")
         self.pool.reclaimer.retire([self.retired(row, each) for each in mappings], fence)
@@ -209,7 +209,7 @@ class PageTable:
             reclaimer.free_later(self.address, self.reserved_bytes, has_views)
         reclaimer.free_idle_reservations()
 
-    def close_behind(self, fence: Fence) -> None:
+    def close_behind(self, fence: RecordedFence) -> None:
         """Retire every row until `fence` has passed, and free the reservation some time later.
 
         Never waits, and cannot fail: `Reclaimer.free_idle_reservations` does the rest.

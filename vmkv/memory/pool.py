@@ -24,8 +24,9 @@ from collections.abc import Callable, Iterable, Sequence
 from .._native import count_references
 from ..backend import Backend, MemoryLocation
 from ..errors import ClosedError, ConfigError, OutOfPagesError
-from ..units import Address, Handle, MiB, is_power_of_two
+from ..units import Handle, MiB, is_power_of_two
 from .extent import Extent
+from .leaving import Leaving
 from .mapping import MappedRows
 from .pressure import EvictionPolicy, Pressure, Victim
 from .reclaim import Reclaimer
@@ -127,12 +128,11 @@ class ExtentPool:
                 (MemoryLocation.HOST, host_budget_bytes),
             )
         ]
-        self._imported: list[Extent] = []
         self._stranded: list[MappedRows] = []
-        self._leaving: list[Extent] = []  # Unneeded, and not to be recycled.
+        self._leaving = Leaving(backend, lambda e: self._shelf(e.location).release_unlisted(e))
         self.page_tables: list[MappedRows] = []
-        self.reclaimer = Reclaimer(backend, self.lock, self._recycle)
         self.pressure = Pressure(policy)
+        self.reclaimer = Reclaimer(backend, self.lock, self._recycle, self.pressure.tick)
         if checks is None:
             checks = os.environ.get("VMKV_CHECKS") == "1"
         self.submitted = SubmittedWrites(self.reclaimer) if checks else None
@@ -229,29 +229,11 @@ class ExtentPool:
         with self.lock:
             self._check_open()
             size_class = (num_bytes // self.page_bytes).bit_length() - 1
-            extent = Extent(-1, size_class, num_bytes, handle)
-            extent.is_recyclable = False
-            count_references([extent], 0, 0, 1)
-            self._imported.append(extent)
-            return extent
+            return self._leaving.adopt(size_class, num_bytes, handle)
 
     def note_mapped(self, extents: Sequence[Extent]) -> None:
         """Count one more live mapping of each, which somebody holds. Takes no lock."""
         count_references(extents, 1, 1, 0)
-
-    def prepare(self, extents: Sequence[Extent], address: int, tenant: object, stream: int) -> None:
-        """Overwrite what extents, mapped one after the other from `address`, hold of others.
-
-        Notes that they are `tenant`'s now. What is overwritten when is `scrub`'s to say.
-
-        Raises:
-            DriverError: Some may have been filled, or be under way.
-        """
-        for extent in extents:
-            if self.scrub.concerns(extent, tenant):
-                self.backend.fill(Address(address), extent.num_bytes, self.scrub.byte, stream)
-            extent.is_dirty, extent.tenant = True, tenant
-            address += extent.num_bytes
 
     def _shelf(self, location: MemoryLocation) -> Shelf:
         return self._shelves[0 if location is _DEVICE else 1]
@@ -266,23 +248,12 @@ class ExtentPool:
                 leaving.append(extent)
         # Last, because it may fail: by now every extent is where it belongs.
         keep_bytes, shelf = self._keep_free_bytes, self._shelf(_DEVICE)
-        if leaving or self._leaving or (keep_bytes is not None and shelf.free_bytes > keep_bytes):
+        is_above = keep_bytes is not None and shelf.free_bytes > keep_bytes
+        if is_above or leaving or self._leaving.extents:
             with self.lock:
-                self._leaving += leaving
-                self._release_leaving()
+                self._leaving.release(leaving)
                 if keep_bytes is not None:
                     shelf.release_free(shelf.free_bytes - keep_bytes)
-
-    def _release_leaving(self) -> None:
-        """Release what may not be recycled; after a failure it is tried again next time."""
-        while self._leaving:
-            extent = self._leaving[-1]
-            if extent in self._imported:
-                self.backend.mem_release(extent.handle)
-                self._imported.remove(extent)
-            else:
-                self._shelf(extent.location).release_unlisted(extent)
-            self._leaving.pop()
 
     def trim(self, num_bytes: int | None = None, location: MemoryLocation = _DEVICE) -> int:
         """Give free memory back to the device: `num_bytes` at least, or all of it.
@@ -294,7 +265,7 @@ class ExtentPool:
             self._close_stranded()
             self.reclaimer.poll()
             self.reclaimer.free_idle_reservations()
-            self._release_leaving()
+            self._leaving.release()
             shelf = self._shelf(location)
             return shelf.release_free(shelf.free_bytes if num_bytes is None else num_bytes)
 
@@ -338,6 +309,50 @@ class ExtentPool:
                         break
         return self.available_bytes > start_bytes
 
+    def make_ready(self, size_classes: Sequence[int], *, wait: bool = False) -> bool:
+        """Have free extents of these classes lie ready: an `acquire` of them then only pops.
+
+        For while the device works. Parked rows give way, in the policy's order, until twice as
+        much is free as is asked for; what of that is of these classes is handed over as it is.
+        Only for what is missing then, free extents of other classes are released.
+
+        Args:
+            size_classes: What will be acquired, by everybody, until this is called again.
+            wait: Wait for the fences of what is retired. Without it this never blocks; what waits
+                then is ready after a later call.
+
+        Returns whether all lie ready.
+
+        Raises:
+            DriverError: Parked rows may have lost memory, nobody else.
+
+        Cost: a look at the lists where they suffice; else as `acquire_or_evict`.
+        """
+        shelf = self._shelf(_DEVICE)
+        wanted_bytes = sum(self.page_bytes << size_class for size_class in size_classes)
+        while True:
+            self.reclaimer.poll()
+            with self.lock:
+                self._check_open()
+                lacking = shelf.lacking(size_classes)
+                if not lacking:
+                    return True
+                if sum(self.page_bytes << each for each in lacking) > shelf.uncreated_bytes:
+                    coming_bytes = shelf.available_bytes + self._retired_bytes(_DEVICE)
+                    if self.pressure.evict(2 * wanted_bytes - coming_bytes):
+                        continue
+                retired = self.reclaimer.retired_mappings()
+                if all(mapping.extent.size_class not in lacking for mapping in retired):
+                    # Under the lock: others are not refused for what is in hands here.
+                    try:
+                        self.disown(self.acquire(size_classes))
+                    except OutOfPagesError:
+                        return False
+                    return True
+            if not wait:
+                return False
+            self.reclaimer.wait(until_bytes=1)
+
     # ---- budget and books -----------------------------------------------------------------
 
     def set_budget(self, budget_bytes: int, location: MemoryLocation = _DEVICE) -> None:
@@ -378,8 +393,8 @@ class ExtentPool:
         }
         return sum(
             extent.num_bytes
-            for extent in retired.union(self._leaving)
-            if extent.location is location and extent not in self._imported
+            for extent in retired.union(self._leaving.extents)
+            if extent.location is location and extent not in self._leaving.imported
         )
 
     def extents(self, location: MemoryLocation = _DEVICE) -> list[Extent]:
@@ -390,7 +405,7 @@ class ExtentPool:
     def imported_extents(self) -> list[Extent]:
         """Extents of memory that other processes made."""
         with self.lock:
-            return list(self._imported)
+            return list(self._leaving.imported)
 
     def count_free(self, size_class: int, location: MemoryLocation = _DEVICE) -> int:
         """How many extents of `size_class` are free."""
@@ -428,7 +443,7 @@ class ExtentPool:
                 )
             self.reclaimer.wait()
             self.reclaimer.free_idle_reservations()
-            self._release_leaving()
+            self._leaving.release()
             for shelf in self._shelves:
                 shelf.release_free(shelf.free_bytes)
             self._is_closed = True

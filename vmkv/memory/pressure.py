@@ -7,6 +7,7 @@ other: the one that idles gives way. The order is a policy, an object that a use
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -69,12 +70,11 @@ class Pressure:
         self.policy: EvictionPolicy = LeastRecentlyUsed() if policy is None else policy
         # Weak: a cache that nobody holds any more has nothing to say.
         self._sources: list[WeakMethod[Callable[[], Iterable[Victim]]]] = []
-        self._clock = 0
+        self._clock = itertools.count(1)
 
     def tick(self) -> int:
-        """The next point in time, for `Victim.last_used`."""
-        self._clock += 1
-        return self._clock
+        """The next point in time, for `Victim.last_used`. Threads get different ones."""
+        return next(self._clock)
 
     def add_source(self, victims: Callable[[], Iterable[Victim]]) -> None:
         """Ask this method for victims from now on, as long as its object lives."""

@@ -29,6 +29,9 @@ from ..errors import DriverError
 from ..units import Address
 from .extent import Extent
 
+#: A fence more is an event for each stream; what is older than these waits for one of them.
+_NUM_FENCES_KEPT = 32
+
 
 @dataclass(frozen=True)
 class RetiredMapping:
@@ -38,19 +41,36 @@ class RetiredMapping:
     extent: Extent
 
 
+@dataclass(frozen=True, eq=False)
+class RecordedFence(Fence):
+    """A fence after all work that was submitted before a point in time, of `Pressure.tick`."""
+
+    fence: Fence
+    time: int
+
+    def has_passed(self) -> bool:
+        """See `Fence.has_passed`."""
+        return self.fence.has_passed()
+
+    def wait(self) -> None:
+        """See `Fence.wait`."""
+        self.fence.wait()
+
+
 @dataclass
 class _Batch:
-    fence: Fence
+    fence: RecordedFence
     mappings: list[RetiredMapping]
 
 
 class Reclaimer:
-    """Retired mappings, oldest first, and the reservations that outlive their owners.
+    """Retired mappings, in the order of their fences, and reservations that outlive their owners.
 
     Args:
         backend: Where to unmap.
         lock: Guards what is retired; the pool's.
         recycle: Called, under the lock, with extents that nobody references any more.
+        tick: The next point in time, as of `Pressure.tick`.
     """
 
     def __init__(
@@ -58,29 +78,61 @@ class Reclaimer:
         backend: Backend,
         lock: threading.RLock,
         recycle: Callable[[Sequence[Extent]], None],
+        tick: Callable[[], int],
     ):
         self._backend = backend
         self._lock = lock
         self._recycle = recycle
+        self._tick = tick
+        # The last that has passed, as far as is known, and those recorded since; the oldest first.
+        self._recorded: deque[RecordedFence] = deque(maxlen=_NUM_FENCES_KEPT)
         self._batches: deque[_Batch] = deque()
         #: Seconds spent waiting for fences so far.
         self.waited_s = 0.0
         self._idle_reservations: list[tuple[Address, int, Callable[[], bool]]] = []
 
-    def new_fence(self) -> Fence:
+    def new_fence(self) -> RecordedFence:
         """A fence after all work submitted so far, for `retire`.
 
         Taken before the books change, so that its failure leaves them as they are.
         """
-        return self._backend.record_fence()
+        time = self._tick()
+        fence = RecordedFence(self._backend.record_fence(), time)
+        with self._lock:
+            self._recorded.append(fence)
+        return fence
 
-    def retire(self, mappings: Sequence[RetiredMapping], fence: Fence) -> None:
+    def fence_since(self, time: int) -> RecordedFence:
+        """A fence after all work that was submitted before `time`, of `Pressure.tick`.
+
+        The first that was recorded since, or a new one. So what nobody has used for a while does
+        not wait for work that was submitted meanwhile.
+
+        Raises:
+            DriverError: No fence could be recorded, or asked. The books are as they were.
+        """
+        with self._lock:
+            known = self._recorded
+            while len(known) > 1 and known[1].has_passed():
+                known.popleft()
+            for fence in known:
+                if fence.time > time:
+                    return fence
+            return self.new_fence()
+
+    def retire(self, mappings: Sequence[RetiredMapping], fence: RecordedFence) -> None:
         """Stop using `mappings` now; unmap them once `fence` has passed. Cannot fail."""
         if not mappings:
             return
         with self._lock:
             count_references([mapping.extent for mapping in mappings], 0, -1, 0)
-            self._batches.append(_Batch(fence, list(mappings)))
+            at = len(self._batches)
+            while at and self._batches[at - 1].fence.time > fence.time:
+                at -= 1
+            if at and self._batches[at - 1].fence is fence:
+                self._batches[at - 1].mappings += mappings
+            else:
+                self._batches.insert(at, _Batch(fence, list(mappings)))
 
     def reinstate(self, mapping: RetiredMapping) -> bool:
         """Take back a `retire`, if the mapping is still there. Returns whether it was."""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 
+from ..backend import Backend
 from ..errors import ConfigError
+from ..units import Address
 from .extent import Extent
 
 
@@ -46,3 +49,24 @@ class Scrub(enum.Enum):
         if self is Scrub.NEVER or not extent.is_dirty:
             return self is Scrub.POISON
         return self is not Scrub.CROSS_TENANT or extent.tenant != tenant
+
+    def prepare(
+        self,
+        backend: Backend,
+        extents: Iterable[Extent],
+        address: int,
+        tenant: object,
+        stream: int,
+    ) -> None:
+        """Overwrite what extents, mapped one after the other from `address`, hold of others.
+
+        Notes that they are `tenant`'s now.
+
+        Raises:
+            DriverError: Some may have been filled, or be under way.
+        """
+        for extent in extents:
+            if self.concerns(extent, tenant):
+                backend.fill(Address(address), extent.num_bytes, self.byte, stream)
+            extent.is_dirty, extent.tenant = True, tenant
+            address += extent.num_bytes

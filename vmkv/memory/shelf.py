@@ -19,6 +19,7 @@ What extents are for is the pool's business.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -151,9 +152,14 @@ class Shelf:
         return sum(count(each) * (page_bytes << each) for each in range(self._vacant))
 
     @property
+    def uncreated_bytes(self) -> int:
+        """What may still be created beside what exists."""
+        return self.budget_bytes - self.created_bytes
+
+    @property
     def available_bytes(self) -> int:
         """What `take` could still supply by the budget, free extents included."""
-        return self.budget_bytes - self.created_bytes + self.free_bytes
+        return self.uncreated_bytes + self.free_bytes
 
     def extents(self) -> list[Extent]:
         """Every extent that exists, free ones included."""
@@ -163,10 +169,16 @@ class Shelf:
         """How many extents of `size_class` are free."""
         return self._free_ids.count(size_class)
 
+    def lacking(self, size_classes: Sequence[int]) -> list[int]:
+        """Those of `size_classes` for which no extent is free."""
+        wanted = Counter(size_classes)
+        wanted.subtract({size_class: self.count_free(size_class) for size_class in wanted})
+        return list(wanted.elements())
+
     def _create_all(self, size_classes: Sequence[int]) -> list[Extent]:
         """Create one extent per class, or nothing."""
         num_bytes = sum(self._page_bytes << size_class for size_class in size_classes)
-        claimed = self._claim(self.created_bytes + num_bytes - self.budget_bytes)
+        claimed = self._claim(num_bytes - self.uncreated_bytes)
         if claimed is None:
             raise _ShortError(self._out_of_budget)
         self.release(claimed)

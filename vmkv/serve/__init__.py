@@ -1,7 +1,10 @@
 """Continuous batching: many requests of different lengths on one device.
 
 `params.py` and `request.py` what is asked and answered; `scheduler.py` who runs, as pure logic;
-`memory_view.py` what it knows of the cache; `runner/` how a step is executed; `engine.py` the loop.
+`memory_view.py` what it knows of the cache; `runner/` how tokens are chosen after a step, which
+`vmkv.step` runs; `engine.py` all of that together. `engine_loop.py` runs it on its own, in the
+thread of `async_engine.py` or the process of `process/`; `engine_client.py` asks it then, in the
+words of `messages.py`.
 """
 
 from .async_engine import AsyncEngine as AsyncEngine
@@ -11,3 +14,4 @@ from .params import SamplingParams as SamplingParams
 from .request import CompletionOutput as CompletionOutput
 from .request import FinishReason as FinishReason
 from .request import RequestOutput as RequestOutput
+from .request import joined as joined

@@ -36,6 +36,8 @@ class Detokenizer:
 
     Attributes:
         stop: The stop text that was found; None as long as none was.
+
+    Cost: of a token, a decoding of some of them, however many there were before.
     """
 
     def __init__(self, tokenizer: Any, prompt_token_ids: Sequence[int], params: SamplingParams):
@@ -50,15 +52,15 @@ class Detokenizer:
         # The part of the window's text that was taken; half a character of a prompt was not.
         self._taken = self._decode().rstrip(_REPLACEMENT)
         self._move_window()
-        self._text = ""
+        self._new = ""  # Certain, and not taken yet.
+        self._held = ""  # What comes after that, and may begin a stop text.
         self._num_tokens = 0
-        self._num_held = 0  # Characters at the end that may begin a stop text.
         self.stop: str | None = None
 
-    @property
-    def text(self) -> str:
-        """The text that is certain: nothing of it can still become part of a stop text."""
-        return self._text[: -self._num_held] if self._num_held else self._text
+    def take_text(self) -> str:
+        """What is new of the text that no stop text can still begin in."""
+        text, self._new = self._new, ""
+        return text
 
     def append(self, token_id: int) -> str | None:
         """One more token; returns the stop text if that ended the output."""
@@ -71,31 +73,34 @@ class Detokenizer:
         # Some decoders take back characters while the bytes of the next one are incomplete.
         if not certain.startswith(self._taken) and len(self._window) < _WINDOW_MAX_TOKENS:
             return None
-        return self._take(certain)
+        return self._accept(certain)
 
     def finish(self) -> None:
         """No more tokens: what waited is text after all."""
         if self.stop is None:
-            self._take(self._decode())
-            self._num_held = 0
+            self._accept(self._decode())
+            self._new, self._held = self._new + self._held, ""
 
-    def _take(self, certain: str) -> str | None:
+    def _accept(self, certain: str) -> str | None:
         """Make what the window's text has beyond what was taken the output's."""
         added = certain[len(self._taken) :]
         self._taken = certain
         if len(self._window) >= _WINDOW_TOKENS:
             self._move_window()
-        before = len(self._text)
-        self._text += added
-        if self._stops is None or not added:
+        if self._stops is None:
+            self._new += added
+            return None
+        if not added:
             return None
         self._stop_state, found = self._stops.advance(self._stop_state, added)
+        text = self._held + added
         if found is None or self._num_tokens < self._min_tokens:
-            self._num_held = self._stops.num_begun(self._stop_state)
+            end = len(text) - self._stops.num_begun(self._stop_state)
+            self._new, self._held = self._new + text[:end], text[end:]
             return None
-        end, self.stop = before + found.end, found.stop
-        self._text = self._text[: end if self._includes_stop else end - len(self.stop)]
-        self._num_held = 0
+        end, self.stop = len(self._held) + found.end, found.stop
+        self._new += text[: end if self._includes_stop else end - len(self.stop)]
+        self._held = ""
         return self.stop
 
     def _decode(self) -> str:

@@ -22,16 +22,16 @@ import torch
 
 from ..cache import KVCache
 from ..errors import CapacityError, ClosedError, ConfigError, DriverError
+from ..hf.prompt_tokens import check_tokens
 from ..memory import ExtentPool
 from ..units import GiB, format_bytes
-from .async_engine import AsyncEngine as AsyncEngine
 from .handle import RequestHandle
 from .memory_view import MemoryView
 from .observer import EngineObserver
 from .outcomes import Outcomes
 from .params import SamplingParams
 from .preemption import PreemptionCosts
-from .prompts import end_tokens, resolve, token_ids_of, vocabulary_sizes
+from .prompts import check_text, end_tokens, resolve, token_ids_of, vocabulary_sizes
 from .request import FinishReason, Request, RequestOutput
 from .runner import Runner
 from .runner.making import make_runner
@@ -144,7 +144,6 @@ class Engine:
                 self._rows,
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=max_num_batched_tokens,
-                vocab_size=self._vocab_size,
                 deterministic=deterministic,
                 attention_backend=attention_backend,
                 options=runner_options,
@@ -192,9 +191,9 @@ class Engine:
         self._is_idle = False
         params = params or SamplingParams()
         text = prompt if isinstance(prompt, str) else None
-        tokens = token_ids_of(prompt, self.tokenizer, self._input_vocab_size)
-        if params.stop and self.tokenizer is None:
-            raise ConfigError("stop texts need a tokenizer: pass Engine(tokenizer=…)")
+        tokens = token_ids_of(prompt, self.tokenizer)
+        check_tokens(tokens, self._input_vocab_size)
+        check_text(params, self.tokenizer)
         max_total = self.max_tokens
         if params.max_tokens is not None:
             max_total = min(max_total, len(tokens) + params.max_tokens)
@@ -231,12 +230,12 @@ class Engine:
             max_total - len(tokens),
             self._vocab_size,
         )
-        request = Request(self._num_requests, tokens, resolved, priority)
+        request = Request(self._num_requests, tokens, resolved, priority, max_total)
         request.arrived_s = time.perf_counter()
         self._outcomes.begin(request)
         try:
             leader_id = request.request_id - index if index else None
-            self._loop.add(request, max_total, leader_id)
+            self._loop.add(request, leader_id)
         except BaseException:
             self._outcomes.forget(request)
             raise
@@ -252,7 +251,7 @@ class Engine:
             self.on_update(handle)
 
     def _follow(self, requests: Sequence[Request], text: str | None) -> RequestHandle:
-        handle = RequestHandle(self, requests, text)
+        handle = RequestHandle(requests, text, step=self.step, cancel=self.cancel)
         for request in requests:
             self._handles[request.request_id] = handle
         if self._observer is not None:
@@ -264,6 +263,13 @@ class Engine:
         """End a request where it is; it keeps the tokens it has. Idempotent."""
         for request in handle.requests:
             self._loop.end(request, FinishReason.CANCELLED)
+
+    def finish(self, handle: RequestHandle, sample: int) -> None:
+        """End a sample of a request where it is, as if at a stop token. Idempotent.
+
+        For those who find stop texts themselves.
+        """
+        self._loop.end(handle.requests[sample], FinishReason.STOP)
 
     def cancel_all(self, error: Exception | None = None) -> None:
         """End every request; with `error`, as failed by it."""

@@ -1,60 +1,87 @@
-"""The loop around an engine that runs on its own: commands between steps, news after each.
+"""The loop around an engine that runs on its own: commands between steps, what is new after each.
 
-Whoever has an engine run by itself, in a thread or in a process, runs this there, and brings the
-commands and takes the news as it likes.
+It runs in the thread of an `AsyncEngine`, and in the process of an `EngineProcess`; a `Link` brings
+the commands and takes the news. Nothing here waits for who reads: while nobody does, what is new
+adds up, and goes in one piece when somebody does: a few numbers for each request, however long
+that takes.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from ..cache import CacheStats
 from .handle import RequestHandle
+from .messages import Add, Cancel, Command, Event, Finish, News, Refused, Stop, Update
+from .request import Request
 
 if TYPE_CHECKING:
     from .engine import Engine
 
 _LOG = logging.getLogger(__name__)
 #: So many steps in a row fail only where every one does.
-_FAILED_STEPS_MAX = 5
+FAILED_STEPS_MAX = 5
 #: What running requests wait at most for the commands between two steps, but for the last one.
 _COMMANDS_S = 0.01
 
 
-class Inbox(Protocol):
-    """Where the commands come from. Asked from the engine's thread."""
+class Link(Protocol):
+    """Where commands come from and news go to. Asked from the engine's thread."""
 
-    def wait(self) -> bool:
-        """Wait for a command; false where none will come any more."""
+    @property
+    def is_broken(self) -> bool:
+        """Whether nobody is on the other side any more."""
 
-    def take(self) -> Callable[[], None] | None:
-        """The next command; None where there is none now."""
+    def receive(self) -> Sequence[Command]:
+        """The commands that have come."""
 
-    def is_wanted(self) -> bool:
-        """Whether there is a command, or it is over."""
+    def can_send(self) -> bool:
+        """Whether the last news are gone; sends more of them if not."""
+
+    def send(self, news: News) -> None:
+        """Begin to send; the last news are gone."""
+
+    def wait(self, *, for_commands: bool, to_send: bool) -> None:
+        """Until a command has come, or until news can be sent, as far as that is waited for."""
 
 
 class EngineLoop:
-    """Runs an engine until its inbox says that it is over.
+    """Runs an engine until somebody says stop, or nobody is there any more.
 
     Args:
         engine: The engine; nobody else may work on it meanwhile.
-        inbox: Brings commands.
-        publish: Called after every step, with the requests that have something new.
+        link: Whom it runs for.
+        take_events: What observers on the other side are to hear since the last call, and the
+            cache, if it was looked at.
+        ends_with_device: End where every step fails, for those who can begin anew in another
+            process: a device that has met an illegal access serves no process again that has.
     """
 
     def __init__(
         self,
         engine: Engine,
-        inbox: Inbox,
-        publish: Callable[[Iterable[RequestHandle]], None],
+        link: Link,
+        take_events: Callable[[], tuple[Sequence[Event], CacheStats | None]] | None = None,
+        *,
+        ends_with_device: bool = False,
     ):
         self._engine = engine
-        self._inbox = inbox
-        self._publish = publish
+        self._link = link
+        self._take_events = take_events
+        self._ends_with_device = ends_with_device
+        self._commands: deque[Command] = deque()
+        self._is_stopping = False
+        self._to_add: set[int] = set()
+        self._handles: dict[int, RequestHandle] = {}
+        self._keys: dict[RequestHandle, int] = {}
+        self._refused: list[Refused] = []
         self._updated: dict[RequestHandle, None] = {}
+        #: Tokens and log-probabilities of each sample that were sent.
+        self._sent: dict[int, tuple[int, int]] = {}
         engine.on_update = self._note_update
 
     def run(self) -> None:
@@ -62,6 +89,9 @@ class EngineLoop:
 
         The thread waits while there is nothing to do, without polling. Before that the engine falls
         idle; a command that comes meanwhile does not wait for all of what goes back to the device.
+
+        Raises:
+            RuntimeError: It ends with the device; the engine is left as it is.
         """
         self._engine.use_device()
         while self._wait():
@@ -70,34 +100,135 @@ class EngineLoop:
                 self._engine.advance()
             except Exception as error:  # noqa: BLE001  # every request ends with it
                 self._engine.cancel_all(error)
-            updated, self._updated = self._updated, {}
-            self._publish(updated)
+            self._publish()
+            if self._ends_with_device and self._engine.num_failed_steps >= FAILED_STEPS_MAX:
+                raise RuntimeError(f"the last {FAILED_STEPS_MAX} steps have failed")
         self._engine.close()
+        self._publish()
+        while not self._link.can_send():
+            self._link.wait(for_commands=False, to_send=True)
+            self._publish()
 
     def _wait(self) -> bool:
         """Wait for something to do; false to end."""
         # After publishing, so that no client waits for it.
         try:
-            self._engine.fall_idle(is_wanted=self._inbox.is_wanted)
+            self._engine.fall_idle(is_wanted=self._is_wanted)
         except Exception:  # noqa: BLE001  # no request is left to end with it
             _LOG.exception("the engine could not fall idle")
-        return self._engine.has_unfinished or self._inbox.wait()
+        if self._engine.has_unfinished:
+            return True
+        self._publish()  # That it is idle, for one.
+        while not self._is_wanted():
+            has_news = bool(self._updated or self._refused)
+            self._link.wait(for_commands=True, to_send=has_news)
+            self._publish()
+        return bool(self._commands)
+
+    # ---- commands -------------------------------------------------------------------------
+
+    def _is_wanted(self) -> bool:
+        """Whether there is a command, or it is over."""
+        for command in self._link.receive():
+            if isinstance(command, Add):
+                self._to_add.add(command.key)
+            elif isinstance(command, Cancel):
+                self._to_add.discard(command.key)  # Nothing is done for those not yet added.
+            self._is_stopping |= isinstance(command, Stop)
+            self._commands.append(command)
+        if self._link.is_broken and not self._is_stopping:
+            self._is_stopping = True
+            self._commands.append(Stop(drain=False))
+        return bool(self._commands) or self._is_stopping
 
     def _obey(self) -> None:
         """Carry out what was asked for; if it is much, the rest after the next step."""
         start_s = time.monotonic()
-        while time.monotonic() - start_s < _COMMANDS_S:
-            command = self._inbox.take()
-            if command is None:
+        while (self._commands or self._is_wanted()) and self._commands:
+            command = self._commands.popleft()
+            if isinstance(command, Add):
+                self._add(command)
+            elif isinstance(command, Cancel):
+                self._cancel(command.key)
+            elif isinstance(command, Finish):
+                self._finish(command)
+            elif not command.drain:
+                self._engine.cancel_all()
+            if time.monotonic() - start_s >= _COMMANDS_S:
                 return
-            command()
+
+    def _add(self, asked: Add) -> None:
+        if asked.key not in self._to_add:
+            return
+        self._to_add.discard(asked.key)
+        try:
+            handle = self._engine.add(asked.prompt, asked.params, asked.priority)
+        except Exception as error:  # noqa: BLE001  # the asking side's, which waits for it
+            self._refused.append(Refused(asked.key, error))
+            return
+        self._handles[asked.key], self._keys[handle] = handle, asked.key
+
+    def _cancel(self, key: int) -> None:
+        handle = self._handles.get(key)
+        if handle is not None:
+            self._forget(handle)
+            self._engine.cancel(handle)
+
+    def _finish(self, command: Finish) -> None:
+        handle = self._handles.get(command.key)
+        if handle is not None:
+            self._engine.finish(handle, command.sample)
+
+    def _forget(self, handle: RequestHandle) -> None:
+        del self._handles[self._keys.pop(handle)]
+        self._updated.pop(handle, None)
+        for request in handle.requests:
+            self._sent.pop(request.request_id, None)
+
+    # ---- what is new ----------------------------------------------------------------------
 
     def _note_update(self, handle: RequestHandle) -> None:
         self._updated[handle] = None
 
+    def _publish(self) -> None:
+        """Send what is new, unless the last of it is still on its way."""
+        if not self._link.can_send():
+            return
+        refused, self._refused = self._refused, []
+        updates = self._take_updates()
+        events, stats = self._take_events() if self._take_events is not None else ((), None)
+        if refused or updates or events:
+            num_failed_steps = self._engine.num_failed_steps
+            self._link.send(News(refused, updates, num_failed_steps, events, stats))
 
-def failure_of(num_failed_steps: int) -> str | None:
-    """Why a device that failed in so many steps in a row serves nobody; None while it may."""
-    if num_failed_steps < _FAILED_STEPS_MAX:
-        return None
-    return f"the last {num_failed_steps} steps have failed"
+    def _take_updates(self) -> list[Update]:
+        handles = [handle for handle in self._updated if handle in self._keys]
+        self._updated.clear()
+        updates = [
+            update
+            for handle in handles
+            for sample, request in enumerate(handle.requests)
+            if (update := self._update(self._keys[handle], sample, request)) is not None
+        ]
+        for handle in handles:
+            if handle.is_finished:
+                self._forget(handle)
+        return updates
+
+    def _update(self, key: int, sample: int, request: Request) -> Update | None:
+        num_tokens, num_logprobs = self._sent.get(request.request_id, (0, 0))
+        token_ids = request.output_token_ids[num_tokens:]
+        if not token_ids and request.finish_reason is None:
+            return None
+        logprobs = request.logprobs[num_logprobs:]
+        self._sent[request.request_id] = num_tokens + len(token_ids), num_logprobs + len(logprobs)
+        return Update(
+            key,
+            sample,
+            token_ids,
+            logprobs,
+            request.num_cached_tokens,
+            request.finish_reason,
+            request.stop_reason,
+            request.error,
+        )

@@ -12,7 +12,7 @@ from ..errors import CapacityError, OutOfPagesError
 _LOG = logging.getLogger(__name__)
 
 
-def let_go(error: BaseException) -> None:
+def log_and_release(error: BaseException) -> None:
     """Log where an error came from, and drop the frames it has passed.
 
     They hold activations and views of the cache, and the error is kept as long as somebody asks

@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
 
 from .request import CompletionOutput, Request, RequestOutput
-
-if TYPE_CHECKING:
-    from .engine import Engine
 
 
 class RequestHandle:
     """A request, with all samples of its prompt. Made by `Engine.add`.
 
-    Attributes:
+    Args:
         requests: Its samples, in order.
+        prompt: The prompt's text, where it was text.
+        step: Runs a step of the engine.
+        cancel: Ends its samples.
+
+    Attributes:
+        requests: As given.
     """
 
-    def __init__(self, engine: Engine, requests: Sequence[Request], prompt: str | None):
-        self._engine = engine
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        prompt: str | None,
+        *,
+        step: Callable[[], None],
+        cancel: Callable[[RequestHandle], None],
+    ):
         self._prompt = prompt
+        self._step = step
+        self._cancel = cancel
         self.requests = tuple(requests)
 
     @property
@@ -36,20 +46,19 @@ class RequestHandle:
     def output(self) -> RequestOutput:
         """Everything so far. May be called from another thread than the engine's."""
         first = self.requests[0]
-        outputs = [_completion(index, each) for index, each in enumerate(self.requests)]
         errors = [each.error for each in self.requests if each.error is not None]
         return RequestOutput(
             request_id=first.request_id,
             prompt=self._prompt,
             prompt_token_ids=first.prompt_token_ids,
-            outputs=outputs,
+            outputs=[_completion(index, each) for index, each in enumerate(self.requests)],
             num_cached_tokens=first.num_cached_tokens,
             error=errors[0] if errors else None,
         )
 
     def cancel(self) -> None:
         """End the request where it is. Idempotent. From the engine's thread only."""
-        self._engine.cancel(self)
+        self._cancel(self)
 
     def __iter__(self) -> Iterator[RequestOutput]:
         """Outputs as they grow, the last one finished; runs the engine as far as needed."""
@@ -63,7 +72,7 @@ class RequestHandle:
                     yield self.output()
             if is_finished:
                 return
-            self._engine.step()
+            self._step()
 
     def __repr__(self) -> str:
         states = ", ".join(str(each.finish_reason or "unfinished") for each in self.requests)
@@ -79,7 +88,7 @@ def _completion(index: int, request: Request) -> CompletionOutput:
     return CompletionOutput(
         index=index,
         token_ids=token_ids,
-        text=request.text,
+        text="".join(request.texts),
         logprobs=tuple(request.logprobs[: len(token_ids)]) if wants_logprobs else None,
         finish_reason=reason,
         stop_reason=request.stop_reason if reason is not None else None,

@@ -20,9 +20,9 @@ from ..memory import ExtentPool
 from ..parallel import TensorParallel
 from ..parallel.agreed_backend import AgreedBackend, StepClock
 from ..parallel.group import Message
+from ..step import Piece
 from .params import SamplingParams
-from .runner import Chunk, PendingStep, Runner, SlotError
-from .runner.base import StepResult
+from .runner import PendingStep, Runner, SlotError, StepResult
 
 Command = tuple[Any, ...]
 """What an engine is asked for: the name of it, and its arguments."""
@@ -139,11 +139,11 @@ class _LockstepRunner:
         """See `Runner`."""
         self._runner.set_slot(slot, params, prompt_token_ids, output_token_ids)
 
-    def submit(self, chunks: Sequence[Chunk]) -> PendingStep:
+    def submit(self, pieces: Sequence[Piece]) -> PendingStep:
         """See `Runner`."""
         self._lockstep.group.check()
         try:
-            pending = self._runner.submit(chunks)
+            pending = self._runner.submit(pieces)
         except (SlotError, ConfigError):
             raise  # It is the request's, and everybody's.
         except Exception as error:

@@ -1,4 +1,4 @@
-"""The engine's hand on the cache: one sequence per request, and what the scheduler may know of it.
+"""The sequences of requests in a cache, and what the scheduler may know of them.
 
 Everything the engine does with a `KVCache` is here: beginning a sequence (with a prefix that is
 cached, or as a fork of a sibling), growing, swapping, ending.

@@ -36,7 +36,7 @@ class Outcomes:
 
     def begin(self, request: Request) -> None:
         """A request arrives."""
-        if self._tokenizer is not None:
+        if self._tokenizer is not None and request.params.detokenize:
             self._detokenizers[request.request_id] = Detokenizer(
                 self._tokenizer, request.prompt_token_ids, request.params
             )
@@ -71,7 +71,7 @@ class Outcomes:
         detokenizer = self._detokenizers.get(request.request_id)
         if detokenizer is not None:
             stop = detokenizer.append(token_id)
-            request.text = detokenizer.text
+            request.texts.append(detokenizer.take_text())
             if stop is not None:
                 request.stop_reason = stop
                 return FinishReason.STOP
@@ -86,7 +86,7 @@ class Outcomes:
                 detokenizer.finish()
             except Exception as late:  # noqa: BLE001  # the tokenizer's; nobody else's request ends
                 reason, error = FinishReason.ERROR, error or late
-            request.text = detokenizer.text
+            request.texts.append(detokenizer.take_text())
         request.error = error
         request.finish_reason = reason  # Last: other threads take it for the end of changes.
         self._updated(request)

@@ -32,8 +32,7 @@ from .handle import RequestHandle
 from .lockstep import Lockstep
 from .params import SamplingParams
 from .preemption import PreemptionCosts
-from .runner import Runner
-from .runner.graph_runner import RunnerOptions
+from .runner import Runner, RunnerOptions
 from .served_rows import pool_beside
 
 _LOG = logging.getLogger(__name__)
@@ -138,6 +137,12 @@ class ParallelEngine(Engine):
         if error is not None:
             self._note("fail_all", str(error))
         super().cancel_all(error)
+
+    def finish(self, handle: RequestHandle, sample: int) -> None:
+        """See `Engine.finish`."""
+        if not handle.is_finished:
+            self._note("finish", handle.request_id, sample)
+            super().finish(handle, sample)
 
     def set_budget(self, budget_bytes: int) -> None:
         """Change what keys and values may take on the device, on each rank.
@@ -250,6 +255,8 @@ class ParallelEngine(Engine):
                 self._loop.end_all(RuntimeError(*arguments))
             elif name == "close":
                 super().close()
+            elif name == "finish" and arguments[0] in self._handles:
+                super().finish(self._handles[arguments[0]], arguments[1])
             elif name == "cancel" and arguments[0] in self._handles:
                 super().cancel(self._handles[arguments[0]])
         except (ConfigError, CapacityError) as error:

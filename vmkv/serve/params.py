@@ -48,6 +48,7 @@ class SamplingParams:
         logprobs: How many of the likeliest tokens to report log-probabilities of, beside the
             chosen one's; 0 for that alone, None for none.
         skip_special_tokens: Whether the text leaves special tokens out.
+        detokenize: Whether there is a text at all; without, there are no stop texts.
         logits_processors: transformers' logits processors, called as `processor(input_ids,
             scores)` with `[1, T]` of this request and `[1, vocabulary]`. Each is this request's
             own; the host waits for every token where there is one.
@@ -73,6 +74,7 @@ class SamplingParams:
     min_tokens: int = 0
     logprobs: int | None = None
     skip_special_tokens: bool = True
+    detokenize: bool = True
     logits_processors: Sequence[Callable[..., Any]] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
@@ -86,6 +88,8 @@ class SamplingParams:
         self._check_numbers()
         if not all(isinstance(each, str) and each for each in stop):
             raise ConfigError(f"stop={shown(self.stop)} must be non-empty texts")
+        if stop and not self.detokenize:
+            raise ConfigError("detokenize=False leaves no text to find stop texts in")
         if not all(_is_integer(each) and 0 <= each <= _INTEGER_MAX for each in self.stop_token_ids):
             raise ConfigError(f"stop_token_ids={shown(self.stop_token_ids)} must be token ids")
         if not all(callable(each) for each in self.logits_processors):

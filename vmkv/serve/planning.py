@@ -2,18 +2,103 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
+from ..cache.geometry import check_positive
+from ..errors import ConfigError
 from ..units import div_ceil
 from .cache_view import CacheView
-from .plan import Admission, Job, PlannedChunk, Preemption
-from .request import RequestState
-
-if TYPE_CHECKING:
-    from .scheduler import Scheduler
+from .plan import PlannedChunk, Preemption, PreemptionMethod, StepPlan
+from .preemption import PreemptionCosts
+from .request import Request, RequestState
+from .request_queue import RequestQueue
 
 #: Free memory that admission leaves alone while something runs: room for a few steps of growth.
 _HEADROOM_DIVISOR = 100
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What a step may hold; see `Scheduler`.
+
+    Raises:
+        ConfigError: A bound is not positive, or a step could not hold a token of every request.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_num_mixed_tokens: int | None = None
+    fixed_chunks: bool = False
+
+    def __post_init__(self) -> None:
+        check_positive("max_num_seqs", self.max_num_seqs)
+        check_positive("max_num_batched_tokens", self.max_num_batched_tokens)
+        if self.max_num_mixed_tokens is not None:
+            check_positive("max_num_mixed_tokens", self.max_num_mixed_tokens)
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} is less than one token for "
+                f"each of max_num_seqs={self.max_num_seqs} requests; raise it, or lower "
+                "max_num_seqs"
+            )
+
+    def chunk_tokens(self, request: Request, num_tokens_left: int) -> int:
+        """How many tokens a request computes next if so many may be; 0 for none now."""
+        wanted = request.num_left
+        if not self.fixed_chunks:
+            return min(wanted, num_tokens_left)
+        num_prompt = len(request.prompt_token_ids)
+        if request.num_computed < num_prompt:
+            # Fits beside a token of everybody else, so nobody waits for a step of his own.
+            size = self.max_num_batched_tokens - self.max_num_seqs + 1
+            end = min((request.num_computed // size + 1) * size, num_prompt)
+            wanted = end - request.num_computed
+        else:
+            wanted = min(wanted, 1)
+        return wanted if wanted <= num_tokens_left else 0
+
+    def prompt_tokens_beside(self, num_decodes: int, num_tokens: int, queue: RequestQueue) -> int:
+        """Prompt tokens of a step of `num_tokens` at most that decodes for so many as well."""
+        left, most = num_tokens - num_decodes, self.max_num_mixed_tokens
+        if most is None or not num_decodes or self.fixed_chunks or self._has_backlog(queue):
+            return left
+        return min(left, max(most - num_decodes, (most + 1) // 2))
+
+    def _has_backlog(self, queue: RequestQueue) -> bool:
+        """Whether more prompt tokens are left than a step takes."""
+        left = self.max_num_batched_tokens - sum(
+            request.num_left for request in queue.running if request.num_left > 1
+        )
+        for request in queue.waiting():
+            if left < 0:
+                break
+            left -= request.num_left
+        return left < 0
+
+
+def take(request: Request, num_new_tokens: int) -> PlannedChunk:
+    """Have a running request compute its next tokens."""
+    samples = num_new_tokens == request.num_left
+    chunk = PlannedChunk(
+        request.request_id,
+        request.slot,
+        request.num_computed,
+        num_new_tokens,
+        request.is_on_device and not request.params.needs_host_tokens,
+        samples,
+    )
+    request.num_computed += num_new_tokens
+    if samples:
+        request.num_unread += 1
+        request.is_on_device = True
+    return chunk
+
+
+def untake(request: Request, chunk: PlannedChunk) -> None:
+    """It does not after all."""
+    request.num_computed -= chunk.num_new_tokens
+    request.is_on_device = chunk.from_device
+    request.num_unread -= chunk.samples
 
 
 class StepPlanning:
@@ -21,94 +106,134 @@ class StepPlanning:
 
     Every running request that decodes has its token set aside first, so that no prompt holds
     up those that answer; pages are given out in the order of ranks.
+
+    Args:
+        queue: The requests.
+        capacity: What a step may hold.
+        costs: What decides between swapping and computing again.
+        view: The cache.
+        num_tokens: Tokens of the step at most.
+        withheld_pages: Pages that the view counts and that are not there.
     """
 
     def __init__(
-        self, scheduler: Scheduler, view: CacheView, num_tokens: int | None, withheld_pages: int
+        self,
+        queue: RequestQueue,
+        capacity: Capacity,
+        costs: PreemptionCosts,
+        view: CacheView,
+        num_tokens: int,
+        withheld_pages: int,
     ):
-        self._scheduler = scheduler
+        self._queue = queue
+        self._capacity = capacity
+        self._costs = costs
         self._view = view
         self._free_pages = view.free_pages() - withheld_pages
         self._has_asked_evictable = False
         self._promised_pages = 0  # What prompts that have begun will still need.
-        num_tokens = num_tokens or scheduler.max_num_batched_tokens
-        self._decode_tokens = min(num_tokens, scheduler.num_decodes())
-        self._prompt_tokens = scheduler.prompt_tokens_beside(self._decode_tokens, num_tokens)
-        self.is_short = False  # Whether somebody has to give way, or to stall.
-        self.preempted: list[Preemption] = []
-        self.admitted: list[Admission] = []
-        self.resumed: list[Admission] = []
-        self.chunks: list[PlannedChunk] = []
+        num_decodes = sum(request.num_left == 1 for request in queue.running)
+        self._decode_tokens = min(num_tokens, num_decodes)
+        self._prompt_tokens = capacity.prompt_tokens_beside(self._decode_tokens, num_tokens, queue)
+        self._is_short = False  # Whether somebody has to give way, or to stall.
+        self._preempted: list[Preemption] = []
+        self._admitted: list[int] = []
+        self._resumed: list[int] = []
+        self._chunks: list[PlannedChunk] = []
 
-    def run(self, job: Job) -> None:
+    def plan(self) -> StepPlan:
+        """Decide."""
+        for request in tuple(self._queue.running):
+            if request.state is RequestState.RUNNING:  # Nobody ranked before took its place.
+                self._run(request)
+        while self._queue.has_free_slot and not self._is_short:
+            waiting = self._queue.first_waiting
+            if waiting is None or not self._admit(waiting):
+                break
+        return StepPlan(
+            tuple(self._preempted),
+            tuple(self._resumed),
+            tuple(self._admitted),
+            tuple(self._chunks),
+        )
+
+    def _run(self, request: Request) -> None:
         """Go on with a running request, if there is room for it."""
-        num_left, num_new = job.num_left, 0
-        if not (job.waits_for_host and job.num_unread):
+        num_left, num_new = request.num_left, 0
+        if not (request.params.needs_host_tokens and request.num_unread):
             if num_left == 1:
                 num_new = min(1, self._decode_tokens)
             else:
-                num_new = self._scheduler.chunk_tokens(job, self._prompt_tokens)
-        needed = self._make_room(job, job.num_computed + num_new) if num_new else 0
+                num_new = self._capacity.chunk_tokens(request, self._prompt_tokens)
+        needed = self._make_room(request, request.num_computed + num_new) if num_new else 0
         if needed is None:
             num_new = needed = 0
         if num_left > 1 and num_left > num_new:
-            lacking = self._view.pages_to_grow(job.request_id, job.num_tokens)
+            lacking = self._view.pages_to_grow(request.request_id, request.num_tokens)
             self._promised_pages += lacking - needed
         if num_new:
             if num_left == 1:
                 self._decode_tokens -= 1
             else:
                 self._prompt_tokens -= num_new
-            self.chunks.append(self._scheduler.take(job, num_new))
+            self._chunks.append(take(request, num_new))
 
-    def admit(self, job: Job) -> bool:
+    def _admit(self, request: Request) -> bool:
         """Begin or resume the first waiting request, if there is room for all its tokens."""
-        view, scheduler = self._view, self._scheduler
-        is_swapped = job.state is RequestState.SWAPPED
-        if job.num_unread:
+        view = self._view
+        is_swapped = request.state is RequestState.SWAPPED
+        if request.num_unread:
             return False  # It gave way in this very step: its last token is not known yet.
         if not self._prompt_tokens:
             return False  # Before a long prompt is looked up in vain.
-        if not is_swapped and not view.is_ready(job.request_id):
+        if not is_swapped and not view.is_ready(request.request_id):
             return False
         if is_swapped:
-            needed = view.pages_to_resume(job.request_id)
+            needed = view.pages_to_resume(request.request_id)
         else:
             # The last token is always computed: somebody must say what comes next.
-            cached = view.cached_tokens(job.request_id)
-            job.num_computed = min(cached, job.num_tokens - 1)
+            cached = view.cached_tokens(request.request_id)
+            request.num_computed = min(cached, request.num_tokens - 1)
             needed = view.pages_to_begin(
-                job.request_id, min(job.num_tokens + 1, job.max_total_tokens)
+                request.request_id, min(request.num_tokens + 1, request.max_total_tokens)
             )
-        kept = self._promised_pages
-        if scheduler.num_running:
-            kept += div_ceil(view.total_pages, _HEADROOM_DIVISOR) + scheduler.num_running
-        num_new = scheduler.chunk_tokens(job, self._prompt_tokens)
+        kept, num_running = self._promised_pages, len(self._queue.running)
+        if num_running:
+            kept += div_ceil(view.total_pages, _HEADROOM_DIVISOR) + num_running
+        num_new = self._capacity.chunk_tokens(request, self._prompt_tokens)
         if not num_new or not self._has_free(needed + kept):
             return False
-        slot = scheduler.enter(job)
-        (self.resumed if is_swapped else self.admitted).append(Admission(job.request_id, slot))
+        self._queue.run_first()
+        (self._resumed if is_swapped else self._admitted).append(request.request_id)
         self._free_pages -= needed
         self._prompt_tokens -= num_new
-        self.chunks.append(scheduler.take(job, num_new))
+        self._chunks.append(take(request, num_new))
         return True
 
-    def _make_room(self, job: Job, num_tokens: int) -> int | None:
-        """Take the pages that `job` lacks to hold `num_tokens`, from those behind it if need be.
+    def _make_room(self, request: Request, num_tokens: int) -> int | None:
+        """Take the pages that a request lacks for `num_tokens`, of those behind it if need be.
 
         Returns how many; None if they are not to be had.
         """
-        view, scheduler = self._view, self._scheduler
-        needed = view.pages_to_grow(job.request_id, num_tokens)
+        needed = self._view.pages_to_grow(request.request_id, num_tokens)
         while not self._has_free(needed):
-            self.is_short = True
-            victim = scheduler.running[-1]
-            if victim is job:
+            self._is_short = True
+            victim = self._queue.running[-1]
+            if victim is request:
                 return None
-            self._free_pages += view.held_pages(victim.request_id)
-            self.preempted.append(scheduler.preempt(victim, view))
+            self._preempt(victim)
         self._free_pages -= needed
         return needed
+
+    def _preempt(self, victim: Request) -> None:
+        view, request_id = self._view, victim.request_id
+        pages = view.held_pages(request_id)
+        method = PreemptionMethod.RECOMPUTE
+        if view.can_swap(request_id):
+            method = self._costs.cheaper(victim.num_computed, pages, view.page_bytes)
+        self._queue.requeue(victim, method.leaves)
+        self._free_pages += pages
+        self._preempted.append(Preemption(request_id, method))
 
     def _has_free(self, num_pages: int) -> bool:
         if num_pages > self._free_pages and not self._has_asked_evictable:

@@ -8,22 +8,18 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..hf import vocabulary
-from ..hf.prompt_tokens import check_tokens
 from .params import SamplingParams
 
 
-def token_ids_of(
-    prompt: str | Sequence[int] | Any, tokenizer: Any, vocab_size: int
-) -> tuple[int, ...]:
+def token_ids_of(prompt: str | Sequence[int] | Any, tokenizer: Any) -> tuple[int, ...]:
     """A prompt's token ids.
 
     Args:
         prompt: Token ids (a tensor of one dimension will do), or text.
         tokenizer: For text; special tokens are added as it does by itself.
-        vocab_size: Rows of the model's embedding.
 
     Raises:
-        ConfigError: The prompt is empty, is text without a tokenizer, or holds what is no token.
+        ConfigError: The prompt is text without a tokenizer, or neither text nor tokens.
     """
     if isinstance(prompt, str):
         if tokenizer is None:
@@ -32,11 +28,19 @@ def token_ids_of(
     else:
         ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
     try:
-        tokens = tuple(ids)
+        return tuple(ids)
     except TypeError as error:
         raise ConfigError(f"a prompt must be text or token ids, not {prompt!r}") from error
-    check_tokens(tokens, vocab_size)
-    return tokens
+
+
+def check_text(params: SamplingParams, tokenizer: Any) -> None:
+    """Check that stop texts can be found.
+
+    Raises:
+        ConfigError: There is no tokenizer.
+    """
+    if params.stop and tokenizer is None:
+        raise ConfigError("stop texts need a tokenizer: pass Engine(tokenizer=…)")
 
 
 def resolve(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from .params import SamplingParams
 
@@ -75,10 +75,10 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """What came of a prompt so far: everything, not only what is new.
+    """What came of a prompt so far: everything, or of a stream what is new; see `joined`.
 
     Attributes:
-        request_id: The number the engine gave it.
+        request_id: Its number.
         prompt: The prompt's text, where it was text.
         prompt_token_ids: The prompt.
         outputs: One per sample, in order.
@@ -99,7 +99,23 @@ class RequestOutput:
         return all(each.is_finished for each in self.outputs)
 
 
-@dataclass
+def joined(outputs: Sequence[RequestOutput]) -> RequestOutput:
+    """What all outputs of a stream come to; at least one."""
+    samples = [
+        replace(
+            samples[-1],
+            token_ids=[token for each in samples for token in each.token_ids],
+            text="".join(each.text for each in samples),
+            logprobs=None
+            if samples[-1].logprobs is None
+            else [entry for each in samples for entry in each.logprobs or ()],
+        )
+        for samples in zip(*(output.outputs for output in outputs), strict=True)
+    ]
+    return replace(outputs[-1], outputs=samples)
+
+
+@dataclass(eq=False)
 class Request:
     """One sample of one prompt, as the engine keeps it. Changed by the engine's thread only.
 
@@ -108,24 +124,32 @@ class Request:
         prompt_token_ids: The prompt.
         params: Resolved: `stop_token_ids` holds the model's own, `seed` and `max_tokens` are set.
         priority: Lower runs first, as in vLLM.
+        max_total_tokens: Prompt and output at most.
         output_token_ids: Tokens so far.
         logprobs: One entry per token, or empty.
-        text: Text so far that may be shown.
+        texts: Text so far that may be shown, in pieces.
         finish_reason: Why it has ended; None before.
         stop_reason: What it stopped at.
         error: What went wrong.
         num_cached_tokens: Prompt tokens found in the prefix cache.
         num_preemptions: How often it gave way to others.
         arrived_s, started_s, first_token_s: When, by `time.perf_counter`; 0.0 before.
+        rank: Who goes first: the smallest. Never changes; see `Scheduler`.
+        state: Where it is.
+        slot: While it runs.
+        num_computed: Tokens whose keys and values are computed, or will be by submitted steps.
+        num_unread: Tokens of submitted steps that have not been read.
+        is_on_device: Whether its last token is in its slot on the device.
     """
 
     request_id: int
     prompt_token_ids: Sequence[int]
     params: SamplingParams
     priority: int = 0
+    max_total_tokens: int = 0
     output_token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    text: str = ""
+    texts: list[str] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: Exception | None = None
@@ -134,6 +158,23 @@ class Request:
     arrived_s: float = 0.0
     started_s: float = 0.0
     first_token_s: float = 0.0
+    rank: tuple[int, int] = (0, 0)
+    state: RequestState = RequestState.WAITING
+    slot: int = -1
+    num_computed: int = 0
+    num_unread: int = 0
+    is_on_device: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that exist, those that are still being computed included."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids) + self.num_unread
+
+    @property
+    def num_left(self) -> int:
+        """Tokens to compute before another can be sampled; 0 when all wanted ones exist."""
+        num_tokens = self.num_tokens
+        return 0 if num_tokens >= self.max_total_tokens else num_tokens - self.num_computed
 
     @property
     def is_finished(self) -> bool:

@@ -1,52 +1,37 @@
-"""The rows of a served model: the engine opens and grows them, the model attends from them.
+"""The rows of a served model, and the memory behind them.
 
-The model has proven itself before. A `RaggedCache` learns how layers look from their first keys
-and values. Serving wants that settled before the first request: one token is run through the
-model, and its memory given back.
+The model proves itself first, and thereby says how its layers look: they are laid out before the
+first request.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Callable
-from collections.abc import Sequence as List_
-from dataclasses import dataclass
-from itertools import accumulate
-from typing import Any, cast
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
 from ..backend import Backend
-from ..cache import KVCache, Sequence
+from ..cache import KVCache
 from ..cache.device_memory import open_pool
 from ..errors import ConfigError
 from ..hf import compat
-from ..hf.device_rows import DeviceRows
-from ..hf.forward import attending_through, forward_packed
+from ..hf.layer_kinds import layer_kinds
 from ..hf.proof import prove
-from ..hf.ragged import Piece, RaggedCache, RaggedStep
-from ..hf.store import Settings
+from ..hf.store import Settings, Signature, Store
 from ..hf.unservable import check_length
 from ..memory import ExtentPool
 from ..units import format_bytes
 
 _LOG = logging.getLogger(__name__)
-_PROBE_ID = -1
 #: What the cache may take of the memory that is free when the engine is made; the rest is for
 #: activations, which grow with `max_num_batched_tokens`.
 _BUDGET_FRACTION = 0.9
 
 
-@dataclass(frozen=True)
-class _Row:
-    """All that a step asks of a sequence: where it is."""
-
-    row: int
-
-
-class ServedRows(RaggedCache):
-    """Rows named by their index; steps find them grown.
+class ServedRows:
+    """The rows of a model on one device.
 
     Args:
         model: A transformers causal language model on one device.
@@ -55,10 +40,11 @@ class ServedRows(RaggedCache):
         max_tokens: The longest sequence; by default what the model was made for.
         attention_backend: See `VMKVCache`.
 
+    Attributes:
+        cache: Where they are.
+
     Raises:
-        ConfigError: The model cannot be served: see `RaggedCache` and `prove`; or it is spread
-            over several devices.
-        OutOfPagesError: The pool does not hold one token.
+        ConfigError: The model cannot be served: see `prove`; or it is spread over several devices.
     """
 
     def __init__(
@@ -75,9 +61,10 @@ class ServedRows(RaggedCache):
                 "the engine serves decoder-only models; use model.generate with "
                 "past_key_values=VMKVCache.for_encoder_decoder(config)"
             )
-        prove(model, attention_backend)
+        signatures = prove(model, attention_backend).signatures
         if max_tokens is not None:
             check_length(model.config, max_tokens)
+        _check_one_device(signatures)
         settings = Settings(
             compat.text_config(model.config),
             max_tokens=max_tokens,
@@ -86,45 +73,25 @@ class ServedRows(RaggedCache):
             memory=pool,
             attention_backend=attention_backend,
         )
-        super().__init__(model.config, settings)
-        self._model = model
+        self._store = Store(settings, layer_kinds(model.config))
         try:
-            self.cache = self._probe(model)
+            self._store.bind_all(signatures)
         except BaseException:
             self.close()
             raise
+        self.cache: KVCache = self._store.cores[0]
 
-    def _probe(self, model: Any) -> KVCache:
-        """Run one token, so that every layer has its place; returns the cache, empty."""
-        device = model.get_input_embeddings().weight.device
-        with torch.inference_mode(), attending_through(model):
-            token = torch.zeros(1, dtype=torch.int64, device=device)
-            forward_packed(model, RaggedStep(self, [Piece(_PROBE_ID, 0, 1)]), token)
-        self.store.close_gaps()
-        self.end(_PROBE_ID)
-        if len(self.store.cores) != 1:
-            raise ConfigError(
-                "the model is spread over several devices, which the engine cannot serve yet; "
-                "load it on one, or use vmkv.generate"
-            )
-        cache = self.store.cores[0]
-        cache.trim()
-        return cache
+    def close(self) -> None:
+        """Free everything. Idempotent."""
+        self._store.close()
 
-    def rows_for(self, rows: DeviceRows, pieces: List_[Piece]) -> list[Sequence]:
-        """The sequences in the rows that `pieces` name, which the engine has grown."""
-        if pieces[0].sequence_id == _PROBE_ID:
-            return super().rows_for(rows, pieces)
-        return cast("list[Sequence]", [_Row(piece.sequence_id) for piece in pieces])
 
-    def attending(self) -> contextlib.AbstractContextManager[None]:
-        """While this lasts, the model attends from the rows."""
-        return attending_through(self._model)
-
-    def forward(self, pieces: List_[Piece], tokens: torch.Tensor) -> torch.Tensor:
-        """Run packed `tokens [Tq]`; logits `[pieces, vocabulary]` of each piece's last one."""
-        ends = [end - 1 for end in accumulate(piece.num_new_tokens for piece in pieces)]
-        return forward_packed(self._model, RaggedStep(self, pieces), tokens, ends)
+def _check_one_device(signatures: Mapping[int, Signature]) -> None:
+    if len({each.device for each in signatures.values()}) > 1:
+        raise ConfigError(
+            "the model is spread over several devices, which the engine cannot serve yet; "
+            "load it on one, or use vmkv.generate"
+        )
 
 
 def open_rows(

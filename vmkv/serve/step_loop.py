@@ -18,13 +18,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..errors import CapacityError, ConfigError, DriverError, OutOfPagesError
+from ..step import Piece
 from ..units import div_ceil
-from .failures import is_out_of_memory, let_go, missing_bytes
+from .failures import is_out_of_memory, log_and_release, missing_bytes
 from .memory_view import MemoryView
 from .observer import EngineObserver, StepRecord
 from .plan import PlannedChunk, PreemptionMethod, StepPlan
 from .request import FinishReason, Request, TokenLogprobs
-from .runner import Chunk, PendingStep, Runner, SlotError
+from .runner import PendingStep, Runner, SlotError
 from .scheduler import Scheduler
 
 #: How often a step is planned anew, with ever less memory, before a request has to fail.
@@ -69,7 +70,7 @@ class StepLoop:
         self._accept = accept
         self._ended = ended
         self._observer = observer
-        self._requests: dict[int, Request] = {}
+        self._requests = scheduler.requests
         self._pending: _Submitted | None = None
         # Requests whose slot on the device does not hold their state.
         self._to_set: set[int] = set()
@@ -87,22 +88,14 @@ class StepLoop:
 
     # ---- requests -------------------------------------------------------------------------
 
-    def add(self, request: Request, max_total_tokens: int, leader_id: int | None = None) -> None:
+    def add(self, request: Request, leader_id: int | None = None) -> None:
         """A request arrives; see `Scheduler.add`.
 
         Raises:
             ConfigError: It can never be served. Nothing changed.
         """
-        self._scheduler.add(
-            request.request_id,
-            len(request.prompt_token_ids),
-            max_total_tokens,
-            self._view,
-            priority=request.priority,
-            waits_for_host=request.params.needs_host_tokens,
-        )
+        self._scheduler.add(request, self._view)
         self._view.add(request, leader_id)
-        self._requests[request.request_id] = request
 
     def end(
         self,
@@ -120,7 +113,7 @@ class StepLoop:
             error: What went wrong.
             keep: Whether what it computed is good for others.
         """
-        if self._requests.pop(request.request_id, None) is None:
+        if request.request_id not in self._requests:
             return
         self._scheduler.finish(request.request_id)
         self._to_set.discard(request.request_id)
@@ -217,11 +210,11 @@ class StepLoop:
                 continue
             self._scheduler.drop_swapped(request_id)
             view.end(request_id)
-        for request_id, _ in plan.resumed:
+        for request_id in plan.resumed:
             view.swap_in(request_id)
             self._to_set.add(request_id)
         num_past = {}
-        for request_id, _ in plan.admitted:
+        for request_id in plan.admitted:
             num_past[request_id] = view.begin(request_id)
             request = self._requests[request_id]
             if not request.num_preemptions:
@@ -237,10 +230,10 @@ class StepLoop:
     def _give_up(self, plan: StepPlan, chunks: Sequence[PlannedChunk]) -> None:
         """A plan could not be carried out: who was to begin waits again."""
         self._scheduler.undo(chunks)
-        for request_id, _ in plan.admitted:
+        for request_id in plan.admitted:
             self._view.end(request_id)
             self._scheduler.requeue(request_id, PreemptionMethod.RECOMPUTE)
-        for request_id, _ in plan.resumed:
+        for request_id in plan.resumed:
             if self._view.is_swapped(request_id):
                 self._scheduler.requeue(request_id, PreemptionMethod.SWAP)
 
@@ -253,7 +246,7 @@ class StepLoop:
                     if chunk.request_id in self._to_set:
                         self._set_slot(chunk)
             with self._view.submitting(chunks):
-                pending = self._runner.submit([self._chunk(chunk) for chunk in chunks])
+                pending = self._runner.submit([self._piece(chunk) for chunk in chunks])
         except BaseException as error:  # noqa: BLE001  # ends who is to blame, or is raised again
             self._recover(chunks, error)
             return None
@@ -262,7 +255,7 @@ class StepLoop:
         if self._token_limit is not None:
             # Slowly: each attempt that fails costs a step.
             more = self._token_limit + max(1, self._token_limit // 8)
-            whole = self._scheduler.max_num_batched_tokens
+            whole = self._scheduler.capacity.max_num_batched_tokens
             self._token_limit = more if more < whole else None
         return _Submitted(
             pending,
@@ -280,14 +273,14 @@ class StepLoop:
             raise SlotError(chunk.slot, error, "its parameters") from error
         self._to_set.discard(chunk.request_id)
 
-    def _chunk(self, chunk: PlannedChunk) -> Chunk:
+    def _piece(self, chunk: PlannedChunk) -> Piece:
         request_id, slot, num_past_tokens, num_new_tokens, from_device, samples = chunk
         tokens = None
         if not from_device:
             request = self._requests[request_id]
             tokens = request.tokens(num_past_tokens, num_past_tokens + num_new_tokens)
         row = self._view.row(request_id)
-        return Chunk(slot, row, num_past_tokens, num_new_tokens, tokens, samples)
+        return Piece(slot, row, num_past_tokens, num_new_tokens, tokens, samples)
 
     def _recover(self, chunks: Sequence[PlannedChunk], error: BaseException) -> None:
         """A step was not submitted: everything is as before it, and who is to blame ends.
@@ -296,12 +289,12 @@ class StepLoop:
             BaseException: `error`, if it is no `Exception`.
         """
         if isinstance(error, Exception):
-            let_go(error)
+            log_and_release(error)
         self._settle()  # The tokens of the step before are good.
         self._scheduler.undo(chunks)
         for chunk in chunks:
             if chunk.request_id in self._requests:
-                self._scheduler.forget_device(chunk.request_id)
+                self._requests[chunk.request_id].is_on_device = False
                 self._to_set.add(chunk.request_id)
                 self._shrink(chunk)
         if not isinstance(error, Exception):
@@ -342,15 +335,13 @@ class StepLoop:
         if self._token_limit is not None:
             self._token_limit = None
             return
-        swapped = self._scheduler.last_swapped()
+        swapped = self._scheduler.last_swapped
         if swapped is not None:
-            self._scheduler.drop_swapped(swapped)
-            self._view.end(swapped)
+            self._scheduler.drop_swapped(swapped.request_id)
+            self._view.end(swapped.request_id)
             return
-        request_id = self._scheduler.best_running()
-        if request_id is None:
-            request_id = self._scheduler.best_waiting()
-        if request_id is None:
+        request = self._scheduler.first
+        if request is None:
             return
         error = self._shortage or OutOfPagesError(
             "the request does not fit: other users of the pool hold its memory; close them, or "
@@ -359,7 +350,7 @@ class StepLoop:
             free_bytes=self._view.free_pages() * self._view.page_bytes,
             retired_bytes=0,
         )
-        self.end(self._requests[request_id], FinishReason.ERROR, error)
+        self.end(request, FinishReason.ERROR, error)
 
     # ---- reading --------------------------------------------------------------------------
 
@@ -374,7 +365,7 @@ class StepLoop:
             result = step.pending.result()
         except Exception as error:  # noqa: BLE001  # the requests of the step end with it
             self.num_failed_steps += 1
-            let_go(error)
+            log_and_release(error)
             for request_id in step.request_ids:
                 request = self._requests.get(request_id)
                 if request is not None:
@@ -386,7 +377,7 @@ class StepLoop:
             request = self._requests.get(request_id)
             if request is None:
                 continue  # It had ended when this token was computed.
-            self._scheduler.tokens_read(request_id)
+            request.num_unread -= 1
             try:
                 reason = self._accept(request, token_id, logprobs)
             except Exception as error:  # noqa: BLE001  # a tokenizer's, and this request's alone

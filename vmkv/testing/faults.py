@@ -8,10 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from ..backend import Backend, BackendUsage, Fence, MemoryLocation, Op, primitive_of
+from ..backend import Backend, BackendUsage, Op, primitive_of
 from ..errors import CapacityError, DriverError
-from ..units import Address, Handle
+
+
+def _faulty(call: str) -> Callable[..., Any]:
+    """The primitive `call`: it fails when that is its turn, and is the upstream's otherwise."""
+
+    def method(self: FaultInjectingBackend, *args: Any, **options: Any) -> Any:
+        error = self._fault(call)
+        if error is not None:
+            raise error
+        return getattr(self.upstream, call)(*args, **options)
+
+    return method
 
 
 class FaultInjectingBackend(Backend):
@@ -61,51 +73,25 @@ class FaultInjectingBackend(Backend):
             is_out_of_memory=self._is_out_of_memory,
         )
 
-    def _raise_at_turn(self, call: str) -> None:
-        error = self._fault(call)
-        if error is not None:
-            raise error
-
     @property
     def dlpack_device(self) -> tuple[int, int]:
         """The upstream's."""
         return self.upstream.dlpack_device
 
-    def address_reserve(self, num_bytes: int) -> Address:
-        """See `Backend.address_reserve`."""
-        self._raise_at_turn("address_reserve")
-        return self.upstream.address_reserve(num_bytes)
-
-    def address_free(self, address: Address, num_bytes: int) -> None:
-        """See `Backend.address_free`."""
-        self._raise_at_turn("address_free")
-        self.upstream.address_free(address, num_bytes)
-
-    def mem_create(
-        self,
-        num_bytes: int,
-        location: MemoryLocation = MemoryLocation.DEVICE,
-        *,
-        shareable: bool = False,
-    ) -> Handle:
-        """See `Backend.mem_create`."""
-        self._raise_at_turn("mem_create")
-        return self.upstream.mem_create(num_bytes, location, shareable=shareable)
-
-    def mem_release(self, handle: Handle) -> None:
-        """See `Backend.mem_release`."""
-        self._raise_at_turn("mem_release")
-        self.upstream.mem_release(handle)
-
-    def mem_export(self, handle: Handle) -> int:
-        """See `Backend.mem_export`."""
-        self._raise_at_turn("mem_export")
-        return self.upstream.mem_export(handle)
-
-    def mem_import(self, fd: int, num_bytes: int) -> Handle:
-        """See `Backend.mem_import`."""
-        self._raise_at_turn("mem_import")
-        return self.upstream.mem_import(fd, num_bytes)
+    address_reserve = _faulty("address_reserve")
+    address_free = _faulty("address_free")
+    mem_create = _faulty("mem_create")
+    mem_release = _faulty("mem_release")
+    mem_export = _faulty("mem_export")
+    mem_import = _faulty("mem_import")
+    record_fence = _faulty("record_fence")
+    join_streams = _faulty("join_streams")
+    new_stream = _faulty("new_stream")
+    stream_destroy = _faulty("stream_destroy")
+    stream_wait = _faulty("stream_wait")
+    # `copy_many` is inherited: one copy at a time, so that each can fail.
+    copy = _faulty("copy")
+    fill = _faulty("fill")
 
     def run_until_failure(self, ops: Sequence[Op]) -> tuple[int, DriverError | None]:
         """One operation at a time, so that each can fail."""
@@ -120,43 +106,6 @@ class FaultInjectingBackend(Backend):
     def note_stream(self, stream: int) -> None:
         """Only a note: it reaches no driver, so it cannot fail."""
         self.upstream.note_stream(stream)
-
-    def record_fence(self) -> Fence:
-        """See `Backend.record_fence`."""
-        self._raise_at_turn("record_fence")
-        return self.upstream.record_fence()
-
-    def join_streams(self, stream: int) -> None:
-        """See `Backend.join_streams`."""
-        self._raise_at_turn("join_streams")
-        self.upstream.join_streams(stream)
-
-    def new_stream(self) -> int:
-        """See `Backend.new_stream`."""
-        self._raise_at_turn("new_stream")
-        return self.upstream.new_stream()
-
-    def stream_destroy(self, stream: int) -> None:
-        """See `Backend.stream_destroy`."""
-        self._raise_at_turn("stream_destroy")
-        self.upstream.stream_destroy(stream)
-
-    def stream_wait(self, stream: int, other: int) -> None:
-        """See `Backend.stream_wait`."""
-        self._raise_at_turn("stream_wait")
-        self.upstream.stream_wait(stream, other)
-
-    # `copy_many` is inherited: one copy at a time, so that each can fail.
-
-    def copy(self, destination: Address, source: Address, num_bytes: int, stream: int) -> None:
-        """See `Backend.copy`."""
-        self._raise_at_turn("copy")
-        self.upstream.copy(destination, source, num_bytes, stream)
-
-    def fill(self, address: Address, num_bytes: int, byte: int, stream: int) -> None:
-        """See `Backend.fill`."""
-        self._raise_at_turn("fill")
-        self.upstream.fill(address, num_bytes, byte, stream)
 
     def usage(self) -> BackendUsage:
         """The upstream's."""

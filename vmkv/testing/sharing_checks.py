@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-from functools import partial
 
 from ..backend import Access, AccessOp, Backend, BackendUsage, MapOp, MemoryLocation, Op, UnmapOp
 from ..units import Address, Handle
@@ -73,14 +72,8 @@ def check_cpu_access(backend: Backend) -> None:
         backend.execute([MapOp(at, granularity, handle), AccessOp(at, granularity, RW)])
         backend.mem_release(handle)
     for first, num_pages in ((0, 1), (0, 3)):
-        attempt = partial(
-            backend.mem_set_access,
-            pages[first],
-            num_pages * granularity,
-            Access.READ,
-            for_cpu=True,
-        )
-        expect_refusal(backend, "mem_set_access", attempt, "the device's memory to the CPU")
+        what, run = "the device's memory to the CPU", (pages[first], num_pages * granularity)
+        expect_refusal(backend, "mem_set_access", what, *run, Access.READ, for_cpu=True)
     if backend.host_location_is_cpu_readable:
         backend.fill(pages[1], granularity, 0x73, _STREAM)
         data = b"\x73" * granularity
@@ -126,8 +119,15 @@ def check_fill_spans_locations(backend: Backend) -> None:
         (whole + granularity, granularity),
         (-1, 2),
     ):
-        attempt = partial(backend.fill, Address(address + start), size, 0x2B, _STREAM)
-        expect_refusal(backend, "fill", attempt, f"{size} bytes at {start} of {whole} mapped ones")
+        expect_refusal(
+            backend,
+            "fill",
+            f"{size} bytes at {start} of {whole} mapped ones",
+            Address(address + start),
+            size,
+            0x2B,
+            _STREAM,
+        )
     expect(wanted, held(), "memory after the refusals")
     backend.mem_unmap(address, whole)
     backend.address_free(address, num_bytes)
@@ -201,19 +201,13 @@ def check_shared_memory_is_frozen(backend: Backend) -> None:
     for handle, page in ((exported, 0), (imported, 1)):
         at = at_page(backend, address, page)
         batch: list[Op] = [MapOp(at, granularity, handle), AccessOp(at, granularity, RW)]
-        expect_refusal(
-            backend, "mem_set_access", partial(backend.execute, batch), "writing what is shared"
-        )
+        expect_refusal(backend, "mem_set_access", "writing what is shared", batch, by="execute")
         backend.execute([batch[0], AccessOp(at, granularity, Access.READ)])
         expect(bytes(granularity), read_bytes(backend, at, granularity), "the shared memory")
     last = at_page(backend, address, 2)
     backend.mem_release(mapped(backend, last, 1))
-    expect_refusal(
-        backend,
-        "mem_set_access",
-        partial(backend.mem_set_access, address, num_bytes, RW),
-        "writing a run that holds what is shared",
-    )
+    what = "writing a run that holds what is shared"
+    expect_refusal(backend, "mem_set_access", what, address, num_bytes, RW)
     backend.mem_unmap(address, num_bytes)
     for handle in (exported, imported):
         backend.mem_release(handle)
@@ -227,11 +221,10 @@ def check_export_is_for_shareable(backend: Backend) -> None:
     shareable = backend.mem_create(granularity, shareable=True)
     imported = _export_and_import(backend, shareable, granularity)
     for handle, what in ((plain, "what is not shareable"), (imported, "an import")):
-        expect_refusal(backend, "mem_export", partial(backend.mem_export, handle), what)
+        expect_refusal(backend, "mem_export", what, handle)
     for handle in (plain, shareable, imported):
         backend.mem_release(handle)
-    attempt = partial(backend.mem_export, shareable)
-    expect_refusal(backend, "mem_export", attempt, "what was released")
+    expect_refusal(backend, "mem_export", "what was released", shareable)
 
 
 def check_import_is_exact(backend: Backend) -> None:
@@ -240,16 +233,16 @@ def check_import_is_exact(backend: Backend) -> None:
     handle = backend.mem_create(2 * granularity, shareable=True)
     fd = backend.mem_export(handle)
     for size in (0, granularity, granularity // 2, 3 * granularity):
-        attempt = partial(backend.mem_import, fd, size)
-        expect_refusal(backend, "mem_import", attempt, f"{size} bytes of {2 * granularity}")
+        expect_refusal(backend, "mem_import", f"{size} bytes of {2 * granularity}", fd, size)
     os.close(fd)
     strangers = [*os.pipe(), os.open(os.devnull, os.O_RDWR)]
     try:
         for stranger in (fd, -1, *strangers):
             if stranger == fd and fd in strangers:
                 continue  # The number was given out again.
-            attempt = partial(backend.mem_import, stranger, 2 * granularity)
-            expect_refusal(backend, "mem_import", attempt, "a descriptor of something else")
+            expect_refusal(
+                backend, "mem_import", "a descriptor of something else", stranger, 2 * granularity
+            )
     finally:
         for stranger in strangers:
             os.close(stranger)

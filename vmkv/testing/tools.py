@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from ..backend import Access, Backend
 from ..errors import DriverError
 from ..units import Address, Handle
@@ -18,11 +16,13 @@ def expect(wanted: object, got: object, what: str) -> None:
         raise AssertionError(f"{what}: wanted {wanted}, got {got}")
 
 
-def expect_refusal(backend: Backend, call: str, attempt: Callable[[], object], what: str) -> None:
-    """Raise unless `attempt` ends in a `DriverError` under `call` and changes nothing."""
+def expect_refusal(
+    backend: Backend, call: str, what: str, *args: object, by: str = "", **options: object
+) -> None:
+    """Raise unless `call`, or the method `by` that makes it, is refused and changes nothing."""
     before = backend.usage()
     try:
-        attempt()
+        getattr(backend, by or call)(*args, **options)
     except DriverError as error:
         expect(call, error.call, f"the primitive that the refusal names ({what})")
     else:

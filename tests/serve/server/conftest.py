@@ -22,7 +22,7 @@ from fastapi import FastAPI
 from helpers.serving import MAX_TOKENS, Watch, serving, tiny_llama, tiny_tokenizer
 
 from vmkv import BackendUsage
-from vmkv.serve.engine import AsyncEngine, Engine
+from vmkv.serve import AsyncEngine, Engine
 from vmkv.serve.metrics import Metrics
 from vmkv.serve.observer import Observers
 from vmkv.serve.server import Limits, ServerOptions, create_app

@@ -183,6 +183,8 @@ def test_a_stream_that_is_cut_says_so(run_server, drain_timeout_s: float, end: A
             for thread in waiting:
                 thread.start()
             server.until(lambda: server.service.gate.num_waiting == 1)
+            # Whoever is inside may still become tokens.
+            server.watch.wait(lambda: len(server.watch.added) == 2, "the second request")
             end(server)
             *_, error, done = [line for line in lines if line]
         for thread in waiting:

@@ -2,13 +2,14 @@
 
 The engine plans from lengths alone and is one step ahead: it submits step k + 1 before it reads
 the tokens of step k. So a decode token goes from one step to the next on the device, by its
-slot, and `PendingStep.result` is the only place where the host waits.
+slot, and `PendingStep.result` is the only place where the host waits. A slot is a request's own
+as long as it runs; one that was preempted may come back in another, after another `set_slot`.
 
-    runner.set_slot(3, params, prompt)                  # before the slot's first chunk
-    pending = runner.submit([Chunk(slot=3, row=7, num_past_tokens=0, num_new_tokens=len(prompt),
-                                   token_ids=prompt, samples=True), ...])
-    later = runner.submit([Chunk(slot=3, row=7, num_past_tokens=len(prompt), num_new_tokens=1,
-                                 token_ids=None, samples=True), ...])
+    runner.set_slot(3, params, prompt)                  # before the slot's first piece
+    pending = runner.submit([Piece(slot=3, row=7, num_past_tokens=0, num_new_tokens=len(prompt),
+                                   token_ids=prompt), ...])
+    later = runner.submit([Piece(slot=3, row=7, num_past_tokens=len(prompt), num_new_tokens=1,
+                                 token_ids=None), ...])
     pending.result().token_ids
 """
 
@@ -16,41 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from ...errors import VMKVError
+from ...step import Piece
 from ..params import SamplingParams
 from ..request import TokenLogprobs
-
-
-class Chunk(NamedTuple):
-    """What one sequence does in a step.
-
-    Attributes:
-        slot: `0 <= slot < max_num_seqs`: index of its state on the device (last token, sampling
-            parameters, generator, token counts). Its own as long as it runs; a request that was
-            preempted may come back in another, and then `set_slot` is called again.
-        row: Its row in the `KVCache`, grown to `num_past_tokens + num_new_tokens` and the
-            over-read before the step is submitted.
-        num_past_tokens: Tokens whose keys and values are in the row.
-        num_new_tokens: Tokens of this step.
-        token_ids: The new tokens, from the host; None for the token that was sampled last in
-            this slot, which is still on the device (then `num_new_tokens` is 1).
-        samples: Whether a token is sampled from the last position. False for the early chunks
-            of a prompt, and for tokens that are only computed again.
-    """
-
-    slot: int
-    row: int
-    num_past_tokens: int
-    num_new_tokens: int
-    token_ids: Sequence[int] | None
-    samples: bool
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens in the row after the step."""
-        return self.num_past_tokens + self.num_new_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +30,7 @@ class StepResult:
     """What a step sampled.
 
     Attributes:
-        token_ids: One per chunk that samples, in the order of the chunks.
+        token_ids: One per piece that samples, in the order of the pieces.
         logprobs: Likewise; None for those that did not ask.
     """
 
@@ -115,16 +87,14 @@ class Runner(Protocol):
                 `(seed, i)` alone.
         """
 
-    def submit(self, chunks: Sequence[Chunk]) -> PendingStep:
-        """Launch a step: the model over all chunks, then sampling. Never waits for the device.
-
-        Several chunks of one step are of different slots and rows.
+    def submit(self, pieces: Sequence[Piece]) -> PendingStep:
+        """Launch a step: the model over all pieces, then sampling. Never waits for the device.
 
         Raises:
             Exception: Nothing was sampled and no slot has moved on; a `SlotError` where the code
                 of one request alone is the cause. Keys and values of the
-                chunks' new tokens may have been written, which is harmless: submitting the same
-                chunks again writes the same.
+                new tokens may have been written, which is harmless: submitting the same pieces
+                again writes the same.
         """
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from ...errors import ConfigError
 from ..served_rows import ServedRows, fit_budget
 from .base import Runner
-from .eager import EagerRunner
+from .model_runner import ModelRunner, RunnerOptions
 
 #: Of the device's memory, what is left to what is made later: token counts, other users' kernels.
 _SPARE_FRACTION = 0.02
@@ -22,7 +23,6 @@ def make_runner(
     *,
     max_num_seqs: int,
     max_num_batched_tokens: int,
-    vocab_size: int,
     deterministic: bool,
     attention_backend: str | None = None,
     options: Any = None,
@@ -35,7 +35,6 @@ def make_runner(
         rows: Its rows.
         max_num_seqs: Slots.
         max_num_batched_tokens: The largest step.
-        vocab_size: Columns of the logits.
         deterministic: Whether requests must not depend on each other; only "eager" can do that.
         attention_backend: The kernel for rows, where `options` do not say.
         options: For "graphs", `RunnerOptions`.
@@ -45,21 +44,23 @@ def make_runner(
     """
     if kind == "auto":
         kind = "graphs" if rows.cache.device.type == "cuda" and not deterministic else "eager"
-    if kind == "eager":
-        return EagerRunner(rows, max_num_seqs, vocab_size, deterministic=deterministic)
-    if kind != "graphs":
+    if kind not in ("eager", "graphs"):
         raise ConfigError(f'runner={kind!r} is none of "auto", "eager" and "graphs"')
-    if deterministic:
+    if deterministic and kind != "eager":
         raise ConfigError('deterministic needs runner="eager": leave the runner out')
-    from .graph_runner import GraphRunner, RunnerOptions
-
-    runner = GraphRunner(
+    defaults = RunnerOptions(attention_backend=attention_backend)
+    if kind == "eager":
+        options = replace(defaults, compile_layers=False, capture=False)
+    runner = ModelRunner(
         model,
         rows.cache,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
-        options=options or RunnerOptions(attention_backend=rows.store.settings.attention_backend),
+        options=options or defaults,
+        deterministic=deterministic,
     )
+    if kind == "eager":
+        return runner
     try:
         runner.warm_up()
         if rows.cache.device.type == "cuda":

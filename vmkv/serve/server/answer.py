@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..params import SamplingParams
+from ..request import RequestOutput, joined
 from .choices import Form, Progress
 from .errors import ApiError, refused
 from .limits import Gate
 from .prompts import Prompt, Prompts
 from .protocol import StreamingEngine
-from .streaming import DONE, as_generator, event, merged
+from .streaming import DONE, event, merged
 from .tokens import Tokens
 
 
@@ -59,12 +60,14 @@ class Answer:
         Raises `ApiError`: there is none.
         """
         progress = self._new_progress()
+        found: list[list[RequestOutput]] = [[] for _ in self.prompts]
         async with contextlib.aclosing(self._outputs()) as outputs:
-            last = {at: output async for at, output in outputs}
+            async for at, output in outputs:
+                found[at].append(output)
         choices = [
             self.form.whole(delta)
-            for at in sorted(last)
-            for delta in progress.advance(at, last[at])
+            for at, each in enumerate(found)
+            for delta in progress.advance(at, joined(each))
         ]
         head = self._head(self.form.whole_object)
         return {**head, "choices": choices, "usage": progress.usage()}
@@ -96,16 +99,13 @@ class Answer:
                 yield event({**head, "choices": [], "usage": progress.usage()})
         yield DONE
 
-    async def _outputs(self) -> AsyncGenerator[tuple[int, Any], None]:
+    async def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """The engine's outputs with the number of their prompt, from behind the gate."""
         async with self.gate.entered():
             # Only now: what waits, or has left, costs no work.
             prompts = [await self._tokens(prompt) for prompt in self.prompts]
             self.encoded()
-            streams = [
-                as_generator(self.engine.stream(prompt, self.params, self.priority))
-                for prompt in prompts
-            ]
+            streams = [self.engine.stream(prompt, self.params, self.priority) for prompt in prompts]
             try:
                 async with contextlib.aclosing(merged(streams)) as outputs:
                     async for each in outputs:

@@ -84,8 +84,9 @@ def create_app(
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        yield
-        await service.shut_down()
+        async with engine:
+            yield
+            service.close()
 
     app = FastAPI(title="vmkv", version=_version(), lifespan=lifespan)
     app.state.service = service

@@ -1,7 +1,4 @@
-"""From an engine's outputs to the JSON of OpenAI's answers, whole or in chunks.
-
-An engine's output holds everything so far; `Progress` turns a row of them into what is new.
-"""
+"""From an engine's outputs to the JSON of OpenAI's answers, whole or in chunks."""
 
 from __future__ import annotations
 
@@ -39,9 +36,7 @@ class _Sent:
     """How much of one choice was sent."""
 
     def __init__(self) -> None:
-        self.num_chars = 0
         self.num_tokens = 0
-        self.num_logprobs = 0
         self.offset = 0
         self.has_begun = False
         self.has_ended = False
@@ -64,7 +59,7 @@ class Progress:
         self._cached_tokens = [0] * num_prompts
 
     def advance(self, prompt_index: int, output: RequestOutput) -> Iterator[Delta]:
-        """What `output` adds to what was seen of its prompt before.
+        """What there is to say about `output`, which is new of its prompt.
 
         Raises `ApiError`: a sample ended in an error.
         """
@@ -78,17 +73,15 @@ class Progress:
 
     def _advance_sample(self, index: int, sample: CompletionOutput) -> Delta | None:
         sent = self._sent[index]
-        sent.num_tokens = len(sample.token_ids)
-        text = sample.text[sent.num_chars :]
-        logprobs = None if sample.logprobs is None else sample.logprobs[sent.num_logprobs :]
-        if sent.has_ended or not (text or logprobs or sample.is_finished):
+        sent.num_tokens += len(sample.token_ids)
+        if sent.has_ended or not (sample.text or sample.logprobs or sample.is_finished):
             return None
         finish_reason = str(sample.finish_reason) if sample.finish_reason is not None else None
-        delta = Delta(index, not sent.has_begun, text, logprobs, sent.offset, finish_reason)
-        sent.num_chars += len(text)
-        if logprobs:
-            sent.num_logprobs += len(logprobs)
-            sent.offset += sum(len(self._tokens[each.token_id].text) for each in logprobs)
+        delta = Delta(
+            index, not sent.has_begun, sample.text, sample.logprobs, sent.offset, finish_reason
+        )
+        for each in sample.logprobs or ():
+            sent.offset += len(self._tokens[each.token_id].text)
         sent.has_begun, sent.has_ended = True, sample.is_finished
         return delta
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, fields
 
@@ -96,19 +95,16 @@ class Gate:
 
     Attributes:
         num_inside: How many are in.
+        num_waiting: How many wait.
     """
 
     def __init__(self, max_concurrent: int, max_queued: int):
         self.max_concurrent = max_concurrent
         self.max_queued = max_queued
         self.num_inside = 0
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self.num_waiting = 0
+        self._places = asyncio.Semaphore(max_concurrent)
         self._is_closed = False
-
-    @property
-    def num_waiting(self) -> int:
-        """How many wait."""
-        return len(self._waiting)
 
     @contextlib.asynccontextmanager
     async def entered(self) -> AsyncIterator[None]:
@@ -116,44 +112,26 @@ class Gate:
 
         Raises `ApiError`: the queue is full (429), or the gate is closed (503).
         """
-        await self._enter()
+        if self._is_closed:
+            raise draining()
+        if self._places.locked() and self.num_waiting >= self.max_queued:
+            raise busy(f"{self.max_concurrent} requests run and {self.max_queued} wait")
+        self.num_waiting += 1
+        try:
+            await self._places.acquire()
+        finally:
+            self.num_waiting -= 1
+        if self._is_closed:
+            raise draining()
+        self.num_inside += 1
         try:
             yield
         finally:
-            self._leave()
+            self.num_inside -= 1
+            self._places.release()
 
     def close(self) -> None:
         """Turn away who waits, and whoever comes. Who is inside stays. Idempotent."""
         self._is_closed = True
-        while self._waiting:
-            turn = self._waiting.popleft()
-            if not turn.done():
-                turn.set_exception(draining())
-
-    async def _enter(self) -> None:
-        if self._is_closed:
-            raise draining()
-        if self.num_inside < self.max_concurrent:
-            self.num_inside += 1
-            return
-        if len(self._waiting) >= self.max_queued:
-            raise busy(f"{self.max_concurrent} requests run and {self.max_queued} wait")
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(turn)
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.cancelled():
-                with contextlib.suppress(ValueError):
-                    self._waiting.remove(turn)
-            elif turn.exception() is None:
-                self._leave()  # The turn came just then: pass it on.
-            raise
-
-    def _leave(self) -> None:
-        while self._waiting:
-            turn = self._waiting.popleft()
-            if not turn.done():
-                turn.set_result(None)  # The place changes hands: num_inside stays.
-                return
-        self.num_inside -= 1
+        for _ in range(self.num_waiting):
+            self._places.release()

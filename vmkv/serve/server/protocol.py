@@ -1,8 +1,8 @@
-"""What the server asks of an engine; `vmkv.serve.engine.AsyncEngine` answers."""
+"""What the server asks of an engine; an `EngineClient` answers."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
 from ..params import SamplingParams
@@ -14,8 +14,8 @@ class StreamingEngine(Protocol):
 
     def stream(
         self, prompt: Sequence[int], params: SamplingParams, priority: int = 0
-    ) -> AsyncIterator[RequestOutput]:
-        """Outputs of one request as they grow; closing the iterator cancels the request.
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """What is new of a request, as it comes; closing the iterator cancels the request.
 
         Raises:
             ConfigError: The request can never be served. Raised by the first iteration.
@@ -29,4 +29,12 @@ class StreamingEngine(Protocol):
 
     async def shutdown(self, drain: bool = True) -> None:
         """Stop: after the requests that are under way, or with `drain=False` cancelling them."""
+        ...
+
+    async def __aenter__(self) -> object:
+        """Begin to serve this event loop."""
+        ...
+
+    async def __aexit__(self, *exception: object) -> None:
+        """Stop, after the requests that are under way."""
         ...

@@ -229,9 +229,8 @@ class Service:
         self._tokenizing.close()
         await self._engine.shutdown(drain=False)
 
-    async def shut_down(self) -> None:
-        """End, after what is under way."""
+    def close(self) -> None:
+        """Nothing is asked any more."""
         self.drain.is_draining = True
         self.reader.close()
         self._prompts.close()
-        await self._engine.shutdown(drain=True)

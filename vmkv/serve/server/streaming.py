@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Sequence
 from typing import Any, TypeVar
 
 import anyio
@@ -148,18 +148,3 @@ async def merged(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def as_generator(stream: AsyncIterator[T]) -> AsyncGenerator[T, None]:
-    """An async iterator that can be closed, whatever the engine gave."""
-
-    async def items() -> AsyncGenerator[T, None]:
-        try:
-            async for item in stream:
-                yield item
-        finally:
-            close = getattr(stream, "aclose", None)
-            if close is not None:
-                await close()
-
-    return items()

@@ -14,9 +14,10 @@ from itertools import accumulate, pairwise
 import numpy as np
 import torch
 
-from ...attention import AttentionBatch
-from .base import Chunk
-from .row_attention import Beginnings, StepParts
+from ..attention import AttentionBatch
+from ..attention.packed import Beginnings
+from .piece import Piece
+from .row_attention import StepParts
 
 #: FlashAttention-2 appends to no view shorter than the query heads that share a key head.
 _SHORTEST_VIEW_TOKENS = 256
@@ -28,22 +29,6 @@ def pinned(num_integers: int, device: torch.device) -> tuple[torch.Tensor, np.nd
     return host, host.numpy()
 
 
-def order(chunks: Sequence[Chunk]) -> list[int]:
-    """Chunks as they are packed: those that decode, those that begin, those that go on."""
-    return sorted(range(len(chunks)), key=lambda at: _kind(chunks[at]))
-
-
-def decodes(chunk: Chunk) -> bool:
-    """Whether a chunk is one query over its row."""
-    return chunk.num_new_tokens == 1
-
-
-def _kind(chunk: Chunk) -> int:
-    if decodes(chunk):
-        return 0
-    return 1 if chunk.num_past_tokens == 0 else 2
-
-
 @dataclass(frozen=True)
 class PackedStep:
     """A step of any kind, on the device.
@@ -53,7 +38,6 @@ class PackedStep:
         positions: `[T] int64`.
         decode_slots: `[num_decode] int64`, whose tokens those are.
         ends: `[samples] int64`, where the tokens to sample from lie.
-        slots: `[samples] int64`, who samples.
         parts: The step as attention sees it.
     """
 
@@ -61,24 +45,23 @@ class PackedStep:
     positions: torch.Tensor
     decode_slots: torch.Tensor
     ends: torch.Tensor
-    slots: torch.Tensor
     parts: StepParts
 
 
-def pack(chunks: Sequence[Chunk], capacities: set[int], device: torch.device) -> PackedStep:
+def pack(pieces: Sequence[Piece], capacities: set[int], device: torch.device) -> PackedStep:
     """Send a step to the device: one copy.
 
     Args:
-        chunks: In the order that `order` gives.
-        capacities: Of rows, as `RowAttention.row_tokens`.
+        pieces: In the order that `packing_order` gives.
+        capacities: Of rows, as `row_capacities` says.
         device: Where to.
     """
-    new = [chunk.num_new_tokens for chunk in chunks]
+    new = [piece.num_new_tokens for piece in pieces]
     starts = [0, *accumulate(new)]
-    total, count = starts[-1], len(chunks)
-    num_decode = sum(decodes(chunk) for chunk in chunks)
-    first_later = next((at for at in range(count) if _kind(chunks[at]) == 2), count)
-    sampling = [at for at in range(count) if chunks[at].samples]
+    total, count = starts[-1], len(pieces)
+    num_decode = sum(piece.decodes for piece in pieces)
+    first_later = next((at for at in range(count) if pieces[at].kind == 2), count)
+    sampling = [at for at in range(count) if pieces[at].samples]
     sizes = [
         total,
         total,
@@ -90,32 +73,29 @@ def pack(chunks: Sequence[Chunk], capacities: set[int], device: torch.device) ->
         count - first_later + 1,
         count,
         len(sampling),
-        len(sampling),
     ]
     bounds = [0, *accumulate(sizes)]
     host, flat = pinned(bounds[-1], device)
     cut = [slice(*pair) for pair in pairwise(bounds)]
-    _fill_tokens(flat[cut[0]], flat[cut[1]], chunks, starts)
-    flat[cut[2]] = [chunk.row for chunk in chunks]
-    flat[cut[3]] = [chunk.num_tokens for chunk in chunks]
-    flat[cut[4]] = [chunk.num_past_tokens for chunk in chunks]
+    _fill_tokens(flat[cut[0]], flat[cut[1]], pieces, starts)
+    flat[cut[2]] = [piece.row for piece in pieces]
+    flat[cut[3]] = [piece.num_tokens for piece in pieces]
+    flat[cut[4]] = [piece.num_past_tokens for piece in pieces]
     flat[cut[5]] = starts
     flat[cut[6]] = [each - num_decode for each in starts[num_decode : first_later + 1]]
     flat[cut[7]] = [each - starts[first_later] for each in starts[first_later:]]
-    flat[cut[8]] = [chunk.slot for chunk in chunks]
+    flat[cut[8]] = [piece.slot for piece in pieces]
     flat[cut[9]] = [starts[at + 1] - 1 for at in sampling]
-    flat[cut[10]] = [chunks[at].slot for at in sampling]
     on_device = host.to(device, non_blocking=True)
     sent = [on_device[each] for each in cut]
-    wide = {at: sent[at].long() for at in (0, 1, 8, 9, 10)}
-    vectors = _Vectors(sent[2], sent[3], sent[4], chunks, capacities)
+    wide = {at: sent[at].long() for at in (0, 1, 8, 9)}
+    vectors = _Vectors(sent[2], sent[3], sent[4], pieces, capacities)
     num_first = starts[first_later] - num_decode
     return PackedStep(
         token_ids=wide[0],
         positions=wide[1],
         decode_slots=wide[8][:num_decode],
         ends=wide[9],
-        slots=wide[10],
         parts=StepParts(
             num_decode_tokens=num_decode,
             num_beginning_tokens=num_first,
@@ -125,18 +105,18 @@ def pack(chunks: Sequence[Chunk], capacities: set[int], device: torch.device) ->
             beginnings_in_rows=vectors.batches(num_decode, first_later, sent[6])
             if num_first
             else None,
-            going_on=vectors.batches(first_later, count, sent[7]) if first_later < count else None,
+            continued=vectors.batches(first_later, count, sent[7]) if first_later < count else None,
         ),
     )
 
 
 def _fill_tokens(
-    token_ids: np.ndarray, positions: np.ndarray, chunks: Sequence[Chunk], starts: Sequence[int]
+    token_ids: np.ndarray, positions: np.ndarray, pieces: Sequence[Piece], starts: Sequence[int]
 ) -> None:
-    for chunk, start in zip(chunks, starts, strict=False):
-        end = start + chunk.num_new_tokens
-        token_ids[start:end] = -1 if chunk.token_ids is None else chunk.token_ids
-        positions[start:end] = np.arange(chunk.num_past_tokens, chunk.num_tokens)
+    for piece, start in zip(pieces, starts, strict=False):
+        end = start + piece.num_new_tokens
+        token_ids[start:end] = -1 if piece.token_ids is None else piece.token_ids
+        positions[start:end] = np.arange(piece.num_past_tokens, piece.num_tokens)
 
 
 @dataclass(frozen=True)
@@ -146,22 +126,22 @@ class _Vectors:
     rows: torch.Tensor
     num_tokens: torch.Tensor
     tokens_before: torch.Tensor
-    chunks: Sequence[Chunk]
+    pieces: Sequence[Piece]
     capacities: set[int]
 
     def batches(
         self, start: int, end: int, query_starts: torch.Tensor
     ) -> dict[int, AttentionBatch]:
         """Chunks `[start, end)` as a batch, by capacity of a row."""
-        chosen = self.chunks[start:end]
-        longest = max(chunk.num_tokens for chunk in chosen)
+        chosen = self.pieces[start:end]
+        longest = max(piece.num_tokens for piece in chosen)
         made = {}
         for capacity in self.capacities:
             batch = made[capacity] = AttentionBatch(
                 row_indices=self.rows[start:end],
                 num_tokens=self.num_tokens[start:end],
                 query_starts=query_starts[: end - start + 1],
-                max_query_tokens=max(chunk.num_new_tokens for chunk in chosen),
+                max_query_tokens=max(piece.num_new_tokens for piece in chosen),
                 max_num_tokens=min(max(_SHORTEST_VIEW_TOKENS, longest), capacity),
                 row_tokens=capacity,
             )

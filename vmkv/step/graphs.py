@@ -17,7 +17,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
-from .row_attention import RowAttention
+from ..cache import KVCache
+from .row_attention import RowAttention, row_capacities
 
 Key = TypeVar("Key")
 _TIMED_REPLAYS = 3
@@ -31,7 +32,7 @@ class Scratch(NamedTuple):
 
 
 class GraphSpace:
-    """What all graphs of a runner share: the model, their input and output, and their memory.
+    """What all graphs of a stepper share: the model, their input and output, and their memory.
 
     Graphs run one after the other, so each may use the memory of those before it.
 
@@ -39,11 +40,11 @@ class GraphSpace:
         forward: From token ids `[T] int64`, positions `[T] int64` and the places to keep
             `[n] int64` (None for all) to logits `[n, vocabulary]`.
         attention: What the model's layers attend through.
+        cache: Its rows.
         last_tokens: `[slots] int64`, the token sampled last in each slot; read and written.
         vocab_size: Columns of the logits.
         dtype: Theirs.
         max_num_seqs: The most sequences of a step.
-        max_tokens: The longest sequence.
         scratch: See there.
         agree: The largest of all ranks' values: what each measures by itself must not part them.
 
@@ -56,12 +57,12 @@ class GraphSpace:
         self,
         forward: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor],
         attention: RowAttention,
+        cache: KVCache,
         last_tokens: torch.Tensor,
         *,
         vocab_size: int,
         dtype: torch.dtype,
         max_num_seqs: int,
-        max_tokens: int,
         scratch: Scratch,
         agree: Callable[[int], int] = int,
     ):
@@ -70,7 +71,8 @@ class GraphSpace:
         self.attention = attention
         self.last_tokens = last_tokens
         self.max_num_seqs = max_num_seqs
-        self.max_tokens = max_tokens
+        self.max_tokens = cache.max_tokens
+        self.capacities = row_capacities(cache)
         self.scratch = scratch
         self.device = last_tokens.device
         self.logits = torch.empty((max_num_seqs, vocab_size), dtype=dtype, device=self.device)
@@ -89,14 +91,14 @@ class GraphSpace:
             # torch leaves its constructor untyped.
             self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         # Not `torch.cuda.graph`: that collects garbage and waits for the device each time.
-        self._stream.wait_stream(torch.cuda.current_stream())
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._stream):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 step()
             finally:
                 graph.capture_end()
-        torch.cuda.current_stream().wait_stream(self._stream)
+        torch.cuda.current_stream(self.device).wait_stream(self._stream)
         return graph
 
     def take(self, logits: torch.Tensor, slots: torch.Tensor) -> None:
@@ -213,7 +215,11 @@ class StepGraphs(abc.ABC, Generic[Key]):
 
     def warm_up(self, key: Key) -> None:
         """Run the step of `key` with nothing in it: compiles, tunes and loads what it needs."""
-        self._send(self.empty(key))
+        self.run(key, self.empty(key))
+
+    def run(self, key: Key, integers: torch.Tensor) -> None:
+        """Run a step uncaptured; see `replay`."""
+        self._send(integers)
         self._run(key)
 
     def _send(self, integers: torch.Tensor) -> None:
@@ -223,7 +229,7 @@ class StepGraphs(abc.ABC, Generic[Key]):
         try:
             self.step(key, self._input)
         finally:
-            self.space.attention.step = None
+            self.space.attention.steps = None
 
     def close(self) -> None:
         """Drop the graphs and their memory. Idempotent; the caller has waited for the device."""

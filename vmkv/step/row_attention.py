@@ -1,10 +1,10 @@
-"""How the layers of one step attend: which tokens decode, which begin, which go on.
+"""How the layers of one step append and attend: which tokens decode, which begin, which continue.
 
 The tokens of a step are packed in that order, because each kind has a kernel of its own:
 
   decode     one query per sequence over its row; splits long rows over the device
   beginning  whole prompts, or their first chunks, over their own packed keys (`packed.py`)
-  going on   later chunks of a prompt, over their rows
+  continued  later chunks of a prompt, over their rows
 
 A step that only decodes, and whose kernel can append, is one launch per layer. A step that is
 captured (`mixed_graphs.py`) has two kinds, decode and tiles, whose sizes are the graph's.
@@ -13,12 +13,13 @@ captured (`mixed_graphs.py`) has two kinds, decode and tiles, whose sizes are th
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from ...attention import (
+from ..attention import (
     AppendingBackend,
     AttentionBackend,
     AttentionBatch,
@@ -26,28 +27,10 @@ from ...attention import (
     append,
     select,
 )
-from ...attention.packed import PackedAttention, packed_attention
-from ...attention.registry import why_not
-from ...cache import KVCache
-from ...errors import InternalError
-
-#: What rows are read with where it can serve a layer. `select` leaves it to those who name it, for
-#: its over-read; among many sequences of different lengths it is worth that (one H200, 8B Llama
-#: shape: a decode step of 64 at 128 to 4,096 tokens takes 8.6 ms, with flash2 9.6).
-_PREFERRED = "flash3"
-
-
-@dataclass(frozen=True)
-class Beginnings:
-    """The part of a step that has no past.
-
-    Attributes:
-        starts: `[n + 1] int32`, where each begins among the part's tokens, and their number.
-        max_tokens: The longest.
-    """
-
-    starts: torch.Tensor
-    max_tokens: int
+from ..attention.packed import Beginnings, PackedAttention, packed_attention
+from ..attention.registry import why_not
+from ..cache import KVCache
+from ..errors import InternalError
 
 
 @dataclass(frozen=True)
@@ -60,7 +43,7 @@ class StepParts:
         everything: All tokens, for the append.
         decode: The first part; None where it is empty.
         beginnings: The second; likewise.
-        going_on: The third, in rows; likewise.
+        continued: The third, in rows; likewise.
         beginnings_in_rows: The second again, for layers that have no kernel for it.
     """
 
@@ -69,7 +52,7 @@ class StepParts:
     everything: dict[int, AttentionBatch]
     decode: dict[int, AttentionBatch] | None = None
     beginnings: Beginnings | None = None
-    going_on: dict[int, AttentionBatch] | None = None
+    continued: dict[int, AttentionBatch] | None = None
     beginnings_in_rows: dict[int, AttentionBatch] | None = None
 
 
@@ -98,32 +81,53 @@ class _Kernels:
     packed: PackedAttention | None
 
 
+class _Layer(NamedTuple):
+    """Where a layer lies: its cache, and all rows of it `[rows, row_tokens, heads, dim]`."""
+
+    cache: KVCache
+    device: torch.device
+    keys: torch.Tensor
+    values: torch.Tensor
+    window: int | None
+
+
 class RowAttention:
-    """Appends to and attends from the rows of a cache, for every layer of a model.
+    """Appends to and attends from the rows of caches, for every layer of a model.
 
     Args:
-        cache: Its layers are those of the model, by number.
-        attention_backend: The kernel for rows; by default flash3, or what `select` takes.
+        caches: One for each device of the model. Their layers are the model's, by number.
+        attention_backend: The kernel for rows; None for what can serve.
+        preferred: The kernel for rows where none is named and this one can serve a layer; else
+            what `select` takes. `select` itself leaves flash3 to those who name it, for its
+            over-read; among many sequences of different lengths it is worth that (one H200, 8B
+            Llama shape: a decode step of 64 at 128 to 4,096 tokens takes 8.6 ms, with flash2 9.6).
 
     Attributes:
-        step: The step that the next forward pass is.
+        steps: The step that the next forward pass is, as each device sees it; None between steps.
     """
 
-    def __init__(self, cache: KVCache, attention_backend: str | None = None):
-        self._cache = cache
+    def __init__(
+        self,
+        caches: Sequence[KVCache],
+        attention_backend: str | None = None,
+        preferred: str | None = None,
+    ):
         self._name = attention_backend
-        self._views = {
-            layer: (cache.keys(layer), cache.values(layer), cache.place(layer)[0].window_tokens)
+        self._preferred = preferred
+        self._layers = {
+            layer: _Layer(
+                cache,
+                cache.device,
+                cache.keys(layer),
+                cache.values(layer),
+                cache.place(layer)[0].window_tokens,
+            )
+            for cache in caches
             for layer in cache.layers
         }
-        self._kernels: dict[AttentionSpec, _Kernels] = {}
+        self._kernels: dict[tuple[int, AttentionSpec], _Kernels] = {}
         self._side: torch.cuda.Stream | None = None
-        self.step: StepParts | TiledParts | None = None
-
-    @property
-    def row_tokens(self) -> set[int]:
-        """The capacities of a row, over the layer groups."""
-        return {group.geometry.row_tokens for group in self._cache.groups}
+        self.steps: Mapping[torch.device, StepParts | TiledParts] | None = None
 
     def attend(
         self,
@@ -137,17 +141,30 @@ class RowAttention:
         softcap: float,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """See `LayerAttention.attend`.
+        """Append a layer's new keys and values, and attend from its rows.
+
+        Args:
+            layer: The model's number for it.
+            query: `[1, Hq, T, D]`, packed.
+            key: `[1, H, T, D]`, the new keys.
+            value: `[1, H, T, Dv]`.
+            scale: See `AttentionBackend.forward`, as for the rest.
+            window: Likewise; None for the layer's own.
+            softcap: Likewise.
+            sinks: Likewise.
+
+        Returns:
+            `[1, T, Hq, Dv]`, contiguous.
 
         Raises:
             InternalError: No step was set.
         """
-        step = self.step
-        if step is None:
+        if self.steps is None:
             raise InternalError("attention was asked for outside a step")
-        keys, values, layer_window = self._views[layer]
+        cache, device, keys, values, layer_window = self._layers[layer]
+        step = self.steps[device]
         window = layer_window if window is None else window
-        kernels = self._kernels_for(query, key, value, window, softcap, sinks)
+        kernels = self._kernels_for(cache, query, key, value, window, softcap, sinks)
         forward = functools.partial(
             kernels.rows.forward, scale=scale, window=window, softcap=softcap, sinks=sinks
         )
@@ -164,31 +181,22 @@ class RowAttention:
         decode_batch = None if step.decode is None else step.decode[capacity]
         num_decode = step.num_decode_tokens
         if decode_batch is not None and num_decode == q.shape[0]:
-            rows = kernels.rows
-            if isinstance(rows, AppendingBackend):
+            if isinstance(kernels.rows, AppendingBackend):
                 # With what `forward` is told as well.
-                return rows.append_and_attend(
+                return kernels.rows.append_and_attend(
                     q, k, v, keys, values, decode_batch, **forward.keywords
                 )[None]
+            append(k, v, keys, values, decode_batch)
+            return forward(q, keys, values, decode_batch)[None]
         append(k, v, keys, values, step.everything[capacity])
         begin, end = num_decode, num_decode + step.num_beginning_tokens
-        if decode_batch is not None and begin == q.shape[0]:
-            return forward(q, keys, values, decode_batch)[None]
         # The kernel of the beginnings, mostly the largest part, writes where all are to lie.
         out = q.new_empty((q.shape[0], q.shape[1], v.shape[2]))
         if step.beginnings is not None:
             part = out[begin:end]
             if kernels.packed is not None:
-                attended = kernels.packed(
-                    q[begin:end],
-                    k[begin:end],
-                    v[begin:end],
-                    step.beginnings.starts,
-                    step.beginnings.max_tokens,
-                    scale=scale,
-                    sinks=sinks,
-                    out=part,
-                )
+                own = [each[begin:end] for each in (q, k, v)]
+                attended = kernels.packed(own, step.beginnings, scale, sinks, part)
             else:
                 assert step.beginnings_in_rows is not None  # Made together.
                 batch = step.beginnings_in_rows[capacity]
@@ -197,8 +205,8 @@ class RowAttention:
                 part.copy_(attended)
         if decode_batch is not None:
             out[:begin] = forward(q[:begin], keys, values, decode_batch)
-        if step.going_on is not None:
-            out[end:] = forward(q[end:], keys, values, step.going_on[capacity])
+        if step.continued is not None:
+            out[end:] = forward(q[end:], keys, values, step.continued[capacity])
         return out[None]
 
     def _attend_tiled(
@@ -239,6 +247,7 @@ class RowAttention:
 
     def _kernels_for(
         self,
+        cache: KVCache,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -254,17 +263,22 @@ class RowAttention:
             softcap=softcap,
             has_sinks=sinks is not None,
         )
-        kernels = self._kernels.get(spec)
+        kernels = self._kernels.get((id(cache), spec))
         if kernels is None:
             name = self._name
-            if name is None and why_not(_PREFERRED, spec) is None:
-                name = _PREFERRED
+            if name is None and self._preferred and why_not(self._preferred, spec) is None:
+                name = self._preferred
             rows = select(spec, name)
-            self._cache.keep_resident(rows.overread_tokens(spec.k_dim, spec.v_dim))
-            kernels = self._kernels[spec] = _Kernels(rows, packed_attention(spec))
+            cache.keep_resident(rows.overread_tokens(spec.k_dim, spec.v_dim))
+            kernels = self._kernels[id(cache), spec] = _Kernels(rows, packed_attention(spec))
         return kernels
 
     def close(self) -> None:
-        """Let the cache's tensors go: they keep its addresses reserved. Idempotent."""
-        self._views.clear()
-        self.step = None
+        """Drop the caches' tensors: they keep addresses reserved. Idempotent."""
+        self._layers.clear()
+        self.steps = None
+
+
+def row_capacities(cache: KVCache) -> set[int]:
+    """The capacities of a row, over the layer groups."""
+    return {group.geometry.row_tokens for group in cache.groups}

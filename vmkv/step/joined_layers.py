@@ -54,7 +54,7 @@ def join(model: torch.nn.Module) -> int:
     return count
 
 
-def part(model: torch.nn.Module) -> None:
+def separate(model: torch.nn.Module) -> None:
     """Undo `join`: every layer gets a weight of its own again. Idempotent."""
     for module in model.modules():
         if type(module) is SiblingLinear:

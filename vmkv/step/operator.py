@@ -5,21 +5,23 @@ layers are compiled and captured: a layer's place is a tensor beside the layer, 
 in its code, so that one compiled layer serves all of them; and what the step is (rows, lengths)
 never passes through the model's code at all.
 
-An operator takes tensors and numbers, so it finds its cache by a number: `serve` and `withdraw`
-keep the process-wide table that this needs. It holds nothing alive.
+An operator takes tensors and numbers, so it finds its cache by a number: `attending` keeps the
+process-wide table that this needs. It holds nothing alive.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import weakref
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from ...errors import ClosedError, ConfigError
-from ...hf import compat
+from ..errors import ClosedError, ConfigError
+from .interface import attending_through, register_attention
+from .row_attention import RowAttention
 
 IMPLEMENTATION = "vmkv_rows"
 """The name among transformers' attention implementations."""
@@ -28,25 +30,7 @@ _PLACE = "_vmkv_place"
 _NUMBERS = itertools.count()
 
 
-class LayerAttention(Protocol):
-    """What attends for all layers of a model; see `row_attention.py`."""
-
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """`[1, T, Hq, Dv]`, contiguous, of `[1, Hq, T, D]` and the new keys and values."""
-
-
-_SERVING: weakref.WeakValueDictionary[int, LayerAttention] = weakref.WeakValueDictionary()
+_SERVING: weakref.WeakValueDictionary[int, RowAttention] = weakref.WeakValueDictionary()
 
 # torch leaves the library untyped.
 _LIBRARY: Any = torch.library.Library("vmkv", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -124,32 +108,41 @@ def rows_attention(
     return out, None
 
 
-def serve(model: torch.nn.Module, attention: LayerAttention) -> None:
-    """Have the model's layers attend through `attention`, and remember nothing but that.
+@contextlib.contextmanager
+def attending(model: Any, attention: RowAttention) -> Iterator[None]:
+    """While this lasts, the model's layers attend through `attention`.
 
     Raises:
-        ConfigError: Another runner serves the model, or no layer says which one it is.
+        ConfigError: Another stepper has the model, or no layer says which one it is.
     """
+    check_free(model)
     layers = list(_layers(model))
     if not layers:
         raise ConfigError("no layer of this model says which one it is (layer_idx)")
-    for module, _ in layers:
+    register_attention(IMPLEMENTATION, rows_attention, _no_mask)
+    number = next(_NUMBERS)
+    _SERVING[number] = attention
+    try:
+        for module, layer in layers:
+            setattr(module, _PLACE, torch.tensor([number, layer]))
+        with attending_through(model, IMPLEMENTATION):
+            yield
+    finally:
+        _SERVING.pop(number, None)
+        for module, _ in layers:
+            vars(module).pop(_PLACE, None)
+
+
+def check_free(model: Any) -> None:
+    """Refuse a model whose layers attend through this operator already.
+
+    Raises:
+        ConfigError: They do.
+    """
+    for module, _ in _layers(model):
         place = vars(module).get(_PLACE)
         if place is not None and int(place[0]) in _SERVING:
             raise ConfigError("this model is served by another runner already; close that first")
-    compat.register_attention(IMPLEMENTATION, rows_attention, _no_mask)
-    number = next(_NUMBERS)
-    _SERVING[number] = attention
-    for module, layer in layers:
-        setattr(module, _PLACE, torch.tensor([number, layer]))
-
-
-def withdraw(model: torch.nn.Module) -> None:
-    """Undo `serve`. Idempotent."""
-    for module, _ in _layers(model):
-        place = vars(module).pop(_PLACE, None)
-        if place is not None:
-            _SERVING.pop(int(place[0]), None)
 
 
 def _layers(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, int]]:

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 
 import torch
 
-from ...attention import AttentionBatch
-from .base import Chunk
-from .buffers import pinned
+from ..attention import AttentionBatch
 from .graphs import GraphSpace, StepGraphs
+from .packing import pinned
+from .piece import Piece
 from .row_attention import StepParts
 
 #: Lines of a step's input: slots, rows, tokens before, tokens after, and the token from the host,
@@ -29,17 +29,18 @@ Bucket = tuple[int, int]
 
 
 class DecodeGraphs(StepGraphs[Bucket]):
-    """The decode graphs of one runner.
+    """The decode graphs of one stepper.
 
     Args:
         space: What they share with others.
         split_below: How many sequences keep the device busy without being split.
+        few: Have few widths, which waste more.
     """
 
     name = "decode steps"
 
-    def __init__(self, space: GraphSpace, split_below: int):
-        self.batch_buckets = batch_buckets(space.max_num_seqs)
+    def __init__(self, space: GraphSpace, split_below: int, *, few: bool = False):
+        self.batch_buckets = batch_buckets(space.max_num_seqs, few=few)
         self.length_buckets = length_buckets(space.max_tokens)
         super().__init__(space, _LINES * self.batch_buckets[-1])
         self._split_below = split_below
@@ -63,16 +64,16 @@ class DecodeGraphs(StepGraphs[Bucket]):
                 found += [(width, bound) for bound in reversed(self.length_buckets)]
         return found
 
-    def fill(self, key: Bucket, chunks: Sequence[Chunk]) -> torch.Tensor:
-        """The input of a step in which `chunks` decode, on the host."""
-        width, count = key[0], len(chunks)
+    def fill(self, key: Bucket, pieces: Sequence[Piece]) -> torch.Tensor:
+        """The input of a step in which `pieces` decode, on the host."""
+        width, count = key[0], len(pieces)
         host, flat = pinned(_LINES * width, self.space.device)
         lines = flat.reshape(_LINES, width)
-        lines[0, :count] = [chunk.slot for chunk in chunks]
-        lines[1, :count] = [chunk.row for chunk in chunks]
-        lines[2, :count] = [chunk.num_past_tokens for chunk in chunks]
+        lines[0, :count] = [piece.slot for piece in pieces]
+        lines[1, :count] = [piece.row for piece in pieces]
+        lines[2, :count] = [piece.num_past_tokens for piece in pieces]
         lines[4, :count] = [
-            -1 if chunk.token_ids is None else chunk.token_ids[0] for chunk in chunks
+            -1 if piece.token_ids is None else piece.token_ids[0] for piece in pieces
         ]
         lines[0, count:], lines[1, count:] = self.space.scratch
         lines[2, count:] = 0
@@ -96,12 +97,12 @@ class DecodeGraphs(StepGraphs[Bucket]):
         slots = lines[0].long()
         from_host = lines[4].long()
         token_ids = torch.where(from_host < 0, space.last_tokens[slots], from_host)
-        space.attention.step = self._parts(lines, width, bound)
+        space.attention.steps = {space.device: self._parts(lines, width, bound)}
         space.take(space.forward(token_ids, lines[2].long(), None), slots)
 
     def _parts(self, lines: torch.Tensor, width: int, bound: int) -> StepParts:
         batches = {}
-        for capacity in self.space.attention.row_tokens:
+        for capacity in self.space.capacities:
             batch = batches[capacity] = AttentionBatch(
                 row_indices=lines[1],
                 num_tokens=lines[3],
@@ -114,14 +115,21 @@ class DecodeGraphs(StepGraphs[Bucket]):
         return StepParts(width, 0, everything=batches, decode=batches)
 
 
-def batch_buckets(max_batch: int) -> list[int]:
-    """Widths of graphs: powers of two to 8, then steps that waste at most an eighth or so."""
-    widths = [1, 2, 4]
-    width = 8
+def batch_buckets(max_batch: int, *, few: bool = False) -> list[int]:
+    """Widths of graphs: powers of two to 8, then steps that waste at most an eighth or so.
+
+    Args:
+        max_batch: The widest.
+        few: Powers of two all the way: each may waste a half.
+    """
+    widths, width = [], 1
     while width < max_batch:
         widths.append(width)
-        width += 8 if width < 64 else 16 if width < 256 else 32
-    return [each for each in widths if each < max_batch] + [max_batch]
+        if few or width < 8:
+            width *= 2
+        else:
+            width += 8 if width < 64 else 16 if width < 256 else 32
+    return [*widths, max_batch]
 
 
 def length_buckets(max_tokens: int) -> list[int]:

@@ -36,6 +36,7 @@ class GroupStep:
         self._value_slots: Sequence[torch.Tensor] = ()
         self._all_rows: dict[bool, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._batch: tuple[torch.Tensor | None, AttentionBatch] | None = None
+        self._uniform: tuple[tuple[int, int], torch.Tensor, torch.Tensor] | None = None
         self._is_cuda = rows.core.device.type == "cuda"
         address, geometry = group.table.address, group.geometry
         self._addresses = [
@@ -116,12 +117,11 @@ class GroupStep:
                 if not is_left_padding:
                     return None
             num_queries = self.end - self.start
-            device = self.rows.core.device
-            count = torch.arange(self.batch_size + 1, dtype=torch.int32, device=device)
+            row_indices, query_starts = self._vectors(self.batch_size, num_queries)
             batch = AttentionBatch(
-                row_indices=count[:-1],
-                num_tokens=torch.full_like(count[:-1], self.end),
-                query_starts=count * num_queries,
+                row_indices=row_indices,
+                num_tokens=torch.full_like(row_indices, self.end),
+                query_starts=query_starts,
                 max_query_tokens=num_queries,
                 max_num_tokens=self.end,
                 row_tokens=self.group.geometry.row_tokens,
@@ -129,6 +129,16 @@ class GroupStep:
             )
             self._batch = (padding, batch)
         return self._batch[1]
+
+    def _vectors(self, batch_size: int, num_queries: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows and starts of the queries, which stay the same while a batch decodes."""
+        if self._uniform is None or self._uniform[0] != (batch_size, num_queries):
+            device = self.rows.core.device
+            # Ordinary tensors: a batch may be used in another mode than the one before.
+            with torch.inference_mode(mode=False):
+                count = torch.arange(batch_size + 1, dtype=torch.int32, device=device)
+                self._uniform = ((batch_size, num_queries), count[:-1], count * num_queries)
+        return self._uniform[1:]
 
     def forget(self) -> None:
         """Drop the tensors; the next update makes new ones."""
@@ -139,7 +149,7 @@ class GroupStep:
 
 
 @dataclass
-class Slot:
+class LayerPlace:
     """Where a layer is: the step tensors of its group, and its index among them."""
 
     step: GroupStep

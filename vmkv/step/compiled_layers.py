@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-from ...errors import ConfigError
-from . import siblings
+from ..errors import ConfigError
+from . import joined_layers
 
 _Compiled = Callable[..., Any]
 
@@ -44,7 +44,7 @@ class CompiledLayers:
     def __init__(self, model: Any, *, backend: str = "inductor", tune: bool = True):
         self._model = model
         layers = decoder_layers(model)
-        self.num_joined = siblings.join(model)
+        self.num_joined = joined_layers.join(model)
         self._one = _compiler(backend, {"coordinate_descent_tuning": tune})
         self._many = _compiler(backend, {})
         self._variants: dict[tuple[Any, bool], _Compiled] = {}
@@ -70,7 +70,7 @@ class CompiledLayers:
         """Let the layers run as before. Idempotent."""
         for module in self._compiled:
             vars(module).pop("forward", None)
-        siblings.part(self._model)
+        joined_layers.separate(self._model)
 
 
 def decoder_layers(model: Any) -> Sequence[Any]:
@@ -123,7 +123,7 @@ def _compiler(backend: str, patches: dict[str, Any]) -> Callable[..., Any]:
     """
 
     def compiled(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
-        siblings.merge_equal_products(module)
+        joined_layers.merge_equal_products(module)
         if backend == "inductor":
             from torch._inductor.compile_fx import compile_fx
 

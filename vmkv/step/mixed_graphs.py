@@ -1,8 +1,8 @@
-"""Steps that have prompts in them as graphs: chunks of prompts, and whoever decodes beside them.
+"""Steps that have prompts in them as graphs: pieces of prompts, and whoever decodes beside them.
 
-A chunk is cut into tiles of at most `TILE_TOKENS` queries. To attention a tile is a sequence of its
+A piece is cut into tiles of at most `TILE_TOKENS` queries. To attention a tile is a sequence of its
 own: its row, and its row's length as far as its last query. So kernels get the same small bound of
-queries whatever the chunks look like, and their grid is as large as the work. What is left of a
+queries whatever the pieces look like, and their grid is as large as the work. What is left of a
 bucket is filled with tiles of no keys at the scratch row: nothing is written for their tokens, and
 what they see is nothing.
 
@@ -23,17 +23,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ...attention import AttentionBatch
-from ...units import div_ceil
-from .base import Chunk
-from .buffers import decodes, pinned
+from ..attention import AttentionBatch
+from ..units import div_ceil
 from .graphs import GraphSpace, StepGraphs
+from .packing import pinned
+from .piece import Piece
 from .row_attention import TiledParts
 
 TILE_TOKENS = 128
 """Queries of a tile at most: what kernels take at a time, so nothing is computed twice for it."""
 #: Tiles beyond those that the tokens of a bucket fill: one in so many tokens, and not fewer than
-#: so many. Steps of more and shorter chunks take a larger bucket.
+#: so many. Steps of more and shorter pieces take a larger bucket.
 _SPARE_TILE_TOKENS, _NUM_SPARE_TILES_MIN = 32, 4
 #: A size is of no use if a larger one takes less than its time over this.
 _SLOWER_MAX = 1.1
@@ -106,7 +106,7 @@ def _places(bucket: Bucket, max_num_seqs: int) -> Fields:
 
 
 class MixedGraphs(StepGraphs[Bucket]):
-    """The mixed graphs of one runner.
+    """The mixed graphs of one stepper.
 
     Args:
         space: What they share with others.
@@ -128,12 +128,12 @@ class MixedGraphs(StepGraphs[Bucket]):
         super().__init__(space, max(sizes))
         self._starts = torch.arange(space.max_num_seqs + 1, dtype=torch.int32, device=space.device)
 
-    def key(self, chunks: Sequence[Chunk]) -> Bucket | None:
-        """The smallest bucket that takes `chunks`; None where there is none."""
-        num_decode = sum(map(decodes, chunks))
-        total = sum(chunk.num_new_tokens for chunk in chunks)
+    def key(self, pieces: Sequence[Piece]) -> Bucket | None:
+        """The smallest bucket that takes `pieces`; None where there is none."""
+        num_decode = sum(piece.decodes for piece in pieces)
+        total = sum(piece.num_new_tokens for piece in pieces)
         num_tiles = sum(
-            div_ceil(chunk.num_new_tokens, TILE_TOKENS) for chunk in chunks if not decodes(chunk)
+            div_ceil(piece.num_new_tokens, TILE_TOKENS) for piece in pieces if not piece.decodes
         )
         for bucket in self._buckets[bisect_left(self._buckets, (total,)) :]:
             padding = div_ceil(bucket.num_tokens - total, bucket.tile_tokens)
@@ -208,22 +208,22 @@ class MixedGraphs(StepGraphs[Bucket]):
 
     # ---- input ----------------------------------------------------------------------------
 
-    def fill(self, bucket: Bucket, chunks: Sequence[Chunk]) -> torch.Tensor:
+    def fill(self, bucket: Bucket, pieces: Sequence[Piece]) -> torch.Tensor:
         """The input of a step, on the host.
 
         Args:
             bucket: What `key` says.
-            chunks: Those that decode first.
+            pieces: Those that decode first.
         """
         places = self._places(bucket)
         host, flat = pinned(places.count.stop, self.space.device)
         fields = Fields(*(flat[place] for place in places))
-        num_decode = sum(map(decodes, chunks))
-        _fill_decode(fields, chunks[:num_decode], bucket, self.space)
-        total = _fill_tiles(fields, chunks[num_decode:], num_decode, bucket, self.space)
-        ends = accumulate(chunk.num_new_tokens for chunk in chunks)
+        num_decode = sum(piece.decodes for piece in pieces)
+        _fill_decode(fields, pieces[:num_decode], bucket, self.space)
+        total = _fill_tiles(fields, pieces[num_decode:], num_decode, bucket, self.space)
+        ends = accumulate(piece.num_new_tokens for piece in pieces)
         sampling = [
-            (end - 1, chunk.slot) for end, chunk in zip(ends, chunks, strict=True) if chunk.samples
+            (end - 1, piece.slot) for end, piece in zip(ends, pieces, strict=True) if piece.samples
         ]
         fields.token_ids[total:] = 0
         fields.positions[total:] = 0
@@ -248,7 +248,7 @@ class MixedGraphs(StepGraphs[Bucket]):
         token_ids = fields.token_ids.long()
         told = token_ids[: key.num_decode]
         torch.where(told < 0, space.last_tokens[fields.slots.long()], told, out=told)
-        space.attention.step = self._parts(key, fields)
+        space.attention.steps = {space.device: self._parts(key, fields)}
         logits = space.forward(token_ids, fields.positions.long(), fields.ends.long())
         space.take(logits, fields.sampling_slots.long())
 
@@ -265,7 +265,7 @@ class MixedGraphs(StepGraphs[Bucket]):
                     max_num_tokens=min(self.space.max_tokens, capacity),
                     row_tokens=capacity,
                 )
-                for capacity in self.space.attention.row_tokens
+                for capacity in self.space.capacities
             }
 
         entries = self._starts[: width + 1]
@@ -278,20 +278,20 @@ class MixedGraphs(StepGraphs[Bucket]):
 
 
 def _fill_decode(
-    fields: Fields, chunks: Sequence[Chunk], bucket: Bucket, space: GraphSpace
+    fields: Fields, pieces: Sequence[Piece], bucket: Bucket, space: GraphSpace
 ) -> None:
-    count, width = len(chunks), bucket.num_decode
-    past = [chunk.num_past_tokens for chunk in chunks]
+    count, width = len(pieces), bucket.num_decode
+    past = [piece.num_past_tokens for piece in pieces]
     fields.token_ids[:count] = [
-        -1 if each.token_ids is None else each.token_ids[0] for each in chunks
+        -1 if each.token_ids is None else each.token_ids[0] for each in pieces
     ]
     fields.positions[:count] = past
     fields.lengths[:count] = past
     fields.lengths[:count] += 1
     fields.lengths[count:width] = 0
-    fields.rows[:count] = [chunk.row for chunk in chunks]
+    fields.rows[:count] = [piece.row for piece in pieces]
     fields.rows[count:width] = space.scratch.row
-    fields.slots[:count] = [chunk.slot for chunk in chunks]
+    fields.slots[:count] = [piece.slot for piece in pieces]
     fields.slots[count:] = space.scratch.slot
     fields.starts[:count] = np.arange(count)
     fields.starts[count:width] = count
@@ -299,18 +299,18 @@ def _fill_decode(
 
 
 def _fill_tiles(
-    fields: Fields, chunks: Sequence[Chunk], start: int, bucket: Bucket, space: GraphSpace
+    fields: Fields, pieces: Sequence[Piece], start: int, bucket: Bucket, space: GraphSpace
 ) -> int:
-    """Cut `chunks`, whose tokens begin at `start`, and the padding; returns where that begins."""
+    """Cut `pieces`, whose tokens begin at `start`, and the padding; returns where that begins."""
     tile_tokens = bucket.tile_tokens
     tiles: list[tuple[int, int, int]] = []
-    for chunk in chunks:
-        end = start + chunk.num_new_tokens
-        fields.token_ids[start:end] = chunk.token_ids
-        fields.positions[start:end] = np.arange(chunk.num_past_tokens, chunk.num_tokens)
-        for done in range(0, chunk.num_new_tokens, tile_tokens):
-            length = min(chunk.num_past_tokens + done + tile_tokens, chunk.num_tokens)
-            tiles.append((chunk.row, length, start + done))
+    for piece in pieces:
+        end = start + piece.num_new_tokens
+        fields.token_ids[start:end] = piece.token_ids
+        fields.positions[start:end] = np.arange(piece.num_past_tokens, piece.num_tokens)
+        for done in range(0, piece.num_new_tokens, tile_tokens):
+            length = min(piece.num_past_tokens + done + tile_tokens, piece.num_tokens)
+            tiles.append((piece.row, length, start + done))
         start = end
     row, total = space.scratch.row, bucket.num_tokens
     tiles += [(row, 0, at) for at in range(start, total, tile_tokens)]

@@ -1,0 +1,225 @@
+"""Memory made ready ahead: growing then maps and does nothing else, and waits for nothing.
+
+Told by the calls that reach the driver. How parked rows give way is test_eviction.py's.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+from helpers.stamps import append, assert_holds
+
+from vmkv import ClosedError, HostBackend, KVCache, Sequence
+from vmkv.cache import make_ready
+from vmkv.memory import check_pool
+from vmkv.units import KiB
+
+PAGE = 4 * KiB
+MAPS = {"mem_map", "mem_set_access"}
+MakeCache = Callable[..., KVCache]
+
+
+def _parked(cache: KVCache, *lengths: int) -> None:
+    """Rows of ended sequences, the first used longest ago; from row 0 on."""
+    live = [cache.open(row=row) for row in range(len(lengths))]
+    for sequence, num_tokens in zip(live, lengths, strict=True):
+        append(sequence, range(num_tokens))
+        sequence.record(range(num_tokens))
+    for sequence in live:
+        sequence.close()
+
+
+def _calls_of(cache: KVCache, call: Callable[[], object]) -> Counter[str]:
+    before = cache.pool.backend.calls.copy()
+    call()
+    return cache.pool.backend.calls - before
+
+
+def _pages(cache: KVCache) -> list[int]:
+    return [pages.num_pages for pages in cache.groups[0].table.rows]
+
+
+def test_what_is_ready_is_only_mapped(make_cache: MakeCache) -> None:
+    """Nothing is created, released, unmapped or waited for when the sequence grows."""
+    cache = make_cache(budget_bytes=40 * PAGE)
+    _parked(cache, 80, 80)
+    live = cache.open(row=2)
+    assert make_ready(cache, [(live, 40)])
+    calls = _calls_of(cache, lambda: live.append(40))
+    assert set(calls) == MAPS
+    check_pool(cache.pool)
+
+
+def test_what_is_not_short_is_created_ahead(make_cache: MakeCache) -> None:
+    """And is asked for once: a second call finds it."""
+    cache = make_cache()
+    live = cache.open()
+    calls = _calls_of(cache, lambda: make_ready(cache, [(live, 84)]))
+    assert {"mem_create": 3} == calls  # 21 pages are 16 + 4 + 1.
+    assert Counter() == _calls_of(cache, lambda: make_ready(cache, [(live, 84)]))
+    assert Counter(mem_map=3, mem_set_access=1) == _calls_of(cache, lambda: live.append(84))
+
+
+def test_rows_to_come_are_counted(make_cache: MakeCache) -> None:
+    """A prompt that has no row yet finds memory too."""
+    cache = make_cache(budget_bytes=40 * PAGE)
+    _parked(cache, 80)
+    assert make_ready(cache, [], 60)
+    row = cache.open(row=1)
+    assert MAPS == set(_calls_of(cache, lambda: row.append(60)))
+
+
+def test_extents_of_the_wanted_classes_are_handed_over(make_cache: MakeCache) -> None:
+    """Where rows like the wanted one give way nothing is released, and nothing created."""
+    cache = make_cache(budget_bytes=3 * 21 * PAGE)
+    _parked(cache, 84, 84, 84)
+    live = cache.open(row=3)
+    calls = _calls_of(cache, lambda: make_ready(cache, [(live, 84)]))
+    assert {"record_fence", "mem_unmap"} >= set(calls)
+    assert MAPS == set(_calls_of(cache, lambda: live.append(84)))
+
+
+def test_no_more_gives_way_than_twice_what_is_wanted(make_cache: MakeCache) -> None:
+    """However often it is called."""
+    cache = make_cache(budget_bytes=60 * PAGE)
+    _parked(cache, 80, 80, 80)
+    live = cache.open(row=3)
+    for _ in range(5):
+        assert make_ready(cache, [(live, 4)])
+    assert [16, 20, 20, 0] == _pages(cache)  # The least that a row can give up.
+
+
+def test_the_row_used_longest_ago_gives_way_first(make_cache: MakeCache) -> None:
+    """From its end, as in any eviction; a prefix that is left is what it was."""
+    cache = make_cache(budget_bytes=40 * PAGE)
+    _parked(cache, 80, 80)
+    live = cache.open(row=2)
+    assert make_ready(cache, [(live, 8)])
+    assert [16, 20, 0, 0] == _pages(cache)
+    hit = cache.open(prompt=[*range(80), 7])
+    assert_holds(hit, range(hit.num_cached_tokens))
+    hit.close()
+
+
+def test_live_rows_keep_what_they_have(make_cache: MakeCache) -> None:
+    """Where nobody is parked it says that it is not ready, and nothing has changed."""
+    cache = make_cache(budget_bytes=40 * PAGE)
+    live = [cache.open(row=row) for row in range(2)]
+    for sequence in live:
+        append(sequence, range(80))
+    before = cache.pool.stats()
+    assert not make_ready(cache, [(live[0], 100)])
+    assert not make_ready(cache, [(live[0], 100)], wait=True)
+    assert before == cache.pool.stats()
+    for sequence in live:
+        assert_holds(sequence, range(80))
+
+
+def test_it_never_waits_unless_it_is_told_to(host: HostBackend, make_cache: MakeCache) -> None:
+    """What may still be read stays; once its fence has passed, it is ready."""
+    cache = make_cache(budget_bytes=40 * PAGE)
+    live = cache.open(row=2)
+    host.hold_fences()
+    _parked(cache, 80, 80)
+    waited_s = cache.pool.reclaimer.waited_s
+    for _ in range(3):
+        assert not make_ready(cache, [(live, 8)])
+    assert waited_s == cache.pool.reclaimer.waited_s
+    assert 4 * PAGE == cache.pool.stats().retired_bytes  # Twice two pages, and no more.
+    host.pass_fences()
+    host.hold_fences()
+    assert make_ready(cache, [(live, 8)])
+    assert MAPS == set(_calls_of(cache, lambda: live.append(8)))
+
+
+def test_told_to_it_waits(host: HostBackend, make_cache: MakeCache) -> None:
+    """And all is ready then."""
+    cache = make_cache(budget_bytes=40 * PAGE)
+    live = cache.open(row=2)
+    host.hold_fences()
+    _parked(cache, 80, 80)
+    assert make_ready(cache, [(live, 60)], wait=True)
+    assert MAPS == set(_calls_of(cache, lambda: live.append(60)))
+
+
+def test_sequences_that_are_elsewhere_are_passed_over(make_cache: MakeCache) -> None:
+    """Who is swapped out does not grow; who fits needs nothing."""
+    cache = make_cache(budget_bytes=40 * PAGE, host_budget_bytes=40 * PAGE)
+    live, away = cache.open(), cache.open()
+    append(live, range(40))
+    append(away, range(40))
+    away.swap_out()
+    assert Counter() == _calls_of(cache, lambda: make_ready(cache, [(away, 80), (live, 40)]))
+
+
+def test_rows_left_before_the_last_fence_give_way_without_a_wait(
+    host: HostBackend, make_cache: MakeCache
+) -> None:
+    """Work that was submitted after a row was parked does not read it."""
+    cache = make_cache(budget_bytes=40 * PAGE)
+    live = cache.open(row=2)
+    host.hold_fences()
+    _parked(cache, 80)
+    cache.pool.reclaimer.new_fence()
+    reached = cache.pool.reclaimer.new_fence()
+    reached.wait()  # So far the device has come; what follows is under way.
+    parked_later = cache.open(row=1)
+    append(parked_later, range(76))
+    parked_later.close()
+    passed = host.last_passed_fence
+    live.append(40)
+    assert passed == host.last_passed_fence
+    live.append(40)
+    assert passed == host.last_passed_fence
+    live.append(40)  # Only now the row that was just left goes, and that waits.
+    assert passed < host.last_passed_fence
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_growing_under_pressure_maps_and_does_nothing_else(
+    host: HostBackend, make_cache: MakeCache, seed: int
+) -> None:
+    """Sequences come and go in a quarter of the memory they would like; the device runs behind."""
+    choose = random.Random(seed)
+    cache = make_cache(budget_bytes=250 * PAGE, max_sequences=40)
+    running: list[tuple[Sequence, int]] = []
+    host.hold_fences()
+    fences: list[int] = []
+    late: Counter[str] = Counter()
+    num_grown = 0
+    for _ in range(300):
+        fences.append(host._last_fence)
+        if len(fences) > 1:  # The device is one step behind.
+            host.last_passed_fence = max(host.last_passed_fence, fences.pop(0))
+        while len(running) < 4:
+            prompt = [choose.randrange(1000) for _ in range(choose.choice([40, 64, 130]))]
+            sequence = cache.open(len(prompt), prompt=prompt)
+            running.append((sequence, len(prompt) + choose.randrange(10, 100)))
+            sequence.append(len(prompt) - sequence.num_tokens)
+            sequence.record(prompt[cache.prefixes.num_recorded(sequence.row) :])
+            fences = [host._last_fence]
+        wanted = [(sequence, sequence.num_tokens + 1) for sequence, _ in running]
+        is_ready = make_ready(cache, wanted)
+        calls = _calls_of(cache, lambda wanted=wanted: cache.grow(wanted))
+        if is_ready:
+            late += calls
+            num_grown += calls["mem_map"]
+        for sequence, end in tuple(running):
+            if sequence.num_tokens >= end:
+                sequence.close()
+                running.remove((sequence, end))
+    assert num_grown > 100
+    assert set(late) <= MAPS
+    cache.check()
+    host.pass_fences()
+
+
+def test_closed_cache_says_so(make_cache: MakeCache) -> None:
+    """As every call does."""
+    cache = make_cache()
+    cache.close()
+    with pytest.raises(ClosedError):
+        make_ready(cache, [], 4)

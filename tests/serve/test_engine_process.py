@@ -1,0 +1,312 @@
+"""What an engine in another process promises beyond `AsyncEngine`'s promises: see that test too.
+
+Most of it is tested with a thread in the place of the process, which costs a thousandth; what a
+process adds, with `vmkv serve` (tests/cli/test_serve.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import random
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.hosted import hosted
+from helpers.serving import tiny_llama, tiny_tokenizer
+
+from vmkv import ClosedError, ConfigError, OutOfPagesError
+from vmkv.serve import AsyncEngine, Engine, RequestOutput, SamplingParams, joined
+from vmkv.serve.messages import Add, News, Stop, Update
+from vmkv.serve.observer import EngineObserver, StepRecord
+from vmkv.serve.process import EngineProcess
+from vmkv.serve.process.encoding import Failed, Unpacker, packed
+from vmkv.serve.process.host import Relay
+
+MakeEngine = Callable[..., Engine]
+#: Only ever reached by a test that fails.
+PATIENCE_S = 60
+
+
+def run(main: Any) -> Any:
+    return asyncio.run(asyncio.wait_for(main, PATIENCE_S))
+
+
+async def outputs(stream: AsyncIterator[RequestOutput]) -> list[RequestOutput]:
+    return [output async for output in stream]
+
+
+class Heard:
+    """An observer that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, Any]] = []
+        self.finished = threading.Semaphore(0)
+        self.is_idle = threading.Event()
+        self.idle_stats: Any = None
+
+    def request_added(self, request_id: int, num_prompt_tokens: int) -> None:
+        self.calls.append(("added", (request_id, num_prompt_tokens)))
+
+    def first_token(self, request_id: int, wait_s: float) -> None:
+        self.calls.append(("first", (request_id, wait_s)))
+
+    def request_finished(self, request: Any) -> None:
+        self.calls.append(("finished", request))
+        self.finished.release()
+
+    def step_finished(self, step: StepRecord, cache: Any) -> None:
+        self.calls.append(("step", step))
+
+    def idle(self, cache: Any) -> None:
+        self.idle_stats = cache.stats()
+        self.is_idle.set()
+
+
+class Both:
+    """Tells two observers, in the same order."""
+
+    def __init__(self, *observers: Any):
+        self._observers = observers
+
+    def __getattr__(self, name: str) -> Any:
+        def tell(*arguments: Any) -> None:
+            for each in self._observers:
+                getattr(each, name)(*arguments)
+
+        return tell
+
+
+def test_outputs_are_those_of_an_engine_in_a_thread(make_engine: MakeEngine) -> None:
+    """Text, samples, log-probabilities, stop texts, cached tokens: all that an output has."""
+    asked = [
+        ("naïve 猫 cat", SamplingParams(temperature=0, max_tokens=20, logprobs=2)),
+        ([5, 6, 7, 8] * 8, SamplingParams(temperature=0.8, seed=3, n=3, max_tokens=12)),
+        ([5, 6, 7, 8] * 8, SamplingParams(temperature=0, max_tokens=30, stop=["a", "e"])),
+    ]
+
+    async def answers(host: Callable[[Engine], Any]) -> list[RequestOutput]:
+        tokenizer = tiny_tokenizer()
+        it = host(make_engine(tiny_llama(), tokenizer=tokenizer))
+        found = [joined(await outputs(it.stream(*each))) for each in asked]
+        await it.shutdown()
+        return found
+
+    in_thread, elsewhere = run(answers(AsyncEngine)), run(answers(hosted))
+    for here, there in zip(in_thread, elsewhere, strict=True):
+        assert here.outputs == there.outputs
+        assert list(here.prompt_token_ids) == list(there.prompt_token_ids)
+        assert (here.prompt, here.num_cached_tokens) == (there.prompt, there.num_cached_tokens)
+    assert elsewhere[2].num_cached_tokens > 0
+    assert any(each.stop_reason for each in elsewhere[2].outputs)
+
+
+def test_who_does_not_read_holds_the_engine_up_in_nothing(make_engine: MakeEngine) -> None:
+    """While the asking side does something else the engine ends what it has, and all is there."""
+    heard, relay = Heard(), Relay()
+    engine = make_engine(observer=Both(heard, relay), max_num_seqs=16)
+    draw = random.Random(0)
+    prompts = [[draw.randrange(3, 90) for _ in range(8)] for _ in range(24)]
+    # Far more than the sockets hold.
+    params = SamplingParams(temperature=0, max_tokens=60, logprobs=8)
+
+    async def main() -> list[list[RequestOutput]]:
+        it = hosted(engine, relay, Heard())
+        tasks = [asyncio.create_task(outputs(it.stream(prompt, params))) for prompt in prompts]
+        while sum(what == "added" for what, _ in heard.calls) < len(prompts):
+            await asyncio.sleep(0)
+        for _ in prompts:  # In the event loop's thread: nobody reads meanwhile.
+            assert heard.finished.acquire(timeout=PATIENCE_S)
+        found = await asyncio.gather(*tasks)
+        await it.shutdown()
+        return found
+
+    found = run(main())
+    for each in found:
+        assert len(joined(each).outputs[0].token_ids) == 60
+        assert len(joined(each).outputs[0].logprobs) == 60
+    assert sum(map(len, found)) < 60 * len(found)  # What had added up came in one piece.
+
+
+def test_observers_hear_here_what_happens_there(make_engine: MakeEngine) -> None:
+    """All calls, in order, and the cache as it was looked at."""
+    there, here, relay = Heard(), Heard(), Relay()
+
+    async def main() -> None:
+        it = hosted(make_engine(observer=Both(there, relay)), relay, here)
+        await outputs(it.stream([1, 2, 3], SamplingParams(max_tokens=5)))
+        while not here.is_idle.is_set():
+            await asyncio.sleep(0)
+        assert it.stats == here.idle_stats
+        await it.shutdown()
+
+    run(main())
+    assert {what for what, _ in here.calls} == {"added", "first", "finished", "step"}
+    assert here.calls == there.calls
+    assert here.idle_stats.num_prefix_misses == 1
+
+
+def test_an_engine_ends_with_who_asked(make_engine: MakeEngine) -> None:
+    """Where the asking side is gone, what it asked for is cancelled, and the engine is closed."""
+    heard, engine = Heard(), make_engine(observer=(watch := Heard()), max_tokens=4096)
+
+    async def main() -> None:
+        it = hosted(engine)
+        stream = it.stream([1, 2, 3], SamplingParams(max_tokens=4000, ignore_eos=True))
+        await anext(stream)
+        it._transport.abort()
+        await asyncio.to_thread(it._wait)
+        assert "ended" in str(it.failure)
+        with pytest.raises(ClosedError):
+            await outputs(stream)
+        with pytest.raises(ClosedError):
+            await outputs(it.stream([1, 2], None))
+
+    run(main())
+    assert not heard.calls
+    [record] = [what for kind, what in watch.calls if kind == "finished"]
+    assert record.finish_reason == "cancelled"
+    with pytest.raises(ClosedError):
+        engine.add([1, 2])
+
+
+def test_an_engine_whose_device_is_gone_ends(make_engine: MakeEngine) -> None:
+    """Every step fails: a process of its own can be started anew, and has another device."""
+    engine = make_engine()
+
+    def submit(chunks: Any) -> Any:
+        raise RuntimeError("the device is gone")
+
+    async def main() -> None:
+        it = hosted(engine, ends_with_device=True)
+        engine._runner.submit = submit  # type: ignore[method-assign]
+        for _ in range(5):
+            failed = joined(await outputs(it.stream([1, 2, 3])))
+            assert "gone" in str(failed.error)
+        await asyncio.to_thread(it._wait)
+        await it._gone.wait()
+        with pytest.raises(ClosedError, match="the last 5 steps have failed"):
+            await outputs(it.stream([1, 2, 3]))
+
+    run(main())
+
+
+def test_what_cannot_travel_is_refused(make_engine: MakeEngine) -> None:
+    """A function of this process in a request's parameters, for instance; others are served."""
+
+    async def main() -> None:
+        it = hosted(make_engine())
+        params = SamplingParams(logits_processors=[lambda ids, scores: scores])
+        with pytest.raises(ConfigError, match="cannot be sent"):
+            await outputs(it.stream([1, 2], params))
+        assert (await outputs(it.stream([1, 2], None)))[-1].is_finished
+        await it.shutdown()
+
+    run(main())
+
+
+def test_messages_come_whole_however_they_are_cut() -> None:
+    """In pieces of any size, several at once, and large ones."""
+    texts = ["", "x" * 70_000, "y"]
+    messages = [Add(1, tuple(range(50_000)), SamplingParams(stop=texts[1:]), 0), Stop(drain=True)]
+    messages += [News([], [Update(1, 0, [3], [], 0, None, text, None)], 0, []) for text in texts]
+    data = b"".join(map(packed, messages))
+    draw = random.Random(1)
+    for most in (1000, 40_000, len(data)):
+        unpacker, found, at = Unpacker(), [], 0
+        while at < len(data):
+            size = draw.randint(1, most)
+            found += unpacker.feed(data[at : at + size])
+            at += size
+        assert found == messages
+
+
+class UnportableError(Exception):
+    """Pickles, and does not come back."""
+
+    def __init__(self, first: str, second: str):
+        super().__init__(first + second)
+
+
+def test_errors_travel_as_what_they_say() -> None:
+    """Those of vmkv as they are, with their attributes; others at least in words."""
+    short = OutOfPagesError("too little", needed_bytes=3, free_bytes=2, retired_bytes=1)
+    [(again,)] = Unpacker().feed(packed(Failed(short)))
+    assert isinstance(again, OutOfPagesError)
+    assert (str(again), again.needed_bytes) == ("too little", 3)
+    [(again,)] = Unpacker().feed(packed(Failed(UnportableError("of ", "two"))))
+    assert str(again) == "UnportableError: of two"
+
+
+@contextmanager
+def _tiny_engine(tokens: int, observer: EngineObserver) -> Iterator[Engine]:
+    with Engine(
+        tiny_llama(), max_num_seqs=4, max_tokens=tokens, budget_bytes=1 << 24, observer=observer
+    ) as engine:
+        yield engine
+
+
+@pytest.mark.slow
+def test_a_process_of_its_own() -> None:
+    """It makes the engine and serves; one that is killed fails its requests and is started anew."""
+    heard = Heard()
+    engine = EngineProcess(functools.partial(_tiny_engine, 64), observer=heard)
+    assert (engine.max_tokens, engine.failure) == (64, None)
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+    async def answers() -> list[list[int]]:
+        asked = (outputs(engine.stream([5, 6, at], params)) for at in range(4))
+        return [joined(each).outputs[0].token_ids for each in await asyncio.gather(*asked)]
+
+    async def main() -> None:
+        async with engine:
+            before = await answers()
+            asked = asyncio.create_task(outputs(engine.stream([5] * 50, params)))
+            heard.is_idle.clear()
+            engine._process.kill()
+            with pytest.raises(ClosedError):
+                await asked
+            assert "ended" in str(engine.failure)
+            with pytest.raises(ClosedError, match="ended"):
+                await outputs(engine.stream([5], params))
+            assert await asyncio.to_thread(heard.is_idle.wait, PATIENCE_S)
+            assert engine.failure is None
+            assert before == await answers()
+
+    run(main())
+    assert sum(what == "finished" for what, _ in heard.calls) == 8
+    assert not engine._process.is_alive()
+    with pytest.raises(ConfigError, match="max_tokens"):
+        EngineProcess(functools.partial(_tiny_engine, -1))
+
+
+class FailsAfterwards:
+    """Makes an engine the first time; leaves a file to know it by."""
+
+    def __init__(self, mark: Path):
+        self._mark = mark
+
+    def __call__(self, observer: EngineObserver) -> Any:
+        if self._mark.exists():
+            raise OutOfPagesError("no room", needed_bytes=1, free_bytes=0, retired_bytes=0)
+        self._mark.touch()
+        return _tiny_engine(64, observer)
+
+
+@pytest.mark.slow
+def test_an_engine_that_cannot_be_started_anew_says_why(tmp_path: Path) -> None:
+    """And a server with it can be shut down."""
+    engine = EngineProcess(FailsAfterwards(tmp_path / "mark"))
+
+    async def main() -> None:
+        async with engine:
+            engine._process.kill()
+            while "no room" not in str(engine.failure):
+                await asyncio.to_thread(engine._process.join)
+
+    run(main())
+    assert not engine._process.is_alive()

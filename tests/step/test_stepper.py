@@ -1,0 +1,300 @@
+"""Packed steps compute what the plain model computes of each sequence alone, in any mixture.
+
+Eagerly, and in the padded form that graphs have, which on the host runs uncaptured. Graphs have
+their tests in `tests/serve/test_runner_gpu.py` and `tests/hf/test_ragged_logits.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from helpers.tiny_models import VOCABULARY, tiny_model
+
+import vmkv
+from vmkv import ConfigError, KVCache, Sequence
+from vmkv.hf import compat, proof
+from vmkv.hf.attention import attending_in_place
+from vmkv.hf.layer_kinds import layer_kinds
+from vmkv.hf.proof import prove
+from vmkv.hf.store import Settings, Store
+from vmkv.step import Piece, Stepper
+from vmkv.step.piece import packing_order
+
+SLOTS = 5
+
+
+@dataclass
+class Place:
+    """A stepper with the cache it works on."""
+
+    model: Any
+    cache: KVCache
+    stepper: Stepper
+
+    def run(self, spans: list[tuple[int, Sequence, list[int], int]]) -> dict[int, torch.Tensor]:
+        """Run `tokens[past:]` of each (slot, row, tokens, past); the logits in each slot."""
+        self.cache.grow([(row, len(tokens)) for _, row, tokens, _ in spans])
+        pieces = [
+            Piece(slot, row.row, past, len(tokens) - past, tokens[past:])
+            for slot, row, tokens, past in spans
+        ]
+        step = self.stepper.run(pieces)
+        return {
+            pieces[at].slot: logits.clone()
+            for at, logits in zip(step.pieces, step.logits, strict=True)
+        }
+
+    def plain(self, tokens: list[int]) -> torch.Tensor:
+        """What the model says after `tokens`, without a cache."""
+        with torch.no_grad():
+            return self.model(torch.tensor([tokens]), use_cache=False).logits[0, -1]
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Place]]:
+    """Makes steppers over the rows of tiny models."""
+    with contextlib.ExitStack() as stack:
+
+        def place(name: str = "llama", num_rows: int = SLOTS + 1) -> Place:
+            model = tiny_model(name)
+            settings = Settings(
+                compat.text_config(model.config), max_tokens=300, max_batch_size=num_rows
+            )
+            signatures = prove(model).signatures
+            memory = stack.enter_context(
+                contextlib.closing(Store(settings, layer_kinds(model.config)))
+            )
+            memory.bind_all(signatures)
+            (cache,) = memory.cores
+            stack.enter_context(attending_in_place(model))
+            stepper = stack.enter_context(contextlib.closing(Stepper(model, [cache], SLOTS)))
+            return Place(model, cache, stepper)
+
+        yield place
+
+
+def _tokens(count: int, seed: int) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(3, VOCABULARY) for _ in range(count)]
+
+
+@pytest.mark.parametrize("is_padded", [False, True], ids=["eager", "padded"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "deepseek_v3"])
+def test_any_mixture_of_pieces_computes_what_each_row_computes_alone(
+    make: Callable[..., Place], name: str, is_padded: bool
+) -> None:
+    """Rows that begin, continue and decode, in any order, several of each or none."""
+    place = make(name)
+    if is_padded:
+        place.stepper.make_graphs(VOCABULARY, torch.float32, 256)
+    draw = random.Random(0)
+    rows = [place.cache.open() for _ in range(SLOTS)]
+    texts = [_tokens(100, seed) for seed in range(SLOTS)]
+    past = [0] * SLOTS
+    for _ in range(12):
+        chosen = draw.sample(range(SLOTS), draw.randint(1, SLOTS))
+        ends = {at: min(100, past[at] + draw.choice((1, 1, 2, 9, 30))) for at in chosen}
+        ends = {at: end for at, end in ends.items() if end > past[at]}
+        spans = [(at, rows[at], texts[at][:end], past[at]) for at, end in ends.items()]
+        for at, logits in place.run(spans).items():
+            torch.testing.assert_close(
+                logits, place.plain(texts[at][: ends[at]]), atol=1e-4, rtol=1e-4
+            )
+        for at, end in ends.items():
+            past[at] = end
+        place.cache.check()
+    assert sum(past) > 150
+
+
+@pytest.mark.parametrize("is_padded", [False, True], ids=["eager", "padded"])
+def test_logits_come_for_the_pieces_that_sample(
+    make: Callable[..., Place], is_padded: bool
+) -> None:
+    """In the packed order; a step in which nobody samples has none, and so has an empty one."""
+    place = make()
+    if is_padded:
+        place.stepper.make_graphs(VOCABULARY, torch.float32, 64)
+    rows = [place.cache.open() for _ in range(3)]
+    text = _tokens(10, 0)
+    place.cache.grow([(row, 10) for row in rows])
+    first = [Piece(at, row.row, 0, 6, text[:6], at == 1) for at, row in enumerate(rows)]
+    step = place.stepper.run(first)
+    assert [1] == list(step.pieces)
+    torch.testing.assert_close(step.logits[0], place.plain(text[:6]), atol=1e-4, rtol=1e-4)
+    second = [
+        Piece(0, rows[0].row, 6, 4, text[6:], samples=True),
+        Piece(1, rows[1].row, 6, 1, text[6:7], samples=False),
+        Piece(2, rows[2].row, 6, 1, text[6:7], samples=True),
+    ]
+    step = place.stepper.run(second)
+    assert [2, 0] == list(step.pieces)
+    for logits, count in zip(step.logits, (7, 10), strict=True):
+        torch.testing.assert_close(logits, place.plain(text[:count]), atol=1e-4, rtol=1e-4)
+    for pieces in ([second[1]], []):
+        step = place.stepper.run(pieces)
+        assert 0 == len(step.pieces) == len(step.logits)
+
+
+@pytest.mark.parametrize("is_padded", [False, True], ids=["eager", "padded"])
+def test_a_token_may_wait_in_its_slot(make: Callable[..., Place], is_padded: bool) -> None:
+    """A piece without tokens takes the one that its slot holds."""
+    place = make()
+    if is_padded:
+        place.stepper.make_graphs(VOCABULARY, torch.float32, 64)
+    rows = [place.cache.open() for _ in range(2)]
+    texts = [_tokens(5, 0), _tokens(9, 1)]
+    place.run([(at, row, texts[at][:-1], 0) for at, row in enumerate(rows)])
+    place.cache.grow([(row, len(text)) for row, text in zip(rows, texts, strict=True)])
+    place.stepper.last_tokens[0] = texts[0][-1]
+    step = place.stepper.run(
+        [
+            Piece(0, rows[0].row, 4, 1, None),
+            Piece(1, rows[1].row, 8, 1, texts[1][-1:]),  # From the host, beside it.
+        ]
+    )
+    for text, logits in zip(texts, step.logits, strict=True):
+        torch.testing.assert_close(logits, place.plain(text), atol=1e-4, rtol=1e-4)
+
+
+# ---- captures where they pay --------------------------------------------------------------------
+
+
+def _decode(place: Place, rows: list[Sequence], texts: list[list[int]], num_steps: int) -> None:
+    """Steps of one token for each row, which must say what the plain model says."""
+    for _ in range(num_steps):
+        spans = []
+        for at, row in enumerate(rows):
+            length = row.num_tokens
+            spans.append((at, row, texts[at][: length + 1], length))
+        for at, logits in place.run(spans).items():
+            expected = place.plain(spans[at][2])
+            torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.fixture
+def can_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a device with graphs: here the padded steps run uncaptured."""
+    monkeypatch.setattr(Stepper, "can_capture", True)
+    monkeypatch.setattr(proof, "refusing_waits", contextlib.nullcontext)
+
+
+def test_a_size_that_comes_again_and_again_is_captured(
+    make: Callable[..., Place], can_capture: None
+) -> None:
+    """The third time; others go on eagerly, and close gives the row for padding back."""
+    place = make()
+    rows = [place.cache.open() for _ in range(4)]
+    texts = [_tokens(60, seed) for seed in range(4)]
+    place.run([(at, row, texts[at][:7], 0) for at, row in enumerate(rows)])
+    place.stepper.capture_where_it_pays()
+    _decode(place, rows, texts, 2)
+    graphs = place.stepper.decode_graphs
+    assert graphs is not None
+    assert () == tuple(graphs.captured)
+    _decode(place, rows, texts, 1)
+    assert [4] == [width for width, _ in graphs.captured]
+    _decode(place, rows[:3], texts, 1)  # Fits the same one.
+    assert 1 == len(graphs.captured)
+    _decode(place, rows[:1], texts, 2)
+    assert [4] == [width for width, _ in graphs.captured]
+    _decode(place, rows[:1], texts, 2)
+    assert [4, 1] == [width for width, _ in graphs.captured]
+    _decode(place, rows, texts, 3)
+    assert 5 == place.cache.stats().num_sequences
+    place.stepper.close()
+    assert 4 == place.cache.stats().num_sequences
+
+
+def test_what_cannot_be_captured_goes_on_eagerly(
+    make: Callable[..., Place], can_capture: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is tried once."""
+    place = make()
+    rows = [place.cache.open() for _ in range(2)]
+    texts = [_tokens(60, seed) for seed in range(2)]
+    place.run([(at, row, texts[at][:7], 0) for at, row in enumerate(rows)])
+    place.stepper.capture_where_it_pays()
+    _decode(place, rows, texts, 1)
+    graphs = place.stepper.decode_graphs
+    assert graphs is not None
+    tried = []
+
+    def refuse(*_: object) -> None:
+        tried.append(True)
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(graphs, "capture", refuse)
+    _decode(place, rows, texts, 8)
+    assert [True] == tried
+    assert not graphs.captured
+
+
+def test_without_a_row_for_padding_nothing_is_captured(
+    make: Callable[..., Place], can_capture: None
+) -> None:
+    """All rows are live: steps run eagerly, and say the same."""
+    place = make(num_rows=2)
+    rows = [place.cache.open() for _ in range(2)]
+    texts = [_tokens(60, seed) for seed in range(2)]
+    place.run([(at, row, texts[at][:7], 0) for at, row in enumerate(rows)])
+    place.stepper.capture_where_it_pays()
+    _decode(place, rows, texts, 6)
+    assert place.stepper.decode_graphs is None
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "gpt_oss"])
+def test_generation_says_the_same_through_captured_steps(name: str, can_capture: None) -> None:
+    """Rows end at different times, so that widths shrink on the way."""
+    model = copy.deepcopy(tiny_model(name))  # One that has not proven itself.
+    prompts = [_tokens(count, seed) for seed, count in enumerate((13, 1, 30, 4, 9))]
+    options: dict[str, Any] = {"max_new_tokens": 14, "do_sample": False}
+    expected = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        said = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+        expected.append(said[0].tolist())
+    ends = [expected[0][13 + 7], expected[2][30 + 10]]
+    stopped = [
+        text[
+            : next((at + 1 for at in range(len(prompt), len(text)) if text[at] in ends), len(text))
+        ]
+        for prompt, text in zip(prompts, expected, strict=True)
+    ]
+    with vmkv.RaggedCache(model.config, max_batch_size=len(prompts) + 1) as cache:
+        for _ in range(2):
+            assert stopped == vmkv.generate(
+                model, prompts, cache=cache, eos_token_id=ends, **options
+            )
+            assert 0 == cache.stats().num_sequences
+            cache.check()
+
+
+# ---- what is refused, and how pieces are packed -------------------------------------------------
+
+
+def test_a_cache_without_layers_is_refused() -> None:
+    """There is nothing to attend to."""
+    with (
+        KVCache("host", max_tokens=20, max_sequences=2) as empty,
+        pytest.raises(ConfigError, match="no layers"),
+    ):
+        Stepper(tiny_model("llama"), [empty], SLOTS)
+
+
+def test_pieces_are_packed_by_what_they_do() -> None:
+    """Those that decode, those that begin, those that continue; else in the order they came."""
+    pieces = [
+        Piece(0, 0, 5, 2, [3, 4]),
+        Piece(1, 1, 0, 1, [3]),
+        Piece(2, 2, 0, 2, [3, 4]),
+        Piece(3, 3, 7, 1, None),
+        Piece(4, 4, 0, 9, [3] * 9),
+    ]
+    assert [1, 3, 2, 4, 0] == packing_order(pieces)

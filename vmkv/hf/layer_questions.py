@@ -1,0 +1,174 @@
+"""What a model's layers are asked before rows serve them: what they hold, and how far they see.
+
+Two tokens go through the model, with something in the place of a step that hears what each layer
+asks for, and attends without a cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..errors import VMKVError
+from .attention import attending_in_place, vmkv_attention
+from .store import LayerKind, Signature
+from .unservable import UnservableError
+
+
+def layer_signatures(
+    model: Any, kinds: Sequence[LayerKind], token_ids: torch.Tensor
+) -> dict[int, Signature]:
+    """Ask the layers what their keys and values look like, in a packed pass.
+
+    Args:
+        model: The model.
+        kinds: Its layers.
+        token_ids: `[T]`, any tokens.
+
+    Raises:
+        ConfigError: A layer attends in a way that rows cannot, or not here.
+    """
+    asked = _Asked()
+    placeholder = torch.empty((1, 1, 1, 1), dtype=torch.bool, device=token_ids.device)
+    placeholder._vmkv_placeholder = True  # type: ignore[attr-defined]
+    with attending_in_place(model):
+        try:
+            model(
+                input_ids=token_ids[None],
+                position_ids=torch.arange(len(token_ids), device=token_ids.device)[None],
+                attention_mask=placeholder,
+                use_cache=False,
+                vmkv_batch=asked,
+                return_dict=True,
+            )
+        except Exception as error:
+            raise explained(error, "it does not run on packed tokens") from error
+    missing = {kind.index for kind in kinds} - asked.signatures.keys()
+    if missing:
+        raise UnservableError(
+            f"its layers {sorted(missing)} do not attend through transformers' attention interface"
+        )
+    return asked.signatures
+
+
+class _Asked:
+    """Stands where a step would, and hears what the layers ask for.
+
+    Attributes:
+        signatures: Of each layer that attends, what its keys and values look like.
+    """
+
+    def __init__(self) -> None:
+        self.signatures: dict[int, Signature] = {}
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float,
+        sinks: torch.Tensor | None,
+        mask: torch.Tensor | None,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Attend without a cache; arguments as `vmkv_attention`, which calls this.
+
+        Raises:
+            ConfigError: The layer attends in a way that rows cannot.
+        """
+        index = getattr(module, "layer_idx", None)
+        if index is None:
+            raise UnservableError(f"{type(module).__name__} does not say which layer it is")
+        index = int(index)
+        if index in self.signatures:
+            raise UnservableError(f"its layer {index} attends more than once in a pass")
+        if mask is not None and not getattr(mask, "_vmkv_placeholder", False):
+            raise UnservableError(f"its layer {index} attends with a mask of the model's own")
+        if bias is not None:
+            raise UnservableError(f"its layer {index} adds a bias of the model's own to scores")
+        self.signatures[index] = Signature.of(key, value)
+        out, _ = vmkv_attention(
+            module, query, key, value, None, scale, 0.0, window, softcap, sinks, is_causal=True
+        )
+        return out
+
+
+def check_windows(model: Any, kinds: Sequence[LayerKind], token_ids: torch.Tensor) -> None:
+    """See that rows keep what the model's masks let its layers see.
+
+    Windows are longer than what the passes above can afford, so they are asked for by number.
+
+    Args:
+        model: The model.
+        kinds: Its layers.
+        token_ids: `[T]`, any tokens.
+
+    Raises:
+        ConfigError: A layer's mask has another window than its rows.
+    """
+    asked = _WindowsAsked()
+    with attending_in_place(model):
+        try:
+            model(input_ids=token_ids[None], use_cache=False, return_dict=True, vmkv_batch=asked)
+        except Exception as error:
+            raise explained(error, "it does not run on token ids alone") from error
+    for kind in kinds:
+        given, masked = asked.windows.get(kind.index, (None, kind.window_tokens))
+        kept = kind.window_tokens if given is None else given
+        if kept != masked:
+            raise UnservableError(
+                f"its layer {kind.index} is to see {_window(kept)} by its configuration, and "
+                f"{_window(masked)} by its mask"
+            )
+
+
+class _WindowsAsked:
+    """Stands where a step would, and hears what the layers ask for.
+
+    Attributes:
+        windows: Of each layer that attends within a plain mask: its own window, and the mask's.
+    """
+
+    def __init__(self) -> None:
+        self.windows: dict[int, tuple[int | None, int | None]] = {}
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float,
+        sinks: torch.Tensor | None,
+        mask: torch.Tensor | None,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Attend without a cache; arguments as `vmkv_attention`, which calls this."""
+        recipe = getattr(mask, "_vmkv_recipe", None)
+        if recipe is not None:
+            self.windows[int(vars(module)["layer_idx"])] = (window, recipe.window)
+        out, _ = vmkv_attention(
+            module, query, key, value, mask, scale, 0.0, window, softcap, sinks, position_bias=bias
+        )
+        return out
+
+
+def _window(num_tokens: int | None) -> str:
+    return "all tokens" if num_tokens is None else f"{num_tokens} tokens"
+
+
+def explained(error: Exception, what: str) -> Exception:
+    """What to raise where a pass has failed: want of memory and our own words are left alone."""
+    if isinstance(error, (VMKVError, torch.OutOfMemoryError)):
+        return error
+    said = str(error).partition("\n")[0][:200]
+    return UnservableError(f"{what} ({type(error).__name__}{': ' if said else ''}{said})")

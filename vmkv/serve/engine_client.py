@@ -1,0 +1,277 @@
+"""How an engine that runs on its own is asked from an event loop, wherever it runs.
+
+    async for output in engine.stream("Once upon a time", SamplingParams(max_tokens=64)):
+        print(output.outputs[0].text, end="")
+
+Only tokens come from the engine: they become text here, where nobody's step waits for it. What has
+come for a stream is not queued: a stream is told that there is something new, and takes all of it
+in one piece when it comes to it. So a client that never reads holds nobody up.
+"""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import itertools
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ClosedError
+from .detokenize import Detokenizer
+from .engine_loop import FAILED_STEPS_MAX
+from .messages import Add, Cancel, Command, Finish, News, Stop, Update
+from .params import SamplingParams
+from .prompts import check_text, token_ids_of
+from .request import CompletionOutput, FinishReason, RequestOutput, TokenLogprobs
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class _Sample:
+    """One sample of a prompt: what has come of it and was not taken."""
+
+    def __init__(self, index: int, detokenizer: Detokenizer | None, *, has_logprobs: bool):
+        self._index = index
+        self._detokenizer = detokenizer
+        self._has_logprobs = has_logprobs
+        self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._finish_reason: FinishReason | None = None
+        self._stop_reason: int | str | None = None
+        self.error: Exception | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it has ended."""
+        return self._finish_reason is not None
+
+    def update(self, update: Update) -> bool:
+        """Take what is new; returns whether the sample ends here and the engine must be told."""
+        if self.is_finished:
+            return False
+        num_tokens = len(update.token_ids)
+        self._finish_reason, self._stop_reason = update.finish_reason, update.stop_reason
+        self.error = update.error
+        if self._detokenizer is not None:
+            try:
+                num_tokens = self._put_into_text(self._detokenizer, update)
+            except Exception as error:  # noqa: BLE001  # the tokenizer's, and this request's alone
+                self._finish_reason, self.error = FinishReason.ERROR, self.error or error
+        self._token_ids += update.token_ids[:num_tokens]
+        self._logprobs += update.logprobs[:num_tokens]
+        return self._finish_reason is not None and update.finish_reason is None
+
+    def _put_into_text(self, detokenizer: Detokenizer, update: Update) -> int:
+        """Returns how many of the tokens are part of the output."""
+        num_tokens = len(update.token_ids)
+        # The text of a stop token, the last one then, is not the answer's.
+        num_text_tokens = num_tokens - (update.finish_reason is FinishReason.STOP)
+        for count, token_id in enumerate(update.token_ids[:num_text_tokens], 1):
+            stop = detokenizer.append(token_id)
+            if stop is not None:
+                self._finish_reason, self._stop_reason = FinishReason.STOP, stop
+                self.error = None
+                return count
+        if self.is_finished:
+            detokenizer.finish()
+        return num_tokens
+
+    def take(self) -> CompletionOutput:
+        """What is new since the last call."""
+        token_ids, self._token_ids = self._token_ids, []
+        logprobs, self._logprobs = self._logprobs, []
+        return CompletionOutput(
+            index=self._index,
+            token_ids=token_ids,
+            text="" if self._detokenizer is None else self._detokenizer.take_text(),
+            logprobs=logprobs if self._has_logprobs else None,
+            finish_reason=self._finish_reason,
+            stop_reason=self._stop_reason,
+        )
+
+
+class _Stream:
+    """One request."""
+
+    def __init__(self, key: int, prompt: Any, params: SamplingParams, tokenizer: Any):
+        self.key = key
+        self.prompt = token_ids_of(prompt, tokenizer)
+        check_text(params, tokenizer)
+        self._text = prompt if isinstance(prompt, str) else None
+        self._num_cached_tokens = 0
+        self._samples = [
+            _Sample(
+                index,
+                Detokenizer(tokenizer, self.prompt, params)
+                if tokenizer is not None and params.detokenize
+                else None,
+                has_logprobs=params.logprobs is not None,
+            )
+            for index in range(params.n)
+        ]
+        self.has_news = asyncio.Event()
+        self.error: Exception | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every sample has ended."""
+        return all(each.is_finished for each in self._samples)
+
+    def update(self, update: Update) -> bool:
+        """See `_Sample`."""
+        self._num_cached_tokens = update.num_cached_tokens
+        self.has_news.set()
+        return self._samples[update.sample].update(update)
+
+    def fail(self, error: Exception) -> None:
+        """Nothing will come any more."""
+        self.error = error
+        self.has_news.set()
+
+    def take(self) -> RequestOutput:
+        """What is new since the last call."""
+        errors = [each.error for each in self._samples if each.error is not None]
+        return RequestOutput(
+            request_id=self.key,
+            prompt=self._text,
+            prompt_token_ids=self.prompt,
+            outputs=[each.take() for each in self._samples],
+            num_cached_tokens=self._num_cached_tokens,
+            error=errors[0] if errors else None,
+        )
+
+
+class EngineClient(abc.ABC):
+    """Asks an engine that runs on its own, from one event loop at a time.
+
+    As an async context manager it is shut down at the end, after what is under way.
+
+    Args:
+        tokenizer: For prompts and outputs that are text.
+    """
+
+    def __init__(self, tokenizer: Any = None):
+        self._tokenizer = tokenizer
+        self._new_keys = itertools.count()
+        self._streams: dict[int, _Stream] = {}
+        self._num_failed_steps = 0
+        self._is_stopping = False
+        self._death: str | None = None
+
+    async def stream(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        priority: int = 0,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Outputs of one request as they grow, the last one finished.
+
+        Each holds what is new since the one before, and `joined` makes one of them all; who reads
+        slowly sees fewer. Closing the iterator, or cancelling the task that reads it, cancels the
+        request.
+
+        Args:
+            prompt: As of `Engine.add`, as for the rest.
+            params: Likewise.
+            priority: Likewise.
+
+        Raises:
+            ConfigError: The request can never be served. Raised by the first iteration.
+            ClosedError: The engine is shutting down, or gone. Likewise.
+        """
+        await self._connect()
+        if self._is_stopping or self._death is not None:
+            raise ClosedError(self._death or "the engine is shutting down: it takes no requests")
+        params = params or SamplingParams()
+        key = next(self._new_keys)
+        stream = _Stream(key, prompt, params, self._tokenizer)
+        self._send(Add(key, stream.prompt, replace(params, stop=(), detokenize=False), priority))
+        self._streams[key] = stream
+        is_finished = False
+        try:
+            while not is_finished:
+                await stream.has_news.wait()
+                stream.has_news.clear()
+                if stream.error is not None:
+                    raise stream.error
+                output = stream.take()
+                is_finished = output.is_finished
+                if is_finished or any(each.token_ids for each in output.outputs):
+                    yield output
+        finally:
+            del self._streams[key]
+            if not is_finished and stream.error is None:
+                self._send(Cancel(key))
+
+    async def shutdown(self, drain: bool = True) -> None:
+        """Stop: after the requests that are under way, or with `drain=False` cancelling them.
+
+        New requests are refused from now on. Returns when the engine has ended and everything is
+        freed. Idempotent.
+        """
+        self._is_stopping = True
+        await self._connect()
+        self._send(Stop(drain))
+        await self._wait_for_end()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the engine is there."""
+        return self._death is None
+
+    @property
+    def failure(self) -> str | None:
+        """Why no request can be served; None as long as one can.
+
+        An engine that has ended, or a device that has failed in every step of late. In the latter
+        case requests are tried all the same: the next step that succeeds is the end of it.
+        """
+        if self._death is None and self._num_failed_steps >= FAILED_STEPS_MAX:
+            return f"the last {self._num_failed_steps} steps have failed"
+        return self._death
+
+    async def __aenter__(self) -> Self:
+        await self._connect()
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.shutdown()
+
+    # ---- the other side -------------------------------------------------------------------
+
+    @abc.abstractmethod
+    async def _connect(self) -> None:
+        """Have this event loop be the one that is told."""
+
+    @abc.abstractmethod
+    def _send(self, command: Command) -> None:
+        """Send a command; to an engine that has ended, nothing.
+
+        Raises:
+            ConfigError: It cannot travel. Nothing was sent.
+        """
+
+    @abc.abstractmethod
+    async def _wait_for_end(self) -> None:
+        """Until the engine has ended, and what it said last was taken."""
+
+    def _take(self, news: News) -> None:
+        """The engine says something."""
+        self._num_failed_steps = news.num_failed_steps
+        for key, error in news.refused:
+            if key in self._streams:
+                self._streams[key].fail(error)
+        for update in news.updates:
+            stream = self._streams.get(update.key)
+            # Whoever asked may have left.
+            if stream is not None and stream.update(update):
+                self._send(Finish(update.key, update.sample))
+
+    def _lose(self, reason: str) -> None:
+        """The engine has ended. Idempotent."""
+        self._death = self._death or reason
+        for stream in self._streams.values():
+            if not stream.is_finished and stream.error is None:
+                stream.fail(ClosedError("the engine has stopped"))

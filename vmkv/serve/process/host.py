@@ -1,0 +1,177 @@
+"""The engine's side: what a process does that has an engine."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import select
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from ...cache import CacheStats
+from ...errors import VMKVError
+from ..engine_loop import EngineLoop
+from ..messages import Command, Event, News
+from ..observer import EngineObserver, ObservedCache, RequestRecord, StepRecord
+from .encoding import Failed, Ready, Unpacker, packed
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+
+_LOG = logging.getLogger(__name__)
+_READ_BYTES = 1 << 20
+#: Looking at the cache costs some 100 µs with many rows.
+_STATS_INTERVAL_S = 0.5
+#: Time to end in good order for a process that nobody asks any more.
+_END_S = 5.0
+
+#: They ask for an end; see `run_engine`.
+IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+MakeEngine = Callable[[EngineObserver], "AbstractContextManager[Engine]"]
+
+
+class Relay:
+    """An engine's observer that keeps what it is told for the other side."""
+
+    def __init__(self) -> None:
+        self._events: list[Event] = []
+        self._stats: CacheStats | None = None
+        self._looked_s = float("-inf")
+
+    def take(self) -> tuple[Sequence[Event], CacheStats | None]:
+        """What it was told since the last time, and the cache, if it was looked at."""
+        taken = self._events, self._stats
+        self._events, self._stats = [], None
+        return taken
+
+    def request_added(self, request_id: int, num_prompt_tokens: int) -> None:
+        """See `EngineObserver`."""
+        self._events.append(("request_added", (request_id, num_prompt_tokens)))
+
+    def first_token(self, request_id: int, wait_s: float) -> None:
+        """Likewise."""
+        self._events.append(("first_token", (request_id, wait_s)))
+
+    def request_finished(self, request: RequestRecord) -> None:
+        """Likewise."""
+        self._events.append(("request_finished", (request,)))
+
+    def step_finished(self, step: StepRecord, cache: ObservedCache) -> None:
+        """Likewise; looks at the cache twice a second."""
+        self._events.append(("step_finished", (step,)))
+        if time.monotonic() - self._looked_s >= _STATS_INTERVAL_S:
+            self._look(cache)
+
+    def idle(self, cache: ObservedCache) -> None:
+        """Likewise."""
+        self._events.append(("idle", ()))
+        self._look(cache)
+
+    def _look(self, cache: ObservedCache) -> None:
+        self._stats = cache.stats()
+        self._looked_s = time.monotonic()
+
+
+class SocketLink:
+    """A socket that is read and written without waiting. Implements `Link`."""
+
+    def __init__(self, connection: socket.socket):
+        connection.setblocking(False)
+        self._socket = connection
+        self._unpacker = Unpacker()
+        self._unsent = memoryview(b"")
+        self.is_broken = False  # Nobody is on the other side.
+
+    def can_send(self) -> bool:
+        """See `Link`."""
+        while self._unsent and not self.is_broken:
+            try:
+                num_bytes = self._socket.send(self._unsent)
+            except BlockingIOError:
+                return False
+            except OSError:
+                self._broke()
+            else:
+                self._unsent = self._unsent[num_bytes:]
+        return True
+
+    def send(self, news: News | Ready) -> None:
+        """See `Link`."""
+        if not self.is_broken:
+            self._unsent = memoryview(packed(news))
+            self.can_send()
+
+    def receive(self) -> Sequence[Command]:
+        """See `Link`."""
+        found: list[Command] = []
+        while not self.is_broken:
+            try:
+                data = self._socket.recv(_READ_BYTES)
+            except BlockingIOError:
+                break
+            except OSError:
+                data = b""
+            if not data:
+                self._broke()
+            found += self._unpacker.feed(data)
+        return found
+
+    def wait(self, *, for_commands: bool, to_send: bool) -> None:
+        """See `Link`."""
+        poll = select.poll()
+        wanted = select.POLLIN if for_commands else 0
+        poll.register(self._socket, wanted | select.POLLOUT if self._unsent else wanted)
+        poll.poll()
+
+    def end_with(self, message: Any) -> None:
+        """Send a last message, however long the other side takes to read it."""
+        self._socket.setblocking(True)
+        with contextlib.suppress(OSError):
+            self._socket.sendall(bytes(self._unsent) + packed(message))
+
+    def _broke(self) -> None:
+        self.is_broken = True
+        self._unsent = memoryview(b"")
+
+
+def run_engine(make: MakeEngine, connection: socket.socket) -> None:
+    """A process's life: make an engine, say that it is there, run it.
+
+    Signals that ask for an end are for the process that started this one, which passes them on; if
+    that is gone, so is the connection.
+    """
+    for each in IGNORED_SIGNALS:
+        signal.signal(each, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
+    threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
+    link, relay, is_ready = SocketLink(connection), Relay(), False
+    try:
+        with make(relay) as engine:
+            page_bytes = engine.cache.pool.page_bytes
+            link.send(Ready(engine.max_tokens, page_bytes, engine.cache.stats()))
+            is_ready = True
+            # The model and the libraries are here to stay: no collection need look at them.
+            gc.collect()
+            gc.freeze()
+            EngineLoop(engine, link, relay.take, ends_with_device=True).run()
+    except BaseException as error:  # noqa: BLE001  # whoever started this is told
+        if is_ready or not isinstance(error, VMKVError):
+            _LOG.critical("the engine's process ends", exc_info=error)
+        link.end_with(Failed(error))
+
+
+def _end_with(connection: socket.socket) -> None:
+    """End this process some time after the one that started it has gone, whatever it is doing."""
+    poll = select.poll()
+    poll.register(connection, 0)  # Hanging up is told in any case.
+    poll.poll()
+    time.sleep(_END_S)
+    os._exit(1)

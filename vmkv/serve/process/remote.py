@@ -1,0 +1,277 @@
+"""The asking side: an engine that is somewhere else, asked as an `AsyncEngine` is.
+
+async with EngineProcess(make) as engine:  # `make(observer)` is called there
+    async for output in engine.stream([1, 2, 3], SamplingParams(max_tokens=64)):
+        ...
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import multiprocessing
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ...cache import CacheStats
+from ...errors import ClosedError, ConfigError, one_line
+from ..engine_client import EngineClient
+from ..messages import Command, News
+from ..observer import EngineObserver, RequestRecord, StepRecord
+from .encoding import Failed, Ready, Unpacker, packed
+from .host import IGNORED_SIGNALS, MakeEngine, run_engine
+
+_LOG = logging.getLogger(__name__)
+_READ_BYTES = 1 << 16
+#: How long a process may take to end once nobody asks it any more.
+_END_S = 10.0
+#: An engine that has ended is started anew at once; one that ends again after this time, and after
+#: twice the last time then, until one has lasted for the longest of them.
+_RESTART_S = 1.0
+_RESTART_MAX_S = 60.0
+#: What observers are told that travels as a record.
+_RECORDS = {"step_finished": StepRecord, "request_finished": RequestRecord}
+_SEES_CACHE = ("step_finished", "idle")
+
+
+class _Snapshot:
+    """The cache as it was looked at last, for observers."""
+
+    def __init__(self, stats: CacheStats):
+        self._stats = stats
+
+    def stats(self) -> CacheStats:
+        return self._stats
+
+
+class _Connection(asyncio.Protocol):
+    """Hands messages on."""
+
+    def __init__(self, take: Callable[[Any], None], lose: Callable[[], None]):
+        self._take = take
+        self._lose = lose
+        self._unpacker = Unpacker()
+
+    def data_received(self, data: bytes) -> None:
+        for message in self._unpacker.feed(data):
+            self._take(message)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._lose()
+
+
+class RemoteEngine(EngineClient):
+    """An engine on the other side of a connection, for one event loop.
+
+    Args:
+        connection: To an `EngineLoop` behind a `SocketLink`.
+        ready: What it said first.
+        tokenizer: For prompts and outputs that are text.
+        wait_for_end: Returns when the other side has ended.
+        observer: Who is told what happens there, from the event loop.
+
+    Attributes:
+        max_tokens, page_bytes: As `Ready` says.
+        stats: The cache when it was last looked at.
+    """
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        ready: Ready,
+        *,
+        tokenizer: Any = None,
+        wait_for_end: Callable[[], None],
+        observer: EngineObserver | None = None,
+    ):
+        super().__init__(tokenizer)
+        self.max_tokens, self.page_bytes, self.stats = ready
+        self._socket = connection
+        self._wait = wait_for_end
+        self._observer = observer
+        self._connecting = asyncio.Lock()
+        self._transport: asyncio.Transport | None = None
+        self._gone = asyncio.Event()
+
+    async def _connect(self) -> None:
+        async with self._connecting:
+            if self._transport is None:
+                loop = asyncio.get_running_loop()
+                self._transport, _ = await loop.create_unix_connection(
+                    lambda: _Connection(self._hear, self._lose_connection), sock=self._socket
+                )
+
+    def _send(self, command: Command) -> None:
+        try:
+            data = packed(command)
+        except TypeError as error:
+            raise ConfigError(f"the request cannot be sent to a process: {error}") from error
+        if self._transport is not None and self._death is None:
+            self._transport.write(data)
+
+    async def _wait_for_end(self) -> None:
+        await asyncio.to_thread(self._wait)
+        await self._gone.wait()  # What it said last has been read.
+
+    def _hear(self, message: News | Failed) -> None:
+        if isinstance(message, Failed):
+            self._lose(f"the engine has ended: {one_line(message.error)}")
+            return
+        self._take(message)
+        self.stats = message.stats or self.stats
+        if self._observer is not None:
+            cache = (_Snapshot(self.stats),)
+            for name, arguments in message.events:
+                if name in _RECORDS:
+                    arguments = [_RECORDS[name](**fields) for fields in arguments]
+                tell = getattr(self._observer, name)
+                tell(*arguments, *(cache if name in _SEES_CACHE else ()))
+
+    def _lose_connection(self) -> None:
+        self._lose("the engine has ended: it was shut down or killed")
+        self._gone.set()
+
+
+class EngineProcess(RemoteEngine):
+    """An engine in a process of its own, which ends with this one.
+
+    A process that ends unasked is started anew, at once and, if it goes on like that, after ever
+    longer times. Its requests end with an error, and `failure` says so until the next is there.
+
+    Args:
+        make: Called there with the engine's observer; gives the engine, for as long as it lasts.
+            A function that can be pickled, with all it holds.
+        tokenizer: For prompts and outputs that are text.
+        observer: Who is told what happens there, from the event loop.
+
+    Raises:
+        Exception: What `make` raised there.
+    """
+
+    def __init__(
+        self, make: MakeEngine, *, tokenizer: Any = None, observer: EngineObserver | None = None
+    ):
+        self._make = make
+        self._starting = threading.Lock()
+        self._is_stopping = False
+        connection, ready = self._start()
+        super().__init__(
+            connection, ready, tokenizer=tokenizer, wait_for_end=self._join, observer=observer
+        )
+        self._restarting: asyncio.Task[None] | None = None
+        self._restart_s = 0.0
+        self._started_s = time.monotonic()
+
+    def _start(self) -> tuple[socket.socket, Ready]:
+        """Start a process, and wait for its engine to be there."""
+        ours, theirs = socket.socketpair()
+        with self._starting:
+            # A copy of this process would have its threads' locks, and nobody to release them.
+            context = multiprocessing.get_context("spawn")
+            process = context.Process(
+                target=run_engine, args=(self._make, theirs), name="vmkv-engine"
+            )
+            # Ctrl+C goes to the whole group, and may come before it can be ignored there.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
+            try:
+                process.start()
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+                theirs.close()
+            self._process = process
+            if self._is_stopping:
+                process.kill()
+        try:
+            return ours, _first_message(ours)
+        except BaseException:
+            ours.close()
+            process.kill()
+            process.join()
+            raise
+
+    @property
+    def failure(self) -> str | None:
+        """See `EngineClient`."""
+        # No event loop may have been there to be told.
+        if self._death is None and not self._process.is_alive():
+            return "the engine's process has ended"
+        return super().failure
+
+    async def shutdown(self, drain: bool = True) -> None:
+        """See `EngineClient`."""
+        self._is_stopping = True
+        if self._restarting is not None:
+            self._restarting.cancel()
+            await asyncio.wait([self._restarting])
+        await super().shutdown(drain)
+
+    def close(self) -> None:
+        """End the process, if nobody has; what is under way there is cancelled. Idempotent.
+
+        For when no event loop runs any more: `shutdown` ends it in good order.
+        """
+        self._socket.close()
+        self._join(_END_S)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+
+    def _join(self, timeout_s: float | None = None) -> None:
+        self._process.join(timeout_s)
+
+    def _lose_connection(self) -> None:
+        super()._lose_connection()
+        if not self._is_stopping:
+            self._restarting = asyncio.get_running_loop().create_task(self._start_anew())
+
+    async def _start_anew(self) -> None:
+        """Start processes until one has an engine."""
+        await asyncio.to_thread(self.close)
+        reason = f"the engine's process has ended with status {self._process.exitcode}"
+        if time.monotonic() - self._started_s > _RESTART_MAX_S:
+            self._restart_s = 0.0
+        ready = None
+        while ready is None:
+            _LOG.error("%s; it is started anew", reason)
+            self._death = f"{reason}; it is started anew"
+            await asyncio.sleep(self._restart_s)
+            self._restart_s = min(max(_RESTART_S, 2 * self._restart_s), _RESTART_MAX_S)
+            try:
+                self._socket, ready = await asyncio.to_thread(self._start)
+            except asyncio.CancelledError:
+                with self._starting:
+                    self._is_stopping = True
+                    self._process.kill()
+                raise
+            except Exception as error:  # noqa: BLE001  # whatever it is: another try may do
+                reason = f"the engine could not be started: {one_line(error)}"
+        self._started_s, self._num_failed_steps = time.monotonic(), 0
+        self._transport = None
+        self._gone.clear()
+        await self._connect()
+        self._death, self._restarting = None, None
+        self.stats = ready.stats
+        if self._observer is not None:
+            self._observer.idle(_Snapshot(self.stats))
+
+
+def _first_message(connection: socket.socket) -> Ready:
+    """Wait for the engine to be there.
+
+    Raises:
+        Exception: What it failed with.
+    """
+    unpacker = Unpacker()
+    while True:
+        data = connection.recv(_READ_BYTES)
+        if not data:
+            raise ClosedError("the engine's process ended before its engine was there")
+        for message in unpacker.feed(data):
+            if isinstance(message, Failed):
+                raise message.error
+            ready: Ready = message
+            return ready

@@ -1,0 +1,394 @@
+"""Steps of one model: pieces in, logits out.
+
+A step is one packed forward pass, or the replay of one that was captured. Whoever has a stepper
+grows the rows before a step and chooses the tokens after it; `last_tokens` is where tokens go from
+one step to the next on the device.
+
+Layers run as they are, and are handed the step as a keyword by an attention implementation that
+passes it on (`vmkv.hf.attention`); or compiled, and find it through an operator (`operator.py`).
+
+Captures come ahead of all steps (`warm_up.py`), or where they pay: a size that comes again and
+again is captured the third time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ..cache import KVCache
+from ..errors import CapacityError, ConfigError
+from . import operator
+from .compiled_layers import CompiledLayers
+from .decode_graphs import DecodeGraphs
+from .graphs import GraphSpace, Scratch
+from .mixed_graphs import MixedGraphs
+from .packing import pack
+from .piece import Piece, packing_order
+from .row_attention import RowAttention, row_capacities
+
+_LOG = logging.getLogger(__name__)
+#: How often a size runs eagerly before it is captured, which takes about as long as that saves.
+_EAGER_RUNS = 2
+
+
+class StepLogits(NamedTuple):
+    """What a step has computed; good until the next one.
+
+    Attributes:
+        logits: `[n, vocabulary]`, of the last tokens of the pieces that sample.
+        pieces: `[n]`, which pieces those are.
+        token_ids: `[n] int64`, their likeliest tokens, if those are in `last_tokens` already.
+    """
+
+    logits: torch.Tensor
+    pieces: Sequence[int]
+    token_ids: torch.Tensor | None = None
+
+
+class Stepper:
+    """Runs steps of one model over the rows of its caches, until `close`.
+
+    Args:
+        model: A transformers causal language model that has proven itself. Unless its layers are
+            compiled, it attends through an implementation that hands `vmkv_batch` on.
+        caches: One for each device of the model.
+        num_slots: Pieces of a step at most.
+        attention_backend: The kernel for rows; see `RowAttention`.
+        preferred_backend: Likewise.
+        compile_with: Compile the layers with this backend of `torch.compile`; None for not at all.
+
+    Attributes:
+        model: See above.
+        caches: Likewise.
+        device: Where its tokens go.
+        uses_operator: Whether the stepper makes the model attend by itself.
+        last_tokens: `[num_slots + 1] int64`, the token that was chosen last in each slot.
+        decode_graphs: Captured steps of one token each; None where there are none.
+        mixed_graphs: Captured steps with prompts; likewise.
+
+    Raises:
+        ConfigError: A cache has no layers, or the layers cannot be compiled, or another stepper
+            runs them compiled. The model is as before.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        caches: Sequence[KVCache],
+        num_slots: int,
+        *,
+        attention_backend: str | None = None,
+        preferred_backend: str | None = None,
+        compile_with: str | None = None,
+    ):
+        if not all(cache.layers for cache in caches):
+            raise ConfigError("the cache holds no layers yet: add the model's first")
+        self.model = model
+        self.caches = list(caches)
+        self.device: torch.device = model.get_input_embeddings().weight.device
+        self._is_cuda = self.device.type == "cuda"
+        self.num_slots = num_slots
+        self.last_tokens = torch.zeros(num_slots + 1, dtype=torch.int64, device=self.device)
+        self._attention = RowAttention(caches, attention_backend, preferred_backend)
+        # Four dimensions: transformers hands such a mask on as it is, and ours ignores it.
+        self._mask = torch.empty((1, 1, 1, 1), dtype=torch.bool, device=self.device)
+        self.uses_operator = compile_with is not None
+        self._keywords: dict[str, Any] = {}
+        self._layers: CompiledLayers | None = None
+        self.decode_graphs: DecodeGraphs | None = None
+        self.mixed_graphs: MixedGraphs | None = None
+        self.scratch: Scratch | None = None
+        self._space: GraphSpace | None = None
+        # Where steps are captured when it pays: how often each size has come.
+        self._num_runs: Counter[tuple[int, int]] | None = None
+        self._uncapturable: set[tuple[int, int]] = set()
+        self._logits_like: tuple[int, torch.dtype] | None = None
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._attention.close)
+            if compile_with is None:
+                self._mask._vmkv_placeholder = True  # type: ignore[attr-defined]
+                self._keywords["vmkv_batch"] = _ByKeyword(self._attention)
+            else:
+                undo.enter_context(operator.attending(model, self._attention))
+                self._layers = CompiledLayers(model, backend=compile_with)
+                undo.callback(self._layers.close)
+            self._undo = undo.pop_all()
+
+    # ---- steps ----------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def run(
+        self, pieces: Sequence[Piece], rows_elsewhere: Sequence[Sequence[int]] = ()
+    ) -> StepLogits:
+        """Launch a step. Never waits for the device.
+
+        Args:
+            pieces: Of different slots and rows, each grown; in any order.
+            rows_elsewhere: For each cache but the first, the rows of the pieces there.
+
+        Raises:
+            OutOfPagesError: There is no memory for what a kernel fetches past the rows' ends.
+            Exception: What the model raises. Keys and values of the new tokens may have been
+                written; the same step again writes the same.
+        """
+        for cache in self.caches:
+            cache.note_stream()
+        if not pieces:
+            return StepLogits(torch.empty((0, 0), device=self.device), [])
+        order = packing_order(pieces)
+        packed = [pieces[at] for at in order]
+        sampling = [at for at in order if pieces[at].samples]
+        if all(piece.decodes for piece in packed):
+            step = self._run_captured_decode(packed, sampling)
+            if step is not None:
+                return step
+        elif self.mixed_graphs is not None:
+            mixed_bucket = self.mixed_graphs.key(packed)
+            if mixed_bucket is not None:
+                self.mixed_graphs.replay(mixed_bucket, self.mixed_graphs.fill(mixed_bucket, packed))
+                return self._replayed(range(len(sampling)), sampling)
+        elsewhere = [[rows[at] for at in order] for rows in rows_elsewhere]
+        return StepLogits(self.run_eagerly(packed, elsewhere), sampling)
+
+    def _replayed(self, kept: Sequence[int], sampling: Sequence[int]) -> StepLogits:
+        """The logits at `kept` that a graph has left."""
+        space = self._space
+        assert space is not None  # Graphs have one.
+        count = len(kept)
+        if not count or kept[-1] == count - 1:
+            return StepLogits(space.logits[:count], sampling, space.token_ids[:count])
+        at = torch.tensor(kept).to(self.device, non_blocking=True)
+        return StepLogits(space.logits[at], sampling)
+
+    def run_eagerly(
+        self,
+        packed: Sequence[Piece],
+        rows_elsewhere: Sequence[Sequence[int]] = (),
+        keep: Sequence[int] | None = None,
+    ) -> torch.Tensor:
+        """Any step, as one forward pass; logits `[n, vocabulary]`.
+
+        Args:
+            packed: Pieces in the order that `packing_order` gives.
+            rows_elsewhere: See `run`, as for what is raised.
+            keep: Which of the packed tokens' logits are wanted; by default those of the last tokens
+                of the pieces that sample.
+        """
+        first = self.caches[0]
+        step = pack(packed, row_capacities(first), self.device)
+        token_ids, num_decode = step.token_ids, step.decode_slots.shape[0]
+        if num_decode:
+            told = token_ids[:num_decode]
+            last = self.last_tokens[step.decode_slots]
+            token_ids[:num_decode] = torch.where(told < 0, last, told)
+        steps = {self.device: step.parts}
+        if first.device != self.device:
+            steps[first.device] = pack(packed, row_capacities(first), first.device).parts
+        for cache, rows in zip(self.caches[1:], rows_elsewhere, strict=True):
+            there = [piece._replace(row=row) for piece, row in zip(packed, rows, strict=True)]
+            steps[cache.device] = pack(there, row_capacities(cache), cache.device).parts
+        self._attention.steps = steps
+        try:
+            kept = step.ends if keep is None else torch.tensor(keep, device=self.device)
+            logits = self._forward(token_ids, step.positions, kept)
+        finally:
+            self._attention.steps = None
+        self._logits_like = (logits.shape[1], logits.dtype)
+        return logits
+
+    def _forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Logits `[kept, vocabulary]` of packed tokens `[T]`; of all of them by default."""
+        output = self.model(
+            input_ids=token_ids[None],
+            position_ids=positions[None],
+            attention_mask=self._mask,
+            use_cache=False,
+            logits_to_keep=0 if keep is None else keep,
+            return_dict=True,
+            **self._keywords,
+        )
+        return kept_logits(output, keep)
+
+    # ---- captures -------------------------------------------------------------------------
+
+    def make_graphs(
+        self,
+        vocab_size: int,
+        dtype: torch.dtype,
+        max_mixed_tokens: int,
+        *,
+        few: bool = False,
+        agree: Callable[[int], int] = int,
+    ) -> None:
+        """Prepare for captured steps; on the host the same padded steps run as they are.
+
+        Args:
+            vocab_size: Columns of the logits.
+            dtype: Theirs.
+            max_mixed_tokens: The largest step with prompts that is captured.
+            few: Have few sizes of decode steps, because each is captured when it is wanted.
+            agree: See `GraphSpace`.
+
+        Raises:
+            CapacityError: No row, or no page, is left for padding.
+        """
+        cache = self.caches[0]
+        scratch = self.open_scratch()
+        space = self._space = GraphSpace(
+            self._forward,
+            self._attention,
+            cache,
+            self.last_tokens,
+            vocab_size=vocab_size,
+            dtype=dtype,
+            max_num_seqs=self.num_slots,
+            scratch=scratch,
+            agree=agree,
+        )
+        heads = min(group.geometry.shape.num_k_heads for group in cache.groups)
+        processors = 1
+        if self._is_cuda:
+            processors = torch.cuda.get_device_properties(self.device).multi_processor_count
+        # A sequence occupies a processor per key head; kernels split below 0.8 of them all.
+        self.decode_graphs = DecodeGraphs(space, int(0.8 * processors / heads) + 1, few=few)
+        if max_mixed_tokens > 1:
+            self.mixed_graphs = MixedGraphs(space, max_mixed_tokens, processors)
+
+    def open_scratch(self) -> Scratch:
+        """The row that padding works on, which holds one token. Opened once.
+
+        Raises:
+            CapacityError: No row, or no page, is left.
+        """
+        if self.scratch is None:
+            cache = self.caches[0]
+            sequence = cache.open(1)
+            self._undo.callback(sequence.close)
+            cache.grow([(sequence, 1)])
+            self.scratch = Scratch(self.num_slots, sequence.row)
+        return self.scratch
+
+    @property
+    def can_capture(self) -> bool:
+        """Whether steps may be captured, as far as is known without trying.
+
+        Not where somebody hooked into the model is to be called in every step.
+        """
+        is_one_device = [cache.device for cache in self.caches] == [self.device]
+        return (
+            self._is_cuda
+            and is_one_device
+            and not torch.is_autocast_enabled("cuda")
+            and not any(
+                each._forward_hooks or each._forward_pre_hooks for each in self.model.modules()
+            )
+        )
+
+    def capture_where_it_pays(self) -> None:
+        """Have decode steps captured that come again and again, where `can_capture`.
+
+        For a model whose steps never wait for the device: a capture that fails leaves torch's
+        allocator as if it went on.
+        """
+        if self.can_capture:
+            self._num_runs = Counter()
+
+    def _run_captured_decode(
+        self, packed: Sequence[Piece], sampling: Sequence[int]
+    ) -> StepLogits | None:
+        """A step in which all decode, as a graph; None where there is none (yet)."""
+        if self.decode_graphs is None and self._num_runs is not None:
+            self._make_graphs_late()
+        graphs = self.decode_graphs
+        if graphs is None:
+            return None
+        bucket = graphs.key(len(packed), max(piece.num_tokens for piece in packed))
+        if self._num_runs is None or bucket in graphs.captured:
+            graphs.replay(bucket, graphs.fill(bucket, packed))
+        elif not self._captured_by_now(graphs, bucket, packed, self._num_runs):
+            return None
+        kept = [at for at, piece in enumerate(packed) if piece.samples]
+        return self._replayed(kept, sampling)
+
+    def _make_graphs_late(self) -> None:
+        """Once a step has shown what logits look like; not at all without room for padding."""
+        if self._logits_like is not None:
+            try:
+                self.make_graphs(*self._logits_like, 0, few=True)
+            except CapacityError:
+                self._num_runs = None
+
+    def _captured_by_now(
+        self,
+        graphs: DecodeGraphs,
+        bucket: tuple[int, int],
+        packed: Sequence[Piece],
+        num_runs: Counter[tuple[int, int]],
+    ) -> bool:
+        """Capture a step that has no graph yet and replay it, if it has come often enough.
+
+        False where it is to run eagerly: the first times, and for good where capturing fails.
+        """
+        num_runs[bucket] += 1
+        if num_runs[bucket] <= _EAGER_RUNS or bucket in self._uncapturable:
+            return False
+        try:
+            graphs.capture(bucket)
+        except Exception as error:  # noqa: BLE001  # eagerly it has run, and goes on to
+            _LOG.info("%s cannot be captured as CUDA graphs: %s", graphs.name, error)
+            self._uncapturable.add(bucket)
+            return False
+        graphs.replay(bucket, graphs.fill(bucket, packed))
+        return True
+
+    def run_layers_plainly(self) -> bool:
+        """Give up compiling the layers; whether they were compiled until now."""
+        if self._layers is None:
+            return False
+        self._layers.close()
+        self._layers = None
+        return True
+
+    # ---- end ------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Wait for the device, drop the graphs, and let the model run as before. Idempotent."""
+        if self._is_cuda:
+            torch.cuda.synchronize(self.device)
+        for graphs in (self.mixed_graphs, self.decode_graphs):
+            if graphs is not None:
+                graphs.close()
+        self.mixed_graphs = self.decode_graphs = self._space = None
+        self._undo.close()
+
+
+class _ByKeyword:
+    """A step as `vmkv_batch` of layers that run as they are."""
+
+    def __init__(self, attention: RowAttention):
+        self._attention = attention
+
+    def attend(self, module: Any, *tensors: torch.Tensor, **options: Any) -> torch.Tensor:
+        """See `RowAttention.attend`; masks and biases the model has proven not to have."""
+        for name in ("mask", "bias"):
+            options.pop(name, None)
+        return self._attention.attend(int(module.layer_idx), *tensors, **options)
+
+
+def kept_logits(output: Any, keep: torch.Tensor | None) -> torch.Tensor:
+    """Logits `[kept, vocabulary]` of a packed pass, whether or not the model can keep but those.
+
+    Args:
+        output: What the model returned.
+        keep: Which tokens' were asked for; None for all.
+    """
+    logits: torch.Tensor = output.logits[0]
+    return logits if keep is None or logits.shape[0] == keep.shape[0] else logits[keep]

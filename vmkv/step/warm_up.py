@@ -1,0 +1,159 @@
+"""Warming up: everything is compiled, tuned and captured before the first step that matters."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import CapacityError, ConfigError
+from ..units import GiB
+from .compile_cache import CompileCache
+from .graphs import StepGraphs
+from .piece import Piece
+from .stepper import Stepper
+
+_LOG = logging.getLogger(__name__)
+
+
+@torch.no_grad()
+def warm_up(
+    stepper: Stepper,
+    max_num_batched_tokens: int,
+    *,
+    compile_cache: Path | None = None,
+    must_compile: bool = False,
+    then: Callable[[], object] = lambda: None,
+    show_progress: bool = False,
+    agree: Callable[[int], int] = int,
+) -> int:
+    """Compile, tune and capture everything, so that no step waits for it.
+
+    A model that cannot be captured runs without graphs.
+
+    Args:
+        stepper: What runs the model; its one cache has a row left for prompts.
+        max_num_batched_tokens: The largest step.
+        compile_cache: A folder that keeps what was compiled.
+        must_compile: Raise where layers cannot be compiled, rather than run them as they are.
+        then: What else is to warm up, after the steps and before the graphs.
+        show_progress: Draw a progress bar.
+        agree: See `GraphSpace`.
+
+    Returns:
+        Bytes of device memory that graphs hold.
+
+    Raises:
+        CapacityError: Not even a short prompt fits the cache.
+    """
+    cache = CompileCache(compile_cache, stepper.model.config)
+    cache.load()
+    kinds: list[StepGraphs[Any]] = [
+        each for each in (stepper.mixed_graphs, stepper.decode_graphs) if each is not None
+    ]
+    total = 2 + sum(len(each.keys()) for each in kinds)
+    with progress(total, is_shown=show_progress) as bar:
+        bar.set_description("prompts")
+        _warm_up_prompts(stepper, max_num_batched_tokens, must_compile)
+        bar.update()
+        bar.set_description("one token")
+        slot, row = stepper.open_scratch()
+        stepper.run_eagerly([Piece(slot, row, 0, 1, [0])])
+        then()
+        bar.update()
+        bar.set_description("graphs")
+        graph_bytes = _capture_all(stepper, kinds, bar.update, agree)
+    cache.save()
+    return graph_bytes
+
+
+def _capture_all(
+    stepper: Stepper,
+    kinds: list[StepGraphs[Any]],
+    captured: Callable[[], object],
+    agree: Callable[[int], int],
+) -> int:
+    """Capture every graph, those with most tokens first; kinds that cannot be are dropped."""
+    start_s, free_bytes = time.perf_counter(), _free_bytes(stepper.device)
+    for graphs in kinds:
+        failure: Exception | None = None
+        try:
+            graphs.capture_all(captured)
+        except (RuntimeError, ConfigError) as error:
+            if graphs.captured:
+                raise
+            failure = error
+        if agree(int(failure is not None)):
+            reason = failure or "another rank cannot"
+            _LOG.warning("%s cannot be captured as CUDA graphs: %s", graphs.name, reason)
+            graphs.close()
+            if graphs is stepper.mixed_graphs:
+                stepper.mixed_graphs = None
+            else:
+                stepper.decode_graphs = None
+    if stepper.device.type == "cuda":
+        torch.cuda.synchronize(stepper.device)
+    graph_bytes = max(0, free_bytes - _free_bytes(stepper.device))
+    _LOG.info(
+        "captured %d graphs in %.1f s; they hold %.2f GiB",
+        sum(len(each.captured) for each in kinds),
+        time.perf_counter() - start_s,
+        graph_bytes / GiB,
+    )
+    return graph_bytes
+
+
+def _free_bytes(device: torch.device) -> int:
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+
+
+def _warm_up_prompts(stepper: Stepper, max_num_batched_tokens: int, must_compile: bool) -> None:
+    """The largest step that fits, and then one with pieces of every kind."""
+    (cache,) = stepper.caches
+    num_tokens = min(max_num_batched_tokens, cache.max_tokens)
+    while True:
+        sequence = cache.open()
+        try:
+            cache.grow([(sequence, num_tokens)])
+            _warm_up_in(stepper, sequence.row, num_tokens, must_compile)
+            break
+        except CapacityError:
+            if num_tokens < 2:
+                raise
+            num_tokens //= 2
+        finally:
+            sequence.close()
+    cache.trim()
+
+
+def _warm_up_in(stepper: Stepper, row: int, num_tokens: int, must_compile: bool) -> None:
+    slot, scratch_row = stepper.open_scratch()
+    ids = [0] * num_tokens
+    first = [Piece(slot, row, 0, num_tokens, ids)]
+    try:
+        stepper.run_eagerly(first)
+    except (CapacityError, torch.OutOfMemoryError):
+        raise
+    except RuntimeError as error:
+        if must_compile or not stepper.run_layers_plainly():
+            raise
+        _LOG.warning("this model's layers cannot be compiled, and run as they are: %s", error)
+        stepper.run_eagerly(first)
+    half = num_tokens // 2
+    if half > 1:
+        later = Piece(slot, row, half, num_tokens - half, ids[half:])
+        stepper.run_eagerly([Piece(slot, scratch_row, 0, 1, [0]), later])
+
+
+@contextlib.contextmanager
+def progress(total: int, *, is_shown: bool) -> Iterator[Any]:
+    """A progress bar over so many steps, or one that shows nothing."""
+    from tqdm import tqdm  # type: ignore[import-untyped]  # comes with transformers
+
+    with tqdm(total=total, disable=not is_shown, leave=False) as bar:
+        yield bar
