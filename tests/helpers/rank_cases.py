@@ -323,7 +323,7 @@ def obeys(seed: int, group: TensorParallel) -> None:
             return
         choices = random.Random(seed)
         handles = []
-        for _ in range(45):
+        for _ in range(35):
             what = choices.random()
             if what < 0.3:
                 prompt = [*TRAFFIC[0][: choices.randrange(2, 48)], choices.randrange(3, 99)]

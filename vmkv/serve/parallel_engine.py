@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -28,6 +27,7 @@ from ..errors import CapacityError, ConfigError, RankError
 from ..parallel import Ranks, TensorParallel, localise
 from ..parallel.loading import load
 from .engine import Engine
+from .engine_loop import FAILED_STEPS_MAX
 from .handle import RequestHandle
 from .lockstep import Lockstep
 from .params import SamplingParams
@@ -103,7 +103,7 @@ class ParallelEngine(Engine):
     @property
     def num_failed_steps(self) -> int:
         """See `Engine.num_failed_steps`; without all ranks, none will succeed."""
-        return super().num_failed_steps if self._ranks.failure is None else sys.maxsize
+        return super().num_failed_steps if self._ranks.failure is None else FAILED_STEPS_MAX
 
     # ---- what rank 0 is asked for ---------------------------------------------------------
 
