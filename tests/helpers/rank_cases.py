@@ -28,6 +28,7 @@ from vmkv.parallel.loading import load
 from vmkv.serve import FinishReason, lockstep
 from vmkv.serve.parallel_engine import ParallelEngine
 from vmkv.serve.preemption import PreemptionCosts
+from vmkv.serve.runner import RunnerOptions
 from vmkv.units import Handle, KiB, MiB
 
 Case = Callable[[TensorParallel], None]
@@ -171,6 +172,19 @@ def serves(name: str, runner: str, host_bytes: int, group: TensorParallel) -> No
         again = engine.generate([TRAFFIC[1], TRAFFIC[3]], params)
         assert again[1].num_cached_tokens
         assert again[1].outputs[0].token_ids == outputs[3].outputs[0].token_ids[:5]
+
+
+def compiles(group: TensorParallel) -> None:
+    """Layers in parts are compiled, and their products joined, as whole ones are."""
+    expected = None if group.rank else alone("llama", PROMPTS, GREEDY)
+    how = RunnerOptions(compile_layers=True, compile_backend="eager", show_progress=False)
+    options = {**ROOMY, "runner": "graphs", "runner_options": how}
+    model = part_of("llama", group)
+    with engine_on(group, model, **options) as engine:
+        if engine is not None:
+            assert expected == said(engine.generate(PROMPTS, GREEDY))
+            kinds = {type(each).__name__ for each in model.model.layers.modules()}
+            assert {"SiblingLinear", "RowwiseLinear"} <= kinds
 
 
 def loads(folder: str, group: TensorParallel) -> None:

@@ -48,6 +48,11 @@ def test_serving_is_as_with_one_process(
     pair.run(partial(cases.serves, name, runner, host_bytes))
 
 
+def test_layers_in_parts_are_compiled(pair: cases.Pair) -> None:
+    """An operator is all that a compiler sees of the other ranks."""
+    pair.run(cases.compiles)
+
+
 def test_each_rank_loads_its_part(pair: cases.Pair, tmp_path: Path) -> None:
     """As transformers divides a model on disk."""
     tiny_model("llama").save_pretrained(tmp_path)
