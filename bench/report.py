@@ -58,6 +58,8 @@ HEADLINES = (
     "live_chat_24_s_tpot_p50_ms",
     "live_chat__512_at_once_tokens_per_s",
     "steady_waste_share",
+    "fp8_decode_ratio",
+    "fp8_fit_ratio",
 )
 _SECTION = re.compile(r"(Question|Prediction|Verdict|Method|Rivals|Not measured)[.:]\s+")
 _DPI = 110

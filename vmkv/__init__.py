@@ -35,13 +35,16 @@ if TYPE_CHECKING:
     from .errors import ConfigError as ConfigError
     from .errors import DriverError as DriverError
     from .errors import InternalError as InternalError
+    from .errors import LostError as LostError
     from .errors import OutOfAddressSpaceError as OutOfAddressSpaceError
     from .errors import OutOfPagesError as OutOfPagesError
     from .errors import RankError as RankError
     from .errors import SequenceFullError as SequenceFullError
     from .errors import VMKVError as VMKVError
+    from .hf import KVScales as KVScales
     from .hf import RaggedCache as RaggedCache
     from .hf import VMKVCache as VMKVCache
+    from .hf import calibrate_kv_scales as calibrate_kv_scales
     from .hf import generate as generate
     from .hf import ragged_generate as ragged_generate
     from .memory import EvictionPolicy as EvictionPolicy
@@ -58,7 +61,14 @@ _HOMES = {
     "backend": ("Backend", "BackendUsage", "HostBackend", "open_backend"),
     "memory": ("EvictionPolicy", "ExtentPool", "LeastRecentlyUsed", "Scrub", "Victim"),
     "cache": ("CacheStats", "CostModel", "KVCache", "Sequence", "call_with_room"),
-    "hf": ("RaggedCache", "VMKVCache", "generate", "ragged_generate"),
+    "hf": (
+        "KVScales",
+        "RaggedCache",
+        "VMKVCache",
+        "calibrate_kv_scales",
+        "generate",
+        "ragged_generate",
+    ),
     "serve": ("AsyncEngine", "Engine", "RequestOutput", "SamplingParams"),
     "errors": (
         "CapacityError",
@@ -66,6 +76,7 @@ _HOMES = {
         "ConfigError",
         "DriverError",
         "InternalError",
+        "LostError",
         "OutOfAddressSpaceError",
         "OutOfPagesError",
         "RankError",

@@ -8,6 +8,7 @@
      │   └─ SequenceFullError       never retry: the row ends here
      ├─ ClosedError          your code closed this object
      ├─ RankError            a process of several has ended: start all of them anew
+     ├─ LostError            whoever worked on it is gone: call again
      ├─ DriverError          a driver call failed; it names the call and the status
      │   ├─ CudaDriverError
      │   └─ HostDriverError
@@ -103,6 +104,10 @@ class RankError(VMKVError):
 
     Whoever started them starts them anew. Requests that were under way can be sent again.
     """
+
+
+class LostError(VMKVError):
+    """A replica ended before what it was asked for was done. The same call again may succeed."""
 
 
 class DriverError(VMKVError, RuntimeError):

@@ -10,6 +10,8 @@ import torch
 from helpers.dense_rows import DenseRows
 
 from vmkv.attention import AttentionBatch, append
+from vmkv.attention.append_cuda import encoded, why_not_fp8
+from vmkv.cache.fp8 import FP8, LayerScales, Scales, encode
 from vmkv.errors import ConfigError
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -105,3 +107,65 @@ def test_append_refuses_what_does_not_fit(key, value):
     with pytest.raises(ConfigError):
         append(key, value, dense.keys, dense.values, batch)
     assert torch.equal(before, bits(dense.buffer))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", BATCHES)
+@pytest.mark.parametrize("is_scaled", [False, True])
+@pytest.mark.parametrize(("heads", "k_dim", "v_dim"), [(8, 128, 128), (1, 64, 64), (3, 40, 23)])
+def test_append_stores_eight_bits(device, dtype, shape, is_scaled, heads, k_dim, v_dim):
+    """Each number is divided by its head's scale, rounded, kept from overflowing: to the bit."""
+    if device == "cuda" and (reason := why_not_fp8(torch.device(device, 0), dtype)):
+        pytest.skip(reason)
+    rows, num_tokens, queries = BATCHES[shape]
+    batch = AttentionBatch.build(
+        rows, num_tokens, queries, row_tokens=ROW_TOKENS, num_rows=6, device=device
+    )
+    generator = torch.Generator().manual_seed(0)
+    total = sum(queries)
+    key = (300 * torch.randn(total, heads, k_dim, generator=generator)).to(dtype)
+    value = torch.randn(total, heads, v_dim, generator=generator).to(dtype)
+    value[0, 0, :3] = torch.tensor([torch.nan, torch.inf, -torch.inf])
+    by_head = torch.linspace(0.3, 7.0, heads).tolist()
+    scales = None
+    if is_scaled:
+        layer_scales = LayerScales(tuple(by_head), tuple(by_head[::-1]))
+        scales = Scales.of(layer_scales, torch.device(device))
+    dense, expected = (
+        DenseRows(6, ROW_TOKENS, heads, k_dim, v_dim, dtype=FP8, device=device) for _ in range(2)
+    )
+    encoded_key = encode(key, scales and scales.inverse_keys.cpu())
+    encoded_value = encode(value, scales and scales.inverse_values.cpu())
+    for row, start, end, tokens, _ in batch.spans:
+        expected.keys[row, tokens - (end - start) : tokens] = encoded_key[start:end].to(device)
+        expected.values[row, tokens - (end - start) : tokens] = encoded_value[start:end].to(device)
+    append(key.to(device), value.to(device), dense.keys, dense.values, batch, scales)
+    assert torch.equal(bits(expected.buffer), bits(dense.buffer))
+    assert bool((dense.keys.float().abs() == 448).any()) or is_scaled
+
+
+@pytest.mark.parametrize(
+    ("dtype", "num_heads"), [(torch.float32, 2), (FP8, 3)], ids=["type", "heads"]
+)
+def test_append_refuses_scales_that_do_not_fit(dtype, num_heads):
+    """Of rows that are not in eight bits, or have other heads."""
+    scales = Scales.of(LayerScales((1.0,) * num_heads, (1.0,) * num_heads), torch.device("cpu"))
+    dense = DenseRows(2, ROW_TOKENS, 2, 8, dtype=dtype)
+    batch = AttentionBatch.build([0, 1], [1, 1], [1, 1], row_tokens=ROW_TOKENS)
+    before = bits(dense.buffer)
+    with pytest.raises(ConfigError, match="scales"):
+        append(torch.zeros(2, 2, 8), torch.zeros(2, 2, 8), dense.keys, dense.values, batch, scales)
+    assert torch.equal(before, bits(dense.buffer))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_queries_are_encoded_as_keys_are(dtype):
+    """By the same kernel, whatever their strides; all 65,536 numbers of the type."""
+    if reason := why_not_fp8(torch.device("cuda", 0), dtype):
+        pytest.skip(reason)
+    every = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(dtype)
+    for query in (every.view(64, 8, 128), every.view(8, 64, 128).transpose(0, 1)):
+        wanted = encode(query).contiguous()
+        assert torch.equal(bits(wanted), bits(encoded(query.cuda())))

@@ -22,9 +22,12 @@ from vmkv.attention import AttentionSpec, get, why_not
 DIMS = [64, 128, 256]
 
 
-def probe(device: str, name: str, dtype: str, dim: int, margin: int) -> subprocess.CompletedProcess:
+def probe(
+    device: str, name: str, dtype: str, dim: int, margin: int, kv_dtype: str | None = None
+) -> subprocess.CompletedProcess:
     """Run one probe; its exit status and last line tell."""
     arguments = {"device": device, "name": name, "dtype": dtype, "dim": dim, "margin": margin}
+    arguments["kv_dtype"] = kv_dtype or dtype
     return subprocess.run(
         [sys.executable, "-m", "helpers.overread_probe", json.dumps(arguments)],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
@@ -45,6 +48,12 @@ def assert_clean(result: subprocess.CompletedProcess) -> None:
 def test_cpu_backends_stay_inside_mapped_memory(name):
     """On the host a touch past the end is a segmentation fault; there is none."""
     assert_clean(probe("host", name, "float32", 64, 0))
+
+
+@pytest.mark.slow
+def test_rows_in_eight_bits_are_decoded_inside_mapped_memory():
+    """As far as they are long, and no further."""
+    assert_clean(probe("host", "sdpa", "float32", 64, 0, "float8_e4m3fn"))
 
 
 @pytest.mark.slow
@@ -73,3 +82,17 @@ def test_flash3_needs_a_margin(dim):
     if reason is not None:
         pytest.skip(reason)
     assert probe("cuda:0", "flash3", "bfloat16", dim, 0).returncode != 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
+def test_tiles_in_eight_bits_are_as_declared(dim):
+    """Enough, and no caution: with half of it flash3 faults."""
+    spec = AttentionSpec("cuda", torch.bfloat16, 4, 1, dim, dim, kv_dtype=torch.float8_e4m3fn)
+    reason = why_not("flash3", spec)
+    if reason is not None:
+        pytest.skip(reason)
+    margin = get("flash3").overread_tokens(dim, dim, torch.float8_e4m3fn)
+    assert_clean(probe("cuda:0", "flash3", "bfloat16", dim, margin, "float8_e4m3fn"))
+    less = probe("cuda:0", "flash3", "bfloat16", dim, margin // 2, "float8_e4m3fn")
+    assert less.returncode != 0

@@ -39,6 +39,7 @@ LLAMA = {
 }
 PLAN = ["plan", "{model}", "--context", "1k"]
 SERVE = ["serve", "{model}", "--port", "0", "--device", "cpu", "--memory", "0.0625"]
+EIGHT_BITS = [*SERVE, "--kv-dtype", "fp8"]
 TOP = ["top", "127.0.0.1:1", "--once"]
 WRONG: dict[str, tuple[list[str], list[str]]] = {
     "plan --context": (PLAN, [*INTEGERS, "0"]),
@@ -51,6 +52,7 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
     "plan --reserve": (PLAN, NUMBERS),
     "plan --swap": (PLAN, NUMBERS),
     "plan --dtype": (PLAN, ["", "int3", "float64", "torch.float16", "FLOAT16", "8"]),
+    "plan --kv-dtype": (PLAN, ["", "int8", "fp8_e5m2", "FP8"]),
     "serve --device": (
         SERVE,
         ["", "gpu", "cuda:", "cuda:-1", "cuda:x", "cuda:9999", "cuda:7", "meta", "mps", "CPU"],
@@ -64,6 +66,10 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
     "serve --swap": (SERVE, NUMBERS),
     "serve --watermark": (SERVE, NUMBERS),
     "serve --attention-backend": (SERVE, ["", "flash9", "x" * 300]),
+    "serve --replicas": (SERVE, [*INTEGERS, "0", "1025"]),
+    "serve --kv-dtype": (SERVE, ["", "int8", "fp8_e5m2", "bfloat16"]),
+    "serve --kv-scales": (EIGHT_BITS, ["", "/nowhere", "/", "{binary}", "{unended}", "n" * 300]),
+    "serve --skip-layers": (EIGHT_BITS, ["", "x", "-1", "0,,1", "1.5", "2", "sliding,7", "9" * 50]),
     "serve --host": (SERVE, ["", " ", "a" * 70, "a..b", "..", "999.9.9.9", "[", "ü" * 70, "\x07"]),
     "serve --port": (SERVE, [*INTEGERS, "65536", "99999"]),
     "serve --max-body-mib": (SERVE, [*NUMBERS, "0"]),

@@ -18,9 +18,11 @@ from hypothesis import strategies as st
 
 from vmkv import ConfigError, ExtentPool, HostBackend, KVCache
 from vmkv.cache.geometry import LayerShape
+from vmkv.cli import arguments
 from vmkv.cli.capacity import fit, kind_bytes, need_bytes, sequence_bytes
 from vmkv.cli.main import main
 from vmkv.cli.models import LayerKind, load_config, model_shape, rank_shape
+from vmkv.hf import kv_format
 from vmkv.units import GiB, KiB, MiB
 
 LLAMA_8B = {
@@ -172,6 +174,21 @@ def test_llama_8b(write) -> None:
     fits = record["fits"]
     assert fits["longest"] == 3
     assert 60 <= fits["vmkv"] <= fits["block_table"] == 61
+
+
+def test_eight_bits_are_half(write) -> None:
+    """64 KiB a token, 32 tokens a page; twice as many users, and the weights as they were."""
+    line = [write(LLAMA_8B), "--users", "40", "--context", "8k", "--device-memory", "80"]
+    wide, narrow = (planned(*line, *more)[1] for more in ([], ["--kv-dtype", "fp8"]))
+    assert 64 * KiB == narrow["kinds"][0]["token_bytes"]
+    assert "fp8" == narrow["model"]["dtype"]
+    assert wide["model"]["weights_bytes"] == narrow["model"]["weights_bytes"]
+    assert 2 * wide["fits"]["vmkv"] <= narrow["fits"]["vmkv"] <= 2 * wide["fits"]["vmkv"] + 2
+
+
+def test_types_are_those_of_a_cache() -> None:
+    """What the command takes and what a cache does are the same names."""
+    assert arguments.KV_DTYPES == kv_format.KV_DTYPES
 
 
 def test_windows_are_planned_apart(write) -> None:

@@ -58,6 +58,7 @@ def test_sigterm_drains(model: Path, tmp_path: Path) -> None:
     keys, trace = tmp_path / "keys", tmp_path / "trace.json"
     keys.write_text("secret\n")
     options = ["--api-key-file", str(keys), "--trace", str(trace), "--max-concurrent", "2"]
+    options += ["--kv-dtype", "fp8", "--skip-layers", "0"]
     with serving(model, *options) as (child, url):
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0, timeout=120)
         assert MAX_TOKENS == client.models.list().data[0].model_dump()["max_model_len"]

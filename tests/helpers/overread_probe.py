@@ -1,9 +1,9 @@
 """A process that dies if a backend touches memory past a row's margin.
 
-Run as `python -m helpers.overread_probe JSON` with the keys `device`, `name`, `dtype`, `dim` and
-`margin`. It places a row so that mapped memory ends `margin` tokens after its length, for every
-length up to a few key tiles, and runs every kind of launch on it, beside a longer sequence
-(alone, a backend that cuts the view to the longest sequence would never reach past it).
+Run as `python -m helpers.overread_probe JSON` with the keys `device`, `name`, `dtype`, `kv_dtype`,
+`dim` and `margin`. It places a row so that mapped memory ends `margin` tokens after its length,
+for every length up to a few key tiles, and runs every kind of launch on it, beside a longer
+sequence (alone, a backend that cuts the view to the longest would never reach past it).
 
 Exit status 0: nothing was touched. Otherwise the last line printed names the launch at fault.
 """
@@ -46,9 +46,10 @@ def main(arguments: dict) -> None:
     """Run all launches; see the module's header."""
     device = "cpu" if arguments["device"] == "host" else arguments["device"]
     dtype, dim, margin = getattr(torch, arguments["dtype"]), arguments["dim"], arguments["margin"]
+    kv_dtype = getattr(torch, arguments["kv_dtype"])
     torch.zeros(1, device=device)  # torch makes the context that the range lives in
     generator = torch.Generator().manual_seed(0)
-    memory = MappedUpTo(arguments["device"], dtype)
+    memory = MappedUpTo(arguments["device"], kv_dtype)
     memory.fill(generator)
     for launch, (queries, options) in LAUNCHES.items():
         for length in LENGTHS if device != "cpu" else LENGTHS[::16]:

@@ -8,15 +8,16 @@ import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
 from vmkv import KVCache, Sequence
+from vmkv.cache.fp8 import FP8, decode, encode
 
 
-def add_layers(cache: KVCache, config: Any) -> KVCache:
-    """The layers of a model whose layers are all alike."""
+def add_layers(cache: KVCache, config: Any, kv_dtype: str = "auto") -> KVCache:
+    """The layers of a model in float32 whose layers are all alike."""
     cache.add_layers(
         range(config.num_hidden_layers),
         num_kv_heads=config.num_key_value_heads,
         head_dim=config.head_dim,
-        dtype=torch.float32,
+        dtype=FP8 if kv_dtype == "fp8" else torch.float32,
     )
     return cache
 
@@ -41,8 +42,9 @@ class SequenceLayer(DynamicLayer):  # type: ignore[misc]
             (self._sequence.keys(self._layer), key_states),
             (self._sequence.values(self._layer), value_states),
         ):
-            view[-num_new:] = states[0].transpose(0, 1)
-            views.append(view.transpose(0, 1)[None])
+            new = states[0].transpose(0, 1)
+            view[-num_new:] = encode(new) if view.dtype == FP8 else new
+            views.append(decode(view, None, states.dtype).transpose(0, 1)[None])
         return views[0], views[1]
 
     def get_seq_length(self) -> int:

@@ -76,7 +76,7 @@ class _Spy:
         self.before_launch: Callable[[], None] = lambda: None
         self.is_busy = False
 
-    def overread_tokens(self, k_dim: int, v_dim: int | None = None) -> int:
+    def overread_tokens(self, k_dim: int, v_dim: int | None = None, kv_dtype: Any = None) -> int:
         return self.overread
 
     def why_not(self, spec: AttentionSpec) -> str | None:

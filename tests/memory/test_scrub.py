@@ -44,7 +44,15 @@ def test_scrub_concerns(
     scrub: str, is_dirty: bool, last: str | None, next_: str | None, concerns: bool
 ) -> None:
     """The whole table of what each mode is about."""
-    assert concerns == Scrub(scrub).concerns(_extent(is_dirty=is_dirty, tenant=last), next_)
+    byte = Scrub(scrub).byte(_extent(is_dirty=is_dirty, tenant=last), next_, None)
+    assert concerns == (byte is not None)
+
+
+@pytest.mark.parametrize("scrub", ["never", "cross-tenant"])
+def test_what_was_another_type_is_zeroed(scrub: str) -> None:
+    """Its bytes may be a NaN, whoever wrote them; not where nobody wrote."""
+    for is_dirty, byte in ((True, 0), (False, None)):
+        assert byte == Scrub(scrub).byte(_extent(is_dirty=is_dirty, tenant=None), None, "float16")
 
 
 def test_scrub_is_named_or_a_member() -> None:
@@ -57,7 +65,9 @@ def test_scrub_is_named_or_a_member() -> None:
 @pytest.mark.parametrize("code", ["<e", "<f", "<d"])
 def test_poison_is_not_a_number(code: str) -> None:
     """In half, single and double; bfloat16 is the upper half of single."""
-    data = bytes([Scrub.POISON.byte]) * struct.calcsize(code)
+    data = bytes(
+        [Scrub.POISON.byte(_extent(is_dirty=False, tenant=None), None, None) or 0]
+    ) * struct.calcsize(code)
     (value,) = struct.unpack(code, data)
     assert value != value
 
@@ -76,10 +86,10 @@ def test_prepare_overwrites_what_is_concerned_and_nothing_else(make_pool: MakePo
     """One extent was the tenant's own, the other somebody else's."""
     pool = make_pool(16, scrub="cross-tenant")
     table, extents = _mapped(pool)
-    pool.scrub.prepare(pool.backend, extents, table.address, "a", 0)
+    pool.scrub.prepare(pool.backend, extents, table.address, "a", 0, None)
     write_bytes(pool.backend, table.address, b"x" * 3 * PAGE)
     extents[1].tenant = "b"
-    pool.scrub.prepare(pool.backend, extents, table.address, "a", 0)
+    pool.scrub.prepare(pool.backend, extents, table.address, "a", 0, None)
     assert b"x" * PAGE + bytes(2 * PAGE) == read_bytes(pool.backend, table.address, 3 * PAGE)
     assert ["a", "a"] == [extent.tenant for extent in extents]
     assert 1 == pool.backend.calls["fill"]
@@ -93,14 +103,14 @@ def test_prepare_that_fails_leaves_the_rest_to_be_scrubbed(
     faulty = FaultInjectingBackend(host)
     pool = make_pool(16, faulty, scrub="cross-tenant")
     table, extents = _mapped(pool)
-    pool.scrub.prepare(pool.backend, extents, table.address, "a", 0)
+    pool.scrub.prepare(pool.backend, extents, table.address, "a", 0, None)
     write_bytes(pool.backend, table.address, b"x" * 3 * PAGE)
     faulty.arm(2)
     with pytest.raises(DriverError, match="fill"):
-        pool.scrub.prepare(pool.backend, extents, table.address, "b", 0)
+        pool.scrub.prepare(pool.backend, extents, table.address, "b", 0, None)
     faulty.arm(0)
     assert ["b", "a"] == [extent.tenant for extent in extents]
-    pool.scrub.prepare(pool.backend, extents, table.address, "b", 0)
+    pool.scrub.prepare(pool.backend, extents, table.address, "b", 0, None)
     assert bytes(3 * PAGE) == read_bytes(pool.backend, table.address, 3 * PAGE)
     pool.disown(extents)
 
@@ -109,7 +119,7 @@ def test_extents_remember_their_tenant_while_they_are_free(make_pool: MakePool) 
     """That is how the next one is found to be another."""
     pool = make_pool(16, scrub="cross-tenant")
     table, extents = _mapped(pool)
-    pool.scrub.prepare(pool.backend, extents, table.address, "a", 0)
+    pool.scrub.prepare(pool.backend, extents, table.address, "a", 0, None)
     pool.disown(extents)
     table.retire_back(0, 0, pool.reclaimer.new_fence())
     pool.reclaimer.wait()

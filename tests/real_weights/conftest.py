@@ -1,14 +1,18 @@
 """A small real model, and what it says through transformers' own cache: the reference of all tests.
 
+Each test is passed twice: with keys and values as they are, and in eight bits. For those the
+reference is transformers' cache as well, which is given numbers that torch has rounded.
+
 Its weights come from a package (see `examples/real_model.py`); without that all tests are skipped.
 """
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +29,21 @@ torch.set_num_threads(1)
 SCRIPT = Path(__file__).parents[2] / "examples" / "real_model.py"
 #: Between the two likeliest tokens, of logits in float32 that are rounded to 1e-4 or so.
 _MARGIN_MIN = 0.01
+#: The first is answered in a sentence. In eight bits so small a model has other doubts.
+QUESTIONS = {
+    "auto": (
+        "What is the capital of France?",
+        "Tell me a story about a lighthouse.",
+        "Why is the sky blue?",
+        "Explain what a cache is in one sentence.",
+    ),
+    "fp8": (
+        "Which city is the capital of Japan?",
+        "Explain what a cache is in one sentence.",
+        "Why is the sea salty?",
+        "Where do birds sleep?",
+    ),
+}
 
 
 class RealModel:
@@ -34,9 +53,11 @@ class RealModel:
         folder: What `from_pretrained` reads.
         model: The model.
         tokenizer: Its tokenizer, with a chat template.
+        kv_dtype: What its keys and values are to be stored as.
     """
 
     def __init__(self, folder: Path):
+        self.kv_dtype = "auto"
         self.folder = folder
         self.tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
         self.model = self.load()
@@ -46,6 +67,25 @@ class RealModel:
         """Another one of it, perhaps with a changed configuration."""
         load = transformers.AutoModelForCausalLM.from_pretrained
         return load(self.folder, dtype=torch.float32, **changes).eval()
+
+    def storing(self, kv_dtype: str) -> RealModel:
+        """The same model, whose keys and values are stored as something."""
+        twin = copy.copy(self)
+        twin.kv_dtype, twin._expected = kv_dtype, {}
+        return twin
+
+    @property
+    def stored_bytes(self) -> int:
+        """What one number of a key takes."""
+        return 1 if self.kv_dtype == "fp8" else 4
+
+    def reference_cache(self) -> transformers.DynamicCache:
+        """Transformers' cache, of what is stored."""
+        cache = transformers.DynamicCache(config=self.model.config)
+        if self.kv_dtype == "fp8":
+            for layer in cache.layers:
+                layer.update = _rounding(layer.update)
+        return cache
 
     def chat(self, question: str, *, system: str | None = None) -> list[int]:
         """A conversation that the model is to go on with, as its template writes it."""
@@ -69,13 +109,13 @@ class RealModel:
         )
 
     def expected(self, prompt: Sequence[int], num_tokens: int = 16) -> list[int]:
-        """The likeliest tokens after a prompt, alone and through `DynamicCache`.
+        """The likeliest tokens after a prompt, alone and through `reference_cache`.
 
         No two tokens may be so near each other that another order of summing could decide.
         """
         known = self._expected.get(tuple(prompt), [])
         if len(known) < num_tokens and self.tokenizer.eos_token_id not in known:
-            cache = transformers.DynamicCache(config=self.model.config)
+            cache = self.reference_cache()
             output = self.generate(
                 prompt, cache, num_tokens, output_logits=True, return_dict_in_generate=True
             )
@@ -91,8 +131,24 @@ class RealModel:
         return text
 
 
+def _rounding(update: Callable[..., Any]) -> Callable[..., Any]:
+    def rounded(keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        both = (
+            each.clamp(-448, 448).to(torch.float8_e4m3fn).to(each.dtype) for each in (keys, values)
+        )
+        return update(*both, *args, **kwargs)
+
+    return rounded
+
+
+@pytest.fixture(scope="session", params=["auto", "fp8"])
+def real(request: pytest.FixtureRequest, loaded: RealModel) -> RealModel:
+    """The model, with keys and values as they are or in eight bits."""
+    return loaded.storing(request.param)
+
+
 @pytest.fixture(scope="session")
-def real() -> RealModel:
+def loaded() -> RealModel:
     """The model, or a skip that says where it is to be had."""
     made = subprocess.run(
         [sys.executable, SCRIPT], capture_output=True, text=True, timeout=280, check=False
@@ -107,11 +163,5 @@ def real() -> RealModel:
 
 @pytest.fixture(scope="session")
 def prompts(real: RealModel) -> list[list[int]]:
-    """Questions that end early and late, in a chat."""
-    questions = (
-        "What is the capital of France?",
-        "Tell me a story about a lighthouse.",
-        "Why is the sky blue?",
-        "Explain what a cache is in one sentence.",
-    )
-    return [real.chat(question) for question in questions]
+    """Questions whose answers end early and late, in a chat."""
+    return [real.chat(question) for question in QUESTIONS[real.kv_dtype]]

@@ -15,9 +15,9 @@ pytestmark = [pytest.mark.real_weights, pytest.mark.slow]
 ROOT = Path(__file__).parents[2]
 
 
-def test_demo_shows_what_both_caches_say(real: Any, tmp_path: Path) -> None:
+def test_demo_shows_what_both_caches_say(loaded: Any, tmp_path: Path) -> None:
     """The model's own answers to its questions, and the plot."""
-    command = [sys.executable, ROOT / "examples" / "generate.py", "--model", real.folder]
+    command = [sys.executable, ROOT / "examples" / "generate.py", "--model", loaded.folder]
     done = subprocess.run(
         [*command, "--device", "cpu", "--batch", "2", "--new-tokens", "16", "--out", tmp_path],
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"},
@@ -29,6 +29,6 @@ def test_demo_shows_what_both_caches_say(real: Any, tmp_path: Path) -> None:
     assert 0 == done.returncode, done.stderr
     assert "The tokens are equal" in done.stdout
     for question in ("Tell me a story about a lighthouse.", "Why is the sky blue?"):
-        answer = real.text(real.expected(real.chat(question)))
+        answer = loaded.text(loaded.expected(loaded.chat(question)))
         assert f"> {question}\n  {answer}" in done.stdout
     assert (tmp_path / "generate.png").stat().st_size > 1000

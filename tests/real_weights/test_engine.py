@@ -34,7 +34,13 @@ def _engine(
 ) -> Iterator[Engine]:
     backend = HostBackend(4 * KiB)
     pool = ExtentPool(backend, budget_bytes, host_budget_bytes=host_budget_bytes)
-    options = {"max_num_seqs": 4, "max_tokens": 512, "seed": 0, **options}
+    options = {
+        "kv_dtype": real.kv_dtype,
+        "max_num_seqs": 4,
+        "max_tokens": 512,
+        "seed": 0,
+        **options,
+    }
     with Engine(real.model, tokenizer=real.tokenizer, pool=pool, **options) as engine:
         yield engine
         engine.cache.check()
@@ -90,7 +96,7 @@ def test_requests_that_are_swapped(real: Any, prompts: list[list[int]]) -> None:
     expected = [real.expected(prompt) for prompt in prompts]
     with _engine(
         real,
-        budget_bytes=7 * MiB,
+        budget_bytes=7 * MiB * real.stored_bytes // 4,
         host_budget_bytes=32 * MiB,
         prefix_caching=False,
         preemption_costs=PreemptionCosts(flops_per_s=1.0),  # Moving is cheaper than that.

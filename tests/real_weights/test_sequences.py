@@ -32,7 +32,7 @@ def cache(real: Any) -> Iterator[KVCache]:
         close_when_unused=True,
     )
     with KVCache(pool, max_tokens=512, max_sequences=4, layers_per_group=30) as cache:
-        yield add_layers(cache, real.model.config)
+        yield add_layers(cache, real.model.config, real.kv_dtype)
         cache.check()
 
 
@@ -44,7 +44,7 @@ def _swapped(sequence: Sequence, folder: Path) -> Sequence:
 
 
 def _spilled(sequence: Sequence, folder: Path) -> Sequence:
-    assert sequence.spill(MiB)
+    assert sequence.spill(256 * KiB)
     return sequence
 
 
@@ -94,12 +94,12 @@ import transformers
 from helpers.sequence_cache import add_layers, sequence_cache
 from vmkv import ExtentPool, HostBackend, KVCache
 
-folder, path, prompt = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+folder, path, prompt, kv_dtype = *sys.argv[1:3], json.loads(sys.argv[3]), sys.argv[4]
 torch.set_num_threads(1)
 model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 pool = ExtentPool(HostBackend(4096), 1 << 26, page_bytes=1 << 16, close_when_unused=True)
 with KVCache(pool, max_tokens=512, max_sequences=2, layers_per_group=30) as cache:
-    sequence = add_layers(cache, model.config).import_prefix(path)
+    sequence = add_layers(cache, model.config, kv_dtype).import_prefix(path)
     num_imported = sequence.num_tokens
     output = model.generate(
         torch.tensor([prompt]),
@@ -123,7 +123,15 @@ def test_answer_goes_on_in_another_process(
         exporter.start()
         path = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
         child = subprocess.run(
-            [sys.executable, "-c", _IMPORTER, real.folder, tmp_path / "s", str(first)],
+            [
+                sys.executable,
+                "-c",
+                _IMPORTER,
+                real.folder,
+                tmp_path / "s",
+                str(first),
+                real.kv_dtype,
+            ],
             env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,

@@ -29,7 +29,7 @@ from vmkv.serve.process.host import Relay
 
 MakeEngine = Callable[..., Engine]
 #: Only ever reached by a test that fails.
-PATIENCE_S = 60
+PATIENCE_S = 200
 
 
 def run(main: Any) -> Any:

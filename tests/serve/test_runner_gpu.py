@@ -10,9 +10,11 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
+from vmkv.attention import AttentionSpec, why_not
 from vmkv.cache import KVCache
+from vmkv.cache.fp8 import FP8
 from vmkv.serve.params import SamplingParams
 from vmkv.serve.runner import ModelRunner, RunnerOptions
 from vmkv.step import Piece
@@ -69,14 +71,12 @@ def plain() -> LlamaForCausalLM:
 class Served:
     """A runner with its cache, and the sequences in its slots."""
 
-    def __init__(self, **options):
+    def __init__(self, stored: torch.dtype = torch.bfloat16, **options):
         self.model = make_model(torch.bfloat16, "sdpa")
         self.cache = KVCache(
             "cuda:0", max_tokens=MAX_TOKENS, max_sequences=SLOTS + 1, budget_bytes=2**30
         )
-        self.cache.add_layers(
-            range(LAYERS), num_kv_heads=KV_HEADS, head_dim=WIDTH, dtype=torch.bfloat16
-        )
+        self.cache.add_layers(range(LAYERS), num_kv_heads=KV_HEADS, head_dim=WIDTH, dtype=stored)
         self.runner = ModelRunner(
             self.model,
             self.cache,
@@ -305,3 +305,55 @@ def test_a_step_never_waits_for_the_device(served) -> None:
             torch.cuda.set_sync_debug_mode("default")
         assert [0, 1, 1] == [len(step.result().token_ids) for step in steps]
     row.close()
+
+
+# ---- rows in eight bits -------------------------------------------------------------------
+
+
+def rounded_cache(model: LlamaForCausalLM) -> DynamicCache:
+    """Transformers' cache, of keys and values that torch has rounded."""
+    cache = DynamicCache(config=model.config)
+    for layer in cache.layers:
+        layer.update = _rounding(layer.update)
+    return cache
+
+
+def _rounding(update):
+    def rounded(keys, values, *args, **kwargs):
+        both = (each.to(FP8).to(each.dtype) for each in (keys, values))
+        return update(*both, *args, **kwargs)
+
+    return rounded
+
+
+@pytest.fixture(scope="module")
+def narrow() -> Iterator[Served]:
+    """Compiled and captured, over rows in eight bits that are read in place."""
+    spec = AttentionSpec("cuda", torch.bfloat16, 8, KV_HEADS, WIDTH, WIDTH, kv_dtype=FP8)
+    if reason := why_not("flash3", spec):
+        pytest.skip(reason)
+    made = Served(FP8)
+    yield made
+    made.close()
+
+
+@torch.no_grad()
+def test_rows_in_eight_bits_are_captured(narrow, exact) -> None:
+    """Prompts and graphs: as far from float32 as rounding keys and values explains."""
+    count = 6
+    narrow.logits.clear()
+    said = narrow.say(PROMPTS, SamplingParams(temperature=0, logprobs=0), count)
+    ours = torch.stack(narrow.logits, 1).float()
+    for at, (start, tokens) in enumerate(zip(PROMPTS, said, strict=True)):
+        ids = torch.tensor([[*start, *tokens[:-1]]], device="cuda")
+        wanted = exact(ids, logits_to_keep=count).logits[0]
+        cache = rounded_cache(exact)
+        rounded = exact(ids, past_key_values=cache, logits_to_keep=count).logits[0]
+        explained = (rounded - wanted).norm() / wanted.norm()
+        # Queries and weights are rounded besides, and all else to bfloat16.
+        assert (ours[at] - wanted).norm() / wanted.norm() <= 3 * explained + 0.03
+
+
+def test_rows_in_eight_bits_say_the_same_again(narrow) -> None:
+    """After others have used the memory: rows and scales of one are no other's."""
+    assert narrow.say(PROMPTS, GREEDY, 12) == narrow.say(PROMPTS, GREEDY, 12)

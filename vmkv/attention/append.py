@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import torch
 
+from ..cache.fp8 import FP8, Scales, encode
 from ..errors import ConfigError
-from .base import check_rows, flat
+from .base import check_rows, check_scales, flat
 from .batch import AttentionBatch
 
 
@@ -24,6 +25,7 @@ def append(
     keys: torch.Tensor,
     values: torch.Tensor,
     batch: AttentionBatch,
+    scales: Scales | None = None,
 ) -> None:
     """Write new keys and values at positions `num_tokens - query_tokens + i` of their rows.
 
@@ -32,9 +34,11 @@ def append(
     Args:
         key: `[Tq, H, Dk]`, packed as `batch.query_starts` says; any strides whose last is 1.
         value: `[Tq, H, Dv]`, likewise.
-        keys: `[rows, row_tokens, H, Dk]`, the layer's view; written.
+        keys: `[rows, row_tokens, H, Dk]`, the layer's view; written. Of the new keys' type, or in
+            eight bits, see `cache/fp8.py`.
         values: `[rows, row_tokens, H, Dv]`, the layer's view; written.
         batch: This step's batch; its `num_tokens` already count the new ones.
+        scales: Of a layer in eight bits; None for 1.
 
     Raises:
         ConfigError: Shapes, dtypes or devices do not fit. Nothing was written.
@@ -47,7 +51,7 @@ def append(
             raise ConfigError(
                 f"new {what} {tuple(new.shape)} do not fit the view {tuple(view.shape)}"
             )
-        if new.dtype != view.dtype or new.device != view.device:
+        if view.dtype not in (new.dtype, FP8) or new.device != view.device:
             raise ConfigError(
                 f"new {what} are {new.dtype} on {new.device}, "
                 f"the view is {view.dtype} on {view.device}"
@@ -55,17 +59,31 @@ def append(
         check_rows(view, batch.row_tokens)
     if key.shape[0] != value.shape[0]:
         raise ConfigError(f"{key.shape[0]} new keys but {value.shape[0]} new values")
+    if scales is not None:
+        check_scales(scales, keys)
     if key.is_cuda:
         # Imported here: it compiles for a GPU, which other machines have no tools for.
         from .append_cuda import append_ragged
 
         append_ragged(
-            key, value, keys, values, batch.row_indices, batch.num_tokens, batch.query_starts
+            key,
+            value,
+            keys,
+            values,
+            batch.row_indices,
+            batch.num_tokens,
+            batch.query_starts,
+            scales,
         )
     else:
         slots = batch.slots
         if slots.numel() and int(slots.min()) < 0:
             is_real = slots >= 0
             slots, key, value = slots[is_real], key[is_real], value[is_real]
+        if keys.dtype == FP8:
+            # Stored bytes are copied as what they are: torch indexes no numbers of eight bits.
+            key = encode(key, None if scales is None else scales.inverse_keys).view(torch.uint8)
+            value = encode(value, None if scales is None else scales.inverse_values)
+            keys, values, value = (each.view(torch.uint8) for each in (keys, values, value))
         flat(keys).index_copy_(0, slots, key)
         flat(values).index_copy_(0, slots, value)

@@ -1,5 +1,7 @@
 """The fused append as one CUDA kernel: a step's keys and values into their rows.
 
+There are two variants: one moves bytes, the other makes eight bits of every number on the way.
+
 One block writes one token: its keys, then its values, each as one run of heads. In a uniform
 batch the token's sequence follows by division; in a ragged one the block finds it by bisecting
 `query_starts`, log2(B) dependent loads that hide behind other blocks.
@@ -17,33 +19,89 @@ from struct import Struct
 
 import torch
 
+from ..cache.fp8 import FP8, Scales
+from ..errors import ConfigError
 from .nvrtc import Kernel, compiled, launch
 
 #: Bytes that a thread moves at once, widest first.
 _VECTOR_TYPES = {16: "uint4", 8: "uint2", 4: "unsigned int", 2: "unsigned short", 1: "char"}
 _THREADS = 128
-_WORDS = Struct("=21q")
+_WORDS = Struct("=23q")
+#: What numbers are, to the variant that converts them.
+_FORMATS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+_FP8_CAPABILITY = (8, 9)
 
-# Strides and head sizes are in bytes. Arguments are 64-bit words, see vmkv/_native/launch.c.
-_SOURCE = r"""
+# Strides and head sizes are in bytes, the latter as they are stored. Arguments are 64-bit words,
+# see vmkv/_native/launch.c.
+_MOVE = r"""
 typedef long long word;
 
-__device__ void copy_token(const char* from, word from_head_stride, char* to, word heads,
-                           word head_bytes) {
+__device__ void put_token(const char* from, word from_head_stride, const float*, char* to,
+                          word heads, word head_bytes) {
   const word per_head = head_bytes / sizeof(VECTOR);
   for (word i = threadIdx.x; i < heads * per_head; i += blockDim.x) {
     const char* source = from + (i / per_head) * from_head_stride;
     reinterpret_cast<VECTOR*>(to)[i] = reinterpret_cast<const VECTOR*>(source)[i % per_head];
   }
 }
+"""
+# COUNT numbers of FORMAT (see _FORMATS) at a time. What is too large becomes the largest there is.
+_ENCODE = r"""
+typedef long long word;
 
+#if FORMAT == 2
+typedef unsigned int number;
+__device__ float as_float(number bits) { return __uint_as_float(bits); }
+#elif FORMAT == 1
+typedef unsigned short number;
+__device__ float as_float(number bits) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+  return value;
+}
+#else
+typedef unsigned short number;
+__device__ float as_float(number bits) { return __uint_as_float((unsigned int)bits << 16); }
+#endif
+
+__device__ unsigned short encode(float low, float high) {
+  unsigned short two;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(two) : "f"(high), "f"(low));
+  return two;
+}
+
+struct alignas(sizeof(number) * COUNT) Numbers { number at[COUNT]; };
+struct alignas(COUNT) Stored { unsigned char at[COUNT]; };
+
+__device__ void put_token(const char* from, word from_head_stride, const float* inverse, char* to,
+                          word heads, word head_bytes) {
+  const word per_head = head_bytes / COUNT;
+  for (word i = threadIdx.x; i < heads * per_head; i += blockDim.x) {
+    const word head = i / per_head;
+    const char* source = from + head * from_head_stride;
+    const Numbers numbers = reinterpret_cast<const Numbers*>(source)[i % per_head];
+    const float by = inverse == nullptr ? 1.0f : inverse[head];
+    Stored stored;
+    for (int at = 0; at < COUNT; at += 2) {
+      const int next = at + 1 < COUNT ? at + 1 : at;
+      const unsigned short two = encode(as_float(numbers.at[at]) * by,
+                                        as_float(numbers.at[next]) * by);
+      stored.at[at] = two & 0xff;
+      stored.at[next] = next > at ? two >> 8 : stored.at[at];
+    }
+    reinterpret_cast<Stored*>(to)[i] = stored;
+  }
+}
+"""
+_APPEND = r"""
 extern "C" __global__ void append(
     const char* key, word key_sequence_stride, word key_token_stride, word key_head_stride,
     const char* value, word value_sequence_stride, word value_token_stride, word value_head_stride,
     char* keys, char* values, word row_stride, word token_stride,
     word k_heads, word k_head_bytes, word v_heads, word v_head_bytes,
     word tokens_per_sequence, word first_slot,
-    const int* row_indices, const int* num_tokens, const int* query_starts) {
+    const int* row_indices, const int* num_tokens, const int* query_starts,
+    const float* inverse_keys, const float* inverse_values) {
   const word token = blockIdx.x;
   word sequence, at, row, slot;
   if (row_indices == nullptr) {  // Row b is sequence b, and all are equally long.
@@ -64,10 +122,10 @@ extern "C" __global__ void append(
     if (slot < 0) return;  // Padding.
   }
   const word target = row * row_stride + slot * token_stride;
-  copy_token(key + sequence * key_sequence_stride + at * key_token_stride, key_head_stride,
-             keys + target, k_heads, k_head_bytes);
-  copy_token(value + sequence * value_sequence_stride + at * value_token_stride, value_head_stride,
-             values + target, v_heads, v_head_bytes);
+  put_token(key + sequence * key_sequence_stride + at * key_token_stride, key_head_stride,
+            inverse_keys, keys + target, k_heads, k_head_bytes);
+  put_token(value + sequence * value_sequence_stride + at * value_token_stride, value_head_stride,
+            inverse_values, values + target, v_heads, v_head_bytes);
 }
 """
 
@@ -81,6 +139,8 @@ def append_uniform(
     token_stride_bytes: int,
     first_slot: int,
     stream: int,
+    stored: torch.dtype | None = None,
+    scales: Scales | None = None,
 ) -> None:
     """Write `key` and `value` at `first_slot` of rows 0, 1, 2 … of a layer.
 
@@ -93,6 +153,8 @@ def append_uniform(
         token_stride_bytes: From one token to the next.
         first_slot: The position of the first new token.
         stream: Raw handle of the stream to launch on.
+        stored: What rows hold; None for the type of `key`.
+        scales: Of rows in eight bits; None for 1.
 
     Raises:
         CudaDriverError: The launch was refused. Nothing was written.
@@ -116,6 +178,8 @@ def append_uniform(
             token_stride_bytes,
             first_slot,
             stream,
+            stored,
+            scales,
         )
         return
     words = (
@@ -132,16 +196,18 @@ def append_uniform(
         row_stride_bytes,
         token_stride_bytes,
         k_heads,
-        k_dim * item,
+        k_dim * (1 if stored == FP8 else item),
         v_heads,
-        v_dim * item,
+        v_dim * (1 if stored == FP8 else item),
         num_tokens,
         first_slot,
         0,
         0,
         0,
+        *_inverses(scales),
     )
-    _launch(key.device.index, words, batch_size * num_tokens, stream)
+    dtype = key.dtype if stored == FP8 else None
+    _launch(key.device.index, words, batch_size * num_tokens, stream, dtype)
 
 
 def append_ragged(
@@ -152,11 +218,12 @@ def append_ragged(
     row_indices: torch.Tensor,
     num_tokens: torch.Tensor,
     query_starts: torch.Tensor,
+    scales: Scales | None,
 ) -> None:
     """Write packed tokens behind what their rows hold; arguments as `append`, checked there."""
     key = key if key.stride(2) == 1 else key.contiguous()
     value = value if value.stride(2) == 1 else value.contiguous()
-    item = key.element_size()
+    item, stored_item = key.element_size(), keys.element_size()
     words = (
         key.data_ptr(),
         0,
@@ -168,23 +235,66 @@ def append_ragged(
         value.stride(1) * item,
         keys.data_ptr(),
         values.data_ptr(),
-        keys.stride(0) * item,
-        keys.stride(1) * item,
+        keys.stride(0) * stored_item,
+        keys.stride(1) * stored_item,
         key.shape[1],
-        key.shape[2] * item,
+        key.shape[2] * stored_item,
         value.shape[1],
-        value.shape[2] * item,
+        value.shape[2] * stored_item,
         row_indices.shape[0],
         0,
         row_indices.data_ptr(),
         num_tokens.data_ptr(),
         query_starts.data_ptr(),
+        *_inverses(scales),
     )
     index = key.device.index
-    _launch(index, words, key.shape[0], torch._C._cuda_getCurrentRawStream(index))
+    dtype = key.dtype if keys.dtype == FP8 else None
+    _launch(index, words, key.shape[0], torch._C._cuda_getCurrentRawStream(index), dtype)
 
 
-def _launch(device_index: int, words: tuple[int, ...], num_blocks: int, stream: int) -> None:
+def encoded(query: torch.Tensor) -> torch.Tensor:
+    """`query [T, H, D]` in eight bits, contiguous, by the same kernel: as a row without values."""
+    out = torch.empty(query.shape, dtype=FP8, device=query.device)
+    index, (_, num_heads, dim) = query.device.index, query.shape
+    append_uniform(
+        query.transpose(0, 1)[None],
+        query[:, :0].transpose(0, 1)[None],
+        out.data_ptr(),
+        out.data_ptr(),
+        0,
+        num_heads * dim,
+        0,
+        torch._C._cuda_getCurrentRawStream(index),
+        FP8,
+    )
+    return out
+
+
+def _inverses(scales: Scales | None) -> tuple[int, int]:
+    if scales is None:
+        return 0, 0
+    return scales.inverse_keys.data_ptr(), scales.inverse_values.data_ptr()
+
+
+def _launch(
+    device_index: int,
+    words: tuple[int, ...],
+    num_blocks: int,
+    stream: int,
+    encodes: torch.dtype | None,
+) -> None:
+    """Launch the variant that moves, or the one that encodes numbers of a type."""
+    if encodes is not None:
+        # Both sides of a conversion are aligned to what they hold of it.
+        item = encodes.itemsize
+        source = words[0] | words[1] | words[2] | words[3] | words[4] | words[5] | words[6]
+        source |= words[7]
+        target = words[8] | words[9] | words[10] | words[11] | words[13] | words[15]
+        count = min(16 // item, (source & -source) // item, target & -target)
+        kernel = _encoding_kernel(device_index, encodes, count)
+        launch(kernel, num_blocks, _THREADS, stream, _WORDS.pack(*words))
+        return
     # Every address, stride and size must be a multiple of what a thread moves at once.
     joined = words[0] | words[1] | words[2] | words[3] | words[4] | words[5] | words[6] | words[7]
     joined |= words[8] | words[9] | words[10] | words[11] | words[13] | words[15]
@@ -194,4 +304,28 @@ def _launch(device_index: int, words: tuple[int, ...], num_blocks: int, stream: 
 
 @functools.cache
 def _kernel(device_index: int, vector_bytes: int) -> Kernel:
-    return compiled(_SOURCE, "append", device_index, f"-DVECTOR={_VECTOR_TYPES[vector_bytes]}")
+    option = f"-DVECTOR={_VECTOR_TYPES[vector_bytes]}"
+    return compiled(_MOVE + _APPEND, "append", device_index, option)
+
+
+@functools.cache
+def _encoding_kernel(device_index: int, dtype: torch.dtype, count: int) -> Kernel:
+    reason = why_not_fp8(torch.device("cuda", device_index), dtype)
+    if reason is not None:
+        raise ConfigError(reason)
+    options = (f"-DFORMAT={_FORMATS[dtype]}", f"-DCOUNT={count}")
+    return compiled(_ENCODE + _APPEND, "append", device_index, *options)
+
+
+def why_not_fp8(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why keys and values of a type cannot be stored in eight bits there, or None."""
+    if torch.cuda.get_device_capability(device) < _FP8_CAPABILITY:
+        return (
+            f"{torch.cuda.get_device_name(device)} makes no {FP8}: that needs compute capability "
+            '8.9 or newer; leave kv_dtype at "auto"'
+        )
+    if dtype not in _FORMATS:
+        return (
+            f"keys and values in {dtype} cannot be stored in eight bits; load the model in bfloat16"
+        )
+    return None

@@ -26,6 +26,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
+from ..cache.fp8 import FP8, Scales
 from ..errors import ConfigError
 from .batch import AttentionBatch as AttentionBatch
 
@@ -36,7 +37,7 @@ class AttentionSpec:
 
     Attributes:
         device_type: `"cuda"` or `"cpu"`, as in `torch.device.type`.
-        dtype: Of queries, keys and values alike.
+        dtype: Of queries, and of keys and values unless `kv_dtype` says otherwise.
         num_query_heads: Hq.
         num_kv_heads: H; divides Hq.
         k_dim: Dk.
@@ -45,10 +46,13 @@ class AttentionSpec:
         softcap: Scores become `softcap * tanh(score / softcap)`; 0 means as they are.
         has_sinks: Each query head has a logit that joins the softmax's denominator only.
         left_pad: Some rows begin with tokens that nothing may attend to.
+        kv_dtype: What rows hold: `float8_e4m3fn`, or None for `dtype`.
+        max_tokens: The longest sequence there will be, None where nobody knows; of rows in eight
+            bits, which not every kernel reads at every length.
 
     Raises:
         ConfigError: The numbers contradict each other (heads that do not divide, a window of
-            less than one token, a negative soft cap).
+            less than one token, a negative soft cap), or rows hold what is neither of the two.
     """
 
     device_type: str
@@ -61,6 +65,8 @@ class AttentionSpec:
     softcap: float = 0.0
     has_sinks: bool = False
     left_pad: bool = False
+    kv_dtype: torch.dtype | None = None
+    max_tokens: int | None = None
 
     def __post_init__(self) -> None:
         for field in ("num_query_heads", "num_kv_heads", "k_dim", "v_dim"):
@@ -71,6 +77,17 @@ class AttentionSpec:
             raise ConfigError(f"a window holds at least the query's own token, not {self.window}")
         if self.softcap < 0:
             raise ConfigError(f"softcap must be positive, or 0 for none, not {self.softcap}")
+        if self.kv_dtype == self.dtype:
+            # One way to say it: specs are compared.
+            object.__setattr__(self, "kv_dtype", None)
+        if self.kv_dtype is None:
+            object.__setattr__(self, "max_tokens", None)
+        check_dtypes(self.dtype, self.kv_dtype or self.dtype)
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether rows hold keys and values in eight bits."""
+        return self.kv_dtype == FP8
 
     @classmethod
     def of(
@@ -83,8 +100,13 @@ class AttentionSpec:
         softcap: float,
         has_sinks: bool,
         left_pad: bool = False,
+        kv_dtype: torch.dtype | None = None,
+        max_tokens: int | None = None,
     ) -> AttentionSpec:
-        """What a layer asks with `[B, H, T, D]` tensors; raises what making one does."""
+        """What a layer asks with `[B, H, T, D]` tensors; raises what making one does.
+
+        What rows hold may be of another type than `key` and `value`, which were just computed.
+        """
         return cls(
             device_type=query.device.type,
             dtype=query.dtype,
@@ -96,12 +118,15 @@ class AttentionSpec:
             softcap=softcap,
             has_sinks=has_sinks,
             left_pad=left_pad,
+            kv_dtype=kv_dtype,
+            max_tokens=max_tokens,
         )
 
     def __str__(self) -> str:
         """One line for error messages."""
         parts = [
             f"{self.dtype} on {self.device_type}",
+            *([f"rows in {self.kv_dtype}"] if self.kv_dtype is not None else []),
             f"{self.num_query_heads} query and {self.num_kv_heads} key/value heads",
             f"head size {self.k_dim}"
             if self.k_dim == self.v_dim
@@ -127,7 +152,9 @@ class AttentionBackend(Protocol):
 
     name: str
 
-    def overread_tokens(self, k_dim: int, v_dim: int | None = None) -> int:
+    def overread_tokens(
+        self, k_dim: int, v_dim: int | None = None, kv_dtype: torch.dtype | None = None
+    ) -> int:
         """How many tokens past a row's length the kernel may fetch, at worst.
 
         The cache keeps that many resident before every launch. What lies there gets a weight of
@@ -137,6 +164,7 @@ class AttentionBackend(Protocol):
         Args:
             k_dim: Head size of the keys.
             v_dim: Head size of the values; None means the keys'.
+            kv_dtype: See `AttentionSpec.kv_dtype`.
         """
         ...
 
@@ -159,6 +187,7 @@ class AttentionBackend(Protocol):
         window: int | None = None,
         softcap: float = 0.0,
         sinks: torch.Tensor | None = None,
+        scales: Scales | None = None,
     ) -> torch.Tensor:
         """Attend from packed queries to the rows of one layer.
 
@@ -168,7 +197,8 @@ class AttentionBackend(Protocol):
 
         Args:
             query: `[Tq, Hq, Dk]`, sequence after sequence as `batch.query_starts` cuts them.
-            keys: `[rows, row_tokens, H, Dk]`, a strided view of a cache layer; read only.
+            keys: `[rows, row_tokens, H, Dk]`, a strided view of a cache layer; read only. In the
+                query's dtype, or in `float8_e4m3fn`.
             values: `[rows, row_tokens, H, Dv]`, likewise.
             batch: Which rows, how long.
             scale: What scores are multiplied by, usually `Dk ** -0.5`.
@@ -176,6 +206,7 @@ class AttentionBackend(Protocol):
             window: See `AttentionSpec.window`; needs `causal`.
             softcap: See `AttentionSpec.softcap`.
             sinks: `[Hq]`, floating, one logit per query head, or None.
+            scales: What keys and values in eight bits are multiplied by; None for 1.
 
         Returns:
             `[Tq, Hq, Dv]`, a new tensor in the query's dtype, owned by the caller.
@@ -204,6 +235,7 @@ class AppendingBackend(AttentionBackend, Protocol):
         window: int | None = None,
         softcap: float = 0.0,
         sinks: torch.Tensor | None = None,
+        scales: Scales | None = None,
     ) -> torch.Tensor:
         """Write `key` and `value` into their rows and attend, in one launch.
 
@@ -222,6 +254,7 @@ class AppendingBackend(AttentionBackend, Protocol):
             window: As in `forward`.
             softcap: As in `forward`.
             sinks: As in `forward`.
+            scales: As in `forward`.
 
         Returns:
             As `forward`.
@@ -244,6 +277,7 @@ class Call(NamedTuple):
     window: int | None
     softcap: float
     sinks: torch.Tensor | None
+    scales: Scales | None = None
 
 
 class CheckedBackend(abc.ABC):
@@ -263,15 +297,36 @@ class CheckedBackend(abc.ABC):
         window: int | None = None,
         softcap: float = 0.0,
         sinks: torch.Tensor | None = None,
+        scales: Scales | None = None,
     ) -> torch.Tensor:
         """See `AttentionBackend.forward`."""
-        call = Call(query, keys, values, batch, scale, causal, window, softcap, sinks)
+        call = Call(query, keys, values, batch, scale, causal, window, softcap, sinks, scales)
         check_call(call)
         return self.attend(call)
 
     @abc.abstractmethod
     def attend(self, call: Call) -> torch.Tensor:
         """`forward`, with arguments that fit each other."""
+
+
+def check_dtypes(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+    """Raise `ConfigError` unless rows are of the queries' type, or in eight bits."""
+    if kv_dtype not in (dtype, FP8):
+        raise ConfigError(
+            f"queries are {dtype} and rows {kv_dtype}: rows are of the same type, or {FP8}"
+        )
+
+
+def check_scales(scales: Scales, keys: torch.Tensor) -> None:
+    """Raise `ConfigError` unless `keys` are in eight bits, and there is a scale for each head."""
+    if keys.dtype != FP8:
+        raise ConfigError(f"scales are for {FP8}, and these keys are {keys.dtype}")
+    for each in scales:
+        if each.shape != keys.shape[2:3] or each.device != keys.device:
+            raise ConfigError(
+                f"scales must be [{keys.shape[2]}] on {keys.device}, got {tuple(each.shape)} on "
+                f"{each.device}"
+            )
 
 
 def check_heads(num_query_heads: int, num_kv_heads: int) -> None:
@@ -303,10 +358,11 @@ def check_call(call: Call) -> None:
             f"query {tuple(query.shape)}, keys {tuple(keys.shape)} and values "
             f"{tuple(values.shape)} disagree on rows, heads or head size"
         )
-    if not query.dtype == keys.dtype == values.dtype:
-        raise ConfigError(
-            f"query is {query.dtype}, keys {keys.dtype}, values {values.dtype}: must be the same"
-        )
+    if not keys.dtype == values.dtype:
+        raise ConfigError(f"keys are {keys.dtype}, values {values.dtype}: must be the same")
+    check_dtypes(query.dtype, keys.dtype)
+    if call.scales is not None:
+        check_scales(call.scales, keys)
     if not query.device == keys.device == values.device == batch.num_tokens.device:
         raise ConfigError(
             f"query is on {query.device}, keys on {keys.device}, values on {values.device} and "

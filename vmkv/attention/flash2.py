@@ -20,6 +20,7 @@ from types import ModuleType
 
 import torch
 
+from ..cache.fp8 import Scales
 from ..errors import ConfigError
 from .base import AttentionSpec, Call, check_call, flat, split
 from .batch import AttentionBatch
@@ -58,7 +59,9 @@ class Flash2Backend(FlashBackend):
 
     name = "flash2"
 
-    def overread_tokens(self, k_dim: int, v_dim: int | None = None) -> int:
+    def overread_tokens(
+        self, k_dim: int, v_dim: int | None = None, kv_dtype: torch.dtype | None = None
+    ) -> int:
         """0: the kernel predicates every key row by the sequence's length."""
         return 0
 
@@ -110,11 +113,12 @@ class Flash2Backend(FlashBackend):
         window: int | None = None,
         softcap: float = 0.0,
         sinks: torch.Tensor | None = None,
+        scales: Scales | None = None,
     ) -> torch.Tensor:
         """See `AppendingBackend.append_and_attend`."""
-        call = Call(query, keys, values, batch, scale, causal, window, softcap, sinks)
+        call = Call(query, keys, values, batch, scale, causal, window, softcap, sinks, scales)
         check_call(call)
-        check_dtype(self.name, query)
+        check_dtype(self.name, query, keys)
         if not batch.is_uniform(query.shape[0]):
             raise ConfigError(
                 "appending in the kernel needs as many queries of every sequence; "

@@ -9,18 +9,22 @@ import abc
 
 import torch
 
+from ..cache.fp8 import FP8
 from ..errors import ConfigError
 from .base import AttentionSpec, Call, CheckedBackend
 
 DTYPES = (torch.float16, torch.bfloat16)
 
 
-def why_not_flash(spec: AttentionSpec, *, same_head_sizes: bool) -> str | None:
+def why_not_flash(
+    spec: AttentionSpec, *, same_head_sizes: bool, reads_fp8: bool = False
+) -> str | None:
     """The limits of every FlashAttention generation, or None when `spec` is within them.
 
     Args:
         spec: What is asked for.
         same_head_sizes: Whether this generation also wants Dk and Dv equal.
+        reads_fp8: Whether it reads keys and values in eight bits.
     """
     if spec.device_type != "cuda":
         return f"it runs on CUDA, not on {spec.device_type}"
@@ -28,20 +32,29 @@ def why_not_flash(spec: AttentionSpec, *, same_head_sizes: bool) -> str | None:
         return "torch sees no CUDA device"
     if spec.dtype not in DTYPES:
         return f"it computes in float16 and bfloat16, not in {spec.dtype}"
+    if spec.is_fp8 and not reads_fp8:
+        return f"it reads no keys and values in {spec.kv_dtype}"
+    step = 16 if spec.is_fp8 else 8
     for dim in (spec.k_dim, spec.v_dim):
-        if dim % 8 or dim > 256:
-            return f"head sizes are multiples of 8 up to 256, not {dim}"
+        if dim % step or dim > 256:
+            return f"head sizes are multiples of {step} up to 256, not {dim}"
     if same_head_sizes and spec.k_dim != spec.v_dim:
         return f"keys and values must have one head size, not {spec.k_dim} and {spec.v_dim}"
     return None
 
 
 class FlashBackend(CheckedBackend):
-    """A FlashAttention kernel as a backend, whose sinks come from its log-sum-exp."""
+    """A FlashAttention kernel as a backend, whose sinks come from its log-sum-exp.
+
+    Attributes:
+        reads_fp8: Whether its rows may be in eight bits.
+    """
+
+    reads_fp8 = False
 
     def attend(self, call: Call) -> torch.Tensor:
         """See `CheckedBackend.attend`."""
-        check_dtype(self.name, call.query)
+        check_dtype(self.name, call.query, call.keys, reads_fp8=self.reads_fp8)
         out, logsumexp = self.launch(call)
         if call.sinks is None:
             return out
@@ -63,8 +76,12 @@ def by_token(logsumexp: torch.Tensor) -> torch.Tensor:
     return by_token if by_token.ndim == 2 else by_token.flatten(0, 1)
 
 
-def check_dtype(name: str, query: torch.Tensor) -> None:
+def check_dtype(
+    name: str, query: torch.Tensor, keys: torch.Tensor, *, reads_fp8: bool = False
+) -> None:
     """Raise `ConfigError` where a kernel would be handed what it does not compute in."""
+    if keys.dtype == FP8 and not reads_fp8:
+        raise ConfigError(f"{name!r} reads no keys and values in {FP8}; select 'flash3' or 'sdpa'")
     if query.dtype not in DTYPES or not query.is_cuda:
         raise ConfigError(
             f"{name!r} computes in float16 and bfloat16 on CUDA, not in {query.dtype} on "

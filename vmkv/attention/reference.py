@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from ..cache.fp8 import decode
 from .base import AttentionSpec, Call, CheckedBackend
 
 
@@ -91,7 +92,9 @@ class ReferenceBackend(CheckedBackend):
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         self._dtype = dtype
 
-    def overread_tokens(self, k_dim: int, v_dim: int | None = None) -> int:
+    def overread_tokens(
+        self, k_dim: int, v_dim: int | None = None, kv_dtype: torch.dtype | None = None
+    ) -> int:
         """0: rows are cut to their exact length."""
         return 0
 
@@ -101,7 +104,8 @@ class ReferenceBackend(CheckedBackend):
 
     def attend(self, call: Call) -> torch.Tensor:
         """See `CheckedBackend.attend`."""
-        query, keys, values, batch, scale, causal, window, softcap, sinks = call
+        query, keys, values, batch, scale, causal, window, softcap, sinks, scales = call
+        wide = torch.promote_types(query.dtype, self._dtype)
         out = query.new_empty(*query.shape[:2], values.shape[3])
         for row, start, end, num_tokens, left_pad in batch.spans:
             if start == end:
@@ -115,8 +119,8 @@ class ReferenceBackend(CheckedBackend):
             )
             out[start:end] = attend(
                 query[start:end],
-                keys[row, left_pad:num_tokens],
-                values[row, left_pad:num_tokens],
+                decode(keys[row, left_pad:num_tokens], scales and scales.keys, wide),
+                decode(values[row, left_pad:num_tokens], scales and scales.values, wide),
                 seen,
                 scale=scale,
                 softcap=softcap,

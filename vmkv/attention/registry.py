@@ -5,12 +5,15 @@ Order, and why (one H200, Llama-3-8B shape, all layers interleaved):
   flash2   decode 221 us a layer; no over-read, so rows need no resident margin
   flash3   decode 207 us and the faster prefill, but its over-read keeps one key tile of every row
            resident (176 tokens at head size 128: 22 MiB a sequence of Llama-3-8B)
+  flash4   decode as flash2 does, and prefill at nearly twice its speed; no over-read, and pip alone
+           installs it, but few or many short sequences take half as long again
   torch    FlashAttention-2 without a package, 371-376 us: its varlen kernel splits less well
   sdpa     anything else, everywhere
 
+Rows in eight bits are read in place by flash3 alone; sdpa decodes them.
+
 Memory is what this project is for, so the 7 % of decode attention that flash3 would gain are
-left to those who name it. `flash4` and `reference` are never chosen, only named: the first is not
-measured yet, the second is an oracle.
+left to those who name it. `reference` is never chosen, only named: it is an oracle.
 
 A package can be installed and still lack the one kernel that is asked for (builds are often
 narrowed to some head sizes or options), which only a launch can tell. So a CUDA backend that
@@ -20,6 +23,7 @@ claims to serve a layer must first prove it on one token, once per process and k
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from importlib import import_module
 
@@ -29,8 +33,14 @@ from ..errors import ConfigError
 from .base import AttentionBackend, AttentionSpec
 from .batch import AttentionBatch
 
-ORDER = ("flash2", "flash3", "torch", "sdpa")
+ORDER = ("flash2", "flash3", "flash4", "torch", "sdpa")
 """Backends tried by `select` without a name, best first."""
+
+
+DECODING = ("sdpa", "reference")
+"""Backends that read rows in eight bits by way of a tensor of the query's type."""
+
+_LOG = logging.getLogger(__name__)
 
 
 def _lazy(module: str, name: str) -> Callable[[], AttentionBackend]:
@@ -117,7 +127,7 @@ def select(spec: AttentionSpec, name: str | None = None) -> AttentionBackend:
     if name is not None:
         reason = why_not(name, spec)
         if reason is None:
-            return get(name)
+            return _chosen(name, spec)
         servers = [other for other in ORDER if other != name and why_not(other, spec) is None]
         would = f"{servers[0]!r} would serve it" if servers else "no backend here would serve it"
         raise ConfigError(f"{name!r} cannot serve {spec}: {reason}; {would}")
@@ -125,9 +135,26 @@ def select(spec: AttentionSpec, name: str | None = None) -> AttentionBackend:
     for candidate in ORDER:
         reason = why_not(candidate, spec)
         if reason is None:
-            return get(candidate)
+            return _chosen(candidate, spec)
         reasons.append(f"{candidate!r}: {reason}")
     raise ConfigError(f"no attention backend can serve {spec}. " + "; ".join(reasons))
+
+
+def _chosen(name: str, spec: AttentionSpec) -> AttentionBackend:
+    if spec.is_fp8 and name in DECODING:
+        _say_that_it_decodes(name, spec.device_type)
+    return get(name)
+
+
+@functools.cache
+def _say_that_it_decodes(name: str, device_type: str) -> None:
+    _LOG.warning(
+        "%r on %s reads no keys and values in eight bits: each layer decodes them into a tensor "
+        "that lasts as long as its attention. They take half the memory, and are read more slowly; "
+        "'flash3' reads them in place, on Hopper, with vLLM's kernels",
+        name,
+        device_type,
+    )
 
 
 @functools.cache
@@ -135,17 +162,19 @@ def _trial(name: str, spec: AttentionSpec) -> str | None:
     """What the backend says when it is really asked, for one sequence of one token."""
     backend = get(name)
     device = torch.device("cuda", torch.cuda.current_device())
-    row_tokens = 1 + backend.overread_tokens(spec.k_dim, spec.v_dim)
+    row_tokens = 1 + backend.overread_tokens(spec.k_dim, spec.v_dim, spec.kv_dtype)
 
-    def zeros(*shape: int) -> torch.Tensor:
-        return torch.zeros(shape, dtype=spec.dtype, device=device)
+    def zeros(*shape: int, dtype: torch.dtype = spec.dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    kv_dtype = spec.kv_dtype or spec.dtype
 
     batch = AttentionBatch.build([0], [1], [1], row_tokens=row_tokens, num_rows=1, device=device)
     try:
         backend.forward(
             zeros(1, spec.num_query_heads, spec.k_dim),
-            zeros(1, row_tokens, spec.num_kv_heads, spec.k_dim),
-            zeros(1, row_tokens, spec.num_kv_heads, spec.v_dim),
+            zeros(1, row_tokens, spec.num_kv_heads, spec.k_dim, dtype=kv_dtype),
+            zeros(1, row_tokens, spec.num_kv_heads, spec.v_dim, dtype=kv_dtype),
             batch,
             scale=1.0,
             window=spec.window,

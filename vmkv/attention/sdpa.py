@@ -2,7 +2,8 @@
 
 The default on CPU and the last resort on CUDA. Every sequence is a view cut to exactly the keys
 its queries can see (its length, less left padding, less what lies before the window), so nothing
-past the mapped part is touched and the past is not copied.
+past the mapped part is touched and the past is not copied; unless rows hold it in eight bits, which
+SDPA does not read: then the cut is decoded into a tensor of the query's type, sequence by sequence.
 
 Three cases, from cheap to dear:
 
@@ -24,6 +25,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+from ..cache.fp8 import decode
 from .base import AttentionSpec, Call, CheckedBackend, split
 from .reference import attend, visible_keys
 
@@ -40,7 +42,9 @@ class SdpaBackend(CheckedBackend):
 
     name = "sdpa"
 
-    def overread_tokens(self, k_dim: int, v_dim: int | None = None) -> int:
+    def overread_tokens(
+        self, k_dim: int, v_dim: int | None = None, kv_dtype: torch.dtype | None = None
+    ) -> int:
         """0: rows are cut to their exact length."""
         return 0
 
@@ -50,7 +54,7 @@ class SdpaBackend(CheckedBackend):
 
     def attend(self, call: Call) -> torch.Tensor:
         """See `CheckedBackend.attend`."""
-        query, keys, values, batch, scale, causal, window, softcap, sinks = call
+        query, keys, values, batch, scale, causal, window, softcap, sinks, scales = call
         needs_plain_math = bool(softcap) or sinks is not None
         out = query.new_empty(*query.shape[:2], values.shape[3])
         for row, start, end, num_tokens, left_pad in batch.spans:
@@ -67,7 +71,9 @@ class SdpaBackend(CheckedBackend):
             if start >= end:
                 continue
             cut = slice(first_key, num_tokens)
-            q, k, v = query[start:end], keys[row, cut], values[row, cut]
+            q = query[start:end]
+            k = decode(keys[row, cut], scales and scales.keys, query.dtype)
+            v = decode(values[row, cut], scales and scales.values, query.dtype)
             if needs_plain_math:
                 out[start:end] = _plain(
                     q, k, v, scale=scale, causal=causal, window=window, softcap=softcap, sinks=sinks

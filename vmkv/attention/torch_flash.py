@@ -31,7 +31,9 @@ class TorchFlashBackend(FlashBackend):
 
     name = "torch"
 
-    def overread_tokens(self, k_dim: int, v_dim: int | None = None) -> int:
+    def overread_tokens(
+        self, k_dim: int, v_dim: int | None = None, kv_dtype: torch.dtype | None = None
+    ) -> int:
         """0: the kernel predicates every key row by the sequence's length."""
         return 0
 
@@ -75,6 +77,11 @@ class TorchFlashBackend(FlashBackend):
             window_size=bounds,
             seqused_k=batch.visible_tokens,
         )
+
+
+def has_varlen() -> bool:
+    """Whether this torch has the kernel."""
+    return _varlen() is not None
 
 
 @functools.cache

@@ -1,10 +1,10 @@
 """What a user holds without transformers: sequences over contiguous virtual ranges.
 
-`geometry.py` where bytes lie; `layer_group.py` one reservation; `row_space.py` all of them, and
-`rows.py` who has which row. Over a row space: `layers.py`; `growing.py` and `growth.py`; what rows
-share (`forking.py`, `beginning.py`, `prefix.py`, `reorder.py`, `unshare.py`, `cost.py`); memory
-elsewhere than on the device (`swap.py`, `spill.py`, `disk.py`, `process/`). `sequence.py` and
-`kv_cache.py` are what users hold.
+`geometry.py` where bytes lie, and `fp8.py` what they mean in eight bits; `layer_group.py` one
+reservation; `row_space.py` all of them, and `rows.py` who has which row. Over a row space:
+`layers.py`; `growing.py` and `growth.py`; what rows share (`forking.py`, `beginning.py`,
+`prefix.py`, `reorder.py`, `unshare.py`, `cost.py`); memory elsewhere than on the device (`swap.py`,
+`spill.py`, `disk.py`, `process/`). `sequence.py` and `kv_cache.py` are what users hold.
 """
 
 from .cost import CostModel as CostModel

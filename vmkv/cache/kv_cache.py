@@ -23,6 +23,7 @@ from ..memory import check_pool
 from .beginning import begin_with_prefix
 from .disk import load
 from .forking import fork, pages_to_fork
+from .fp8 import LayerScales
 from .geometry import LayerShape
 from .growing import grow, keep_resident, retire_behind_windows, retire_surplus
 from .layer_group import LayerGroup
@@ -72,6 +73,7 @@ class KVCache(RowSpace):
         num_v_heads: int | None = None,
         window_tokens: int | None = None,
         num_past_tokens: int = 0,
+        scales: List_[LayerScales] | None = None,
     ) -> list[LayerGroup]:
         """Add layers of one shape; returns the groups made for them.
 
@@ -87,9 +89,10 @@ class KVCache(RowSpace):
             window_tokens: For sliding-window layers, how many tokens a query sees.
             num_past_tokens: Where the first query will be, in sequences that are open already:
                 what lies before its window is not mapped.
+            scales: Of each layer in `float8_e4m3fn`; see `fp8.py`. By default 1.
 
         Raises:
-            ConfigError: A size is impossible, or a layer was added before.
+            ConfigError: A size is impossible, a layer was added before, or scales do not fit.
             OutOfPagesError, OutOfAddressSpaceError: Nothing was added.
         """
         shape = LayerShape(
@@ -99,7 +102,7 @@ class KVCache(RowSpace):
             v_dim=head_dim if v_head_dim is None else v_head_dim,
             itemsize_bytes=dtype.itemsize,
         )
-        return add_layers(self, list(layers), shape, dtype, window_tokens, num_past_tokens)
+        return add_layers(self, list(layers), shape, dtype, window_tokens, num_past_tokens, scales)
 
     def drop_layers(self, layers: Iterable[int]) -> None:
         """Forget layers that were added but never written.

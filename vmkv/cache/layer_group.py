@@ -17,9 +17,10 @@ from ..backend import Access
 from ..errors import InternalError
 from ..memory import ExtentPool, Mapping, PageTable, RecordedFence
 from ..units import div_ceil
+from .fp8 import LayerScales, Scales
 from .geometry import Geometry
 from .growth import growth_quantum_class, largest_class_for_window, pages_to_map
-from .views import GroupViews, group_views
+from .views import GroupViews, group_views, torch_device
 
 #: Kernels fetch whole key tiles, so a window's first tile may begin before the window; the
 #: widest tile of any kernel here is 256 tokens (FlashAttention-2, head size 64).
@@ -34,6 +35,7 @@ class LayerGroup:
         geometry: How the rows are laid out.
         dtype: The element type.
         window_tokens: How many of the last tokens a query sees, itself included; None for all.
+        scales: Of each layer, in eight bits; None where what is stored are the numbers themselves.
 
     Raises:
         OutOfAddressSpaceError: The reservation is not to be had.
@@ -45,12 +47,15 @@ class LayerGroup:
         geometry: Geometry,
         dtype: torch.dtype,
         window_tokens: int | None = None,
+        scales: Sequence[LayerScales] | None = None,
     ):
         self.pool = pool
         self.geometry = geometry
         self.dtype = dtype
         self.window_tokens = window_tokens
-        self.table = PageTable(pool, geometry.num_rows, geometry.row_pages)
+        self.scales = None if scales is None else tuple(scales)
+        self.table = PageTable(pool, geometry.num_rows, geometry.row_pages, dtype)
+        self._scale_tensors: dict[int, Scales] = {}
         self._view_counter = _native.ViewCounter()
         self._views: dict[bool, GroupViews] = {}
         self._first_written: dict[int, int] = {}
@@ -70,6 +75,7 @@ class LayerGroup:
             "num_v_heads": shape.num_v_heads,
             "v_dim": shape.v_dim,
             "dtype": str(self.dtype).removeprefix("torch."),
+            "scales": None if self.scales is None else [each.as_values() for each in self.scales],
             "window_tokens": self.window_tokens,
             "token_bytes": self.geometry.token_bytes,
         }
@@ -91,6 +97,19 @@ class LayerGroup:
                 inference=inference,
             )
         return self._views[inference]
+
+    def scales_at(self, place: int) -> Scales | None:
+        """What the layer at `place` is to be multiplied by, on its device; None for nothing.
+
+        Cost: the first time for each layer, a copy to the device, which it waits for.
+        """
+        if self.scales is None:
+            return None
+        if place not in self._scale_tensors:
+            self._scale_tensors[place] = Scales.of(
+                self.scales[place], torch_device(self.pool.backend)
+            )
+        return self._scale_tensors[place]
 
     def next_page(self, row: int, num_tokens: int) -> int:
         """Where `row`, of a sequence that holds `num_tokens` now, grows next.
@@ -272,7 +291,7 @@ class LayerGroup:
             if is_own and mapping.first_page >= first_page:
                 address = self.table.page_address(row, mapping.first_page)
                 self.pool.scrub.prepare(
-                    self.pool.backend, [mapping.extent], address, tenant, stream
+                    self.pool.backend, [mapping.extent], address, tenant, stream, self.dtype
                 )
 
     def copy_row(

@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 
 from ..errors import ConfigError
+from .fp8 import LayerScales, check_layer_scales
 from .geometry import Geometry, LayerShape, check_positive
 from .growing import Target, map_rows
 from .layer_group import LayerGroup, split_layers
@@ -25,6 +26,7 @@ def add_layers(
     dtype: torch.dtype,
     window_tokens: int | None,
     num_past_tokens: int,
+    scales: Sequence[LayerScales] | None,
 ) -> list[LayerGroup]:
     """See `KVCache.add_layers`."""
     space.check_open()
@@ -33,6 +35,8 @@ def add_layers(
         raise ConfigError(f"layers {taken or layers} are in the cache already, or none is named")
     if window_tokens is not None:
         check_positive("window_tokens", window_tokens)
+    if scales is not None:
+        check_layer_scales(scales, layers, shape, dtype)
     made: list[LayerGroup] = []
     places: dict[int, tuple[LayerGroup, int]] = {}
     try:
@@ -40,7 +44,8 @@ def add_layers(
             geometry = Geometry(
                 len(members), shape, space.pool.page_bytes, space.max_tokens, space.max_sequences
             )
-            made.append(LayerGroup(space.pool, geometry, dtype, window_tokens))
+            theirs = None if scales is None else [scales[each] for each in members]
+            made.append(LayerGroup(space.pool, geometry, dtype, window_tokens, theirs))
             places |= {layers[each]: (made[-1], at) for at, each in enumerate(members)}
         targets = [
             Target(each.row, each.num_tokens, num_past_tokens, each.tenant)
@@ -88,7 +93,8 @@ def _without_gaps(space: RowSpace, group: LayerGroup, places: Sequence[int]) -> 
     """A group of only the layers at `places` of `group`, with what live rows hold of them."""
     live = space.live.values()
     geometry = replace(group.geometry, num_layers=len(places))
-    new = LayerGroup(group.pool, geometry, group.dtype, group.window_tokens)
+    scales = None if group.scales is None else [group.scales[at] for at in places]
+    new = LayerGroup(group.pool, geometry, group.dtype, group.window_tokens, scales)
     first = {each.row: group.first_mapped_token(each.row, each.num_tokens) for each in live}
     try:
         targets = [Target(each.row, each.num_tokens, first[each.row], each.tenant) for each in live]

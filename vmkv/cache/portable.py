@@ -13,6 +13,9 @@ from typing import Any
 from ..errors import ConfigError
 from .row_space import RowSpace
 
+#: What else than layers a group's layout can differ in, by what the user calls it.
+_REMEDIES = {"dtype": "dtype, or kv_dtype", "scales": "kv_scales"}
+
 
 def describe_groups(space: RowSpace) -> list[dict[str, Any]]:
     """How layers are laid out, as plain values: one entry for each group, in order."""
@@ -41,7 +44,8 @@ def check_groups(space: RowSpace, theirs: Sequence[Mapping[str, Any]], where: st
             if others.get(name) != value:
                 raise ConfigError(
                     f"layer group {at} of {where} has {name}={_shortened(others.get(name))}, this "
-                    f"cache has {_shortened(value)}: make the cache with the same layers"
+                    f"cache has {_shortened(value)}: make the cache with the same "
+                    f"{_REMEDIES.get(name, 'layers')}"
                 )
 
 

@@ -18,6 +18,7 @@ from ..errors import ClosedError, ConfigError
 from ..memory import ExtentPool, RecordedFence, Victim, WriteRange, pinned
 from .cost import CostModel
 from .device_memory import open_pool
+from .fp8 import Scales
 from .geometry import check_positive
 from .layer_group import LayerGroup
 from .prefix import PrefixIndex
@@ -142,8 +143,8 @@ class RowSpace:
     def keys(self, layer: int) -> torch.Tensor:
         """All rows' keys of `layer`: `[rows, row_tokens, k_heads, k_dim]`, mostly unmapped.
 
-        What kernels take that are told rows and lengths. Only tokens below a live sequence's
-        `num_tokens` (and `overread_tokens` more) may be touched.
+        What kernels take that are told rows and lengths, as it is stored: see `scales`. Only
+        tokens below a live sequence's `num_tokens` (and `overread_tokens` more) may be touched.
         """
         self.check_open()
         group, at = self.place(layer)
@@ -156,6 +157,11 @@ class RowSpace:
         return group.views.values[at].transpose(1, 2)
 
     # ---- streams --------------------------------------------------------------------------
+
+    def scales(self, layer: int) -> Scales | None:
+        """What stored keys and values of `layer` are multiplied by; None for nothing."""
+        group, at = self.place(layer)
+        return group.scales_at(at)
 
     def note_stream(self) -> None:
         """Say that torch's current stream works on this cache's memory. Cost: about 0.3 µs."""

@@ -287,7 +287,7 @@ class Sequence:
 
         Row i is token i, in every layer: of a sliding-window layer only those from
         `first_token(layer)` on may be touched; what lies before is not mapped, and touching it ends
-        the process.
+        the process. What is in eight bits is as it is stored: see `fp8.encode`, `KVCache.scales`.
 
         Valid until the sequence is closed or truncated. Never copied.
         """

@@ -19,6 +19,8 @@ Commands = Any  # argparse's own type for subparsers is private.
 
 #: What weights, keys and values may be made of.
 DTYPES = ("float32", "float16", "bfloat16")
+#: What keys and values may be stored as: the type of weights, or eight bits.
+KV_DTYPES = ("auto", "fp8")
 #: Kernels and drivers count with int32.
 _INTEGER_MAX = 2**31 - 1
 #: A pebibyte, in GiB and in MiB: more than any host has.
@@ -42,6 +44,12 @@ def integer(low: int, high: int = _INTEGER_MAX) -> Callable[[str], int]:
         raise argparse.ArgumentTypeError(f"{shown(text)} is no integer from {low} to {high:,}")
 
     return parse
+
+
+def layers(text: str) -> tuple[int | str, ...]:
+    """Numbers of layers, and `sliding`, with commas between them."""
+    parse = integer(0, 1 << 16)
+    return tuple(each if each == "sliding" else parse(each) for each in text.split(","))
 
 
 def number(low: float, high: float, unit: str) -> Callable[[str], float]:

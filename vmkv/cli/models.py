@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import transformers
 
+from ..cache.fp8 import FP8
 from ..cache.geometry import LayerShape
 from ..errors import CapacityError, ConfigError, one_line, shown
 from ..hf import compat, probe
@@ -127,12 +128,13 @@ def _why_no_config(model: str, error: Exception) -> str:
     )
 
 
-def model_shape(config: Any, *, dtype: str | None = None) -> ModelShape:
+def model_shape(config: Any, *, dtype: str | None = None, kv_dtype: str = "auto") -> ModelShape:
     """What a model keeps in memory, from its configuration; some seconds, and no memory.
 
     Args:
         config: A transformers configuration.
         dtype: The elements' type; by default the configuration's, or bfloat16.
+        kv_dtype: See `VMKVCache`.
 
     Raises:
         ConfigError: The model has an encoder, or no key-value cache, or this transformers cannot
@@ -149,7 +151,7 @@ def model_shape(config: Any, *, dtype: str | None = None) -> ModelShape:
     if dtype_name not in DTYPES:
         raise ConfigError(f"dtype {dtype_name!r} is none of {', '.join(DTYPES)}")
     model = probe.build_without_weights(config, getattr(torch, dtype_name))
-    layers = probe.kept_layers(model)
+    layers = [_stored(layer, kv_dtype) for layer in probe.kept_layers(model)]
     kinds = Counter(
         (layer.shape, layer.window_tokens, layer.is_paged, layer.extra_token_bytes)
         for layer in layers
@@ -163,7 +165,7 @@ def model_shape(config: Any, *, dtype: str | None = None) -> ModelShape:
         state_bytes=sum(layer.fixed_bytes for layer in layers),
         max_context_tokens=stated_max_tokens(decoder),
         weights_bytes=_weights_bytes(model),
-        dtype=dtype_name,
+        dtype=dtype_name if kv_dtype == "auto" else kv_dtype,
     )
 
 
@@ -173,13 +175,15 @@ def rank_shape(config: Any, shape: ModelShape, num_ranks: int) -> ModelShape:
     Raises:
         ConfigError: It cannot be divided among them.
     """
-    model = probe.build_without_weights(config, getattr(torch, shape.dtype))
+    model = probe.build_without_weights(config, torch.bfloat16)
     plan = sharding.plan_of(model)
     sharding.check_heads(config, plan, num_ranks)
     divisor = sharding.kv_heads_divisor(plan, num_ranks)
     weights_bytes = shape.weights_bytes
     if weights_bytes is not None:
-        weights_bytes = sharding.bytes_per_rank(model, plan, num_ranks)
+        # Weights of another type are larger or smaller by as much.
+        share = sharding.bytes_per_rank(model, plan, num_ranks)
+        weights_bytes = weights_bytes * share // sum(each.nbytes for each in model.parameters())
     kinds = [
         replace(
             kind,
@@ -192,6 +196,13 @@ def rank_shape(config: Any, shape: ModelShape, num_ranks: int) -> ModelShape:
         for kind in shape.kinds
     ]
     return replace(shape, kinds=tuple(kinds), weights_bytes=weights_bytes)
+
+
+def _stored(layer: probe.KeptLayer, kv_dtype: str) -> probe.KeptLayer:
+    """What a layer keeps where keys and values that vmkv pages are stored as `kv_dtype`."""
+    if kv_dtype != "fp8" or not layer.is_paged or layer.shape is None:
+        return layer
+    return replace(layer, shape=replace(layer.shape, itemsize_bytes=FP8.itemsize))
 
 
 def _weights_bytes(model: Any) -> int | None:

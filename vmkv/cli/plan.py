@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from ..errors import ConfigError
 from ..units import GiB, MiB, format_bytes
-from .arguments import DTYPES, Commands, count, gib, name, positive_gib, positive_int
+from .arguments import DTYPES, KV_DTYPES, Commands, count, gib, name, positive_gib, positive_int
 
 if TYPE_CHECKING:
     from .capacity import Fit, KindBytes, SequenceBytes
@@ -51,6 +51,12 @@ def add_parser(commands: Commands) -> None:
     add("--share-prefix", type=count, metavar="TOKENS", default=0, help="common to all users")
     add("--swap", type=gib, metavar="GiB", default=0.0, help="host memory for idle sequences")
     add("--dtype", choices=DTYPES, help="of keys and values (default: the configuration's)")
+    add(
+        "--kv-dtype",
+        choices=KV_DTYPES,
+        default="auto",
+        help="fp8: keys and values in eight bits (default: auto, as --dtype says)",
+    )
     add("--json", action="store_true", help="for programs")
 
 
@@ -86,7 +92,7 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
             "part of its sequence"
         )
     config, num_ranks = load_config(arguments.model), arguments.tensor_parallel
-    whole = shape = model_shape(config, dtype=arguments.dtype)
+    whole = shape = model_shape(config, dtype=arguments.dtype, kv_dtype=arguments.kv_dtype)
     if num_ranks > 1:
         shape = rank_shape(config, whole, num_ranks)
     longest = max(arguments.longest or shape.max_context_tokens or num_tokens, num_tokens)

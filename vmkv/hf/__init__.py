@@ -1,9 +1,9 @@
 """transformers: the cache it takes, attention in place, and generation without padding.
 
 `cache.py` and `layers.py` are the cache; `store.py`, `device_rows.py` and `group_step.py` its
-memory; `attention.py` the implementation "vmkv"; `proof.py` which models packed steps serve;
-`ragged_cache.py`, `prefill.py`, `prepared.py`, `token_state.py` and `generation.py` generation
-over such steps; `compat.py` every version branch.
+memory; `kv_format.py` and `kv_scales.py` what it is stored as; `attention.py` the implementation
+"vmkv"; `proof.py` which models packed steps serve; `ragged_cache.py`, `prefill.py`, `prepared.py`,
+`token_state.py` and `generation.py` generation over such steps; `compat.py` every version branch.
 Importing this package registers "vmkv" with transformers.
 """
 
@@ -11,6 +11,8 @@ from .attention import register
 from .cache import VMKVCache as VMKVCache
 from .generation import generate as generate
 from .generation import ragged_generate as ragged_generate
+from .kv_scales import KVScales as KVScales
+from .kv_scales import calibrate_kv_scales as calibrate_kv_scales
 from .ragged_cache import RaggedCache as RaggedCache
 
 register()

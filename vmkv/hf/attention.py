@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from ..cache.fp8 import FP8
+from ..errors import ConfigError
 from ..step.interface import attending_through, register_attention
 from . import compat
 from .layers import VirtualLayer, layer_behind
@@ -93,6 +95,8 @@ def vmkv_attention(
         )
         if in_place is not None:
             return in_place, None
+    if key.dtype == FP8:
+        key, value = _decoded(layer)
     mask: torch.Tensor | None
     if recipe is not None:
         mask = recipe.build()
@@ -132,6 +136,8 @@ def _in_place(
         softcap=softcap,
         has_sinks=sinks is not None,
         left_pad=batch.left_pad is not None,
+        kv_dtype=keys.dtype,
+        max_tokens=layer.max_tokens,
     )
     packed = query.transpose(1, 2).reshape(-1, query.shape[1], query.shape[3])
     out = backend.forward(
@@ -143,8 +149,20 @@ def _in_place(
         window=window,
         softcap=softcap,
         sinks=sinks,
+        scales=layer.scales,
     )
     return out.view(query.shape[0], query.shape[2], query.shape[1], -1)
+
+
+def _decoded(layer: VirtualLayer | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values that came in eight bits, for attention that cannot read those."""
+    if layer is None:
+        raise ConfigError(
+            "keys in eight bits have been changed on their way to attention, which then cannot "
+            'tell their scale; use another attention than "vmkv" with this model, or leave '
+            'kv_dtype at "auto"'
+        )
+    return layer.decoded()
 
 
 class _Recipe:

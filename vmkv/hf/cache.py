@@ -5,6 +5,7 @@ model.generate(**inputs, past_key_values=VMKVCache(config=model.config))
 
 from __future__ import annotations
 
+import os
 import weakref
 from typing import Any
 
@@ -19,6 +20,8 @@ from ..errors import ConfigError
 from ..memory import ExtentPool
 from . import compat, orphans
 from .defaults import default_max_tokens
+from .kv_format import KVFormat, SkipLayers
+from .kv_scales import KVScales
 from .layers import VirtualLayer, VMKVFullLayer, VMKVSlidingLayer
 from .store import LayerKind, Settings, Store
 
@@ -39,6 +42,12 @@ class VMKVCache(DynamicCache):  # type: ignore[misc]
         backend: `"host"`, `"cuda:0"`, a backend, or None to follow the model's tensors.
         pool: Physical memory to share with other caches; excludes backend and budget_bytes.
         layers_per_group: See `KVCache`.
+        kv_dtype: "fp8" stores keys and values in eight bits (`float8_e4m3fn`), in half the memory;
+            "auto" in the model's type.
+        kv_scales: What they are divided by to be stored: `KVScales`, or a file of them; by
+            default 1.
+        skip_layers: Layers that stay in the model's type: their numbers, or "sliding" for those
+            with a sliding window.
         attention_backend: The kernel for models that attend through `"vmkv"`: a name of
             `vmkv.attention.backend_names()`; by default the best that can serve.
 
@@ -60,6 +69,9 @@ class VMKVCache(DynamicCache):  # type: ignore[misc]
         pool: ExtentPool | None = None,
         layers_per_group: int | None = None,
         attention_backend: str | None = None,
+        kv_dtype: str = "auto",
+        kv_scales: KVScales | str | os.PathLike[str] | None = None,
+        skip_layers: SkipLayers = (),
         offloading: bool = False,
     ):
         if offloading:
@@ -89,6 +101,7 @@ class VMKVCache(DynamicCache):  # type: ignore[misc]
             pool if pool is not None else backend,
             bool(getattr(config, "is_encoder_decoder", False)),
             attention_backend,
+            kv_format=KVFormat.of(config, kv_dtype, kv_scales, skip_layers),
         )
         self._begin(config, settings)
 

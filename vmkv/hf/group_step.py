@@ -10,6 +10,7 @@ import torch
 from ..attention import AttentionBatch
 from ..attention.append_cuda import append_uniform
 from ..cache import LayerGroup
+from ..cache.fp8 import FP8, Scales, decode, encode
 from .device_rows import DeviceRows
 
 
@@ -22,7 +23,8 @@ class GroupStep:
 
     Attributes:
         key_shape, value_shape: What each layer writes: `[B, H, end - start, D]`.
-        keys, values: Per layer, what attention reads: `[B, H, end - first, D]`.
+        keys, values: Per layer, what attention reads: `[B, H, end - first, D]`, as it is stored.
+        is_fp8: Whether that is in eight bits.
     """
 
     def __init__(self, rows: DeviceRows, group: LayerGroup):
@@ -38,6 +40,7 @@ class GroupStep:
         self._batch: tuple[torch.Tensor | None, AttentionBatch] | None = None
         self._uniform: tuple[tuple[int, int], torch.Tensor, torch.Tensor] | None = None
         self._is_cuda = rows.core.device.type == "cuda"
+        self.is_fp8 = group.dtype == FP8
         address, geometry = group.table.address, group.geometry
         self._addresses = [
             (address + geometry.k_offset_bytes(at), address + geometry.v_offset_bytes(at))
@@ -73,7 +76,7 @@ class GroupStep:
 
         Args:
             place: The layer, as the group counts.
-            keys: `key_shape`, in the group's dtype and on its device.
+            keys: `key_shape`, in the model's dtype and on the group's device.
             values: `value_shape`, likewise.
         """
         if self._is_cuda:
@@ -88,14 +91,34 @@ class GroupStep:
                 geometry.token_bytes,
                 self.start,
                 self.rows.core.current_stream(),
+                self.group.dtype,
+                self.scales(place),
             )
-        elif torch.is_grad_enabled():
+            return
+        if self.is_fp8:
+            scales = self.scales(place)
+            keys = encode(keys, scales and scales.inverse_keys, heads_at=-3)
+            values = encode(values, scales and scales.inverse_values, heads_at=-3)
+        if torch.is_grad_enabled():
             with torch.no_grad():
                 self._key_slots[place].copy_(keys)
                 self._value_slots[place].copy_(values)
         else:
             self._key_slots[place].copy_(keys)
             self._value_slots[place].copy_(values)
+
+    def scales(self, place: int) -> Scales | None:
+        """What the layer at `place` is multiplied by."""
+        return self.group.scales_at(place)
+
+    def decoded(self, place: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """`keys` and `values` of the layer at `place`, copied into tensors of `dtype`."""
+        scales = self.scales(place)
+        with torch.no_grad():
+            return (
+                decode(self.keys[place], scales and scales.keys, dtype, heads_at=-3),
+                decode(self.values[place], scales and scales.values, dtype, heads_at=-3),
+            )
 
     def all_rows(self, place: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the layer at `place`: `[rows, row_tokens, heads, dim]`."""

@@ -7,6 +7,8 @@ properties, because models and transformers read them as attributes.
 
 from __future__ import annotations
 
+import functools
+import logging
 import weakref
 from typing import Any
 
@@ -14,10 +16,13 @@ import torch
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ..attention import AttentionBackend, AttentionBatch, AttentionSpec, select
+from ..cache.fp8 import Scales
 from ..errors import ConfigError
 from . import compat
 from .group_step import GroupStep, LayerPlace
 from .store import Store
+
+_LOG = logging.getLogger(__name__)
 
 
 class VirtualLayer:
@@ -71,7 +76,9 @@ class VirtualLayer:
 
         Returns:
             Views `[batch, kv_heads, tokens, dim]` over the cache's memory, of exact length and
-            without a copy; for a sliding layer the window before the new tokens, and those.
+            without a copy; for a sliding layer the window before the new tokens, and those. From
+            eight bits they are decoded into new tensors, unless attention is `"vmkv"`, which
+            reads the rows themselves.
 
         Raises:
             OutOfPagesError: The pool is full. The layer is unchanged and stays usable.
@@ -108,9 +115,17 @@ class VirtualLayer:
         step.write(place, key_states, value_states)
         self._length = end
         self._note_update(end)
-        keys = step.keys[place]
+        keys, values = step.keys[place], step.values[place]
+        if step.is_fp8 and not self._store.attends_in_place:
+            _say_that_it_decodes()
+            keys, values = step.decoded(place, self.dtype)
         keys._vmkv_layer = self._tag  # type: ignore[attr-defined]
-        return keys, step.values[place]
+        return keys, values
+
+    def decoded(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """What `update` returned last, in the model's type."""
+        assert self._slot is not None  # Updated.
+        return self._slot.step.decoded(self._slot.place, self.dtype)
 
     def _begin_step(
         self, slot: LayerPlace, keys: torch.Tensor, values: torch.Tensor
@@ -164,6 +179,18 @@ class VirtualLayer:
         assert self._slot is not None  # Only updated layers attend.
         return self._slot.step.all_rows(self._slot.place)
 
+    @property
+    def scales(self) -> Scales | None:
+        """What `rows` are multiplied by; None for nothing."""
+        assert self._slot is not None
+        return self._slot.step.scales(self._slot.place)
+
+    @property
+    def max_tokens(self) -> int:
+        """The longest sequence of the rows."""
+        assert self._slot is not None
+        return self._slot.step.rows.core.max_tokens
+
     def attention_batch(
         self, num_queries: int, padding: torch.Tensor | None
     ) -> AttentionBatch | None:
@@ -199,7 +226,7 @@ class VirtualLayer:
             assert self._slot is not None
             spec = AttentionSpec.of(query, key, value, **asked)
             backend = select(spec, self._store.settings.attention_backend)
-            overread_tokens = backend.overread_tokens(spec.k_dim, spec.v_dim)
+            overread_tokens = backend.overread_tokens(spec.k_dim, spec.v_dim, spec.kv_dtype)
             self._slot.step.rows.keep_resident(overread_tokens)
             self._kernel = (kind, backend)
         return self._kernel[1]
@@ -218,7 +245,10 @@ class VirtualLayer:
 
     @property
     def keys(self) -> torch.Tensor | None:
-        """What a dynamic layer would hold: `[batch, kv_heads, kept_tokens, k_dim]`, or None."""
+        """What a dynamic layer would hold: `[batch, kv_heads, kept_tokens, k_dim]`, or None.
+
+        As it is stored: in eight bits, divided by `scales`.
+        """
         if not self.is_initialized:
             return None
         return self._views(self._first_kept, self._length)[0]
@@ -310,7 +340,11 @@ class VirtualLayer:
         other.record_past = self.record_past
         if not self.is_initialized:
             return
-        keys, values = self._views(self._first_kept, self._length)
+        # Of rows in eight bits, what they were made of.
+        keys, values = (
+            each.new_empty((), dtype=self.dtype).expand(each.shape)
+            for each in self._views(self._first_kept, self._length)
+        )
         other._bind(keys, values, self._length)
         other._length, other._first_kept = self._length, self._first_kept
 
@@ -332,6 +366,15 @@ class VirtualLayer:
 def _needs_all_layers(method: str) -> ConfigError:
     return ConfigError(
         f"{method} concerns all layers of a VMKVCache, which lie side by side; call it on the cache"
+    )
+
+
+@functools.cache
+def _say_that_it_decodes() -> None:
+    _LOG.warning(
+        "keys and values in eight bits are decoded for each layer and step, because the model "
+        "attends through a function that cannot read them; "
+        'model.set_attn_implementation("vmkv") reads them in place where a kernel can'
     )
 
 

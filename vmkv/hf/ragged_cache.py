@@ -11,6 +11,7 @@ in their rows. The next call's prompts begin with it, as far as they are the sam
 from __future__ import annotations
 
 import contextlib
+import os
 import weakref
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as List_
@@ -23,6 +24,8 @@ from ..errors import CapacityError, ClosedError, ConfigError
 from ..memory import ExtentPool
 from . import compat, orphans
 from .defaults import default_max_tokens
+from .kv_format import KVFormat, SkipLayers
+from .kv_scales import KVScales
 from .layer_kinds import layer_kinds
 from .prefill import Chunk
 from .store import Settings, Signature, Store
@@ -43,6 +46,9 @@ class RaggedCache:
         pool: Physical memory to share with other caches; excludes budget_bytes.
         layers_per_group: See `KVCache`.
         attention_backend: See `VMKVCache`.
+        kv_dtype: Likewise.
+        kv_scales: Likewise.
+        skip_layers: Likewise.
 
     Raises:
         ConfigError: An argument is impossible; or the model has layers whose state is not keys
@@ -63,6 +69,9 @@ class RaggedCache:
         pool: ExtentPool | None = None,
         layers_per_group: int | None = None,
         attention_backend: str | None = None,
+        kv_dtype: str = "auto",
+        kv_scales: KVScales | str | os.PathLike[str] | None = None,
+        skip_layers: SkipLayers = (),
     ):
         orphans.collect()
         if settings is None:
@@ -74,6 +83,7 @@ class RaggedCache:
                 layers_per_group=layers_per_group,
                 memory=pool,
                 attention_backend=attention_backend,
+                kv_format=KVFormat.of(config, kv_dtype, kv_scales, skip_layers),
             )
             _check_settings(settings)
         self.store = Store(settings, layer_kinds(config), num_spare_rows=1)

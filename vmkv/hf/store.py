@@ -12,13 +12,15 @@ The store knows nothing of transformers, so that it can outlive the cache (see `
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
+from ..attention.append_cuda import why_not_fp8
 from ..backend import Backend, HostBackend, open_backend
 from ..cache import CacheStats, KVCache
+from ..cache.fp8 import FP8
 from ..cache.geometry import fitting_rows
 from ..cache.stats import add_stats
 from ..errors import CapacityError, ClosedError, ConfigError
@@ -26,6 +28,7 @@ from ..memory import ExtentPool
 from .defaults import rows_and_tokens
 from .device_rows import DeviceRows
 from .group_step import GroupStep, LayerPlace
+from .kv_format import KVFormat
 
 
 @dataclass(frozen=True)
@@ -49,10 +52,11 @@ class Settings:
     is_encoder_decoder: bool = False
     attention_backend: str | None = None
     past_stated: bool = True  # See `default_max_tokens`.
+    kv_format: KVFormat = field(default_factory=KVFormat)
 
 
 class Signature(NamedTuple):
-    """What must not change between updates of a layer."""
+    """What must not change between updates of a layer; the type is the model's."""
 
     k_shape: tuple[int, int]
     v_shape: tuple[int, int]
@@ -95,6 +99,9 @@ class Store:
         settings: The user's wishes.
         kinds: The layers that vmkv holds.
         num_spare_rows: Rows besides those that were asked for, on CUDA, if there are addresses.
+
+    Raises:
+        ConfigError: The wishes name other layers.
     """
 
     def __init__(self, settings: Settings, kinds: Sequence[LayerKind], *, num_spare_rows: int = 0):
@@ -102,6 +109,7 @@ class Store:
         self._num_spare_rows = num_spare_rows
         self._num_spare: dict[torch.device, int] = {}
         self.kinds = {kind.index: kind for kind in kinds}
+        settings.kv_format.check(self.kinds)
         self.is_closed = False
         self.keeps_past = False
         self._rows: dict[torch.device, DeviceRows] = {}
@@ -147,11 +155,17 @@ class Store:
     ) -> None:
         rows = self._rows_on(keys, values)
         window = self.kinds[index].window_tokens
+        stored = self._stored(index, signature)
         alike = [
             other
             for other, kind in self.kinds.items()
             if other == index
-            or (kind.window_tokens == window and other > index and other not in self._seen)
+            or (
+                kind.window_tokens == window
+                and other > index
+                and other not in self._seen
+                and self._stored(other, signature) == stored
+            )
         ]
         for other in alike:
             slot = self._slots.pop(other, None)
@@ -166,15 +180,30 @@ class Store:
             head_dim=keys.shape[3],
             num_v_heads=values.shape[1],
             v_head_dim=values.shape[3],
-            dtype=keys.dtype,
+            dtype=stored,
             window_tokens=window,
             num_past_tokens=num_past_tokens,
+            scales=self.settings.kv_format.scales_of(alike) if stored == FP8 else None,
         )
         steps = {id(group): GroupStep(rows, group) for group in groups}
         for other in alike:
             group, place = rows.core.place(other)
             self._slots[other] = LayerPlace(steps[id(group)], place)
             self._signatures[other] = signature
+
+    def _stored(self, index: int, signature: Signature) -> torch.dtype:
+        """What a layer is stored as.
+
+        Raises:
+            ConfigError: The device cannot make that of the model's type.
+        """
+        window = self.kinds[index].window_tokens
+        stored = self.settings.kv_format.stored(index, window, signature.dtype)
+        if stored == FP8 and signature.device.type == "cuda":
+            reason = why_not_fp8(signature.device, signature.dtype)
+            if reason is not None:
+                raise ConfigError(reason)
+        return stored
 
     def bind_all(self, signatures: Mapping[int, Signature]) -> None:
         """Bind every layer, where all of them are known before the first update.
@@ -259,6 +288,11 @@ class Store:
             self._rows[device] = DeviceRows(core)
             self._num_spare[device] = spare
         return self._rows[device]
+
+    @property
+    def attends_in_place(self) -> bool:
+        """Whether the model reads rows themselves, and not what updates return."""
+        return getattr(self.settings.decoder_config, "_attn_implementation", None) == "vmkv"
 
     def num_rows(self, core: KVCache) -> int:
         """How many sequences a cache takes."""

@@ -186,7 +186,9 @@ class Change:
             row = part.row
             if not row.kept_bytes:
                 at = row.address(row.fresh_page)
-                self._pool.scrub.prepare(self._pool.backend, part.fresh, at, row.tenant, stream)
+                self._pool.scrub.prepare(
+                    self._pool.backend, part.fresh, at, row.tenant, stream, row.table.contents
+                )
 
     def _stage(self, parts: Sequence[_Part], stream: int) -> None:
         """Have fresh extents begin with what is kept of the old ones."""
@@ -198,7 +200,9 @@ class Change:
             page, copies = 0, []
             for part in parts:
                 row, at = part.row, staging.page_address(0, page)
-                self._pool.scrub.prepare(self._pool.backend, part.fresh, at, row.tenant, stream)
+                self._pool.scrub.prepare(
+                    self._pool.backend, part.fresh, at, row.tenant, stream, row.table.contents
+                )
                 copies.append(CopyOp(at, row.address(row.first_page), row.kept_bytes))
                 page += row.end_page - row.fresh_page
             self._pool.backend.copy_many(copies, stream)

@@ -29,12 +29,14 @@ class Extent(References):
         handle: The driver's name for it.
         location: Where its memory lies.
         tenant: For whom it was last written; None for nobody in particular.
+        contents: What it was last written as: see `PageTable`.
         is_dirty: Whether it may hold anything but zeros.
         is_recyclable: Whether it may be given to somebody else once nobody needs it. What another
             process can see may not: its handle is released instead.
     """
 
     __slots__ = (
+        "contents",
         "handle",
         "id",
         "is_dirty",
@@ -61,6 +63,7 @@ class Extent(References):
         self.handle = handle
         self.location = location
         self.tenant: object = None
+        self.contents: object = None
         self.is_dirty = False
         self.is_recyclable = True
 

@@ -45,13 +45,15 @@ class PageTable:
         pool: Where extents come from and go back to.
         num_rows: Rows in the reservation.
         row_pages: Pages in a row.
+        contents: What its memory is written as, such as an element type; see `ExtentPool.prepare`.
 
     Raises:
         OutOfAddressSpaceError: No range of that size is left.
     """
 
-    def __init__(self, pool: ExtentPool, num_rows: int, row_pages: int):
+    def __init__(self, pool: ExtentPool, num_rows: int, row_pages: int, contents: object = None):
         self.pool = pool
+        self.contents = contents
         self.num_rows = num_rows
         self.row_pages = row_pages
         self.page_bytes = pool.page_bytes

@@ -39,16 +39,19 @@ class Scrub(enum.Enum):
             names = ", ".join(repr(each.value) for each in cls)
             raise ConfigError(f"scrub={name!r} is unknown; there are {names}") from None
 
-    @property
-    def byte(self) -> int:
-        """What memory is filled with. All ones are a NaN in float32, float16 and bfloat16."""
-        return 0xFF if self is Scrub.POISON else 0
+    def byte(self, extent: Extent, tenant: object, contents: object) -> int | None:
+        """What `extent` is overwritten with before `tenant` writes `contents` there, or None.
 
-    def concerns(self, extent: Extent, tenant: object) -> bool:
-        """Whether `extent` must be overwritten before `tenant` uses it."""
-        if self is Scrub.NEVER or not extent.is_dirty:
-            return self is Scrub.POISON
-        return self is not Scrub.CROSS_TENANT or extent.tenant != tenant
+        All ones are a NaN in every float type. What was written as something else is always zeroed:
+        kernels fetch past a length what must be a number, and numbers of one type are NaN in
+        another.
+        """
+        if self is Scrub.POISON:
+            return 0xFF
+        if not extent.is_dirty:
+            return None
+        is_anothers = self is Scrub.CROSS_TENANT and extent.tenant != tenant
+        return 0 if self is Scrub.ALWAYS or is_anothers or extent.contents != contents else None
 
     def prepare(
         self,
@@ -57,16 +60,18 @@ class Scrub(enum.Enum):
         address: int,
         tenant: object,
         stream: int,
+        contents: object,
     ) -> None:
         """Overwrite what extents, mapped one after the other from `address`, hold of others.
 
-        Notes that they are `tenant`'s now.
+        Notes that they are `tenant`'s now, and written as `contents`.
 
         Raises:
             DriverError: Some may have been filled, or be under way.
         """
         for extent in extents:
-            if self.concerns(extent, tenant):
-                backend.fill(Address(address), extent.num_bytes, self.byte, stream)
-            extent.is_dirty, extent.tenant = True, tenant
+            byte = self.byte(extent, tenant, contents)
+            if byte is not None:
+                backend.fill(Address(address), extent.num_bytes, byte, stream)
+            extent.is_dirty, extent.tenant, extent.contents = True, tenant, contents
             address += extent.num_bytes

@@ -13,6 +13,7 @@ One thread at a time works on an engine; `AsyncEngine` gives it a thread of its 
 from __future__ import annotations
 
 import logging
+import os
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +23,8 @@ import torch
 
 from ..cache import KVCache
 from ..errors import CapacityError, ClosedError, ConfigError, DriverError
+from ..hf import KVScales
+from ..hf.kv_format import KVFormat, SkipLayers
 from ..hf.prompt_tokens import check_tokens
 from ..memory import ExtentPool
 from ..units import GiB, format_bytes
@@ -33,7 +36,6 @@ from .params import SamplingParams
 from .preemption import PreemptionCosts
 from .prompts import check_text, end_tokens, resolve, token_ids_of, vocabulary_sizes
 from .request import FinishReason, Request, RequestOutput
-from .runner import Runner
 from .runner.making import make_runner
 from .scheduler import Scheduler
 from .served_rows import open_rows, pool_beside
@@ -63,6 +65,9 @@ class Engine:
             runs in passes of its own, which costs most of the throughput.
         prefix_caching: Begin requests with what is cached of their prompts.
         attention_backend: See `VMKVCache`.
+        kv_dtype: Likewise.
+        kv_scales: Likewise.
+        skip_layers: Likewise.
         runner: "eager"; "graphs" for compiled layers and CUDA graphs; "auto" for those on CUDA.
         runner_options: For "graphs", a `RunnerOptions`.
         pool: Physical memory to share with other caches; it has a budget of its own.
@@ -99,6 +104,9 @@ class Engine:
         deterministic: bool = False,
         prefix_caching: bool = True,
         attention_backend: str | None = None,
+        kv_dtype: str = "auto",
+        kv_scales: KVScales | str | os.PathLike[str] | None = None,
+        skip_layers: SkipLayers = (),
         runner: str = "auto",
         runner_options: Any = None,
         pool: ExtentPool | None = None,
@@ -127,8 +135,9 @@ class Engine:
         self._handles: dict[int, RequestHandle] = {}
         self._outcomes = Outcomes(tokenizer, end_tokens(model), self._updated, observer)
         self.on_update: Callable[[RequestHandle], None] | None = None
+        kv_format = KVFormat.of(model.config, kv_dtype, kv_scales, skip_layers)
         pool = pool_beside(model, pool, budget_bytes, host_budget_bytes)
-        self._rows = open_rows(model, pool, max_num_seqs, max_tokens, attention_backend)
+        self._rows = open_rows(model, pool, max_num_seqs, max_tokens, attention_backend, kv_format)
         try:
             self.cache: KVCache = self._rows.cache
             self._view = MemoryView(
@@ -138,7 +147,7 @@ class Engine:
                 prefix_caching=prefix_caching and not deterministic,
                 num_reserved_rows=max_num_seqs + 2,
             )
-            made = make_runner(
+            self._runner = make_runner(
                 runner,
                 model,
                 self._rows,
@@ -148,9 +157,7 @@ class Engine:
                 attention_backend=attention_backend,
                 options=runner_options,
             )
-            self._runner = self._in_use(made)
-            # Now that the kernels have said how far past the end they read.
-            self.max_tokens = self._view.fitting_tokens()
+            self.max_tokens = self._view.fitting_tokens()  # The kernels' over-read is known now.
         except BaseException:
             self._rows.close()
             raise
@@ -342,29 +349,22 @@ class Engine:
             return True
         pool = self.cache.pool
         try:
-            self._reclaim(0)
-            # Taken once: what others that share the pool do meanwhile is not this engine's.
+            self._reclaim(0)  # And, once: what others do with the pool is not this engine's.
             excess_bytes = pool.stats().created_bytes - self._watermark_bytes
             while excess_bytes > 0:
                 if is_wanted():
                     return False
                 released_bytes = self._reclaim(min(excess_bytes, _SLICE_BYTES))
-                if not released_bytes:
-                    break  # The rest is live: a runner's scratch row, or what others hold.
-                excess_bytes -= released_bytes
+                # Nothing where the rest is live: a runner's scratch row, or what others hold.
+                excess_bytes = excess_bytes - released_bytes if released_bytes else 0
         except (CapacityError, DriverError) as error:
             _LOG.warning("memory above the watermark could not be given back: %s", error)
         return True
 
     def _reclaim(self, num_bytes: int) -> int:
-        """Give so much back to the device; returns how much that was."""
-        # Retired memory is free in a moment: prefixes need not go in its stead.
+        """Give so much back; what is retired is free in a moment, so prefixes need not go first."""
         self.cache.pool.reclaimer.wait()
         return self._view.reclaim(num_bytes)
-
-    def _in_use(self, runner: Runner) -> Runner:
-        """The runner as steps are given to it."""
-        return runner
 
     def generate(
         self,

@@ -32,7 +32,7 @@ from .handle import RequestHandle
 from .lockstep import Lockstep
 from .params import SamplingParams
 from .preemption import PreemptionCosts
-from .runner import Runner, RunnerOptions
+from .runner import RunnerOptions
 from .served_rows import pool_beside
 
 _LOG = logging.getLogger(__name__)
@@ -69,6 +69,10 @@ class ParallelEngine(Engine):
         self._is_closed = True
         if options.get("pool") is not None:
             raise ConfigError("ranks cannot share a pool with others; leave pool out")
+        if options.get("kv_scales") is not None:
+            raise ConfigError(
+                "kv_scales are of all heads, of which a rank has some; leave them out"
+            )
         self._ranks = ranks = tensor_parallel
         self._lockstep = lockstep = Lockstep(ranks)
         localise(model, ranks)
@@ -84,7 +88,7 @@ class ParallelEngine(Engine):
         how = options.get("runner_options") or RunnerOptions(
             attention_backend=options.get("attention_backend")
         )
-        options["runner_options"] = replace(how, agree=ranks.max)
+        options["runner_options"] = replace(how, agree=ranks.max, wrap=lockstep.runner)
         super().__init__(model, **{**options, "pool": pool})
         try:
             lockstep.begin(
@@ -96,9 +100,6 @@ class ParallelEngine(Engine):
         except BaseException:
             super().close()
             raise
-
-    def _in_use(self, runner: Runner) -> Runner:
-        return self._lockstep.runner(runner)
 
     @property
     def num_failed_steps(self) -> int:

@@ -17,6 +17,7 @@ from ..cache import KVCache
 from ..cache.device_memory import open_pool
 from ..errors import ConfigError
 from ..hf import compat
+from ..hf.kv_format import KVFormat
 from ..hf.layer_kinds import layer_kinds
 from ..hf.proof import prove
 from ..hf.store import Settings, Signature, Store
@@ -39,6 +40,7 @@ class ServedRows:
         num_rows: Sequences that are open or parked at most.
         max_tokens: The longest sequence; by default what the model was made for.
         attention_backend: See `VMKVCache`.
+        kv_format: What rows are stored as.
 
     Attributes:
         cache: Where they are.
@@ -55,6 +57,7 @@ class ServedRows:
         num_rows: int,
         max_tokens: int | None = None,
         attention_backend: str | None = None,
+        kv_format: KVFormat | None = None,
     ):
         if model.config.is_encoder_decoder:
             raise ConfigError(
@@ -72,6 +75,7 @@ class ServedRows:
             max_batch_size=num_rows,
             memory=pool,
             attention_backend=attention_backend,
+            kv_format=kv_format or KVFormat(),
         )
         self._store = Store(settings, layer_kinds(model.config))
         try:
@@ -100,6 +104,7 @@ def open_rows(
     max_num_seqs: int,
     max_tokens: int | None,
     attention_backend: str | None,
+    kv_format: KVFormat | None = None,
 ) -> ServedRows:
     """Rows for so many requests at once; a pool that closes with its last user does so on failure.
 
@@ -109,6 +114,7 @@ def open_rows(
         max_num_seqs: Requests that run at once.
         max_tokens: See `ServedRows`, as for the rest and for what is raised.
         attention_backend: Likewise.
+        kv_format: Likewise.
     """
     pool.attach()  # A pool of the engine's own closes with its last user, whatever fails.
     try:
@@ -119,6 +125,7 @@ def open_rows(
             num_rows=2 * max_num_seqs + 2,
             max_tokens=max_tokens,
             attention_backend=attention_backend,
+            kv_format=kv_format,
         )
     finally:
         pool.detach()

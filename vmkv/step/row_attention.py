@@ -30,6 +30,7 @@ from ..attention import (
 from ..attention.packed import Beginnings, PackedAttention, packed_attention
 from ..attention.registry import why_not
 from ..cache import KVCache
+from ..cache.fp8 import Scales
 from ..errors import InternalError
 
 
@@ -88,6 +89,7 @@ class _Layer(NamedTuple):
     device: torch.device
     keys: torch.Tensor
     values: torch.Tensor
+    scales: Scales | None
     window: int | None
 
 
@@ -120,6 +122,7 @@ class RowAttention:
                 cache.device,
                 cache.keys(layer),
                 cache.values(layer),
+                cache.scales(layer),
                 cache.place(layer)[0].window_tokens,
             )
             for cache in caches
@@ -141,39 +144,37 @@ class RowAttention:
         softcap: float,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Append a layer's new keys and values, and attend from its rows.
+        """Append a layer's new keys and values, and attend from its rows: `[1, T, Hq, Dv]`.
 
         Args:
             layer: The model's number for it.
             query: `[1, Hq, T, D]`, packed.
             key: `[1, H, T, D]`, the new keys.
             value: `[1, H, T, Dv]`.
-            scale: See `AttentionBackend.forward`, as for the rest.
-            window: Likewise; None for the layer's own.
-            softcap: Likewise.
+            scale: See `AttentionBackend.forward`.
+            window: None for the layer's own.
+            softcap: See `AttentionBackend.forward`.
             sinks: Likewise.
-
-        Returns:
-            `[1, T, Hq, Dv]`, contiguous.
 
         Raises:
             InternalError: No step was set.
         """
         if self.steps is None:
             raise InternalError("attention was asked for outside a step")
-        cache, device, keys, values, layer_window = self._layers[layer]
+        cache, device, keys, values, scales, layer_window = self._layers[layer]
         step = self.steps[device]
         window = layer_window if window is None else window
-        kernels = self._kernels_for(cache, query, key, value, window, softcap, sinks)
+        kernels = self._kernels_for(cache, query, key, value, keys.dtype, window, softcap, sinks)
+        rows = kernels.rows
         forward = functools.partial(
-            kernels.rows.forward, scale=scale, window=window, softcap=softcap, sinks=sinks
+            rows.forward, scale=scale, window=window, softcap=softcap, sinks=sinks, scales=scales
         )
         q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
         capacity = keys.shape[1]
         if isinstance(step, TiledParts):
-            append(k, v, keys, values, step.everything[capacity])
+            append(k, v, keys, values, step.everything[capacity], scales)
             return self._attend_tiled(
-                kernels.rows.name,
+                rows.name,
                 lambda queries, batches: forward(queries, keys, values, batches[capacity]),
                 q,
                 step,
@@ -181,14 +182,14 @@ class RowAttention:
         decode_batch = None if step.decode is None else step.decode[capacity]
         num_decode = step.num_decode_tokens
         if decode_batch is not None and num_decode == q.shape[0]:
-            if isinstance(kernels.rows, AppendingBackend):
+            if isinstance(rows, AppendingBackend):
                 # With what `forward` is told as well.
-                return kernels.rows.append_and_attend(
+                return rows.append_and_attend(
                     q, k, v, keys, values, decode_batch, **forward.keywords
                 )[None]
-            append(k, v, keys, values, decode_batch)
+            append(k, v, keys, values, decode_batch, scales)
             return forward(q, keys, values, decode_batch)[None]
-        append(k, v, keys, values, step.everything[capacity])
+        append(k, v, keys, values, step.everything[capacity], scales)
         begin, end = num_decode, num_decode + step.num_beginning_tokens
         # The kernel of the beginnings, mostly the largest part, writes where all are to lie.
         out = q.new_empty((q.shape[0], q.shape[1], v.shape[2]))
@@ -251,6 +252,7 @@ class RowAttention:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
+        kv_dtype: torch.dtype,
         window: int | None,
         softcap: float,
         sinks: torch.Tensor | None,
@@ -262,6 +264,8 @@ class RowAttention:
             window=window,
             softcap=softcap,
             has_sinks=sinks is not None,
+            kv_dtype=kv_dtype,
+            max_tokens=cache.max_tokens,
         )
         kernels = self._kernels.get((id(cache), spec))
         if kernels is None:
@@ -269,7 +273,8 @@ class RowAttention:
             if name is None and self._preferred and why_not(self._preferred, spec) is None:
                 name = self._preferred
             rows = select(spec, name)
-            cache.keep_resident(rows.overread_tokens(spec.k_dim, spec.v_dim))
+            overread_tokens = rows.overread_tokens(spec.k_dim, spec.v_dim, spec.kv_dtype)
+            cache.keep_resident(overread_tokens)
             kernels = self._kernels[id(cache), spec] = _Kernels(rows, packed_attention(spec))
         return kernels
 

@@ -51,6 +51,7 @@ class RunnerOptions:
         compile_cache: A folder that keeps what was compiled; None for torch's own temporary one.
         show_progress: A progress bar while warming up.
         agree: The largest of all ranks' values of a number; of one process, its own.
+        wrap: What steps go through on their way to the runner.
     """
 
     compile_layers: bool | None = None
@@ -61,6 +62,7 @@ class RunnerOptions:
     compile_cache: Path | None = None
     show_progress: bool = True
     agree: Callable[[int], int] = int
+    wrap: Callable[[Any], Any] = lambda runner: runner
 
 
 class ModelRunner:

@@ -1,0 +1,355 @@
+"""Keys and values in eight bits behind transformers' cache: what is said, stored and refused.
+
+The reference is transformers' own cache, which is given numbers that torch has rounded: it knows
+nothing of vmkv. Kernels are in `tests/attention`, real weights in `tests/real_weights`.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.tiny_models import (
+    dynamic_cache,
+    forward,
+    generate,
+    left_padded_prompt,
+    prompt,
+    tiny_config,
+    tiny_model,
+    unsupported_because,
+)
+
+import vmkv
+from vmkv import ConfigError, Engine, HostBackend, KVScales, RaggedCache, SamplingParams, VMKVCache
+from vmkv.cache.fp8 import FP8, LayerScales
+from vmkv.hf.attention import vmkv_attention
+from vmkv.units import KiB, MiB
+
+FAMILIES = ("llama", "mistral", "gemma2", "gemma3", "gpt_oss", "deepseek_v3")
+
+
+def _cache(name: str, **options: Any) -> VMKVCache:
+    options = {"kv_dtype": "fp8", "backend": HostBackend(4 * KiB), **options}
+    return VMKVCache(tiny_config(name), **options)
+
+
+def _rounded_cache(name: str, scales: KVScales | None = None) -> Any:
+    """Transformers' cache, of numbers in eight bits."""
+    cache = dynamic_cache(tiny_config(name))
+    for index, layer in enumerate(cache.layers):
+        of_layer = None if scales is None else scales.layers[index]
+        layer.update = _rounding(layer.update, of_layer)
+    return cache
+
+
+def _rounding(update: Callable[..., Any], scales: LayerScales | None) -> Callable[..., Any]:
+    def rounded(keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        both = []
+        for each, name in ((keys, "keys"), (values, "values")):
+            by = torch.ones(1) if scales is None else torch.tensor(getattr(scales, name))
+            by = by.view(-1, 1, 1)
+            stored = (each * (1 / by)).clamp(-448, 448).to(torch.float8_e4m3fn)
+            both.append(stored.to(each.dtype) * by)
+        return update(*both, *args, **kwargs)
+
+    return rounded
+
+
+def _scales(name: str) -> KVScales:
+    """Made from what a tiny model computes."""
+    texts = [prompt(name, seed=seed)["input_ids"][0].tolist() for seed in (1, 2)]
+    return vmkv.calibrate_kv_scales(tiny_model(name), texts)
+
+
+@pytest.fixture(autouse=True)
+def no_grad() -> Iterator[None]:
+    """Through keys that are rounded no gradient flows."""
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    if reason := unsupported_because(request.param):
+        pytest.skip(reason)
+    return str(request.param)
+
+
+# ---- what is said -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("attention", ["eager", "vmkv"])
+@pytest.mark.parametrize("way", ["greedy", "padded", "beams"])
+def test_tokens_are_those_of_rounded_numbers(family: str, attention: str, way: str) -> None:
+    """Token by token, padded, and by beams; decoded by the cache, or read in place."""
+    inputs = left_padded_prompt() if way == "padded" else prompt(family)
+    options = {"num_beams": 3} if way == "beams" else {}
+    expected = generate(tiny_model(family), inputs, _rounded_cache(family), **options)
+    with _cache(family) as cache:
+        tokens = generate(tiny_model(family, attention), inputs, cache, **options)
+        assert {FP8} == {group.dtype for core in cache._store.cores for group in core.groups}
+        cache.check()
+    assert expected.tolist() == tokens.tolist()
+
+
+def test_rounding_shows() -> None:
+    """Or the tests above would pass whatever is stored."""
+    tokens = prompt("llama", num_tokens=40)["input_ids"]
+    with _cache("llama") as cache:
+        rounded = forward(tiny_model("llama"), tokens, cache)
+    exact = forward(tiny_model("llama"), tokens, dynamic_cache(tiny_config("llama")))
+    assert 0.01 < (rounded - exact).abs().max() < 2
+
+
+@pytest.mark.parametrize("attention", ["eager", "vmkv"])
+def test_scales_are_applied(family: str, attention: str) -> None:
+    """Those of each head of each layer, in what is read as in what is written."""
+    scales, inputs = _scales(family), prompt(family, batch_size=2)
+    expected = generate(tiny_model(family), inputs, _rounded_cache(family, scales))
+    with _cache(family, kv_scales=scales) as cache:
+        tokens = generate(tiny_model(family, attention), inputs, cache)
+        cache.check()
+    assert expected.tolist() == tokens.tolist()
+
+
+def test_a_mask_of_the_callers_own_is_kept_to() -> None:
+    """Which no kernel reads rows with, so that they are decoded behind `"vmkv"` as well."""
+    tokens = prompt("llama")["input_ids"]
+    size = tokens.shape[1]
+    mask = torch.ones(size, size, dtype=torch.bool).tril()
+    mask[:, 3] = mask[:, 5] = False
+    mask.fill_diagonal_(True)
+    logits = []
+    for model, cache in (
+        (tiny_model("llama"), _rounded_cache("llama")),
+        (tiny_model("llama", "vmkv"), _cache("llama")),
+    ):
+        bias = torch.zeros(size, size).masked_fill(~mask, torch.finfo(torch.float32).min)
+        logits.append(forward(model, tokens, cache, bias[None, None]))
+    torch.testing.assert_close(*logits)
+    cache.close()
+
+
+def test_keys_that_lost_their_scale_are_refused() -> None:
+    """A model that changes keys behind its cache cannot be read in place."""
+    keys = torch.zeros(1, 2, 5, 8).to(FP8)
+    module = torch.nn.Module()
+    with pytest.raises(ConfigError, match='leave kv_dtype at "auto"'):
+        vmkv_attention(module, torch.zeros(1, 4, 1, 8), keys, keys, None)
+
+
+def test_deep_copies_go_on_alike() -> None:
+    """In eight bits, with the same scales, and each by itself."""
+    model, inputs = tiny_model("llama", "vmkv"), prompt("llama")
+    tokens, scales = inputs["input_ids"], _scales("llama")
+    with _cache("llama", kv_scales=scales) as cache:
+        forward(model, tokens, cache)
+        with copy.deepcopy(cache) as twin:
+            expected = forward(model, tokens[:, :1], cache)
+            assert torch.equal(expected, forward(model, tokens[:, :1], twin))
+            twin.check()
+        cache.check()
+
+
+@pytest.mark.parametrize("is_scaled", [False, True])
+def test_all_ways_say_the_same(is_scaled: bool) -> None:
+    """`generate`, ragged batches with and without a found prefix, and the engine in chunks."""
+    model, config = tiny_model("llama"), tiny_config("llama")
+    scales = _scales("llama") if is_scaled else None
+    prompts = [prompt("llama", num_tokens=n, seed=n)["input_ids"][0].tolist() for n in (40, 7, 23)]
+    options: dict[str, Any] = {"kv_dtype": "fp8", "kv_scales": scales}
+    expected = [
+        generate(model, {"input_ids": torch.tensor([each])}, _rounded_cache("llama", scales))
+        for each in prompts
+    ]
+    wanted = [tokens[0].tolist() for tokens in expected]
+    with RaggedCache(config, budget_bytes=16 * MiB, **options) as cache:
+        for _ in range(2):
+            outputs = vmkv.generate(model, prompts, cache=cache, max_new_tokens=20, do_sample=False)
+            assert wanted == outputs
+        assert cache.stats().num_prefix_hits
+        cache.check()
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    sizes = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "budget_bytes": 16 * MiB}
+    with Engine(model, **sizes, **options) as engine:
+        for _ in range(2):
+            said = [list(each.outputs[0].token_ids) for each in engine.generate(prompts, params)]
+            assert wanted == [each + tokens for each, tokens in zip(prompts, said, strict=True)]
+        assert engine.cache.stats().num_prefix_hits
+        assert engine.cache.scales(0) is None or is_scaled
+        engine.cache.check()
+
+
+# ---- what is stored -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "skipped", "wide"),
+    [
+        ("llama", [0, 2], {0, 2}),
+        ("gemma2", "sliding", {0, 2}),
+        ("gemma2", ["sliding", 1], {0, 1, 2}),
+    ],
+)
+def test_skipped_layers_keep_their_type(name: str, skipped: Any, wide: set[int]) -> None:
+    """By number, or because they slide; all of them are read right."""
+    inputs = prompt(name)
+    reference = dynamic_cache(tiny_config(name))
+    for index, layer in enumerate(reference.layers):
+        if index not in wide:
+            layer.update = _rounding(layer.update, None)
+    expected = generate(tiny_model(name), inputs, reference)
+    with _cache(name, skip_layers=skipped, layers_per_group=8) as cache:
+        tokens = generate(tiny_model(name, "vmkv"), inputs, cache)
+        core = cache._store.cores[0]
+        assert wide == {at for at in core.layers if core.place(at)[0].dtype == torch.float32}
+        cache.check()
+    assert expected.tolist() == tokens.tolist()
+
+
+def test_rows_take_a_quarter_of_float32() -> None:
+    """Here, where models are of 32 bits."""
+    used = []
+    for kv_dtype in ("auto", "fp8"):
+        with _cache("llama", kv_dtype=kv_dtype) as cache:
+            forward(tiny_model("llama"), prompt("llama", num_tokens=200)["input_ids"], cache)
+            used.append(cache.stats().used_bytes)
+    assert used[0] == 4 * used[1]
+
+
+# ---- what is refused ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv_dtype": "fp8_e5m2"}, 'is none of "auto" and "fp8"'),
+        ({"kv_dtype": "auto", "skip_layers": [0]}, "are for kv_dtype="),
+        ({"kv_dtype": "auto", "kv_scales": "x.json"}, "are for kv_dtype="),
+        ({"skip_layers": "wide"}, "skip_layers names 'wide'"),
+        ({"skip_layers": [-1]}, "skip_layers names -1"),
+        ({"skip_layers": [True]}, "skip_layers names True"),
+        (
+            {"skip_layers": [0, 7]},
+            r"skip_layers names \[7\], .* layers \[0, 1, 2\]",
+        ),
+        ({"kv_scales": KVScales("another", ())}, "scales are of another, and the model is llama"),
+        ({"kv_scales": KVScales("llama", ())}, "scales are of 0 layers, and the model has 3"),
+    ],
+)
+@pytest.mark.parametrize("make", [VMKVCache, RaggedCache])
+def test_arguments_that_mean_nothing(
+    make: Callable[..., Any], options: dict[str, Any], message: str
+) -> None:
+    """In one sentence, before anything is made."""
+    with pytest.raises(ConfigError, match=message):
+        make(tiny_config("llama"), **{"kv_dtype": "fp8", **options})
+
+
+def test_engine_refuses_before_it_takes_memory() -> None:
+    """And the model is served by another afterwards."""
+    model = tiny_model("llama")
+    with pytest.raises(ConfigError, match="is none of"):
+        Engine(model, kv_dtype="int8", budget_bytes=MiB)
+    with Engine(model, kv_dtype="fp8", budget_bytes=MiB, max_num_seqs=2, max_tokens=64):
+        pass
+
+
+def test_scales_of_other_heads_are_refused() -> None:
+    """When the first keys show how many there are; the cache is as empty as before."""
+    scales = KVScales("llama", (LayerScales((1.0,) * 3, (1.0,) * 3),) * 3)
+    with _cache("llama", kv_scales=scales) as cache:
+        with pytest.raises(ConfigError, match="layer 0 has 2 key and 2 value heads"):
+            forward(tiny_model("llama"), prompt("llama")["input_ids"], cache)
+        assert 0 == cache.get_seq_length()
+        assert 0 == cache.stats().used_bytes
+
+
+# ---- scales -------------------------------------------------------------------------------
+
+
+def test_calibration_leaves_room() -> None:
+    """What was measured fits twice; each head has its own, sliding layers' past included."""
+    for name in ("llama", "gemma2"):
+        scales, model = _scales(name), tiny_model(name)
+        reach = [0.0] * len(scales.layers)
+        cache = dynamic_cache(model.config)
+        for index, layer in enumerate(cache.layers):
+            layer.update = _watching(layer.update, reach, index)
+        forward(model, prompt(name, seed=1)["input_ids"], cache)
+        for seen, each in zip(reach, scales.layers, strict=True):
+            assert seen <= 448 * max(each.keys) / 2 * 1.0001
+        assert len({scale for each in scales.layers for scale in each.keys}) > 2
+
+
+def _watching(update: Callable[..., Any], reach: list[float], index: int) -> Callable[..., Any]:
+    def watched(keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        reach[index] = max(reach[index], keys.abs().max().item())
+        return update(keys, values, *args, **kwargs)
+
+    return watched
+
+
+def test_calibration_needs_texts_and_numbers() -> None:
+    """Without either there is nothing to measure."""
+    model = copy.deepcopy(tiny_model("llama"))
+    with pytest.raises(ConfigError, match="pass some texts"):
+        vmkv.calibrate_kv_scales(model, [])
+    with torch.no_grad():
+        model.model.layers[1].self_attn.k_proj.weight[0, 0] = torch.nan
+    with pytest.raises(ConfigError, match="reach nan"):
+        vmkv.calibrate_kv_scales(model, [[1, 2, 3]])
+
+
+def test_scales_are_saved_and_read(tmp_path: Path) -> None:
+    """To the bit; a cache takes the file as well."""
+    scales = _scales("llama")
+    scales.save(tmp_path / "scales.json")
+    assert scales == KVScales.load(tmp_path / "scales.json")
+    with _cache("llama", kv_scales=tmp_path / "scales.json") as cache:
+        forward(tiny_model("llama"), prompt("llama")["input_ids"], cache)
+        layer = cache._store.cores[0].scales(2)
+        assert layer is not None
+        assert list(scales.layers[2].keys) == layer.keys.tolist()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda values: values.update(format="another"), "is of format 'another'"),
+        (lambda values: values.update(version=2), "is of format 'vmkv kv scales', 2"),
+        (lambda values: values.pop("layers"), "holds no scales"),
+        (lambda values: values.update(layers=[{"keys": 3, "values": []}]), "holds no scales"),
+        (lambda values: values["layers"][1]["keys"].__setitem__(0, 0), "of head 0 is 0;"),
+        (lambda values: values["layers"][0]["values"].__setitem__(1, -2.5), "of head 1 is -2.5;"),
+        (lambda values: values["layers"][0]["values"].__setitem__(1, float("nan")), "is nan;"),
+        (lambda values: values["layers"][0]["values"].__setitem__(1, "2"), "is '2';"),
+    ],
+)
+def test_files_that_are_no_scales(
+    tmp_path: Path, change: Callable[[dict[str, Any]], Any], message: str
+) -> None:
+    """Each with the file's name and what is wrong with it."""
+    path = tmp_path / "scales.json"
+    _scales("llama").save(path)
+    values = json.loads(path.read_text())
+    change(values)
+    path.write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match=message) as error:
+        VMKVCache(tiny_config("llama"), kv_dtype="fp8", kv_scales=path)
+    assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize("data", [b"", b"[]", b"\xff", b"[" * 100_000])
+def test_files_that_are_nothing(tmp_path: Path, data: bytes) -> None:
+    """Likewise."""
+    path = tmp_path / "scales.json"
+    path.write_bytes(data)
+    with pytest.raises(ConfigError, match="holds no scales of keys and values"):
+        KVScales.load(path)
