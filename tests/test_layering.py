@@ -1,7 +1,7 @@
 """Imports point left only, and everything up to `memory` is free of torch.
 
     errors, units <- _native <- backend <- memory <- cache <- viz <- attention <- step <- hf
-        <- serve <- cli
+        <- parallel <- serve <- cli
 
 An import inside a function or under TYPE_CHECKING counts like any other: a circle that only types
 see is still one in the reader's head. Within a package, too, no module imports itself by way of
@@ -20,7 +20,7 @@ import pytest
 ROOT = Path(__file__).parents[1] / "vmkv"
 LAYERS = [
     *("errors", "units", "_native", "backend", "memory", "cache", "viz", "attention", "step"),
-    *("hf", "serve", "cli"),
+    *("hf", "parallel", "serve", "cli"),
 ]
 TORCH_FREE = {*LAYERS[: LAYERS.index("cache")], "testing"}
 FILES = sorted(ROOT.rglob("*.py"))
@@ -29,7 +29,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 TESTING_MAY_IMPORT = {"testing", "errors", "units", "_native", "backend", "memory"}
 # Third parties, and the layers that may know them.
 HOMES_OF = {
-    "transformers": {"step", "hf", "serve", "cli"},
+    "transformers": {"step", "hf", "parallel", "serve", "cli"},
     "cuda": {"backend", "attention", "testing"},
     "flash_attn": {"attention"},
     "flash_attn_interface": {"attention"},

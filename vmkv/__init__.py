@@ -3,12 +3,13 @@
 General layout; imports point left only, and a test proves it:
 
     errors, units <- _native, backend <- memory <- cache <- viz <- attention <- step <- hf
-        <- serve <- cli
+        <- parallel <- serve <- cli
 
 `backend` talks to drivers, `memory` owns physical memory, `cache` gives sequences contiguous
 ranges, `viz` draws them, `attention` reads them with stock kernels, `step` runs a model over them,
-`hf` speaks transformers, `serve` batches requests, `cli` is the `vmkv` command. `testing` is a
-public kit for those who write backends; nothing here imports it.
+`hf` speaks transformers, `parallel` spreads a model over devices, `serve` batches requests, `cli`
+is the `vmkv` command. `testing` is a public kit for those who write backends; nothing here imports
+it.
 
 Public names are resolved when first used: up to `memory` nothing needs torch, and nobody who
 wants only `vmkv.KVCache` should wait for transformers.
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from .errors import LostError as LostError
     from .errors import OutOfAddressSpaceError as OutOfAddressSpaceError
     from .errors import OutOfPagesError as OutOfPagesError
+    from .errors import RankError as RankError
     from .errors import SequenceFullError as SequenceFullError
     from .errors import VMKVError as VMKVError
     from .hf import KVScales as KVScales
@@ -77,6 +79,7 @@ _HOMES = {
         "LostError",
         "OutOfAddressSpaceError",
         "OutOfPagesError",
+        "RankError",
         "SequenceFullError",
         "VMKVError",
     ),

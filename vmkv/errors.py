@@ -7,6 +7,7 @@
      │   ├─ OutOfAddressSpaceError  retry after closing caches, or ask for less
      │   └─ SequenceFullError       never retry: the row ends here
      ├─ ClosedError          your code closed this object
+     ├─ RankError            a process of several has ended: start all of them anew
      ├─ LostError            whoever worked on it is gone: call again
      ├─ DriverError          a driver call failed; it names the call and the status
      │   ├─ CudaDriverError
@@ -96,6 +97,13 @@ class SequenceFullError(CapacityError):
 
 class ClosedError(VMKVError):
     """Your code closed this object and then used it."""
+
+
+class RankError(VMKVError):
+    """A rank has ended or does not answer, and the others with it: each has a part of every layer.
+
+    Whoever started them starts them anew. Requests that were under way can be sent again.
+    """
 
 
 class LostError(VMKVError):

@@ -46,6 +46,7 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
     "plan --users": (PLAN, [*INTEGERS, "0"]),
     "plan --longest": (PLAN, [*INTEGERS, "0"]),
     "plan --share-prefix": (PLAN, [*INTEGERS, "1025"]),
+    "plan --tensor-parallel": (PLAN, [*INTEGERS, "0", "3"]),
     "plan --device-memory": (PLAN, [*NUMBERS, "0", "1e-30"]),
     "plan --weights": (PLAN, NUMBERS),
     "plan --reserve": (PLAN, NUMBERS),
@@ -60,6 +61,7 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
     "serve --max-num-seqs": (SERVE, [*INTEGERS, "0", "65537", "9000"]),
     "serve --max-num-batched-tokens": (SERVE, [*INTEGERS, "0", "2m", "255"]),
     "serve --max-model-tokens": (SERVE, [*INTEGERS, "0"]),
+    "serve --tensor-parallel": (SERVE, [*INTEGERS, "0", "3"]),  # It has two key-value heads.
     "serve --memory": (SERVE, [*NUMBERS, "0", "1e-30", "1e-9"]),
     "serve --swap": (SERVE, NUMBERS),
     "serve --watermark": (SERVE, NUMBERS),

@@ -21,7 +21,7 @@ from vmkv.cache.geometry import LayerShape
 from vmkv.cli import arguments
 from vmkv.cli.capacity import fit, kind_bytes, need_bytes, sequence_bytes
 from vmkv.cli.main import main
-from vmkv.cli.models import LayerKind, load_config, model_shape
+from vmkv.cli.models import LayerKind, load_config, model_shape, rank_shape
 from vmkv.hf import kv_format
 from vmkv.units import GiB, KiB, MiB
 
@@ -330,3 +330,35 @@ def test_lengths_must_be_positive() -> None:
     """The arithmetic refuses what it cannot mean."""
     with pytest.raises(ConfigError, match="num_tokens=0"):
         kind_bytes(LayerKind(1, LayerShape(1, 8, 1, 8, 2), None), 0)
+
+
+def _plan_llama(tmp_path: Path, *options: str) -> tuple[dict[str, Any], str]:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    command = ["plan", str(tmp_path), "--context", "8k", "--device-memory", "80", *options]
+    as_json, as_text = io.StringIO(), io.StringIO()
+    assert 0 == main([*command, "--json"], as_json) == main(command, as_text)
+    return json.loads(as_json.getvalue()), as_text.getvalue()
+
+
+def test_a_rank_is_planned_with_its_part(tmp_path: Path) -> None:
+    """Half of the heads and of the weights, and what as many replicas would hold."""
+    whole, _ = _plan_llama(tmp_path)
+    rank, text = _plan_llama(tmp_path, "--tensor-parallel", "2")
+    assert whole["kinds"][0]["token_bytes"] == 2 * rank["kinds"][0]["token_bytes"]
+    # Norms are everybody's.
+    assert 0 <= 2 * rank["model"]["weights_bytes"] - whole["model"]["weights_bytes"] < MiB
+    assert rank["replicas_fit"] == 2 * whole["fits"]["vmkv"] < rank["fits"]["vmkv"]
+    assert "on each of 2 GPUs" in text
+    assert f"2 replicas would hold {rank['replicas_fit']:,}" in text
+
+
+def test_a_plan_with_half_heads_is_refused(tmp_path: Path) -> None:
+    """As serving would be."""
+    with pytest.raises(ConfigError, match="8 key-value heads cannot be divided among 3"):
+        model_shape_of_ranks(tmp_path, 3)
+
+
+def model_shape_of_ranks(tmp_path: Path, num_ranks: int) -> Any:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    config = load_config(str(tmp_path))
+    return rank_shape(config, model_shape(config), num_ranks)

@@ -15,6 +15,7 @@ from ..cache.geometry import LayerShape
 from ..errors import CapacityError, ConfigError, one_line, shown
 from ..hf import compat, probe
 from ..hf.defaults import stated_max_tokens
+from ..parallel import sharding
 from .arguments import DTYPES
 
 #: More is a mistake, which would keep us busy for hours.
@@ -166,6 +167,35 @@ def model_shape(config: Any, *, dtype: str | None = None, kv_dtype: str = "auto"
         weights_bytes=_weights_bytes(model),
         dtype=dtype_name if kv_dtype == "auto" else kv_dtype,
     )
+
+
+def rank_shape(config: Any, shape: ModelShape, num_ranks: int) -> ModelShape:
+    """What one of so many ranks keeps in memory, of a model of that `shape`.
+
+    Raises:
+        ConfigError: It cannot be divided among them.
+    """
+    model = probe.build_without_weights(config, torch.bfloat16)
+    plan = sharding.plan_of(model)
+    sharding.check_heads(config, plan, num_ranks)
+    divisor = sharding.kv_heads_divisor(plan, num_ranks)
+    weights_bytes = shape.weights_bytes
+    if weights_bytes is not None:
+        # Weights of another type are larger or smaller by as much.
+        share = sharding.bytes_per_rank(model, plan, num_ranks)
+        weights_bytes = weights_bytes * share // sum(each.nbytes for each in model.parameters())
+    kinds = [
+        replace(
+            kind,
+            shape=replace(
+                kind.shape,
+                num_k_heads=kind.shape.num_k_heads // divisor,
+                num_v_heads=kind.shape.num_v_heads // divisor,
+            ),
+        )
+        for kind in shape.kinds
+    ]
+    return replace(shape, kinds=tuple(kinds), weights_bytes=weights_bytes)
 
 
 def _stored(layer: probe.KeptLayer, kv_dtype: str) -> probe.KeptLayer:

@@ -47,6 +47,7 @@ def add_parser(commands: Commands) -> None:
         default=4.0,
         help="for activations, CUDA graphs and the context (default: 4)",
     )
+    add("--tensor-parallel", type=positive_int, default=1, help="GPUs that share the model")
     add("--share-prefix", type=count, metavar="TOKENS", default=0, help="common to all users")
     add("--swap", type=gib, metavar="GiB", default=0.0, help="host memory for idle sequences")
     add("--dtype", choices=DTYPES, help="of keys and values (default: the configuration's)")
@@ -61,9 +62,11 @@ def add_parser(commands: Commands) -> None:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What `--json` writes."""
+    """What `--json` writes; of each rank, where several share the model."""
 
     model: ModelShape
+    tensor_parallel: int
+    replicas_fit: int | None
     context_tokens: int
     users: int
     longest_tokens: int
@@ -79,7 +82,7 @@ class _Plan:
 def run(arguments: argparse.Namespace, out: TextIO) -> int:
     """Plan and report. Status 1 where the users do not fit the memory that was named."""
     from .capacity import fit, kind_bytes, need_bytes, sequence_bytes
-    from .models import be_quiet, load_config, model_shape
+    from .models import be_quiet, load_config, model_shape, rank_shape
 
     be_quiet(with_progress=False)
     num_tokens, shared_tokens = arguments.context, arguments.share_prefix
@@ -88,17 +91,32 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
             f"--share-prefix {shared_tokens} is longer than --context {num_tokens}; a prefix is "
             "part of its sequence"
         )
-    shape = model_shape(
-        load_config(arguments.model), dtype=arguments.dtype, kv_dtype=arguments.kv_dtype
-    )
-    parts = [kind_bytes(kind, num_tokens, shared_tokens=shared_tokens) for kind in shape.kinds]
+    config, num_ranks = load_config(arguments.model), arguments.tensor_parallel
+    whole = shape = model_shape(config, dtype=arguments.dtype, kv_dtype=arguments.kv_dtype)
+    if num_ranks > 1:
+        shape = rank_shape(config, whole, num_ranks)
     longest = max(arguments.longest or shape.max_context_tokens or num_tokens, num_tokens)
-    sequence = sequence_bytes(parts, num_tokens, longest, state_bytes=shape.state_bytes)
+
+    def of(shape: ModelShape) -> tuple[list[KindBytes], SequenceBytes]:
+        parts = [kind_bytes(kind, num_tokens, shared_tokens=shared_tokens) for kind in shape.kinds]
+        return parts, sequence_bytes(parts, num_tokens, longest, state_bytes=shape.state_bytes)
+
+    parts, sequence = of(shape)
     budget_bytes = _budget_bytes(arguments, shape)
-    swap_bytes = round(arguments.swap * GiB)
-    fits = None if budget_bytes is None else fit(sequence, budget_bytes, swap_bytes)
+    # All of them have the host's memory together.
+    swap_bytes = round(arguments.swap * GiB) // num_ranks
+    fits = replicas_fit = None
+    if budget_bytes is not None:
+        fits = fit(sequence, budget_bytes, swap_bytes)
+        if num_ranks > 1 and arguments.weights is None:
+            alone_bytes = max(
+                0, budget_bytes + (shape.weights_bytes or 0) - (whole.weights_bytes or 0)
+            )
+            replicas_fit = num_ranks * fit(of(whole)[1], alone_bytes, swap_bytes).vmkv_swapped
     plan = _Plan(
         shape,
+        num_ranks,
+        replicas_fit,
         num_tokens,
         arguments.users,
         longest,
@@ -165,7 +183,24 @@ def _text(plan: _Plan, arguments: argparse.Namespace) -> str:
             f"{arguments.device_memory:g} GiB less weights and reserve leave "
             f"{format_bytes(plan.budget_bytes)} for keys and values: {verdict}"
         )
+    if plan.tensor_parallel > 1:
+        blocks.append(_ranks(plan))
     return "\n\n".join(block for block in blocks if block)
+
+
+def _ranks(plan: _Plan) -> str:
+    """What is each rank's, and when the GPUs are better used otherwise."""
+    count, weights_bytes = plan.tensor_parallel, plan.model.weights_bytes
+    weights = "" if weights_bytes is None else f", and {format_bytes(weights_bytes)} of weights"
+    text = f"All of that is on each of {count} GPUs{weights}."
+    if plan.replicas_fit is None or plan.fits is None:
+        return text
+    if not plan.replicas_fit:
+        return f"{text} A replica on one GPU would hold no such sequence."
+    return (
+        f"{text} {count} replicas would hold {plan.replicas_fit:,} such sequences, and wait for "
+        "nobody between layers: take them, unless that is too few or an answer must come sooner."
+    )
 
 
 def _notes(shape: ModelShape) -> list[str]:

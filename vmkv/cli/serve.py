@@ -9,6 +9,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -59,6 +60,7 @@ def add_parser(commands: Commands) -> None:
     add("--served-model-name", type=name, help="what clients call it; by default MODEL")
     add("--device", type=device, default="auto", help="auto, cpu, cuda, cuda:1 …")
     add("--dtype", choices=DTYPES, help="of the weights; by default as they were saved")
+    add("--tensor-parallel", type=positive_int, default=1, help="GPUs that share the model")
     add("--chat-template", type=name, metavar="FILE", help="a Jinja template, not the tokenizer's")
     add = parser.add_argument_group("engine").add_argument
     add("--max-num-seqs", type=integer(1, 1 << 16), default=256, help="sequences in a step")
@@ -151,7 +153,7 @@ def _serve(
     _set_logging(arguments)
     config = load_config(arguments.model)  # The plainest error first.
     KVFormat.of(config, arguments.kv_dtype, arguments.kv_scales, arguments.skip_layers)
-    _check_engine(arguments)
+    _check_engine(arguments, config)
     tokenizer = load_tokenizer(arguments.tokenizer or arguments.model)
     metrics = Metrics()
     engine = EngineProcess(
@@ -195,8 +197,8 @@ def _serve_replicas(
     from .models import load_config, load_tokenizer
 
     _set_logging(arguments)
-    load_config(arguments.model)  # The plainest error first.
-    _check_engine(arguments)
+    config = load_config(arguments.model)  # The plainest error first.
+    _check_engine(arguments, config)
     tokenizer = load_tokenizer(arguments.tokenizer or arguments.model)
     make = functools.partial(_replica_engine, arguments)
     on_gpus = _device(arguments.device) == "cuda"
@@ -236,6 +238,8 @@ def _replica_engine(
 def _check_replicas(arguments: argparse.Namespace) -> None:
     if arguments.trace:
         raise ConfigError("--trace is of one engine, and --replicas would have one each")
+    if arguments.tensor_parallel > 1:
+        raise ConfigError("--replicas and --tensor-parallel do not go together yet: take one")
     if arguments.device.startswith("cuda:"):
         raise ConfigError(
             f"--device {arguments.device} is one GPU, and each of --replicas has its own: say "
@@ -245,7 +249,7 @@ def _check_replicas(arguments: argparse.Namespace) -> None:
         raise ConfigError("--replicas needs the package ray: pip install 'vmkv[ray]'")
 
 
-def _check_engine(arguments: argparse.Namespace) -> None:
+def _check_engine(arguments: argparse.Namespace, config: Any) -> None:
     """Refuse what can be refused before a process is started and the model loaded.
 
     Raises:
@@ -258,6 +262,15 @@ def _check_engine(arguments: argparse.Namespace) -> None:
 
     Capacity(arguments.max_num_seqs, arguments.max_num_batched_tokens)
     check_device(_device(arguments.device))
+    if arguments.tensor_parallel > 1:
+        from ..parallel.loading import check_config
+
+        check_config(config, arguments.tensor_parallel)
+        if ":" in arguments.device:
+            raise ConfigError(
+                f"--tensor-parallel takes the first GPUs, not {arguments.device}; choose them with "
+                "CUDA_VISIBLE_DEVICES"
+            )
     backend = arguments.attention_backend
     if backend is not None and backend not in registry.backend_names():
         registry.get(backend)  # Says which there are.
@@ -282,6 +295,9 @@ def _engine(
             trace = ChromeTrace(arguments.trace)
             stack.callback(trace.close)
             observers.append(trace)
+        if arguments.tensor_parallel > 1:
+            yield stack.enter_context(_parallel_engine(arguments, Observers(observers)))
+            return
         model = load_model(arguments.model, device=_device(arguments.device), dtype=arguments.dtype)
         try:
             engine = make_engine(arguments, model, Observers(observers), tokenizer)
@@ -293,6 +309,22 @@ def _engine(
                 "--max-num-seqs, --max-num-batched-tokens or --memory"
             ) from error
         yield stack.enter_context(engine)
+
+
+def _parallel_engine(
+    arguments: argparse.Namespace, observer: EngineObserver
+) -> AbstractContextManager[Engine]:
+    """The engine over several devices: its other ranks are processes of this one."""
+    from ..serve.parallel_engine import open_parallel_engine
+
+    return open_parallel_engine(
+        arguments.model,
+        arguments.tensor_parallel,
+        device_type=_device(arguments.device),
+        dtype=arguments.dtype,
+        observer=observer,
+        **_engine_options(arguments),
+    )
 
 
 def _set_logging(arguments: argparse.Namespace) -> None:
@@ -308,24 +340,26 @@ def make_engine(
     """The engine that the options describe."""
     from ..serve.engine import Engine
 
-    return Engine(
-        model,
-        tokenizer=tokenizer,
-        max_num_seqs=arguments.max_num_seqs,
-        max_num_batched_tokens=arguments.max_num_batched_tokens,
-        max_num_mixed_tokens=arguments.max_num_mixed_tokens or None,
-        max_tokens=arguments.max_model_tokens,
-        budget_bytes=None if arguments.memory is None else round(arguments.memory * GiB),
-        host_budget_bytes=round(arguments.swap * GiB),
-        watermark_bytes=None if arguments.watermark is None else round(arguments.watermark * GiB),
-        attention_backend=arguments.attention_backend,
-        kv_dtype=arguments.kv_dtype,
-        kv_scales=arguments.kv_scales,
-        skip_layers=arguments.skip_layers,
-        deterministic=arguments.deterministic,
-        prefix_caching=not arguments.no_prefix_caching,
-        observer=observer,
-    )
+    return Engine(model, tokenizer=tokenizer, observer=observer, **_engine_options(arguments))
+
+
+def _engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    watermark = arguments.watermark
+    return {
+        "max_num_seqs": arguments.max_num_seqs,
+        "max_num_batched_tokens": arguments.max_num_batched_tokens,
+        "max_num_mixed_tokens": arguments.max_num_mixed_tokens or None,
+        "max_tokens": arguments.max_model_tokens,
+        "budget_bytes": None if arguments.memory is None else round(arguments.memory * GiB),
+        "host_budget_bytes": round(arguments.swap * GiB),
+        "watermark_bytes": None if watermark is None else round(watermark * GiB),
+        "attention_backend": arguments.attention_backend,
+        "kv_dtype": arguments.kv_dtype,
+        "kv_scales": arguments.kv_scales,
+        "skip_layers": arguments.skip_layers,
+        "deterministic": arguments.deterministic,
+        "prefix_caching": not arguments.no_prefix_caching,
+    }
 
 
 def server_options(arguments: argparse.Namespace) -> Callable[[int], ServerOptions]:

@@ -153,6 +153,23 @@ def cropped_length(length: int, argument: int) -> int:
     return min(length, argument)
 
 
+def in_parts(num_ranks: int) -> dict[str, Any]:
+    """What has `from_pretrained` load a rank's part of a model. Since 5.17.
+
+    Raises:
+        ConfigError: This release cannot.
+    """
+    try:
+        from transformers.distributed.configuration_utils import DistributedConfig
+
+        return {"distributed_config": DistributedConfig(tp_size=num_ranks)}
+    except (ImportError, TypeError) as error:
+        raise ConfigError(
+            f"transformers {transformers.__version__} cannot load a part of a model; upgrade to "
+            "transformers>=5.17 for tensor parallelism"
+        ) from error
+
+
 class PlainMask(NamedTuple):
     """A mask that is just causal, within a window or without."""
 

@@ -24,7 +24,7 @@ from ..errors import ConfigError
 from ..memory import ExtentPool
 from ..step import Piece, Stepper
 from ..step.stepper import StepLogits
-from . import compat
+from . import compat, vocabulary
 from .attention import attending_in_place
 from .prefill import Chunk, LeadersFirst, prefill_passes
 from .prepared import Prepared, check_config, check_inputs, prepare
@@ -83,7 +83,8 @@ def generate(
     """
     check_positive("max_num_batched_tokens", max_num_batched_tokens)
     embedding = model.get_input_embeddings().weight
-    rows = [_token_ids(prompt, at, embedding.shape[0]) for at, prompt in enumerate(prompts)]
+    vocab_size = vocabulary.num_embeddings(model)
+    rows = [_token_ids(prompt, at, vocab_size) for at, prompt in enumerate(prompts)]
     if not rows:
         raise ConfigError("no prompts: pass at least one list of token ids")
     if cache is not None and (pool, budget_bytes, attention_backend) != (None, None, None):
@@ -378,7 +379,7 @@ def _check_padded_tokens(model: Any, input_ids: torch.Tensor, lengths: Sequence[
     starts = torch.tensor(lengths, device=input_ids.device).neg() + input_ids.shape[1]
     given = input_ids[at >= starts[:, None]]
     ends = torch.stack(given.aminmax()).tolist()
-    check_tokens(ends, model.get_input_embeddings().weight.shape[0], "a prompt")
+    check_tokens(ends, vocabulary.num_embeddings(model), "a prompt")
 
 
 def _lengths(input_ids: torch.Tensor, mask: torch.Tensor | None) -> list[int]:

@@ -35,6 +35,7 @@ from .layer_kinds import layer_kinds
 from .layer_questions import check_windows, explained, layer_signatures
 from .store import LayerKind, Settings, Signature, Store
 from .unservable import UnservableError
+from .vocabulary import num_embeddings
 
 #: Tokens of each sequence: more than the windows of models that are made for tests.
 _NUM_TOKENS = 16
@@ -358,7 +359,7 @@ def _token_ids(model: Any, attempt: int) -> torch.Tensor:
     """`[n, T]` tokens of the vocabulary, none of which means anything to the model."""
     embedding = model.get_input_embeddings().weight
     special = compat.special_tokens(model.config)
-    plain = [each for each in range(min(embedding.shape[0], 8192)) if each not in special]
+    plain = [each for each in range(min(num_embeddings(model), 8192)) if each not in special]
     count = _NUM_SEQUENCES * _NUM_TOKENS
     # A stride that shares no factor with most vocabularies, so that few tokens come twice.
     ids = [plain[(at + attempt * count) * 7919 % len(plain)] for at in range(count)]

@@ -349,20 +349,22 @@ class Engine:
             return True
         pool = self.cache.pool
         try:
-            # Retired memory is free in a moment: prefixes need not go in its stead.
-            pool.reclaimer.wait()
-            # Taken once: what others that share the pool do meanwhile is not this engine's.
+            self._reclaim(0)  # And, once: what others do with the pool is not this engine's.
             excess_bytes = pool.stats().created_bytes - self._watermark_bytes
             while excess_bytes > 0:
                 if is_wanted():
                     return False
-                released_bytes = self._view.reclaim(min(excess_bytes, _SLICE_BYTES))
-                if not released_bytes:
-                    break  # The rest is live: a runner's scratch row, or what others hold.
-                excess_bytes -= released_bytes
+                released_bytes = self._reclaim(min(excess_bytes, _SLICE_BYTES))
+                # Nothing where the rest is live: a runner's scratch row, or what others hold.
+                excess_bytes = excess_bytes - released_bytes if released_bytes else 0
         except (CapacityError, DriverError) as error:
             _LOG.warning("memory above the watermark could not be given back: %s", error)
         return True
+
+    def _reclaim(self, num_bytes: int) -> int:
+        """Give so much back; what is retired is free in a moment, so prefixes need not go first."""
+        self.cache.pool.reclaimer.wait()
+        return self._view.reclaim(num_bytes)
 
     def generate(
         self,

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import ConfigError
+from ..hf import vocabulary
 from .params import SamplingParams
 
 
@@ -94,4 +95,4 @@ def vocabulary_sizes(model: Any) -> tuple[int, int]:
         raise ConfigError(
             f"{type(model).__name__} has no language model head; load it with AutoModelForCausalLM"
         )
-    return int(head.weight.shape[0]), int(embedding.weight.shape[0])
+    return vocabulary.num_logits(model), vocabulary.num_embeddings(model)

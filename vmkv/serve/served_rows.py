@@ -7,11 +7,12 @@ first request.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
+from ..backend import Backend
 from ..cache import KVCache
 from ..cache.device_memory import open_pool
 from ..errors import ConfigError
@@ -131,7 +132,12 @@ def open_rows(
 
 
 def pool_beside(
-    model: Any, shared: ExtentPool | None, budget_bytes: int | None, host_budget_bytes: int
+    model: Any,
+    shared: ExtentPool | None,
+    budget_bytes: int | None,
+    host_budget_bytes: int,
+    *,
+    open_memory: Callable[[str], str | Backend] = str,
 ) -> ExtentPool:
     """Physical memory on the model's device: what is shared, or else a pool of its own.
 
@@ -140,6 +146,7 @@ def pool_beside(
         shared: A pool that has its budgets.
         budget_bytes: By default 0.9 of what is free now.
         host_budget_bytes: Host memory for swapping.
+        open_memory: The memory of a device by its name.
 
     Raises:
         ConfigError: A budget is impossible, or given beside a shared pool.
@@ -150,7 +157,7 @@ def pool_beside(
         return shared
     device: torch.device = model.get_input_embeddings().weight.device
     name = "host" if device.type == "cpu" else str(device)
-    pool = open_pool(name, budget_bytes, host_budget_bytes)
+    pool = open_pool(open_memory(name), budget_bytes, host_budget_bytes)
     if budget_bytes is None:
         page_bytes = pool.page_bytes
         fraction = int(pool.stats().budget_bytes * _BUDGET_FRACTION)

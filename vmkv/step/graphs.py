@@ -46,6 +46,7 @@ class GraphSpace:
         dtype: Theirs.
         max_num_seqs: The most sequences of a step.
         scratch: See there.
+        agree: The largest of all ranks' values: what each measures by itself must not part them.
 
     Attributes:
         logits: `[max_num_seqs, vocabulary]`, the last step's; overwritten by the next.
@@ -63,7 +64,9 @@ class GraphSpace:
         dtype: torch.dtype,
         max_num_seqs: int,
         scratch: Scratch,
+        agree: Callable[[int], int] = int,
     ):
+        self.agree = agree
         self.forward = forward
         self.attention = attention
         self.last_tokens = last_tokens

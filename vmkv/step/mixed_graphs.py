@@ -174,19 +174,26 @@ class MixedGraphs(StepGraphs[Bucket]):
         self._buckets = sorted(in_use)
 
     def _try(self, bucket: Bucket) -> bool:
+        is_short = False
         try:
             if not self.captured:
                 self.warm_up(bucket)
             self.capture(bucket)
         except torch.OutOfMemoryError:
-            return False
-        return True
+            is_short = True
+        if not self.space.agree(int(is_short)):
+            return True
+        if not is_short:
+            self.drop(bucket)
+        return False
 
     def _step_ms(self, bucket: Bucket) -> float:
         """What a step takes; where nothing is captured, less the fewer its tokens."""
         if self.space.device.type != "cuda":
             return bucket.num_tokens
-        return self.replay_ms(bucket, self.unlike_tokens(bucket))
+        return (
+            self.space.agree(round(1e3 * self.replay_ms(bucket, self.unlike_tokens(bucket)))) / 1e3
+        )
 
     def unlike_tokens(self, bucket: Bucket) -> torch.Tensor:
         """The input of a step of padding whose tokens differ: equal ones are multiplied faster."""

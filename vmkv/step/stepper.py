@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -220,7 +220,13 @@ class Stepper:
     # ---- captures -------------------------------------------------------------------------
 
     def make_graphs(
-        self, vocab_size: int, dtype: torch.dtype, max_mixed_tokens: int, *, few: bool = False
+        self,
+        vocab_size: int,
+        dtype: torch.dtype,
+        max_mixed_tokens: int,
+        *,
+        few: bool = False,
+        agree: Callable[[int], int] = int,
     ) -> None:
         """Prepare for captured steps; on the host the same padded steps run as they are.
 
@@ -229,6 +235,7 @@ class Stepper:
             dtype: Theirs.
             max_mixed_tokens: The largest step with prompts that is captured.
             few: Have few sizes of decode steps, because each is captured when it is wanted.
+            agree: See `GraphSpace`.
 
         Raises:
             CapacityError: No row, or no page, is left for padding.
@@ -244,6 +251,7 @@ class Stepper:
             dtype=dtype,
             max_num_seqs=self.num_slots,
             scratch=scratch,
+            agree=agree,
         )
         heads = min(group.geometry.shape.num_k_heads for group in cache.groups)
         processors = 1

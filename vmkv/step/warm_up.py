@@ -30,6 +30,7 @@ def warm_up(
     must_compile: bool = False,
     then: Callable[[], object] = lambda: None,
     show_progress: bool = False,
+    agree: Callable[[int], int] = int,
 ) -> int:
     """Compile, tune and capture everything, so that no step waits for it.
 
@@ -42,6 +43,7 @@ def warm_up(
         must_compile: Raise where layers cannot be compiled, rather than run them as they are.
         then: What else is to warm up, after the steps and before the graphs.
         show_progress: Draw a progress bar.
+        agree: See `GraphSpace`.
 
     Returns:
         Bytes of device memory that graphs hold.
@@ -65,23 +67,31 @@ def warm_up(
         then()
         bar.update()
         bar.set_description("graphs")
-        graph_bytes = _capture_all(stepper, kinds, bar.update)
+        graph_bytes = _capture_all(stepper, kinds, bar.update, agree)
     cache.save()
     return graph_bytes
 
 
 def _capture_all(
-    stepper: Stepper, kinds: list[StepGraphs[Any]], captured: Callable[[], object]
+    stepper: Stepper,
+    kinds: list[StepGraphs[Any]],
+    captured: Callable[[], object],
+    agree: Callable[[int], int],
 ) -> int:
     """Capture every graph, those with most tokens first; kinds that cannot be are dropped."""
     start_s, free_bytes = time.perf_counter(), _free_bytes(stepper.device)
     for graphs in kinds:
+        failure: Exception | None = None
         try:
             graphs.capture_all(captured)
         except (RuntimeError, ConfigError) as error:
             if graphs.captured:
                 raise
-            _LOG.warning("%s cannot be captured as CUDA graphs: %s", graphs.name, error)
+            failure = error
+        if agree(int(failure is not None)):
+            reason = failure or "another rank cannot"
+            _LOG.warning("%s cannot be captured as CUDA graphs: %s", graphs.name, reason)
+            graphs.close()
             if graphs is stepper.mixed_graphs:
                 stepper.mixed_graphs = None
             else:

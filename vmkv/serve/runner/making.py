@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -48,19 +48,19 @@ def make_runner(
         raise ConfigError(f'runner={kind!r} is none of "auto", "eager" and "graphs"')
     if deterministic and kind != "eager":
         raise ConfigError('deterministic needs runner="eager": leave the runner out')
-    defaults = RunnerOptions(attention_backend=attention_backend)
+    options = options or RunnerOptions(attention_backend=attention_backend)
     if kind == "eager":
-        options = replace(defaults, compile_layers=False, capture=False)
+        options = replace(options, compile_layers=False, capture=False)
     runner = ModelRunner(
         model,
         rows.cache,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
-        options=options or defaults,
+        options=options,
         deterministic=deterministic,
     )
     if kind == "eager":
-        return runner
+        return cast("Runner", options.wrap(runner))
     try:
         runner.warm_up()
         if rows.cache.device.type == "cuda":
@@ -69,4 +69,4 @@ def make_runner(
     except BaseException:
         runner.close()
         raise
-    return runner
+    return cast("Runner", options.wrap(runner))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 
 from ...cache import KVCache
 from ...errors import ClosedError, ConfigError
+from ...hf import vocabulary
 from ...hf.attention import attending_in_place
 from ...step import Piece, Stepper
 from ...step.operator import check_free
@@ -49,6 +50,8 @@ class RunnerOptions:
             which keeps a tile of every row resident for its over-read, or else what `select` takes.
         compile_cache: A folder that keeps what was compiled; None for torch's own temporary one.
         show_progress: A progress bar while warming up.
+        agree: The largest of all ranks' values of a number; of one process, its own.
+        wrap: What steps go through on their way to the runner.
     """
 
     compile_layers: bool | None = None
@@ -58,6 +61,8 @@ class RunnerOptions:
     attention_backend: str | None = None
     compile_cache: Path | None = None
     show_progress: bool = True
+    agree: Callable[[int], int] = int
+    wrap: Callable[[Any], Any] = lambda runner: runner
 
 
 class ModelRunner:
@@ -101,10 +106,10 @@ class ModelRunner:
         self._is_cuda = self._device.type == "cuda"
         self._is_closed = False
         self.graph_bytes = 0
-        head = model.get_output_embeddings().weight
+        vocab_size = vocabulary.num_logits(model)
         compiles = self._wants(self._options.compile_layers)
         self.sampler = Sampler(
-            max_num_seqs, head.shape[0], self._device, compiled=self._is_cuda and compiles
+            max_num_seqs, vocab_size, self._device, compiled=self._is_cuda and compiles
         )
         self._host_tokens = HostTokens()
         self._wanted_logprobs: dict[int, int | None] = {}
@@ -116,7 +121,8 @@ class ModelRunner:
                 undo.enter_context(attending_in_place(model))
             if self._wants(self._options.capture):
                 largest = min(self._options.max_graph_tokens, max_num_batched_tokens)
-                self.stepper.make_graphs(head.shape[0], head.dtype, largest)
+                dtype = model.get_output_embeddings().weight.dtype
+                self.stepper.make_graphs(vocab_size, dtype, largest, agree=self._options.agree)
             self._undo = undo.pop_all()
 
     def _wants(self, choice: bool | None) -> bool:
@@ -215,6 +221,7 @@ class ModelRunner:
             must_compile=bool(options.compile_layers),
             then=lambda: self.sampler.warm_up(dtype),
             show_progress=options.show_progress,
+            agree=options.agree,
         )
 
     def close(self) -> None:

@@ -1,0 +1,245 @@
+"""What do two GPUs give that share a model, against one?
+
+Question. A plain transformers model, divided between two GPUs: how long do many mixed prompts (W1)
+and much decoding (W4) take, against one GPU? How long is a decode step of one sequence, and of 32
+sequences of 4,096 tokens? And what does it cost to add the parts of a layer's output, by NCCL and
+by reading the other's over NVLink?
+
+Prediction. A step has 65 sums, two a layer and one for the embedding, and gathers logits once. In a
+graph NCCL takes 12 us for 8 KiB and 20 us for 256 KiB, one-shot sums 6 and 9. A decode step of one
+reads 15 GB of weights: 4.1 ms on one GPU, half of that and 0.8 ms on two, 0.7 of the time; with
+one-shot sums 0.6. With 32 sequences of 4,096 tokens it reads 32 GB: 8.8 ms, and 0.65 of that. W1's
+344k prompt tokens are bound by arithmetic, which halves, and by sums of 8 KiB a token and layer,
+180 GB in all, 0.6 s: with decoding, 0.6 of one GPU's 10 s. W4 decodes: 0.65. So two replicas serve
+more requests in the same time than these two GPUs; what they gain is time for each.
+
+Method. Llama-3-8B's shape from transformers' own class, random weights, bfloat16, greedy, no end
+of sequence, prompts and seconds as in `bench_serve`, one round after the engine was warmed up. A
+decode step is the median time between steps that decode all sequences and nothing else. Sums are
+timed as 100 of them in one CUDA graph, the best of five replays. Each rank makes all weights and
+keeps its part. The first tokens of both engines are compared, so that nothing wrong is measured:
+with bfloat16 a few may differ.
+
+Rivals. One GPU with the same engine.
+
+Not measured. More than two GPUs, several hosts; serving under arrivals; NVLink multicast, which is
+off here.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_generate import llama_config, make_model
+from bench_serve import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, MIXED, Steps, Workload, serve
+from common import write_result
+from report import Figure, Row, bench_parser, make_record, on_gpu, print_figures, print_rows
+
+from vmkv import Engine, SamplingParams, VMKVError
+from vmkv.errors import one_line
+from vmkv.parallel import Ranks, TensorParallel
+from vmkv.parallel.collectives import all_reduce
+from vmkv.serve.parallel_engine import open_parallel_engine
+
+#: NVLink multicast stays off: not every machine that is lent has it.
+os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+
+WORKLOADS = (
+    Workload("decode 1", 1, (4096,), 128, 1),
+    Workload("decode 32", 32, (4096,), 128, 1),
+    Workload("W1", 256, MIXED, 128, 1),
+    Workload("W4", 256, (512,), 512, 1),
+)
+SMOKE_WORKLOADS = (Workload("decode 1", 1, (9,), 8, 1), Workload("W1", 4, (5, 20), 6, 1))
+HIDDEN = 4096
+NUM_SUMS = 100
+KINDS = ("nccl", "one-shot")
+
+
+def make_part(smoke: bool, group: TensorParallel | None = None) -> Any:
+    """All weights, of which a rank keeps its part."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return make_model(llama_config(smoke=smoke), torch.device(device))
+
+
+def engine_options(*, smoke: bool) -> dict[str, Any]:
+    """The same for all."""
+    if smoke:
+        return {"max_num_seqs": 4, "max_num_batched_tokens": 64, "budget_bytes": 2**26}
+    return {
+        "max_num_seqs": MAX_NUM_SEQS,
+        "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS,
+        "max_tokens": 8192,
+        "prefix_caching": False,
+    }
+
+
+@contextmanager
+def engine_of(kind: str | None, steps: Steps, *, smoke: bool):
+    """An engine on one GPU, or on two that add by `kind`."""
+    options = engine_options(smoke=smoke)
+    if kind is None:
+        with Engine(make_part(smoke), observer=steps, **options) as engine:
+            yield engine
+        return
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with open_parallel_engine(
+        partial(make_part, smoke),
+        2,
+        device_type=device,
+        all_reduce=kind,
+        observer=steps,
+        timeout_s=180.0,
+        **options,
+    ) as engine:
+        yield engine
+
+
+def first_tokens(engine: Engine, vocabulary: int) -> list[int]:
+    """What it says first to 16 prompts."""
+    prompts = Workload("first", 16, (64,), 1).prompts(vocabulary)
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    return [each.outputs[0].token_ids[0] for each in engine.generate(prompts, params)]
+
+
+def sums(path: str, group: TensorParallel) -> None:
+    """Time of a sum in microseconds, by its bytes; rank 0 writes it to `path`."""
+    found = []
+    for num_tokens in (1, 8, 32, 64, 256, 2048):
+        part = torch.ones(num_tokens, HIDDEN, dtype=torch.bfloat16, device="cuda")
+        assert torch.equal(all_reduce(part, group.name), part * group.size)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(NUM_SUMS):
+                out = all_reduce(part, group.name)
+        times = []
+        for _ in range(5):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(1e3 * start.elapsed_time(end) / NUM_SUMS)
+        found.append(f"{part.nbytes} {min(times)}")
+        del out, graph
+    if not group.rank:
+        Path(path).write_text("\n".join(found))
+
+
+def sum_rows(kinds: Sequence[str]) -> list[Row]:
+    """The sums of each kind."""
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder) / "sums")
+        for kind in kinds:
+            with Ranks(2, "cuda", partial(_sums, path), all_reduce=kind, timeout_s=180.0) as ranks:
+                assert ranks.group is not None
+                sums(path, ranks.group)
+                ranks.wait(30.0)
+            for line in Path(path).read_text().splitlines():
+                num_bytes, microseconds = line.split()
+                rows.append(
+                    {"workload": "sum", "gpus": 2, "sums": kind, "sum_bytes": int(num_bytes)}
+                    | {"sum_us": float(microseconds)}
+                )
+    return rows
+
+
+def _sums(path: str, group: TensorParallel) -> None:
+    sums(path, group)
+
+
+def measure(kind: str | None, *, smoke: bool) -> tuple[list[Row], list[int]]:
+    """All workloads on one engine."""
+    steps, rows = Steps(), []
+    vocabulary = llama_config(smoke=smoke).vocab_size
+    start = time.perf_counter()
+    with engine_of(kind, steps, smoke=smoke) as engine:
+        start_s = time.perf_counter() - start
+        said = first_tokens(engine, vocabulary)
+        for workload in SMOKE_WORKLOADS if smoke else WORKLOADS:
+            row, step_ms = serve(engine, steps, workload, vocabulary)
+            submit = [1e3 * step.submit_s for step in steps.records]
+            rows.append(
+                {
+                    "workload": workload.name,
+                    "gpus": 1 if kind is None else 2,
+                    "sums": kind or "",
+                    "seconds": row["seconds"],
+                    "decode_step_ms": step_ms,
+                    "submit_ms": statistics.median(submit),
+                    "start_s": start_s,
+                }
+            )
+            print_rows(rows[-1:])
+    return rows, said
+
+
+def figures_of(rows: Sequence[Row]) -> list[Figure]:
+    """Two GPUs over one, by the better kind of sum."""
+    found = []
+    bounds = {"decode 1": 0.7, "decode 32": 0.65, "W1": 0.65, "W4": 0.7}
+    for name, bound in bounds.items():
+        what = "decode_step_ms" if name.startswith("decode") else "seconds"
+        of = {row["sums"]: row.get(what) for row in rows if row["workload"] == name}
+        alone, together = of.get(""), [of[kind] for kind in KINDS if of.get(kind)]
+        if alone and together:
+            found.append(
+                Figure(
+                    f"parallel_{name.replace(' ', '_').lower()}",
+                    f"{name}: time on two GPUs, of that on one",
+                    min(together) / alone,
+                    "×",
+                    at_most=on_gpu(bound),
+                    rival=f"one GPU: {alone:.4g} {'ms' if what.endswith('ms') else 's'}",
+                )
+            )
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, show, write."""
+    parser = bench_parser(__doc__)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="of sums")
+    arguments = parser.parse_args(argv)
+    num_gpus = torch.cuda.device_count()
+    smoke = arguments.smoke or num_gpus < 2
+    kinds = ["nccl"] if smoke else list(arguments.kinds)
+    rows, expected = measure(None, smoke=smoke)
+    for kind in tuple(kinds):
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        try:
+            its_rows, said = measure(kind, smoke=smoke)
+        except (VMKVError, RuntimeError) as error:
+            if kind == "nccl":
+                raise
+            print(f"{kind} sums cannot be measured here: {one_line(error)}")
+            kinds.remove(kind)
+            continue
+        same = sum(map(int.__eq__, expected, said)) / len(said)
+        rows += [{**row, "same_first_tokens_share": same} for row in its_rows]
+    if not smoke:
+        rows += sum_rows(kinds)
+    figures = figures_of(rows)
+    print_rows([row for row in rows if row["workload"] == "sum"] or rows[:1])
+    print_rows([row for row in rows if row["workload"] != "sum"])
+    print_figures(figures)
+    record = make_record(__doc__, rows, figures, {"model": "Llama-3-8B's shape"})
+    if arguments.json or not smoke:
+        print("wrote", write_result("parallel", record, arguments.json))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

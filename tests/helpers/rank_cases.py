@@ -1,0 +1,406 @@
+"""What is tried on two ranks: functions that both run at the same time.
+
+A process for each rank takes seconds to start, so one pair runs many cases; see `Pair`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from helpers import tiny_models
+from helpers.tiny_models import tiny_model
+
+import vmkv
+from vmkv import Backend, ConfigError, Engine, HostBackend, SamplingParams
+from vmkv.backend import MemoryLocation
+from vmkv.errors import HostDriverError
+from vmkv.hf import VMKVCache
+from vmkv.parallel import Ranks, TensorParallel, localise
+from vmkv.parallel.loading import load
+from vmkv.serve import FinishReason, lockstep
+from vmkv.serve.parallel_engine import ParallelEngine
+from vmkv.serve.preemption import PreemptionCosts
+from vmkv.serve.runner import RunnerOptions
+from vmkv.units import Handle, KiB, MiB
+
+Case = Callable[[TensorParallel], None]
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+PROMPTS = [[5, 9, 13, 7], [8] * 3 + [21, 4] * 17, [40, 3, 77]]
+PAGE_BYTES = 4 * KiB
+#: Steps that do not hold a prompt.
+ROOMY: dict[str, Any] = {
+    "max_num_seqs": 3,
+    "max_num_batched_tokens": 48,
+    "max_tokens": 200,
+    "budget_bytes": 8 * MiB,
+    "seed": 11,
+}
+#: Memory that does not hold three of `TRAFFIC` at once.
+SMALL: dict[str, Any] = {**ROOMY, "budget_bytes": 14 * PAGE_BYTES}
+TRAFFIC = [[5, 9, 13, 7] * 13, [5, 9, 13, 7] * 14, [30, 2] * 24, [5, 9, 13, 7] * 14, [1, 2] * 29]
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=30),
+    SamplingParams(seed=3, n=2, max_tokens=20),
+    SamplingParams(top_k=12, top_p=0.9, max_tokens=24, logprobs=2),  # A seed of the engine's.
+    SamplingParams(temperature=0, max_tokens=20),
+    SamplingParams(seed=9, min_p=0.05, repetition_penalty=1.2, max_tokens=20),
+]
+
+
+class Pair:
+    """Two ranks: this process, and another that runs what this one runs."""
+
+    def __init__(self) -> None:
+        self._ranks = Ranks(2, "cpu", _run_cases, timeout_s=120.0)
+        assert self._ranks.group is not None
+        self.group = self._ranks.group
+
+    def run(self, case: Case) -> None:
+        """Run a case on both; what fails on the other fails here as well."""
+        self.group.share(case)
+        try:
+            case(self.group)
+        except BaseException as error:
+            self.group.fail(error)  # Nobody knows where the other one is.
+            raise
+        self.group.max(0)  # Both have come through.
+
+    def close(self) -> None:
+        if self.group.failure is None:
+            self.group.share(None)
+            self._ranks.wait(60.0)
+        self._ranks.close()
+
+
+def _run_cases(group: TensorParallel) -> None:
+    torch.set_num_threads(1)
+    while True:
+        case = group.share(None)
+        if case is None:
+            return
+        case(group)
+        group.max(0)
+
+
+def part_of(name: str, group: TensorParallel) -> Any:
+    """This rank's part of a tiny model."""
+    model = copy.deepcopy(tiny_model(name))
+    localise(model, group)
+    return model
+
+
+def said(outputs: Sequence[Any]) -> list[list[tuple[int, ...]]]:
+    """The tokens of all samples of all requests."""
+    return [[tuple(each.token_ids) for each in output.outputs] for output in outputs]
+
+
+@contextlib.contextmanager
+def engine_on(
+    group: TensorParallel, model: Any, device: Backend | None = None, **options: Any
+) -> Iterator[ParallelEngine | None]:
+    """Rank 0's engine, to be asked; None on the others, which have followed it to the end."""
+    device = device or HostBackend(PAGE_BYTES)
+    with (
+        mock.patch.object(lockstep, "open_backend", return_value=device),
+        ParallelEngine(model, tensor_parallel=group, **options) as engine,
+    ):
+        if group.rank:
+            engine.follow()
+            yield None
+        else:
+            yield engine
+            assert not engine.has_unfinished
+            engine.cache.check()
+
+
+def alone(name: str, prompts: Any, params: Any, **options: Any) -> list[list[tuple[int, ...]]]:
+    """What one process says that has all the memory it wants."""
+    with Engine(copy.deepcopy(tiny_model(name)), **{**ROOMY, **options}) as engine:
+        return said(engine.generate(prompts, params))
+
+
+# ---- the same tokens -----------------------------------------------------------------------------
+
+
+def generates(name: str, group: TensorParallel) -> None:
+    """`generate` and `vmkv.generate` of a model in parts say what the whole one says."""
+    whole, part = tiny_model(name), part_of(name, group)
+    assert sum(each.numel() for each in part.parameters()) < 0.75 * sum(
+        each.numel() for each in whole.parameters()
+    )
+    inputs = tiny_models.left_padded_prompt()
+    expected = tiny_models.generate(whole, inputs, tiny_models.dynamic_cache(whole.config))
+    with contextlib.closing(VMKVCache(part.config)) as cache:
+        assert expected.tolist() == tiny_models.generate(part, inputs, cache).tolist()
+        heads = {layer.keys.shape[1] for layer in cache.layers}
+        # A model whose queries, keys and values are one product has all heads on each rank.
+        assert heads == {2 if name == "phi3" else 1}
+    ours = vmkv.generate(part, PROMPTS, max_new_tokens=12, do_sample=False)
+    assert vmkv.generate(whole, PROMPTS, max_new_tokens=12, do_sample=False) == ours
+
+
+def serves(name: str, runner: str, host_bytes: int, group: TensorParallel) -> None:
+    """An engine short of memory says what one process says, the second time from its prefixes."""
+    expected = None if group.rank else alone(name, TRAFFIC, PARAMS, runner=runner)
+    model = copy.deepcopy(tiny_model(name))
+    options = {**SMALL, "host_budget_bytes": host_bytes, "runner": runner}
+    if runner == "graphs":  # It has a row for padding.
+        options["budget_bytes"] += model.config.num_hidden_layers * PAGE_BYTES
+    if host_bytes:
+        options["preemption_costs"] = PreemptionCosts(flops_per_s=1.0)
+    with engine_on(group, model, **options) as engine:
+        if engine is None:
+            return
+        handles = [engine.add(*each) for each in zip(TRAFFIC, PARAMS, strict=True)]
+        while engine.has_unfinished:
+            engine.step()
+        outputs = [handle.output() for handle in handles]
+        requests = [request for handle in handles for request in handle.requests]
+        assert expected == said(outputs)
+        assert any(request.num_preemptions for request in requests)
+        swapped = engine.cache.pool.stats(MemoryLocation.HOST)
+        assert bool(host_bytes) == bool(swapped.created_bytes)
+        params = [SamplingParams(temperature=0, max_tokens=5)] * 2
+        again = engine.generate([TRAFFIC[1], TRAFFIC[3]], params)
+        assert again[1].num_cached_tokens
+        assert again[1].outputs[0].token_ids == outputs[3].outputs[0].token_ids[:5]
+
+
+def compiles(group: TensorParallel) -> None:
+    """Layers in parts are compiled, and their products joined, as whole ones are."""
+    expected = None if group.rank else alone("llama", PROMPTS, GREEDY)
+    how = RunnerOptions(compile_layers=True, compile_backend="eager", show_progress=False)
+    options = {**ROOMY, "runner": "graphs", "runner_options": how}
+    model = part_of("llama", group)
+    with engine_on(group, model, **options) as engine:
+        if engine is not None:
+            assert expected == said(engine.generate(PROMPTS, GREEDY))
+            kinds = {type(each).__name__ for each in model.model.layers.modules()}
+            assert {"SiblingLinear", "RowwiseLinear"} <= kinds
+
+
+def loads(folder: str, group: TensorParallel) -> None:
+    """What transformers has loaded in parts is taken over, and so is a model already in parts."""
+    expected = None if group.rank else alone("llama", PROMPTS, GREEDY)
+    model = load(folder, group)
+    localise(model, group)
+    with engine_on(group, model, **ROOMY) as engine:
+        if engine is not None:
+            assert expected == said(engine.generate(PROMPTS, GREEDY))
+
+
+def has_uneven_parts(group: TensorParallel) -> None:
+    """A vocabulary and a width that the number of ranks does not divide; tied embeddings."""
+    config = tiny_models.tiny_config("llama")
+    config.vocab_size, config.intermediate_size, config.tie_word_embeddings = 101, 47, True
+    torch.manual_seed(0)
+    model = type(tiny_model("llama"))(config).eval()
+    tiny_models.redraw_weights(model, 0)
+    ids = torch.arange(101)[None]
+    with torch.no_grad():
+        expected = model(ids).logits
+        localise(model, group)
+        torch.testing.assert_close(model(ids).logits, expected, atol=1e-4, rtol=1e-4)
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+    with refused(ConfigError, "a vocabulary of 101"):
+        vmkv.generate(model, [[101]])
+
+
+@contextlib.contextmanager
+def refused(kind: type[Exception], text: str) -> Iterator[None]:
+    """As `pytest.raises`, of a rank that is no test."""
+    try:
+        yield
+    except kind as error:
+        if text in str(error):
+            return
+        raise
+    raise AssertionError(f"no {kind.__name__} was raised")
+
+
+# ---- what one rank alone meets -------------------------------------------------------------------
+
+
+class SmallerDevice(HostBackend):
+    """A device that has less memory than its pool was promised."""
+
+    def __init__(self, capacity_bytes: int):
+        super().__init__(PAGE_BYTES)
+        self._left_bytes = capacity_bytes
+        self._sizes: dict[Handle, int] = {}
+        self.num_refused = 0
+
+    def mem_create(
+        self,
+        num_bytes: int,
+        location: MemoryLocation = MemoryLocation.DEVICE,
+        *,
+        shareable: bool = False,
+    ) -> Handle:
+        if location is MemoryLocation.DEVICE and num_bytes > self._left_bytes:
+            self.num_refused += 1
+            raise HostDriverError("mem_create", 12, "ENOMEM", is_out_of_memory=True)
+        handle = super().mem_create(num_bytes, location, shareable=shareable)
+        if location is MemoryLocation.DEVICE:
+            self._sizes[handle] = num_bytes
+            self._left_bytes -= num_bytes
+        return handle
+
+    def mem_release(self, handle: Handle) -> None:
+        super().mem_release(handle)
+        self._left_bytes += self._sizes.pop(handle, 0)
+
+
+def runs_out_of_memory(group: TensorParallel) -> None:
+    """One device has less than was agreed: all go on with that, and say the same."""
+    expected = None if group.rank else alone("llama", TRAFFIC, PARAMS)
+    capacity_bytes = 9 * PAGE_BYTES
+    device = SmallerDevice(capacity_bytes if group.rank else 1 * MiB)
+    with engine_on(group, copy.deepcopy(tiny_model("llama")), device, **SMALL) as engine:
+        if engine is not None:
+            assert expected == said(engine.generate(TRAFFIC, PARAMS))
+            assert engine.cache.pool.stats().created_bytes <= capacity_bytes
+    if group.rank:
+        assert device.num_refused
+
+
+class _LateDevice(HostBackend):
+    """A device behind its host, whose work is never seen to be done unless it is waited for."""
+
+    def __init__(self) -> None:
+        super().__init__(PAGE_BYTES)
+        self.hold_fences()
+
+
+def is_late(group: TensorParallel) -> None:
+    """What one driver says is done, and the other does not, makes no difference."""
+    expected = None if group.rank else alone("llama", TRAFFIC, PARAMS)
+    device = _LateDevice() if group.rank else None
+    options = {**SMALL, "host_budget_bytes": 1 * MiB}
+    options["preemption_costs"] = PreemptionCosts(flops_per_s=1.0)
+    with engine_on(group, copy.deepcopy(tiny_model("llama")), device, **options) as engine:
+        if engine is not None:
+            assert expected == said(engine.generate(TRAFFIC, PARAMS))
+
+
+def is_slow(fifo: str, group: TensorParallel) -> None:
+    """A rank begins a step when the other has long begun to wait for it."""
+    expected = None if group.rank else alone("llama", PROMPTS, GREEDY)
+    with ParallelEngine(part_of("llama", group), tensor_parallel=group, **ROOMY) as engine:
+        submit, waits, releasing = engine._runner.submit, threading.Event(), None
+        num_steps = 0
+
+        def held(chunks: Any) -> Any:
+            nonlocal num_steps
+            num_steps += 1
+            if num_steps == 4:
+                if not group.rank:
+                    waits.set()
+                else:
+                    with open(fifo) as other_end:
+                        other_end.read()  # Until somebody has opened it to write, and closed it.
+            return submit(chunks)
+
+        def release() -> None:
+            waits.wait()
+            with open(fifo, "w"):
+                pass
+
+        with mock.patch.object(engine._runner, "submit", held):
+            if group.rank:
+                engine.follow()
+                return
+            releasing = threading.Thread(target=release)
+            releasing.start()
+            assert expected == said(engine.generate(PROMPTS, GREEDY))
+            releasing.join()
+
+
+# ---- what rank 0 is asked for --------------------------------------------------------------------
+
+
+def obeys(seed: int, group: TensorParallel) -> None:
+    """Whatever rank 0 is asked for, the ranks stay together: each step compares their books."""
+    watermark_bytes = 8 * PAGE_BYTES
+    options = {**SMALL, "host_budget_bytes": 64 * KiB, "watermark_bytes": watermark_bytes}
+    options["budget_bytes"] = 40 * PAGE_BYTES
+    with engine_on(group, copy.deepcopy(tiny_model("gemma2")), **options) as engine:
+        if engine is None:
+            return
+        choices = random.Random(seed)
+        handles = []
+        for _ in range(35):
+            what = choices.random()
+            if what < 0.3:
+                prompt = [*TRAFFIC[0][: choices.randrange(2, 48)], choices.randrange(3, 99)]
+                params = SamplingParams(
+                    n=choices.randrange(1, 3), max_tokens=choices.randrange(1, 60)
+                )
+                with contextlib.suppress(ConfigError):  # The budget may be too small by now.
+                    handles.append(engine.add(prompt, params, choices.randrange(-1, 2)))
+            elif what < 0.4 and handles:
+                engine.cancel(choices.choice(handles))
+            elif what < 0.45:
+                with contextlib.suppress(ConfigError):
+                    engine.set_budget(choices.randrange(20, 60) * PAGE_BYTES)
+            elif what < 0.5:
+                with refused(ConfigError, "no room"):
+                    engine.add([1] * 200)
+            elif what < 0.55:
+                while engine.advance():
+                    pass
+                wanted = iter([False, True])
+                engine.fall_idle(lambda wanted=wanted: next(wanted, False))
+            else:
+                engine.step()
+        while engine.has_unfinished:
+            engine.step()
+        engine.fall_idle()
+        assert engine.cache.pool.stats().created_bytes <= watermark_bytes
+        reasons = {request.finish_reason for each in handles for request in each.requests}
+        assert {FinishReason.LENGTH, FinishReason.CANCELLED} == reasons
+
+
+def is_not_asked(group: TensorParallel) -> None:
+    """Only one engine is asked, and it follows nobody."""
+    with ParallelEngine(part_of("llama", group), tensor_parallel=group, **ROOMY) as engine:
+        if group.rank:
+            for ask in (lambda: engine.add([1]), engine.step, lambda: engine.set_budget(1 << 20)):
+                with refused(ConfigError, "rank 0"):
+                    ask()
+            engine.follow()
+        else:
+            with refused(ConfigError, "nobody"):
+                engine.follow()
+            with refused(ConfigError, "cannot be sent"):
+                engine.add([1, 2], SamplingParams(logits_processors=(lambda ids, scores: scores,)))
+            assert 1 == len(said(engine.generate([[1, 2]], GREEDY)))
+
+
+# ---- ends ----------------------------------------------------------------------------------------
+
+
+def tiny_part(name: str, group: TensorParallel) -> Any:
+    """For `open_parallel_engine`."""
+    torch.set_num_threads(1)
+    return copy.deepcopy(tiny_model(name))
+
+
+def part_that_fails(group: TensorParallel) -> Any:
+    """The other rank cannot make its model."""
+    if group.rank:
+        raise RuntimeError("the disk has gone")
+    return copy.deepcopy(tiny_model("llama"))
+
+
+def end_process(pid: int) -> None:
+    """As the kernel does it when memory is short."""
+    os.kill(pid, 9)

@@ -1,0 +1,53 @@
+"""Ranks end together, with one error that says which of them was the first, and why."""
+
+from __future__ import annotations
+
+import multiprocessing
+from functools import partial
+
+import pytest
+from helpers import rank_cases as cases
+from helpers.tiny_models import VERSION
+
+from vmkv import RankError, SamplingParams
+from vmkv.serve import FinishReason
+from vmkv.serve.parallel_engine import open_parallel_engine
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(VERSION < (5, 17), reason="transformers has no plans to divide models by"),
+]
+
+KILLED = r"rank 1 has ended: it was ended by signal 9"
+
+
+def _serve_and_lose_a_rank() -> None:
+    model = partial(cases.tiny_part, "llama")
+    with open_parallel_engine(model, 2, device_type="cpu", **cases.ROOMY) as engine:
+        handles = [engine.add([5, 6, 7], SamplingParams(max_tokens=190)) for _ in range(3)]
+        for _ in range(5):
+            engine.step()
+        (other,) = multiprocessing.active_children()
+        cases.end_process(other.pid)
+        with pytest.raises(RankError, match=KILLED):
+            list(handles[0])  # Steps, as long as that lasts.
+        for handle in handles:
+            assert handle.output().outputs[0].finish_reason is FinishReason.ERROR
+            assert isinstance(handle.output().error, RankError)
+        engine.add([1, 2])
+
+
+def test_a_rank_that_is_killed_ends_all_with_one_error() -> None:
+    """Everybody who asks hears of it, at once; nothing is left behind."""
+    with pytest.raises(RankError, match=KILLED):
+        _serve_and_lose_a_rank()
+    assert not multiprocessing.active_children()
+
+
+def test_a_rank_that_cannot_begin_says_why() -> None:
+    """In rank 0's error, as if it had failed here."""
+    with (
+        pytest.raises(RankError, match="rank 1 has ended: the disk has gone"),
+        open_parallel_engine(cases.part_that_fails, 2, device_type="cpu", **cases.ROOMY),
+    ):
+        pass
