@@ -82,6 +82,8 @@ def kind_bytes(kind: LayerKind, num_tokens: int, *, shared_tokens: int = 0) -> K
     late_pages = (1 << growth_quantum_class(pages, largest_class)) - 1
     # A window leaves its prefix behind; until then others may need it, so it is not shared.
     is_shared = window is None or num_tokens < window
+    # The last token is always computed: its logits are wanted.
+    shared_tokens = min(shared_tokens, num_tokens - 1)
     shared_pages = min(geometry.whole_pages_below(shared_tokens), pages) if is_shared else 0
     return KindBytes(
         kind,

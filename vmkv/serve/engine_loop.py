@@ -111,7 +111,10 @@ class EngineLoop:
 
     def _wait(self) -> bool:
         """Wait for something to do; false to end."""
-        # After publishing, so that no client waits for it.
+        # Once all is published, so that no client waits for it.
+        while self._has_news and not self._engine.has_unfinished and not self._is_wanted():
+            self._link.wait(for_commands=True, to_send=True)
+            self._publish()
         try:
             self._engine.fall_idle(is_wanted=self._is_wanted)
         except Exception:  # noqa: BLE001  # no request is left to end with it
@@ -120,10 +123,14 @@ class EngineLoop:
             return True
         self._publish()  # That it is idle, for one.
         while not self._is_wanted():
-            has_news = bool(self._updated or self._refused)
-            self._link.wait(for_commands=True, to_send=has_news)
+            self._link.wait(for_commands=True, to_send=self._has_news)
             self._publish()
         return bool(self._commands)
+
+    @property
+    def _has_news(self) -> bool:
+        """Whether something is still to be sent."""
+        return bool(self._updated or self._refused)
 
     # ---- commands -------------------------------------------------------------------------
 
