@@ -410,7 +410,7 @@ async def idle_row(
     }
 
 
-def make_engine(model: Any, steps: Steps, case: Case) -> Engine:
+def make_engine(model: Any, steps: Steps, case: Case, kv_dtype: str) -> Engine:
     """The engine as anybody would make it."""
     return Engine(
         model,
@@ -420,6 +420,7 @@ def make_engine(model: Any, steps: Steps, case: Case) -> Engine:
         budget_bytes=case.budget_bytes,
         prefix_caching=case.prefix_caching,
         watermark_bytes=case.watermark_bytes,
+        kv_dtype=kv_dtype,
         observer=steps,
     )
 
@@ -445,6 +446,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="FILE",
         help="what vllm_workloads.py has measured on this machine, instead of published figures",
     )
+    parser.add_argument(
+        "--kv-dtype", default="auto", help="of keys and values; the result is then called after it"
+    )
     arguments = parser.parse_args(argv)
     smoke = arguments.smoke or not torch.cuda.is_available()
     vllm_s = json.loads(arguments.vllm_json.read_text()) if arguments.vllm_json else {}
@@ -457,7 +461,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         wanted = [each for each in case.workloads if is_wanted(each.name, arguments.only)]
         if not wanted:
             continue
-        with make_engine(model, steps, case) as engine:
+        with make_engine(model, steps, case, arguments.kv_dtype) as engine:
             for workload in wanted:
                 if workload.vllm_s is not None and vllm_s:
                     workload = replace(workload, vllm_s=vllm_s.get(workload.name))
@@ -470,7 +474,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if is_wanted(IDLE, arguments.only):
         case = SMOKE_IDLE_CASE if smoke else IDLE_CASE
         watch = MemorySteps()
-        engine = make_engine(model, watch, case)
+        engine = make_engine(model, watch, case, arguments.kv_dtype)
         idle_s = SMOKE_IDLE_S if smoke else IDLE_S
         rows[IDLE] = asyncio.run(idle_row(engine, watch, case, config.vocab_size, idle_s))
     if not rows:
@@ -483,11 +487,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS,
         "weight_bytes": WEIGHT_BYTES,
         "vllm_in_this_run": bool(vllm_s),
+        "kv_dtype": arguments.kv_dtype,
     }
     record = make_record(__doc__, list(rows.values()), figures, constants)
     if arguments.json or not smoke:
         # A part of the workloads does not replace the result of all.
-        name = "_".join(["serve", *(arguments.only or ())]).lower()
+        kind = [] if arguments.kv_dtype == "auto" else [arguments.kv_dtype]
+        name = "_".join(["serve", *kind, *(arguments.only or ())]).lower()
         print("wrote", write_result(name, record, arguments.json))
     return 0
 

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from .errors import ConfigError as ConfigError
     from .errors import DriverError as DriverError
     from .errors import InternalError as InternalError
+    from .errors import LostError as LostError
     from .errors import OutOfAddressSpaceError as OutOfAddressSpaceError
     from .errors import OutOfPagesError as OutOfPagesError
     from .errors import SequenceFullError as SequenceFullError
@@ -73,6 +74,7 @@ _HOMES = {
         "ConfigError",
         "DriverError",
         "InternalError",
+        "LostError",
         "OutOfAddressSpaceError",
         "OutOfPagesError",
         "SequenceFullError",

@@ -7,6 +7,7 @@
      │   ├─ OutOfAddressSpaceError  retry after closing caches, or ask for less
      │   └─ SequenceFullError       never retry: the row ends here
      ├─ ClosedError          your code closed this object
+     ├─ LostError            whoever worked on it is gone: call again
      ├─ DriverError          a driver call failed; it names the call and the status
      │   ├─ CudaDriverError
      │   └─ HostDriverError
@@ -95,6 +96,10 @@ class SequenceFullError(CapacityError):
 
 class ClosedError(VMKVError):
     """Your code closed this object and then used it."""
+
+
+class LostError(VMKVError):
+    """A replica ended before what it was asked for was done. The same call again may succeed."""
 
 
 class DriverError(VMKVError, RuntimeError):

@@ -64,6 +64,7 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
     "serve --swap": (SERVE, NUMBERS),
     "serve --watermark": (SERVE, NUMBERS),
     "serve --attention-backend": (SERVE, ["", "flash9", "x" * 300]),
+    "serve --replicas": (SERVE, [*INTEGERS, "0", "1025"]),
     "serve --kv-dtype": (SERVE, ["", "int8", "fp8_e5m2", "bfloat16"]),
     "serve --kv-scales": (EIGHT_BITS, ["", "/nowhere", "/", "{binary}", "{unended}", "n" * 300]),
     "serve --skip-layers": (EIGHT_BITS, ["", "x", "-1", "0,,1", "1.5", "2", "sliding,7", "9" * 50]),

@@ -6,8 +6,11 @@ import asyncio
 import math
 import time
 from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 from ..errors import ConfigError, one_line
+
+Samples: TypeAlias = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 #: For a whole answer.
 TIMEOUT_S = 5.0
@@ -20,11 +23,11 @@ class Scrape:
 
     Attributes:
         taken_s: When, by `time.monotonic`.
-        samples: Values by name and labels.
+        samples: Values by name and labels, of all replicas together.
     """
 
     taken_s: float
-    samples: dict[tuple[str, frozenset[tuple[str, str]]], float] = field(default_factory=dict)
+    samples: Samples = field(default_factory=dict)
 
     def value(self, name: str, **labels: str) -> float:
         """One value; 0 where it was not reported."""
@@ -89,10 +92,20 @@ def scrape(address: str, *, timeout_s: float = TIMEOUT_S) -> Scrape:
             if sample.name.startswith("vmkv_"):
                 if not (0 <= sample.value < math.inf and _is_bound(sample.labels.get("le", "0"))):
                     raise ConfigError(f"{address} reports {one_line(ValueError(sample))}: no count")
-                found.samples[sample.name, frozenset(sample.labels.items())] = sample.value
+                _add(found.samples, sample)
     if not found.samples:
         raise ConfigError(f"{address} reports nothing of vmkv; is it another kind of server?")
     return found
+
+
+def _add(samples: Samples, sample: Any) -> None:
+    """Take a value. Replicas count together, but for the size of a page, which all have alike."""
+    labels = frozenset(each for each in sample.labels.items() if each[0] != "replica")
+    key = (sample.name, labels)
+    if sample.name == "vmkv_page_bytes":
+        samples[key] = sample.value
+    else:
+        samples[key] = samples.get(key, 0.0) + sample.value
 
 
 def _get(url: str, address: str, timeout_s: float) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -90,6 +91,14 @@ def add_parser(commands: Commands) -> None:
     )
     add("--no-prefix-caching", action="store_true", help="compute common prefixes again")
     add("--deterministic", action="store_true", help="tokens do not depend on other requests")
+    add = parser.add_argument_group("replicas").add_argument
+    add(
+        "--replicas",
+        type=integer(1, 1024),
+        metavar="N",
+        help="engines that share the requests, on a GPU each: by what they hold of a prompt, and "
+        "by load; on the Ray cluster that RAY_ADDRESS names, or on this machine",
+    )
     add = parser.add_argument_group("server").add_argument
     add("--host", type=host, default="127.0.0.1", help="0.0.0.0 for every address of the machine")
     add("--port", type=port, default=8000, help="0 for any free one")
@@ -114,12 +123,15 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
     """Load, serve, drain; returns when a signal has said stop."""
     # Everything cheap that can be wrong comes before the model is loaded.
     _check_installed()
+    if arguments.replicas:
+        _check_replicas(arguments)
     from ..serve.server.run import open_socket
 
     options_for = server_options(arguments)
     listener = open_socket(arguments.host, arguments.port, unread_timeout_s=arguments.send_timeout)
     try:
-        return _serve(arguments, listener, options_for, out)
+        serve = _serve_replicas if arguments.replicas else _serve
+        return serve(arguments, listener, options_for, out)
     finally:
         listener.close()
 
@@ -172,6 +184,67 @@ def _serve(
     return 0
 
 
+def _serve_replicas(
+    arguments: argparse.Namespace,
+    listener: Any,
+    options_for: Callable[[int], ServerOptions],
+    out: TextIO,
+) -> int:
+    from ..serve.replicas.local import running_replicas
+    from ..serve.server import create_app, run_server
+    from .models import load_config, load_tokenizer
+
+    _set_logging(arguments)
+    load_config(arguments.model)  # The plainest error first.
+    _check_engine(arguments)
+    tokenizer = load_tokenizer(arguments.tokenizer or arguments.model)
+    make = functools.partial(_replica_engine, arguments)
+    on_gpus = _device(arguments.device) == "cuda"
+    with running_replicas(make, arguments.replicas, on_gpus=on_gpus) as replicas:
+        options = options_for(replicas.facts.max_tokens)
+        app = create_app(replicas.engine, tokenizer, options, replicas.metrics)
+
+        def announce() -> None:
+            host, port = listener.getsockname()[:2]
+            out.write(
+                f"vmkv serves {options.model_name} at http://{_as_host(host)}:{port}/v1 with "
+                f"{arguments.replicas} replicas: up to {replicas.facts.max_tokens:,} tokens a "
+                f"request, {format_bytes(replicas.facts.budget_bytes)} for keys and values of "
+                f"each, {'with' if options.api_keys else 'without'} API keys\n"
+            )
+            out.flush()
+
+        run_server(
+            app,
+            listener,
+            drain_timeout_s=arguments.drain_timeout,
+            log_level=arguments.log_level,
+            on_ready=announce,
+        )
+    return 0
+
+
+def _replica_engine(
+    arguments: argparse.Namespace, observer: EngineObserver
+) -> contextlib.AbstractContextManager[Engine]:
+    """The engine of a replica, in its process, where its tokens become text."""
+    from .models import load_tokenizer
+
+    return _engine(arguments, observer, load_tokenizer(arguments.tokenizer or arguments.model))
+
+
+def _check_replicas(arguments: argparse.Namespace) -> None:
+    if arguments.trace:
+        raise ConfigError("--trace is of one engine, and --replicas would have one each")
+    if arguments.device.startswith("cuda:"):
+        raise ConfigError(
+            f"--device {arguments.device} is one GPU, and each of --replicas has its own: say "
+            "--device cuda, and which GPUs in CUDA_VISIBLE_DEVICES"
+        )
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError("--replicas needs the package ray: pip install 'vmkv[ray]'")
+
+
 def _check_engine(arguments: argparse.Namespace) -> None:
     """Refuse what can be refused before a process is started and the model loaded.
 
@@ -193,7 +266,9 @@ def _check_engine(arguments: argparse.Namespace) -> None:
 
 
 @contextlib.contextmanager
-def _engine(arguments: argparse.Namespace, observer: EngineObserver) -> Iterator[Engine]:
+def _engine(
+    arguments: argparse.Namespace, observer: EngineObserver, tokenizer: Any = None
+) -> Iterator[Engine]:
     """The engine, in the process that it has for itself."""
     from ..serve.failures import is_out_of_memory
     from ..serve.observer import Observers
@@ -209,7 +284,7 @@ def _engine(arguments: argparse.Namespace, observer: EngineObserver) -> Iterator
             observers.append(trace)
         model = load_model(arguments.model, device=_device(arguments.device), dtype=arguments.dtype)
         try:
-            engine = make_engine(arguments, model, Observers(observers))
+            engine = make_engine(arguments, model, Observers(observers), tokenizer)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
@@ -227,12 +302,15 @@ def _set_logging(arguments: argparse.Namespace) -> None:
         be_quiet(with_progress=sys.stderr is not None and sys.stderr.isatty())
 
 
-def make_engine(arguments: argparse.Namespace, model: Any, observer: Any) -> Any:
+def make_engine(
+    arguments: argparse.Namespace, model: Any, observer: Any, tokenizer: Any = None
+) -> Any:
     """The engine that the options describe."""
     from ..serve.engine import Engine
 
     return Engine(
         model,
+        tokenizer=tokenizer,
         max_num_seqs=arguments.max_num_seqs,
         max_num_batched_tokens=arguments.max_num_batched_tokens,
         max_num_mixed_tokens=arguments.max_num_mixed_tokens or None,

@@ -45,9 +45,7 @@ class Metrics:
         self._snapshot_s = float("-inf")
         self._add_request_metrics()
         self._add_step_metrics()
-        self.http_responses = self._counter(
-            "http_responses", "HTTP responses by route and status", "route", "status"
-        )
+        self.http_responses = http_responses(self.registry)
         self.registry.register(_Memory(self))
 
     def _add_request_metrics(self) -> None:
@@ -171,6 +169,12 @@ class Metrics:
     def text(self) -> bytes:
         """Everything in Prometheus' text format."""
         return generate_latest(self.registry)
+
+
+def http_responses(registry: CollectorRegistry) -> Counter:
+    """The counter of HTTP responses by route and status."""
+    what = "HTTP responses by route and status"
+    return Counter("vmkv_http_responses", what, ("route", "status"), registry=registry)
 
 
 class _Memory:

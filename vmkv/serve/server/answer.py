@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ...errors import LostError
 from ..params import SamplingParams
 from ..request import RequestOutput, joined
 from .choices import Form, Progress
@@ -55,10 +56,18 @@ class Answer:
     wants_running_usage: bool
 
     async def whole(self) -> dict[str, Any]:
-        """The answer in one piece.
+        """The answer in one piece. Computed once more where who computed it is gone.
 
         Raises `ApiError`: there is none.
         """
+        try:
+            return await self._whole()
+        except ApiError as error:
+            if not isinstance(error.__cause__, LostError):
+                raise
+            return await self._whole()  # Nobody has seen any of it.
+
+    async def _whole(self) -> dict[str, Any]:
         progress = self._new_progress()
         found: list[list[RequestOutput]] = [[] for _ in self.prompts]
         async with contextlib.aclosing(self._outputs()) as outputs:

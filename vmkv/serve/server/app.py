@@ -25,7 +25,7 @@ from .errors import ApiError
 from .guard import Guard
 from .keys import ApiKeys
 from .limits import Limits
-from .protocol import StreamingEngine
+from .protocol import ServerMetrics, StreamingEngine
 from .schema import ChatRequest, CompletionRequest, TokenizeRequest
 from .service import Service
 from .streaming import CLIENT_GONE, ClientGoneError, error_response
@@ -60,7 +60,7 @@ def create_app(
     engine: StreamingEngine,
     tokenizer: Any,
     options: ServerOptions,
-    metrics: Metrics | None = None,
+    metrics: ServerMetrics | None = None,
 ) -> FastAPI:
     """The application. It owns the engine from its startup on: its shutdown shuts the engine down.
 

@@ -7,7 +7,14 @@ import traceback
 from collections.abc import Mapping
 from typing import Any
 
-from ...errors import CapacityError, ClosedError, ConfigError, SequenceFullError, VMKVError
+from ...errors import (
+    CapacityError,
+    ClosedError,
+    ConfigError,
+    LostError,
+    SequenceFullError,
+    VMKVError,
+)
 
 _log = logging.getLogger(__name__)
 _INVALID = "invalid_request_error"
@@ -121,6 +128,11 @@ def stopped(reason: str) -> ApiError:
     return ApiError(503, reason, kind="server_error", code="engine_stopped", headers=_RETRY_AFTER)
 
 
+def lost(reason: str) -> ApiError:
+    """Who computed it is gone."""
+    return ApiError(503, reason, kind="server_error", code="replica_lost", headers=_RETRY_AFTER)
+
+
 def refused(error: Exception) -> ApiError:
     """Why the engine did not take a request, by whose turn it is."""
     if isinstance(error, ApiError):
@@ -131,6 +143,8 @@ def refused(error: Exception) -> ApiError:
         return invalid(str(error))
     if isinstance(error, ClosedError):
         return stopped(f"the engine takes no requests: {error}")
+    if isinstance(error, LostError):
+        return lost(str(error))
     return failed(error)
 
 

@@ -13,9 +13,9 @@ import logging
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..metrics import Metrics
 from .errors import ApiError, draining, failed, too_large, wrong_key
 from .keys import ApiKeys
+from .protocol import ServerMetrics
 from .streaming import CLIENT_GONE, error_response
 from .uploads import Upload, Uploads
 
@@ -59,7 +59,7 @@ class Guard:
         api_keys: ApiKeys,
         protects_everything: bool,
         drain: DrainSwitch,
-        metrics: Metrics,
+        metrics: ServerMetrics,
     ):
         self._app = app
         self._uploads = uploads

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
+from prometheus_client import Counter
+
 from ..params import SamplingParams
 from ..request import RequestOutput
 
@@ -37,4 +39,17 @@ class StreamingEngine(Protocol):
 
     async def __aexit__(self, *exception: object) -> None:
         """Stop, after the requests that are under way."""
+        ...
+
+
+class ServerMetrics(Protocol):
+    """What is shown at `/metrics`; `Metrics` shows one engine's."""
+
+    @property
+    def http_responses(self) -> Counter:
+        """Counts responses by route and status."""
+        ...
+
+    def text(self) -> bytes:
+        """Everything in Prometheus' text format."""
         ...

@@ -10,7 +10,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from ...errors import ConfigError, shown
-from ..metrics import Metrics
 from ..params import SamplingParams
 from .answer import Answer
 from .choices import ChatForm, CompletionForm, Form
@@ -18,7 +17,7 @@ from .errors import ApiError, invalid
 from .guard import DrainSwitch
 from .limits import Gate, Limits
 from .prompts import Prompt, Prompts
-from .protocol import StreamingEngine
+from .protocol import ServerMetrics, StreamingEngine
 from .reading import Reader
 from .schema import ChatRequest, CompletionRequest, Sampling, TokenizeRequest
 from .streaming import EventStream, until_disconnect
@@ -57,7 +56,7 @@ class Service:
         max_model_tokens: int,
         limits: Limits,
         chat_template: str | None,
-        metrics: Metrics,
+        metrics: ServerMetrics,
     ):
         self._engine = engine
         self._model_name = model_name

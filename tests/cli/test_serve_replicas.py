@@ -1,0 +1,80 @@
+"""`vmkv serve --replicas` as a process, and what it cannot be combined with."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+from helpers.serving import save_tiny_model
+
+REPLICAS = ["--replicas", "2", "--device", "cpu"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--trace", "trace.json"], "--trace is of one engine"),
+        (["--device", "cuda:1"], "CUDA_VISIBLE_DEVICES"),
+    ],
+)
+def test_what_is_of_one_engine_is_refused(
+    complaint: Callable[..., str], options: list[str], words: str
+) -> None:
+    """Before anything is loaded, or Ray is asked for."""
+    assert words in complaint("serve", "/nowhere", *REPLICAS, *options)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="Ray is installed")
+def test_a_missing_ray_is_named_with_the_command_that_installs_it(
+    complaint: Callable[..., str],
+) -> None:
+    """In one line."""
+    assert "pip install 'vmkv[ray]'" in complaint("serve", "/nowhere", *REPLICAS)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_replicas_serve_and_end(tmp_path: Path) -> None:
+    """They come up, answer, and end with SIGTERM, all of them; the status is 0."""
+    pytest.importorskip("ray")
+    command = [sys.executable, "-m", "vmkv.cli", "serve", str(save_tiny_model(tmp_path / "model"))]
+    command += [*REPLICAS, "--served-model-name", "tiny", "--memory", "0.0625", "--port", "0"]
+    with (tmp_path / "log").open("w") as log:
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+    try:
+        assert child.stdout is not None
+        line = child.stdout.readline()
+        found = re.search(r"http://[\d.]+:\d+", line)
+        assert found, (tmp_path / "log").read_text()
+        assert "with 2 replicas" in line
+        body = {"model": "tiny", "prompt": "A row", "max_tokens": 4, "ignore_eos": True}
+        answer = httpx.post(f"{found.group(0)}/v1/completions", json=body, timeout=60)
+        assert answer.json()["usage"]["completion_tokens"] == 4
+        child.send_signal(signal.SIGTERM)
+        assert 0 == child.wait(60), (tmp_path / "log").read_text()
+    finally:
+        child.kill()
+        child.wait()
+        if child.stdout is not None:
+            child.stdout.close()
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_why_replicas_cannot_be_started_is_said_in_one_line(tmp_path: Path) -> None:
+    """As the engine says it, whose process was Ray's."""
+    pytest.importorskip("ray")
+    command = [sys.executable, "-m", "vmkv.cli", "serve", str(save_tiny_model(tmp_path / "model"))]
+    command += [*REPLICAS, "--memory", "0.00001", "--port", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 2
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("vmkv: the replicas could not be started: ")
+    assert "budget" in last

@@ -1,0 +1,212 @@
+"""Several replicas are asked as one engine is: what runs again, and what ends in words.
+
+Ray's errors are its own; whoever raises them here is a handle of the test's, so that a replica can
+be lost at any point. Not covered: that Ray raises them (`test_replicas.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vmkv import CapacityError, ClosedError, ConfigError, SamplingParams
+from vmkv.errors import LostError
+
+ray_exceptions = pytest.importorskip("ray.exceptions")
+serve_exceptions = pytest.importorskip("ray.serve.exceptions")
+pytestmark = pytest.mark.ray
+
+
+class Response:
+    """What a call of a replica gives: some outputs, then an error or none."""
+
+    def __init__(self, outputs: Sequence[Any], error: Exception | None, hangs: bool = False):
+        self._outputs, self._error, self._hangs = list(outputs), error, hangs
+        self._cancelled = asyncio.Event()
+
+    @property
+    def is_cancelled(self) -> bool:
+        return self._cancelled.is_set()
+
+    def cancel(self) -> None:
+        self._cancelled.set()
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        return self._items()
+
+    async def _items(self) -> AsyncIterator[Any]:
+        for each in self._outputs:
+            yield each
+        if self._hangs:
+            await self._cancelled.wait()
+            raise serve_exceptions.RequestCancelledError("r")
+        if self._error is not None:
+            raise self._error
+
+
+class Handle:
+    """To replicas that answer as they are told."""
+
+    def __init__(self, *responses: Response):
+        self.responses = list(responses)
+        self.num_calls = 0
+        self.stream = SimpleNamespace(remote=self._next)
+
+    def options(self, **_: Any) -> Handle:
+        return self
+
+    def broadcast(self, method: str) -> Any:
+        async def results_async(**_: Any) -> list[Any]:
+            return [ray_exceptions.ActorDiedError()]
+
+        return SimpleNamespace(results_async=results_async)
+
+    def _next(self, *_: Any) -> Response:
+        self.num_calls += 1
+        return self.responses[self.num_calls - 1]
+
+
+def engine_of(handle: Handle) -> Any:
+    from vmkv.serve.replicas.client import ReplicatedEngine
+    from vmkv.serve.replicas.metrics import ReplicaMetrics
+
+    return ReplicatedEngine(handle, ReplicaMetrics())
+
+
+async def outputs_of(engine: Any, found: list[Any]) -> None:
+    async for each in engine.stream([1], SamplingParams()):
+        found.append(each)
+
+
+DEATHS = [
+    lambda: ray_exceptions.ActorDiedError(),
+    lambda: ray_exceptions.ActorUnavailableError("gone", b"\0" * 16),
+    lambda: ray_exceptions.WorkerCrashedError(),
+]
+
+
+@pytest.mark.parametrize("death", DEATHS)
+def test_a_request_of_which_nothing_was_given_runs_again(death: Callable[[], Exception]) -> None:
+    """Twice; whoever asks sees one answer."""
+
+    async def main() -> None:
+        handle = Handle(Response([], death()), Response([], death()), Response(["x", "y"], None))
+        found: list[Any] = []
+        await outputs_of(engine_of(handle), found)
+        assert found == ["x", "y"]
+        assert handle.num_calls == 3
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("death", DEATHS)
+def test_a_request_of_which_something_was_given_ends_in_words(
+    death: Callable[[], Exception],
+) -> None:
+    """It is not given again."""
+
+    async def main() -> None:
+        handle = Handle(Response(["x"], death()))
+        found: list[Any] = []
+        with pytest.raises(LostError, match="ask again"):
+            await outputs_of(engine_of(handle), found)
+        assert found == ["x"]
+
+    asyncio.run(main())
+
+
+def test_a_request_that_ends_every_replica_is_given_up() -> None:
+    """Before there are none left."""
+
+    async def main() -> None:
+        handle = Handle(*[Response([], ray_exceptions.ActorDiedError()) for _ in range(9)])
+        with pytest.raises(LostError):
+            await outputs_of(engine_of(handle), [])
+        assert handle.num_calls == 3
+
+    asyncio.run(main())
+
+
+def remote(error: Exception) -> Exception:
+    """An error as it comes out of a replica."""
+    return ray_exceptions.RayTaskError("stream", "a traceback", error).as_instanceof_cause()
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "words"),
+    [
+        (
+            lambda: remote(ConfigError("n=0 must be positive")),
+            ConfigError,
+            "^n=0 must be positive$",
+        ),
+        (lambda: remote(ClosedError("it has stopped")), ClosedError, "^it has stopped$"),
+        (lambda: serve_exceptions.BackPressureError(3, 2), CapacityError, "wait for a replica"),
+        (
+            lambda: serve_exceptions.DeploymentUnavailableError("vmkv"),
+            ClosedError,
+            "no replica takes requests",
+        ),
+    ],
+)
+def test_errors_are_ours(error: Callable[[], Exception], kind: type[Exception], words: str) -> None:
+    """A replica's as it was raised there, Ray's by whose turn it is; neither runs again."""
+
+    async def main() -> None:
+        handle = Handle(Response([], error()))
+        with pytest.raises(kind, match=words):
+            await outputs_of(engine_of(handle), [])
+        assert handle.num_calls == 1
+
+    asyncio.run(main())
+
+
+def test_who_leaves_cancels_the_request() -> None:
+    """At the replica, at once."""
+
+    async def main() -> None:
+        response = Response(["x"], None, hangs=True)
+        stream = engine_of(Handle(response)).stream([1], SamplingParams())
+        assert await anext(stream) == "x"
+        await stream.aclose()
+        assert response.is_cancelled
+
+    asyncio.run(main())
+
+
+def test_the_end_waits_for_what_is_under_way_or_ends_it_in_words() -> None:
+    """And takes nobody new."""
+
+    async def main() -> None:
+        response = Response(["x"], None, hangs=True)
+        engine = engine_of(Handle(response, response))
+        asking = asyncio.ensure_future(outputs_of(engine, []))
+        await asyncio.sleep(0)
+        draining = asyncio.ensure_future(engine.shutdown())
+        while not engine._is_stopping:
+            await asyncio.sleep(0)
+        with pytest.raises(ClosedError, match="no more requests"):
+            await outputs_of(engine, [])
+        assert not draining.done()
+        await engine.shutdown(drain=False)
+        await draining
+        with pytest.raises(ClosedError, match="shutting down"):
+            await asking
+
+    asyncio.run(main())
+
+
+def test_health_says_that_no_replica_is_there() -> None:
+    """As soon as they were asked."""
+
+    async def main() -> None:
+        async with engine_of(Handle()) as engine:
+            while engine.failure is None:
+                await asyncio.sleep(0)
+            assert "no replica is there" in engine.failure
+
+    asyncio.run(main())

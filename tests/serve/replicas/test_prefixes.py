@@ -1,0 +1,140 @@
+"""What a replica tells of its prefix index is what can be begun with there, and little of it.
+
+Not covered: how it travels, which is Ray's and tested with it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from vmkv.cache.prefix import BLOCK_TOKENS, PrefixIndex, block_hashes
+from vmkv.serve import Engine, SamplingParams
+from vmkv.serve.replicas.prefixes import MARKED_LENGTHS, HeldPrefixes, names_of, told_names
+
+CACHE: object = None  # No observer here looks at it.
+
+
+def held_tokens(prompt: list[int], told: frozenset[bytes]) -> int:
+    """How much of a prompt somebody believes to be held who was told this."""
+    return max((tokens for tokens, name in names_of(prompt) if name in told), default=0)
+
+
+def tell(index: PrefixIndex, **options: int) -> frozenset[bytes]:
+    """What is told of an index."""
+    prefixes = HeldPrefixes(**options)
+    prefixes.bind(index)
+    prefixes.idle(CACHE)
+    return told_names(prefixes.stats)
+
+
+def test_lengths_that_have_a_name_are_an_eighth_apart() -> None:
+    """Every block where there are few, and never more than an eighth of a beginning missed."""
+    assert MARKED_LENGTHS[:20] == (*range(1, 17), 18, 20, 22, 24)
+    assert all(b - a <= max(1, a // 8) for a, b in itertools.pairwise(MARKED_LENGTHS))
+    assert len([each for each in MARKED_LENGTHS if each * BLOCK_TOKENS <= 8192]) == 56
+
+
+@given(num_tokens=st.integers(0, 700))
+def test_names_are_of_beginnings(num_tokens: int) -> None:
+    """A name stands for all tokens up to its length, and for no other tokens."""
+    prompt = list(range(num_tokens))
+    names = names_of(prompt)
+    assert [tokens // BLOCK_TOKENS for tokens, _ in names] == [
+        each for each in MARKED_LENGTHS if each * BLOCK_TOKENS <= num_tokens
+    ]
+    for tokens, name in names:
+        assert names_of(prompt[:tokens])[-1] == (tokens, name)
+        other = [*prompt[: tokens - 1], 10_000]
+        assert names_of(other)[-1] == (tokens, names_of(other)[-1][1])
+        assert names_of(other)[-1][1] != name
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("record"), st.integers(0, 3), st.integers(0, 2), st.integers(1, 300)),
+            st.tuples(st.just("truncate"), st.integers(0, 3), st.integers(0, 300)),
+            st.tuples(st.just("lose_short"), st.integers(0, 3), st.integers(0, 300)),
+            st.tuples(st.sampled_from(["park", "take", "hide"]), st.integers(0, 3)),
+        ),
+        max_size=12,
+    )
+)
+def test_what_is_told_is_what_the_index_finds(steps: list[tuple]) -> None:
+    """After anything that happens to an index, up to the lengths that have names."""
+    index = PrefixIndex()
+    for what, row, *arguments in steps:
+        if what == "record":
+            text, num_tokens = arguments
+            first = index.num_recorded(row)
+            index.record(row, [text * 1000 + at for at in range(first, first + num_tokens)])
+        else:
+            getattr(index, what)(row, *arguments)
+    told = tell(index)
+    for text in range(3):
+        prompt = [text * 1000 + at for at in range(1200)]
+        found = {match.num_tokens for match in index.matches(prompt)}
+        named = {tokens for tokens, name in names_of(prompt) if name in told}
+        assert named == {each for each in found if each // BLOCK_TOKENS in MARKED_LENGTHS}
+
+
+def test_where_too_much_is_held_the_longest_is_left_out() -> None:
+    """What is told is bounded, and nothing that is not held is told."""
+    index = PrefixIndex()
+    prompts = [[text * 10_000 + at for at in range(640)] for text in range(8)]
+    for row, prompt in enumerate(prompts):
+        index.record(row, prompt)
+    told = tell(index, max_names=32)
+    assert len(told) == 32
+    assert {held_tokens(prompt, told) for prompt in prompts} == {4 * BLOCK_TOKENS}
+    assert {held_tokens(prompt, tell(index)) for prompt in prompts} == {640}
+
+
+def test_nothing_is_told_before_there_is_a_cache() -> None:
+    """Nor is it an error to ask, or to be told nothing."""
+    prefixes = HeldPrefixes()
+    prefixes.idle(CACHE)
+    assert told_names(prefixes.stats) == told_names({}) == frozenset()
+
+
+def test_looks_are_rare_while_steps_are_many() -> None:
+    """A step looks only where the last look is too old; falling idle always does."""
+    index, prefixes = PrefixIndex(), HeldPrefixes(interval_s=3600)
+    prefixes.bind(index)
+    prefixes.step_finished(None, CACHE)
+    index.record(0, range(64))
+    prefixes.step_finished(None, CACHE)
+    assert not told_names(prefixes.stats)
+    prefixes.idle(CACHE)
+    assert held_tokens(list(range(64)), told_names(prefixes.stats)) == 64
+
+
+def test_an_engine_tells_what_it_will_not_compute_again(
+    make_engine: Callable[..., Engine],
+) -> None:
+    """What was told after a request is what the next one finds; an eviction takes it back."""
+    prefixes = HeldPrefixes()
+    engine = make_engine(observer=prefixes, watermark_bytes=None)
+    prefixes.bind(engine.cache.prefixes)
+    prompt = [at % 50 for at in range(70)]
+    engine.generate(prompt, SamplingParams(max_tokens=2))
+    engine.fall_idle()
+    assert held_tokens(prompt, told_names(prefixes.stats)) == 64
+    [again] = engine.generate([prompt], SamplingParams(max_tokens=2))
+    assert again.num_cached_tokens == 64
+    engine.cache.trim()
+    engine.generate([[7, 8, 9]], SamplingParams(max_tokens=2))
+    engine.fall_idle()
+    assert held_tokens(prompt, told_names(prefixes.stats)) == 0
+
+
+@pytest.mark.parametrize("wrong", [["a"], [None], [1 << 70]])
+def test_what_is_no_token_has_no_hash(wrong: list) -> None:
+    """An error of the caller's, as everywhere."""
+    with pytest.raises(ValueError, match="token ids must be integers"):
+        list(block_hashes(wrong * BLOCK_TOKENS))

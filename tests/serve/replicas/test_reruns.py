@@ -1,0 +1,84 @@
+"""What a client is told whose request was lost half-way: an answer in one piece comes all the same.
+
+A real engine, of which some requests are lost after their first output. Without Ray.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+from helpers.serving import serving, tiny_llama, tiny_tokenizer
+
+from vmkv import AsyncEngine, Engine
+from vmkv.errors import LostError
+from vmkv.serve.server import ServerOptions, create_app
+
+
+class LosingEngine(AsyncEngine):
+    """Loses the next requests, as many as it is told to, after their first output."""
+
+    num_to_lose = 0
+    num_streams = 0
+
+    async def stream(self, *arguments: Any, **options: Any) -> AsyncIterator[Any]:
+        self.num_streams += 1
+        is_lost, self.num_to_lose = self.num_to_lose > 0, max(0, self.num_to_lose - 1)
+        async with contextlib.aclosing(super().stream(*arguments, **options)) as outputs:
+            async for each in outputs:
+                if each.is_finished and is_lost:
+                    raise LostError("the replica is gone")
+                yield each
+                if is_lost:
+                    raise LostError("the replica is gone")
+
+
+Ask = Callable[..., tuple[httpx.Response, int]]
+
+
+@pytest.fixture
+def ask(make_engine: Callable[..., Engine]) -> Iterator[Ask]:
+    """Asks for a completion of eight tokens, lost so often: the answer, and how often it ran."""
+    engine = LosingEngine(make_engine(tiny_llama(), tokenizer=tiny_tokenizer()))
+    app = create_app(engine, tiny_tokenizer(), ServerOptions("tiny", 128))
+    with serving(app) as (url, _):
+
+        def completion(num_lost: int, **options: Any) -> tuple[httpx.Response, int]:
+            engine.num_to_lose, engine.num_streams = num_lost, 0
+            body = {"model": "tiny", "prompt": [40, 41, 42], "max_tokens": 8, "temperature": 0}
+            body |= {"ignore_eos": True, **options}
+            response = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+            return response, engine.num_streams
+
+        yield completion
+
+
+def test_an_answer_in_one_piece_is_computed_again(ask: Ask) -> None:
+    """As if nothing had happened: nobody has seen the first try."""
+    undisturbed, _ = ask(0)
+    again, num_streams = ask(1)
+    assert num_streams == 2
+    assert again.status_code == 200
+    assert again.json()["choices"] == undisturbed.json()["choices"]
+    assert again.json()["usage"]["completion_tokens"] == 8
+
+
+def test_an_answer_that_is_lost_again_ends_in_words(ask: Ask) -> None:
+    """With a status that says whose turn it is, and when."""
+    lost, num_streams = ask(2)
+    assert num_streams == 2
+    assert lost.status_code == 503
+    assert lost.headers["Retry-After"] == "1"
+    assert lost.json()["error"]["code"] == "replica_lost"
+
+
+def test_a_stream_that_had_begun_ends_in_words(ask: Ask) -> None:
+    """As its last event but the end; what was sent is not sent again."""
+    lost, num_streams = ask(1, stream=True)
+    assert num_streams == 1
+    assert lost.status_code == 200
+    assert '"code":"replica_lost"' in lost.text
+    assert lost.text.endswith("data: [DONE]\n\n")

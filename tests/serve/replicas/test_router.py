@@ -1,0 +1,121 @@
+"""Ray's router asks the choice what it should ask: what is told, what was sent, who has how much.
+
+With Ray's own classes of routers and requests, but no cluster. Not covered: what Ray makes of the
+ranks (`test_replicas.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vmkv.cache.prefix import PrefixIndex
+from vmkv.serve.replicas.prefixes import HeldPrefixes
+
+pytest.importorskip("ray")
+pytestmark = pytest.mark.ray
+
+PROMPT = list(range(10, 110))
+
+
+def told(*prompts: list[int]) -> dict[str, Any]:
+    """What a replica tells that holds these."""
+    index, prefixes = PrefixIndex(), HeldPrefixes()
+    for row, prompt in enumerate(prompts):
+        index.record(row, prompt)
+    prefixes.bind(index)
+    prefixes.idle(None)
+    return prefixes.stats
+
+
+@dataclass
+class Replica:
+    """As much of one as a router looks at."""
+
+    name: str
+    routing_stats: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def replica_id(self) -> Any:
+        return SimpleNamespace(unique_id=self.name)
+
+
+def request(name: str, *arguments: Any, method: str = "stream", **options: Any) -> Any:
+    """A call that waits for a replica."""
+    metadata = SimpleNamespace(internal_request_id=name, call_method=method)
+    return SimpleNamespace(args=list(arguments), kwargs=options, metadata=metadata)
+
+
+@pytest.fixture
+def router() -> Any:
+    """A router whose replicas say nothing of their queues."""
+    from vmkv.serve.replicas.router import PrefixRouter
+
+    made = PrefixRouter.__new__(PrefixRouter)
+    made._replica_queue_len_cache = SimpleNamespace(get=lambda replica_id: None)
+    made.initialize_state(max_ahead=2)
+    return made
+
+
+def chosen(router: Any, replicas: list[Replica], pending: Any) -> str:
+    """Who is first in rank; every other has a rank too."""
+    ranks = asyncio.run(router.choose_replicas(replicas, pending))
+    assert sorted(each.name for [each] in ranks) == sorted(each.name for each in replicas)
+    return ranks[0][0].name
+
+
+def test_who_tells_of_the_longest_beginning_is_first(router: Any) -> None:
+    """Whatever was sent, and also once something else is told."""
+    replicas = [Replica("a", told(PROMPT[:48])), Replica("b", told(PROMPT[:64])), Replica("c")]
+    assert chosen(router, replicas, request("r1", PROMPT)) == "b"
+    router.on_request_completed(None, "r1")
+    replicas[0].routing_stats = told(PROMPT)
+    assert chosen(router, replicas, request("r2", PROMPT)) == "a"
+
+
+def test_what_was_just_sent_is_expected(router: Any) -> None:
+    """Before anybody has told of it."""
+    replicas = [Replica("a"), Replica("b")]
+    first = chosen(router, replicas, request("r1", PROMPT))
+    other = chosen(router, replicas, request("r2", PROMPT[::-1]))
+    assert other != first
+    assert chosen(router, replicas, request("r3", [*PROMPT, 7])) == first
+
+
+def test_the_replica_that_ray_took_instead_is_the_one_that_is_expected(router: Any) -> None:
+    """Because the first had no place."""
+    replicas = [Replica("a"), Replica("b")]
+    pending = request("r1", PROMPT)
+    first = chosen(router, replicas, pending)
+    [second] = {"a", "b"} - {first}
+    router.on_request_routed(pending, SimpleNamespace(unique_id=second), None)
+    assert chosen(router, replicas, request("r2", [*PROMPT, 7])) == second
+
+
+def test_queues_that_replicas_say_are_believed(router: Any) -> None:
+    """Others send to them as well."""
+    replicas = [Replica("a", told(PROMPT)), Replica("b")]
+    queues = {"a": 3, "b": 0}
+    router._replica_queue_len_cache.get = lambda replica_id: queues[replica_id.unique_id]
+    assert chosen(router, replicas, request("r1", PROMPT)) == "b"
+
+
+@pytest.mark.parametrize(
+    "pending",
+    [
+        request("r", "a text"),
+        request("r", ["no token"]),
+        request("r", None),
+        request("r"),
+        request("r", prompt=PROMPT),
+        request("r", method="facts"),
+        None,
+    ],
+)
+def test_every_call_finds_a_replica(router: Any, pending: Any) -> None:
+    """A router that fails leaves a request waiting for ever; what is wrong the engine says."""
+    assert chosen(router, [Replica("a"), Replica("b")], pending) in "ab"

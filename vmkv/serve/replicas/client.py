@@ -1,0 +1,178 @@
+"""Several replicas, asked as one engine is."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from ray.exceptions import (
+    ObjectLostError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+    TaskCancelledError,
+    WorkerCrashedError,
+)
+from ray.serve.exceptions import BackPressureError, RayServeException
+
+from ...errors import CapacityError, ClosedError, LostError, one_line
+from ..params import SamplingParams
+from ..request import RequestOutput
+from .metrics import ReplicaMetrics
+from .replica import ReplicaFacts, ReplicaReport
+
+#: A request whose replica is lost is sent again so often, as long as nothing of it was given.
+_RERUNS_MAX = 2
+#: How often replicas are asked how they are, and how long one may take to say.
+_REPORT_S = 2.0
+_REPORT_TIMEOUT_S = 10.0
+#: What ends a request because its replica did. A cancellation that is not ours is Ray's, when it
+#: waits no longer for a replica that is to go.
+_LOST = (RayActorError, WorkerCrashedError, ObjectLostError, TaskCancelledError)
+
+
+class ReplicatedEngine:
+    """Replicas of an engine behind a handle of Ray Serve, for one event loop.
+
+    As `StreamingEngine` wants it: what serves one engine over HTTP serves all of them.
+
+    Args:
+        handle: To a deployment of `EngineReplica`.
+        metrics: Where what the replicas have counted is shown.
+    """
+
+    def __init__(self, handle: Any, metrics: ReplicaMetrics):
+        self._handle = handle.options(stream=True)
+        self._metrics = metrics
+        self._failure: str | None = None
+        self._responses: set[Any] = set()
+        self._all_done = asyncio.Event()
+        self._all_done.set()
+        self._is_stopping = False
+        self._reporting: asyncio.Task[None] | None = None
+
+    async def facts(self) -> ReplicaFacts:
+        """What is the same of all replicas; waits for the first to be there."""
+        facts: ReplicaFacts = await self._handle.options(stream=False).facts.remote()
+        return facts
+
+    async def stream(
+        self, prompt: Sequence[int], params: SamplingParams, priority: int = 0
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """See `StreamingEngine`. Where no replica is there, it waits for one.
+
+        Raises:
+            ConfigError: The request can never be served. Raised by the first iteration.
+            LostError: The replica is gone that computed it, and something was given already; or
+                one after the other was.
+            ClosedError: This is shutting down.
+        """
+        self._watch()
+        has_begun = False
+        for num_left in range(_RERUNS_MAX, -1, -1):
+            try:
+                async with contextlib.aclosing(self._ask(prompt, params, priority)) as outputs:
+                    async for output in outputs:
+                        yield output
+                        has_begun = True
+            except LostError:
+                if has_begun or not num_left:
+                    raise
+            else:
+                return
+
+    async def _ask(
+        self, prompt: Sequence[int], params: SamplingParams, priority: int
+    ) -> AsyncGenerator[RequestOutput, None]:
+        if self._is_stopping:
+            raise ClosedError("the server is shutting down and takes no more requests")
+        response = self._handle.stream.remote(prompt, params, priority)
+        self._responses.add(response)
+        self._all_done.clear()
+        is_over = False
+        try:
+            async for output in response:
+                yield output
+            is_over = True
+        except Exception as error:
+            is_over = True
+            raise self._worded(error) from error
+        finally:
+            if not is_over:
+                response.cancel()
+            self._responses.discard(response)
+            if not self._responses:
+                self._all_done.set()
+
+    def _worded(self, error: Exception) -> Exception:
+        """An error of Ray's as one of ours, and one of the replica's as it was there."""
+        if self._is_stopping and isinstance(error, _LOST):
+            return ClosedError("the server is shutting down")
+        if isinstance(error, _LOST):
+            return LostError(
+                "the replica that computed this request is gone; what came of it is not all, and "
+                "the rest will not come: ask again"
+            )
+        if isinstance(error, RayTaskError) and isinstance(error.cause, Exception):
+            return error.cause
+        if isinstance(error, BackPressureError):
+            return CapacityError(f"too many requests wait for a replica: {one_line(error)}")
+        if isinstance(error, RayServeException):
+            return ClosedError(f"no replica takes requests: {one_line(error)}")
+        return error
+
+    # ---- how they are ---------------------------------------------------------------------
+
+    @property
+    def failure(self) -> str | None:
+        """Why no request can be served; None as long as one replica may. Some seconds old."""
+        return self._failure
+
+    def _watch(self) -> None:
+        """Begin to ask the replicas how they are."""
+        if self._reporting is None:
+            self._reporting = asyncio.get_running_loop().create_task(self._report_on())
+
+    async def _report_on(self) -> None:
+        while True:
+            try:
+                reports = await self._reports()
+            except (RayServeException, RayError, TimeoutError, LostError) as error:
+                self._failure = f"no replica is there: {one_line(error)}"
+            else:
+                failures = [each.failure for each in reports]
+                self._failure = None if None in failures else "; ".join(map(str, failures))
+                self._metrics.take({each.replica: each.metrics for each in reports})
+            await asyncio.sleep(_REPORT_S)
+
+    async def _reports(self) -> list[ReplicaReport]:
+        """What those say that answer; one at least."""
+        response = self._handle.broadcast("report")
+        found = await response.results_async(timeout_s=_REPORT_TIMEOUT_S, return_exceptions=True)
+        reports = [each for each in found if isinstance(each, ReplicaReport)]
+        if not reports:
+            raise LostError("; ".join(one_line(each) for each in found))
+        return reports
+
+    # ---- its end --------------------------------------------------------------------------
+
+    async def shutdown(self, drain: bool = True) -> None:
+        """See `StreamingEngine`. The replicas stay: who started them ends them. Idempotent."""
+        self._is_stopping = True
+        if not drain:
+            for response in tuple(self._responses):
+                response.cancel()
+        await self._all_done.wait()
+        if self._reporting is not None:
+            self._reporting.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._reporting
+
+    async def __aenter__(self) -> ReplicatedEngine:
+        self._watch()
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.shutdown()

@@ -1,0 +1,109 @@
+"""Replicas for a server of our own: Ray is started, runs them, and is stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray import serve
+
+from ...errors import ConfigError, one_line
+from ...units import MiB
+from .client import ReplicatedEngine
+from .deployment import engine_deployment
+from .metrics import ReplicaMetrics
+from .replica import MakeEngine, ReplicaFacts
+
+_NAME = "vmkv"
+#: Ray's least, and more than enough: what replicas say is small, and never lies there.
+_OBJECT_STORE_BYTES = 100 * MiB
+#: Ray's own processes besides the replicas, in its count of processors.
+_NUM_CPUS_BESIDE = 2
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """Replicas that run.
+
+    Attributes:
+        engine: All of them, as one.
+        facts: What is the same of all.
+        metrics: What they count.
+    """
+
+    engine: ReplicatedEngine
+    facts: ReplicaFacts
+    metrics: ReplicaMetrics
+
+
+@contextlib.contextmanager
+def running_replicas(make: MakeEngine, num_replicas: int, *, on_gpus: bool) -> Iterator[Replicas]:
+    """Replicas on the cluster that `RAY_ADDRESS` names, or on this machine; they end with this.
+
+    Args:
+        make: Called in each replica, with its engine's observer.
+        num_replicas: How many.
+        on_gpus: Each has a GPU for itself.
+
+    Raises:
+        ConfigError: They cannot be started; the message is theirs.
+    """
+    is_ours = "RAY_ADDRESS" not in os.environ
+    try:
+        _start_ray(num_replicas, is_ours=is_ours)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ConfigError(f"Ray cannot be started: {one_line(error)}") from error
+    try:
+        num_gpus = int(ray.cluster_resources().get("GPU", 0))
+        if on_gpus and num_gpus < num_replicas:
+            raise ConfigError(
+                f"{num_replicas} replicas need a GPU each, and Ray has {num_gpus}; lower "
+                "--replicas, or set RAY_ADDRESS to a cluster that has them"
+            )
+        yield _run(make, num_replicas, on_gpus=on_gpus)
+    finally:
+        if not is_ours:
+            serve.delete(_NAME)
+        ray.shutdown()  # A cluster of our own ends with that, and everything on it.
+
+
+def _start_ray(num_replicas: int, *, is_ours: bool) -> None:
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
+    if is_ours:
+        # A replica computes on its GPU, or for those who develop: one processor each, in Ray's
+        # books, whatever there is.
+        options |= {
+            "num_cpus": num_replicas + _NUM_CPUS_BESIDE,
+            "object_store_memory": _OBJECT_STORE_BYTES,
+            "include_dashboard": False,
+        }
+    ray.init(**options)
+
+
+def _run(make: MakeEngine, num_replicas: int, *, on_gpus: bool) -> Replicas:
+    # The HTTP server is ours: Ray's takes any number of connections, at any pace.
+    serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
+    resources = {"num_cpus": 1, **({"num_gpus": 1} if on_gpus else {})}
+    deployment = engine_deployment(num_replicas=num_replicas, ray_actor_options=resources)
+    try:
+        handle = serve.run(deployment.bind(make), name=_NAME, route_prefix=None)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"the replicas could not be started: {_reason() or one_line(error)}"
+        ) from error
+    metrics = ReplicaMetrics()
+    facts: ReplicaFacts = handle.facts.remote().result()
+    return Replicas(ReplicatedEngine(handle, metrics), facts, metrics)
+
+
+def _reason() -> str:
+    """Why they could not: of what Ray knows the last line that names an error, as a replica's."""
+    deployments = serve.status().applications[_NAME].deployments.values()
+    lines = "\n".join(each.message for each in deployments).splitlines()
+    named = [line.strip() for line in lines if "Error: " in line]
+    return one_line(RuntimeError(named[-1].partition("Error: ")[2])) if named else ""
