@@ -133,13 +133,17 @@ def test_files_of_the_tour_are_there() -> None:
     assert [] == sorted({name for name in named if named.count(name) > 1})
 
 
-def test_files_that_are_named_elsewhere_are_there() -> None:
-    """By their path from the root, from vmkv, or from the package whose line of a table it is."""
-    folders = [ROOT, ROOT / "vmkv", *(each.parent for each in (ROOT / "vmkv").rglob("__init__.py"))]
-    for document in ("DESIGN.md", "CONTRIBUTING.md", "README.md"):
-        named = set(_FILE.findall((ROOT / document).read_text()))
-        missing = [name for name in named if not any((each / name).is_file() for each in folders)]
-        assert [] == sorted(missing), document
+@pytest.mark.parametrize(
+    "path",
+    [*(ROOT / name for name in ("DESIGN.md", "CONTRIBUTING.md", "README.md")), *FILES],
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
+def test_files_that_are_named_are_there(path: Path) -> None:
+    """By their path from the root or from vmkv, or by their name in some package."""
+    packages = [each.parent for each in (ROOT / "vmkv").rglob("__init__.py")]
+    folders = [ROOT, ROOT / "vmkv", ROOT / "bench", *packages]
+    named = set(_FILE.findall(path.read_text()))
+    assert [] == [name for name in named if not any((each / name).is_file() for each in folders)]
 
 
 def test_state_of_the_process_is_listed() -> None:

@@ -435,6 +435,4 @@ def _past_is_lost(window: int) -> Exception:
         f"cannot crop beyond a sliding window of {window} tokens: call "
         "activate_past_recording() before the tokens that are to be undone"
     )
-    # The release's own type, which its callers may catch: ValueError before recording existed.
-    has_recording = hasattr(DynamicSlidingWindowLayer, "activate_past_recording")
-    return RuntimeError(message) if has_recording else ValueError(message)
+    return compat.CROPPED_TOO_FAR(message)
