@@ -82,6 +82,19 @@ def test_bench_states_its_case(results: Path, report, bench: Path) -> None:
         assert not any(isinstance(value, dict) for value in row.values())
 
 
+def test_figures_of_older_code_say_so(report) -> None:
+    """A run that no longer shows what the code does says why, beside its figures too."""
+    figures = [
+        report.Figure("a", "one", 2.0, "ms", at_most=3),
+        report.Figure("b", "two", 4.0, "ms"),
+    ]
+    record = report.make_record("Question. Why?", [{"n": 1}], figures)
+    for outdated, met in (({}, "| yes |"), ({"outdated": "Gone."}, "| yes, of older code |")):
+        result = report.Result("x-cpu", "x", {**record, **outdated})
+        assert met in report.figures_table([result])
+        assert ("**Outdated.** Gone." in report.page([result], {})) == bool(outdated)
+
+
 def test_report_makes_pages(results: Path, report, tmp_path: Path) -> None:
     """A section and a plot for each record, the same bytes each time; a check notices changes."""
     root = tmp_path / "ROOT.md"

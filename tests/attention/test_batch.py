@@ -48,7 +48,7 @@ def test_derived_vectors():
     assert batch.key_starts.shape == (4,)
     assert batch.visible_tokens.tolist() == [8, 32, 1]
     expected = [4 * ROW_TOKENS + p for p in (7, 8, 9)] + list(range(32)) + [2 * ROW_TOKENS]
-    assert batch.slots.tolist() == expected
+    assert batch.flat_positions.tolist() == expected
 
 
 def test_spans_are_the_same_from_host_and_device():
@@ -104,7 +104,7 @@ def test_wrong_types_are_type_errors(wrong):
 
 @given(st.data())
 def test_any_valid_batch_stays_inside_its_rows(data):
-    """No slot and no visible key lies outside the row it belongs to."""
+    """No position and no visible key lies outside the row it belongs to."""
     size = data.draw(st.integers(1, 6))
     rows = data.draw(st.permutations(range(8)))[:size]
     num_tokens = [data.draw(st.integers(1, ROW_TOKENS)) for _ in rows]
@@ -113,10 +113,10 @@ def test_any_valid_batch_stays_inside_its_rows(data):
     batch = AttentionBatch.build(
         rows, num_tokens, queries, row_tokens=ROW_TOKENS, num_rows=8, left_pad=pads
     )
-    slots = batch.slots.tolist()
+    positions = batch.flat_positions.tolist()
     for row, start, end, tokens, pad in batch.spans:
         base = row * ROW_TOKENS
-        assert slots[start:end] == list(range(base + tokens - (end - start), base + tokens))
+        assert positions[start:end] == list(range(base + tokens - (end - start), base + tokens))
         assert batch.key_starts[batch.row_indices.tolist().index(row)] == base + pad
     assert (batch.key_starts[:-1] + batch.visible_tokens).tolist() == [
         row * ROW_TOKENS + n for row, n in zip(rows, num_tokens, strict=True)

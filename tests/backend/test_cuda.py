@@ -1,7 +1,7 @@
 """What is special to CUDA: the driver's own granularity, hardware protection, a busy device.
 
-Each test needs a GPU. That Python and torch work on while a thread maps is tested for
-correctness only; its speed is bench/bench_driver_calls.py's.
+Each test needs a GPU. That Python and torch work on while a thread maps is tested for correctness
+only, not for speed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Growth: pure functions, and the bounds that their file claims.
 
-How long calls take is bench/bench_growth.py's.
+How long calls take is bench/bench_mapping.py's.
 """
 
 from __future__ import annotations

@@ -76,14 +76,14 @@ def append(
             scales,
         )
     else:
-        slots = batch.slots
-        if slots.numel() and int(slots.min()) < 0:
-            is_real = slots >= 0
-            slots, key, value = slots[is_real], key[is_real], value[is_real]
+        positions = batch.flat_positions
+        if positions.numel() and int(positions.min()) < 0:
+            is_real = positions >= 0
+            positions, key, value = positions[is_real], key[is_real], value[is_real]
         if keys.dtype == FP8:
             # Stored bytes are copied as what they are: torch indexes no numbers of eight bits.
             key = encode(key, None if scales is None else scales.inverse_keys).view(torch.uint8)
             value = encode(value, None if scales is None else scales.inverse_values)
             keys, values, value = (each.view(torch.uint8) for each in (keys, values, value))
-        flat(keys).index_copy_(0, slots, key)
-        flat(values).index_copy_(0, slots, value)
+        flat(keys).index_copy_(0, positions, key)
+        flat(values).index_copy_(0, positions, value)

@@ -99,16 +99,16 @@ extern "C" __global__ void append(
     const char* value, word value_sequence_stride, word value_token_stride, word value_head_stride,
     char* keys, char* values, word row_stride, word token_stride,
     word k_heads, word k_head_bytes, word v_heads, word v_head_bytes,
-    word tokens_per_sequence, word first_slot,
+    word tokens_per_sequence, word first_position,
     const int* row_indices, const int* num_tokens, const int* query_starts,
     const float* inverse_keys, const float* inverse_values) {
   const word token = blockIdx.x;
-  word sequence, at, row, slot;
+  word sequence, at, row, position;
   if (row_indices == nullptr) {  // Row b is sequence b, and all are equally long.
     sequence = token / tokens_per_sequence;
     at = token % tokens_per_sequence;
     row = sequence;
-    slot = first_slot + at;
+    position = first_position + at;
   } else {  // Packed: the last sequence that starts at or before the token.
     word low = 0, high = tokens_per_sequence;  // Here: how many sequences there are.
     while (high - low > 1) {
@@ -118,10 +118,10 @@ extern "C" __global__ void append(
     sequence = 0;
     at = token;
     row = row_indices[low];
-    slot = num_tokens[low] - (query_starts[low + 1] - token);
-    if (slot < 0) return;  // Padding.
+    position = num_tokens[low] - (query_starts[low + 1] - token);
+    if (position < 0) return;  // Padding.
   }
-  const word target = row * row_stride + slot * token_stride;
+  const word target = row * row_stride + position * token_stride;
   put_token(key + sequence * key_sequence_stride + at * key_token_stride, key_head_stride,
             inverse_keys, keys + target, k_heads, k_head_bytes);
   put_token(value + sequence * value_sequence_stride + at * value_token_stride, value_head_stride,
@@ -137,12 +137,12 @@ def append_uniform(
     values_address: int,
     row_stride_bytes: int,
     token_stride_bytes: int,
-    first_slot: int,
+    first_position: int,
     stream: int,
     stored: torch.dtype | None = None,
     scales: Scales | None = None,
 ) -> None:
-    """Write `key` and `value` at `first_slot` of rows 0, 1, 2 … of a layer.
+    """Write `key` and `value` at `first_position` of rows 0, 1, 2 … of a layer.
 
     Args:
         key: `[B, H, T, Dk]`, any strides whose last is 1, on the current device.
@@ -151,7 +151,7 @@ def append_uniform(
         values_address: Likewise for values.
         row_stride_bytes: From one row to the next.
         token_stride_bytes: From one token to the next.
-        first_slot: The position of the first new token.
+        first_position: The position of the first new token.
         stream: Raw handle of the stream to launch on.
         stored: What rows hold; None for the type of `key`.
         scales: Of rows in eight bits; None for 1.
@@ -176,7 +176,7 @@ def append_uniform(
             values_address,
             row_stride_bytes,
             token_stride_bytes,
-            first_slot,
+            first_position,
             stream,
             stored,
             scales,
@@ -200,7 +200,7 @@ def append_uniform(
         v_heads,
         v_dim * (1 if stored == FP8 else item),
         num_tokens,
-        first_slot,
+        first_position,
         0,
         0,
         0,

@@ -192,7 +192,7 @@ class AttentionBatch:
         return self.num_tokens if self.left_pad is None else self.num_tokens - self.left_pad
 
     @cached_property
-    def slots(self) -> torch.Tensor:
+    def flat_positions(self) -> torch.Tensor:
         """`[Tq] int64`: each query token's place in the flat view; negative for padding.
 
         Cost: a handful of small operations per batch; synchronises on a CUDA device, where the

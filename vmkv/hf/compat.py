@@ -28,6 +28,10 @@ from ..errors import ConfigError, one_line
 _CROP_REMOVES = hasattr(CacheLayerMixin, "is_croppable")
 #: Since 5.20 a length is refused; before, it brought a warning.
 _CROP_REFUSES_LENGTHS = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 20)
+#: What a sliding layer raises where its past is lost: before it could be recorded, a ValueError.
+CROPPED_TOO_FAR: type[Exception] = (
+    RuntimeError if hasattr(DynamicSlidingWindowLayer, "activate_past_recording") else ValueError
+)
 #: Layer types that 4.57 puts behind plain dynamic layers, rightly.
 _PLAIN_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 #: Logits processors and stopping criteria for which it does not matter what a prompt was. By

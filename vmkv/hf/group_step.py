@@ -34,8 +34,8 @@ class GroupStep:
         self.key_shape = self.value_shape = torch.Size()
         self.keys: Sequence[torch.Tensor] = ()
         self.values: Sequence[torch.Tensor] = ()
-        self._key_slots: Sequence[torch.Tensor] = ()
-        self._value_slots: Sequence[torch.Tensor] = ()
+        self._new_keys: Sequence[torch.Tensor] = ()
+        self._new_values: Sequence[torch.Tensor] = ()
         self._all_rows: dict[bool, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._batch: tuple[torch.Tensor | None, AttentionBatch] | None = None
         self._uniform: tuple[tuple[int, int], torch.Tensor, torch.Tensor] | None = None
@@ -64,8 +64,8 @@ class GroupStep:
             self.keys = k[:, :, :, first:end].unbind(0)
             self.values = v[:, :, :, first:end].unbind(0)
             if not self._is_cuda:
-                self._key_slots = k[:, :, :, start:end].unbind(0)
-                self._value_slots = v[:, :, :, start:end].unbind(0)
+                self._new_keys = k[:, :, :, start:end].unbind(0)
+                self._new_values = v[:, :, :, start:end].unbind(0)
         self.key_shape = torch.Size((batch_size, shape.num_k_heads, end - start, shape.k_dim))
         self.value_shape = torch.Size((batch_size, shape.num_v_heads, end - start, shape.v_dim))
         self.batch_size, self.first, self.start, self.end = batch_size, first, start, end
@@ -101,11 +101,11 @@ class GroupStep:
             values = encode(values, scales and scales.inverse_values, heads_at=-3)
         if torch.is_grad_enabled():
             with torch.no_grad():
-                self._key_slots[place].copy_(keys)
-                self._value_slots[place].copy_(values)
+                self._new_keys[place].copy_(keys)
+                self._new_values[place].copy_(values)
         else:
-            self._key_slots[place].copy_(keys)
-            self._value_slots[place].copy_(values)
+            self._new_keys[place].copy_(keys)
+            self._new_values[place].copy_(values)
 
     def scales(self, place: int) -> Scales | None:
         """What the layer at `place` is multiplied by."""
@@ -166,7 +166,7 @@ class GroupStep:
     def forget(self) -> None:
         """Drop the tensors; the next update makes new ones."""
         self.start = self.end = self.batch_size = self.first = -1
-        self.keys = self.values = self._key_slots = self._value_slots = ()
+        self.keys = self.values = self._new_keys = self._new_values = ()
         self._all_rows = {}
         self._batch = None
 
@@ -176,4 +176,4 @@ class LayerPlace:
     """Where a layer is: the step tensors of its group, and its index among them."""
 
     step: GroupStep
-    place: int
+    index: int

@@ -170,5 +170,5 @@ def explained(error: Exception, what: str) -> Exception:
     """What to raise where a pass has failed: want of memory and our own words are left alone."""
     if isinstance(error, (VMKVError, torch.OutOfMemoryError)):
         return error
-    said = str(error).partition("\n")[0][:200]
-    return UnservableError(f"{what} ({type(error).__name__}{': ' if said else ''}{said})")
+    message = str(error).partition("\n")[0][:200]
+    return UnservableError(f"{what} ({type(error).__name__}{': ' if message else ''}{message})")

@@ -44,7 +44,7 @@ class VirtualLayer:
         self._length = 0
         self._first_kept = 0
         self._batch_size = 0
-        self._slot: LayerPlace | None = None
+        self._place: LayerPlace | None = None
         # What attends, and what was asked for when it was chosen.
         self._kernel: tuple[tuple[object, ...], AttentionBackend] | None = None
         self._tag = weakref.ref(self)  # Weak, lest a tensor and its layer keep each other.
@@ -57,7 +57,7 @@ class VirtualLayer:
         self._bind(key_states, values)
 
     def _bind(self, keys: torch.Tensor, values: torch.Tensor, num_past_tokens: int = 0) -> None:
-        self._slot = self._store.bind(self._index, keys, values, num_past_tokens)
+        self._place = self._store.bind(self._index, keys, values, num_past_tokens)
         self._kernel = None
         self._batch_size = keys.shape[0]
         self.dtype, self.device = keys.dtype, keys.device
@@ -91,13 +91,13 @@ class VirtualLayer:
         """
         if self._length == 0:
             self._bind(key_states, value_states)
-        slot = self._slot
-        assert slot is not None  # Bound above, or by an earlier update.
-        step, place = slot.step, slot.place
+        place = self._place
+        assert place is not None  # Bound above, or by an earlier update.
+        step, index = place.step, place.index
         start = self._length
         end = start + key_states.shape[-2]
         if step.start != start or step.end != end or step.batch_size != self._batch_size:
-            step, place = self._begin_step(slot, key_states, value_states)
+            step, index = self._begin_step(place, key_states, value_states)
         if (
             key_states.shape != step.key_shape
             or value_states.shape != step.value_shape
@@ -112,28 +112,28 @@ class VirtualLayer:
                 "keys require gradients, which cannot flow through a virtual-memory cache; "
                 "run the model under torch.no_grad() or torch.inference_mode()"
             )
-        step.write(place, key_states, value_states)
+        step.write(index, key_states, value_states)
         self._length = end
         self._note_update(end)
-        keys, values = step.keys[place], step.values[place]
+        keys, values = step.keys[index], step.values[index]
         if step.is_fp8 and not self._store.attends_in_place:
             _say_that_it_decodes()
-            keys, values = step.decoded(place, self.dtype)
+            keys, values = step.decoded(index, self.dtype)
         keys._vmkv_layer = self._tag  # type: ignore[attr-defined]
         return keys, values
 
     def decoded(self) -> tuple[torch.Tensor, torch.Tensor]:
         """What `update` returned last, in the model's type."""
-        assert self._slot is not None  # Updated.
-        return self._slot.step.decoded(self._slot.place, self.dtype)
+        assert self._place is not None  # Updated.
+        return self._place.step.decoded(self._place.index, self.dtype)
 
     def _begin_step(
-        self, slot: LayerPlace, keys: torch.Tensor, values: torch.Tensor
+        self, place: LayerPlace, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[GroupStep, int]:
         """This layer is the first of its group to see the step: make it resident."""
         self._store.check_open()
         start, num_tokens = self._length, keys.shape[-2]
-        shape = slot.step.group.geometry.shape
+        shape = place.step.group.geometry.shape
         if keys.shape != (self._batch_size, shape.num_k_heads, num_tokens, shape.k_dim) or (
             values.shape != (self._batch_size, shape.num_v_heads, num_tokens, shape.v_dim)
         ):
@@ -147,8 +147,8 @@ class VirtualLayer:
                 )
             self._store.close_gaps()
         first = self._visible_from(start)
-        slot.step.advance(self._batch_size, first, start, start + num_tokens)
-        return slot.step, slot.place
+        place.step.advance(self._batch_size, first, start, start + num_tokens)
+        return place.step, place.index
 
     def _visible_from(self, start: int) -> int:
         """The first token that a query at position `start` sees."""
@@ -158,8 +158,8 @@ class VirtualLayer:
         """A sliding layer keeps only its window."""
 
     def _mismatch(self, keys: torch.Tensor, values: torch.Tensor) -> ConfigError:
-        assert self._slot is not None
-        shape = self._slot.step.group.geometry.shape
+        assert self._place is not None
+        shape = self._place.step.group.geometry.shape
         return ConfigError(
             f"layer {self._index} holds a batch of {self._batch_size} with {shape.num_k_heads} "
             f"heads of {shape.k_dim} (values {shape.num_v_heads} of {shape.v_dim}), {self.dtype} "
@@ -176,20 +176,20 @@ class VirtualLayer:
 
     def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
         """All rows of the layer, `[rows, row_tokens, heads, dim]`, mostly unmapped."""
-        assert self._slot is not None  # Only updated layers attend.
-        return self._slot.step.all_rows(self._slot.place)
+        assert self._place is not None  # Only updated layers attend.
+        return self._place.step.all_rows(self._place.index)
 
     @property
     def scales(self) -> Scales | None:
         """What `rows` are multiplied by; None for nothing."""
-        assert self._slot is not None
-        return self._slot.step.scales(self._slot.place)
+        assert self._place is not None
+        return self._place.step.scales(self._place.index)
 
     @property
     def max_tokens(self) -> int:
         """The longest sequence of the rows."""
-        assert self._slot is not None
-        return self._slot.step.rows.core.max_tokens
+        assert self._place is not None
+        return self._place.step.rows.core.max_tokens
 
     def attention_batch(
         self, num_queries: int, padding: torch.Tensor | None
@@ -198,8 +198,8 @@ class VirtualLayer:
 
         None where the mask is not left padding, or belongs to other tokens.
         """
-        assert self._slot is not None
-        step = self._slot.step
+        assert self._place is not None
+        step = self._place.step
         if step.end != self._length or num_queries != step.end - step.start:
             return None
         return step.attention_batch(padding)
@@ -223,11 +223,11 @@ class VirtualLayer:
         """
         kind = (query.shape[1], query.dtype, query.shape[3], *asked.values())
         if self._kernel is None or self._kernel[0] != kind:
-            assert self._slot is not None
+            assert self._place is not None
             spec = AttentionSpec.of(query, key, value, **asked)
             backend = select(spec, self._store.settings.attention_backend)
             overread_tokens = backend.overread_tokens(spec.k_dim, spec.v_dim, spec.kv_dtype)
-            self._slot.step.rows.keep_resident(overread_tokens)
+            self._place.step.rows.keep_resident(overread_tokens)
             self._kernel = (kind, backend)
         return self._kernel[1]
 
@@ -235,12 +235,12 @@ class VirtualLayer:
 
     def _views(self, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         self._store.check_open()
-        assert self._slot is not None  # Only bound layers have views.
-        views, place = self._slot.step.group.views, self._slot.place
+        assert self._place is not None  # Only bound layers have views.
+        views, index = self._place.step.group.views, self._place.index
         with torch.inference_mode(mode=False), torch.no_grad():
             return (
-                views.keys[place, : self._batch_size, :, first:end],
-                views.values[place, : self._batch_size, :, first:end],
+                views.keys[index, : self._batch_size, :, first:end],
+                views.values[index, : self._batch_size, :, first:end],
             )
 
     @property
@@ -352,8 +352,8 @@ class VirtualLayer:
         """Give `other`, bound alike, the contents of this one in memory of its own."""
         if not self.is_initialized:
             return
-        assert other._slot is not None
-        other._slot.step.rows.begin_at(self._batch_size, self._length)
+        assert other._place is not None
+        other._place.step.rows.begin_at(self._batch_size, self._length)
         with torch.no_grad():
             for new, old in zip(
                 other._views(self._first_kept, self._length),
@@ -435,6 +435,4 @@ def _past_is_lost(window: int) -> Exception:
         f"cannot crop beyond a sliding window of {window} tokens: call "
         "activate_past_recording() before the tokens that are to be undone"
     )
-    # The release's own type, which its callers may catch: ValueError before recording existed.
-    has_recording = hasattr(DynamicSlidingWindowLayer, "activate_past_recording")
-    return RuntimeError(message) if has_recording else ValueError(message)
+    return compat.CROPPED_TOO_FAR(message)

@@ -4,8 +4,7 @@
 such calls must not fill the device. A destructor, though, runs at any moment, on any thread,
 inside anybody's call: no time to wait for fences. So it only puts the memory on a list, and
 the next cache to be made closes what is on it, if no tensor points into it any more. See Note
-[An unclosed cache is closed later] in DESIGN.md. The list is process-wide state, and holds nothing
-but garbage.
+[An unclosed cache is closed later] and Note [State of the process] in DESIGN.md.
 """
 
 from __future__ import annotations

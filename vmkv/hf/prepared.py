@@ -197,7 +197,7 @@ def _prepare(
             options[name] = each[list(rows)]
     allowed = options.get("prefix_allowed_tokens_fn")
     if allowed is not None:
-        options["prefix_allowed_tokens_fn"] = lambda at, said: allowed(rows[at], said)
+        options["prefix_allowed_tokens_fn"] = lambda at, tokens: allowed(rows[at], tokens)
     if is_one_of_many and options.get("logits_processor"):
         # Those of transformers may keep something of each row; the model is not to be copied.
         options["logits_processor"] = [

@@ -113,7 +113,7 @@ class Store:
         self.is_closed = False
         self.keeps_past = False
         self._rows: dict[torch.device, DeviceRows] = {}
-        self._slots: dict[int, LayerPlace] = {}
+        self._places: dict[int, LayerPlace] = {}
         self._signatures: dict[int, Signature] = {}
         self._seen: set[int] = set()  # Layers whose shape is known rather than guessed.
         self._has_gaps = False
@@ -143,7 +143,7 @@ class Store:
         if self._signatures.get(index) != signature:
             self._bind_alike(index, keys, values, signature, num_past_tokens)
         self._seen.add(index)
-        return self._slots[index]
+        return self._places[index]
 
     def _bind_alike(
         self,
@@ -168,11 +168,11 @@ class Store:
             )
         ]
         for other in alike:
-            slot = self._slots.pop(other, None)
+            before = self._places.pop(other, None)
             self._signatures.pop(other, None)
-            if slot is not None:
-                slot.step.forget()
-                slot.step.rows.core.drop_layers([other])
+            if before is not None:
+                before.step.forget()
+                before.step.rows.core.drop_layers([other])
                 self._has_gaps = True
         groups = rows.core.add_layers(
             alike,
@@ -187,8 +187,8 @@ class Store:
         )
         steps = {id(group): GroupStep(rows, group) for group in groups}
         for other in alike:
-            group, place = rows.core.place(other)
-            self._slots[other] = LayerPlace(steps[id(group)], place)
+            group, at = rows.core.place(other)
+            self._places[other] = LayerPlace(steps[id(group)], at)
             self._signatures[other] = signature
 
     def _stored(self, index: int, signature: Signature) -> torch.dtype:
@@ -233,15 +233,15 @@ class Store:
                 self._follow(rows)
 
     def _follow(self, rows: DeviceRows) -> None:
-        """Point the slots of moved layers to where they are now."""
+        """Note where moved layers are now."""
         steps: dict[int, GroupStep] = {}
-        for index, slot in self._slots.items():
-            if slot.step.rows is rows:
-                group, place = rows.core.place(index)
-                if slot.step.group is not group:
-                    slot.step.forget()
-                    slot.step = steps.setdefault(id(group), GroupStep(rows, group))
-                    slot.place = place
+        for layer, place in self._places.items():
+            if place.step.rows is rows:
+                group, at = rows.core.place(layer)
+                if place.step.group is not group:
+                    place.step.forget()
+                    place.step = steps.setdefault(id(group), GroupStep(rows, group))
+                    place.index = at
 
     @property
     def has_seen_all(self) -> bool:
@@ -308,8 +308,8 @@ class Store:
 
     def settle(self, batch_size: int, num_tokens: int) -> None:
         """After layers changed their batch or length: end rows and forget tokens to match."""
-        for slot in self._slots.values():
-            slot.step.forget()
+        for place in self._places.values():
+            place.step.forget()
         for rows in self._rows.values():
             rows.keep_rows(batch_size)
             rows.set_length(num_tokens)
@@ -323,8 +323,8 @@ class Store:
             OutOfPagesError, ConfigError: Nothing changed, or on no other device than the first.
         """
         self.check_open()
-        for slot in self._slots.values():
-            slot.step.forget()
+        for place in self._places.values():
+            place.step.forget()
         for rows in self._rows.values():
             rows.take_over(sources)
 
@@ -347,7 +347,7 @@ class Store:
         return True
 
     def forget_past(self) -> None:
-        """Let go of what has left the windows, even while past is being kept."""
+        """Retire what has left the windows, even while past is being kept."""
         for rows in self._rows.values():
             rows.core.retire_behind_windows()
 
@@ -373,8 +373,8 @@ class Store:
 
     def has_outside_views(self) -> bool:
         """Whether tensors that the cache gave away still live. Drops the store's own."""
-        for slot in self._slots.values():
-            slot.step.forget()
+        for place in self._places.values():
+            place.step.forget()
         return any([core.has_outside_views() for core in self.cores])
 
     def close(self) -> None:
@@ -382,8 +382,8 @@ class Store:
         if self.is_closed:
             return
         self.is_closed = True
-        for slot in self._slots.values():
-            slot.step.forget()
+        for place in self._places.values():
+            place.step.forget()
         for core in self.cores:
             core.close()
 

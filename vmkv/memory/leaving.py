@@ -31,7 +31,7 @@ class Leaving:
         self._backend = backend
         self._release = release
 
-    def adopt(self, size_class: int, num_bytes: int, handle: Handle) -> Extent:
+    def import_extent(self, size_class: int, num_bytes: int, handle: Handle) -> Extent:
         """An imported extent, with one owner."""
         extent = Extent(-1, size_class, num_bytes, handle)
         extent.is_recyclable = False

@@ -45,7 +45,7 @@ class PageTable:
         pool: Where extents come from and go back to.
         num_rows: Rows in the reservation.
         row_pages: Pages in a row.
-        contents: What its memory is written as, such as an element type; see `ExtentPool.prepare`.
+        contents: What its memory is written as, such as an element type; see `Scrub.prepare`.
 
     Raises:
         OutOfAddressSpaceError: No range of that size is left.

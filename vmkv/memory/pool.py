@@ -229,7 +229,7 @@ class ExtentPool:
         with self.lock:
             self._check_open()
             size_class = (num_bytes // self.page_bytes).bit_length() - 1
-            return self._leaving.adopt(size_class, num_bytes, handle)
+            return self._leaving.import_extent(size_class, num_bytes, handle)
 
     def note_mapped(self, extents: Sequence[Extent]) -> None:
         """Count one more live mapping of each, which somebody holds. Takes no lock."""

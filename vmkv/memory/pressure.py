@@ -31,7 +31,7 @@ class Victim:
         num_tokens: Tokens of a prefix that it holds for others to find; 0 for none.
         evict: Retire its last extents until so many bytes have been retired; returns how many,
             0 where nothing is left. What is kept stays usable.
-        shared: Extents that it could let go of, and that others map as well.
+        shared: Extents that it could give up, and that others map as well.
         give_up: Retire its mappings from the first of these extents on, which others still map.
     """
 
@@ -102,7 +102,7 @@ class Pressure:
                 if evicted_bytes < num_bytes:
                     evicted_bytes += victim.evict(num_bytes - evicted_bytes)
             # With nothing evicted since, the victims are what was said of them.
-            if evicted_bytes == before_bytes and not self._part_one(victims):
+            if evicted_bytes == before_bytes and not self._give_up_shared(victims):
                 break
         return evicted_bytes
 
@@ -125,7 +125,7 @@ class Pressure:
                 found = True
         return found
 
-    def _part_one(self, victims: Sequence[Victim]) -> bool:
+    def _give_up_shared(self, victims: Sequence[Victim]) -> bool:
         """Let one victim give up what it shares with other victims only; the others have it still.
 
         The last one that holds it can then be evicted by extents. Returns whether there was one.

@@ -329,12 +329,12 @@ class Sampler:
             self._in_prompt = torch.zeros(shape, dtype=torch.bool, device=self.device)
             self._token_counts = torch.zeros(shape, dtype=torch.int32, device=self.device)
         assert self._in_prompt is not None  # Made together.
-        said, in_prompt = self._token_counts[slot].zero_(), self._in_prompt[slot].zero_()
+        counts, in_prompt = self._token_counts[slot].zero_(), self._in_prompt[slot].zero_()
         tokens = torch.tensor([*prompt, *output], dtype=torch.int64)
         tokens = tokens.to(self.device, non_blocking=True)
         in_prompt.index_fill_(0, tokens[: len(prompt)], 1)
         generated = tokens[len(prompt) :]
-        said.index_add_(0, generated, torch.ones_like(generated, dtype=torch.int32))
+        counts.index_add_(0, generated, torch.ones_like(generated, dtype=torch.int32))
 
     def _ban(self, slot: int, token_ids: Sequence[int]) -> None:
         width = self._banned.shape[1]

@@ -6,7 +6,7 @@ in its code, so that one compiled layer serves all of them; and what the step is
 never passes through the model's code at all.
 
 An operator takes tensors and numbers, so it finds its cache by a number: `attending` keeps the
-process-wide table that this needs. It holds nothing alive.
+process-wide table that this needs. It holds nothing alive: Note [State of the process].
 """
 
 from __future__ import annotations

@@ -109,8 +109,8 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types for
 
     def _load(self, replica: RunningReplica) -> int:
         """What the replica said last, which others send to as well, or what was sent from here."""
-        said = self.replica_queue_len_cache.get(replica.replica_id)
-        return max(said or 0, self._assignments.load(_name(replica.replica_id)))
+        queued = self.replica_queue_len_cache.get(replica.replica_id)
+        return max(queued or 0, self._assignments.load(_name(replica.replica_id)))
 
 
 def _name(replica_id: ReplicaID) -> str:

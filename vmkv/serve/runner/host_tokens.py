@@ -49,8 +49,8 @@ class HostTokens:
         processed = logits.float().clone()
         for at, slot in enumerate(slots):
             if slot in self._slots:
-                params, said = self._slots[slot]
-                input_ids = torch.tensor([said], device=logits.device)
+                params, token_ids = self._slots[slot]
+                input_ids = torch.tensor([token_ids], device=logits.device)
                 scores = processed[at : at + 1]
                 try:
                     for processor in params.logits_processors:

@@ -35,17 +35,17 @@ async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T:
 
     Raises `ClientGoneError`: the client left.
     """
-    job = asyncio.ensure_future(work)
+    task = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_disconnected(receive))
     try:
-        await asyncio.wait({job, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if job.done():
-            return job.result()
+        await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
         raise ClientGoneError
     finally:
-        for task in (job, leaving):
-            task.cancel()
-        await asyncio.gather(job, leaving, return_exceptions=True)
+        for each in (task, leaving):
+            each.cancel()
+        await asyncio.gather(task, leaving, return_exceptions=True)
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -1,0 +1,163 @@
+"""What documents say can be found: files, links, commands, the tour, and state of the process."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from vmkv.cli.main import make_parser
+
+ROOT = Path(__file__).parents[1]
+FILES = sorted((ROOT / "vmkv").rglob("*.py"))
+DOCUMENTS = [ROOT / f"{name}.md" for name in ("README", "DESIGN", "CONTRIBUTING", "CHANGELOG")]
+DESIGN = (ROOT / "DESIGN.md").read_text()
+_FILE = re.compile(r"`([\w/]+\.(?:py|c|md))`")
+_LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
+
+
+def test_files_of_the_tour_are_there() -> None:
+    """A newcomer finds every file that the tour leads to, and each is named once."""
+    named = _FILE.findall(DESIGN.partition("\n## A tour\n")[2].partition("\n## ")[0])
+    assert len(named) > 20
+    assert [] == [name for name in named if not (ROOT / "vmkv" / name).is_file()]
+    assert [] == sorted({name for name in named if named.count(name) > 1})
+
+
+@pytest.mark.parametrize(
+    "path",
+    [*DOCUMENTS, *FILES],
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
+def test_files_that_are_named_are_there(path: Path) -> None:
+    """By their path from the root or from vmkv, or by their name in some package."""
+    packages = [each.parent for each in (ROOT / "vmkv").rglob("__init__.py")]
+    folders = [ROOT, ROOT / "vmkv", ROOT / "bench", *packages]
+    named = set(_FILE.findall(path.read_text()))
+    assert [] == [name for name in named if not any((each / name).is_file() for each in folders)]
+
+
+def _anchors(text: str) -> set[str]:
+    """What headings are called in links."""
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w-]", "", each.lower().replace(" ", "-")) for each in headings}
+
+
+@pytest.mark.parametrize("path", [*DOCUMENTS, ROOT / "bench/README.md"], ids=lambda path: path.name)
+def test_links_lead_somewhere(path: Path) -> None:
+    """To a file that is there, and a heading in it."""
+    broken = []
+    for name, anchor in _LINK.findall(path.read_text()):
+        if name.startswith("http"):
+            continue
+        target = path.parent / name if name else path
+        if not target.exists() or (anchor and anchor not in _anchors(target.read_text())):
+            broken.append(f"{name}#{anchor}")
+    assert [] == broken
+
+
+def test_commands_are_as_the_readme_writes_them() -> None:
+    """Its commands, and every option that it or the changelog names."""
+    (commands,) = (
+        each for each in make_parser()._actions if isinstance(each, argparse._SubParsersAction)
+    )
+    options = {
+        option
+        for parser in commands.choices.values()
+        for action in parser._actions
+        for option in action.option_strings
+    }
+    written = "".join((ROOT / f"{name}.md").read_text() for name in ("README", "CHANGELOG"))
+    assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", written)) <= options
+    shown = re.findall(r"^    (?:\S*/)?vmkv (\w+)", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert {"serve", "plan", "doctor"} <= set(shown) <= set(commands.choices)
+
+
+def test_state_of_the_process_is_listed() -> None:
+    """What a module changes of its own, DESIGN.md knows; everything else belongs to an object."""
+    note = DESIGN.partition("### Note [State of the process]")[2].partition("\n### ")[0]
+    assert set(_FILE.findall(note)) == {
+        str(path.relative_to(ROOT / "vmkv")) for path in FILES if _changed(path.read_text())
+    }
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "x = {}\ndef f(): x[1] = 2",
+        "x: list[int] = []\ndef f(): x.append(1)",
+        "x = set()\ndef f(): x.discard(1)",
+        "x = None\ndef f():\n    global x\n    x = 1",
+        "x = {1: 2}\ndef f(): del x[1]",
+        "x = itertools.count()\ndef f(): return next(x)",
+        "class C: ...\ndef f(): C.seen = 1",
+    ],
+)
+def test_state_of_the_process_is_found(source: str) -> None:
+    """The check above can fail, on the ways to change what a module holds."""
+    assert _changed(source)
+
+
+def test_constants_are_no_state() -> None:
+    """What is only read, or filled while the module is loaded, is no state."""
+    assert not _changed("x = {}\nx[1] = 2\ny = [3]\ndef f(): return x.get(1), y[0]")
+    assert not _changed("x = {}\ndef f(x): x.append(1)")
+
+
+_CHANGES = {
+    *("add", "append", "appendleft", "clear", "discard", "extend", "insert", "pop", "popitem"),
+    *("popleft", "remove", "setdefault", "update"),
+}
+
+
+def _changed(source: str) -> set[str]:
+    """Names of a module, assigned or defined there, that its functions change."""
+    tree = ast.parse(source)
+    own = {
+        name.id
+        for node in tree.body
+        if isinstance(node, ast.Assign | ast.AnnAssign)
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+        for name in ast.walk(target)
+        if isinstance(name, ast.Name)
+    } | {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+    functions = [
+        node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    return {
+        name
+        for function in functions
+        for name in _names_changed_in(function)
+        if name in own and name not in _local_names(function)
+    }
+
+
+def _local_names(function: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
+    declared = {
+        name for node in ast.walk(function) if isinstance(node, ast.Global) for name in node.names
+    }
+    bound = {node.arg for node in ast.walk(function) if isinstance(node, ast.arg)} | {
+        node.id
+        for node in ast.walk(function)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    }
+    return bound - declared
+
+
+def _names_changed_in(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[str]:
+    for node in ast.walk(function):
+        held: ast.expr | None = None
+        if isinstance(node, ast.Global):
+            yield from node.names
+        elif isinstance(node, ast.Subscript | ast.Attribute) and not isinstance(node.ctx, ast.Load):
+            held = node.value
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            held = node.func.value if node.func.attr in _CHANGES else None
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            held = node.args[0] if node.func.id == "next" and node.args else None
+        if isinstance(held, ast.Name):
+            yield held.id
