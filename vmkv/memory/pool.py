@@ -330,6 +330,11 @@ class ExtentPool:
         """
         shelf = self._shelf(_DEVICE)
         wanted_bytes = sum(self.page_bytes << size_class for size_class in size_classes)
+        spare_bytes = 2 * wanted_bytes
+        if self._keep_free_bytes is not None:
+            if wanted_bytes > self._keep_free_bytes:
+                return False  # It would go back to the device at once.
+            spare_bytes = min(spare_bytes, self._keep_free_bytes)
         while True:
             self.reclaimer.poll()
             with self.lock:
@@ -339,7 +344,7 @@ class ExtentPool:
                     return True
                 if sum(self.page_bytes << each for each in lacking) > shelf.uncreated_bytes:
                     coming_bytes = shelf.available_bytes + self._retired_bytes(_DEVICE)
-                    if self.pressure.evict(2 * wanted_bytes - coming_bytes):
+                    if self.pressure.evict(spare_bytes - coming_bytes):
                         continue
                 retired = self.reclaimer.retired_mappings()
                 if all(mapping.extent.size_class not in lacking for mapping in retired):
