@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 from helpers.stamps import append, assert_holds
 
-from vmkv import ClosedError, HostBackend, KVCache, Sequence
+from vmkv import ClosedError, ExtentPool, HostBackend, KVCache, Sequence
 from vmkv.cache import make_ready
 from vmkv.memory import check_pool
 from vmkv.units import KiB
@@ -67,6 +67,16 @@ def test_rows_to_come_are_counted(make_cache: MakeCache) -> None:
     """A prompt that has no row yet finds memory too."""
     cache = make_cache(budget_bytes=40 * PAGE)
     _parked(cache, 80)
+    assert make_ready(cache, [], 60)
+    row = cache.open(row=1)
+    assert MAPS == set(_calls_of(cache, lambda: row.append(60)))
+
+
+def test_what_kernels_fetch_past_the_end_of_rows_to_come_is_counted(make_cache: MakeCache) -> None:
+    """It is mapped with the rest."""
+    cache = make_cache(budget_bytes=40 * PAGE)
+    _parked(cache, 80)
+    cache.keep_resident(20)
     assert make_ready(cache, [], 60)
     row = cache.open(row=1)
     assert MAPS == set(_calls_of(cache, lambda: row.append(60)))
@@ -215,6 +225,23 @@ def test_growing_under_pressure_maps_and_does_nothing_else(
     assert set(late) <= MAPS
     cache.check()
     host.pass_fences()
+
+
+def test_what_would_go_back_to_the_device_at_once_is_left_there(
+    host: HostBackend, make_cache: MakeCache
+) -> None:
+    """A pool that keeps little free has no place for more: nobody gives way for it."""
+    pool = ExtentPool(host, 40 * PAGE, keep_free_bytes=4 * PAGE, close_when_unused=True)
+    cache = make_cache(pool)
+    _parked(cache, 80, 80)
+    live = cache.open(row=2)
+    for _ in range(2):
+        assert Counter() == _calls_of(cache, lambda: make_ready(cache, [(live, 40)]))
+    assert [20, 20, 0, 0] == _pages(cache)
+    assert make_ready(cache, [(live, 16)])
+    assert [16, 20, 0, 0] == _pages(cache)
+    assert MAPS == set(_calls_of(cache, lambda: live.append(16)))
+    assert Counter() == _calls_of(cache, lambda: make_ready(cache, [(live, 16)]))
 
 
 def test_closed_cache_says_so(make_cache: MakeCache) -> None:

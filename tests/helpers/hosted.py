@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from typing import Any
 
 from vmkv.serve import Engine
 from vmkv.serve.engine_loop import EngineLoop
@@ -19,6 +20,7 @@ def hosted(
     observer: EngineObserver | None = None,
     *,
     ends_with_device: bool = False,
+    **options: Any,
 ) -> RemoteEngine:
     """The engine, from the other side of a connection; sockets hold little.
 
@@ -27,6 +29,7 @@ def hosted(
         relay: Its observer, where there is an `observer` on this side.
         observer: See `RemoteEngine`.
         ends_with_device: See `EngineLoop`.
+        options: See `RemoteEngine`.
     """
     ours, theirs = socket.socketpair()
     for each in (ours, theirs):
@@ -48,5 +51,10 @@ def hosted(
     thread = threading.Thread(target=run, name="host")
     thread.start()
     return RemoteEngine(
-        ours, ready, tokenizer=engine.tokenizer, wait_for_end=thread.join, observer=observer
+        ours,
+        ready,
+        tokenizer=engine.tokenizer,
+        wait_for_end=thread.join,
+        observer=observer,
+        **options,
     )

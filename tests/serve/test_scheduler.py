@@ -177,6 +177,9 @@ class Trace:
         else:
             self.check(plan)
             self.view.carry_out(plan)
+            wanted, num_new_tokens = self.scheduler.upcoming(plan.chunks, self.view)
+            assert {request_id for request_id, _ in wanted} <= set(self.view.resident)
+            assert 0 <= num_new_tokens
         unread, self.pending = self.pending, plan.chunks
         for chunk in unread:
             self.read(chunk)
@@ -518,3 +521,48 @@ def test_costs_decide_by_bandwidth_against_arithmetic(num_tokens: int) -> None:
     assert PreemptionMethod.SWAP is costs.cheaper(max(16, num_tokens), pages, 2 << 20)
     tiny = PreemptionCosts(flops_per_token=1e6)
     assert PreemptionMethod.RECOMPUTE is tiny.cheaper(num_tokens, pages, 2 << 20)
+
+
+def _stepped(scheduler: Scheduler, view: ModelView) -> tuple[PlannedChunk, ...]:
+    plan = scheduler.plan(view)
+    view.carry_out(plan)
+    return plan.chunks
+
+
+def test_what_the_next_steps_take_is_known_from_the_last() -> None:
+    """Who decodes goes on for a few steps, to its end at most; a prompt with its next chunk."""
+    scheduler, view = Scheduler(4, 16), ModelView(1000, 4)
+    for request_id, (num_prompt, most) in enumerate([(4, 60), (3, 5), (30, 60)]):
+        scheduler.add(request_of(request_id, num_prompt, most), view)
+    chunks = _stepped(scheduler, view)
+    assert [4, 3, 9] == [chunk.num_new_tokens for chunk in chunks]
+    # Beside two that decode a step has room for 14.
+    assert ([(0, 7), (1, 5), (2, 23)], 0) == scheduler.upcoming(chunks, view)
+
+
+def test_who_waits_for_a_full_step_or_a_slot_takes_its_next_chunk() -> None:
+    """Less what is cached, and what goes before; one look for each that comes to wait first."""
+    scheduler, view = Scheduler(2, 16), ModelView(1000, 4)
+    scheduler.add(request_of(0, 18, 60), view)
+    scheduler.add(request_of(1, 30, 60), view)
+    view.prefixes[1] = 24
+    chunks = _stepped(scheduler, view)
+    assert ([(0, 18)], 6) == scheduler.upcoming(chunks, view)
+    chunks = _stepped(scheduler, view)
+    scheduler.add(request_of(2, 12, 60), view)
+    assert ([(0, 21), (1, 33)], 12) == scheduler.upcoming(chunks, view)
+    view.prefixes[2] = 8
+    assert ([(0, 21), (1, 33)], 12) == scheduler.upcoming(chunks, view)
+
+
+def test_who_waits_for_memory_is_not_prepared_for() -> None:
+    """A slot was free and the step was not full: it lacks more than a chunk."""
+    scheduler, view = Scheduler(3, 16), ModelView(10, 4)
+    for request_id in range(2):
+        scheduler.add(request_of(request_id, 15, 25), view)
+    _stepped(scheduler, view)
+    chunks = _stepped(scheduler, view)
+    scheduler.add(request_of(2, 15, 25), view)
+    chunks = _stepped(scheduler, view)
+    assert 1 == scheduler.num_waiting
+    assert 0 == scheduler.upcoming(chunks, view)[1]

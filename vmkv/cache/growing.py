@@ -92,7 +92,7 @@ def make_ready(
     Args:
         space: The cache.
         wanted: As for `KVCache.grow`. Sequences that are swapped out or moving are passed over.
-        num_new_tokens: Tokens of sequences that will begin meanwhile, all together.
+        num_new_tokens: Tokens of a sequence that will begin meanwhile.
         wait: Wait for fences; without it this never blocks.
 
     Returns:
@@ -110,7 +110,8 @@ def make_ready(
     changes = _plan(space.groups, targets, space.overread_tokens, exactly=False)
     classes = [size_class for each in changes for size_class in each.classes]
     for group in space.groups if num_new_tokens else ():
-        num_pages = group.geometry.pages_for(num_new_tokens)
+        end_tokens = min(num_new_tokens + space.overread_tokens, group.geometry.row_tokens)
+        num_pages = group.geometry.pages_for(end_tokens)
         classes += size_classes(num_pages, group.largest_class)
     return space.pool.make_ready(classes, wait=wait)
 

@@ -114,6 +114,7 @@ def add_parser(commands: Commands) -> None:
     add("--max-connections", type=positive_int, default=4096, help="as far as ulimit -n permits")
     add("--max-priority", type=count, default=0, help="levels for clients to choose; 0 for none")
     add("--send-timeout", type=seconds, default=60, help="seconds a client may not read")
+    add("--silence-timeout", type=seconds, default=60, help="until /health fails a hung engine")
     add("--drain-timeout", type=seconds, default=300, help="seconds to finish, on SIGTERM")
     add(
         "--trace", type=name, metavar="FILE", help="write a trace of every step, in Chrome's format"
@@ -157,7 +158,10 @@ def _serve(
     tokenizer = load_tokenizer(arguments.tokenizer or arguments.model)
     metrics = Metrics()
     engine = EngineProcess(
-        functools.partial(_engine, arguments), tokenizer=tokenizer, observer=metrics
+        functools.partial(_engine, arguments),
+        tokenizer=tokenizer,
+        observer=metrics,
+        silence_max_s=arguments.silence_timeout,
     )
     try:
         metrics.bind_pages(engine.page_bytes)

@@ -11,8 +11,6 @@ itself: device memory, and the host memory that sequences are swapped to.
 
 What changes hands without a driver call needs no lock: extents that are free are acquired, owned,
 disowned and noted as mapped beside whatever else goes on. `invariants.py` says why that is right.
-
-This file says who needs an extent; `shelf.py` where it comes from and goes.
 """
 
 from __future__ import annotations
@@ -330,16 +328,18 @@ class ExtentPool:
         """
         shelf = self._shelf(_DEVICE)
         wanted_bytes = sum(self.page_bytes << size_class for size_class in size_classes)
+        keep_bytes = self._keep_free_bytes  # What is above it goes back to the device at once.
+        spare_bytes = 2 * wanted_bytes if keep_bytes is None else min(2 * wanted_bytes, keep_bytes)
         while True:
             self.reclaimer.poll()
             with self.lock:
                 self._check_open()
                 lacking = shelf.lacking(size_classes)
-                if not lacking:
-                    return True
+                if not lacking or wanted_bytes > spare_bytes:
+                    return not lacking
                 if sum(self.page_bytes << each for each in lacking) > shelf.uncreated_bytes:
                     coming_bytes = shelf.available_bytes + self._retired_bytes(_DEVICE)
-                    if self.pressure.evict(2 * wanted_bytes - coming_bytes):
+                    if self.pressure.evict(spare_bytes - coming_bytes):
                         continue
                 retired = self.reclaimer.retired_mappings()
                 if all(mapping.extent.size_class not in lacking for mapping in retired):

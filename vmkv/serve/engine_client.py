@@ -222,6 +222,11 @@ class EngineClient(abc.ABC):
         return self._death is None
 
     @property
+    def has_work(self) -> bool:
+        """Whether something that was asked for has not ended."""
+        return any(not each.is_finished and each.error is None for each in self._streams.values())
+
+    @property
     def failure(self) -> str | None:
         """Why no request can be served; None as long as one can.
 

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Iterable
 
 from ..backend import MemoryLocation
-from ..cache import KVCache, LayerGroup, Sequence
+from ..cache import KVCache, LayerGroup, Sequence, make_ready
 from ..cache.growing import surplus_bytes
 from ..errors import CapacityError, ConfigError, DriverError
 from .plan import PlannedChunk
@@ -48,6 +48,9 @@ class MemoryView:
         self._ending: list[Sequence] = []
         # How far each sequence is computed: it is grown before a step is submitted.
         self._computed_tokens: dict[int, int] = {}
+        # How far each could be written when `make_ready` last asked. A hint, nothing relies on it:
+        # where it is too large, growing makes room itself.
+        self._room_tokens: dict[int, int] = {}
 
     # ---- requests -------------------------------------------------------------------------
 
@@ -91,6 +94,35 @@ class MemoryView:
         self._close_ended()
         self.cache.grow([(self._sequences[each], to) for each, to in wanted])
 
+    def make_ready(self, wanted: Iterable[tuple[int, int]], num_new_tokens: int = 0) -> bool:
+        """Have memory lie ready for what `grow` will be asked for next; never blocks.
+
+        Args:
+            wanted: As for `grow`.
+            num_new_tokens: Tokens of a request that begins or comes back meanwhile.
+
+        Returns:
+            Whether all of it lies ready.
+
+        Raises:
+            DriverError: Parked rows may have lost memory, nobody else.
+
+        Cost: a comparison for a request that has room.
+        """
+        room_tokens, short = self._room_tokens, []
+        for request_id, num_tokens in wanted:
+            if num_tokens > room_tokens.get(request_id, 0):
+                sequence = self._sequences[request_id]
+                room_tokens[request_id] = room = sequence.writable_tokens
+                if num_tokens > room:
+                    short.append((sequence, num_tokens))
+        if not short and not num_new_tokens:
+            return True
+        is_ready = make_ready(self.cache, short, num_new_tokens)
+        if not is_ready and short and num_new_tokens:
+            make_ready(self.cache, short)  # What is too much for all need not be for who runs.
+        return is_ready
+
     def submitting(self, chunks: Iterable[PlannedChunk]) -> contextlib.AbstractContextManager[None]:
         """Submit a step of `chunks`, which are grown, within this; see `KVCache.submitting`."""
         return self.cache.submitting(
@@ -125,6 +157,7 @@ class MemoryView:
         elif sequence.num_tokens and sequence.is_resident:
             self.cache.prefixes.truncate(sequence.row)
         del self._sequences[request_id], self._computed_tokens[request_id]
+        self._room_tokens.pop(request_id, None)
         self._ending.append(sequence)
         self._close_ended()
 

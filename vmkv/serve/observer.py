@@ -22,6 +22,7 @@ class StepRecord:
         plan_s: Choosing what runs.
         map_s: Growing sequences: page tables and driver calls.
         submit_s: Launching the model and the sampling.
+        ready_s: Making memory ready for the next steps.
         wait_s: Waiting for the tokens of the step before.
         fence_wait_s: The part of `map_s` spent waiting for fences.
         num_prefill_tokens: Prompt tokens the step computes.
@@ -36,6 +37,7 @@ class StepRecord:
     plan_s: float = 0.0
     map_s: float = 0.0
     submit_s: float = 0.0
+    ready_s: float = 0.0
     wait_s: float = 0.0
     fence_wait_s: float = 0.0
     num_prefill_tokens: int = 0
@@ -48,7 +50,7 @@ class StepRecord:
     @property
     def total_s(self) -> float:
         """The parts together."""
-        return self.plan_s + self.map_s + self.submit_s + self.wait_s
+        return self.plan_s + self.map_s + self.submit_s + self.ready_s + self.wait_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,6 +101,12 @@ def untake(request: Request, chunk: PlannedChunk) -> None:
     request.num_unread -= chunk.samples
 
 
+def look_up(request: Request, view: CacheView) -> None:
+    """See how much of a waiting request is cached; the last token is always computed."""
+    # Somebody must say what comes next.
+    request.num_computed = min(view.cached_tokens(request.request_id), request.num_tokens - 1)
+
+
 class StepPlanning:
     """A plan in the making.
 
@@ -191,9 +197,7 @@ class StepPlanning:
         if is_swapped:
             needed = view.pages_to_resume(request.request_id)
         else:
-            # The last token is always computed: somebody must say what comes next.
-            cached = view.cached_tokens(request.request_id)
-            request.num_computed = min(cached, request.num_tokens - 1)
+            look_up(request, view)
             needed = view.pages_to_begin(
                 request.request_id, min(request.num_tokens + 1, request.max_total_tokens)
             )

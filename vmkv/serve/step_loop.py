@@ -1,10 +1,11 @@
 """The loop: plan a step, make room, submit it, and only then read the step before.
 
-    plan k+1 -> preempt, begin, grow -> submit k+1 -> wait for the tokens of k -> plan k+2
+    plan k+1 -> preempt, begin, grow -> submit k+1 -> make ready -> wait for the tokens of k -> …
 
 So while the device works on step k, the host plans step k + 1 from lengths alone and maps its
-pages. A request that turns out to have ended in k has one superfluous token in k + 1, which is
-dropped; its memory is given up only now, after k + 1 was submitted.
+pages, and makes memory ready for those after it, so that mapping need not make room first. A
+request that turns out to have ended in k has one superfluous token in k + 1, which is dropped; its
+memory is given up only now, after k + 1 was submitted.
 
 Nothing that goes wrong in a step stops the loop: what could not be mapped is planned again with
 less, what ran out of memory is run again in smaller steps, and a request that cannot be helped
@@ -13,6 +14,7 @@ ends with its error. Everybody else goes on.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,8 +30,12 @@ from .request import FinishReason, Request, TokenLogprobs
 from .runner import PendingStep, Runner, SlotError
 from .scheduler import Scheduler
 
+_LOG = logging.getLogger(__name__)
 #: How often a step is planned anew, with ever less memory, before a request has to fail.
 _ATTEMPTS_MAX = 12
+#: What waits for the device is ready after two steps. Where nothing was so many times running, it
+#: is tried once in so many steps: each time costs a look at all that could give way.
+_TRIES_MAX = 8
 
 
 @dataclass(frozen=True)
@@ -79,6 +85,7 @@ class StepLoop:
         self._shortage: Exception | None = None
         # Pages that the books promise and that lately were not to be had.
         self._withheld_pages = 0
+        self._num_in_vain = 0  # Steps since which no memory could be made ready.
         self.num_failed_steps = 0  #: See `Engine.num_failed_steps`.
 
     @property
@@ -190,6 +197,10 @@ class StepLoop:
             start_s = time.perf_counter()
             submitted = self._submit(chunks)
             times.submit_s += time.perf_counter() - start_s
+            if submitted is not None:
+                start_s = time.perf_counter()
+                self._make_ready(chunks)
+                times.ready_s += time.perf_counter() - start_s
             return submitted, plan
         return None, StepPlan()
 
@@ -226,6 +237,18 @@ class StepLoop:
             if actual != chunk.num_past_tokens:
                 chunks[at] = self._scheduler.rebase(chunk, actual)
         view.grow([(chunk.request_id, chunk.num_tokens) for chunk in chunks])
+
+    def _make_ready(self, chunks: Sequence[PlannedChunk]) -> None:
+        """Have memory for the next steps lie ready while the device works on `chunks`."""
+        is_ready, num_in_vain = False, self._num_in_vain
+        if num_in_vain < _TRIES_MAX or num_in_vain % _TRIES_MAX == 0:
+            try:
+                is_ready = self._view.make_ready(*self._scheduler.upcoming(chunks, self._view))
+            except DriverError:
+                # Nobody lacks anything yet, and nobody has lost anything. Whether a request ends
+                # with it is for the growth to say that cannot do without, which tries again.
+                _LOG.debug("no memory could be made ready", exc_info=True)
+        self._num_in_vain = 0 if is_ready else num_in_vain + 1
 
     def _give_up(self, plan: StepPlan, chunks: Sequence[PlannedChunk]) -> None:
         """A plan could not be carried out: who was to begin waits again."""
@@ -397,6 +420,7 @@ class StepLoop:
             map_s=times.map_s,
             fence_wait_s=times.fence_wait_s,
             submit_s=times.submit_s,
+            ready_s=times.ready_s,
             wait_s=times.wait_s,
             num_prefill_tokens=plan.num_tokens - num_decode,
             num_decode_tokens=num_decode,
@@ -414,4 +438,5 @@ class _Times:
     map_s: float = 0.0
     fence_wait_s: float = 0.0
     submit_s: float = 0.0
+    ready_s: float = 0.0
     wait_s: float = 0.0

@@ -100,6 +100,7 @@ class ChromeTrace(EngineObserver):
             ("plan", step.plan_s),
             ("map", step.map_s),
             ("submit", step.submit_s),
+            ("make ready", step.ready_s),
             ("wait", step.wait_s),
         ):
             self._bar(name, at_s, part_s)

@@ -1,0 +1,223 @@
+"""Memory for the next steps is made ready while the device works on this one.
+
+Told by the calls that reach the driver, on a device that runs a step behind: it does its work when
+somebody waits for it, so a growth that waits is seen. What `make_ready` promises is
+tests/cache/test_ready.py's.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+from helpers.engine_play import Asked, EnginePlay, Shape
+
+from vmkv import SamplingParams
+from vmkv.serve import FinishReason, RequestHandle
+
+#: Eight that run hold some 50 pages; what ended ones leave would fill 70 more, and has a third.
+CHURN = Shape(max_num_seqs=8, max_num_batched_tokens=64, budget_pages=76, is_late=True, swaps=False)
+_FILLED_AFTER_STEPS = 40
+
+
+@pytest.fixture
+def make_play() -> Iterator[Callable[[Shape], EnginePlay]]:
+    """Engines over stamped rows: what a request says depends on all that it reads."""
+    plays: list[EnginePlay] = []
+
+    def make(shape: Shape) -> EnginePlay:
+        plays.append(EnginePlay(shape))
+        return plays[-1]
+
+    yield make
+    for play in plays:
+        play.engine.cancel_all()
+        while play.engine.has_unfinished:
+            play.engine.step()
+        play.abandon()
+
+
+def _ask(play: EnginePlay, prompt: Sequence[int], max_tokens: int) -> RequestHandle:
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    handle = play.engine.add(prompt, params)
+    play.asked.append(Asked(handle, 0, 1 << 60, 0, 0))
+    return handle
+
+
+def _churn(play: EnginePlay, seed: int, num_steps: int) -> list[RequestHandle]:
+    """Requests come and go; four always wait."""
+    draw = random.Random(seed)
+    handles = []
+    for _ in range(num_steps):
+        while len(play.asked) < play.shape.max_num_seqs + 4:
+            prompt = [draw.randrange(1, 8) for _ in range(draw.randint(8, 60))]
+            handles.append(_ask(play, prompt, draw.randint(4, 36)))
+        play.engine.step()
+        play.check(is_deep=False)
+    return handles
+
+
+def _note_growths(play: EnginePlay) -> list[tuple[bool, Counter[str]]]:
+    """Of each growth from now on, whether it waited for the device, and its driver calls."""
+    view, device, growths = play.engine._view, play.device, []
+    grow = view.grow
+
+    def noted(wanted: Any) -> None:
+        num_done, before = device.num_done, device.calls.copy()
+        grow(wanted)
+        growths.append((device.num_done > num_done, device.calls - before))
+
+    view.grow = noted
+    return growths
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_growing_under_pressure_waits_for_nothing_and_creates_nothing(
+    make_play: Callable[[Shape], EnginePlay], seed: int
+) -> None:
+    """In nine steps of ten: two that begin in one step were not both to be foreseen."""
+    play = make_play(CHURN)
+    growths = _note_growths(play)
+    handles = _churn(play, seed, 240)
+    del growths[:_FILLED_AFTER_STEPS]
+    num_mapped = sum(calls["mem_map"] > 0 for _, calls in growths)
+    late = [
+        has_waited or calls["mem_create"] > 0 or calls["mem_release"] > 0
+        for has_waited, calls in growths
+    ]
+    assert num_mapped > len(growths) // 2
+    assert 10 * sum(late) <= len(growths)
+    ended = [handle.output().outputs[0].finish_reason for handle in handles if handle.is_finished]
+    assert len(ended) > 50
+    assert {FinishReason.LENGTH} == set(ended)
+
+
+def test_making_ready_never_waits_for_the_device(
+    make_play: Callable[[Shape], EnginePlay],
+) -> None:
+    play = make_play(CHURN)
+    view, device = play.engine._view, play.device
+    make_ready, calls = view.make_ready, Counter[str]()
+
+    def noted(*wanted: Any) -> bool:
+        num_done, before = device.num_done, device.calls.copy()
+        is_ready = make_ready(*wanted)
+        assert num_done == device.num_done
+        calls.update(device.calls - before)
+        return is_ready
+
+    view.make_ready = noted
+    _churn(play, 0, 120)
+    assert calls["mem_create"]
+    assert calls["mem_unmap"]
+
+
+def test_no_clock_decides_what_is_made_ready(
+    make_play: Callable[[Shape], EnginePlay], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks of one model do the same, however fast each is: call by call."""
+
+    def calls_of_a_churn() -> list[Counter[str]]:
+        play = make_play(CHURN)
+        growths = _note_growths(play)
+        _churn(play, 1, 100)
+        return [*(calls for _, calls in growths), play.device.calls]
+
+    expected = calls_of_a_churn()
+    draw = random.Random(0)
+    clock = itertools.accumulate(iter(lambda: draw.choice([1e-9, 1e-3, 3600.0]), None))
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    assert expected == calls_of_a_churn()
+
+
+def test_a_driver_that_fails_while_memory_is_made_ready_ends_no_request(
+    make_play: Callable[[Shape], EnginePlay],
+) -> None:
+    """Nobody needed it yet; who does tries again."""
+    play = make_play(CHURN)
+    view, backend = play.engine._view, play.backend
+    make_ready, num_failed = view.make_ready, Counter[str]()
+    fail_at = itertools.cycle([1, 2, 3])
+
+    def failing(*wanted: Any) -> bool:
+        backend.arm(next(fail_at))
+        try:
+            return make_ready(*wanted)
+        finally:
+            num_failed[str(backend.failed_call)] += 1
+            backend.arm(0)
+
+    view.make_ready = failing
+    handles = _churn(play, 2, 120)
+    assert {"mem_create", "mem_unmap"} <= num_failed.keys()
+    ended = [handle.output() for handle in handles if handle.is_finished]
+    assert len(ended) > 20
+    assert {FinishReason.LENGTH} == {output.outputs[0].finish_reason for output in ended}
+    assert {None} == {output.error for output in ended}
+    assert not play.engine.num_failed_steps
+    play.cache.check()
+
+
+def test_a_row_with_room_is_not_looked_at(make_play: Callable[[Shape], EnginePlay]) -> None:
+    """Of the eight steps that a page lasts in three; and of all that wait only the first."""
+    play = make_play(Shape(max_num_seqs=2, max_num_batched_tokens=64, budget_pages=400))
+    view, asked = play.engine._view, Counter[int]()
+    for _ in range(2):
+        _ask(play, [1, 2, 3], 70)
+    play.engine.step()
+    for _ in range(200):
+        _ask(play, [4, 5, 6], 4)
+    lookups = Counter[int]()
+    cached_tokens, make_ready = view.cached_tokens, play.cache.pool.make_ready
+
+    def look_up(request_id: int) -> int:
+        lookups[request_id] += 1
+        return cached_tokens(request_id)
+
+    def noted(size_classes: Sequence[int], **options: Any) -> bool:
+        asked[len(size_classes)] += 1
+        return make_ready(size_classes, **options)
+
+    view.cached_tokens, play.cache.pool.make_ready = look_up, noted
+    for _ in range(60):
+        play.engine.step()
+    assert 1 == lookups.total(), "the first that waits, once"
+    # Eight tokens in a page; the one that waits has one page ready all the time.
+    assert {1, 3} == set(asked)
+    assert 0 < asked[3] <= 60 * 3 / 8 + 3
+
+
+def test_what_cannot_be_had_is_seldom_looked_for(
+    make_play: Callable[[Shape], EnginePlay],
+) -> None:
+    """Live rows hold what the one that waits would take; they themselves get what they need."""
+    play = make_play(Shape(max_num_seqs=2, max_num_batched_tokens=80, budget_pages=24))
+    handles = [_ask(play, [token] * 70, 26) for token in (1, 2)]
+    while play.engine._scheduler.num_running < 2:
+        play.engine.step()
+    waiting = _ask(play, [3] * 60, 4)
+    scheduler, num_looks, num_steps = play.engine._scheduler, 0, 0
+    upcoming = scheduler.upcoming
+
+    def noted(*arguments: Any) -> Any:
+        nonlocal num_looks
+        num_looks += 1
+        return upcoming(*arguments)
+
+    scheduler.upcoming = noted
+    while not any(handle.is_finished for handle in handles):
+        play.engine.step()
+        num_steps += 1
+    assert num_steps > 20
+    assert 8 <= num_looks <= 8 + num_steps // 8
+    while play.engine.has_unfinished:
+        play.engine.step()
+    play.check()
+    assert waiting.output().error is None
+    assert [0, 0] == [handle.requests[0].num_preemptions for handle in handles]
