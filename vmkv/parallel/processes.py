@@ -69,7 +69,7 @@ class Ranks:
         _check(size, device_type)
         self._folder = tempfile.TemporaryDirectory(prefix="vmkv-ranks-")
         self._is_closing = False
-        self._said: dict[int, str] = {}
+        self._reasons: dict[int, str] = {}
         self._hearing = threading.Lock()
         self.group: TensorParallel | None = None
         store = Path(self._folder.name) / "store"
@@ -163,11 +163,11 @@ class Ranks:
         while not self._is_closing:
             for rank, process in enumerate(self._processes, 1):
                 self._hear(rank)
-                if rank in self._said:
-                    return f"rank {rank} has ended: {self._said[rank]}"
+                if rank in self._reasons:
+                    return f"rank {rank} has ended: {self._reasons[rank]}"
                 if process.exitcode is not None:
                     self._hear(rank)
-                    return f"rank {rank} has ended: {self._said.get(rank) or _status(process)}"
+                    return f"rank {rank} has ended: {self._reasons.get(rank) or _status(process)}"
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
                 break
@@ -176,8 +176,8 @@ class Ranks:
 
     def _hear(self, rank: int) -> None:
         with self._hearing, contextlib.suppress(EOFError, OSError):
-            if rank not in self._said and self._connections[rank - 1].poll():
-                self._said[rank] = self._connections[rank - 1].recv()
+            if rank not in self._reasons and self._connections[rank - 1].poll():
+                self._reasons[rank] = self._connections[rank - 1].recv()
 
     def __enter__(self) -> Ranks:
         return self
