@@ -20,6 +20,7 @@ import json
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -399,7 +400,10 @@ def grouped_bars(
                     ha="center",
                     color=colour,
                 )
-    labels = ["\n".join(show("", each) for each in cluster) for cluster in clusters]
+    # Lines that are short enough for many clusters beside each other.
+    labels = [
+        "\n".join(textwrap.fill(show("", each), 14) for each in cluster) for cluster in clusters
+    ]
     axes.set_xticks(range(len(clusters)), labels, fontsize=8)
     axes.grid(axis="y", alpha=0.3)
     axes.set_axisbelow(True)
