@@ -7,6 +7,10 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from unittest import mock
 
+# A module that is imported while they are small would keep them small.
+import vmkv.hf.prefill
+import vmkv.serve  # noqa: F401
+
 
 @contextmanager
 def small_constants(underread_tokens: int, block_tokens: int) -> Iterator[None]:

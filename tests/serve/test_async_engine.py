@@ -184,6 +184,9 @@ def test_shutdown(make_engine: MakeEngine, serving: Serving, drain: bool) -> Non
             streams = [engine.stream(prompt, params) for prompt in prompts(6)]
             tasks = [asyncio.create_task(last(stream)) for stream in streams[1:]]
             await anext(streams[0])
+            # Not before the last has been asked for.
+            while len(engine._streams) + sum(each.done() for each in tasks) < len(streams):
+                await asyncio.sleep(0)
             stopping = asyncio.create_task(engine.shutdown(drain=drain))
             tasks.append(asyncio.create_task(last(streams[0])))
             await stopping
