@@ -7,8 +7,8 @@ that size are fetched with a test of every token against `seqused_k`, so nothing
 through the copy engine, whose last tile runs past a row's end.)
 
 Its Hopper kernels do not split the keys of a sequence. A few sequences that decode leave most of
-the device idle then, and are left to torch's kernel, which splits them (one H200, Llama-3-8B shape, tried by hand:
-one sequence of 8,192 tokens 90 us here and 24 there, 32 of 1,024 41 and 64).
+the device idle then, and are left to torch's kernel, which splits them (one H200, Llama-3-8B shape,
+tried by hand: one sequence of 8,192 tokens 90 us here and 24 there, 32 of 1,024 41 and 64).
 """
 
 from __future__ import annotations
