@@ -35,7 +35,7 @@ def make_play() -> Iterator[Callable[[Shape], EnginePlay]]:
         return plays[-1]
 
     yield make
-    for play in plays:
+    for play in reversed(plays):  # What each has made small becomes large in turn.
         play.engine.cancel_all()
         while play.engine.has_unfinished:
             play.engine.step()
