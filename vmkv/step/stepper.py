@@ -24,6 +24,7 @@ import torch
 from ..cache import KVCache
 from ..errors import CapacityError, ConfigError
 from . import operator
+from .batch_graphs import BatchGraphs
 from .compiled_layers import CompiledLayers
 from .decode_graphs import DecodeGraphs
 from .graphs import GraphSpace, Scratch
@@ -240,12 +241,32 @@ class Stepper:
         Raises:
             CapacityError: No row, or no page, is left for padding.
         """
-        cache = self.caches[0]
-        scratch = self.open_scratch()
-        space = self._space = GraphSpace(
+        space = self._space = self._graph_space(vocab_size, dtype, self.open_scratch(), agree)
+        self.decode_graphs = DecodeGraphs(space, self._split_below, few=few)
+        if max_mixed_tokens > 1:
+            self.mixed_graphs = MixedGraphs(space, max_mixed_tokens, self._num_processors)
+
+    def make_batch_graphs(self, vocab_size: int, dtype: torch.dtype) -> BatchGraphs:
+        """Prepare for captured steps in which the rows 0, 1, … of all slots decode; see there.
+
+        Whoever asks has them: runs them, beside `run`, and closes them before the stepper. They
+        hold the stepper, and it does not hold them.
+
+        Args:
+            vocab_size: Columns of the logits.
+            dtype: Theirs.
+        """
+        no_padding = Scratch(self.num_slots, 0)  # Nobody asks for it.
+        space = self._graph_space(vocab_size, dtype, no_padding, int)
+        return BatchGraphs(space, self._split_below)
+
+    def _graph_space(
+        self, vocab_size: int, dtype: torch.dtype, scratch: Scratch, agree: Callable[[int], int]
+    ) -> GraphSpace:
+        return GraphSpace(
             self._forward,
             self._attention,
-            cache,
+            self.caches[0],
             self.last_tokens,
             vocab_size=vocab_size,
             dtype=dtype,
@@ -253,14 +274,19 @@ class Stepper:
             scratch=scratch,
             agree=agree,
         )
-        heads = min(group.geometry.shape.num_k_heads for group in cache.groups)
-        processors = 1
-        if self._is_cuda:
-            processors = torch.cuda.get_device_properties(self.device).multi_processor_count
+
+    @property
+    def _num_processors(self) -> int:
+        if not self._is_cuda:
+            return 1
+        return int(torch.cuda.get_device_properties(self.device).multi_processor_count)
+
+    @property
+    def _split_below(self) -> int:
+        """How many sequences keep the device busy without being split."""
+        heads = min(group.geometry.shape.num_k_heads for group in self.caches[0].groups)
         # A sequence occupies a processor per key head; kernels split below 0.8 of them all.
-        self.decode_graphs = DecodeGraphs(space, int(0.8 * processors / heads) + 1, few=few)
-        if max_mixed_tokens > 1:
-            self.mixed_graphs = MixedGraphs(space, max_mixed_tokens, processors)
+        return int(0.8 * self._num_processors / heads) + 1
 
     def open_scratch(self) -> Scratch:
         """The row that padding works on, which holds one token. Opened once.
@@ -282,15 +308,17 @@ class Stepper:
 
         Not where somebody hooked into the model is to be called in every step.
         """
-        is_one_device = [cache.device for cache in self.caches] == [self.device]
         return (
             self._is_cuda
-            and is_one_device
+            and self.is_on_one_device
             and not torch.is_autocast_enabled("cuda")
-            and not any(
-                each._forward_hooks or each._forward_pre_hooks for each in self.model.modules()
-            )
+            and not has_hooks(self.model)
         )
+
+    @property
+    def is_on_one_device(self) -> bool:
+        """Whether rows are where tokens go, and nowhere else."""
+        return [cache.device for cache in self.caches] == [self.device]
 
     def capture_where_it_pays(self) -> None:
         """Have decode steps captured that come again and again, where `can_capture`.
@@ -368,6 +396,11 @@ class Stepper:
                 graphs.close()
         self.mixed_graphs = self.decode_graphs = self._space = None
         self._undo.close()
+
+
+def has_hooks(model: torch.nn.Module) -> bool:
+    """Whether somebody hooked into a module is to be called in every step."""
+    return any(each._forward_hooks or each._forward_pre_hooks for each in model.modules())
 
 
 class _ByKeyword:
