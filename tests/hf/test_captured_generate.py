@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 import vmkv
 from vmkv import ClosedError, ConfigError, HostBackend, OutOfPagesError, VMKVCache
 from vmkv.step.graphs import StepGraphs
+from vmkv.step.joined_layers import SiblingLinear
 from vmkv.units import KiB
 
 NewCache = Callable[..., Any]
@@ -140,6 +141,25 @@ def test_the_model_may_attend_through_anything(
     assert expected.tolist() == generate(model, inputs, new_cache(model.config)).tolist()
     assert NEW_TOKENS - 1 == capture.num_steps
     assert attention == model.config._attn_implementation
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_layers_may_be_compiled_for_captured_steps_alone(name: str, new_cache: NewCache) -> None:
+    """Prompts, other caches and what comes after it run the model as it is."""
+    model, plain = copy.deepcopy(tiny_model(name, "sdpa")), tiny_model(name)
+    options = {"compile_layers": True, "compile_backend": "aot_eager"}
+    with vmkv.capture_decoding(model, **options) as capture:
+        for inputs in (prompt(name), left_padded_prompt()):
+            expected = generate(plain, inputs, dynamic_cache(plain.config)).tolist()
+            assert expected == generate(model, inputs, new_cache(model.config)).tolist()
+            assert expected == generate(model, inputs, dynamic_cache(model.config)).tolist()
+        assert 2 * (NEW_TOKENS - 1) == capture.num_steps
+        with pytest.raises(ConfigError, match="compile_layers"):
+            vmkv.capture_decoding(model)
+    assert "sdpa" == model.config._attn_implementation
+    assert not any("forward" in vars(each) for each in model.modules())
+    assert all(type(each) is not SiblingLinear for each in model.modules())
 
 
 def test_scores_and_logits_are_those_of_their_steps(

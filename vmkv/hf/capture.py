@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import CapacityError, ConfigError, one_line
+from ..step.compiled_layers import CompiledLayers
 from ..step.stepper import has_hooks
 from . import compat
 from .cache import VMKVCache
@@ -38,7 +39,9 @@ _KNOWN = {
 _OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
 
 
-def capture_decoding(model: Any) -> CapturedDecoding:
+def capture_decoding(
+    model: Any, *, compile_layers: bool = False, compile_backend: str = "inductor"
+) -> CapturedDecoding:
     """Have a model's decode steps over a `VMKVCache` captured, whoever's loop they are of.
 
     After this `model.generate(**inputs, past_key_values=VMKVCache(model.config))` decodes by
@@ -54,25 +57,39 @@ def capture_decoding(model: Any) -> CapturedDecoding:
 
     Args:
         model: A transformers causal language model. It is changed in place: its `forward`.
+        compile_layers: Compile the layers for captured steps, once for all of them: some tens of
+            seconds at the first step of one row, and of several. Everything else runs as it is.
+        compile_backend: Of `torch.compile`.
 
     Returns:
         What ends it, by `close()` or as a context manager; the same for a second call.
 
     Raises:
-        ConfigError: The model is an encoder-decoder.
+        ConfigError: The model is an encoder-decoder, its layers cannot be compiled, or it was
+            called before with other options. The model is as before.
 
-    Cost: nothing now; at the first step that could be captured, a proof (see `vmkv.generate`).
-        A mask is read once for each prompt, and later ones are checked without waiting.
+    Cost: nothing now, but for a copy of the weights, part by part, where layers are compiled; at
+        the first step that could be captured, a proof (see `vmkv.generate`). A mask is read once
+        for each prompt, and later ones are checked without waiting.
     """
     forward = vars(model).get("forward")
     if isinstance(forward, _Forward):
+        if forward.capture.compiles != compile_layers:
+            raise ConfigError(
+                "decode steps of this model are captured already, with another compile_layers; "
+                "close that first"
+            )
         return forward.capture
     if model.config.is_encoder_decoder:
         raise ConfigError(
             "decode steps of encoder-decoders cannot be captured; generate with "
             "past_key_values=VMKVCache.for_encoder_decoder(config) as it is"
         )
-    return CapturedDecoding(model)
+    layers = None
+    if compile_layers:
+        layers = CompiledLayers(model, backend=compile_backend)
+        layers.stand_aside()
+    return CapturedDecoding(model, layers)
 
 
 class _Step(NamedTuple):
@@ -108,12 +125,19 @@ class _OfCache:
 class CapturedDecoding:
     """The captured decode steps of one model, over any number of caches; see `capture_decoding`.
 
+    Args:
+        model: The model.
+        layers: Its layers, compiled and standing aside, which end with this; or None.
+
     Attributes:
+        compiles: Whether there are such.
         num_steps: Steps that the model's own `forward` did not run.
         refusal: Why none can be captured; None as far as is known.
     """
 
-    def __init__(self, model: Any):
+    def __init__(self, model: Any, layers: CompiledLayers | None = None):
+        self.compiles = layers is not None
+        self._layers = layers
         self.num_steps = 0
         self.refusal: str | None = None
         self._model = weakref.ref(model)
@@ -129,6 +153,8 @@ class CapturedDecoding:
             if known.steps is not None:
                 known.steps.close()
         self._caches.clear()
+        if self._layers is not None:
+            self._layers.close()
         model = self._model()
         if model is not None and vars(model).get("forward") is self._forward:
             self._forward.restore(model)
@@ -200,7 +226,8 @@ class CapturedDecoding:
                 steps.close()
             known.steps = steps = None
             if self._is_proven(model, store):
-                steps = CapturedSteps(model, store, token_ids.shape[0], known.logits)
+                size = token_ids.shape[0]
+                steps = CapturedSteps(model, store, size, known.logits, self._layers)
                 known.steps = steps
         return steps if steps is not None and steps.refusal is None else None
 

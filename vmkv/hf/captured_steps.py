@@ -7,6 +7,7 @@ torch's allocator as if it went on. Then it is captured. Without CUDA, steps run
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import Counter
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from ..errors import CapacityError, ConfigError, one_line
 from ..step import Stepper
 from ..step.batch_graphs import Bucket
+from ..step.compiled_layers import CompiledLayers
 from ..step.interface import refusing_waits
 from .attention import attending_in_place
 from .padding import LeftPadding
@@ -32,6 +34,7 @@ class CapturedSteps:
         store: The cache's memory, with rows on the model's device alone.
         logits: `[B, …, vocabulary]`, as the model returned them for this batch.
         batch_size: B.
+        layers: The model's layers, compiled and standing aside; None where they run as they are.
 
     Attributes:
         batch_size: B.
@@ -39,18 +42,30 @@ class CapturedSteps:
         refusal: Why these steps cannot be captured; None as long as they can.
     """
 
-    def __init__(self, model: Any, store: Store, batch_size: int, logits: torch.Tensor):
+    def __init__(
+        self,
+        model: Any,
+        store: Store,
+        batch_size: int,
+        logits: torch.Tensor,
+        layers: CompiledLayers | None = None,
+    ):
         (core,) = store.cores
         self.batch_size = batch_size
         self.is_closed = False
         self.refusal: str | None = None
         self._model = model
+        self._layers = layers
         self._core = core
         self._num_layouts = store.num_layouts
         # Ordinary tensors: steps may come in inference mode, and without.
         with torch.inference_mode(mode=False), torch.no_grad():
             self._stepper = Stepper(
-                model, [core], batch_size, attention_backend=store.settings.attention_backend
+                model,
+                [core],
+                batch_size,
+                attention_backend=store.settings.attention_backend,
+                layers=layers,
             )
             self._graphs = self._stepper.make_batch_graphs(logits.shape[-1], logits.dtype)
         self._num_runs: Counter[Bucket] = Counter()
@@ -139,8 +154,7 @@ class CapturedSteps:
             if bucket in graphs.captured:
                 graphs.replay(bucket, integers)
             else:
-                with attending_in_place(self._model):
-                    self._run_uncaptured(bucket, integers)
+                self._run_uncaptured(bucket, integers)
         if self.refusal is not None:
             return None
         return graphs.space.logits[:, None].clone()
@@ -149,21 +163,29 @@ class CapturedSteps:
         """A step that has no graph yet, with which it may get one."""
         graphs = self._graphs
         self._num_runs[bucket] += 1
+        is_first = graphs.space.device.type != "cuda" or self._num_runs[bucket] == 1
         try:
-            if graphs.space.device.type != "cuda" or self._num_runs[bucket] == 1:
-                graphs.run(bucket, integers)
-                return
+            with self._attending():
+                if is_first:
+                    graphs.run(bucket, integers)
+                elif self._num_runs[bucket] == 2:
+                    with refusing_waits():
+                        graphs.run(bucket, integers)
+                else:
+                    graphs.replay(bucket, integers)
         except (ConfigError, CapacityError) as error:  # No kernel, or no memory for its over-read.
             self._refuse(error)
-            return
-        try:
-            if self._num_runs[bucket] == 2:
-                with refusing_waits():
-                    graphs.run(bucket, integers)
-            else:
-                graphs.replay(bucket, integers)
-        except Exception as error:  # noqa: BLE001  # the model runs it itself, or says why not
+        except Exception as error:
+            # What the model itself would raise is for it to say; compilers raise anything.
+            if is_first and self._layers is None:
+                raise
             self._refuse(error)
+
+    def _attending(self) -> contextlib.AbstractContextManager[None]:
+        """While this lasts, the model attends over the cache's rows."""
+        if self._layers is None:
+            return attending_in_place(self._model)
+        return self._stepper.attending(self._layers)
 
     def _refuse(self, error: Exception) -> None:
         self.refusal = one_line(error)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -63,6 +63,8 @@ class Stepper:
         attention_backend: The kernel for rows; see `RowAttention`.
         preferred_backend: Likewise.
         compile_with: Compile the layers with this backend of `torch.compile`; None for not at all.
+        layers: Layers that are compiled already, for several steppers in turn: steps run within
+            `attending`, and between them the model is as before.
 
     Attributes:
         model: See above.
@@ -87,6 +89,7 @@ class Stepper:
         attention_backend: str | None = None,
         preferred_backend: str | None = None,
         compile_with: str | None = None,
+        layers: CompiledLayers | None = None,
     ):
         if not all(cache.layers for cache in caches):
             raise ConfigError("the cache holds no layers yet: add the model's first")
@@ -99,7 +102,7 @@ class Stepper:
         self._attention = RowAttention(caches, attention_backend, preferred_backend)
         # Four dimensions: transformers hands such a mask on as it is, and ours ignores it.
         self._mask = torch.empty((1, 1, 1, 1), dtype=torch.bool, device=self.device)
-        self.uses_operator = compile_with is not None
+        self.uses_operator = compile_with is not None or layers is not None
         self._keywords: dict[str, Any] = {}
         self._layers: CompiledLayers | None = None
         self.decode_graphs: DecodeGraphs | None = None
@@ -112,14 +115,27 @@ class Stepper:
         self._logits_like: tuple[int, torch.dtype] | None = None
         with contextlib.ExitStack() as undo:
             undo.callback(self._attention.close)
-            if compile_with is None:
+            if not self.uses_operator:
                 self._mask._vmkv_placeholder = True  # type: ignore[attr-defined]
                 self._keywords["vmkv_batch"] = _ByKeyword(self._attention)
-            else:
+            elif compile_with is not None:
                 undo.enter_context(operator.attending(model, self._attention))
                 self._layers = CompiledLayers(model, backend=compile_with)
                 undo.callback(self._layers.close)
             self._undo = undo.pop_all()
+
+    @contextlib.contextmanager
+    def attending(self, layers: CompiledLayers) -> Iterator[None]:
+        """While this lasts, the model runs compiled, over this stepper's rows.
+
+        Args:
+            layers: What the stepper was made with.
+
+        Raises:
+            ConfigError: Another stepper runs the layers. The model is as before.
+        """
+        with operator.attending(self.model, self._attention), layers.in_place():
+            yield
 
     # ---- steps ----------------------------------------------------------------------------
 

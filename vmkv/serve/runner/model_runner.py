@@ -130,7 +130,7 @@ class ModelRunner:
 
     def _make_stepper(self, cache: KVCache, max_num_seqs: int, compiles: bool) -> Stepper:
         options = self._options
-        backends = {
+        backends: dict[str, Any] = {
             "attention_backend": options.attention_backend,
             "preferred_backend": _PREFERRED_BACKEND if self._wants(options.capture) else None,
         }
