@@ -142,6 +142,7 @@ class CapturedDecoding:
         self.refusal: str | None = None
         self._model = weakref.ref(model)
         self._caches: weakref.WeakKeyDictionary[VMKVCache, _OfCache] = weakref.WeakKeyDictionary()
+        self._stream: torch.cuda.Stream | None = None
         self._is_closed = False
         self._forward = _Forward(self, model)
         model.forward = self._forward
@@ -226,10 +227,22 @@ class CapturedDecoding:
                 steps.close()
             known.steps = steps = None
             if self._is_proven(model, store):
-                size = token_ids.shape[0]
-                steps = CapturedSteps(model, store, size, known.logits, self._layers)
-                known.steps = steps
+                known.steps = steps = CapturedSteps(
+                    model,
+                    store,
+                    token_ids.shape[0],
+                    known.logits,
+                    self._layers,
+                    self._stream_on(token_ids.device),
+                )
         return steps if steps is not None and steps.refusal is None else None
+
+    def _stream_on(self, device: torch.device) -> torch.cuda.Stream | None:
+        """What all caches' steps are captured on, one after the other."""
+        if device.type == "cuda" and (self._stream is None or self._stream.device != device):
+            # torch leaves its constructor untyped.
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return self._stream
 
     def _is_proven(self, model: Any, store: Store) -> bool:
         """Whether packed steps are known to serve the model; otherwise there is a `refusal`."""

@@ -35,6 +35,7 @@ class CapturedSteps:
         logits: `[B, …, vocabulary]`, as the model returned them for this batch.
         batch_size: B.
         layers: The model's layers, compiled and standing aside; None where they run as they are.
+        stream: What to capture on; see `GraphSpace`.
 
     Attributes:
         batch_size: B.
@@ -49,6 +50,7 @@ class CapturedSteps:
         batch_size: int,
         logits: torch.Tensor,
         layers: CompiledLayers | None = None,
+        stream: torch.cuda.Stream | None = None,
     ):
         (core,) = store.cores
         self.batch_size = batch_size
@@ -67,7 +69,7 @@ class CapturedSteps:
                 attention_backend=store.settings.attention_backend,
                 layers=layers,
             )
-            self._graphs = self._stepper.make_batch_graphs(logits.shape[-1], logits.dtype)
+            self._graphs = self._stepper.make_batch_graphs(logits.shape[-1], logits.dtype, stream)
         self._num_runs: Counter[Bucket] = Counter()
         self._weights = _addresses(model)
         self._padding: LeftPadding | None = None

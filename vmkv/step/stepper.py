@@ -262,7 +262,9 @@ class Stepper:
         if max_mixed_tokens > 1:
             self.mixed_graphs = MixedGraphs(space, max_mixed_tokens, self._num_processors)
 
-    def make_batch_graphs(self, vocab_size: int, dtype: torch.dtype) -> BatchGraphs:
+    def make_batch_graphs(
+        self, vocab_size: int, dtype: torch.dtype, stream: torch.cuda.Stream | None = None
+    ) -> BatchGraphs:
         """Prepare for captured steps in which the rows 0, 1, … of all slots decode; see there.
 
         Whoever asks has them: runs them, beside `run`, and closes them before the stepper. They
@@ -271,13 +273,19 @@ class Stepper:
         Args:
             vocab_size: Columns of the logits.
             dtype: Theirs.
+            stream: See `GraphSpace`.
         """
         no_padding = Scratch(self.num_slots, 0)  # Nobody asks for it.
-        space = self._graph_space(vocab_size, dtype, no_padding, int)
+        space = self._graph_space(vocab_size, dtype, no_padding, stream=stream)
         return BatchGraphs(space, self._split_below)
 
     def _graph_space(
-        self, vocab_size: int, dtype: torch.dtype, scratch: Scratch, agree: Callable[[int], int]
+        self,
+        vocab_size: int,
+        dtype: torch.dtype,
+        scratch: Scratch,
+        agree: Callable[[int], int] = int,
+        stream: torch.cuda.Stream | None = None,
     ) -> GraphSpace:
         return GraphSpace(
             self._forward,
@@ -289,6 +297,7 @@ class Stepper:
             max_num_seqs=self.num_slots,
             scratch=scratch,
             agree=agree,
+            stream=stream,
         )
 
     @property
@@ -326,15 +335,10 @@ class Stepper:
         """
         return (
             self._is_cuda
-            and self.is_on_one_device
+            and [cache.device for cache in self.caches] == [self.device]
             and not torch.is_autocast_enabled("cuda")
             and not has_hooks(self.model)
         )
-
-    @property
-    def is_on_one_device(self) -> bool:
-        """Whether rows are where tokens go, and nowhere else."""
-        return [cache.device for cache in self.caches] == [self.device]
 
     def capture_where_it_pays(self) -> None:
         """Have decode steps captured that come again and again, where `can_capture`.
