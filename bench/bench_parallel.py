@@ -300,15 +300,22 @@ def main(argv: Sequence[str] | None = None) -> int:
             continue
         same = sum(map(int.__eq__, expected, said)) / len(said)
         rows += [{**row, "same_first_tokens_share": same} for row in its_rows]
+    report(rows, arguments.json, smoke=smoke)
+    # Last, and after the rest is written: it takes nearly all memory there is.
     rows.append(measure_large(kinds[0], smoke=smoke))
+    report(rows, arguments.json, smoke=smoke)
+    return 0
+
+
+def report(rows: Sequence[Row], path: Path | None, *, smoke: bool) -> None:
+    """Show what there is, and write it."""
     figures = figures_of(rows)
     print_rows([row for row in rows if row["workload"] == "sum"] or rows[:1])
     print_rows([row for row in rows if row["workload"] != "sum"])
     print_figures(figures)
     record = make_record(__doc__, rows, figures, {"model": "Llama-3-8B's shape"})
-    if arguments.json or not smoke:
-        print("wrote", write_result("parallel", record, arguments.json))
-    return 0
+    if path or not smoke:
+        print("wrote", write_result("parallel", record, path))
 
 
 if __name__ == "__main__":
