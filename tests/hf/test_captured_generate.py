@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import vmkv
 from vmkv import ClosedError, ConfigError, HostBackend, OutOfPagesError, VMKVCache
+from vmkv.attention import get
 from vmkv.step.graphs import StepGraphs
 from vmkv.step.joined_layers import SiblingLinear
 from vmkv.units import KiB
@@ -442,6 +443,30 @@ def test_a_model_that_cannot_is_served_as_before_and_said_once(
     assert 1 == len([each for each in caplog.records if "captured" in each.getMessage()])
     assert 0 == capture.num_steps
     assert "packed batch" in str(capture.refusal)
+
+
+def test_a_kernel_that_cannot_is_replaced_by_the_model_where_it_cannot(
+    captured: Callable[..., Any],
+    new_cache: NewCache,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """One that knows no left padding serves the cache without; padded batches run as before."""
+    kernel = get("sdpa")
+    monkeypatch.setattr(
+        kernel, "why_not", lambda spec: "it knows no padding" if spec.left_pad else None
+    )
+    model, capture = captured()
+    plain = tiny_model("llama")
+    cache = new_cache(model.config, attention_backend="sdpa")
+    for kind, num_steps in (("padded", 0), ("three", NEW_TOKENS - 1), ("padded", 0)):
+        cache.reset()
+        inputs, before = INPUTS[kind](), capture.num_steps
+        expected = generate(plain, inputs, dynamic_cache(plain.config))
+        with caplog.at_level(logging.WARNING, "vmkv"):
+            assert expected.tolist() == generate(model, inputs, cache).tolist()
+        assert num_steps == capture.num_steps - before
+    assert 1 == len([each for each in caplog.records if "captured" in each.getMessage()])
 
 
 def test_encoder_decoders_are_refused_at_once() -> None:

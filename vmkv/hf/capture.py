@@ -235,7 +235,7 @@ class CapturedDecoding:
                     self._layers,
                     self._stream_on(token_ids.device),
                 )
-        return steps if steps is not None and steps.refusal is None else None
+        return steps
 
     def _stream_on(self, device: torch.device) -> torch.cuda.Stream | None:
         """What all caches' steps are captured on, one after the other."""
