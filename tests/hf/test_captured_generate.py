@@ -410,17 +410,22 @@ def test_whoever_hooks_in_or_trains_is_served_by_the_model(
 ) -> None:
     """Hooks are called, dropout drops; and afterwards steps are captured again."""
     model, capture = captured()
-    inputs, seen = prompt("llama"), []
+    inputs, seen, cache = prompt("llama"), [], new_cache(model.config)
+    generate(model, inputs, cache)
+    assert NEW_TOKENS - 1 == capture.num_steps
     hook = model.model.layers[1].register_forward_hook(lambda *_: seen.append(1))
-    generate(model, inputs, new_cache(model.config))
+    cache.reset()
+    generate(model, inputs, cache)
     assert NEW_TOKENS == len(seen)
     hook.remove()
     model.train()
-    generate(model, inputs, new_cache(model.config))
-    assert 0 == capture.num_steps
-    model.eval()
-    generate(model, inputs, new_cache(model.config))
+    cache.reset()
+    generate(model, inputs, cache)
     assert NEW_TOKENS - 1 == capture.num_steps
+    model.eval()
+    cache.reset()
+    generate(model, inputs, cache)
+    assert 2 * (NEW_TOKENS - 1) == capture.num_steps
 
 
 def test_a_model_that_cannot_is_served_as_before_and_said_once(
@@ -442,7 +447,8 @@ def test_a_model_that_cannot_is_served_as_before_and_said_once(
             assert expected.tolist() == generate(model, inputs, new_cache(model.config)).tolist()
     assert 1 == len([each for each in caplog.records if "captured" in each.getMessage()])
     assert 0 == capture.num_steps
-    assert "packed batch" in str(capture.refusal)
+    (reason,) = capture.refusals
+    assert "packed batch" in reason
 
 
 def test_a_kernel_that_cannot_is_replaced_by_the_model_where_it_cannot(
