@@ -379,6 +379,28 @@ def test_a_mask_that_changes_on_the_way_is_an_error(
     )
 
 
+def test_a_mask_that_changes_in_the_last_step_is_told_at_the_end(
+    captured: Callable[..., Any], new_cache: NewCache, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With the cache's next step, whichever it is; or in the log, if there is none."""
+    model, _ = captured()
+    for goes_on in (True, False):
+        cache, mask = new_cache(model.config), torch.ones(2, 7, dtype=torch.long)
+        _step(model, cache, _tokens(5, 2), attention_mask=mask[:, :5])
+        _step(model, cache, _tokens(1, 2), attention_mask=mask[:, :6])
+        mask[0, 0] = 0
+        _step(model, cache, _tokens(1, 2), attention_mask=mask)
+        if goes_on:
+            cache.reset()
+            _step(model, cache, _tokens(5, 2))
+            with pytest.raises(ConfigError, match="column of ones"):
+                _step(model, cache, _tokens(1, 2))
+            _step(model, cache, _tokens(1, 2))
+        assert not caplog.records
+        cache.close()
+    assert "column of ones" in caplog.text
+
+
 @pytest.mark.parametrize(
     "asked",
     [
