@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -613,12 +614,15 @@ def test_a_cache_may_end_first(captured: Callable[..., Any], new_cache: NewCache
     assert vmkv.BackendUsage() == pool.backend.usage()
 
 
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "file"]
+)
 def test_a_copied_model_is_a_model_of_its_own(
-    captured: Callable[..., Any], new_cache: NewCache
+    copied: Callable[[Any], Any], captured: Callable[..., Any], new_cache: NewCache
 ) -> None:
     """It computes with its own weights, and has no captured steps."""
     model, capture = captured()
-    twin = copy.deepcopy(model)
+    twin = copied(model)
     with torch.no_grad():
         for parameter in twin.parameters():
             parameter.mul_(0.5)

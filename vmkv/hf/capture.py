@@ -306,6 +306,10 @@ class _Forward:
         copied = memo[id(self._model())]
         return self._of_class(copied)
 
+    def __reduce__(self) -> Any:
+        # Likewise of one that is pickled: when this is read, the model has its class's alone.
+        return getattr, (self._model(), "forward")
+
     def restore(self, model: Any) -> None:
         """Put back what was there before."""
         if self._before is None:
