@@ -25,6 +25,7 @@ from helpers.tiny_models import (
     generate,
     left_padded_prompt,
     prompt,
+    redraw_weights,
     tiny_config,
     tiny_model,
     unsupported_because,
@@ -259,6 +260,26 @@ def test_a_cache_serves_one_call_after_another(
     expected = generate(plain, more, dynamic_cache(plain.config))
     assert expected.tolist() == generate(model, more, cache).tolist()
     assert 5 * (NEW_TOKENS - 1) == capture.num_steps
+
+
+def test_layers_of_other_shapes_are_found_where_they_are_moved(
+    captured: Callable[..., Any], new_cache: NewCache
+) -> None:
+    """After the first pass their groups close the gaps; graphs know the places of after that."""
+    model, capture = captured()
+    attention = model.model.layers[-1].self_attn
+    for name in ("k_proj", "v_proj"):
+        attention.register_module(name, torch.nn.Linear(32, 32, bias=False))
+    attention.num_key_value_groups = 1
+    redraw_weights(model, 0)
+    inputs = left_padded_prompt()
+    expected = generate(model, inputs, dynamic_cache(model.config))
+    cache = new_cache(model.config, layers_per_group=64)
+    for _ in range(2):
+        assert expected.tolist() == generate(model, inputs, cache).tolist()
+        cache.check()
+        cache.reset()
+    assert 2 * (NEW_TOKENS - 1) == capture.num_steps
 
 
 def test_assisted_decoding_takes_steps_where_it_decodes(

@@ -164,7 +164,6 @@ class VMKVCache(DynamicCache):  # type: ignore[misc]
             OutOfPagesError, SequenceFullError: Nothing changed.
         """
         num_tokens = self._virtual_layers[0]._length
-        self._store.close_gaps()
         (rows,) = self._store.device_rows
         rows.ensure(batch_size, num_tokens + 1)
         return num_tokens

@@ -217,6 +217,7 @@ class CapturedDecoding:
     ) -> CapturedSteps | None:
         """The steps of a cache; None where they cannot be captured (now)."""
         store, steps = cache._store, known.steps
+        store.close_gaps()  # First: what follows asks where layers are.
         if not known.is_checked:
             known.is_checked = True
             known.runs_plainly = has_hooks(model) or _is_divided_or_adapted(model)
