@@ -11,6 +11,7 @@ from typing import Any
 from ...errors import ClosedError
 from ..async_engine import AsyncEngine
 from ..engine import Engine
+from ..engine_client import SILENCE_MAX_S
 from ..metrics import Metrics
 from ..observer import EngineObserver, Observers
 from ..params import SamplingParams
@@ -56,9 +57,10 @@ class EngineReplica:
     Args:
         make: Called here with the engine's observer; gives the engine.
         name: What this replica is called.
+        silence_max_s: See `EngineClient`; Ray ends a replica that is silent, and starts another.
     """
 
-    def __init__(self, make: MakeEngine, name: str):
+    def __init__(self, make: MakeEngine, name: str, silence_max_s: float = SILENCE_MAX_S):
         self._name = name
         self._metrics, self._prefixes = Metrics(), HeldPrefixes()
         self._made = make(Observers([self._metrics, self._prefixes]))
@@ -66,7 +68,7 @@ class EngineReplica:
         self._prefixes.bind(engine.cache.prefixes)
         self._metrics.bind_pages(engine.cache.pool.page_bytes)
         self._facts = ReplicaFacts(engine.max_tokens, engine.cache.stats().budget_bytes)
-        self._engine = AsyncEngine(engine)
+        self._engine = AsyncEngine(engine, silence_max_s=silence_max_s)
 
     async def stream(
         self,
