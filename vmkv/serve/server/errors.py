@@ -12,6 +12,7 @@ from ...errors import (
     ClosedError,
     ConfigError,
     LostError,
+    RankError,
     SequenceFullError,
     VMKVError,
 )
@@ -141,10 +142,6 @@ def refused(error: Exception) -> ApiError:
         return invalid(str(error), "prompt", "context_length_exceeded")
     if isinstance(error, ConfigError):
         return invalid(str(error))
-    if isinstance(error, ClosedError):
-        return stopped(f"the engine takes no requests: {error}")
-    if isinstance(error, LostError):
-        return lost(str(error))
     return failed(error)
 
 
@@ -161,6 +158,12 @@ def failed(error: Exception) -> ApiError:
             code="out_of_memory",
             headers=_RETRY_AFTER,
         )
+    if isinstance(error, ClosedError):
+        return stopped(f"the engine takes no requests: {error}")
+    if isinstance(error, RankError):
+        return stopped("a part of the engine has ended, and all of it is started anew; try again")
+    if isinstance(error, LostError):
+        return lost(str(error))
     frames = traceback.format_exception(error, limit=-_LOGGED_FRAMES)
     _log.error("a request failed:\n%s", "".join(frames).rstrip())
     return ApiError(
