@@ -173,10 +173,6 @@ class KVCache(RowSpace):
         """See `Sequence.fork`. `source` may be of another cache of the same pool and layers."""
         return Sequence(self, fork(self, source, num_tokens, row), num_tokens, source.tenant)
 
-    def truncate(self, sequence: Sequence, num_tokens: int) -> None:
-        """See `Sequence.truncate`."""
-        sequence.truncate(num_tokens)
-
     def _restored(
         self, row: int, num_tokens: int, token_ids: List_[int], tenant: str | None
     ) -> Sequence:
