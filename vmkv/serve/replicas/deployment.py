@@ -48,9 +48,9 @@ def engine_deployment(routing: Routing | None = None, **options: Any) -> serve.D
 
     Bound to a `MakeEngine`, and to a `silence_max_s` if that of `EngineReplica` does not suit, it
     is an application whose handle has `stream(prompt, params, priority)` for whoever composes it:
-    `handle.options(stream=True).stream.remote([1, 2, 3])`. Requests go to the replica whose prefix
-    index holds the longest beginning of their prompt, unless it has much more to do than others;
-    see `Routing`.
+    `handle.options(stream=True).stream.remote([1, 2, 3])`, see `EngineReplica.stream`. Requests go
+    to the replica whose prefix index holds the longest beginning of their prompt, unless it has
+    much more to do than others; see `Routing`.
 
     Args:
         routing: When a replica is passed over.

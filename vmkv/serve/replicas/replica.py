@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...errors import ClosedError
@@ -76,11 +76,12 @@ class EngineReplica:
         params: SamplingParams | None = None,
         priority: int = 0,
     ) -> AsyncIterator[RequestOutput]:
-        """As of `AsyncEngine`."""
+        """As of `AsyncEngine`, but that the first output alone holds the prompt: each is sent."""
         outputs: Any = self._engine.stream(prompt, params or SamplingParams(), priority)
         async with contextlib.aclosing(outputs):
+            yield await anext(outputs)
             async for output in outputs:
-                yield output
+                yield replace(output, prompt=None, prompt_token_ids=())
 
     def facts(self) -> ReplicaFacts:
         """What never changes."""
