@@ -199,9 +199,8 @@ def _replicas(arguments: argparse.Namespace, tokenizer: Any) -> Iterator[_Runnin
         arguments.replicas,
         on_gpus=_device(arguments.device) == "cuda",
         silence_max_s=arguments.silence_timeout,
-    ) as found:
-        facts = found.facts
-        yield _Running(found.engine, found.metrics, facts.max_tokens, facts.budget_bytes)
+    ) as (engine, metrics, facts):
+        yield _Running(engine, metrics, facts.max_tokens, facts.budget_bytes)
 
 
 def _replica_engine(

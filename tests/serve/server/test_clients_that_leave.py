@@ -134,7 +134,7 @@ def test_draining_refuses(run_server) -> None:
         assert "ok" == kept.get("/health").json()["status"]
         with stream_of(server, LONG | {"max_tokens": 200}) as lines:
             assert "choices" in next(lines)
-            server.service.drain.is_draining = True
+            server.service.is_draining = True
             health = kept.get("/health")
             assert (503, "draining") == (health.status_code, health.json()["status"])
             refused = kept.post("/v1/completions", json=SHORT)
