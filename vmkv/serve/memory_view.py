@@ -12,12 +12,10 @@ from collections.abc import Iterable
 from ..backend import MemoryLocation
 from ..cache import KVCache, LayerGroup, Sequence, make_ready
 from ..cache.growing import surplus_bytes
+from ..cache.layer_group import _UNDERREAD_TOKENS as UNDERREAD_TOKENS
 from ..errors import CapacityError, ConfigError, DriverError
 from .plan import PlannedChunk
 from .request import Request
-
-#: What a windowed group may keep beside its window: see `LayerGroup.first_needed_page`.
-_UNDERREAD_TOKENS = 256
 
 
 class MemoryView:
@@ -292,7 +290,7 @@ class MemoryView:
         pages = geometry.pages_for(min(num_tokens + overread, geometry.row_tokens))
         if group.window_tokens is None:
             return pages
-        window = group.window_tokens + _UNDERREAD_TOKENS + self._max_chunk_tokens + overread
+        window = group.window_tokens + UNDERREAD_TOKENS + self._max_chunk_tokens + overread
         # Extents leave whole, and both ends of the window may lie within one.
         return min(pages, geometry.pages_for(window) + 1 + (2 << group.largest_class))
 
