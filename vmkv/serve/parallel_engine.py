@@ -80,9 +80,7 @@ class ParallelEngine(Engine):
         options["seed"] = ranks.share(random.getrandbits(64) if seed is None else seed)
         costs = options.get("preemption_costs") or PreemptionCosts.of(model)
         options["preemption_costs"] = ranks.share(costs)
-        how = options.get("runner_options") or RunnerOptions(
-            attention_backend=options.get("attention_backend")
-        )
+        how = options.get("runner_options") or RunnerOptions()
         options["runner_options"] = replace(how, agree=ranks.max, wrap=lockstep.runner)
         super().__init__(model, **{**options, "pool": pool})
         try:
