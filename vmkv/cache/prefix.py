@@ -40,16 +40,21 @@ class _Content:
     Attributes:
         tenant: Whose it is.
         path: Where its whole blocks are in the tree.
-        tokens: What it holds.
+        tail: The tokens behind those.
         hashes: Of its first whole blocks, as far as somebody has asked.
         num_hits: How often it was begun from.
     """
 
     tenant: str | None
     path: Path
-    tokens: array[int] = field(default_factory=lambda: array("q"))
+    tail: bytes = b""
     hashes: list[bytes] = field(default_factory=list)
     num_hits: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens it holds."""
+        return (self.path.end.end_bytes + len(self.tail)) // _TOKEN_BYTES
 
 
 @dataclass(frozen=True)
@@ -119,11 +124,9 @@ class PrefixIndex:
 
         Cost: about 5 ns per token.
         """
-        self._record(row, tenant, _as_array(token_ids), [])
+        self._record(row, tenant, _as_bytes(token_ids), [])
 
-    def _record(
-        self, row: int, tenant: str | None, tokens: array[int], known: Sequence[bytes]
-    ) -> None:
+    def _record(self, row: int, tenant: str | None, tokens: bytes, known: Sequence[bytes]) -> None:
         """`row` holds `tokens` behind what it held, of whose hashes the first are `known`."""
         if not tokens:
             return
@@ -131,24 +134,25 @@ class PrefixIndex:
         if content is None:
             content = _Content(tenant, self._tree.path(row, _salt(tenant)))
             self._contents[row] = content
-        content.tokens.extend(tokens)
         content.hashes.extend(known)
-        first = content.path.end.end_bytes // _TOKEN_BYTES
-        end = _whole_blocks(len(content.tokens)) * BLOCK_TOKENS
-        if end > first:
-            with memoryview(content.tokens) as view:
-                blocks = view[first:end].tobytes()
-            self._tree.extend(content.path, blocks)
+        tokens = content.tail + tokens
+        whole_bytes = self._whole_bytes(len(tokens))
+        self._tree.extend(content.path, tokens[:whole_bytes])
+        content.tail = tokens[whole_bytes:]
 
     def truncate(self, row: int, num_tokens: int = 0) -> None:
         """`row` holds `num_tokens` tokens at most from now on."""
         content = self._contents.get(row)
-        if content is None or len(content.tokens) <= num_tokens:
+        if content is None or content.num_tokens <= num_tokens:
             return
-        num_blocks = _whole_blocks(num_tokens)
-        del content.tokens[num_tokens:]
-        del content.hashes[num_blocks:]
-        self._tree.cut(content.path, num_blocks * self._tree.block_bytes)
+        num_bytes, path = num_tokens * _TOKEN_BYTES, content.path
+        whole_bytes = self._whole_bytes(num_bytes)
+        if whole_bytes < path.end.end_bytes:
+            content.tail = self._tree.held(path, whole_bytes, num_bytes)
+            self._tree.cut(path, whole_bytes)
+            del content.hashes[whole_bytes // self._tree.block_bytes :]
+        else:
+            content.tail = content.tail[: num_bytes - whole_bytes]
         if not num_tokens:
             del self._contents[row]
 
@@ -156,8 +160,8 @@ class PrefixIndex:
         """Of `row`, nobody can begin with fewer than `num_tokens` tokens any more."""
         content = self._contents.get(row)
         if content is not None:
-            num_blocks = _whole_blocks(max(0, num_tokens - 1))
-            self._tree.lose(content.path, num_blocks * self._tree.block_bytes)
+            num_bytes = max(0, num_tokens - 1) * _TOKEN_BYTES
+            self._tree.lose(content.path, self._whole_bytes(num_bytes))
 
     def copy(self, moves: Iterable[tuple[int, int, str | None]], num_tokens: int) -> None:
         """Each target, which is live, holds what its source does now of its first `num_tokens`.
@@ -166,27 +170,27 @@ class PrefixIndex:
             moves: `(source, target, tenant)`: two rows, and whose the target is.
             num_tokens: How much of it.
         """
-        found = [(self._contents.get(source), target, tenant) for source, target, tenant in moves]
-        copies = [
-            (target, tenant, content.tenant, content.tokens[:num_tokens], content.hashes[:])
-            for content, target, tenant in found
-            if content is not None
-        ]
-        for _, target, _ in found:
+        num_bytes = num_tokens * _TOKEN_BYTES
+        num_blocks = num_bytes // self._tree.block_bytes
+        copies, nothing = [], _Content(None, self._tree.path(-1, b""))
+        for source, target, tenant in moves:
+            content = self._contents.get(source, nothing)
+            known = content.hashes[:num_blocks] if content.tenant == tenant else []
+            copies.append((target, tenant, self._held(content)[:num_bytes], known))
+        for target, *_ in copies:
             self.truncate(target)
-        for target, tenant, owner, tokens, hashes in copies:
-            known = hashes[: _whole_blocks(len(tokens))] if tenant == owner else []
-            self._record(target, tenant, tokens, known)
+        for each in copies:
+            self._record(*each)
 
     def num_recorded(self, row: int) -> int:
         """Tokens that `row` is known to hold."""
         content = self._contents.get(row)
-        return 0 if content is None else len(content.tokens)
+        return 0 if content is None else content.num_tokens
 
     def token_ids(self, row: int) -> list[int]:
         """The tokens that `row` is known to hold."""
         content = self._contents.get(row)
-        return [] if content is None else content.tokens.tolist()
+        return [] if content is None else array("q", self._held(content)).tolist()
 
     def hashes(self, row: int) -> list[bytes]:
         """The hashes of the whole blocks that `row` is known to hold.
@@ -194,12 +198,27 @@ class PrefixIndex:
         Cost: about 1 µs per block that nobody has asked about.
         """
         content = self._contents.get(row)
-        return [] if content is None else list(_hashed(content))
+        return [] if content is None else list(self._hashed(content))
 
     def hits_of(self, row: int) -> int:
         """How often a sequence has started from `row`, as it is now."""
         content = self._contents.get(row)
         return 0 if content is None else content.num_hits
+
+    def _hashed(self, content: _Content) -> list[bytes]:
+        """The hashes of all its whole blocks, which it knows from now on."""
+        known = content.hashes
+        blocks = self._tree.held(content.path, len(known) * self._tree.block_bytes)
+        known.extend(_chain(blocks, known[-1] if known else _first_parent(content.tenant)))
+        return known
+
+    def _held(self, content: _Content) -> bytes:
+        """All tokens of a row."""
+        return self._tree.held(content.path) + content.tail
+
+    def _whole_bytes(self, num_bytes: int) -> int:
+        """How much of it is whole blocks."""
+        return num_bytes // self._tree.block_bytes * self._tree.block_bytes
 
     # ---- where they are -------------------------------------------------------------------
 
@@ -266,7 +285,7 @@ class PrefixIndex:
         for content in self._contents.values():
             if content.path.where is Where.AWAY:
                 continue
-            hashes, lost_bytes = _hashed(content), content.path.lost_bytes
+            hashes, lost_bytes = self._hashed(content), content.path.lost_bytes
             for each in num_blocks:
                 if each > len(hashes):
                     break
@@ -293,26 +312,23 @@ def block_hashes(token_ids: Sequence[int], tenant: str | None = None) -> Iterato
 
     Cost: about 1 µs per block of 16 tokens.
     """
-    return _chain(_as_array(token_ids), [], tenant)
+    return _chain(_as_bytes(token_ids), _first_parent(tenant))
 
 
-def _hashed(content: _Content) -> list[bytes]:
-    """The hashes of all its whole blocks, which it knows from now on."""
-    content.hashes.extend(_chain(content.tokens, content.hashes, content.tenant))
-    return content.hashes
-
-
-def _chain(tokens: array[int], known: Sequence[bytes], tenant: str | None) -> Iterator[bytes]:
-    """The hashes of the whole blocks of `tokens` that come after the `known` ones."""
-    parent = known[-1] if known else _digest(b"vmkv prefix 1" + _salt(tenant))
-    first = len(known) * BLOCK_TOKENS
-    new = tokens[first:]
+def _chain(tokens: bytes, parent: bytes) -> Iterator[bytes]:
+    """The hashes of the whole blocks of `tokens`, which come after the block of hash `parent`."""
     if sys.byteorder == "big":
-        new.byteswap()
-    data, block_bytes = new.tobytes(), BLOCK_TOKENS * _TOKEN_BYTES
-    for start in range(0, len(data) - block_bytes + 1, block_bytes):
-        parent = _digest(parent + data[start : start + block_bytes])
+        swapped = array("q", tokens)
+        swapped.byteswap()
+        tokens = swapped.tobytes()
+    block_bytes = BLOCK_TOKENS * _TOKEN_BYTES
+    for start in range(0, len(tokens) - block_bytes + 1, block_bytes):
+        parent = _digest(parent + tokens[start : start + block_bytes])
         yield parent
+
+
+def _first_parent(tenant: str | None) -> bytes:
+    return _digest(b"vmkv prefix 1" + _salt(tenant))
 
 
 def _digest(data: bytes) -> bytes:
@@ -321,14 +337,6 @@ def _digest(data: bytes) -> bytes:
 
 def _salt(tenant: str | None) -> bytes:
     return (tenant or "").encode()
-
-
-def _whole_blocks(num_tokens: int) -> int:
-    return num_tokens // BLOCK_TOKENS
-
-
-def _as_array(token_ids: Sequence[int]) -> array[int]:
-    return array("q", _as_bytes(token_ids))
 
 
 def _as_bytes(token_ids: Sequence[int]) -> bytes:

@@ -14,6 +14,7 @@ Knows bytes and blocks, not what they mean. Not locked: see `prefix.py`.
 from __future__ import annotations
 
 import enum
+import sys
 from dataclasses import dataclass
 
 
@@ -153,6 +154,17 @@ class PrefixTree:
                 del node.rows[path.where][path.row]
                 node.rows[where][path.row] = None
             node = node.above
+
+    def held(self, path: Path, start_bytes: int = 0, end_bytes: int = sys.maxsize) -> bytes:
+        """What the row holds from here to there."""
+        runs: list[memoryview] = []
+        node = path.end
+        while node.end_bytes > start_bytes:
+            if node.start_bytes < end_bytes:
+                start = max(0, start_bytes - node.start_bytes)
+                runs.append(memoryview(node.run)[start : end_bytes - node.start_bytes])
+            node = node.above
+        return b"".join(reversed(runs))
 
     # ---- finding them ---------------------------------------------------------------------
 
