@@ -93,8 +93,7 @@ class BookedBackend(Backend):
                 calls.host_location_type,
                 calls.host_location_id,
             )
-            for op in ops[: num_done + 1]:
-                self.calls[primitive_of(op)] += 1
+            self.calls.update(map(primitive_of, ops[: num_done + 1]))
             for op in legal[:num_done]:
                 if isinstance(op, UnmapOp):
                     for handle, allocation in self._books.note_unmapped(op):

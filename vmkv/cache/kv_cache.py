@@ -179,7 +179,8 @@ class KVCache(RowSpace):
         """The sequence of a row that began with `num_tokens` tokens, of which some are known."""
         sequence = Sequence(self, row, num_tokens, tenant)
         sequence.num_cached_tokens = num_tokens
-        sequence.record(token_ids)
+        if token_ids:
+            sequence.record(token_ids)
         return sequence
 
     def reorder(self, sequences: List_[Sequence], sources: List_[int]) -> None:

@@ -153,7 +153,8 @@ class MemoryView:
         if keep:
             self._record(request_id)
         elif sequence.num_tokens and sequence.is_resident:
-            self.cache.prefixes.truncate(sequence.row)
+            with self.cache.pool.lock:
+                self.cache.prefixes.truncate(sequence.row)
         del self._sequences[request_id], self._computed_tokens[request_id]
         self._room_tokens.pop(request_id, None)
         self._ending.append(sequence)
@@ -336,14 +337,15 @@ class MemoryView:
         return self._computed_tokens.get(leader.request_id, 0) >= len(leader.prompt_token_ids)
 
     def cached_tokens(self, request_id: int) -> int:
-        """See `CacheView`. Cost: a hash per 16 tokens."""
+        """See `CacheView`. Cost: about 5 ns per token."""
         request = self._requests[request_id]
         if self._leader(request_id) is not None:
             return len(request.prompt_token_ids) - 1
         if not self._prefix_caching:
             return 0
         tokens = request.tokens(0, self._num_known(request) - 1)
-        match = next(iter(self.cache.prefixes.matches(tokens)), None)
+        with self.cache.pool.lock:
+            match = next(self.cache.prefixes.matches(tokens), None)
         return 0 if match is None else match.num_tokens
 
     def fitting_tokens(self) -> int:
