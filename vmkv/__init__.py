@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from .hf import RaggedCache as RaggedCache
     from .hf import VMKVCache as VMKVCache
     from .hf import calibrate_kv_scales as calibrate_kv_scales
+    from .hf import capture_decoding as capture_decoding
     from .hf import generate as generate
     from .hf import ragged_generate as ragged_generate
     from .memory import EvictionPolicy as EvictionPolicy
@@ -66,6 +67,7 @@ _HOMES = {
         "RaggedCache",
         "VMKVCache",
         "calibrate_kv_scales",
+        "capture_decoding",
         "generate",
         "ragged_generate",
     ),

@@ -7,13 +7,12 @@ On the CPU the operations that torch dispatches are recorded: whatever reads a v
 from __future__ import annotations
 
 import copy
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from helpers.recorded import SYNCS, recorded
 from helpers.tiny_models import (
     dynamic_cache,
     forward,
@@ -22,7 +21,6 @@ from helpers.tiny_models import (
     tiny_config,
     tiny_model,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from vmkv import VMKVCache
 
@@ -30,35 +28,6 @@ NewCache = Callable[..., Any]
 HEADS, WIDTH = 2, 8
 #: What makes a view, and what writes the new tokens.
 VIEWS = {"slice", "select", "unbind", "as_strided", "alias", "view", "detach", "unsqueeze"}
-#: What reads a value back from the device, or needs one to know its own shape.
-SYNCS = {
-    "_local_scalar_dense",
-    "item",
-    "nonzero",
-    "equal",
-    "is_nonzero",
-    "masked_select",
-    "unique",
-    "_unique2",
-    "unique_dim",
-    "repeat_interleave",
-}
-
-
-class _Recorder(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def _recorded() -> Iterator[Counter[str]]:
-    with torch.no_grad(), _Recorder() as recorder:
-        yield recorder.calls
 
 
 def _append(cache: Any, keys: torch.Tensor) -> None:
@@ -74,7 +43,7 @@ def test_update_only_makes_views_and_copies_new_tokens(
     """Of all operations in 200 decode steps, only two copies per layer move data."""
     cache = new_cache(tiny_config(name), layers_per_group=layers_per_group)
     prefill, decode = torch.randn(2, HEADS, 50, WIDTH), torch.randn(2, HEADS, 1, WIDTH)
-    with _recorded() as calls:
+    with recorded() as calls:
         _append(cache, prefill)
         for _ in range(200):
             _append(cache, decode)
@@ -89,7 +58,7 @@ def test_update_makes_views_once_per_step_and_group(new_cache: NewCache) -> None
     cache = new_cache(tiny_config("llama"), layers_per_group=8)
     decode = torch.randn(1, HEADS, 1, WIDTH)
     _append(cache, decode)
-    with _recorded() as calls:
+    with recorded() as calls:
         _append(cache, decode)
     del calls["copy_"]
     assert sum(calls.values()) <= 16, calls
@@ -103,7 +72,7 @@ def test_growth_copies_nothing(new_cache: NewCache) -> None:
     seen, has_grown = set(), False
     for _ in range(300):
         maps = cache.stats().driver_calls["mem_map"]
-        with _recorded() as calls:
+        with recorded() as calls:
             _append(cache, decode)
         has_grown |= cache.stats().driver_calls["mem_map"] > maps
         seen.add(tuple(sorted(calls.items())))
@@ -146,7 +115,7 @@ def test_changes_of_the_cache_read_nothing_back(
     cache = new_cache(tiny_config(name))
     with torch.no_grad():
         _append(cache, torch.randn(2, HEADS, 5, WIDTH))
-    with _recorded() as calls:
+    with recorded() as calls:
         change(cache)
     assert not SYNCS & set(calls), calls
 
@@ -159,14 +128,14 @@ def test_model_reads_back_no_more_than_with_dynamic_cache(
     """A decode step through the model dispatches no cat, and no read-back of the cache's own."""
     model = tiny_model(name, attention)
     tokens = prompt(name, batch_size=2)["input_ids"]
-    recorded = []
+    counts = []
     for cache in (dynamic_cache(model.config), new_cache(model.config)):
         with torch.no_grad():
             forward(model, tokens[:, :-1], cache)
-        with _recorded() as calls:
+        with recorded() as calls:
             forward(model, tokens[:, -1:], cache)
-        recorded.append(calls)
-    theirs, ours = recorded
+        counts.append(calls)
+    theirs, ours = counts
     assert ours["cat"] == theirs["cat"] - 2 * len(model.model.layers)
     for sync in SYNCS:
         assert ours[sync] <= theirs[sync], sync

@@ -3,12 +3,14 @@
 `cache.py` and `layers.py` are the cache; `store.py`, `device_rows.py` and `group_step.py` its
 memory; `kv_format.py` and `kv_scales.py` what it is stored as; `attention.py` the implementation
 "vmkv"; `proof.py` which models packed steps serve; `ragged_cache.py`, `prefill.py`, `prepared.py`,
-`token_state.py` and `generation.py` generation over such steps; `compat.py` every version branch.
+`token_state.py` and `generation.py` generation over such steps; `capture.py`, `captured_steps.py`
+and `padding.py` transformers' own generation over them; `compat.py` every version branch.
 Importing this package registers "vmkv" with transformers.
 """
 
 from .attention import register
 from .cache import VMKVCache as VMKVCache
+from .capture import capture_decoding as capture_decoding
 from .generation import generate as generate
 from .generation import ragged_generate as ragged_generate
 from .kv_scales import KVScales as KVScales

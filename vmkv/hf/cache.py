@@ -136,6 +136,44 @@ class VMKVCache(DynamicCache):  # type: ignore[misc]
         """
         return EncoderDecoderCache(cls(config, **options), cls(config, **options))
 
+    # ---- steps that the layers do not see --------------------------------------------------
+
+    def is_uniform(self, batch_size: int) -> bool:
+        """Whether all layers lie here, and hold the same tokens of `batch_size` entries each.
+
+        Then a decode step may go by without them: `begin_step`, `end_step`.
+        """
+        layers = self._virtual_layers
+        if not layers or len(layers) != len(self.layers):
+            return False
+        store, num_tokens = self._store, layers[0]._length
+        return (
+            num_tokens > 0
+            and not store.is_closed
+            and store.has_seen_all
+            and len(store.cores) == 1
+            and all(
+                layer._length == num_tokens and layer._batch_size == batch_size for layer in layers
+            )
+        )
+
+    def begin_step(self, batch_size: int) -> int:
+        """Have room for one more token in every row; returns how many there are.
+
+        Raises:
+            OutOfPagesError, SequenceFullError: Nothing changed.
+        """
+        num_tokens = self._virtual_layers[0]._length
+        self._store.close_gaps()
+        (rows,) = self._store.device_rows
+        rows.ensure(batch_size, num_tokens + 1)
+        return num_tokens
+
+    def end_step(self) -> None:
+        """Keys and values of one more token were written by other means than the layers'."""
+        for layer in self._virtual_layers:
+            layer.note_token()
+
     # ---- changes of the whole batch -------------------------------------------------------
 
     def crop(self, argument: int) -> None:

@@ -174,6 +174,11 @@ def in_parts(num_ranks: int) -> dict[str, Any]:
         ) from error
 
 
+def num_parts(model: Any) -> int:
+    """Over how many processes transformers has divided a model."""
+    return int(getattr(model, "tp_size", None) or 1)
+
+
 class PlainMask(NamedTuple):
     """A mask that is just causal, within a window or without."""
 

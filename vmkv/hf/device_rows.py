@@ -9,6 +9,7 @@ import torch
 
 from ..cache import KVCache, Sequence
 from ..errors import ConfigError
+from .padding import read_left_pad
 
 
 class DeviceRows:
@@ -82,11 +83,7 @@ class DeviceRows:
     ) -> tuple[bool, torch.Tensor | None]:
         if padding.shape != (len(self.sequences), num_tokens):
             return (False, None)
-        kept = padding.bool()
-        left_pad = num_tokens - kept.sum(1, dtype=torch.int32)
-        at = torch.arange(num_tokens, device=padding.device)
-        is_left = (kept == (at >= left_pad[:, None])).all() & (left_pad < num_tokens).all()
-        is_left_padding, has_any = torch.stack([is_left, left_pad.any()]).tolist()
+        is_left_padding, has_any, left_pad = read_left_pad(padding.bool())
         return (is_left_padding, left_pad.to(self.core.device) if has_any else None)
 
     def take_over(self, sources: Sequence_[int]) -> None:

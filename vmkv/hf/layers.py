@@ -154,6 +154,11 @@ class VirtualLayer:
         """The first token that a query at position `start` sees."""
         return 0 if self._window is None else max(0, start - self._window + 1)
 
+    def note_token(self) -> None:
+        """Keys and values of one more token were written by other means than `update`."""
+        self._length += 1
+        self._note_update(self._length)
+
     def _note_update(self, end: int) -> None:
         """A sliding layer keeps only its window."""
 

@@ -11,9 +11,10 @@ The store knows nothing of transformers, so that it can outlive the cache (see `
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -92,6 +93,13 @@ class Signature(NamedTuple):
         return k, v
 
 
+class Reader(Protocol):
+    """What keeps tensors over rows, or graphs that read them."""
+
+    def close(self) -> None:
+        """Wait for what was submitted, and drop them. Idempotent."""
+
+
 class Store:
     """Binds layers to memory on their first update.
 
@@ -99,6 +107,10 @@ class Store:
         settings: The user's wishes.
         kinds: The layers that vmkv holds.
         num_spare_rows: Rows besides those that were asked for, on CUDA, if there are addresses.
+
+    Attributes:
+        num_layouts: How often layers were given other places.
+        num_batches: How often the batch was made another one, or shorter.
 
     Raises:
         ConfigError: The wishes name other layers.
@@ -117,6 +129,9 @@ class Store:
         self._signatures: dict[int, Signature] = {}
         self._seen: set[int] = set()  # Layers whose shape is known rather than guessed.
         self._has_gaps = False
+        self.num_layouts = 0
+        self.num_batches = 0
+        self._readers: weakref.WeakSet[Reader] = weakref.WeakSet()
 
     # ---- binding --------------------------------------------------------------------------
 
@@ -185,6 +200,7 @@ class Store:
             num_past_tokens=num_past_tokens,
             scales=self.settings.kv_format.scales_of(alike) if stored == FP8 else None,
         )
+        self.num_layouts += 1
         steps = {id(group): GroupStep(rows, group) for group in groups}
         for other in alike:
             group, at = rows.core.place(other)
@@ -234,6 +250,7 @@ class Store:
 
     def _follow(self, rows: DeviceRows) -> None:
         """Note where moved layers are now."""
+        self.num_layouts += 1
         steps: dict[int, GroupStep] = {}
         for layer, place in self._places.items():
             if place.step.rows is rows:
@@ -242,6 +259,10 @@ class Store:
                     place.step.forget()
                     place.step = steps.setdefault(id(group), GroupStep(rows, group))
                     place.index = at
+
+    def looks_like(self, signatures: Mapping[int, Signature]) -> bool:
+        """Whether these are all layers, and what they hold."""
+        return self._signatures == signatures
 
     @property
     def has_seen_all(self) -> bool:
@@ -308,6 +329,7 @@ class Store:
 
     def settle(self, batch_size: int, num_tokens: int) -> None:
         """After layers changed their batch or length: end rows and forget tokens to match."""
+        self.num_batches += 1
         for place in self._places.values():
             place.step.forget()
         for rows in self._rows.values():
@@ -323,6 +345,7 @@ class Store:
             OutOfPagesError, ConfigError: Nothing changed, or on no other device than the first.
         """
         self.check_open()
+        self.num_batches += 1
         for place in self._places.values():
             place.step.forget()
         for rows in self._rows.values():
@@ -353,6 +376,19 @@ class Store:
 
     # ---- the whole ------------------------------------------------------------------------
 
+    def add_reader(self, reader: Reader) -> None:
+        """Have `reader` closed before its rows are; it is not kept alive."""
+        self._readers.add(reader)
+
+    def _end_readers(self) -> None:
+        for reader in list(self._readers):
+            reader.close()
+
+    @property
+    def device_rows(self) -> list[DeviceRows]:
+        """The batch's rows, on each device."""
+        return list(self._rows.values())
+
     @property
     def cores(self) -> list[KVCache]:
         """The caches, one per device."""
@@ -373,6 +409,7 @@ class Store:
 
     def has_outside_views(self) -> bool:
         """Whether tensors that the cache gave away still live. Drops the store's own."""
+        self._end_readers()
         for place in self._places.values():
             place.step.forget()
         return any([core.has_outside_views() for core in self.cores])
@@ -381,6 +418,7 @@ class Store:
         """Close the caches of all devices. Idempotent."""
         if self.is_closed:
             return
+        self._end_readers()
         self.is_closed = True
         for place in self._places.values():
             place.step.forget()

@@ -16,9 +16,10 @@ The last norm is compiled likewise. The rest (embedding, rotary angles, head) ru
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ _Compiled = Callable[..., Any]
 
 
 class CompiledLayers:
-    """Makes a model's layers run compiled, until `close`.
+    """Makes a model's layers run compiled, until `close`; but see `stand_aside`.
 
     Args:
         model: A transformers causal language model.
@@ -49,8 +50,25 @@ class CompiledLayers:
         self._many = _compiler(backend, {})
         self._variants: dict[tuple[Any, bool], _Compiled] = {}
         self._compiled = [*layers, *_last_norm(model)]
+        self._step_in()
+
+    def _step_in(self) -> None:
         for module in self._compiled:
             module.forward = functools.partial(self._run, module)
+
+    def stand_aside(self) -> None:
+        """Let the layers run as before, but for `in_place`. What was compiled is kept."""
+        for module in self._compiled:
+            vars(module).pop("forward", None)
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """While this lasts, layers that stand aside run compiled."""
+        self._step_in()
+        try:
+            yield
+        finally:
+            self.stand_aside()
 
     def _run(self, layer: Any, *args: Any, **kwargs: Any) -> Any:
         hidden = args[0] if args else kwargs["hidden_states"]
@@ -68,8 +86,7 @@ class CompiledLayers:
 
     def close(self) -> None:
         """Let the layers run as before. Idempotent."""
-        for module in self._compiled:
-            vars(module).pop("forward", None)
+        self.stand_aside()
         joined_layers.separate(self._model)
 
 

@@ -9,7 +9,7 @@ at once nothing is split, and one graph serves any length.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -97,22 +97,46 @@ class DecodeGraphs(StepGraphs[Bucket]):
         slots = lines[0].long()
         from_host = lines[4].long()
         token_ids = torch.where(from_host < 0, space.last_tokens[slots], from_host)
-        space.attention.steps = {space.device: self._parts(lines, width, bound)}
+        parts = decode_parts(
+            space.capacities, lines[1], lines[2], lines[3], self._starts[: width + 1], bound
+        )
+        space.attention.steps = {space.device: parts}
         space.take(space.forward(token_ids, lines[2].long(), None), slots)
 
-    def _parts(self, lines: torch.Tensor, width: int, bound: int) -> StepParts:
-        batches = {}
-        for capacity in self.space.capacities:
-            batch = batches[capacity] = AttentionBatch(
-                row_indices=lines[1],
-                num_tokens=lines[3],
-                query_starts=self._starts[: width + 1],
-                max_query_tokens=1,
-                max_num_tokens=min(bound, capacity),
-                row_tokens=capacity,
-            )
-            vars(batch)["tokens_before"] = lines[2]
-        return StepParts(width, 0, everything=batches, decode=batches)
+
+def decode_parts(
+    capacities: Iterable[int],
+    rows: torch.Tensor,
+    tokens_before: torch.Tensor,
+    num_tokens: torch.Tensor,
+    query_starts: torch.Tensor,
+    max_num_tokens: int,
+    left_pad: torch.Tensor | None = None,
+) -> StepParts:
+    """A step in which every sequence decodes, as attention sees it.
+
+    Args:
+        capacities: Of rows, as `row_capacities` says.
+        rows: `[B] int32`, on the device as all that follow.
+        tokens_before: `[B] int32`, in the rows before the step.
+        num_tokens: `[B] int32`, after it.
+        query_starts: `[B + 1] int32`: 0, 1, …
+        max_num_tokens: An upper bound of `num_tokens`.
+        left_pad: See `AttentionBatch`.
+    """
+    batches = {}
+    for capacity in capacities:
+        batch = batches[capacity] = AttentionBatch(
+            row_indices=rows,
+            num_tokens=num_tokens,
+            query_starts=query_starts,
+            max_query_tokens=1,
+            max_num_tokens=min(max_num_tokens, capacity),
+            row_tokens=capacity,
+            left_pad=left_pad,
+        )
+        vars(batch)["tokens_before"] = tokens_before
+    return StepParts(rows.shape[0], 0, everything=batches, decode=batches)
 
 
 def batch_buckets(max_batch: int, *, few: bool = False) -> list[int]:

@@ -47,6 +47,8 @@ class GraphSpace:
         max_num_seqs: The most sequences of a step.
         scratch: See there.
         agree: The largest of all ranks' values: what each measures by itself must not part them.
+        stream: What to capture on; by default one of its own. Libraries keep a workspace of tens of
+            MiB for each stream that they ever saw.
 
     Attributes:
         logits: `[max_num_seqs, vocabulary]`, the last step's; overwritten by the next.
@@ -65,6 +67,7 @@ class GraphSpace:
         max_num_seqs: int,
         scratch: Scratch,
         agree: Callable[[int], int] = int,
+        stream: torch.cuda.Stream | None = None,
     ):
         self.agree = agree
         self.forward = forward
@@ -78,7 +81,7 @@ class GraphSpace:
         self.logits = torch.empty((max_num_seqs, vocab_size), dtype=dtype, device=self.device)
         self.token_ids = torch.zeros(max_num_seqs, dtype=torch.int64, device=self.device)
         self._pool: Any = None
-        self._stream: torch.cuda.Stream | None = None
+        self._stream = stream
 
     def capture(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """`step` as a graph; nothing of it runs.
@@ -86,8 +89,9 @@ class GraphSpace:
         Other threads may call CUDA meanwhile; the device's work goes on.
         """
         graph = torch.cuda.CUDAGraph()
-        if self._pool is None or self._stream is None:
+        if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
+        if self._stream is None:
             # torch leaves its constructor untyped.
             self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         # Not `torch.cuda.graph`: that collects garbage and waits for the device each time.

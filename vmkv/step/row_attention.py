@@ -6,8 +6,9 @@ The tokens of a step are packed in that order, because each kind has a kernel of
   beginning  whole prompts, or their first chunks, over their own packed keys (`packed.py`)
   continued  later chunks of a prompt, over their rows
 
-A step that only decodes, and whose kernel can append, is one launch per layer. A step that is
-captured (`mixed_graphs.py`) has two kinds, decode and tiles, whose sizes are the graph's.
+A step that only decodes, and whose kernel can append, is one launch per layer, unless rows begin
+with padding, which only such steps may have. A step that is captured (`mixed_graphs.py`) has two
+kinds, decode and tiles, whose sizes are the graph's.
 """
 
 from __future__ import annotations
@@ -164,13 +165,19 @@ class RowAttention:
         cache, device, keys, values, scales, layer_window = self._layers[layer]
         step = self.steps[device]
         window = layer_window if window is None else window
-        kernels = self._kernels_for(cache, query, key, value, keys.dtype, window, softcap, sinks)
+        capacity = keys.shape[1]
+        decode_batch = None
+        if isinstance(step, StepParts) and step.decode is not None:
+            decode_batch = step.decode[capacity]
+        has_left_pad = decode_batch is not None and decode_batch.left_pad is not None
+        kernels = self._kernels_for(
+            cache, query, key, value, keys.dtype, window, softcap, sinks, left_pad=has_left_pad
+        )
         rows = kernels.rows
         forward = functools.partial(
             rows.forward, scale=scale, window=window, softcap=softcap, sinks=sinks, scales=scales
         )
         q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
-        capacity = keys.shape[1]
         if isinstance(step, TiledParts):
             append(k, v, keys, values, step.everything[capacity], scales)
             return self._attend_tiled(
@@ -179,10 +186,8 @@ class RowAttention:
                 q,
                 step,
             )[None]
-        decode_batch = None if step.decode is None else step.decode[capacity]
-        num_decode = step.num_decode_tokens
-        if decode_batch is not None and num_decode == q.shape[0]:
-            if isinstance(rows, AppendingBackend):
+        if decode_batch is not None and step.num_decode_tokens == q.shape[0]:
+            if isinstance(rows, AppendingBackend) and not has_left_pad:
                 # With what `forward` is told as well.
                 return rows.append_and_attend(
                     q, k, v, keys, values, decode_batch, **forward.keywords
@@ -190,25 +195,41 @@ class RowAttention:
             append(k, v, keys, values, decode_batch, scales)
             return forward(q, keys, values, decode_batch)[None]
         append(k, v, keys, values, step.everything[capacity], scales)
-        begin, end = num_decode, num_decode + step.num_beginning_tokens
+        packed = kernels.packed and functools.partial(kernels.packed, scale=scale, sinks=sinks)
+        return self._attend_in_parts(
+            packed,
+            lambda queries, batches: forward(queries, keys, values, batches[capacity]),
+            (q, k, v),
+            step,
+        )[None]
+
+    @staticmethod
+    def _attend_in_parts(
+        packed: Callable[..., torch.Tensor] | None,
+        forward: Callable[[torch.Tensor, dict[int, AttentionBatch]], torch.Tensor],
+        new: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        step: StepParts,
+    ) -> torch.Tensor:
+        """`[T, Hq, Dv]` of new queries, keys and values `[T, H, D]`, part by part."""
+        query, _, value = new
+        begin = step.num_decode_tokens
+        end = begin + step.num_beginning_tokens
         # The kernel of the beginnings, mostly the largest part, writes where all are to lie.
-        out = q.new_empty((q.shape[0], q.shape[1], v.shape[2]))
+        out = query.new_empty((query.shape[0], query.shape[1], value.shape[2]))
         if step.beginnings is not None:
             part = out[begin:end]
-            if kernels.packed is not None:
-                own = [each[begin:end] for each in (q, k, v)]
-                attended = kernels.packed(own, step.beginnings, scale, sinks, part)
+            if packed is not None:
+                attended = packed([each[begin:end] for each in new], step.beginnings, out=part)
             else:
                 assert step.beginnings_in_rows is not None  # Made together.
-                batch = step.beginnings_in_rows[capacity]
-                attended = forward(q[begin:end], keys, values, batch)
+                attended = forward(query[begin:end], step.beginnings_in_rows)
             if attended.data_ptr() != part.data_ptr():
                 part.copy_(attended)
-        if decode_batch is not None:
-            out[:begin] = forward(q[:begin], keys, values, decode_batch)
+        if step.decode is not None:
+            out[:begin] = forward(query[:begin], step.decode)
         if step.continued is not None:
-            out[end:] = forward(q[end:], keys, values, step.continued[capacity])
-        return out[None]
+            out[end:] = forward(query[end:], step.continued)
+        return out
 
     def _attend_tiled(
         self,
@@ -256,6 +277,8 @@ class RowAttention:
         window: int | None,
         softcap: float,
         sinks: torch.Tensor | None,
+        *,
+        left_pad: bool,
     ) -> _Kernels:
         spec = AttentionSpec.of(
             query,
@@ -264,6 +287,7 @@ class RowAttention:
             window=window,
             softcap=softcap,
             has_sinks=sinks is not None,
+            left_pad=left_pad,
             kv_dtype=kv_dtype,
             max_tokens=cache.max_tokens,
         )

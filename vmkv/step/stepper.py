@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +24,7 @@ import torch
 from ..cache import KVCache
 from ..errors import CapacityError, ConfigError
 from . import operator
+from .batch_graphs import BatchGraphs
 from .compiled_layers import CompiledLayers
 from .decode_graphs import DecodeGraphs
 from .graphs import GraphSpace, Scratch
@@ -62,6 +63,8 @@ class Stepper:
         attention_backend: The kernel for rows; see `RowAttention`.
         preferred_backend: Likewise.
         compile_with: Compile the layers with this backend of `torch.compile`; None for not at all.
+        layers: Layers that are compiled already, for several steppers in turn: steps run within
+            `attending`, and between them the model is as before.
 
     Attributes:
         model: See above.
@@ -86,6 +89,7 @@ class Stepper:
         attention_backend: str | None = None,
         preferred_backend: str | None = None,
         compile_with: str | None = None,
+        layers: CompiledLayers | None = None,
     ):
         if not all(cache.layers for cache in caches):
             raise ConfigError("the cache holds no layers yet: add the model's first")
@@ -98,7 +102,7 @@ class Stepper:
         self._attention = RowAttention(caches, attention_backend, preferred_backend)
         # Four dimensions: transformers hands such a mask on as it is, and ours ignores it.
         self._mask = torch.empty((1, 1, 1, 1), dtype=torch.bool, device=self.device)
-        self.uses_operator = compile_with is not None
+        self.uses_operator = compile_with is not None or layers is not None
         self._keywords: dict[str, Any] = {}
         self._layers: CompiledLayers | None = None
         self.decode_graphs: DecodeGraphs | None = None
@@ -111,14 +115,27 @@ class Stepper:
         self._logits_like: tuple[int, torch.dtype] | None = None
         with contextlib.ExitStack() as undo:
             undo.callback(self._attention.close)
-            if compile_with is None:
+            if not self.uses_operator:
                 self._mask._vmkv_placeholder = True  # type: ignore[attr-defined]
                 self._keywords["vmkv_batch"] = _ByKeyword(self._attention)
-            else:
+            elif compile_with is not None:
                 undo.enter_context(operator.attending(model, self._attention))
                 self._layers = CompiledLayers(model, backend=compile_with)
                 undo.callback(self._layers.close)
             self._undo = undo.pop_all()
+
+    @contextlib.contextmanager
+    def attending(self, layers: CompiledLayers) -> Iterator[None]:
+        """While this lasts, the model runs compiled, over this stepper's rows.
+
+        Args:
+            layers: What the stepper was made with.
+
+        Raises:
+            ConfigError: Another stepper runs the layers. The model is as before.
+        """
+        with operator.attending(self.model, self._attention), layers.in_place():
+            yield
 
     # ---- steps ----------------------------------------------------------------------------
 
@@ -240,27 +257,61 @@ class Stepper:
         Raises:
             CapacityError: No row, or no page, is left for padding.
         """
-        cache = self.caches[0]
-        scratch = self.open_scratch()
-        space = self._space = GraphSpace(
+        space = self._space = self._graph_space(vocab_size, dtype, self.open_scratch(), agree)
+        self.decode_graphs = DecodeGraphs(space, self._split_below, few=few)
+        if max_mixed_tokens > 1:
+            self.mixed_graphs = MixedGraphs(space, max_mixed_tokens, self._num_processors)
+
+    def make_batch_graphs(
+        self, vocab_size: int, dtype: torch.dtype, stream: torch.cuda.Stream | None = None
+    ) -> BatchGraphs:
+        """Prepare for captured steps in which the rows 0, 1, … of all slots decode; see there.
+
+        Whoever asks has them: runs them, beside `run`, and closes them before the stepper. They
+        hold the stepper, and it does not hold them.
+
+        Args:
+            vocab_size: Columns of the logits.
+            dtype: Theirs.
+            stream: See `GraphSpace`.
+        """
+        no_padding = Scratch(self.num_slots, 0)  # Nobody asks for it.
+        space = self._graph_space(vocab_size, dtype, no_padding, stream=stream)
+        return BatchGraphs(space, self._split_below)
+
+    def _graph_space(
+        self,
+        vocab_size: int,
+        dtype: torch.dtype,
+        scratch: Scratch,
+        agree: Callable[[int], int] = int,
+        stream: torch.cuda.Stream | None = None,
+    ) -> GraphSpace:
+        return GraphSpace(
             self._forward,
             self._attention,
-            cache,
+            self.caches[0],
             self.last_tokens,
             vocab_size=vocab_size,
             dtype=dtype,
             max_num_seqs=self.num_slots,
             scratch=scratch,
             agree=agree,
+            stream=stream,
         )
-        heads = min(group.geometry.shape.num_k_heads for group in cache.groups)
-        processors = 1
-        if self._is_cuda:
-            processors = torch.cuda.get_device_properties(self.device).multi_processor_count
+
+    @property
+    def _num_processors(self) -> int:
+        if not self._is_cuda:
+            return 1
+        return int(torch.cuda.get_device_properties(self.device).multi_processor_count)
+
+    @property
+    def _split_below(self) -> int:
+        """How many sequences keep the device busy without being split."""
+        heads = min(group.geometry.shape.num_k_heads for group in self.caches[0].groups)
         # A sequence occupies a processor per key head; kernels split below 0.8 of them all.
-        self.decode_graphs = DecodeGraphs(space, int(0.8 * processors / heads) + 1, few=few)
-        if max_mixed_tokens > 1:
-            self.mixed_graphs = MixedGraphs(space, max_mixed_tokens, processors)
+        return int(0.8 * self._num_processors / heads) + 1
 
     def open_scratch(self) -> Scratch:
         """The row that padding works on, which holds one token. Opened once.
@@ -282,14 +333,11 @@ class Stepper:
 
         Not where somebody hooked into the model is to be called in every step.
         """
-        is_one_device = [cache.device for cache in self.caches] == [self.device]
         return (
             self._is_cuda
-            and is_one_device
+            and [cache.device for cache in self.caches] == [self.device]
             and not torch.is_autocast_enabled("cuda")
-            and not any(
-                each._forward_hooks or each._forward_pre_hooks for each in self.model.modules()
-            )
+            and not has_hooks(self.model)
         )
 
     def capture_where_it_pays(self) -> None:
@@ -368,6 +416,11 @@ class Stepper:
                 graphs.close()
         self.mixed_graphs = self.decode_graphs = self._space = None
         self._undo.close()
+
+
+def has_hooks(model: torch.nn.Module) -> bool:
+    """Whether somebody hooked into a module is to be called in every step."""
+    return any(each._forward_hooks or each._forward_pre_hooks for each in model.modules())
 
 
 class _ByKeyword:

@@ -133,7 +133,7 @@ class ModelRunner:
         self, cache: KVCache, max_num_seqs: int, attention_backend: str | None, compiles: bool
     ) -> Stepper:
         options = self._options
-        backends = {
+        backends: dict[str, Any] = {
             "attention_backend": attention_backend,
             "preferred_backend": _PREFERRED_BACKEND if self._wants(options.capture) else None,
         }

@@ -1,0 +1,265 @@
+"""How long does a decode step of plain `model.generate` take, captured, and in what memory?
+
+Question. transformers' own loop, one line changed: how long is a decode step with a VMKVCache whose
+steps are captured, against StaticCache with the decode that transformers compiles for it, which
+takes all memory ahead?
+
+Prediction. A step reads 15 GB of weights: 3.4 ms at what an H200 reads; 8 rows of 2,048 tokens are
+2.3 GB more. Eagerly the host needs 20 to 25 ms. A graph leaves the device's own time: some 25 small
+kernels a layer at 2 to 3 us beside the products, so about 5.5 ms for one row, and 6 for eight; with
+layers compiled, 4.3 and 5. transformers' compiled step fuses the small kernels as well, but repeats
+keys and values for each query head and goes over all of its cache: 5 ms and 8. What the loop itself
+costs, while it waits for the device once a step, comes to each of them: 0.5 to 1 ms. So: at most
+StaticCache's time, with layers compiled for one row, and either way for eight. Memory over the
+weights is that of the prompt's activations and the KV, the same with and without captures but for
+the graphs' 0.1 GiB, and at most StaticCache's.
+
+Method. Llama-3-8B's shape in bfloat16, random weights made on the GPU, torch's SDPA for prompts and
+for rivals. One call of `generate` to warm up (compiling included; `first_call_s`), then one that is
+measured, greedy, of the same shape, with a cache of its own: so captured ways capture again within
+it. A stopping criterion notes the time of each step on the host, which waits for the device once a
+step; `decode_ms` is the time from a quarter of the steps on, over their number, the quartiles are
+those of single steps. `call_s` is the whole call, prompt and captures included. `memory_bytes` is
+the peak of torch's reserved memory in the measured call over what it held before the way began, and
+all that vmkv's pool created. Ways that the host bounds decode fewer tokens.
+
+Rivals. DynamicCache. `cache_implementation="static"`, whose decode transformers compiles by itself
+(mode reduce-overhead, CUDA graphs), with exactly as many places as tokens; compiled anew for each
+batch. VMKVCache without captures.
+
+Not measured. Padding, sampling, beams; attention kernels for prompts; quality (weights are random).
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from bench_generate import llama_config, make_model, reserved_bytes, synchronize
+from common import spread, write_result
+from report import Figure, Row, bench_parser, make_record, print_figures, print_rows
+from transformers import LlamaForCausalLM, StoppingCriteria, StoppingCriteriaList
+
+import vmkv
+from vmkv import VMKVCache
+from vmkv.units import GiB
+
+SEED = 0
+
+
+@dataclass(frozen=True)
+class Way:
+    """How tokens are generated."""
+
+    name: str
+    is_ours: bool
+    captures: bool = False
+    compiles: bool = False
+    is_static: bool = False
+    is_eager: bool = False
+
+
+STATIC = Way("StaticCache, compiled", is_ours=False, is_static=True)
+DYNAMIC = Way("DynamicCache", is_ours=False, is_eager=True)
+EAGER = Way("VMKVCache", is_ours=True, is_eager=True)
+CAPTURED = Way("VMKVCache, captured", is_ours=True, captures=True)
+COMPILED = Way("VMKVCache, captured and compiled", is_ours=True, captures=True, compiles=True)
+#: What is compiled for longest comes last.
+WAYS = (DYNAMIC, EAGER, CAPTURED, STATIC, COMPILED)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a run."""
+
+    batches: tuple[int, ...] = (1, 8)
+    prompt_tokens: int = 2048
+    new_tokens: int = 257
+    new_tokens_eager: int = 49
+    compile_backend: str = "inductor"
+
+
+SMOKE = Sizes((1, 2), 24, 9, 5, "eager")
+
+
+class Steps(StoppingCriteria):
+    """Notes when each token was chosen; stops nothing."""
+
+    def __init__(self) -> None:
+        self.at_s: list[float] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        self.at_s.append(time.perf_counter())
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
+def clean(model: LlamaForCausalLM) -> None:
+    """Drop what the way before has left: what it compiled, and its graphs."""
+    for name in ("_compiled_call", "_cache"):
+        vars(model).pop(name, None)
+    torch.compiler.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def call(model: LlamaForCausalLM, way: Way, ids: torch.Tensor, num_tokens: int) -> Row:
+    """One call of `generate`."""
+    options: Row = {"cache_implementation": "static"} if way.is_static else {}
+    cache = VMKVCache(config=model.config) if way.is_ours else None
+    if cache is not None:
+        options["past_key_values"] = cache
+    steps = Steps()
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    synchronize()
+    start_s = time.perf_counter()
+    output = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=num_tokens,
+        do_sample=False,
+        stopping_criteria=StoppingCriteriaList([steps]),
+        **options,
+    )
+    synchronize()
+    call_s = time.perf_counter() - start_s
+    assert output.shape[1] == ids.shape[1] + num_tokens
+    pool_bytes = 0
+    if cache is not None:
+        stats = cache.stats()
+        pool_bytes = stats.resident_bytes + stats.free_bytes + stats.retired_bytes
+        cache.close()
+    return {
+        "call_s": call_s,
+        "at_s": steps.at_s,
+        "peak_bytes": reserved_bytes(peak=True),
+        "vmkv_bytes": pool_bytes,
+        "tokens": output[:, ids.shape[1] :].cpu(),
+    }
+
+
+def run(model: LlamaForCausalLM, way: Way, batch: int, sizes: Sizes) -> Row:
+    """One way: warmed up, then measured."""
+    clean(model)
+    before_bytes = reserved_bytes()
+    generator = torch.Generator().manual_seed(SEED)
+    shape = (batch, sizes.prompt_tokens)
+    ids = torch.randint(model.config.vocab_size, shape, generator=generator).to(model.device)
+    num_tokens = sizes.new_tokens_eager if way.is_eager else sizes.new_tokens
+    capture = None
+    if way.captures:
+        backend = sizes.compile_backend
+        capture = vmkv.capture_decoding(model, compile_layers=way.compiles, compile_backend=backend)
+    try:
+        first = call(model, way, ids, num_tokens)
+        taken = call(model, way, ids, num_tokens)
+        captured_share = None
+        if capture is not None:
+            captured_share = capture.num_steps / (2 * (num_tokens - 1))
+    finally:
+        if capture is not None:
+            capture.close()
+    config = model.config
+    head_dim = config.hidden_size // config.num_attention_heads
+    token_bytes = config.num_hidden_layers * 2 * config.num_key_value_heads * head_dim
+    kv_bytes = batch * (sizes.prompt_tokens + num_tokens - 1) * token_bytes * model.dtype.itemsize
+    at_s = taken["at_s"]
+    steady_s = at_s[len(at_s) // 4 :]
+    single_ms = [1e3 * (end - start) for start, end in itertools.pairwise(steady_s)]
+    steps_ms = spread(single_ms)
+    memory_bytes = taken["peak_bytes"] - before_bytes + taken["vmkv_bytes"]
+    return {
+        "way": way.name,
+        "batch": batch,
+        "prompt_tokens": sizes.prompt_tokens,
+        "new_tokens": num_tokens,
+        "decode_ms": 1e3 * (steady_s[-1] - steady_s[0]) / len(single_ms),
+        "step_ms": steps_ms["median"],
+        "step_ms_q1": steps_ms["q1"],
+        "step_ms_q3": steps_ms["q3"],
+        "call_s": taken["call_s"],
+        "first_call_s": first["call_s"],
+        "captured_share": captured_share,
+        "kv_bytes": kv_bytes,
+        "vmkv_bytes": taken["vmkv_bytes"],
+        "memory_bytes": memory_bytes,
+        "memory_ratio": memory_bytes / kv_bytes,
+    }
+
+
+def promised(rows: Sequence[Row]) -> list[Figure]:
+    """What was promised, of the batches and ways that were run."""
+    by_key = {(row["batch"], row["way"]): row for row in rows}
+    figures = []
+    for batch in dict.fromkeys(row["batch"] for row in rows):
+        rival = by_key.get((batch, STATIC.name))
+        where = f"{batch} × {rows[0]['prompt_tokens']:,}"
+        for way, slug in ((CAPTURED, "captured"), (COMPILED, "compiled")):
+            ours = by_key.get((batch, way.name))
+            if ours is None:
+                continue
+            has_bound = rival is not None and torch.cuda.is_available()
+            said = f"StaticCache, compiled: {rival['decode_ms']:.3g} ms" if rival else ""
+            figures.append(
+                Figure(
+                    f"generate_{slug}_ms_{batch}",
+                    f"a decode step of `model.generate`, {way.name.partition(', ')[2]} ({where})",
+                    ours["decode_ms"],
+                    "ms",
+                    at_most=rival["decode_ms"] if rival and has_bound else None,
+                    rival=said,
+                )
+            )
+            gib = f"StaticCache, compiled: {rival['memory_bytes'] / GiB:.3g} GiB" if rival else ""
+            figures.append(
+                Figure(
+                    f"generate_{slug}_memory_{batch}",
+                    f"memory over weights, {way.name.partition(', ')[2]} ({where})",
+                    ours["memory_bytes"] / GiB,
+                    "GiB",
+                    at_most=rival["memory_bytes"] / GiB if rival and has_bound else None,
+                    rival=gib,
+                )
+            )
+    return figures
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, show, write; after each way, so that what was measured is kept."""
+    parser = bench_parser(__doc__)
+    parser.add_argument("--no-compile", action="store_true", help="without layers compiled")
+    parser.add_argument("--batches", type=int, nargs="+", help="rows of a batch; all by default")
+    options = parser.parse_args(argv)
+    if not options.smoke and not torch.cuda.is_available():
+        print("bench_generate_captured needs a GPU; --smoke runs anywhere", file=sys.stderr)
+        return 2
+    sizes = SMOKE if options.smoke else Sizes()
+    device = torch.device("cpu" if options.smoke else "cuda")
+    model = make_model(llama_config(smoke=options.smoke), device)
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    rows: list[Row] = []
+    for way in WAYS:
+        if way is COMPILED and options.no_compile:
+            continue
+        for batch in options.batches or sizes.batches:
+            rows.append(run(model, way, batch, sizes))
+            print_rows(rows[-1:])
+        if options.json is not None or not options.smoke:
+            record = make_record(__doc__, rows, promised(rows))
+            written = write_result("generate_captured", record, options.json)
+    print_figures(promised(rows))
+    if options.json is not None or not options.smoke:
+        print("wrote", written)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,605 @@
+"""transformers' own loop over captured steps gives the tokens that it gives without.
+
+On the host the same steps run uncaptured. How many there were is asked of what `capture_decoding`
+returns: generation of n tokens is one pass over the prompt and n - 1 steps. Captures themselves
+are in `test_captured_generate_gpu.py`.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from helpers.recorded import SYNCS, recorded
+from helpers.tiny_models import (
+    VERSION,
+    VOCABULARY,
+    assert_same_contents,
+    dynamic_cache,
+    forward,
+    generate,
+    left_padded_prompt,
+    prompt,
+    tiny_config,
+    tiny_model,
+    unsupported_because,
+)
+from torch.utils._python_dispatch import _disable_current_modes
+
+import vmkv
+from vmkv import ClosedError, ConfigError, HostBackend, OutOfPagesError, VMKVCache
+from vmkv.step.graphs import StepGraphs
+from vmkv.step.joined_layers import SiblingLinear
+from vmkv.units import KiB
+
+NewCache = Callable[..., Any]
+NEW_TOKENS = 20
+
+INPUTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "one": lambda: prompt("llama"),
+    "three": lambda: prompt("llama", batch_size=3),
+    "padded": left_padded_prompt,
+    "unmasked": lambda: {"input_ids": prompt("llama", batch_size=3)["input_ids"]},
+}
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampling": {"do_sample": True, "temperature": 1.5, "top_k": 50},
+    "beams": {"num_beams": 3},
+}
+
+
+@pytest.fixture
+def captured() -> Iterator[Callable[..., Any]]:
+    """Makes models that decode by captured steps, each the test's own."""
+    made = []
+
+    def make(name: str = "llama", attention: str = "eager") -> tuple[Any, Any]:
+        model = copy.deepcopy(tiny_model(name, attention))
+        made.append(vmkv.capture_decoding(model))
+        return model, made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def _tokens(count: int, batch_size: int = 1, seed: int = 3) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCABULARY, (batch_size, count), generator=generator)
+
+
+def _step(model: Any, cache: Any, token: torch.Tensor, **options: Any) -> torch.Tensor:
+    """The logits of one more token, in a loop of one's own."""
+    if VERSION < (5, 0):
+        num_past = cache.get_seq_length()
+        options.setdefault("cache_position", torch.arange(num_past, num_past + token.shape[1]))
+    with torch.no_grad():
+        return model(input_ids=token, past_key_values=cache, use_cache=True, **options).logits
+
+
+# ---- the same tokens --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("kind", INPUTS)
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_tokens_are_those_of_a_dynamic_cache(
+    name: str, kind: str, strategy: str, captured: Callable[..., Any], new_cache: NewCache
+) -> None:
+    """Greedy, sampling and beams; one prompt and several, padded and not; with windows and not."""
+    inputs, options = INPUTS[kind](), STRATEGIES[strategy]
+    model, capture = captured(name)
+    cache = new_cache(model.config)
+    actual = generate(model, inputs, cache, **options)
+    assert NEW_TOKENS - 1 == capture.num_steps
+    plain = tiny_model(name)
+    assert generate(plain, inputs, dynamic_cache(plain.config), **options).tolist() == (
+        actual.tolist()
+    )
+    assert actual.shape[1] - 1 == cache.get_seq_length()
+
+
+@pytest.mark.parametrize("name", ["mistral", "gpt_oss", "qwen3", "mixtral"])
+def test_families_decode_by_captured_steps(
+    name: str, captured: Callable[..., Any], new_cache: NewCache
+) -> None:
+    """Windows, sinks and experts, in a padded batch."""
+    model, capture = captured(name)
+    plain = tiny_model(name)
+    inputs = left_padded_prompt()
+    expected = generate(plain, inputs, dynamic_cache(plain.config))
+    assert expected.tolist() == generate(model, inputs, new_cache(model.config)).tolist()
+    assert NEW_TOKENS - 1 == capture.num_steps
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "gemma3n", "qwen3_next"])
+def test_families_that_cache_something_else_are_served_as_before(
+    name: str, captured: Callable[..., Any], new_cache: NewCache
+) -> None:
+    """Latent keys (in releases that cache those), shared layers, states."""
+    if unsupported_because(name):
+        pytest.skip("its cache is not DynamicCache on this release")
+    model, capture = captured(name)
+    plain, inputs = tiny_model(name), left_padded_prompt()
+    expected = generate(plain, inputs, dynamic_cache(plain.config))
+    assert expected.tolist() == generate(model, inputs, new_cache(model.config)).tolist()
+    assert name == "deepseek_v3" or 0 == capture.num_steps
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "vmkv"])
+def test_the_model_may_attend_through_anything(
+    attention: str, captured: Callable[..., Any], new_cache: NewCache
+) -> None:
+    """What it attends through is its own between steps and after them."""
+    model, capture = captured("llama", attention)
+    plain, inputs = tiny_model("llama"), left_padded_prompt()
+    expected = generate(plain, inputs, dynamic_cache(plain.config))
+    assert expected.tolist() == generate(model, inputs, new_cache(model.config)).tolist()
+    assert NEW_TOKENS - 1 == capture.num_steps
+    assert attention == model.config._attn_implementation
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_layers_may_be_compiled_for_captured_steps_alone(name: str, new_cache: NewCache) -> None:
+    """Prompts, other caches and what comes after it run the model as it is."""
+    model, plain = copy.deepcopy(tiny_model(name, "sdpa")), tiny_model(name)
+    options = {"compile_layers": True, "compile_backend": "aot_eager"}
+    with vmkv.capture_decoding(model, **options) as capture:
+        for inputs in (prompt(name), left_padded_prompt()):
+            expected = generate(plain, inputs, dynamic_cache(plain.config)).tolist()
+            assert expected == generate(model, inputs, new_cache(model.config)).tolist()
+            assert expected == generate(model, inputs, dynamic_cache(model.config)).tolist()
+        assert 2 * (NEW_TOKENS - 1) == capture.num_steps
+        with pytest.raises(ConfigError, match="compile_layers"):
+            vmkv.capture_decoding(model)
+    assert "sdpa" == model.config._attn_implementation
+    assert not any("forward" in vars(each) for each in model.modules())
+    assert all(type(each) is not SiblingLinear for each in model.modules())
+
+
+def test_scores_and_logits_are_those_of_their_steps(
+    captured: Callable[..., Any], new_cache: NewCache
+) -> None:
+    """What a step returned is not overwritten by the next."""
+    model, _ = captured()
+    plain, inputs = tiny_model("llama"), prompt("llama", batch_size=2)
+    options = {"return_dict_in_generate": True, "output_logits": True, "output_scores": True}
+    expected = generate(plain, inputs, dynamic_cache(plain.config), **options)
+    actual = generate(model, inputs, new_cache(model.config), **options)
+    assert type(expected) is type(actual)
+    for theirs, ours in zip(expected.logits, actual.logits, strict=True):
+        torch.testing.assert_close(theirs, ours, atol=1e-4, rtol=1e-4)
+    cache = new_cache(model.config)
+    _step(model, cache, _tokens(5))
+    first = _step(model, cache, _tokens(1))
+    kept = first.clone()
+    _step(model, cache, _tokens(1, seed=4))
+    assert torch.equal(kept, first)
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_steps_may_come_in_inference_mode_and_without(
+    inference: bool, captured: Callable[..., Any], new_cache: NewCache
+) -> None:
+    """What was made in one mode serves the other."""
+    model, capture = captured()
+    plain, inputs = tiny_model("llama"), left_padded_prompt()
+    expected = generate(plain, inputs, dynamic_cache(plain.config)).tolist()
+    cache = new_cache(model.config)
+    for mode in (inference, not inference):
+        cache.reset()
+        with torch.inference_mode(mode):
+            assert expected == generate(model, inputs, cache).tolist()
+    assert 2 * (NEW_TOKENS - 1) == capture.num_steps
+
+
+# ---- one cache, both ways ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_captured_steps_mix_with_any_other_use_of_the_cache(
+    name: str, captured: Callable[..., Any], new_cache: NewCache
+) -> None:
+    """Prompt, steps, a chunk, rows in another order, a step, fewer rows: contents as ever."""
+    model, capture = captured(name)
+    plain = tiny_model(name)
+    cache, reference = new_cache(model.config), dynamic_cache(plain.config)
+
+    def both(tokens: torch.Tensor) -> None:
+        expected, actual = forward(plain, tokens, reference), forward(model, tokens, cache)
+        torch.testing.assert_close(expected, actual, atol=1e-4, rtol=1e-4)
+
+    with torch.no_grad():
+        both(_tokens(5, 3))
+        both(_tokens(1, 3))
+        both(_tokens(1, 3, seed=4))
+        both(_tokens(4, 3))
+        both(_tokens(1, 3))
+        for each in (cache, reference):
+            each.reorder_cache(torch.tensor([2, 0, 0]))
+        both(_tokens(1, 3, seed=5))
+        if name == "llama":  # Of a window, what has left it is gone.
+            for each in (cache, reference):
+                each.crop(-3)
+        both(_tokens(1, 3, seed=6))
+        for each in (cache, reference):
+            each.batch_select_indices(torch.tensor([1, 2]))
+        both(_tokens(1, 2, seed=7))
+        both(_tokens(12, 2, seed=8))
+        both(_tokens(1, 2, seed=9))
+    assert 7 == capture.num_steps
+    cache.check()
+    for theirs, ours in zip(reference.layers, cache.layers, strict=True):
+        torch.testing.assert_close(theirs.keys, ours.keys, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(theirs.values, ours.values, atol=1e-4, rtol=1e-4)
+
+
+def test_a_cache_serves_one_call_after_another(
+    captured: Callable[..., Any], new_cache: NewCache
+) -> None:
+    """After a reset, with more rows and fewer, and going on from what it holds."""
+    model, capture = captured()
+    plain = tiny_model("llama")
+    cache = new_cache(model.config, max_batch_size=4)
+    for kind in ("padded", "one", "three", "padded"):
+        cache.reset()
+        inputs = INPUTS[kind]()
+        expected = generate(plain, inputs, dynamic_cache(plain.config))
+        assert expected.tolist() == generate(model, inputs, cache).tolist()
+    more = {"input_ids": torch.cat([expected, _tokens(3, 3)], 1)}
+    more["attention_mask"] = torch.ones_like(more["input_ids"])
+    more["attention_mask"][:, : inputs["attention_mask"].shape[1]] = inputs["attention_mask"]
+    expected = generate(plain, more, dynamic_cache(plain.config))
+    assert expected.tolist() == generate(model, more, cache).tolist()
+    assert 5 * (NEW_TOKENS - 1) == capture.num_steps
+
+
+def test_assisted_decoding_takes_steps_where_it_decodes(
+    captured: Callable[..., Any], new_cache: NewCache
+) -> None:
+    """Candidates are checked by the model itself, and what is rejected is forgotten."""
+    model, _ = captured()
+    plain, inputs = tiny_model("llama"), prompt("llama")
+    expected = generate(plain, inputs, dynamic_cache(plain.config))
+    assistant = tiny_model("llama", seed=1)
+    never = VOCABULARY  # 4.57 cannot look up without an end.
+    for options in ({"assistant_model": assistant}, {"prompt_lookup_num_tokens": 3}):
+        actual = generate(model, inputs, new_cache(model.config), eos_token_id=never, **options)
+        assert expected.tolist() == actual.tolist()
+
+
+def test_other_caches_are_the_models_own_business(captured: Callable[..., Any]) -> None:
+    """Nothing of ours is asked."""
+    model, capture = captured()
+    plain, inputs = tiny_model("llama"), prompt("llama")
+    expected = generate(plain, inputs, dynamic_cache(plain.config))
+    assert expected.tolist() == generate(model, inputs, dynamic_cache(model.config)).tolist()
+    assert 0 == capture.num_steps
+
+
+def test_eight_bits_are_the_same_bytes(captured: Callable[..., Any], new_cache: NewCache) -> None:
+    """A captured step stores what an eager one does."""
+    model, capture = captured()
+    plain, inputs = tiny_model("llama"), left_padded_prompt()
+    expected, actual = (new_cache(model.config, kv_dtype="fp8") for _ in range(2))
+    tokens = generate(plain, inputs, expected)
+    assert tokens.tolist() == generate(model, inputs, actual).tolist()
+    assert NEW_TOKENS - 1 == capture.num_steps
+    first = (0, 0)  # Before any attention.
+    for layer in first:
+        for theirs, ours in (
+            (expected.layers[layer].keys, actual.layers[layer].keys),
+            (expected.layers[layer].values, actual.layers[layer].values),
+        ):
+            assert torch.equal(theirs.view(torch.uint8), ours.view(torch.uint8))
+
+
+# ---- what a caller asks for is not ignored ----------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["three", "padded"])
+def test_positions_are_the_callers(
+    kind: str, captured: Callable[..., Any], new_cache: NewCache
+) -> None:
+    """Whatever they are, and where none are given, those that the model counts."""
+    model, capture = captured()
+    plain, inputs = tiny_model("llama"), INPUTS[kind]()
+    logits = []
+    for each, cache in (
+        (plain, dynamic_cache(plain.config)),
+        (model, new_cache(model.config)),
+    ):
+        mask = inputs["attention_mask"]
+        _step(each, cache, inputs["input_ids"], attention_mask=mask)
+        found = []
+        for position in (None, 13, 40):
+            mask = torch.cat([mask, mask.new_ones(3, 1)], 1)
+            given = {} if position is None else {"position_ids": torch.tensor([[position]] * 3)}
+            found.append(_step(each, cache, _tokens(1, 3), attention_mask=mask, **given))
+        logits.append(torch.cat(found, 1))
+    torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
+    assert 3 == capture.num_steps
+
+
+def test_masks_that_are_no_left_padding_are_for_the_model(
+    captured: Callable[..., Any], new_cache: NewCache
+) -> None:
+    """They are answered as they say, from the first on; and after a crop it may be left padding."""
+    model, capture = captured()
+    plain, inputs = tiny_model("llama"), prompt("llama", batch_size=3)
+    logits = []
+    for each, cache in ((plain, dynamic_cache(plain.config)), (model, new_cache(model.config))):
+        mask = inputs["attention_mask"]
+        _step(each, cache, inputs["input_ids"], attention_mask=mask)
+        mask = torch.cat([mask, mask.new_ones(3, 1)], 1)
+        mask[1, 5] = 0
+        found = []
+        for _ in range(3):
+            found.append(_step(each, cache, _tokens(1, 3), attention_mask=mask))
+            mask = torch.cat([mask, mask.new_ones(3, 1)], 1)
+        mask[1, 5] = 1
+        cache.crop(-1)
+        found.append(_step(each, cache, _tokens(1, 3), attention_mask=mask[:, :-1]))
+        logits.append(torch.cat(found, 1))
+    torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
+    assert 1 == capture.num_steps
+
+
+def test_a_mask_that_changes_on_the_way_is_an_error(
+    captured: Callable[..., Any], new_cache: NewCache
+) -> None:
+    """One step later at most, and the cache can be used after it."""
+    model, _ = captured()
+    cache, mask = new_cache(model.config), torch.ones(2, 6, dtype=torch.long)
+    _step(model, cache, _tokens(5, 2), attention_mask=mask[:, :5])
+    _step(model, cache, _tokens(1, 2), attention_mask=mask)
+    mask = torch.cat([mask, mask.new_ones(2, 1)], 1)
+    mask[0, 0] = 0
+    _step(model, cache, _tokens(1, 2), attention_mask=mask)
+    mask = torch.cat([mask, mask.new_ones(2, 1)], 1)
+    with pytest.raises(ConfigError, match="column of ones"):
+        _step(model, cache, _tokens(1, 2), attention_mask=mask)
+    assert 7 == cache.get_seq_length()
+    cache.crop(-1)
+    plain, reference = tiny_model("llama"), dynamic_cache(tiny_config("llama"))
+    _step(plain, reference, _tokens(5, 2), attention_mask=torch.ones(2, 5, dtype=torch.long))
+    _step(plain, reference, _tokens(1, 2), attention_mask=torch.ones(2, 6, dtype=torch.long))
+    options = {"attention_mask": mask[:, :7]}
+    torch.testing.assert_close(
+        _step(plain, reference, _tokens(1, 2), **options),
+        _step(model, cache, _tokens(1, 2), **options),
+        atol=1e-4,
+        rtol=1e-4,
+    )
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"output_hidden_states": True},
+        {"output_attentions": True},
+        {"labels": torch.tensor([[5]])},
+        {"attention_mask": torch.zeros(1, 1, 1, 6)},
+    ],
+    ids=["hidden-states", "attentions", "labels", "mask"],
+)
+def test_whatever_else_is_asked_is_for_the_model(
+    asked: dict[str, Any], captured: Callable[..., Any], new_cache: NewCache
+) -> None:
+    """Outputs, losses and masks that a graph does not know."""
+    model, capture = captured()
+    cache = new_cache(model.config)
+    _step(model, cache, _tokens(5))
+    with torch.no_grad():
+        output = model(input_ids=_tokens(1), past_key_values=cache, use_cache=True, **asked)
+    assert 0 == capture.num_steps
+    assert 6 == cache.get_seq_length()
+    name = {"output_hidden_states": "hidden_states", "output_attentions": "attentions"}
+    for each in asked:
+        assert getattr(output, name.get(each, "logits")) is not None
+
+
+def test_whoever_hooks_in_or_trains_is_served_by_the_model(
+    captured: Callable[..., Any], new_cache: NewCache
+) -> None:
+    """Hooks are called, dropout drops; and afterwards steps are captured again."""
+    model, capture = captured()
+    inputs, seen = prompt("llama"), []
+    hook = model.model.layers[1].register_forward_hook(lambda *_: seen.append(1))
+    generate(model, inputs, new_cache(model.config))
+    assert NEW_TOKENS == len(seen)
+    hook.remove()
+    model.train()
+    generate(model, inputs, new_cache(model.config))
+    assert 0 == capture.num_steps
+    model.eval()
+    generate(model, inputs, new_cache(model.config))
+    assert NEW_TOKENS - 1 == capture.num_steps
+
+
+def test_a_model_that_cannot_is_served_as_before_and_said_once(
+    captured: Callable[..., Any], new_cache: NewCache, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its proof fails; tokens are right, and one warning says why."""
+    model, capture = captured()
+    layer = model.model.layers[1].mlp
+    before = layer.forward
+    layer.forward = lambda hidden: before(hidden) + hidden.mean(1, keepdim=True)  # Mixes tokens.
+    plain = copy.deepcopy(tiny_model("llama"))
+    other = plain.model.layers[1].mlp
+    original = other.forward
+    other.forward = lambda hidden: original(hidden) + hidden.mean(1, keepdim=True)
+    inputs = prompt("llama", batch_size=2)
+    expected = generate(plain, inputs, dynamic_cache(plain.config))
+    with caplog.at_level(logging.WARNING, "vmkv"):
+        for _ in range(2):
+            assert expected.tolist() == generate(model, inputs, new_cache(model.config)).tolist()
+    assert 1 == len([each for each in caplog.records if "captured" in each.getMessage()])
+    assert 0 == capture.num_steps
+    assert "packed batch" in str(capture.refusal)
+
+
+def test_encoder_decoders_are_refused_at_once() -> None:
+    """In one sentence, which says what to use."""
+    with pytest.raises(ConfigError, match="for_encoder_decoder"):
+        vmkv.capture_decoding(tiny_model("t5"))
+
+
+# ---- waiting, memory, failure -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["three", "padded"])
+def test_steps_read_nothing_back(
+    kind: str,
+    captured: Callable[..., Any],
+    new_cache: NewCache,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With a mask in every step: it is read once. (What is a graph elsewhere is not looked at.)"""
+    step = StepGraphs._run
+
+    def unrecorded(*arguments: Any) -> None:
+        with _disable_current_modes():
+            step(*arguments)
+
+    monkeypatch.setattr(StepGraphs, "_run", unrecorded)
+    model, capture = captured()
+    inputs = INPUTS[kind]()
+    cache, mask = new_cache(model.config), inputs["attention_mask"]
+    _step(model, cache, inputs["input_ids"], attention_mask=mask)
+    for at in range(8):
+        mask = torch.cat([mask, mask.new_ones(3, 1)], 1)
+        token, positions = _tokens(1, 3), mask.sum(1, keepdim=True) - 1
+        with recorded() as calls:
+            _step(model, cache, token, attention_mask=mask, position_ids=positions)
+        if at:
+            assert not SYNCS & set(calls), calls
+    assert 8 == capture.num_steps
+
+
+def test_memory_is_that_of_the_model_itself(captured: Callable[..., Any]) -> None:
+    """The same pages, and the same driver calls to get them."""
+    model, capture = captured()
+    inputs, options = left_padded_prompt(), {"max_new_tokens": 60}
+    stats = []
+    for each in (tiny_model("llama"), model):
+        with VMKVCache(each.config) as cache:
+            generate(each, inputs, cache, **options)
+            stats.append(cache.stats())
+    assert 59 == capture.num_steps
+    expected, actual = stats
+    assert expected.resident_bytes == actual.resident_bytes
+    assert expected.driver_calls["mem_map"] == actual.driver_calls["mem_map"]
+
+
+def test_growth_that_fails_changes_nothing(
+    captured: Callable[..., Any], new_cache: NewCache
+) -> None:
+    """Out of pages: as from the model itself, and the cache goes on when there are some."""
+    model, capture = captured()
+    memory = {"backend": HostBackend(4 * KiB), "budget_bytes": 24 * KiB}
+    cache = new_cache(model.config, max_tokens=512, **memory)
+    _step(model, cache, _tokens(5))
+    num_tokens = 64  # That is what two pages of a layer hold.
+    for at in range(5, num_tokens):
+        _step(model, cache, _tokens(1, seed=at))
+    assert num_tokens - 5 == capture.num_steps
+    with pytest.raises(OutOfPagesError):
+        _step(model, cache, _tokens(1))
+    assert num_tokens - 5 == capture.num_steps
+    assert [num_tokens] * len(cache.layers) == [each.get_seq_length() for each in cache.layers]
+    cache.check()
+    cache.crop(-2)
+    _step(model, cache, _tokens(1))
+    assert num_tokens - 1 == cache.get_seq_length()
+
+
+# ---- the end ----------------------------------------------------------------------------------
+
+
+def test_closing_leaves_model_and_cache_as_they_were(new_cache: NewCache) -> None:
+    """A second call gives the same; after the end the model's forward is its class's again."""
+    model = copy.deepcopy(tiny_model("llama"))
+    cache = new_cache(model.config)
+    inputs = prompt("llama")
+    expected = generate(tiny_model("llama"), inputs, dynamic_cache(model.config)).tolist()
+    with vmkv.capture_decoding(model) as capture:
+        assert vmkv.capture_decoding(model) is capture
+        assert expected == generate(model, inputs, cache).tolist()
+        num_steps = capture.num_steps
+    assert "forward" not in vars(model)
+    cache.reset()
+    assert expected == generate(model, inputs, cache).tolist()
+    assert num_steps == capture.num_steps
+    capture.close()
+
+
+def test_a_cache_may_end_first(captured: Callable[..., Any], new_cache: NewCache) -> None:
+    """Closed in the middle, it says so; dropped, its memory comes back with the next one."""
+    model, _ = captured()
+    inputs = prompt("llama")
+    cache = new_cache(model.config)
+    generate(model, inputs, cache)
+    cache.close()
+    with pytest.raises(ClosedError):
+        _step(model, cache, _tokens(1))
+
+    pool = vmkv.ExtentPool(vmkv.HostBackend(4096), 1 << 24)
+    dropped = VMKVCache(model.config, pool=pool)
+    generate(model, inputs, dropped)
+    assert pool.backend.usage().mapped_bytes > 0
+    with pytest.warns(ResourceWarning):
+        del dropped
+    VMKVCache(model.config, pool=pool).close()
+    pool.close()
+    assert vmkv.BackendUsage() == pool.backend.usage()
+
+
+def test_a_copied_model_is_a_model_of_its_own(
+    captured: Callable[..., Any], new_cache: NewCache
+) -> None:
+    """It computes with its own weights, and has no captured steps."""
+    model, capture = captured()
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.mul_(0.5)
+    inputs = prompt("llama")
+    expected = generate(twin, inputs, dynamic_cache(twin.config))
+    assert expected.tolist() == generate(twin, inputs, new_cache(twin.config)).tolist()
+    assert 0 == capture.num_steps
+    other = generate(model, inputs, new_cache(model.config))
+    assert expected.tolist() != other.tolist()
+
+
+def test_parameters_that_moved_are_noticed(
+    captured: Callable[..., Any], new_cache: NewCache
+) -> None:
+    """With the next prompt, and the cache's steps are made anew."""
+    model, _ = captured()
+    inputs, cache = prompt("llama"), new_cache(model.config)
+    generate(model, inputs, cache)
+    known = model.forward.capture._caches[cache].steps
+    model.lm_head.weight.data = model.lm_head.weight.data * -1
+    cache.reset()
+    expected = generate(model, inputs, dynamic_cache(model.config))
+    assert expected.tolist() == generate(model, inputs, cache).tolist()
+    assert known.is_closed
+
+
+def test_contents_are_those_that_the_model_itself_leaves(
+    captured: Callable[..., Any], new_cache: NewCache
+) -> None:
+    """Bit by bit, before the first attention has rounded."""
+    model, _ = captured("mistral")
+    plain, inputs = tiny_model("mistral"), left_padded_prompt()
+    expected, actual = dynamic_cache(plain.config), new_cache(model.config)
+    generate(plain, inputs, expected)
+    generate(model, inputs, actual)
+    del expected.layers[1:], actual.layers[1:]
+    assert_same_contents(expected, actual)

@@ -1,0 +1,369 @@
+"""transformers' own decoding loop over captured steps.
+
+    vmkv.capture_decoding(model)
+    model.generate(**inputs, past_key_values=VMKVCache(model.config))
+
+The model's `forward` is asked as ever. A call that is one token of every row of a `VMKVCache`, and
+nothing else, is answered by a graph over the cache's rows, whose addresses stay; any other call by
+the model itself, over the same rows. See Note [Graphs over addresses that stay] in DESIGN.md.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+import types
+import weakref
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from ..errors import CapacityError, ConfigError, one_line
+from ..step.compiled_layers import CompiledLayers
+from ..step.stepper import has_hooks
+from . import compat
+from .cache import VMKVCache
+from .captured_steps import CapturedSteps
+from .proof import prove
+from .store import Store
+
+_LOG = logging.getLogger(__name__)
+#: What a decode step of `generate` passes, and is looked at here.
+_KNOWN = {
+    *("input_ids", "attention_mask", "position_ids", "cache_position", "past_key_values"),
+    *("use_cache", "return_dict", "logits_to_keep"),
+}
+#: What a configuration may ask for that a graph does not return.
+_OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
+
+
+def capture_decoding(
+    model: Any, *, compile_layers: bool = False, compile_backend: str = "inductor"
+) -> CapturedDecoding:
+    """Have a model's decode steps over a `VMKVCache` captured, whoever's loop they are of.
+
+    After this `model.generate(**inputs, past_key_values=VMKVCache(model.config))` decodes by
+    replaying CUDA graphs, captured once a size has come three times: greedily or sampling, with
+    beams, with left padding. Memory is mapped as the tokens come, and graphs stay with their cache
+    from one call to the next. Everything else runs as before, with the same cache: prompts, other
+    caches, masks other than left padding, models with hooks or adapters, in training or under
+    autocast, divided or spread over devices, and those that cannot prove themselves (see
+    `vmkv.generate`), which are logged. Without CUDA the same steps run uncaptured.
+
+    What the model's code does is seen when a step is captured: after changing it, `close` and call
+    this again. Parameters that move are noticed with the next prompt.
+
+    Args:
+        model: A transformers causal language model. It is changed in place: its `forward`.
+        compile_layers: Compile the layers for captured steps, once for all of them: some tens of
+            seconds at the first step of one row, and of several. Everything else runs as it is.
+        compile_backend: Of `torch.compile`.
+
+    Returns:
+        What ends it, by `close()` or as a context manager; the same for a second call.
+
+    Raises:
+        ConfigError: The model is an encoder-decoder, its layers cannot be compiled, or it was
+            called before with other options. The model is as before.
+
+    Cost: nothing now, but for a copy of the weights, part by part, where layers are compiled; at
+        the first step that could be captured, a proof (see `vmkv.generate`). A mask is read once
+        for each prompt, and later ones are checked without waiting.
+    """
+    forward = vars(model).get("forward")
+    if isinstance(forward, _Forward):
+        if forward.capture.compiles != compile_layers:
+            raise ConfigError(
+                "decode steps of this model are captured already, with another compile_layers; "
+                "close that first"
+            )
+        return forward.capture
+    if model.config.is_encoder_decoder:
+        raise ConfigError(
+            "decode steps of encoder-decoders cannot be captured; generate with "
+            "past_key_values=VMKVCache.for_encoder_decoder(config) as it is"
+        )
+    layers = None
+    if compile_layers:
+        layers = CompiledLayers(model, backend=compile_backend)
+        layers.stand_aside()
+    return CapturedDecoding(model, layers)
+
+
+class _Step(NamedTuple):
+    """A call that is one token of every row. Tensors as `CapturedSteps` takes them."""
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor | None
+    mask: torch.Tensor | None
+
+
+class _OfCache:
+    """What is known of one cache.
+
+    Attributes:
+        logits: What the model returned last for it, without contents.
+        output_type: In what.
+        steps: Its captured steps; None before the first.
+        is_checked: Whether it was looked for hooks and other weights since the model itself ran.
+        runs_plainly: What came of that.
+    """
+
+    def __init__(self, output: Any):
+        self.steps: CapturedSteps | None = None
+        self.note(output)
+
+    def note(self, output: Any) -> None:
+        """The model itself has run."""
+        self.logits = output.logits.new_empty((0, output.logits.shape[-1]))
+        self.output_type = type(output)
+        self.is_checked = self.runs_plainly = False
+
+
+class CapturedDecoding:
+    """The captured decode steps of one model, over any number of caches; see `capture_decoding`.
+
+    Args:
+        model: The model.
+        layers: Its layers, compiled and standing aside, which end with this; or None.
+
+    Attributes:
+        compiles: Whether there are such.
+        num_steps: Steps that the model's own `forward` did not run.
+        refusal: Why none can be captured; None as far as is known.
+    """
+
+    def __init__(self, model: Any, layers: CompiledLayers | None = None):
+        self.compiles = layers is not None
+        self._layers = layers
+        self.num_steps = 0
+        self.refusal: str | None = None
+        self._model = weakref.ref(model)
+        self._caches: weakref.WeakKeyDictionary[VMKVCache, _OfCache] = weakref.WeakKeyDictionary()
+        self._stream: torch.cuda.Stream | None = None
+        self._is_closed = False
+        self._forward = _Forward(self, model)
+        model.forward = self._forward
+
+    def close(self) -> None:
+        """Drop all graphs, and let the model run as before. Idempotent."""
+        self._is_closed = True
+        for known in list(self._caches.values()):
+            if known.steps is not None:
+                known.steps.close()
+        self._caches.clear()
+        if self._layers is not None:
+            self._layers.close()
+        model = self._model()
+        if model is not None and vars(model).get("forward") is self._forward:
+            self._forward.restore(model)
+
+    def __enter__(self) -> CapturedDecoding:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    # ---- a call ---------------------------------------------------------------------------
+
+    def serve(self, model: Any, cache: VMKVCache, given: Mapping[str, Any]) -> Any:
+        """What the model would return, computed by a captured step; None where it is to run.
+
+        Args:
+            model: The model.
+            cache: What it was given as its past.
+            given: All that it was given.
+
+        Raises:
+            OutOfPagesError, SequenceFullError: The cache is as it was.
+            ConfigError: See `LeftPadding.check`.
+        """
+        known = self._caches.get(cache)
+        if self._is_closed or self.refusal is not None or known is None:
+            return None
+        step = self._forward.as_step(model, given)
+        if step is None or not cache.is_uniform(step.token_ids.shape[0]):
+            return None
+        steps = self._steps(model, cache, known, step.token_ids)
+        num_past_tokens = cache.get_seq_length()
+        if steps is None or not _fit(step, num_past_tokens):
+            return None
+        if not steps.takes(step.mask, num_past_tokens, cache._store.num_batches):
+            return None
+        cache.begin_step(steps.batch_size)
+        logits = steps.run(step.token_ids, step.positions, num_past_tokens)
+        if logits is None:
+            return None
+        cache.end_step()
+        self.num_steps += 1
+        return known.output_type(logits=logits, past_key_values=cache)
+
+    def note(self, cache: VMKVCache, output: Any) -> None:
+        """The model itself has run over `cache`, and returned `output`."""
+        if self._is_closed or not isinstance(getattr(output, "logits", None), torch.Tensor):
+            return
+        known = self._caches.get(cache)
+        if known is None:
+            self._caches[cache] = _OfCache(output)
+        else:
+            known.note(output)
+
+    def _steps(
+        self, model: Any, cache: VMKVCache, known: _OfCache, token_ids: torch.Tensor
+    ) -> CapturedSteps | None:
+        """The steps of a cache; None where they cannot be captured (now)."""
+        store, steps = cache._store, known.steps
+        if not known.is_checked:
+            known.is_checked = True
+            known.runs_plainly = has_hooks(model) or _is_divided_or_adapted(model)
+            if steps is not None and not steps.has_weights_of(model):
+                steps.close()
+        if known.runs_plainly or store.cores[0].device != token_ids.device:
+            return None
+        if steps is None or not steps.fits(store, token_ids.shape[0]):
+            if steps is not None:
+                steps.close()
+            known.steps = steps = None
+            if self._is_proven(model, store):
+                known.steps = steps = CapturedSteps(
+                    model,
+                    store,
+                    token_ids.shape[0],
+                    known.logits,
+                    self._layers,
+                    self._stream_on(token_ids.device),
+                )
+        return steps if steps is not None and steps.refusal is None else None
+
+    def _stream_on(self, device: torch.device) -> torch.cuda.Stream | None:
+        """What all caches' steps are captured on, one after the other."""
+        if device.type == "cuda" and (self._stream is None or self._stream.device != device):
+            # torch leaves its constructor untyped.
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return self._stream
+
+    def _is_proven(self, model: Any, store: Store) -> bool:
+        """Whether packed steps are known to serve the model; otherwise there is a `refusal`."""
+        try:
+            proof = prove(model, store.settings.attention_backend)
+        except (ConfigError, CapacityError, torch.OutOfMemoryError) as error:
+            self.refusal = one_line(error)
+        else:
+            if store.cores[0].device.type == "cuda" and not proof.never_waits:
+                self.refusal = "its steps wait for the device"
+            elif not store.looks_like(proof.signatures):
+                self.refusal = "it caches something else than the keys and values it attends to"
+        if self.refusal is not None:
+            name = type(model).__name__
+            _LOG.warning("decode steps of %s cannot be captured: %s", name, self.refusal)
+        return self.refusal is None
+
+
+class _Forward:
+    """A model's `forward`, as an object in its place."""
+
+    def __init__(self, capture: CapturedDecoding, model: Any):
+        self.capture = capture
+        self.__signature__ = inspect.signature(model.forward)  # transformers looks at it.
+        self._names = tuple(self.__signature__.parameters)
+        self._model = weakref.ref(model)
+        # What stood in the instance, of accelerate for one; mostly it is the class's.
+        self._before: Any = vars(model).get("forward")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """A captured step, where the call is one; else what the model computes."""
+        model = self._model()
+        given = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        cache = given.get("past_key_values")
+        output = None
+        if isinstance(cache, VMKVCache):
+            output = self.capture.serve(model, cache, given)
+        if output is None:
+            output = (self._before or self._of_class(model))(*args, **kwargs)
+            if isinstance(cache, VMKVCache):
+                self.capture.note(cache, output)
+        return output
+
+    @staticmethod
+    def _of_class(model: Any) -> Any:
+        return types.MethodType(type(model).forward, model)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copied model runs as its class says: it has no captured steps."""
+        if self._before is not None:
+            return copy.deepcopy(self._before, memo)
+        copied = memo[id(self._model())]
+        return self._of_class(copied)
+
+    def restore(self, model: Any) -> None:
+        """Put back what was there before."""
+        if self._before is None:
+            del model.forward
+        else:
+            model.forward = self._before
+
+    def as_step(self, model: Any, given: Mapping[str, Any]) -> _Step | None:
+        """The call as a step; None where it asks for anything else."""
+        token_ids, config = given.get("input_ids"), model.config
+        if (
+            not isinstance(token_ids, torch.Tensor)
+            or token_ids.ndim != 2
+            or token_ids.shape[1] != 1
+            or any(
+                value is not None and value is not False
+                for name, value in given.items()
+                if name not in _KNOWN
+            )
+            or not _is_on(given.get("use_cache"), getattr(config, "use_cache", True))
+            or not _is_on(given.get("return_dict"), getattr(config, "return_dict", True))
+            or not _keeps_last(given.get("logits_to_keep", 0))
+            or any(getattr(config, name, False) for name in _OUTPUTS)
+            or model.training
+            or torch.is_grad_enabled()
+            or torch.is_autocast_enabled(token_ids.device.type)
+        ):
+            return None
+        positions = given.get("position_ids")
+        if positions is None and "cache_position" in self._names:
+            positions = given.get("cache_position")  # What 4.57 takes then.
+            positions = None if positions is None else positions[None]
+        return _Step(token_ids, positions, given.get("attention_mask"))
+
+
+def _is_on(given: Any, default: Any) -> bool:
+    return bool(default if given is None else given)
+
+
+def _keeps_last(logits_to_keep: Any) -> bool:
+    return isinstance(logits_to_keep, int) and logits_to_keep in (0, 1)
+
+
+def _fit(step: _Step, num_past_tokens: int) -> bool:
+    """Whether mask and positions are of the forms that captured steps know."""
+    batch_size, device = step.token_ids.shape[0], step.token_ids.device
+    mask, positions = step.mask, step.positions
+    return (
+        mask is None
+        or (
+            isinstance(mask, torch.Tensor)
+            and mask.shape == (batch_size, num_past_tokens + 1)
+            and mask.device == device
+        )
+    ) and (
+        positions is None
+        or (
+            isinstance(positions, torch.Tensor)
+            and positions.shape in ((batch_size, 1), (1, 1))
+            and not positions.is_floating_point()
+            and positions.device == device
+        )
+    )
+
+
+def _is_divided_or_adapted(model: Any) -> bool:
+    """Whether other processes compute parts of the model, or adapters that may be switched off."""
+    return compat.num_parts(model) > 1 or any(
+        type(each).__module__.partition(".")[0] == "peft" for each in model.modules()
+    )

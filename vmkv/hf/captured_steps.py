@@ -1,0 +1,214 @@
+"""Decode steps of one transformers cache, captured: what lies between the cache and its graphs.
+
+A size that comes for the first time runs uncaptured, so that kernels are loaded and tuned; the
+second time too, while torch refuses to wait for the device, because a capture that fails leaves
+torch's allocator as if it went on. Then it is captured. Without CUDA, steps run uncaptured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import Counter
+from typing import Any
+
+import torch
+
+from ..errors import CapacityError, ConfigError, one_line
+from ..step import Stepper
+from ..step.batch_graphs import Bucket
+from ..step.compiled_layers import CompiledLayers
+from ..step.interface import refusing_waits
+from .attention import attending_in_place
+from .padding import LeftPadding
+from .store import Store
+
+_LOG = logging.getLogger(__name__)
+
+
+class CapturedSteps:
+    """The decode steps of one cache, while its layers stay where they are.
+
+    Args:
+        model: A model that has proven itself.
+        store: The cache's memory, with rows on the model's device alone.
+        logits: `[B, …, vocabulary]`, as the model returned them for this batch.
+        batch_size: B.
+        layers: The model's layers, compiled and standing aside; None where they run as they are.
+        stream: What to capture on; see `GraphSpace`.
+
+    Attributes:
+        batch_size: B.
+        is_closed: Whether `close` was called, or the cache closed.
+        refusal: Why these steps cannot be captured; None as long as they can.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        store: Store,
+        batch_size: int,
+        logits: torch.Tensor,
+        layers: CompiledLayers | None = None,
+        stream: torch.cuda.Stream | None = None,
+    ):
+        (core,) = store.cores
+        self.batch_size = batch_size
+        self.is_closed = False
+        self.refusal: str | None = None
+        self._model = model
+        self._layers = layers
+        self._core = core
+        self._num_layouts = store.num_layouts
+        # Ordinary tensors: steps may come in inference mode, and without.
+        with torch.inference_mode(mode=False), torch.no_grad():
+            self._stepper = Stepper(
+                model,
+                [core],
+                batch_size,
+                attention_backend=store.settings.attention_backend,
+                layers=layers,
+            )
+            self._graphs = self._stepper.make_batch_graphs(logits.shape[-1], logits.dtype, stream)
+        self._num_runs: Counter[Bucket] = Counter()
+        self._weights = _addresses(model)
+        self._padding: LeftPadding | None = None
+        # Where the next step would be if nothing else happened to the batch, and whether this one
+        # was declined for its mask.
+        self._next = (-1, -1)
+        self._was_declined = False
+        store.add_reader(self)
+
+    def fits(self, store: Store, batch_size: int) -> bool:
+        """Whether the cache's layers are where they were, in a batch of the same size."""
+        return (
+            not self.is_closed
+            and self.batch_size == batch_size
+            and self._num_layouts == store.num_layouts
+        )
+
+    def has_weights_of(self, model: Any) -> bool:
+        """Whether the model's parameters are where they were. Cost: a look at each."""
+        return self._weights == _addresses(model)
+
+    def takes(self, mask: torch.Tensor | None, num_past_tokens: int, num_batches: int) -> bool:
+        """Whether the next step's mask is one that captured steps know: none, or left padding.
+
+        Args:
+            mask: `[B, num_past_tokens + 1]` or None.
+            num_past_tokens: Tokens in the rows.
+            num_batches: `Store.num_batches`.
+
+        Raises:
+            ConfigError: See `LeftPadding.check`; the mask is read anew the next time.
+
+        Cost: waits for the device where the batch does not go on from the last step; after that
+            never.
+        """
+        goes_on = self._next == (num_past_tokens, num_batches)
+        self._next = (num_past_tokens + 1, num_batches)
+        if goes_on and self._was_declined:
+            return False
+        before, self._padding = self._padding, None
+        self._was_declined = False
+        if before is not None:
+            before.look()
+        if mask is None:
+            return True
+        if goes_on and before is not None:
+            before.check(mask)
+            self._padding = before
+            return True
+        self._padding = LeftPadding.read(mask)
+        if self._padding is None:
+            self._was_declined = True
+            return False
+        if self._padding.left_pad is not None:
+            self._graphs.left_pad.copy_(self._padding.left_pad)
+        return True
+
+    def run(
+        self, token_ids: torch.Tensor, positions: torch.Tensor | None, num_past_tokens: int
+    ) -> torch.Tensor | None:
+        """Run a step whose rows have grown and whose mask was taken; never waits for the device.
+
+        Args:
+            token_ids: `[B, 1]`.
+            positions: `[B or 1, 1]`; None for `num_past_tokens`.
+            num_past_tokens: Tokens in each row before the step.
+
+        Returns:
+            Logits `[B, 1, vocabulary]`, a new tensor; None where there is now a `refusal`, and the
+            model is to compute the step itself, over whatever was written.
+        """
+        graphs, num_tokens = self._graphs, num_past_tokens + 1
+        self._core.note_stream()
+        self._stepper.last_tokens[: self.batch_size].copy_(token_ids[:, 0])
+        if positions is None:
+            graphs.positions.fill_(num_past_tokens)
+        else:
+            graphs.positions.copy_(positions[:, 0].expand(self.batch_size))
+        is_padded = self._padding is not None and self._padding.left_pad is not None
+        bucket = graphs.key(num_tokens, is_padded=is_padded)
+        integers = graphs.fill(num_tokens)
+        writes = [(row, num_past_tokens, num_tokens) for row in range(self.batch_size)]
+        with self._core.submitting(writes):
+            if bucket in graphs.captured:
+                graphs.replay(bucket, integers)
+            else:
+                self._run_uncaptured(bucket, integers)
+        if self.refusal is not None:
+            return None
+        return graphs.space.logits[:, None].clone()
+
+    def _run_uncaptured(self, bucket: Bucket, integers: torch.Tensor) -> None:
+        """A step that has no graph yet, with which it may get one."""
+        graphs = self._graphs
+        self._num_runs[bucket] += 1
+        is_first = graphs.space.device.type != "cuda" or self._num_runs[bucket] == 1
+        try:
+            with self._attending():
+                if is_first:
+                    graphs.run(bucket, integers)
+                elif self._num_runs[bucket] == 2:
+                    with refusing_waits():
+                        graphs.run(bucket, integers)
+                else:
+                    graphs.replay(bucket, integers)
+        except (ConfigError, CapacityError) as error:  # No kernel, or no memory for its over-read.
+            self._refuse(error)
+        except Exception as error:
+            # What the model itself would raise is for it to say; compilers raise anything.
+            if is_first and self._layers is None:
+                raise
+            self._refuse(error)
+
+    def _attending(self) -> contextlib.AbstractContextManager[None]:
+        """While this lasts, the model attends over the cache's rows."""
+        if self._layers is None:
+            return attending_in_place(self._model)
+        return self._stepper.attending(self._layers)
+
+    def _refuse(self, error: Exception) -> None:
+        self.refusal = one_line(error)
+        _LOG.warning("decode steps of this cache cannot be captured: %s", self.refusal)
+
+    def close(self) -> None:
+        """Wait for the device, and drop graphs and tensors. Idempotent."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        if self._core.device.type == "cuda":
+            torch.cuda.synchronize(self._core.device)
+        self._graphs.close()
+        self._stepper.close()
+        if self._padding is not None:
+            try:
+                self._padding.look()
+            except ConfigError as error:
+                _LOG.error("%s", error)
+
+
+def _addresses(model: Any) -> list[int]:
+    """Where a graph reads the model's parameters."""
+    return [each.data_ptr() for part in (model.parameters(), model.buffers()) for each in part]
