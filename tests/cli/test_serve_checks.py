@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from helpers.serving import save_tiny_model
 
 Complaint = Callable[..., str]
@@ -97,6 +98,17 @@ def test_replicas_refuse_what_is_of_one_engine(
     """Before the model's configuration is looked for."""
     line = ["serve", "/nowhere", "--replicas", "2", "--device", "cpu"]
     assert words in complaint(*line, *options)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_the_gpus_of_a_cluster_are_not_looked_for_here(
+    complaint: Complaint, names: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server may run where there is none: Ray knows what its cluster has."""
+    line = ["serve", names["{model}"], "--port", "0", "--device", "cuda", "--replicas", "2"]
+    assert "torch sees no CUDA device" in complaint(*line)
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert "pip install 'vmkv[ray]'" in complaint(*line)
 
 
 def test_a_missing_ray_is_named_with_the_command_that_installs_it(

@@ -271,7 +271,8 @@ def _check_engine(arguments: argparse.Namespace) -> None:
         check_length(config, arguments.max_model_tokens)
     Capacity(arguments.max_num_seqs, arguments.max_num_batched_tokens)
     device = _device(arguments.device)
-    check_device(device)
+    if not (arguments.replicas and "RAY_ADDRESS" in os.environ):  # Else it is the cluster's.
+        check_device(device)
     if arguments.tensor_parallel > 1:
         from ..parallel.loading import check_config
         from ..serve.parallel_engine import check_options
