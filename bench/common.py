@@ -13,6 +13,12 @@ from importlib import metadata
 from typing import Any
 
 RESULTS = pathlib.Path(__file__).parent / "results"
+#: vLLM as it is packed may lack optional kernels; none of these makes it slower.
+VLLM_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+}
 
 
 def environment() -> dict[str, Any]:

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from bench_generate import llama_config
 from bench_serve import MAX_NUM_SEQS, MAX_TOKENS, WORKLOADS
+from common import VLLM_ENVIRONMENT
 
 ROUNDS = 2
 
@@ -33,8 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--kv-cache-dtype", default="auto", help="vLLM's option of that name")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="likewise")
     arguments = parser.parse_args(argv)
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.update(VLLM_ENVIRONMENT)
     if arguments.tensor_parallel_size == 1:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     from vllm import LLM, SamplingParams

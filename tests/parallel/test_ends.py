@@ -6,12 +6,14 @@ import multiprocessing
 from functools import partial
 
 import pytest
+import torch
 from helpers import rank_cases as cases
 from helpers.tiny_models import VERSION
 
 from vmkv import RankError, SamplingParams
 from vmkv.serve import FinishReason
 from vmkv.serve.parallel_engine import open_parallel_engine
+from vmkv.units import MiB
 
 pytestmark = [
     pytest.mark.slow,
@@ -41,6 +43,27 @@ def test_a_rank_that_is_killed_ends_all_with_one_error() -> None:
     """Everybody who asks hears of it, at once; nothing is left behind."""
     with pytest.raises(RankError, match=KILLED):
         _serve_and_lose_a_rank()
+    assert not multiprocessing.active_children()
+
+
+def _serve_and_lose_a_rank_on_gpus(all_reduce: str) -> None:
+    options = {**cases.ROOMY, "budget_bytes": 256 * MiB}
+    with open_parallel_engine(cases.part_on_a_gpu, 2, all_reduce=all_reduce, **options) as engine:
+        handle = engine.add([5, 6, 7], SamplingParams(max_tokens=190))
+        for _ in range(50):
+            engine.step()
+        (other,) = multiprocessing.active_children()
+        cases.end_process(other.pid)
+        with pytest.raises(RankError, match=KILLED):
+            list(handle)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="this machine has no second GPU")
+@pytest.mark.parametrize("all_reduce", ["nccl", "one-shot"])
+def test_graphs_that_wait_for_a_lost_rank_end(all_reduce: str) -> None:
+    """What a graph waits for never comes; the kernels that wait are given up."""
+    _serve_and_lose_a_rank_on_gpus(all_reduce)
     assert not multiprocessing.active_children()
 
 

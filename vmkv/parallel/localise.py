@@ -60,9 +60,9 @@ class _PartialEmbedding(torch.nn.Embedding):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """The embeddings of `input`, whoever has them."""
         local = input - self._vmkv_start
-        outside = (local < 0) | (local >= self.weight.shape[0])
-        part = super().forward(local.masked_fill(outside, 0))
-        return all_reduce(part.masked_fill(outside[..., None], 0), self._vmkv_group)
+        inside = local.clamp(0, self.weight.shape[0] - 1)
+        part = super().forward(inside)
+        return all_reduce(part.masked_fill_((inside != local)[..., None], 0), self._vmkv_group)
 
 
 class _PartialExperts(torch.nn.Module):
