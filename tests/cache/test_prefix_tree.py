@@ -121,7 +121,7 @@ _steps = st.one_of(
     st.tuples(st.just("truncate"), _row, st.integers(0, 10)),
     st.tuples(st.just("lose_short"), _row, st.integers(0, 10)),
     st.tuples(st.sampled_from(["park", "take", "hide"]), _row),
-    st.tuples(st.just("copy"), _moves, st.integers(1, 12)),
+    st.tuples(st.just("copy"), _moves, st.integers(0, 12)),
 )
 _PLACES = {"park": Where.PARKED, "take": Where.LIVE, "hide": Where.AWAY}
 
@@ -147,7 +147,11 @@ def test_what_is_found_is_what_rows_hold(steps: list[tuple], prompts: list[list[
                     for each in index.matches(prompt, tenant)
                 ]
                 assert model.matches(prompt, tenant) == found
-        assert {row: index.token_ids(row) for row in model.tokens} == model.tokens
+        held = {row: index.token_ids(row) for row in ROWS if index.num_recorded(row)}
+        assert model.tokens == held
+        assert {row: len(tokens) for row, tokens in held.items()} == {
+            row: index.num_recorded(row) for row in held
+        }
 
 
 def _num_nodes(index: PrefixIndex) -> int:
@@ -191,3 +195,15 @@ def test_a_match_is_of_the_index_as_it_is() -> None:
             index.lose_short(1, 48)
             index.hide(2)
     assert [(64, [0]), (48, [2, 1]), (16, [0])] == found
+
+
+@pytest.mark.parametrize("num_tokens", [0, 20])
+def test_a_row_that_holds_nothing_is_nobodys(num_tokens: int) -> None:
+    """What it held before, or was to begin with, says nothing of whose it is next."""
+    index = PrefixIndex()
+    index.record(0, range(20), "a")
+    index.copy([(0, 1, "a")], num_tokens)
+    index.truncate(1)
+    index.record(1, range(40), "b")
+    assert [32, 16] == [match.num_tokens for match in index.matches(range(40), "b")]
+    assert [16] == [match.num_tokens for match in index.matches(range(40), "a")]

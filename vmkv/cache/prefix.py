@@ -122,19 +122,18 @@ class PrefixIndex:
         Raises:
             ConfigError: They are not token ids. Nothing changed.
 
-        Cost: about 5 ns per token.
+        Cost: about 10 ns per token.
         """
-        self._record(row, tenant, _as_bytes(token_ids), [])
+        self._record(row, tenant, _as_bytes(token_ids))
 
-    def _record(self, row: int, tenant: str | None, tokens: bytes, known: Sequence[bytes]) -> None:
-        """`row` holds `tokens` behind what it held, of whose hashes the first are `known`."""
+    def _record(self, row: int, tenant: str | None, tokens: bytes) -> None:
+        """`row` holds `tokens` behind what it held."""
         if not tokens:
             return
         content = self._contents.get(row)
         if content is None:
             content = _Content(tenant, self._tree.path(row, _salt(tenant)))
             self._contents[row] = content
-        content.hashes.extend(known)
         tokens = content.tail + tokens
         whole_bytes = self._whole_bytes(len(tokens))
         self._tree.extend(content.path, tokens[:whole_bytes])
@@ -145,14 +144,11 @@ class PrefixIndex:
         content = self._contents.get(row)
         if content is None or content.num_tokens <= num_tokens:
             return
-        num_bytes, path = num_tokens * _TOKEN_BYTES, content.path
+        num_bytes = num_tokens * _TOKEN_BYTES
         whole_bytes = self._whole_bytes(num_bytes)
-        if whole_bytes < path.end.end_bytes:
-            content.tail = self._tree.held(path, whole_bytes, num_bytes)
-            self._tree.cut(path, whole_bytes)
-            del content.hashes[whole_bytes // self._tree.block_bytes :]
-        else:
-            content.tail = content.tail[: num_bytes - whole_bytes]
+        content.tail = self._held(content, whole_bytes, num_bytes)
+        self._tree.cut(content.path, whole_bytes)
+        del content.hashes[whole_bytes // self._tree.block_bytes :]
         if not num_tokens:
             del self._contents[row]
 
@@ -171,16 +167,32 @@ class PrefixIndex:
             num_tokens: How much of it.
         """
         num_bytes = num_tokens * _TOKEN_BYTES
-        num_blocks = num_bytes // self._tree.block_bytes
-        copies, nothing = [], _Content(None, self._tree.path(-1, b""))
-        for source, target, tenant in moves:
-            content = self._contents.get(source, nothing)
-            known = content.hashes[:num_blocks] if content.tenant == tenant else []
-            copies.append((target, tenant, self._held(content)[:num_bytes], known))
-        for target, *_ in copies:
+        found = [(self._contents.get(source), target, tenant) for source, target, tenant in moves]
+        targets = {target for _, target, _ in found}
+        copies: list[tuple[int, str | None, _Content | bytes]] = []
+        for content, target, tenant in found:
+            if content is not None:
+                # Whose source stays is listed beside it, without a look at tokens.
+                stays = content.path.row not in targets and content.tenant == tenant
+                source = content if stays else self._held(content, 0, num_bytes)
+                copies.append((target, tenant, source))
+        for target in targets:
             self.truncate(target)
-        for each in copies:
-            self._record(*each)
+        for target, tenant, source in copies:
+            if isinstance(source, bytes):
+                self._record(target, tenant, source)
+            elif num_bytes:
+                self._contents[target] = self._beside(source, target, num_bytes)
+
+    def _beside(self, source: _Content, row: int, num_bytes: int) -> _Content:
+        """What `row`, which held nothing, holds if that is the first `num_bytes` of `source`."""
+        num_bytes = min(num_bytes, source.num_tokens * _TOKEN_BYTES)
+        whole_bytes = self._whole_bytes(num_bytes)
+        path = self._tree.path(row, source.path.salt)
+        self._tree.follow(path, source.path, whole_bytes)
+        tail = self._held(source, whole_bytes, num_bytes)
+        hashes = source.hashes[: whole_bytes // self._tree.block_bytes]
+        return _Content(source.tenant, path, tail, hashes)
 
     def num_recorded(self, row: int) -> int:
         """Tokens that `row` is known to hold."""
@@ -212,9 +224,11 @@ class PrefixIndex:
         known.extend(_chain(blocks, known[-1] if known else _first_parent(content.tenant)))
         return known
 
-    def _held(self, content: _Content) -> bytes:
-        """All tokens of a row."""
-        return self._tree.held(content.path) + content.tail
+    def _held(self, content: _Content, start_bytes: int = 0, end_bytes: int = sys.maxsize) -> bytes:
+        """Its tokens from here to there."""
+        whole_bytes = content.path.end.end_bytes
+        tail = content.tail[max(0, start_bytes - whole_bytes) : max(0, end_bytes - whole_bytes)]
+        return self._tree.held(content.path, start_bytes, end_bytes) + tail
 
     def _whole_bytes(self, num_bytes: int) -> int:
         """How much of it is whole blocks."""

@@ -119,6 +119,21 @@ class PrefixTree:
             path.end = child
             at += len(child.run)
 
+    def follow(self, path: Path, other: Path, num_bytes: int) -> None:
+        """The row, which held nothing, holds the first `num_bytes`, whole blocks, of another.
+
+        Cost: of each node.
+        """
+        node = other.end
+        while node.start_bytes >= num_bytes and node is not self._root:
+            node = node.above
+        if node.end_bytes > num_bytes:
+            node = self._split(node, num_bytes - node.start_bytes)
+        path.end = node
+        while node is not self._root:
+            node.rows[path.where][path.row] = None
+            node = node.above
+
     def cut(self, path: Path, num_bytes: int) -> None:
         """The row holds `num_bytes`, whole blocks, at most."""
         while path.end.end_bytes > num_bytes:
