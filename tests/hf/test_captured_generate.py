@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import vmkv
 from vmkv import ClosedError, ConfigError, HostBackend, OutOfPagesError, VMKVCache
+from vmkv.attention import get
 from vmkv.step.graphs import StepGraphs
 from vmkv.step.joined_layers import SiblingLinear
 from vmkv.units import KiB
@@ -378,6 +379,28 @@ def test_a_mask_that_changes_on_the_way_is_an_error(
     )
 
 
+def test_a_mask_that_changes_in_the_last_step_is_told_at_the_end(
+    captured: Callable[..., Any], new_cache: NewCache, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With the cache's next step, whichever it is; or in the log, if there is none."""
+    model, _ = captured()
+    for goes_on in (True, False):
+        cache, mask = new_cache(model.config), torch.ones(2, 7, dtype=torch.long)
+        _step(model, cache, _tokens(5, 2), attention_mask=mask[:, :5])
+        _step(model, cache, _tokens(1, 2), attention_mask=mask[:, :6])
+        mask[0, 0] = 0
+        _step(model, cache, _tokens(1, 2), attention_mask=mask)
+        if goes_on:
+            cache.reset()
+            _step(model, cache, _tokens(5, 2))
+            with pytest.raises(ConfigError, match="column of ones"):
+                _step(model, cache, _tokens(1, 2))
+            _step(model, cache, _tokens(1, 2))
+        assert not caplog.records
+        cache.close()
+    assert "column of ones" in caplog.text
+
+
 @pytest.mark.parametrize(
     "asked",
     [
@@ -409,17 +432,22 @@ def test_whoever_hooks_in_or_trains_is_served_by_the_model(
 ) -> None:
     """Hooks are called, dropout drops; and afterwards steps are captured again."""
     model, capture = captured()
-    inputs, seen = prompt("llama"), []
+    inputs, seen, cache = prompt("llama"), [], new_cache(model.config)
+    generate(model, inputs, cache)
+    assert NEW_TOKENS - 1 == capture.num_steps
     hook = model.model.layers[1].register_forward_hook(lambda *_: seen.append(1))
-    generate(model, inputs, new_cache(model.config))
+    cache.reset()
+    generate(model, inputs, cache)
     assert NEW_TOKENS == len(seen)
     hook.remove()
     model.train()
-    generate(model, inputs, new_cache(model.config))
-    assert 0 == capture.num_steps
-    model.eval()
-    generate(model, inputs, new_cache(model.config))
+    cache.reset()
+    generate(model, inputs, cache)
     assert NEW_TOKENS - 1 == capture.num_steps
+    model.eval()
+    cache.reset()
+    generate(model, inputs, cache)
+    assert 2 * (NEW_TOKENS - 1) == capture.num_steps
 
 
 def test_a_model_that_cannot_is_served_as_before_and_said_once(
@@ -441,7 +469,32 @@ def test_a_model_that_cannot_is_served_as_before_and_said_once(
             assert expected.tolist() == generate(model, inputs, new_cache(model.config)).tolist()
     assert 1 == len([each for each in caplog.records if "captured" in each.getMessage()])
     assert 0 == capture.num_steps
-    assert "packed batch" in str(capture.refusal)
+    (reason,) = capture.refusals
+    assert "packed batch" in reason
+
+
+def test_a_kernel_that_cannot_is_replaced_by_the_model_where_it_cannot(
+    captured: Callable[..., Any],
+    new_cache: NewCache,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """One that knows no left padding serves the cache without; padded batches run as before."""
+    kernel = get("sdpa")
+    monkeypatch.setattr(
+        kernel, "why_not", lambda spec: "it knows no padding" if spec.left_pad else None
+    )
+    model, capture = captured()
+    plain = tiny_model("llama")
+    cache = new_cache(model.config, attention_backend="sdpa")
+    for kind, num_steps in (("padded", 0), ("three", NEW_TOKENS - 1), ("padded", 0)):
+        cache.reset()
+        inputs, before = INPUTS[kind](), capture.num_steps
+        expected = generate(plain, inputs, dynamic_cache(plain.config))
+        with caplog.at_level(logging.WARNING, "vmkv"):
+            assert expected.tolist() == generate(model, inputs, cache).tolist()
+        assert num_steps == capture.num_steps - before
+    assert 1 == len([each for each in caplog.records if "captured" in each.getMessage()])
 
 
 def test_encoder_decoders_are_refused_at_once() -> None:

@@ -104,10 +104,10 @@ class _OfCache:
     """What is known of one cache.
 
     Attributes:
-        logits: What the model returned last for it, without contents.
+        logits: What the model returned last for a prompt, without contents.
         output_type: In what.
         steps: Its captured steps; None before the first.
-        is_checked: Whether it was looked for hooks and other weights since the model itself ran.
+        is_checked: Whether it was looked for hooks and other weights since then.
         runs_plainly: What came of that.
     """
 
@@ -116,7 +116,7 @@ class _OfCache:
         self.note(output)
 
     def note(self, output: Any) -> None:
-        """The model itself has run."""
+        """The model itself has run over a prompt."""
         self.logits = output.logits.new_empty((0, output.logits.shape[-1]))
         self.output_type = type(output)
         self.is_checked = self.runs_plainly = False
@@ -132,14 +132,16 @@ class CapturedDecoding:
     Attributes:
         compiles: Whether there are such.
         num_steps: Steps that the model's own `forward` did not run.
-        refusal: Why none can be captured; None as far as is known.
+        refusals: Why steps could not be captured, each once.
     """
 
     def __init__(self, model: Any, layers: CompiledLayers | None = None):
         self.compiles = layers is not None
         self._layers = layers
         self.num_steps = 0
-        self.refusal: str | None = None
+        self.refusals: list[str] = []
+        # The kernels and devices that the model has not proven itself with.
+        self._unproven: set[tuple[str | None, torch.device]] = set()
         self._model = weakref.ref(model)
         self._caches: weakref.WeakKeyDictionary[VMKVCache, _OfCache] = weakref.WeakKeyDictionary()
         self._stream: torch.cuda.Stream | None = None
@@ -181,7 +183,7 @@ class CapturedDecoding:
             ConfigError: See `LeftPadding.check`.
         """
         known = self._caches.get(cache)
-        if self._is_closed or self.refusal is not None or known is None:
+        if self._is_closed or known is None or known.runs_plainly:
             return None
         step = self._forward.as_step(model, given)
         if step is None or not cache.is_uniform(step.token_ids.shape[0]):
@@ -200,15 +202,15 @@ class CapturedDecoding:
         self.num_steps += 1
         return known.output_type(logits=logits, past_key_values=cache)
 
-    def note(self, cache: VMKVCache, output: Any) -> None:
+    def note(self, cache: VMKVCache, given: Mapping[str, Any], output: Any) -> None:
         """The model itself has run over `cache`, and returned `output`."""
         if self._is_closed or not isinstance(getattr(output, "logits", None), torch.Tensor):
             return
-        known = self._caches.get(cache)
+        known, token_ids = self._caches.get(cache), given.get("input_ids")
         if known is None:
             self._caches[cache] = _OfCache(output)
-        else:
-            known.note(output)
+        elif token_ids is None or token_ids.shape[1] > 1 or cache.get_seq_length() == 1:
+            known.note(output)  # A prompt, and no step that goes on from one.
 
     def _steps(
         self, model: Any, cache: VMKVCache, known: _OfCache, token_ids: torch.Tensor
@@ -226,7 +228,8 @@ class CapturedDecoding:
             if steps is not None:
                 steps.close()
             known.steps = steps = None
-            if self._is_proven(model, store):
+            known.runs_plainly = not self._is_proven(model, store)
+            if not known.runs_plainly:
                 known.steps = steps = CapturedSteps(
                     model,
                     store,
@@ -235,7 +238,7 @@ class CapturedDecoding:
                     self._layers,
                     self._stream_on(token_ids.device),
                 )
-        return steps if steps is not None and steps.refusal is None else None
+        return steps
 
     def _stream_on(self, device: torch.device) -> torch.cuda.Stream | None:
         """What all caches' steps are captured on, one after the other."""
@@ -245,20 +248,26 @@ class CapturedDecoding:
         return self._stream
 
     def _is_proven(self, model: Any, store: Store) -> bool:
-        """Whether packed steps are known to serve the model; otherwise there is a `refusal`."""
+        """Whether packed steps are known to serve the model, and its cache."""
+        backend, device = store.settings.attention_backend, store.cores[0].device
+        if (backend, device) in self._unproven:
+            return False
+        reason = None
         try:
-            proof = prove(model, store.settings.attention_backend)
+            proof = prove(model, backend)
         except (ConfigError, CapacityError, torch.OutOfMemoryError) as error:
-            self.refusal = one_line(error)
+            reason = one_line(error)
         else:
-            if store.cores[0].device.type == "cuda" and not proof.never_waits:
-                self.refusal = "its steps wait for the device"
-            elif not store.looks_like(proof.signatures):
-                self.refusal = "it caches something else than the keys and values it attends to"
-        if self.refusal is not None:
-            name = type(model).__name__
-            _LOG.warning("decode steps of %s cannot be captured: %s", name, self.refusal)
-        return self.refusal is None
+            if device.type == "cuda" and not proof.never_waits:
+                reason = "its steps wait for the device"
+        if reason is not None:
+            self._unproven.add((backend, device))
+        elif not store.looks_like(proof.signatures):
+            reason = "it caches something else than the keys and values it attends to"
+        if reason is not None and reason not in self.refusals:
+            self.refusals.append(reason)
+            _LOG.warning("decode steps of %s are not captured: %s", type(model).__name__, reason)
+        return reason is None
 
 
 class _Forward:
@@ -283,7 +292,7 @@ class _Forward:
         if output is None:
             output = (self._before or self._of_class(model))(*args, **kwargs)
             if isinstance(cache, VMKVCache):
-                self.capture.note(cache, output)
+                self.capture.note(cache, given, output)
         return output
 
     @staticmethod

@@ -40,7 +40,6 @@ class CapturedSteps:
     Attributes:
         batch_size: B.
         is_closed: Whether `close` was called, or the cache closed.
-        refusal: Why these steps cannot be captured; None as long as they can.
     """
 
     def __init__(
@@ -55,7 +54,6 @@ class CapturedSteps:
         (core,) = store.cores
         self.batch_size = batch_size
         self.is_closed = False
-        self.refusal: str | None = None
         self._model = model
         self._layers = layers
         self._core = core
@@ -71,6 +69,7 @@ class CapturedSteps:
             )
             self._graphs = self._stepper.make_batch_graphs(logits.shape[-1], logits.dtype, stream)
         self._num_runs: Counter[Bucket] = Counter()
+        self._refused: set[Bucket] = set()
         self._weights = _addresses(model)
         self._padding: LeftPadding | None = None
         # Where the next step would be if nothing else happened to the batch, and whether this one
@@ -138,18 +137,20 @@ class CapturedSteps:
             num_past_tokens: Tokens in each row before the step.
 
         Returns:
-            Logits `[B, 1, vocabulary]`, a new tensor; None where there is now a `refusal`, and the
-            model is to compute the step itself, over whatever was written.
+            Logits `[B, 1, vocabulary]`, a new tensor; None where steps of this size cannot be
+            captured, and the model is to compute it itself, over whatever was written.
         """
         graphs, num_tokens = self._graphs, num_past_tokens + 1
+        is_padded = self._padding is not None and self._padding.left_pad is not None
+        bucket = graphs.key(num_tokens, is_padded=is_padded)
+        if bucket in self._refused:
+            return None
         self._core.note_stream()
         self._stepper.last_tokens[: self.batch_size].copy_(token_ids[:, 0])
         if positions is None:
             graphs.positions.fill_(num_past_tokens)
         else:
             graphs.positions.copy_(positions[:, 0].expand(self.batch_size))
-        is_padded = self._padding is not None and self._padding.left_pad is not None
-        bucket = graphs.key(num_tokens, is_padded=is_padded)
         integers = graphs.fill(num_tokens)
         writes = [(row, num_past_tokens, num_tokens) for row in range(self.batch_size)]
         with self._core.submitting(writes):
@@ -157,7 +158,7 @@ class CapturedSteps:
                 graphs.replay(bucket, integers)
             else:
                 self._run_uncaptured(bucket, integers)
-        if self.refusal is not None:
+        if bucket in self._refused:
             return None
         return graphs.space.logits[:, None].clone()
 
@@ -176,12 +177,12 @@ class CapturedSteps:
                 else:
                     graphs.replay(bucket, integers)
         except (ConfigError, CapacityError) as error:  # No kernel, or no memory for its over-read.
-            self._refuse(error)
+            self._refuse(bucket, error)
         except Exception as error:
             # What the model itself would raise is for it to say; compilers raise anything.
             if is_first and self._layers is None:
                 raise
-            self._refuse(error)
+            self._refuse(bucket, error)
 
     def _attending(self) -> contextlib.AbstractContextManager[None]:
         """While this lasts, the model attends over the cache's rows."""
@@ -189,9 +190,14 @@ class CapturedSteps:
             return attending_in_place(self._model)
         return self._stepper.attending(self._layers)
 
-    def _refuse(self, error: Exception) -> None:
-        self.refusal = one_line(error)
-        _LOG.warning("decode steps of this cache cannot be captured: %s", self.refusal)
+    def _refuse(self, bucket: Bucket, error: Exception) -> None:
+        self._refused.add(bucket)
+        _LOG.warning(
+            "decode steps up to %d tokens%s cannot be captured: %s",
+            bucket.max_num_tokens,
+            " with left padding" if bucket.is_padded else "",
+            one_line(error),
+        )
 
     def close(self) -> None:
         """Wait for the device, and drop graphs and tensors. Idempotent."""
