@@ -10,8 +10,8 @@ bits reach less of the bandwidth, since they turn values around in shared memory
 times, and 1.25 times its floor. One launch more a layer, for the queries, is 2 us of 290. Prefill
 computes: attention is a tenth of it at 8,192 tokens, and not slower: 1.00 times. 8,192 tokens are
 512 MiB instead of 1 GiB, so a fork maps 8 extents instead of 16, and a swap copies half: 0.5 to
-0.55 times; a prefix hit hashes as many tokens, 0.2 ms, beside: 0.6 times. A sequence is 512 MiB and
-a key tile of 14 MiB, instead of 1,024 and 22: 1.99 times as many fit.
+0.55 times; a prefix hit compares as many tokens, 0.1 ms, beside: 0.6 times. A sequence is 512 MiB
+and a key tile of 14 MiB, instead of 1,024 and 22: 1.99 times as many fit.
 
 Method. Random weights in bfloat16; prompts of random tokens, no two alike. Each engine serves all
 prompts twice: one token each (`prefill`), then 64 (`decode`: the median time between steps that

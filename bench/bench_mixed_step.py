@@ -106,7 +106,8 @@ class Bench:
             self.cache,
             max_num_seqs=8 if smoke else MAX_NUM_SEQS,
             max_num_batched_tokens=64 if smoke else MAX_NUM_BATCHED_TOKENS,
-            options=RunnerOptions(attention_backend=backend, capture=True, show_progress=False),
+            attention_backend=backend,
+            options=RunnerOptions(capture=True, show_progress=False),
         )
         start = time.perf_counter()
         self.runner.warm_up()

@@ -8,15 +8,15 @@ Prediction. 8,192 tokens that came as one prompt are 16 extents of 64 MiB; mappi
 granting access costs 35 us: 0.6 ms, and no new memory. One token less leaves an extent that is not
 whole: 15 mappings and a fresh extent of 64 MiB, filled by a copy of 35 us. A sequence that was
 decoded from 2,048 tokens on has grown by small extents, 128 of them: 4 ms and more, and there a
-fork is slower than mapping fresh memory and copying 1 GiB (0.8 and 0.5 ms). A prefix hit hashes 512
-blocks, for the search and for the new row, at 0.5 to 1 us each, and then forks: 1.1 to 1.6 ms. If
-the row is parked it is adopted as it is: no driver call, and the hashes remain. 64 requests over
-2,048 tokens share 4 whole extents and have 4 pages each: 1.00 times what the tokens need. A prefix
-of 2,000 tokens ends within an extent, because the donor's question came with it: 464 tokens, 58
-MiB, are copied once, for the second request, whose extents end where the prefix does, and serve the
-others. The last page of the prefix is by itself then, and cheaper to copy than to map: 62 * 2 MiB.
-(250 + 58 + 124 + 512) MiB of 762 are 1.24 times. If the prefix was computed by itself first, there
-is no second copy: 1.17 times.
+fork is slower than mapping fresh memory and copying 1 GiB (0.8 and 0.5 ms). A prefix hit compares
+8,192 tokens with those of rows, 0.1 ms, most of it to read them from a list, and then forks: 0.7
+ms. If the row is parked it is adopted as it is: no driver call, and the comparison remains. 64
+requests over 2,048 tokens share 4 whole extents and have 4 pages each: 1.00 times what the tokens
+need. A prefix of 2,000 tokens ends within an extent, because the donor's question came with it: 464
+tokens, 58 MiB, are copied once, for the second request, whose extents end where the prefix does,
+and serve the others. The last page of the prefix is by itself then, and cheaper to copy than to
+map: 62 * 2 MiB. (250 + 58 + 124 + 512) MiB of 762 are 1.24 times. If the prefix was computed by
+itself first, there is no second copy: 1.17 times.
 
 Method. `KVCache` by itself. `host_us` is the wall time of the call, `done_us` until the device has
 done the copies too, both with the device idle before. `new_bytes` is what the cache holds more

@@ -188,16 +188,16 @@ def test_host_keeps_its_books_when_the_kernel_refuses_an_unmap(host: HostBackend
         handle = host.mem_create(page)
         host.mem_map(Address(address + at * page), page, handle)
         host.mem_release(handle)
-    real_calls = host._calls
+    real_calls = host._native_calls
     real_unmap = _UNMAP(real_calls.unmap)
     stubborn = _UNMAP(
         lambda at, size: errno.ENOMEM if at == address + page else real_unmap(at, size)
     )
-    host._calls = real_calls._replace(unmap=ctypes.cast(stubborn, ctypes.c_void_p).value)
+    host._native_calls = real_calls._replace(unmap=ctypes.cast(stubborn, ctypes.c_void_p).value)
     ops = [UnmapOp(Address(address + at * page), page) for at in range(3)]
     with pytest.raises(HostDriverError) as caught:
         host.execute(ops)
-    host._calls = real_calls
+    host._native_calls = real_calls
     assert (1, True) == (caught.value.num_done, caught.value.is_out_of_memory)
     assert (2, 2 * page) == (host.usage().num_mappings, host.usage().physical_bytes)
     host.execute(ops[1:])
@@ -212,12 +212,14 @@ def test_host_undoes_a_batch_when_the_kernel_refuses_access(host: HostBackend) -
     ops = [MapOp(Address(address + at * page), page, handles[at]) for at in range(2)]
     ops.append(AccessOp(address, 2 * page, Access.READ_WRITE))
     before = host.usage()
-    real_calls = host._calls
+    real_calls = host._native_calls
     refusing = _SET_ACCESS(lambda *arguments: errno.EACCES)
-    host._calls = real_calls._replace(set_access=ctypes.cast(refusing, ctypes.c_void_p).value)
+    host._native_calls = real_calls._replace(
+        set_access=ctypes.cast(refusing, ctypes.c_void_p).value
+    )
     with pytest.raises(HostDriverError, match="EACCES") as caught:
         host.execute(ops)
-    host._calls = real_calls
+    host._native_calls = real_calls
     assert ("mem_set_access", 2) == (caught.value.call, caught.value.num_done)
     assert before == host.usage()
     host.execute(ops)

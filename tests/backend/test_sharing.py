@@ -325,18 +325,18 @@ def test_batch_of_copies_that_the_driver_ends_says_how_far_it_came(host: HostBac
     address = host.address_reserve(4 * KiB)
     host.execute([MapOp(address, 4 * KiB, handle), AccessOp(address, 4 * KiB, Access.READ_WRITE)])
     host.fill(address, 1, 0x61, 0)
-    real_calls = host._calls
+    real_calls = host._native_calls
     real_copy = _COPY(real_calls.copy)
     stubborn = _COPY(
         lambda to, source, size, stream: (
             errno.EIO if to == address + 2 else real_copy(to, source, size, stream)
         )
     )
-    host._calls = real_calls._replace(copy=ctypes.cast(stubborn, ctypes.c_void_p).value)
+    host._native_calls = real_calls._replace(copy=ctypes.cast(stubborn, ctypes.c_void_p).value)
     ops = [CopyOp(Address(address + at), address, 1) for at in (1, 2, 3)]
     with pytest.raises(HostDriverError, match="copy failed with EIO") as caught:
         host.copy_many(ops, 0)
-    host._calls = real_calls
+    host._native_calls = real_calls
     assert (1, 2) == (caught.value.num_done, host.calls["copy"])
     assert b"aa\0\0" == read_bytes(host, address, 4)
     host.mem_unmap(address, 4 * KiB)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from helpers.stamps import append, assert_holds
 
 from vmkv import ConfigError, ExtentPool, HostBackend, KVCache, OutOfPagesError, Sequence
 from vmkv.cache.cost import CostModel
+from vmkv.cache.prefix_tree import PrefixTree
 from vmkv.memory import check_pool
 from vmkv.units import KiB
 
@@ -225,33 +227,22 @@ class _Worker:
             self.close()
 
 
-class _Watched(dict):
-    """Notes whether a lock was held at each change."""
-
-    def __init__(self, lock: threading.RLock):
-        super().__init__()
-        self.lock = lock
-        self.was_held: list[bool] = []
-
-    def setdefault(self, key: bytes, default: dict) -> dict:
-        self.was_held.append(self.lock._is_owned())
-        return super().setdefault(key, default)
-
-    def __delitem__(self, key: bytes) -> None:
-        self.was_held.append(self.lock._is_owned())
-        super().__delitem__(key)
-
-
 @pytest.mark.parametrize("change", ["record", "truncate", "reorder", "close", "swap"])
 def test_index_is_changed_under_the_pools_lock(
-    pool: ExtentPool, make_cache: MakeCache, change: str
+    pool: ExtentPool, make_cache: MakeCache, change: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another cache's thread may evict a parked row, and its prefix, at any moment."""
     cache = make_cache(pool)
     sequences = [_say(cache, range(at, at + 64)) for at in (0, 1000)]
-    watched = _Watched(pool.lock)
-    watched.update(cache.prefixes._live._rows)
-    cache.prefixes._live._rows = watched
+    was_held: list[bool] = []
+    for name in ("extend", "cut", "move", "lose"):
+        method = getattr(PrefixTree, name)
+
+        def watched(*arguments: Any, _method: Callable[..., None] = method) -> None:
+            was_held.append(pool.lock._is_owned())
+            _method(*arguments)
+
+        monkeypatch.setattr(PrefixTree, name, watched)
     if change == "record":
         append(sequences[0], range(64, 80))
         sequences[0].record(range(64, 80))
@@ -265,8 +256,8 @@ def test_index_is_changed_under_the_pools_lock(
     else:
         sequences[0].swap_out()
         sequences[0].swap_in()
-    assert watched.was_held
-    assert all(watched.was_held)
+    assert was_held
+    assert all(was_held)
 
 
 @pytest.mark.slow

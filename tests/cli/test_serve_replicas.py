@@ -1,13 +1,11 @@
-"""`vmkv serve --replicas` as a process, and what it cannot be combined with."""
+"""`vmkv serve --replicas` as a process."""
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -15,28 +13,6 @@ import pytest
 from helpers.serving import save_tiny_model
 
 REPLICAS = ["--replicas", "2", "--device", "cpu"]
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--trace", "trace.json"], "--trace is of one engine"),
-        (["--device", "cuda:1"], "CUDA_VISIBLE_DEVICES"),
-    ],
-)
-def test_what_is_of_one_engine_is_refused(
-    complaint: Callable[..., str], options: list[str], words: str
-) -> None:
-    """Before anything is loaded, or Ray is asked for."""
-    assert words in complaint("serve", "/nowhere", *REPLICAS, *options)
-
-
-@pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="Ray is installed")
-def test_a_missing_ray_is_named_with_the_command_that_installs_it(
-    complaint: Callable[..., str],
-) -> None:
-    """In one line."""
-    assert "pip install 'vmkv[ray]'" in complaint("serve", "/nowhere", *REPLICAS)
 
 
 @pytest.mark.ray

@@ -100,7 +100,7 @@ class Device(HostBackend):
     def _copy_now(self, destination: int, source: int, num_bytes: int, stream: int) -> None:
         self.check_access("a copy reads", source, num_bytes, Access.READ)
         self.check_access("a copy writes", destination, num_bytes, Access.READ_WRITE)
-        super().copy(Address(destination), Address(source), num_bytes, stream)
+        super().copy_many([CopyOp(Address(destination), Address(source), num_bytes)], stream)
 
     def _fill_now(self, address: int, num_bytes: int, byte: int, stream: int) -> None:
         self.check_access("a fill writes", address, num_bytes, Access.READ_WRITE)

@@ -88,6 +88,7 @@ class GeneratePlay(PoolPlay):
         """Continue prompts; what is said must be right, and there must be room if there is any."""
         what = f"generate({prompts}, {num_new}, prefix_caching={prefix_caching}, tenant={tenant!r})"
         needed = self._pages_for([len(prompt) + num_new for prompt in prompts])
+        slack = len(prompts) * self._adoption_slack()
         with self._doing(what):
             available = self.pool.stats().budget_bytes // self.pool.page_bytes - self._live_pages()
             try:
@@ -102,7 +103,7 @@ class GeneratePlay(PoolPlay):
                     max_num_batched_tokens=self.shape.max_num_batched_tokens,
                 )
             except OutOfPagesError:
-                fits = needed is not None and needed <= available
+                fits = needed is not None and needed + slack <= available
                 assert self._end_fault() or not fits, "idle memory did not give way"
                 return
             wanted = [alone(self.shape.name, tuple(prompt), num_new) for prompt in prompts]
@@ -139,6 +140,18 @@ class GeneratePlay(PoolPlay):
     def _caches(self) -> Iterator[KVCache]:
         yield from super()._caches()
         yield from self.cache.store.cores
+
+    def _adoption_slack(self) -> int:
+        """What a sequence may hold beyond its need: it adopts a row's extents whole, or none."""
+        return sum(
+            max(
+                (each.extent.num_pages for row in group.table.rows for each in row.mappings),
+                default=1,
+            )
+            - 1
+            for core in self.cache.store.cores
+            for group in core.groups
+        )
 
     def _pages_for(self, lengths: list[int]) -> int | None:
         """What sequences of these lengths hold at most; None before the first call."""

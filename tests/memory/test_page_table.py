@@ -70,6 +70,28 @@ def test_mappings_hold_their_extents(pool: ExtentPool) -> None:
     check_pool(pool)
 
 
+@pytest.mark.parametrize("classes", [(), (0,), (1, 0, 2, 0)])
+@pytest.mark.parametrize("num_retired", [0, 1, 2])
+def test_what_overlaps_a_range_is_what_has_a_page_in_it(
+    pool: ExtentPool, classes: tuple[int, ...], num_retired: int
+) -> None:
+    """Of whole mappings, in order; wherever the range and the run begin and end."""
+    table = PageTable(pool, num_rows=1, row_pages=12)
+    if classes:
+        _map(table, 0, *classes)
+    gone = list(table.rows[0].mappings)[:num_retired]
+    if gone:
+        table.retire_front(0, gone[-1].end_page, pool.reclaimer.new_fence())
+    for first_page in range(12):
+        for end_page in range(first_page + 1, 13):
+            wanted = [
+                mapping
+                for mapping in table.rows[0].mappings
+                if set(range(mapping.first_page, mapping.end_page)) & {*range(first_page, end_page)}
+            ]
+            assert wanted == table.overlapping(0, first_page, end_page)
+
+
 def test_row_grows_at_its_end_only(pool: ExtentPool) -> None:
     """A placement that would leave a hole is a bug of ours, and said so."""
     table = PageTable(pool, num_rows=1, row_pages=8)

@@ -61,8 +61,8 @@ def serving(request: pytest.FixtureRequest) -> Serving:
     """Has an engine run on its own, and shuts it down at the end."""
 
     @asynccontextmanager
-    async def serve(engine: Engine, *, drain: bool = True) -> AsyncIterator[Any]:
-        it = request.param(engine)
+    async def serve(engine: Engine, *, drain: bool = True, **options: Any) -> AsyncIterator[Any]:
+        it = request.param(engine, **options)
         try:
             yield it
         finally:
@@ -361,3 +361,72 @@ def test_two_hundred_clients_with_a_thousand_requests(
             )
 
     assert 1000 >= sum(asyncio.run(main())) >= 600
+
+
+def test_an_engine_that_hangs_is_a_failure_until_it_goes_on(
+    make_engine: MakeEngine, serving: Serving
+) -> None:
+    """One that has work and says nothing; not one that has nothing to do, however long."""
+    engine = make_engine()
+    now_s, is_inside, may_go_on = [0.0], threading.Event(), threading.Event()
+    submit = engine._runner.submit
+
+    def hanging(chunks: Any) -> Any:
+        is_inside.set()
+        assert may_go_on.wait(PATIENCE_S)
+        return submit(chunks)
+
+    async def main() -> None:
+        async with serving(engine, silence_max_s=30.0, clock=lambda: now_s[0]) as it:
+            now_s[0] += 1000
+            assert it.failure is None
+            engine._runner.submit = hanging  # type: ignore[method-assign]
+            asked = asyncio.create_task(last(it.stream([1, 2, 3])))
+            await asyncio.to_thread(is_inside.wait, PATIENCE_S)
+            now_s[0] += 29
+            assert it.failure is None
+            now_s[0] += 2
+            assert "has said nothing for 31 s" in str(it.failure)
+            assert it.is_running
+            may_go_on.set()
+            assert (await asked).error is None
+            assert it.failure is None
+            now_s[0] += 1000
+            assert it.failure is None
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("num_prompt_tokens", "num_tokens"), [(3, 6), (100, 1)], ids=["decoding", "a long prompt"]
+)
+def test_each_step_is_a_sign_of_life(
+    make_engine: MakeEngine, serving: Serving, num_prompt_tokens: int, num_tokens: int
+) -> None:
+    """Many may take longer than one may, and those that compute a prompt give no token."""
+    engine = make_engine()
+    now_s: list[float] = [0.0]
+    failures: list[str | None] = []
+    submit = engine._runner.submit
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        async with serving(engine, silence_max_s=30.0, clock=lambda: now_s[0]) as it:
+
+            async def look() -> None:
+                for _ in range(3):  # What was said before is taken first.
+                    await asyncio.sleep(0)
+                failures.append(it.failure)
+
+            def slow(pieces: Any) -> Any:
+                now_s[0] += 20
+                asyncio.run_coroutine_threadsafe(look(), loop).result(PATIENCE_S)
+                return submit(pieces)
+
+            engine._runner.submit = slow  # type: ignore[method-assign]
+            params = SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True)
+            assert (await last(it.stream([3] * num_prompt_tokens, params))).error is None
+
+    run(main())
+    assert len(failures) > 5
+    assert set(failures) == {None}

@@ -17,6 +17,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast, RepetitionPenaltyLogitsProcessor
 
 from vmkv import ClosedError, ConfigError, OutOfPagesError
+from vmkv.attention.reference import ReferenceBackend
 from vmkv.serve import Engine, FinishReason, SamplingParams
 from vmkv.serve.observer import RequestRecord, StepRecord
 from vmkv.serve.preemption import PreemptionCosts
@@ -64,6 +65,24 @@ def test_greedy_tokens_are_the_models_own(make_engine: MakeEngine, name: str, ru
         assert reference(name, prompt) == list(output.outputs[0].token_ids)
         assert output.outputs[0].finish_reason is FinishReason.LENGTH
         assert tuple(prompt) == output.prompt_token_ids
+
+
+@pytest.mark.parametrize("options", [None, RunnerOptions(show_progress=False)])
+def test_rows_are_read_with_the_kernel_that_was_named(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, options: RunnerOptions | None
+) -> None:
+    """Whatever else is said of the runner."""
+    engine = make_engine(attention_backend="reference", runner_options=options)
+    num_calls, attend = 0, ReferenceBackend.attend
+
+    def counted(self: ReferenceBackend, call: object) -> torch.Tensor:
+        nonlocal num_calls
+        num_calls += 1
+        return attend(self, call)
+
+    monkeypatch.setattr(ReferenceBackend, "attend", counted)
+    assert tokens(engine, prompts(1), GREEDY) == [reference("llama", prompts(1)[0])]
+    assert num_calls
 
 
 def test_arrivals_at_any_time_change_nothing(make_engine: MakeEngine) -> None:

@@ -195,62 +195,6 @@ def test_an_engine_whose_device_is_gone_ends(make_engine: MakeEngine) -> None:
     run(main())
 
 
-def test_an_engine_that_hangs_is_a_failure_until_it_goes_on(make_engine: MakeEngine) -> None:
-    """One that has work and says nothing; not one that has nothing to do, however long."""
-    engine = make_engine()
-    now_s, is_inside, may_go_on = [0.0], threading.Event(), threading.Event()
-    submit = engine._runner.submit
-
-    def hanging(chunks: Any) -> Any:
-        is_inside.set()
-        assert may_go_on.wait(PATIENCE_S)
-        return submit(chunks)
-
-    async def main() -> None:
-        async with hosted(engine, silence_max_s=30.0, clock=lambda: now_s[0]) as it:
-            now_s[0] += 1000
-            assert it.failure is None
-            engine._runner.submit = hanging  # type: ignore[method-assign]
-            asked = asyncio.create_task(outputs(it.stream([1, 2, 3])))
-            await asyncio.to_thread(is_inside.wait, PATIENCE_S)
-            now_s[0] += 29
-            assert it.failure is None
-            now_s[0] += 2
-            assert "has said nothing for 31 s" in str(it.failure)
-            assert it.is_running
-            may_go_on.set()
-            assert joined(await asked).error is None
-            assert it.failure is None
-            now_s[0] += 1000
-            assert it.failure is None
-
-    run(main())
-
-
-def test_each_word_of_an_engine_is_a_sign_of_life(make_engine: MakeEngine) -> None:
-    """Many steps may take longer than one may."""
-    engine = make_engine()
-    now_s, permits = [0.0], threading.Semaphore(2)  # Tokens come a step late.
-    submit = engine._runner.submit
-
-    def paced(chunks: Any) -> Any:
-        assert permits.acquire(timeout=PATIENCE_S)
-        return submit(chunks)
-
-    engine._runner.submit = paced  # type: ignore[method-assign]
-
-    async def main() -> None:
-        async with hosted(engine, silence_max_s=30.0, clock=lambda: now_s[0]) as it:
-            params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
-            async for _ in it.stream([1, 2, 3], params):
-                assert it.failure is None
-                now_s[0] += 20
-                permits.release()
-
-    run(main())
-    assert now_s[0] > 60  # Some tokens may have come together.
-
-
 def test_what_cannot_travel_is_refused(make_engine: MakeEngine) -> None:
     """A function of this process in a request's parameters, for instance; others are served."""
 

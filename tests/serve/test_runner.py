@@ -10,9 +10,12 @@ from __future__ import annotations
 import copy
 import itertools
 import random
+import threading
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -540,6 +543,24 @@ def test_a_compile_cache_is_written_once_and_survives_damage(tmp_path) -> None:
     assert not cache.load()
     assert not CompileCache(None, config).load()
     assert not CompileCache(None, config).save()
+
+
+def test_ranks_that_write_a_compile_cache_at_once_leave_one_whole(tmp_path, monkeypatch) -> None:
+    """Each of them compiles the same layers, and is done at the same time."""
+    config, num_ranks = tiny_model("llama").config, 4
+    for size in range(1, 21):
+        together = threading.Barrier(num_ranks)
+        content = bytes([size]) * (size << 14)
+
+        def compiled(content: bytes = content, together: Any = together) -> Any:
+            together.wait(60)
+            return content, None
+
+        monkeypatch.setattr(torch.compiler, "save_cache_artifacts", compiled)
+        caches = [CompileCache(tmp_path / "cache", config) for _ in range(num_ranks)]
+        with ThreadPoolExecutor(num_ranks) as ranks:
+            assert all(ranks.map(CompileCache.save, caches))
+        assert [path.read_bytes() for path in (tmp_path / "cache").iterdir()] == [content]
 
 
 def test_progress_can_be_silent(capsys) -> None:

@@ -71,7 +71,12 @@ def plain() -> LlamaForCausalLM:
 class Served:
     """A runner with its cache, and the sequences in its slots."""
 
-    def __init__(self, stored: torch.dtype = torch.bfloat16, **options):
+    def __init__(
+        self,
+        stored: torch.dtype = torch.bfloat16,
+        attention_backend: str | None = None,
+        **options,
+    ):
         self.model = make_model(torch.bfloat16, "sdpa")
         self.cache = KVCache(
             "cuda:0", max_tokens=MAX_TOKENS, max_sequences=SLOTS + 1, budget_bytes=2**30
@@ -82,6 +87,7 @@ class Served:
             self.cache,
             max_num_seqs=SLOTS,
             max_num_batched_tokens=2048,
+            attention_backend=attention_backend,
             options=RunnerOptions(show_progress=False, **options),
         )
         self.runner.warm_up()

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.generation import logits_process as hf
 
 from vmkv.errors import ConfigError
@@ -243,6 +245,33 @@ def test_a_resumed_request_goes_on_as_it_would_have(params) -> None:
     sampler.set_slot(3, params, PROMPT, said[:4])
     rest = [int(sampler.sample(each, torch.tensor([3]), [3]).token_ids) for each in logits[4:]]
     assert said[4:] == rest
+
+
+class Operators(TorchDispatchMode):
+    """The names of the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("top_k", "is_ordered"),
+    [(0, False), (VOCABULARY, False), (VOCABULARY + 1, False), (VOCABULARY - 1, True)],
+)
+def test_the_vocabulary_is_only_ordered_for_a_part_of_it(top_k: int, is_ordered: bool) -> None:
+    """Whoever asks for as many tokens as there are asks for all; the draw is the same."""
+    logits = some_logits()
+    every = sampler_of(SamplingParams(seed=4)).sample(logits, torch.tensor([0]), [0])
+    sampler = sampler_of(SamplingParams(top_k=top_k, seed=4))
+    with Operators() as ran:
+        sampled = sampler.sample(logits, torch.tensor([0]), [0])
+    assert is_ordered == bool({"topk", "sort"} & ran.names)
+    assert sampled.token_ids.tolist() == every.token_ids.tolist()
 
 
 def test_the_host_list_only_saves_work() -> None:

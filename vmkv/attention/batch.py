@@ -6,9 +6,10 @@ sequence whatever its length.
 
 Lengths are trusted by kernels, and a wrong one is an illegal memory access, so `build` checks
 all of them on the host, where they come from. Constructing an `AttentionBatch` directly skips
-that, for batches whose vectors are computed on the device (a captured CUDA graph). Such a batch may
-be padded: a sequence may have no queries, and more queries than tokens. Those that come before
-position 0 are written nowhere and see nothing.
+that, for batches whose vectors are computed on the device (a captured CUDA graph); that kernels
+can index their rows is then the cache's promise (`Geometry`). Such a batch may be padded: a
+sequence may have no queries, and more queries than tokens. Those that come before position 0 are
+written nowhere and see nothing.
 """
 
 from __future__ import annotations
@@ -21,10 +22,8 @@ from typing import NamedTuple
 
 import torch
 
+from ..cache.geometry import POSITIONS_MAX
 from ..errors import ConfigError
-
-INDEX_LIMIT = 2**31
-"""Kernels index tokens of the flat view with int32."""
 
 
 class Span(NamedTuple):
@@ -213,13 +212,13 @@ def _check_rows(rows: Sequence[int], row_tokens: int, num_rows: int | None) -> N
     if len(set(rows)) != len(rows):
         twice = sorted({row for row in rows if list(rows).count(row) > 1})
         raise ConfigError(f"rows {twice} are used more than once in one batch")
-    highest = num_rows - 1 if num_rows is not None else (INDEX_LIMIT - 1) // row_tokens - 1
+    highest = num_rows - 1 if num_rows is not None else (POSITIONS_MAX - 1) // row_tokens - 1
     for row in rows:
         if not 0 <= row <= highest:
             raise ConfigError(f"row {row} is not one of the rows 0 to {highest}")
-    if (max(rows) + 1) * row_tokens >= INDEX_LIMIT:
+    if (max(rows) + 1) * row_tokens >= POSITIONS_MAX:
         raise ConfigError(
-            f"{max(rows) + 1} rows of {row_tokens} tokens pass the {INDEX_LIMIT} that kernels "
+            f"{max(rows) + 1} rows of {row_tokens} tokens pass the {POSITIONS_MAX} that kernels "
             "can index; use fewer rows or shorter ones"
         )
 

@@ -16,9 +16,9 @@ that a tile never reaches past a row's end into the next row.
 
 Rows in eight bits are read in place, with a scale for each head; queries are made eight bits wide
 on the way, and products are summed up in fewer bits than float32 has. Over long rows that loses
-what matters (at 128k tokens, needles are found in 13 % instead of 91 %), unless the kernel adds
-its sums to wider ones now and then. The library inside vLLM's wheel does; the package does not, and
-is refused for rows of more than 8,192 tokens.
+what matters (DESIGN.md, Note [Eight bits]), unless the kernel adds its sums to wider ones now and
+then. The library inside vLLM's wheel does; the package does not, and is refused for rows of more
+than 8,192 tokens.
 """
 
 from __future__ import annotations

@@ -48,7 +48,11 @@ class BookedBackend(Backend):
 
     Drivers accept some of what the contract refuses: mmap almost everything, CUDA an unmap whose
     size is no multiple of the granularity (seen on driver 580). The books refuse it for both.
+
+    Whoever inherits from it sets `_native_calls`, once it knows them.
     """
+
+    _native_calls: NativeCalls
 
     def __init__(self, granularity_bytes: int):
         self.granularity_bytes = granularity_bytes
@@ -78,7 +82,7 @@ class BookedBackend(Backend):
                 plan += pack(op, self._native_handles.get(handle, handle))
                 legal.append(op)
                 self._books.note(op)
-            calls = self._native_calls()
+            calls = self._native_calls
             num_done, status, *_ = _native.execute(
                 bytes(plan),
                 calls.map,
@@ -89,8 +93,7 @@ class BookedBackend(Backend):
                 calls.host_location_type,
                 calls.host_location_id,
             )
-            for op in ops[: num_done + 1]:
-                self.calls[primitive_of(op)] += 1
+            self.calls.update(map(primitive_of, ops[: num_done + 1]))
             for op in legal[:num_done]:
                 if isinstance(op, UnmapOp):
                     for handle, allocation in self._books.note_unmapped(op):
@@ -170,12 +173,25 @@ class BookedBackend(Backend):
 
     def copy(self, destination: Address, source: Address, num_bytes: int, stream: int) -> None:
         """See `Backend.copy`."""
-        self._transfer("copy", [CopyOp(destination, source, num_bytes)], stream)
+        self.copy_many([CopyOp(destination, source, num_bytes)], stream)
 
     def copy_many(self, ops: Sequence[CopyOp], stream: int) -> None:
         """See `Backend.copy_many`. Cost: under 2 µs for each on a GPU."""
-        if ops:
-            self._transfer("copy", ops, stream)
+        if not ops:
+            return
+        legal = 0
+        plan = bytearray()
+        for op in ops:
+            if op.num_bytes < 0:
+                break
+            plan += pack_copy(op)
+            legal += 1
+        self._submit("copy", bytes(plan), legal, stream)
+        if legal < len(ops):
+            self.calls["copy"] += 1
+            error = self._refusal("copy", f"{ops[legal]}")
+            error.num_done = legal
+            raise error
 
     def fill(self, address: Address, num_bytes: int, byte: int, stream: int) -> None:
         """See `Backend.fill`."""
@@ -190,23 +206,8 @@ class BookedBackend(Backend):
         plan = b"".join(pack_fill(start, size, byte) for start, size in pieces)
         self._submit("fill", plan, len(pieces), stream)
 
-    def _transfer(self, call: str, ops: Sequence[CopyOp], stream: int) -> None:
-        legal = 0
-        plan = bytearray()
-        for op in ops:
-            if op.num_bytes < 0:
-                break
-            plan += pack_copy(op)
-            legal += 1
-        self._submit(call, bytes(plan), legal, stream)
-        if legal < len(ops):
-            self.calls[call] += 1
-            error = self._refusal(call, f"{ops[legal]}")
-            error.num_done = legal
-            raise error
-
     def _submit(self, call: str, plan: bytes, num_records: int, stream: int) -> None:
-        calls = self._native_calls()
+        calls = self._native_calls
         with self._in_context():
             num_done, status = _native.transfer(plan, calls.copy, calls.fill, stream)
         with self._lock:
@@ -232,10 +233,6 @@ class BookedBackend(Backend):
         raise self._refusal("free_host_memory_bytes", "/proc/meminfo does not say")
 
     # ---- what a driver adds ---------------------------------------------------------------
-
-    @abc.abstractmethod
-    def _native_calls(self) -> NativeCalls:
-        """The functions that carry out a batch."""
 
     def _in_context(self) -> contextlib.AbstractContextManager[None]:
         """What the driver needs around calls for copies."""

@@ -10,6 +10,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 from ..units import Handle
 from .base import Access, AccessOp, BackendUsage, MapOp, MemoryLocation, Op, UnmapOp
@@ -38,8 +39,7 @@ class Allocation:
         return self.is_released and not self.num_mappings
 
 
-@dataclass(frozen=True)
-class _Mapping:
+class _Mapping(NamedTuple):
     num_bytes: int
     handle: Handle
 

@@ -109,7 +109,7 @@ class CudaBackend(BookedBackend):
         properties = self._properties(MemoryLocation.DEVICE, False)
         granularity = driver.cuMemGetAllocationGranularity(properties, minimum)
         super().__init__(int(self._call("init", granularity)))
-        self._calls = NativeCalls(
+        self._native_calls = NativeCalls(
             map=self._function_address(b"cuMemMap"),
             set_access=self._function_address(b"cuMemSetAccess"),
             unmap=self._function_address(b"cuMemUnmap"),
@@ -239,9 +239,6 @@ class CudaBackend(BookedBackend):
         # The driver frees the memory by itself.
         self._native_handles.pop(handle, None)
         del self._books.allocations[handle]
-
-    def _native_calls(self) -> NativeCalls:
-        return self._calls
 
     # ---- order and data -------------------------------------------------------------------
 

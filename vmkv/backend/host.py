@@ -69,7 +69,7 @@ class HostBackend(BookedBackend):
         self._last_fence = 0
         self._holds_fences = False
         functions = _native.host_functions()
-        self._calls = NativeCalls(
+        self._native_calls = NativeCalls(
             **functions,
             location_type=0,
             location_id=0,
@@ -238,9 +238,6 @@ class HostBackend(BookedBackend):
             file.close()
 
     # ---- refusals -------------------------------------------------------------------------
-
-    def _native_calls(self) -> NativeCalls:
-        return self._calls
 
     def _refusal(self, call: str, details: str) -> HostDriverError:
         return self._error(call, errno.EINVAL, details)

@@ -32,7 +32,7 @@ def begin_with_prefix(
         DriverError: The tail could not be copied. No row was taken.
     """
     prefixes = space.prefixes
-    for match in prefixes.matches(prompt[: len(prompt) - 1], tenant):
+    for match in prefixes.matches(prompt, tenant, max(0, len(prompt) - 1)):
         num_tokens = match.num_tokens
         parked = _holders(space, match.parked, num_tokens)
         # Its memory is all there. What else it holds is lost, so it should not be much.

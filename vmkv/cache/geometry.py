@@ -22,8 +22,8 @@ from ..units import TiB, align_up, div_ceil, format_bytes
 
 #: Kernels load 16 bytes at a time and DRAM delivers 128; token rows start on both.
 _TOKEN_ALIGNMENT_BYTES = 128
-#: Kernels index tokens with int32.
-_POSITIONS_MAX = 2**31
+#: Kernels index the tokens of all rows with int32.
+POSITIONS_MAX = 2**31
 #: Addresses are free but not endless: user space has 128 TiB, one reservation at most 64.
 _RESERVATION_MAX_BYTES = 16 * TiB
 
@@ -85,11 +85,11 @@ class Geometry:
     def __post_init__(self) -> None:
         for name in ("num_layers", "page_bytes", "max_tokens", "num_rows"):
             check_positive(name, getattr(self, name))
-        if self.num_rows * self.row_tokens >= _POSITIONS_MAX:
+        if self.num_rows * self.row_tokens >= POSITIONS_MAX:
             raise ConfigError(
                 f"{self.num_rows} rows of {self.row_tokens} tokens are "
                 f"{self.num_rows * self.row_tokens} positions; kernels index fewer than 2**31, so "
-                f"at most {(_POSITIONS_MAX - 1) // self.row_tokens} rows of this length are "
+                f"at most {(POSITIONS_MAX - 1) // self.row_tokens} rows of this length are "
                 "possible: lower max_tokens or max_batch_size"
             )
         if self.reserved_bytes > _RESERVATION_MAX_BYTES:
@@ -164,7 +164,7 @@ def fitting_rows(token_bytes: int, max_tokens: int, wanted_rows: int) -> int:
 
     For defaults: a caller who named a number gets that number, or an error.
     """
-    by_positions = (_POSITIONS_MAX - 1) // (2 * max_tokens)
+    by_positions = (POSITIONS_MAX - 1) // (2 * max_tokens)
     by_addresses = _RESERVATION_MAX_BYTES // (2 * max_tokens * token_bytes)
     return max(1, min(wanted_rows, by_positions, by_addresses))
 

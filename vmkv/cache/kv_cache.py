@@ -173,17 +173,14 @@ class KVCache(RowSpace):
         """See `Sequence.fork`. `source` may be of another cache of the same pool and layers."""
         return Sequence(self, fork(self, source, num_tokens, row), num_tokens, source.tenant)
 
-    def truncate(self, sequence: Sequence, num_tokens: int) -> None:
-        """See `Sequence.truncate`."""
-        sequence.truncate(num_tokens)
-
     def _restored(
         self, row: int, num_tokens: int, token_ids: List_[int], tenant: str | None
     ) -> Sequence:
         """The sequence of a row that began with `num_tokens` tokens, of which some are known."""
         sequence = Sequence(self, row, num_tokens, tenant)
         sequence.num_cached_tokens = num_tokens
-        sequence.record(token_ids)
+        if token_ids:
+            sequence.record(token_ids)
         return sequence
 
     def reorder(self, sequences: List_[Sequence], sources: List_[int]) -> None:

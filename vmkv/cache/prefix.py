@@ -1,54 +1,36 @@
-"""Which rows hold the beginning of a prompt: chained hashes of token blocks.
+"""Which rows hold the beginning of a prompt, in whole blocks of tokens.
+
+As in vLLM's automatic prefix caching, but a hit names a *row*, live or parked, rather than a block:
+its extents are mapped again for the new sequence, or the parked row is adopted as it is. Found by
+comparing tokens (`prefix_tree.py`), since each row knows its own.
+
+Other processes know a beginning by a chained hash, so that one stands for everything up to its
+block's end:
 
     hash(block i) = blake2b(hash(block i - 1), tokens of block i),   hash(block -1) = tenant
 
-so one hash stands for everything up to its block's end, in every process alike (Python's own
-`hash` is neither chained nor stable). As in vLLM's automatic prefix caching, but a hit names a
-*row*, live or parked, rather than a block: its extents are mapped again for the new sequence, or
-the parked row is adopted as it is.
+Python's own `hash` is neither chained nor stable.
 
 Torch-free, and knows no memory: whether a row still has what it held is its owner's to say
-(`truncate`).
+(`truncate`). To be changed, and searched, under the pool's lock.
 """
 
 from __future__ import annotations
 
 import hashlib
+import struct
 import sys
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final
 
 from ..errors import ConfigError
+from .prefix_tree import Path, PrefixTree, Where
 
 #: Tokens of a block: what a hit can miss by at most. A page of Llama-3-8B holds as many.
 BLOCK_TOKENS = 16
+_TOKEN_BYTES = 8
 _DIGEST_BYTES = 16
-
-
-class _Holders:
-    """Rows that hold blocks, by the blocks' hashes; of each, who came last is found first."""
-
-    def __init__(self) -> None:
-        self._rows: dict[bytes, dict[int, None]] = {}
-
-    def add(self, row: int, hashes: Iterable[bytes]) -> None:
-        for each in hashes:
-            self._rows.setdefault(each, {})[row] = None
-
-    def remove(self, row: int, hashes: Iterable[bytes]) -> None:
-        for each in hashes:
-            rows = self._rows[each]
-            del rows[row]
-            if not rows:
-                del self._rows[each]
-
-    def __contains__(self, hash_: bytes) -> bool:
-        return hash_ in self._rows
-
-    def of(self, hash_: bytes) -> Iterator[int]:
-        return reversed(self._rows.get(hash_, {}))
 
 
 @dataclass
@@ -57,22 +39,22 @@ class _Content:
 
     Attributes:
         tenant: Whose it is.
-        holders: Where the row is listed now.
-        tokens: What it holds.
-        hashes: Those of its whole blocks.
-        num_lost: How many of those end where the row can no longer be begun from.
+        path: Where its whole blocks are in the tree.
+        tail: The tokens behind those.
+        hashes: Of its first whole blocks, as far as somebody has asked.
         num_hits: How often it was begun from.
     """
 
     tenant: str | None
-    holders: _Holders
-    tokens: array[int] = field(default_factory=lambda: array("q"))
+    path: Path
+    tail: bytes = b""
     hashes: list[bytes] = field(default_factory=list)
-    num_lost: int = 0
     num_hits: int = 0
 
-
-_NOTHING: Final = _Content(None, _Holders())
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens it holds."""
+        return (self.path.end.end_bytes + len(self.tail)) // _TOKEN_BYTES
 
 
 @dataclass(frozen=True)
@@ -80,19 +62,19 @@ class Match:
     """Rows that hold the first `num_tokens` tokens of a prompt, and can be begun from."""
 
     num_tokens: int
-    _hash: bytes
-    _parked: _Holders
-    _live: _Holders
+    _tree: PrefixTree
+    _salt: bytes
+    _tokens: bytes
 
     @property
     def parked(self) -> Iterator[int]:
         """Those parked now, the last one first."""
-        return self._parked.of(self._hash)
+        return self._rows(Where.PARKED)
 
     @property
     def live(self) -> Iterator[int]:
         """Those live now, the last one first."""
-        return self._live.of(self._hash)
+        return self._rows(Where.LIVE)
 
     @property
     def rows(self) -> Iterator[int]:
@@ -100,11 +82,17 @@ class Match:
         yield from self.parked
         yield from self.live
 
+    def _rows(self, where: Where) -> Iterator[int]:
+        num_bytes = self.num_tokens * _TOKEN_BYTES
+        found = self._tree.find(self._salt, self._tokens, num_bytes)
+        holds_all = bool(found) and found[-1][1] == num_bytes
+        return reversed(found[-1][0].rows[where] if holds_all else {})
+
 
 class PrefixIndex:
     """From prompts to rows.
 
-    Who holds a block is listed by whether it is parked, live, or away: swapped out, or a window
+    Who holds something is listed by whether it is parked, live, or away: swapped out, or a window
     no longer holds what a sequence that begins there would see. So to find one of a kind costs the
     same however many there are.
 
@@ -119,7 +107,7 @@ class PrefixIndex:
         self.num_misses = 0
         self.num_hit_tokens = 0
         self._contents: dict[int, _Content] = {}
-        self._parked, self._live, self._away = _Holders(), _Holders(), _Holders()
+        self._tree = PrefixTree(BLOCK_TOKENS * _TOKEN_BYTES)
 
     # ---- what rows hold -------------------------------------------------------------------
 
@@ -134,48 +122,42 @@ class PrefixIndex:
         Raises:
             ConfigError: They are not token ids. Nothing changed.
 
-        Cost: about 1 µs per block of 16 tokens.
+        Cost: about 10 ns per token.
         """
-        content = self._contents.get(row, _Content(tenant, self._live))
-        self._record(row, content, _as_array(token_ids), [])
+        self._record(row, tenant, _as_bytes(token_ids))
 
-    def _record(
-        self, row: int, content: _Content, tokens: array[int], known: Sequence[bytes]
-    ) -> None:
-        """`row` holds `content`, and behind it `tokens`, of whose hashes the first are `known`."""
+    def _record(self, row: int, tenant: str | None, tokens: bytes) -> None:
+        """`row` holds `tokens` behind what it held."""
         if not tokens:
             return
-        self._contents[row] = content
-        first_new = len(content.hashes)
-        content.tokens.extend(tokens)
-        content.hashes.extend(known)
-        content.hashes.extend(_chain(content.tokens, content.hashes, content.tenant))
-        content.holders.add(row, content.hashes[first_new:])
+        content = self._contents.get(row)
+        if content is None:
+            content = _Content(tenant, self._tree.path(row, _salt(tenant)))
+            self._contents[row] = content
+        tokens = content.tail + tokens
+        whole_bytes = self._whole_bytes(len(tokens))
+        self._tree.extend(content.path, tokens[:whole_bytes])
+        content.tail = tokens[whole_bytes:]
 
     def truncate(self, row: int, num_tokens: int = 0) -> None:
         """`row` holds `num_tokens` tokens at most from now on."""
         content = self._contents.get(row)
-        if content is None or len(content.tokens) <= num_tokens:
+        if content is None or content.num_tokens <= num_tokens:
             return
-        del content.tokens[num_tokens:]
-        num_blocks = num_tokens // BLOCK_TOKENS
-        first_listed = max(content.num_lost, num_blocks)
-        content.holders.remove(row, content.hashes[first_listed:])
-        self._away.remove(row, content.hashes[num_blocks:first_listed])
-        del content.hashes[num_blocks:]
-        content.num_lost = min(content.num_lost, num_blocks)
+        num_bytes = num_tokens * _TOKEN_BYTES
+        whole_bytes = self._whole_bytes(num_bytes)
+        content.tail = self._held(content, whole_bytes, num_bytes)
+        self._tree.cut(content.path, whole_bytes)
+        del content.hashes[whole_bytes // self._tree.block_bytes :]
         if not num_tokens:
             del self._contents[row]
 
     def lose_short(self, row: int, num_tokens: int) -> None:
         """Of `row`, nobody can begin with fewer than `num_tokens` tokens any more."""
         content = self._contents.get(row)
-        num_lost = max(0, num_tokens - 1) // BLOCK_TOKENS
-        if content is not None and content.num_lost < num_lost:
-            lost = content.hashes[content.num_lost : num_lost]
-            content.holders.remove(row, lost)
-            self._away.add(row, lost)
-            content.num_lost += len(lost)
+        if content is not None:
+            num_bytes = max(0, num_tokens - 1) * _TOKEN_BYTES
+            self._tree.lose(content.path, self._whole_bytes(num_bytes))
 
     def copy(self, moves: Iterable[tuple[int, int, str | None]], num_tokens: int) -> None:
         """Each target, which is live, holds what its source does now of its first `num_tokens`.
@@ -184,72 +166,125 @@ class PrefixIndex:
             moves: `(source, target, tenant)`: two rows, and whose the target is.
             num_tokens: How much of it.
         """
+        num_bytes = num_tokens * _TOKEN_BYTES
         found = [(self._contents.get(source), target, tenant) for source, target, tenant in moves]
-        copies = [
-            (target, tenant, content.tenant, content.tokens[:num_tokens], content.hashes[:])
-            for content, target, tenant in found
-            if content is not None
-        ]
-        for _, target, _ in found:
+        targets = {target for _, target, _ in found}
+        copies: list[tuple[int, str | None, _Content | bytes]] = []
+        for content, target, tenant in found:
+            if content is not None:
+                # Whose source stays is listed beside it, without a look at tokens.
+                stays = content.path.row not in targets and content.tenant == tenant
+                source = content if stays else self._held(content, 0, num_bytes)
+                copies.append((target, tenant, source))
+        for target in targets:
             self.truncate(target)
-        for target, tenant, owner, tokens, hashes in copies:
-            known = hashes[: len(tokens) // BLOCK_TOKENS] if tenant == owner else []
-            self._record(target, _Content(tenant, self._live), tokens, known)
+        for target, tenant, source in copies:
+            if isinstance(source, bytes):
+                self._record(target, tenant, source)
+            elif num_bytes:
+                self._contents[target] = self._beside(source, target, num_bytes)
+
+    def _beside(self, source: _Content, row: int, num_bytes: int) -> _Content:
+        """What `row`, which held nothing, holds if that is the first `num_bytes` of `source`."""
+        num_bytes = min(num_bytes, source.num_tokens * _TOKEN_BYTES)
+        whole_bytes = self._whole_bytes(num_bytes)
+        path = self._tree.path(row, source.path.salt)
+        self._tree.follow(path, source.path, whole_bytes)
+        tail = self._held(source, whole_bytes, num_bytes)
+        hashes = source.hashes[: whole_bytes // self._tree.block_bytes]
+        return _Content(source.tenant, path, tail, hashes)
 
     def num_recorded(self, row: int) -> int:
         """Tokens that `row` is known to hold."""
-        return len(self._contents.get(row, _NOTHING).tokens)
+        content = self._contents.get(row)
+        return 0 if content is None else content.num_tokens
 
     def token_ids(self, row: int) -> list[int]:
         """The tokens that `row` is known to hold."""
-        return self._contents.get(row, _NOTHING).tokens.tolist()
+        content = self._contents.get(row)
+        return [] if content is None else array("q", self._held(content)).tolist()
 
     def hashes(self, row: int) -> list[bytes]:
-        """The hashes of the whole blocks that `row` is known to hold."""
-        return list(self._contents.get(row, _NOTHING).hashes)
+        """The hashes of the whole blocks that `row` is known to hold.
+
+        Cost: about 1 µs per block that nobody has asked about.
+        """
+        content = self._contents.get(row)
+        return [] if content is None else list(self._hashed(content))
 
     def hits_of(self, row: int) -> int:
         """How often a sequence has started from `row`, as it is now."""
-        return self._contents.get(row, _NOTHING).num_hits
+        content = self._contents.get(row)
+        return 0 if content is None else content.num_hits
+
+    def _hashed(self, content: _Content) -> list[bytes]:
+        """The hashes of all its whole blocks, which it knows from now on."""
+        known = content.hashes
+        blocks = self._tree.held(content.path, len(known) * self._tree.block_bytes)
+        known.extend(_chain(blocks, known[-1] if known else _first_parent(content.tenant)))
+        return known
+
+    def _held(self, content: _Content, start_bytes: int = 0, end_bytes: int = sys.maxsize) -> bytes:
+        """Its tokens from here to there."""
+        whole_bytes = content.path.end.end_bytes
+        tail = content.tail[max(0, start_bytes - whole_bytes) : max(0, end_bytes - whole_bytes)]
+        return self._tree.held(content.path, start_bytes, end_bytes) + tail
+
+    def _whole_bytes(self, num_bytes: int) -> int:
+        """How much of it is whole blocks."""
+        return num_bytes // self._tree.block_bytes * self._tree.block_bytes
 
     # ---- where they are -------------------------------------------------------------------
 
     def park(self, row: int) -> None:
-        """`row` is parked now. Cost: as of `record`, or less."""
-        self._list(row, self._parked)
+        """`row` is parked now."""
+        self._move(row, Where.PARKED)
 
     def take(self, row: int) -> None:
         """`row` is live now, and in device memory."""
-        self._list(row, self._live)
+        self._move(row, Where.LIVE)
 
     def hide(self, row: int) -> None:
         """`row` is swapped out: it holds what it did, and nobody can begin with it."""
-        self._list(row, self._away)
+        self._move(row, Where.AWAY)
 
-    def _list(self, row: int, holders: _Holders) -> None:
+    def _move(self, row: int, where: Where) -> None:
         content = self._contents.get(row)
-        if content is not None and content.holders is not holders:
-            listed = content.hashes[content.num_lost :]
-            content.holders.remove(row, listed)
-            holders.add(row, listed)
-            content.holders = holders
+        if content is not None:
+            self._tree.move(content.path, where)
 
     # ---- finding them ---------------------------------------------------------------------
 
-    def matches(self, token_ids: Sequence[int], tenant: str | None = None) -> Iterator[Match]:
+    def matches(
+        self,
+        token_ids: Sequence[int],
+        tenant: str | None = None,
+        max_tokens: int | None = None,
+    ) -> Iterator[Match]:
         """Rows that hold a beginning of `token_ids`, the longest beginnings first.
 
-        Cost: one hash per block, as far as they are found.
+        What happens to rows meanwhile is seen.
+
+        Args:
+            token_ids: A prompt.
+            tenant: Whose it is.
+            max_tokens: How long a beginning may be; by default all of it.
+
+        Raises:
+            ConfigError: They are not token ids.
+
+        Cost: about 5 ns per token, and a comparison of memory for each place where rows part.
         """
-        found = []
-        for each in _chain(_as_array(token_ids), [], tenant):
-            if each not in self._live and each not in self._parked and each not in self._away:
+        salt, tokens = _salt(tenant), _as_bytes(token_ids)
+        num_bytes = len(tokens) if max_tokens is None else max_tokens * _TOKEN_BYTES
+        while num_bytes:
+            for node, end_bytes in reversed(self._tree.find(salt, tokens, num_bytes)):
+                if node.rows[Where.PARKED] or node.rows[Where.LIVE]:
+                    yield Match(end_bytes // _TOKEN_BYTES, self._tree, salt, tokens)
+                    num_bytes = end_bytes - self._tree.block_bytes
+                    break
+            else:
                 break
-            found.append(each)
-        for num_blocks in range(len(found), 0, -1):
-            hash_ = found[num_blocks - 1]
-            if hash_ in self._parked or hash_ in self._live:
-                yield Match(num_blocks * BLOCK_TOKENS, hash_, self._parked, self._live)
 
     def beginnings(self, num_blocks: Sequence[int]) -> Iterator[tuple[int, bytes]]:
         """What a sequence can begin with now, of so many blocks, with the hash of the last one.
@@ -259,16 +294,17 @@ class PrefixIndex:
         Args:
             num_blocks: Lengths to look at, ascending.
 
-        Cost: 0.1 µs for each row and length.
+        Cost: 0.1 µs for each row and length, and 1 µs for each block that nobody has asked about.
         """
         for content in self._contents.values():
-            if content.holders is self._away:
+            if content.path.where is Where.AWAY:
                 continue
+            hashes, lost_bytes = self._hashed(content), content.path.lost_bytes
             for each in num_blocks:
-                if each > len(content.hashes):
+                if each > len(hashes):
                     break
-                if each > content.num_lost:
-                    yield each, content.hashes[each - 1]
+                if each * self._tree.block_bytes > lost_bytes:
+                    yield each, hashes[each - 1]
 
     def note_hit(self, row: int, num_tokens: int) -> None:
         """A sequence began with `num_tokens` tokens of `row`."""
@@ -290,29 +326,36 @@ def block_hashes(token_ids: Sequence[int], tenant: str | None = None) -> Iterato
 
     Cost: about 1 µs per block of 16 tokens.
     """
-    return _chain(_as_array(token_ids), [], tenant)
+    return _chain(_as_bytes(token_ids), _first_parent(tenant))
 
 
-def _chain(tokens: array[int], known: Sequence[bytes], tenant: str | None) -> Iterator[bytes]:
-    """The hashes of the whole blocks of `tokens` that come after the `known` ones."""
-    parent = known[-1] if known else _digest(b"vmkv prefix 1" + (tenant or "").encode())
-    first = len(known) * BLOCK_TOKENS
-    new = tokens[first:]
+def _chain(tokens: bytes, parent: bytes) -> Iterator[bytes]:
+    """The hashes of the whole blocks of `tokens`, which come after the block of hash `parent`."""
     if sys.byteorder == "big":
-        new.byteswap()
-    data, block_bytes = new.tobytes(), BLOCK_TOKENS * new.itemsize
-    for start in range(0, len(data) - block_bytes + 1, block_bytes):
-        parent = _digest(parent + data[start : start + block_bytes])
+        swapped = array("q", tokens)
+        swapped.byteswap()
+        tokens = swapped.tobytes()
+    block_bytes = BLOCK_TOKENS * _TOKEN_BYTES
+    for start in range(0, len(tokens) - block_bytes + 1, block_bytes):
+        parent = _digest(parent + tokens[start : start + block_bytes])
         yield parent
+
+
+def _first_parent(tenant: str | None) -> bytes:
+    return _digest(b"vmkv prefix 1" + _salt(tenant))
 
 
 def _digest(data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest()
 
 
-def _as_array(token_ids: Sequence[int]) -> array[int]:
+def _salt(tenant: str | None) -> bytes:
+    return (tenant or "").encode()
+
+
+def _as_bytes(token_ids: Sequence[int]) -> bytes:
+    """Eight bytes for each, as the machine has them. Four times as fast as an array."""
     try:
-        # Iterated, because an array would take bytes for the memory of other integers.
-        return array("q", iter(token_ids))
-    except (TypeError, OverflowError) as error:
+        return struct.pack(f"{len(token_ids)}q", *token_ids)
+    except (TypeError, struct.error) as error:
         raise ConfigError(f"token ids must be integers: {error}") from error

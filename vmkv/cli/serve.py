@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from ..errors import CapacityError, ConfigError, one_line
 from ..units import GiB, MiB, format_bytes
@@ -34,9 +34,12 @@ from .arguments import (
 )
 
 if TYPE_CHECKING:
+    from socket import socket
+
     from ..serve.engine import Engine
     from ..serve.observer import EngineObserver
     from ..serve.server import ServerOptions
+    from ..serve.server.protocol import ServerMetrics, StreamingEngine
 
 _API_KEY_VARIABLE = "VMKV_API_KEY"
 #: Of a body, by default: more than a text has, and as many as 32 prompts of 4,096 tokens.
@@ -124,38 +127,54 @@ def add_parser(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace, out: TextIO) -> int:
     """Load, serve, drain; returns when a signal has said stop."""
-    # Everything cheap that can be wrong comes before the model is loaded.
+    # Everything that can be wrong without a model comes before one is loaded, the cheapest first.
     _check_installed()
-    if arguments.replicas:
-        _check_replicas(arguments)
-    from ..serve.server.run import open_socket
-
-    options_for = server_options(arguments)
-    listener = open_socket(arguments.host, arguments.port, unread_timeout_s=arguments.send_timeout)
-    try:
-        serve = _serve_replicas if arguments.replicas else _serve
-        return serve(arguments, listener, options_for, out)
-    finally:
-        listener.close()
-
-
-def _serve(
-    arguments: argparse.Namespace,
-    listener: Any,
-    options_for: Callable[[int], ServerOptions],
-    out: TextIO,
-) -> int:
-    from ..hf.kv_format import KVFormat
-    from ..serve.metrics import Metrics
-    from ..serve.process import EngineProcess
+    _check_combination(arguments)
     from ..serve.server import create_app, run_server
-    from .models import load_config, load_tokenizer
+    from ..serve.server.run import open_socket
+    from .models import load_tokenizer
 
     _set_logging(arguments)
-    config = load_config(arguments.model)  # The plainest error first.
-    KVFormat.of(config, arguments.kv_dtype, arguments.kv_scales, arguments.skip_layers)
-    _check_engine(arguments, config)
-    tokenizer = load_tokenizer(arguments.tokenizer or arguments.model)
+    options_for = server_options(arguments)
+    listener = open_socket(arguments.host, arguments.port, unread_timeout_s=arguments.send_timeout)
+    with contextlib.closing(listener):
+        _check_engine(arguments)
+        tokenizer = load_tokenizer(arguments.tokenizer or arguments.model)
+        start = _replicas if arguments.replicas else _engine_process
+        with start(arguments, tokenizer) as running:
+            options = options_for(running.max_tokens)
+            run_server(
+                create_app(running.engine, tokenizer, options, running.metrics),
+                listener,
+                drain_timeout_s=arguments.drain_timeout,
+                log_level=arguments.log_level,
+                on_ready=lambda: _announce(arguments, listener, running, options, out),
+            )
+    return 0
+
+
+class _Running(NamedTuple):
+    """What a server asks, once it is there.
+
+    Attributes:
+        engine: An engine, or several as one.
+        metrics: What is shown at `/metrics`.
+        max_tokens: Prompt and output of a request at most.
+        budget_bytes: Memory for keys and values of an engine.
+    """
+
+    engine: StreamingEngine
+    metrics: ServerMetrics
+    max_tokens: int
+    budget_bytes: int
+
+
+@contextlib.contextmanager
+def _engine_process(arguments: argparse.Namespace, tokenizer: Any) -> Iterator[_Running]:
+    """One engine, in a process that it has for itself."""
+    from ..serve.metrics import Metrics
+    from ..serve.process import EngineProcess
+
     metrics = Metrics()
     engine = EngineProcess(
         functools.partial(_engine, arguments),
@@ -163,83 +182,63 @@ def _serve(
         observer=metrics,
         silence_max_s=arguments.silence_timeout,
     )
-    try:
+    with contextlib.closing(engine):
         metrics.bind_pages(engine.page_bytes)
-        options = options_for(engine.max_tokens)
-        app = create_app(engine, tokenizer, options, metrics)
-
-        def announce() -> None:
-            host, port = listener.getsockname()[:2]
-            out.write(
-                f"vmkv serves {options.model_name} at http://{_as_host(host)}:{port}/v1: up to "
-                f"{engine.max_tokens:,} tokens a request, "
-                f"{format_bytes(engine.stats.budget_bytes)} for keys and values, "
-                f"{'with' if options.api_keys else 'without'} API keys\n"
-            )
-            out.flush()
-
-        run_server(
-            app,
-            listener,
-            drain_timeout_s=arguments.drain_timeout,
-            log_level=arguments.log_level,
-            on_ready=announce,
-        )
-    finally:
-        engine.close()
-    return 0
+        yield _Running(engine, metrics, engine.max_tokens, engine.stats.budget_bytes)
 
 
-def _serve_replicas(
-    arguments: argparse.Namespace,
-    listener: Any,
-    options_for: Callable[[int], ServerOptions],
-    out: TextIO,
-) -> int:
+@contextlib.contextmanager
+def _replicas(arguments: argparse.Namespace, tokenizer: Any) -> Iterator[_Running]:
+    """Several engines, in a process of Ray's each."""
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError("--replicas needs the package ray: pip install 'vmkv[ray]'")
     from ..serve.replicas.local import running_replicas
-    from ..serve.server import create_app, run_server
-    from .models import load_config, load_tokenizer
 
-    _set_logging(arguments)
-    config = load_config(arguments.model)  # The plainest error first.
-    _check_engine(arguments, config)
-    tokenizer = load_tokenizer(arguments.tokenizer or arguments.model)
-    make = functools.partial(_replica_engine, arguments)
-    on_gpus = _device(arguments.device) == "cuda"
-    with running_replicas(make, arguments.replicas, on_gpus=on_gpus) as replicas:
-        options = options_for(replicas.facts.max_tokens)
-        app = create_app(replicas.engine, tokenizer, options, replicas.metrics)
-
-        def announce() -> None:
-            host, port = listener.getsockname()[:2]
-            out.write(
-                f"vmkv serves {options.model_name} at http://{_as_host(host)}:{port}/v1 with "
-                f"{arguments.replicas} replicas: up to {replicas.facts.max_tokens:,} tokens a "
-                f"request, {format_bytes(replicas.facts.budget_bytes)} for keys and values of "
-                f"each, {'with' if options.api_keys else 'without'} API keys\n"
-            )
-            out.flush()
-
-        run_server(
-            app,
-            listener,
-            drain_timeout_s=arguments.drain_timeout,
-            log_level=arguments.log_level,
-            on_ready=announce,
-        )
-    return 0
+    with running_replicas(
+        functools.partial(_replica_engine, arguments),
+        arguments.replicas,
+        on_gpus=_device(arguments.device) == "cuda",
+        silence_max_s=arguments.silence_timeout,
+    ) as (engine, metrics, facts):
+        yield _Running(engine, metrics, facts.max_tokens, facts.budget_bytes)
 
 
 def _replica_engine(
     arguments: argparse.Namespace, observer: EngineObserver
-) -> contextlib.AbstractContextManager[Engine]:
-    """The engine of a replica, in its process, where its tokens become text."""
+) -> AbstractContextManager[Engine]:
+    """The engine of a replica, which makes text of its tokens itself."""
     from .models import load_tokenizer
 
     return _engine(arguments, observer, load_tokenizer(arguments.tokenizer or arguments.model))
 
 
-def _check_replicas(arguments: argparse.Namespace) -> None:
+def _announce(
+    arguments: argparse.Namespace,
+    listener: socket,
+    running: _Running,
+    options: ServerOptions,
+    out: TextIO,
+) -> None:
+    host, port = listener.getsockname()[:2]
+    of_each = f" with {arguments.replicas} replicas" if arguments.replicas else ""
+    out.write(
+        f"vmkv serves {options.model_name} at http://{_as_host(host)}:{port}/v1{of_each}: up to "
+        f"{running.max_tokens:,} tokens a request, {format_bytes(running.budget_bytes)} for keys "
+        f"and values{' of each' if of_each else ''}, "
+        f"{'with' if options.api_keys else 'without'} API keys\n"
+    )
+    out.flush()
+
+
+def _check_combination(arguments: argparse.Namespace) -> None:
+    """Refuse options that exclude each other."""
+    if arguments.tensor_parallel > 1 and ":" in arguments.device:
+        raise ConfigError(
+            f"--tensor-parallel takes the first GPUs, not {arguments.device}; choose them with "
+            "CUDA_VISIBLE_DEVICES"
+        )
+    if not arguments.replicas:
+        return
     if arguments.trace:
         raise ConfigError("--trace is of one engine, and --replicas would have one each")
     if arguments.tensor_parallel > 1:
@@ -249,32 +248,39 @@ def _check_replicas(arguments: argparse.Namespace) -> None:
             f"--device {arguments.device} is one GPU, and each of --replicas has its own: say "
             "--device cuda, and which GPUs in CUDA_VISIBLE_DEVICES"
         )
-    if importlib.util.find_spec("ray") is None:
-        raise ConfigError("--replicas needs the package ray: pip install 'vmkv[ray]'")
 
 
-def _check_engine(arguments: argparse.Namespace, config: Any) -> None:
+def _check_engine(arguments: argparse.Namespace) -> None:
     """Refuse what can be refused before a process is started and the model loaded.
 
     Raises:
         ConfigError: There can be no such engine.
     """
     from ..attention import registry
+    from ..hf.kv_format import KVFormat
+    from ..hf.layer_kinds import layer_kinds
+    from ..hf.unservable import check_length
     from ..serve.planning import Capacity
     from ..serve.trace import ChromeTrace
-    from .models import check_device
+    from .models import check_device, load_config
 
+    config = load_config(arguments.model)  # The plainest error first.
+    kv_format = KVFormat.of(config, arguments.kv_dtype, arguments.kv_scales, arguments.skip_layers)
+    kv_format.check(each.index for each in layer_kinds(config))
+    if arguments.max_model_tokens is not None:
+        check_length(config, arguments.max_model_tokens)
     Capacity(arguments.max_num_seqs, arguments.max_num_batched_tokens)
-    check_device(_device(arguments.device))
+    device = _device(arguments.device)
+    if not (arguments.replicas and "RAY_ADDRESS" in os.environ):  # Else it is the cluster's.
+        check_device(device)
     if arguments.tensor_parallel > 1:
         from ..parallel.loading import check_config
+        from ..serve.parallel_engine import check_options
 
+        check_options(_engine_options(arguments))
         check_config(config, arguments.tensor_parallel)
-        if ":" in arguments.device:
-            raise ConfigError(
-                f"--tensor-parallel takes the first GPUs, not {arguments.device}; choose them with "
-                "CUDA_VISIBLE_DEVICES"
-            )
+        if device == "cuda":
+            check_device(f"cuda:{arguments.tensor_parallel - 1}")
     backend = arguments.attention_backend
     if backend is not None and backend not in registry.backend_names():
         registry.get(backend)  # Says which there are.

@@ -132,7 +132,7 @@ class DeviceRows:
         """Forget tokens from `num_tokens` on, in every row."""
         for sequence in self.sequences:
             if num_tokens < sequence.num_tokens:
-                self.core.truncate(sequence, num_tokens)
+                sequence.truncate(num_tokens)
 
     def keep_rows(self, batch_size: int) -> None:
         """End the rows from `batch_size` on; their memory is parked."""

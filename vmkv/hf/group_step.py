@@ -99,11 +99,7 @@ class GroupStep:
             scales = self.scales(place)
             keys = encode(keys, scales and scales.inverse_keys, heads_at=-3)
             values = encode(values, scales and scales.inverse_values, heads_at=-3)
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                self._new_keys[place].copy_(keys)
-                self._new_values[place].copy_(values)
-        else:
+        with torch.no_grad():
             self._new_keys[place].copy_(keys)
             self._new_values[place].copy_(values)
 

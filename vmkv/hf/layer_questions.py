@@ -6,8 +6,8 @@ asks for, and attends without a cache.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,7 +30,22 @@ def layer_signatures(
     Raises:
         ConfigError: A layer attends in a way that rows cannot, or not here.
     """
-    asked = _Asked()
+    signatures: dict[int, Signature] = {}
+
+    def hear(asked: _Asked) -> None:
+        index = getattr(asked.module, "layer_idx", None)
+        if index is None:
+            name = type(asked.module).__name__
+            raise UnservableError(f"{name} does not say which layer it is")
+        index = int(index)
+        if index in signatures:
+            raise UnservableError(f"its layer {index} attends more than once in a pass")
+        if asked.mask is not None and not getattr(asked.mask, "_vmkv_placeholder", False):
+            raise UnservableError(f"its layer {index} attends with a mask of the model's own")
+        if asked.bias is not None:
+            raise UnservableError(f"its layer {index} adds a bias of the model's own to scores")
+        signatures[index] = Signature.of(asked.key, asked.value)
+
     placeholder = torch.empty((1, 1, 1, 1), dtype=torch.bool, device=token_ids.device)
     placeholder._vmkv_placeholder = True  # type: ignore[attr-defined]
     with attending_in_place(model):
@@ -40,63 +55,17 @@ def layer_signatures(
                 position_ids=torch.arange(len(token_ids), device=token_ids.device)[None],
                 attention_mask=placeholder,
                 use_cache=False,
-                vmkv_batch=asked,
+                vmkv_batch=_Listener(hear, is_packed=True),
                 return_dict=True,
             )
         except Exception as error:
             raise explained(error, "it does not run on packed tokens") from error
-    missing = {kind.index for kind in kinds} - asked.signatures.keys()
+    missing = {kind.index for kind in kinds} - signatures.keys()
     if missing:
         raise UnservableError(
             f"its layers {sorted(missing)} do not attend through transformers' attention interface"
         )
-    return asked.signatures
-
-
-class _Asked:
-    """Stands where a step would, and hears what the layers ask for.
-
-    Attributes:
-        signatures: Of each layer that attends, what its keys and values look like.
-    """
-
-    def __init__(self) -> None:
-        self.signatures: dict[int, Signature] = {}
-
-    def attend(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float,
-        sinks: torch.Tensor | None,
-        mask: torch.Tensor | None,
-        bias: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Attend without a cache; arguments as `vmkv_attention`, which calls this.
-
-        Raises:
-            ConfigError: The layer attends in a way that rows cannot.
-        """
-        index = getattr(module, "layer_idx", None)
-        if index is None:
-            raise UnservableError(f"{type(module).__name__} does not say which layer it is")
-        index = int(index)
-        if index in self.signatures:
-            raise UnservableError(f"its layer {index} attends more than once in a pass")
-        if mask is not None and not getattr(mask, "_vmkv_placeholder", False):
-            raise UnservableError(f"its layer {index} attends with a mask of the model's own")
-        if bias is not None:
-            raise UnservableError(f"its layer {index} adds a bias of the model's own to scores")
-        self.signatures[index] = Signature.of(key, value)
-        out, _ = vmkv_attention(
-            module, query, key, value, None, scale, 0.0, window, softcap, sinks, is_causal=True
-        )
-        return out
+    return signatures
 
 
 def check_windows(model: Any, kinds: Sequence[LayerKind], token_ids: torch.Tensor) -> None:
@@ -112,14 +81,21 @@ def check_windows(model: Any, kinds: Sequence[LayerKind], token_ids: torch.Tenso
     Raises:
         ConfigError: A layer's mask has another window than its rows.
     """
-    asked = _WindowsAsked()
+    windows: dict[int, tuple[int | None, int | None]] = {}
+
+    def hear(asked: _Asked) -> None:
+        recipe = getattr(asked.mask, "_vmkv_recipe", None)
+        if recipe is not None:
+            windows[int(vars(asked.module)["layer_idx"])] = (asked.window, recipe.window)
+
+    listener = _Listener(hear, is_packed=False)
     with attending_in_place(model):
         try:
-            model(input_ids=token_ids[None], use_cache=False, return_dict=True, vmkv_batch=asked)
+            model(input_ids=token_ids[None], use_cache=False, return_dict=True, vmkv_batch=listener)
         except Exception as error:
             raise explained(error, "it does not run on token ids alone") from error
     for kind in kinds:
-        given, masked = asked.windows.get(kind.index, (None, kind.window_tokens))
+        given, masked = windows.get(kind.index, (None, kind.window_tokens))
         kept = kind.window_tokens if given is None else given
         if kept != masked:
             raise UnservableError(
@@ -128,15 +104,28 @@ def check_windows(model: Any, kinds: Sequence[LayerKind], token_ids: torch.Tenso
             )
 
 
-class _WindowsAsked:
-    """Stands where a step would, and hears what the layers ask for.
+class _Asked(NamedTuple):
+    """What a layer asks for: itself, its new keys and values, and how it means to attend."""
 
-    Attributes:
-        windows: Of each layer that attends within a plain mask: its own window, and the mask's.
+    module: torch.nn.Module
+    key: torch.Tensor
+    value: torch.Tensor
+    window: int | None
+    mask: torch.Tensor | None
+    bias: torch.Tensor | None
+
+
+class _Listener:
+    """Stands where a step would: hears what the layers ask for, and attends without a cache.
+
+    Args:
+        hear: Called for each layer that attends.
+        is_packed: The tokens are one sequence, whatever the mask.
     """
 
-    def __init__(self) -> None:
-        self.windows: dict[int, tuple[int | None, int | None]] = {}
+    def __init__(self, hear: Callable[[_Asked], None], *, is_packed: bool):
+        self._hear = hear
+        self._is_packed = is_packed
 
     def attend(
         self,
@@ -152,12 +141,21 @@ class _WindowsAsked:
         mask: torch.Tensor | None,
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Attend without a cache; arguments as `vmkv_attention`, which calls this."""
-        recipe = getattr(mask, "_vmkv_recipe", None)
-        if recipe is not None:
-            self.windows[int(vars(module)["layer_idx"])] = (window, recipe.window)
+        """Arguments as `vmkv_attention`, which calls this."""
+        self._hear(_Asked(module, key, value, window, mask, bias))
         out, _ = vmkv_attention(
-            module, query, key, value, mask, scale, 0.0, window, softcap, sinks, position_bias=bias
+            module,
+            query,
+            key,
+            value,
+            None if self._is_packed else mask,
+            scale,
+            0.0,
+            window,
+            softcap,
+            sinks,
+            is_causal=True if self._is_packed else None,
+            position_bias=bias,
         )
         return out
 

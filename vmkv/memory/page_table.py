@@ -15,10 +15,12 @@ only fences know what the GPU still reads.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import islice, takewhile
+from operator import attrgetter
 
 from ..backend import Access, AccessOp, MapOp, Op
 from ..errors import InternalError
@@ -27,6 +29,8 @@ from .extent import Extent
 from .mapping import Mapping, RowPages
 from .pool import ExtentPool
 from .reclaim import RecordedFence, RetiredMapping
+
+_FIRST_PAGE = attrgetter("first_page")
 
 
 @dataclass(frozen=True)
@@ -69,11 +73,12 @@ class PageTable:
 
     def overlapping(self, row: int, first_page: int, end_page: int) -> list[Mapping]:
         """The mappings of `row` that reach into `[first_page, end_page)`, in order."""
-        return [
-            mapping
-            for mapping in self.rows[row].mappings
-            if mapping.end_page > first_page and mapping.first_page < end_page
-        ]
+        mappings = self.rows[row].mappings
+        # The last that does not begin behind `first_page`: the others before end before it, too.
+        start = max(0, bisect_right(mappings, first_page, key=_FIRST_PAGE) - 1)
+        end = bisect_left(mappings, end_page, start, key=_FIRST_PAGE)
+        found = list(islice(mappings, start, end))
+        return found[1:] if found and found[0].end_page <= first_page else found
 
     def is_writable_from(self, row: int, first_page: int) -> bool:
         """Whether what is mapped of `row` from `first_page` on is its own and not protected.

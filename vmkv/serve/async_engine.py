@@ -13,7 +13,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .engine_client import EngineClient
 from .engine_loop import EngineLoop
@@ -105,13 +105,14 @@ class AsyncEngine(EngineClient):
 
     Args:
         engine: The engine; it is closed with this.
+        options: See `EngineClient`.
 
     Attributes:
         engine: The same, to ask what never changes.
     """
 
-    def __init__(self, engine: Engine):
-        super().__init__(engine.tokenizer)
+    def __init__(self, engine: Engine, **options: Any):
+        super().__init__(engine.tokenizer, **options)
         self.engine = engine
         self._link = _ThreadLink(self._take)
         self._end_reason = "it was shut down"

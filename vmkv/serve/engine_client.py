@@ -13,7 +13,8 @@ from __future__ import annotations
 import abc
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Sequence
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,10 @@ from .request import CompletionOutput, FinishReason, RequestOutput, TokenLogprob
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+#: How long an engine that has work may say nothing; it does after each step. Steps take seconds at
+#: most, but the first of a size may compile kernels.
+SILENCE_MAX_S = 60.0
 
 
 class _Sample:
@@ -150,10 +155,21 @@ class EngineClient(abc.ABC):
 
     Args:
         tokenizer: For prompts and outputs that are text.
+        silence_max_s: After how long without a word `failure` speaks of an engine that has work.
+        clock: Seconds.
     """
 
-    def __init__(self, tokenizer: Any = None):
+    def __init__(
+        self,
+        tokenizer: Any = None,
+        *,
+        silence_max_s: float = SILENCE_MAX_S,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         self._tokenizer = tokenizer
+        self._silence_max_s = silence_max_s
+        self._clock = clock
+        self._heard_s = clock()  # When the engine said something last, or had to.
         self._new_keys = itertools.count()
         self._streams: dict[int, _Stream] = {}
         self._num_failed_steps = 0
@@ -187,6 +203,8 @@ class EngineClient(abc.ABC):
         params = params or SamplingParams()
         key = next(self._new_keys)
         stream = _Stream(key, prompt, params, self._tokenizer)
+        if not self.has_work:
+            self._heard_s = self._clock()  # It had nothing to say before.
         self._send(Add(key, stream.prompt, replace(params, stop=(), detokenize=False), priority))
         self._streams[key] = stream
         is_finished = False
@@ -230,11 +248,15 @@ class EngineClient(abc.ABC):
     def failure(self) -> str | None:
         """Why no request can be served; None as long as one can.
 
-        An engine that has ended, or a device that has failed in every step of late. In the latter
-        case requests are tried all the same: the next step that succeeds is the end of it.
+        An engine that has ended, a device that has failed in every step of late, or an engine that
+        has work and says nothing. In the latter two cases requests are tried all the same: the next
+        step that succeeds is the end of it.
         """
         if self._death is None and self._num_failed_steps >= FAILED_STEPS_MAX:
             return f"the last {self._num_failed_steps} steps have failed"
+        silent_s = self._clock() - self._heard_s
+        if self._death is None and self.has_work and silent_s > self._silence_max_s:
+            return f"the engine has work and has said nothing for {silent_s:.0f} s"
         return self._death
 
     async def __aenter__(self) -> Self:
@@ -264,6 +286,7 @@ class EngineClient(abc.ABC):
 
     def _take(self, news: News) -> None:
         """The engine says something."""
+        self._heard_s = self._clock()
         self._num_failed_steps = news.num_failed_steps
         for key, error in news.refused:
             if key in self._streams:

@@ -100,7 +100,7 @@ class EngineLoop:
                 self._engine.advance()
             except Exception as error:  # noqa: BLE001  # every request ends with it
                 self._engine.cancel_all(error)
-            self._publish()
+            self._publish(has_stepped=True)
             if self._ends_with_device and self._engine.num_failed_steps >= FAILED_STEPS_MAX:
                 raise RuntimeError(f"the last {FAILED_STEPS_MAX} steps have failed")
         self._engine.close()
@@ -197,14 +197,14 @@ class EngineLoop:
     def _note_update(self, handle: RequestHandle) -> None:
         self._updated[handle] = None
 
-    def _publish(self) -> None:
-        """Send what is new, unless the last of it is still on its way."""
+    def _publish(self, *, has_stepped: bool = False) -> None:
+        """Send what is new, a step for one, unless the last of it is still on its way."""
         if not self._link.can_send():
             return
         refused, self._refused = self._refused, []
         updates = self._take_updates()
         events, stats = self._take_events() if self._take_events is not None else ((), None)
-        if refused or updates or events:
+        if refused or updates or events or has_stepped:
             num_failed_steps = self._engine.num_failed_steps
             self._link.send(News(refused, updates, num_failed_steps, events, stats))
 

@@ -21,7 +21,6 @@ from ..parallel import TensorParallel
 from ..parallel.agreed_backend import AgreedBackend, StepClock
 from ..parallel.group import Message
 from ..step import Piece
-from .params import SamplingParams
 from .runner import PendingStep, Runner, SlotError, StepResult
 
 Command = tuple[Any, ...]
@@ -123,21 +122,12 @@ class Lockstep:
 
 
 class _LockstepRunner:
-    """Implements `Runner`."""
+    """Implements `Runner`: a step's failure is all ranks'."""
 
     def __init__(self, runner: Runner, lockstep: Lockstep):
         self._runner = runner
+        self.set_slot, self.close = runner.set_slot, runner.close
         self._lockstep = lockstep
-
-    def set_slot(
-        self,
-        slot: int,
-        params: SamplingParams,
-        prompt_token_ids: Sequence[int],
-        output_token_ids: Sequence[int] = (),
-    ) -> None:
-        """See `Runner`."""
-        self._runner.set_slot(slot, params, prompt_token_ids, output_token_ids)
 
     def submit(self, pieces: Sequence[Piece]) -> PendingStep:
         """See `Runner`."""
@@ -149,10 +139,6 @@ class _LockstepRunner:
         except Exception as error:
             raise self._lockstep.group.fail(error) from error
         return _LockstepStep(pending, self._lockstep.submitted(), self._lockstep)
-
-    def close(self) -> None:
-        """See `Runner`."""
-        self._runner.close()
 
 
 class _LockstepStep:

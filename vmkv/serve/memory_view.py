@@ -12,12 +12,10 @@ from collections.abc import Iterable
 from ..backend import MemoryLocation
 from ..cache import KVCache, LayerGroup, Sequence, make_ready
 from ..cache.growing import surplus_bytes
+from ..cache.layer_group import _UNDERREAD_TOKENS as UNDERREAD_TOKENS
 from ..errors import CapacityError, ConfigError, DriverError
 from .plan import PlannedChunk
 from .request import Request
-
-#: What a windowed group may keep beside its window: see `LayerGroup.first_needed_page`.
-_UNDERREAD_TOKENS = 256
 
 
 class MemoryView:
@@ -155,7 +153,8 @@ class MemoryView:
         if keep:
             self._record(request_id)
         elif sequence.num_tokens and sequence.is_resident:
-            self.cache.prefixes.truncate(sequence.row)
+            with self.cache.pool.lock:
+                self.cache.prefixes.truncate(sequence.row)
         del self._sequences[request_id], self._computed_tokens[request_id]
         self._room_tokens.pop(request_id, None)
         self._ending.append(sequence)
@@ -292,7 +291,7 @@ class MemoryView:
         pages = geometry.pages_for(min(num_tokens + overread, geometry.row_tokens))
         if group.window_tokens is None:
             return pages
-        window = group.window_tokens + _UNDERREAD_TOKENS + self._max_chunk_tokens + overread
+        window = group.window_tokens + UNDERREAD_TOKENS + self._max_chunk_tokens + overread
         # Extents leave whole, and both ends of the window may lie within one.
         return min(pages, geometry.pages_for(window) + 1 + (2 << group.largest_class))
 
@@ -338,14 +337,15 @@ class MemoryView:
         return self._computed_tokens.get(leader.request_id, 0) >= len(leader.prompt_token_ids)
 
     def cached_tokens(self, request_id: int) -> int:
-        """See `CacheView`. Cost: a hash per 16 tokens."""
+        """See `CacheView`. Cost: about 5 ns per token."""
         request = self._requests[request_id]
         if self._leader(request_id) is not None:
             return len(request.prompt_token_ids) - 1
         if not self._prefix_caching:
             return 0
         tokens = request.tokens(0, self._num_known(request) - 1)
-        match = next(iter(self.cache.prefixes.matches(tokens)), None)
+        with self.cache.pool.lock:
+            match = next(self.cache.prefixes.matches(tokens), None)
         return 0 if match is None else match.num_tokens
 
     def fitting_tokens(self) -> int:

@@ -31,22 +31,19 @@ _PARTS_S = (1e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.0
 class Metrics:
     """An engine's observer that counts.
 
-    Args:
-        page_bytes: The pool's page, to report memory in pages as well; see `bind_pages`.
-
     Attributes:
         registry: Where everything is registered; nothing is in prometheus-client's global one.
     """
 
-    def __init__(self, page_bytes: int | None = None) -> None:
+    def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._page_bytes = page_bytes
+        self._page_bytes: int | None = None
         self._stats: CacheStats | None = None
         self._snapshot_s = float("-inf")
         self._add_request_metrics()
         self._add_step_metrics()
         self.http_responses = http_responses(self.registry)
-        self.registry.register(_Memory(self))
+        self.registry.register(self)
 
     def _add_request_metrics(self) -> None:
         self._requests = self._counter("requests", "Requests that ended", "finish_reason")
@@ -153,39 +150,12 @@ class Metrics:
     # ---- reporting ------------------------------------------------------------------------
 
     def bind_pages(self, page_bytes: int) -> None:
-        """Say how large a page is, once the cache exists."""
+        """Say how large a page is, once the cache exists: memory is then told in pages as well."""
         self._page_bytes = page_bytes
 
-    @property
-    def page_bytes(self) -> int | None:
-        """The pool's page, if somebody has said."""
-        return self._page_bytes
-
-    @property
-    def stats(self) -> CacheStats | None:
-        """The cache when it was last looked at; None before that."""
-        return self._stats
-
-    def text(self) -> bytes:
-        """Everything in Prometheus' text format."""
-        return generate_latest(self.registry)
-
-
-def http_responses(registry: CollectorRegistry) -> Counter:
-    """The counter of HTTP responses by route and status."""
-    what = "HTTP responses by route and status"
-    return Counter("vmkv_http_responses", what, ("route", "status"), registry=registry)
-
-
-class _Memory:
-    """The last snapshot of the cache, as metrics that are made when they are asked for."""
-
-    def __init__(self, metrics: Metrics):
-        self._metrics = metrics
-
     def collect(self) -> Iterator[Metric]:
-        """What the registry calls for a scrape."""
-        stats, page_bytes = self._metrics.stats, self._metrics.page_bytes
+        """What the registry calls for a scrape: the cache when it was last looked at."""
+        stats, page_bytes = self._stats, self._page_bytes
         if page_bytes is not None:
             yield GaugeMetricFamily("vmkv_page_bytes", "The unit of mapping", value=page_bytes)
         if stats is None:
@@ -212,6 +182,16 @@ class _Memory:
             yield pages
         yield GaugeMetricFamily("vmkv_sequences", "Live sequences", value=stats.num_sequences)
         yield from _totals(stats)
+
+    def text(self) -> bytes:
+        """Everything in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+
+def http_responses(registry: CollectorRegistry) -> Counter:
+    """The counter of HTTP responses by route and status."""
+    what = "HTTP responses by route and status"
+    return Counter("vmkv_http_responses", what, ("route", "status"), registry=registry)
 
 
 def _totals(stats: CacheStats) -> Iterator[Metric]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -67,12 +67,7 @@ class ParallelEngine(Engine):
         **options: Any,
     ):
         self._is_closed = True
-        if options.get("pool") is not None:
-            raise ConfigError("ranks cannot share a pool with others; leave pool out")
-        if options.get("kv_scales") is not None:
-            raise ConfigError(
-                "kv_scales are of all heads, of which a rank has some; leave them out"
-            )
+        check_options(options)
         self._ranks = ranks = tensor_parallel
         self._lockstep = lockstep = Lockstep(ranks)
         localise(model, ranks)
@@ -85,9 +80,7 @@ class ParallelEngine(Engine):
         options["seed"] = ranks.share(random.getrandbits(64) if seed is None else seed)
         costs = options.get("preemption_costs") or PreemptionCosts.of(model)
         options["preemption_costs"] = ranks.share(costs)
-        how = options.get("runner_options") or RunnerOptions(
-            attention_backend=options.get("attention_backend")
-        )
+        how = options.get("runner_options") or RunnerOptions()
         options["runner_options"] = replace(how, agree=ranks.max, wrap=lockstep.runner)
         super().__init__(model, **{**options, "pool": pool})
         try:
@@ -264,6 +257,18 @@ class ParallelEngine(Engine):
             _LOG.debug("%s is refused: %s", name, error)
 
 
+def check_options(options: Mapping[str, Any]) -> None:
+    """Refuse what an `Engine` can be made with and a `ParallelEngine` cannot.
+
+    Raises:
+        ConfigError: It holds such an option.
+    """
+    if options.get("pool") is not None:
+        raise ConfigError("ranks cannot share a pool with others; leave pool out")
+    if options.get("kv_scales") is not None:
+        raise ConfigError("kv_scales are of all heads, of which a rank has some; leave them out")
+
+
 @contextlib.contextmanager
 def open_parallel_engine(
     model: str | Callable[[TensorParallel], Any],
@@ -297,6 +302,7 @@ def open_parallel_engine(
         RankError: A rank has ended; also from every call of the engine.
         Whatever `Engine` raises.
     """
+    check_options(options)
     make = partial(load, model, dtype=dtype) if isinstance(model, str) else model
     ranks = Ranks(
         num_ranks,

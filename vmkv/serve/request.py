@@ -112,7 +112,10 @@ def joined(outputs: Sequence[RequestOutput]) -> RequestOutput:
         )
         for samples in zip(*(output.outputs for output in outputs), strict=True)
     ]
-    return replace(outputs[-1], outputs=samples)
+    first, last = outputs[0], outputs[-1]
+    return replace(
+        last, prompt=first.prompt, prompt_token_ids=first.prompt_token_ids, outputs=samples
+    )
 
 
 @dataclass(eq=False)

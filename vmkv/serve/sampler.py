@@ -64,12 +64,14 @@ class _Needs:
     logprobs: int = -1
 
     @classmethod
-    def of(cls, params: SamplingParams) -> _Needs:
+    def of(cls, params: SamplingParams, vocab_size: int) -> _Needs:
         draws = params.temperature > 0
+        # As many as there are need no order.
+        top_k = params.top_k if draws and params.top_k < vocab_size else 0
         return cls(
             draws=draws,
-            top_k=params.top_k if draws else 0,
-            orders=draws and (params.top_k > 0 or params.top_p < 1),
+            top_k=top_k,
+            orders=draws and (top_k > 0 or params.top_p < 1),
             penalties=params.has_penalties,
             bans=bool(params.min_tokens and params.stop_token_ids),
             logprobs=-1 if params.logprobs is None else params.logprobs,
@@ -141,7 +143,7 @@ class Sampler:
             raise ConfigError(
                 f"stop_token_ids {outside} are not in the vocabulary of {self.vocab_size}"
             )
-        needs = _Needs.of(params)
+        needs = _Needs.of(params, self.vocab_size)
         staged = self._as_tensors(params, needs, len(output_token_ids))
         if needs.penalties:
             self._count_tokens(slot, prompt_token_ids, output_token_ids)
@@ -222,7 +224,7 @@ class Sampler:
         is_greedy = temperature == 0
         scores = scores / temperature.masked_fill(is_greedy, 1.0)
         if needs.top_k:
-            ordered, ids = scores.topk(min(needs.top_k, self.vocab_size), dim=-1)
+            ordered, ids = scores.topk(needs.top_k, dim=-1)
         else:
             ordered, ids = scores.sort(dim=-1, descending=True, stable=True)
         rank = torch.arange(ids.shape[1], device=ids.device)

@@ -184,7 +184,7 @@ class StepLoop:
             except DriverError as error:
                 self._give_up(plan, chunks)
                 self.num_failed_steps += 1
-                self._fail(chunks, error)
+                self._fail([chunk.request_id for chunk in chunks], error)
                 return None, plan
             finally:
                 times.map_s += time.perf_counter() - start_s
@@ -333,7 +333,7 @@ class StepLoop:
                 return
         else:
             self.num_failed_steps += 1
-        self._fail(chunks, error)
+        self._fail([chunk.request_id for chunk in chunks], error)
 
     def _shrink(self, chunk: PlannedChunk) -> None:
         try:
@@ -342,9 +342,9 @@ class StepLoop:
             self._view.end(chunk.request_id, keep=False)
             self._scheduler.requeue(chunk.request_id, PreemptionMethod.RECOMPUTE)
 
-    def _fail(self, chunks: Sequence[PlannedChunk], error: Exception) -> None:
-        for chunk in chunks:
-            request = self._requests.get(chunk.request_id)
+    def _fail(self, request_ids: Sequence[int], error: Exception) -> None:
+        for request_id in request_ids:
+            request = self._requests.get(request_id)
             if request is not None:
                 self.end(request, FinishReason.ERROR, error, keep=False)
 
@@ -389,10 +389,7 @@ class StepLoop:
         except Exception as error:  # noqa: BLE001  # the requests of the step end with it
             self.num_failed_steps += 1
             log_and_release(error)
-            for request_id in step.request_ids:
-                request = self._requests.get(request_id)
-                if request is not None:
-                    self.end(request, FinishReason.ERROR, error, keep=False)
+            self._fail(step.request_ids, error)
             return
         self.num_failed_steps = 0
         columns = zip(step.sampling_ids, result.token_ids, result.logprobs, strict=True)
@@ -416,12 +413,7 @@ class StepLoop:
         swapped = [each for each in plan.preempted if each.method is PreemptionMethod.SWAP]
         record = StepRecord(
             start_s=start_s,
-            plan_s=times.plan_s,
-            map_s=times.map_s,
-            fence_wait_s=times.fence_wait_s,
-            submit_s=times.submit_s,
-            ready_s=times.ready_s,
-            wait_s=times.wait_s,
+            **vars(times),
             num_prefill_tokens=plan.num_tokens - num_decode,
             num_decode_tokens=num_decode,
             num_running=self._scheduler.num_running,
@@ -434,6 +426,8 @@ class StepLoop:
 
 @dataclass
 class _Times:
+    """The parts of a step, as `StepRecord` names them."""
+
     plan_s: float = 0.0
     map_s: float = 0.0
     fence_wait_s: float = 0.0

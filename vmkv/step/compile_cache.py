@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from ..cache.whole_file import whole_file
+
 _LOG = logging.getLogger(__name__)
 
 
@@ -55,8 +57,7 @@ class CompileCache:
         if artifacts is None or len(artifacts[0]) <= self._loaded_bytes:
             return False
         self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        # A reader sees the old file or the new one, never half of it.
-        part = self._path.with_suffix(".part")
-        part.write_bytes(artifacts[0])
-        part.replace(self._path)
+        # A reader sees the old file or the new one, whichever rank writes at the same time.
+        with whole_file(self._path) as file:
+            file.write(artifacts[0])
         return True

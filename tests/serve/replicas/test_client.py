@@ -15,17 +15,23 @@ import pytest
 
 from vmkv import CapacityError, ClosedError, ConfigError, SamplingParams
 from vmkv.errors import LostError
+from vmkv.serve.request import CompletionOutput, RequestOutput
 
 ray_exceptions = pytest.importorskip("ray.exceptions")
 serve_exceptions = pytest.importorskip("ray.serve.exceptions")
 pytestmark = pytest.mark.ray
 
 
+def output_of(text: str) -> RequestOutput:
+    """As a replica sends it: without the prompt."""
+    return RequestOutput(0, None, (), [CompletionOutput(0, [], text)])
+
+
 class Response:
     """What a call of a replica gives: some outputs, then an error or none."""
 
     def __init__(self, outputs: Sequence[Any], error: Exception | None, hangs: bool = False):
-        self._outputs, self._error, self._hangs = list(outputs), error, hangs
+        self._outputs, self._error, self._hangs = list(map(output_of, outputs)), error, hangs
         self._cancelled = asyncio.Event()
 
     @property
@@ -78,8 +84,10 @@ def engine_of(handle: Handle) -> Any:
 
 
 async def outputs_of(engine: Any, found: list[Any]) -> None:
+    """Their texts; each says whose prompt it continues."""
     async for each in engine.stream([1], SamplingParams()):
-        found.append(each)
+        assert each.prompt_token_ids == [1]
+        found.append(each.outputs[0].text)
 
 
 DEATHS = [
@@ -171,7 +179,7 @@ def test_who_leaves_cancels_the_request() -> None:
     async def main() -> None:
         response = Response(["x"], None, hangs=True)
         stream = engine_of(Handle(response)).stream([1], SamplingParams())
-        assert await anext(stream) == "x"
+        assert (await anext(stream)).outputs[0].text == "x"
         await stream.aclose()
         assert response.is_cancelled
 

@@ -17,7 +17,8 @@ from vmkv.serve.server import ServerOptions, create_app
 
 def counted(num_requests: int) -> bytes:
     """What a replica shows that has answered so many."""
-    metrics = Metrics(page_bytes=4096)
+    metrics = Metrics()
+    metrics.bind_pages(4096)
     for at in range(num_requests):
         metrics.request_finished(RequestRecord(at, 0.0, 0.1, 0.2, 0.5, 10, 3, "stop"))
     return metrics.text()

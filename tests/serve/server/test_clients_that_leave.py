@@ -18,6 +18,7 @@ import httpx
 import pytest
 from helpers.serving import MAX_TOKENS
 
+from vmkv import RankError
 from vmkv.serve.server import Limits
 from vmkv.serve.server.errors import ApiError
 from vmkv.serve.server.limits import Gate
@@ -133,7 +134,7 @@ def test_draining_refuses(run_server) -> None:
         assert "ok" == kept.get("/health").json()["status"]
         with stream_of(server, LONG | {"max_tokens": 200}) as lines:
             assert "choices" in next(lines)
-            server.service.drain.is_draining = True
+            server.service.is_draining = True
             health = kept.get("/health")
             assert (503, "draining") == (health.status_code, health.json()["status"])
             refused = kept.post("/v1/completions", json=SHORT)
@@ -221,6 +222,27 @@ def test_a_failing_model_is_500(run_server) -> None:
             fails = False
             again = httpx.post(f"{server.url}/v1/completions", json=SHORT, timeout=60)
             assert 200 == again.status_code
+        finally:
+            hook.remove()
+
+
+def test_an_engine_that_has_lost_a_part_is_503(run_server) -> None:
+    """It is started anew: the request may be sent again, in a while; at once and in a stream."""
+    with run_server() as server:
+
+        def fail(*_: Any) -> None:
+            raise RankError("rank 1 has ended: its disk is gone")
+
+        hook = server.model.lm_head.register_forward_pre_hook(fail)
+        try:
+            for change in ({}, {"stream": True}):
+                answer = httpx.post(f"{server.url}/v1/completions", json=SHORT | change, timeout=60)
+                assert 503 == answer.status_code
+                assert "1" == answer.headers["Retry-After"]
+                error = answer.json()["error"]
+                assert ("server_error", "engine_stopped") == (error["type"], error["code"])
+                assert "try again" in error["message"]
+                assert "disk" not in error["message"], "a stranger reads our internals"
         finally:
             hook.remove()
 

@@ -19,8 +19,8 @@ from typing import Any
 
 from ...cache import CacheStats
 from ...errors import ClosedError, ConfigError, one_line
-from ..engine_client import EngineClient
-from ..messages import Add, Command, News
+from ..engine_client import SILENCE_MAX_S, EngineClient
+from ..messages import Command, News
 from ..observer import EngineObserver, RequestRecord, StepRecord
 from .encoding import Failed, Ready, Unpacker, packed
 from .host import IGNORED_SIGNALS, MakeEngine, run_engine
@@ -29,9 +29,6 @@ _LOG = logging.getLogger(__name__)
 _READ_BYTES = 1 << 16
 #: How long a process may take to end once nobody asks it any more.
 _END_S = 10.0
-#: How long an engine that has work may say nothing; it does after each step. Steps take seconds at
-#: most, but the first of a size may compile kernels.
-SILENCE_MAX_S = 60.0
 #: An engine that has ended is started anew at once; one that ends again after this time, and after
 #: twice the last time then, until one has lasted for the longest of them.
 _RESTART_S = 1.0
@@ -76,8 +73,7 @@ class RemoteEngine(EngineClient):
         tokenizer: For prompts and outputs that are text.
         wait_for_end: Returns when the other side has ended.
         observer: Who is told what happens there, from the event loop.
-        silence_max_s: After how long without a word `failure` speaks of an engine that has work.
-        clock: Seconds.
+        options: See `EngineClient`.
 
     Attributes:
         max_tokens, page_bytes: As `Ready` says.
@@ -92,13 +88,9 @@ class RemoteEngine(EngineClient):
         tokenizer: Any = None,
         wait_for_end: Callable[[], None],
         observer: EngineObserver | None = None,
-        silence_max_s: float = SILENCE_MAX_S,
-        clock: Callable[[], float] = time.monotonic,
+        **options: Any,
     ):
-        super().__init__(tokenizer)
-        self._silence_max_s = silence_max_s
-        self._clock = clock
-        self._heard_s = clock()  # When it said something last, or had to.
+        super().__init__(tokenizer, **options)
         self.max_tokens, self.page_bytes, self.stats = ready
         self._socket = connection
         self._wait = wait_for_end
@@ -121,26 +113,13 @@ class RemoteEngine(EngineClient):
         except TypeError as error:
             raise ConfigError(f"the request cannot be sent to a process: {error}") from error
         if self._transport is not None and self._death is None:
-            if isinstance(command, Add) and not self.has_work:
-                self._heard_s = self._clock()  # It had nothing to say before.
             self._transport.write(data)
-
-    @property
-    def failure(self) -> str | None:
-        """See `EngineClient`; or an engine that has work and says nothing, as long as it does."""
-        failure = super().failure
-        if failure is None and self.has_work:
-            silent_s = self._clock() - self._heard_s
-            if silent_s > self._silence_max_s:
-                return f"the engine has work and has said nothing for {silent_s:.0f} s"
-        return failure
 
     async def _wait_for_end(self) -> None:
         await asyncio.to_thread(self._wait)
         await self._gone.wait()  # What it said last has been read.
 
     def _hear(self, message: News | Failed) -> None:
-        self._heard_s = self._clock()
         if isinstance(message, Failed):
             self._lose(f"the engine has ended: {one_line(message.error)}")
             return
@@ -170,7 +149,7 @@ class EngineProcess(RemoteEngine):
             A function that can be pickled, with all it holds.
         tokenizer: For prompts and outputs that are text.
         observer: Who is told what happens there, from the event loop.
-        silence_max_s: See `RemoteEngine`. Making an engine, warm-up and all, may take any time.
+        silence_max_s: See `EngineClient`. Making an engine, warm-up and all, may take any time.
 
     Raises:
         Exception: What `make` raised there.

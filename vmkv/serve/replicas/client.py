@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ray.exceptions import (
@@ -75,7 +76,7 @@ class ReplicatedEngine:
             try:
                 async with contextlib.aclosing(self._ask(prompt, params, priority)) as outputs:
                     async for output in outputs:
-                        yield output
+                        yield replace(output, prompt_token_ids=prompt)
                         has_begun = True
             except LostError:
                 if has_begun or not num_left:

@@ -19,6 +19,7 @@ from fastapi import FastAPI
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 
+from ..engine_client import SILENCE_MAX_S
 from ..server.app import ServerOptions, create_app
 from .choice import Routing
 from .client import ReplicatedEngine
@@ -37,17 +38,19 @@ _DRAIN_S = 60.0
 class _Replica(EngineReplica):
     """With the name that Ray gives it."""
 
-    def __init__(self, make: MakeEngine):
-        super().__init__(make, serve.get_replica_context().replica_id.unique_id)
+    def __init__(self, make: MakeEngine, silence_max_s: float = SILENCE_MAX_S):
+        name = serve.get_replica_context().replica_id.unique_id
+        super().__init__(make, name, silence_max_s)
 
 
 def engine_deployment(routing: Routing | None = None, **options: Any) -> serve.Deployment:
     """Replicas of an engine, each with a model, memory and a prefix index of its own.
 
-    Bound to a `MakeEngine` it is an application whose handle has `stream(prompt, params, priority)`
-    for whoever composes it: `handle.options(stream=True).stream.remote([1, 2, 3])`. Requests go to
-    the replica whose prefix index holds the longest beginning of their prompt, unless it has much
-    more to do than others; see `Routing`.
+    Bound to a `MakeEngine`, and to a `silence_max_s` if that of `EngineReplica` does not suit, it
+    is an application whose handle has `stream(prompt, params, priority)` for whoever composes it:
+    `handle.options(stream=True).stream.remote([1, 2, 3])`, see `EngineReplica.stream`. Requests go
+    to the replica whose prefix index holds the longest beginning of their prompt, unless it has
+    much more to do than others; see `Routing`.
 
     Args:
         routing: When a replica is passed over.

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -26,29 +25,19 @@ _OBJECT_STORE_BYTES = 100 * MiB
 _NUM_CPUS_BESIDE = 2
 
 
-@dataclass(frozen=True)
-class Replicas:
-    """Replicas that run.
-
-    Attributes:
-        engine: All of them, as one.
-        facts: What is the same of all.
-        metrics: What they count.
-    """
-
-    engine: ReplicatedEngine
-    facts: ReplicaFacts
-    metrics: ReplicaMetrics
-
-
 @contextlib.contextmanager
-def running_replicas(make: MakeEngine, num_replicas: int, *, on_gpus: bool) -> Iterator[Replicas]:
+def running_replicas(
+    make: MakeEngine, num_replicas: int, *, on_gpus: bool, silence_max_s: float
+) -> Iterator[tuple[ReplicatedEngine, ReplicaMetrics, ReplicaFacts]]:
     """Replicas on the cluster that `RAY_ADDRESS` names, or on this machine; they end with this.
+
+    Gives all of them as one, what they count, and what is the same of all.
 
     Args:
         make: Called in each replica, with its engine's observer.
         num_replicas: How many.
         on_gpus: Each has a GPU for itself.
+        silence_max_s: See `EngineReplica`.
 
     Raises:
         ConfigError: They cannot be started; the message is theirs.
@@ -65,7 +54,11 @@ def running_replicas(make: MakeEngine, num_replicas: int, *, on_gpus: bool) -> I
                 f"{num_replicas} replicas need a GPU each, and Ray has {num_gpus}; lower "
                 "--replicas, or set RAY_ADDRESS to a cluster that has them"
             )
-        yield _run(make, num_replicas, on_gpus=on_gpus)
+        resources = {"num_cpus": 1, "num_gpus": int(on_gpus)}
+        deployment = engine_deployment(num_replicas=num_replicas, ray_actor_options=resources)
+        handle = _run(deployment.bind(make, silence_max_s))
+        metrics = ReplicaMetrics()
+        yield ReplicatedEngine(handle, metrics), metrics, handle.facts.remote().result()
     finally:
         if not is_ours:
             serve.delete(_NAME)
@@ -85,20 +78,16 @@ def _start_ray(num_replicas: int, *, is_ours: bool) -> None:
     ray.init(**options)
 
 
-def _run(make: MakeEngine, num_replicas: int, *, on_gpus: bool) -> Replicas:
+def _run(replicas: serve.Application) -> Any:
+    """Start them; a handle to all."""
     # The HTTP server is ours: Ray's takes any number of connections, at any pace.
     serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
-    resources = {"num_cpus": 1, **({"num_gpus": 1} if on_gpus else {})}
-    deployment = engine_deployment(num_replicas=num_replicas, ray_actor_options=resources)
     try:
-        handle = serve.run(deployment.bind(make), name=_NAME, route_prefix=None)
+        return serve.run(replicas, name=_NAME, route_prefix=None)
     except RuntimeError as error:
         raise ConfigError(
             f"the replicas could not be started: {_reason() or one_line(error)}"
         ) from error
-    metrics = ReplicaMetrics()
-    facts: ReplicaFacts = handle.facts.remote().result()
-    return Replicas(ReplicatedEngine(handle, metrics), facts, metrics)
 
 
 def _reason() -> str:

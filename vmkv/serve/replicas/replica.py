@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...errors import ClosedError
 from ..async_engine import AsyncEngine
 from ..engine import Engine
+from ..engine_client import SILENCE_MAX_S
 from ..metrics import Metrics
 from ..observer import EngineObserver, Observers
 from ..params import SamplingParams
@@ -56,17 +57,18 @@ class EngineReplica:
     Args:
         make: Called here with the engine's observer; gives the engine.
         name: What this replica is called.
+        silence_max_s: See `EngineClient`; Ray ends a replica that is silent, and starts another.
     """
 
-    def __init__(self, make: MakeEngine, name: str):
+    def __init__(self, make: MakeEngine, name: str, silence_max_s: float = SILENCE_MAX_S):
         self._name = name
         self._metrics, self._prefixes = Metrics(), HeldPrefixes()
         self._made = make(Observers([self._metrics, self._prefixes]))
         engine = self._made.__enter__()
-        self._prefixes.bind(engine.cache.prefixes)
+        self._prefixes.bind(engine.cache.prefixes, engine.cache.pool.lock)
         self._metrics.bind_pages(engine.cache.pool.page_bytes)
         self._facts = ReplicaFacts(engine.max_tokens, engine.cache.stats().budget_bytes)
-        self._engine = AsyncEngine(engine)
+        self._engine = AsyncEngine(engine, silence_max_s=silence_max_s)
 
     async def stream(
         self,
@@ -74,11 +76,12 @@ class EngineReplica:
         params: SamplingParams | None = None,
         priority: int = 0,
     ) -> AsyncIterator[RequestOutput]:
-        """As of `AsyncEngine`."""
+        """As of `AsyncEngine`, but that the first output alone holds the prompt: each is sent."""
         outputs: Any = self._engine.stream(prompt, params or SamplingParams(), priority)
         async with contextlib.aclosing(outputs):
+            yield await anext(outputs)
             async for output in outputs:
-                yield output
+                yield replace(output, prompt=None, prompt_token_ids=())
 
     def facts(self) -> ReplicaFacts:
         """What never changes."""

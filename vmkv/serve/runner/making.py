@@ -36,7 +36,7 @@ def make_runner(
         max_num_seqs: Slots.
         max_num_batched_tokens: The largest step.
         deterministic: Whether requests must not depend on each other; only "eager" can do that.
-        attention_backend: The kernel for rows, where `options` do not say.
+        attention_backend: See `ModelRunner`.
         options: For "graphs", `RunnerOptions`.
 
     Raises:
@@ -48,7 +48,7 @@ def make_runner(
         raise ConfigError(f'runner={kind!r} is none of "auto", "eager" and "graphs"')
     if deterministic and kind != "eager":
         raise ConfigError('deterministic needs runner="eager": leave the runner out')
-    options = options or RunnerOptions(attention_backend=attention_backend)
+    options = options or RunnerOptions()
     if kind == "eager":
         options = replace(options, compile_layers=False, capture=False)
     runner = ModelRunner(
@@ -56,6 +56,7 @@ def make_runner(
         rows.cache,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
+        attention_backend=attention_backend,
         options=options,
         deterministic=deterministic,
     )

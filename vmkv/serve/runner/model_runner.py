@@ -46,8 +46,6 @@ class RunnerOptions:
             run uncaptured, which only tests want.
         max_graph_tokens: The largest step with prompts that is captured. Larger ones keep the
             device busy while the host launches them; smaller ones waste less if there are few.
-        attention_backend: The kernel for rows; by default flash3 where it can serve a layer,
-            which keeps a tile of every row resident for its over-read, or else what `select` takes.
         compile_cache: A folder that keeps what was compiled; None for torch's own temporary one.
         show_progress: A progress bar while warming up.
         agree: The largest of all ranks' values of a number; of one process, its own.
@@ -58,7 +56,6 @@ class RunnerOptions:
     compile_backend: str = "inductor"
     capture: bool | None = None
     max_graph_tokens: int = 2048
-    attention_backend: str | None = None
     compile_cache: Path | None = None
     show_progress: bool = True
     agree: Callable[[int], int] = int
@@ -76,6 +73,9 @@ class ModelRunner:
             its rows is taken for padding.
         max_num_seqs: How many slots there are.
         max_num_batched_tokens: The largest step.
+        attention_backend: The kernel for rows; by default, where steps are captured, flash3 if it
+            can serve a layer, which keeps a tile of every row resident for its over-read; or else
+            what `select` takes.
         options: See there.
         deterministic: Run every chunk by itself.
 
@@ -95,6 +95,7 @@ class ModelRunner:
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        attention_backend: str | None = None,
         options: RunnerOptions | None = None,
         deterministic: bool = False,
     ):
@@ -115,7 +116,7 @@ class ModelRunner:
         self._wanted_logprobs: dict[int, int | None] = {}
         check_free(model)
         with contextlib.ExitStack() as undo:
-            self.stepper = self._make_stepper(cache, max_num_seqs, compiles)
+            self.stepper = self._make_stepper(cache, max_num_seqs, attention_backend, compiles)
             undo.callback(self.stepper.close)
             if not self.stepper.uses_operator:
                 undo.enter_context(attending_in_place(model))
@@ -128,10 +129,12 @@ class ModelRunner:
     def _wants(self, choice: bool | None) -> bool:
         return self._is_cuda if choice is None else choice
 
-    def _make_stepper(self, cache: KVCache, max_num_seqs: int, compiles: bool) -> Stepper:
+    def _make_stepper(
+        self, cache: KVCache, max_num_seqs: int, attention_backend: str | None, compiles: bool
+    ) -> Stepper:
         options = self._options
         backends: dict[str, Any] = {
-            "attention_backend": options.attention_backend,
+            "attention_backend": attention_backend,
             "preferred_backend": _PREFERRED_BACKEND if self._wants(options.capture) else None,
         }
         if compiles:

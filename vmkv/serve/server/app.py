@@ -92,11 +92,9 @@ def create_app(
     app.state.service = service
     app.add_middleware(
         Guard,
-        uploads=service.uploads,
+        service=service,
         api_keys=ApiKeys(options.api_keys),
         protects_everything=options.protects_everything,
-        drain=service.drain,
-        metrics=service.metrics,
     )
     if options.cors_origins:
         # Outside the guard: a browser asks whether it may ask without a key.

@@ -12,6 +12,7 @@ from ...errors import (
     ClosedError,
     ConfigError,
     LostError,
+    RankError,
     SequenceFullError,
     VMKVError,
 )
@@ -114,23 +115,16 @@ def busy(reason: str) -> ApiError:
 
 def draining() -> ApiError:
     """The server is about to stop."""
-    return ApiError(
-        503,
-        "the server is shutting down and takes no more requests; try another one",
-        kind="server_error",
-        code="shutting_down",
-        headers={**_RETRY_AFTER, "Connection": "close"},
+    error = _unavailable(
+        "the server is shutting down and takes no more requests; try another one", "shutting_down"
     )
+    error.headers["Connection"] = "close"
+    return error
 
 
-def stopped(reason: str) -> ApiError:
-    """The engine cannot serve."""
-    return ApiError(503, reason, kind="server_error", code="engine_stopped", headers=_RETRY_AFTER)
-
-
-def lost(reason: str) -> ApiError:
-    """Who computed it is gone."""
-    return ApiError(503, reason, kind="server_error", code="replica_lost", headers=_RETRY_AFTER)
+def _unavailable(message: str, code: str) -> ApiError:
+    """Nobody can be served now; later, or elsewhere, it may be."""
+    return ApiError(503, message, kind="server_error", code=code, headers=_RETRY_AFTER)
 
 
 def refused(error: Exception) -> ApiError:
@@ -141,10 +135,6 @@ def refused(error: Exception) -> ApiError:
         return invalid(str(error), "prompt", "context_length_exceeded")
     if isinstance(error, ConfigError):
         return invalid(str(error))
-    if isinstance(error, ClosedError):
-        return stopped(f"the engine takes no requests: {error}")
-    if isinstance(error, LostError):
-        return lost(str(error))
     return failed(error)
 
 
@@ -154,13 +144,14 @@ def failed(error: Exception) -> ApiError:
     What is ours is named, not described: a stranger need not read our internals.
     """
     if isinstance(error, CapacityError):
-        return ApiError(
-            503,
-            f"out of memory for this request: {error}",
-            kind="server_error",
-            code="out_of_memory",
-            headers=_RETRY_AFTER,
-        )
+        return _unavailable(f"out of memory for this request: {error}", "out_of_memory")
+    if isinstance(error, ClosedError):
+        return _unavailable(f"the engine takes no requests: {error}", "engine_stopped")
+    if isinstance(error, RankError):
+        reason = "a part of the engine has ended, and all of it is started anew; try again"
+        return _unavailable(reason, "engine_stopped")
+    if isinstance(error, LostError):
+        return _unavailable(str(error), "replica_lost")
     frames = traceback.format_exception(error, limit=-_LOGGED_FRAMES)
     _log.error("a request failed:\n%s", "".join(frames).rstrip())
     return ApiError(

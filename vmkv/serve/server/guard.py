@@ -15,9 +15,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import ApiError, draining, failed, too_large, wrong_key
 from .keys import ApiKeys
-from .protocol import ServerMetrics
+from .service import Service
 from .streaming import CLIENT_GONE, error_response
-from .uploads import Upload, Uploads
+from .uploads import Upload
 
 _LOG = logging.getLogger(__name__)
 #: What anybody may ask; everything else, routes that are not there included, needs a key.
@@ -28,45 +28,28 @@ _OPEN = frozenset(
 _ALWAYS_OPEN = frozenset({"/health"})  # Whoever restarts a server has no key.
 
 
-class DrainSwitch:
-    """Whether the server still takes requests.
-
-    Attributes:
-        is_draining: Whether it is about to stop.
-    """
-
-    def __init__(self) -> None:
-        self.is_draining = False
-
-
 class Guard:
     """ASGI middleware: API keys, announced sizes, draining; and counts what passes.
 
     Args:
         app: The routes. They find their `Upload` in `request.state.upload`.
-        uploads: All bodies.
+        service: What they share.
         api_keys: Who may ask.
         protects_everything: Whether all but `/health` needs a key.
-        drain: Set when the server is about to stop.
-        metrics: Where responses are counted.
     """
 
     def __init__(
         self,
         app: ASGIApp,
         *,
-        uploads: Uploads,
+        service: Service,
         api_keys: ApiKeys,
         protects_everything: bool,
-        drain: DrainSwitch,
-        metrics: ServerMetrics,
     ):
         self._app = app
-        self._uploads = uploads
+        self._service = service
         self._keys = api_keys
         self._open = _ALWAYS_OPEN if protects_everything else _OPEN
-        self._drain = drain
-        self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
@@ -81,7 +64,7 @@ class Guard:
                 status = message["status"]
             await send(message)
 
-        upload = Upload(self._uploads)
+        upload = Upload(self._service.uploads)
         scope.setdefault("state", {})["upload"] = upload
         try:
             error = self._refusal(scope)
@@ -96,7 +79,8 @@ class Guard:
         finally:
             upload.release()
             route = getattr(scope.get("route"), "path", "other")
-            self._metrics.http_responses.labels(route, str(status or CLIENT_GONE)).inc()
+            counter = self._service.metrics.http_responses
+            counter.labels(route, str(status or CLIENT_GONE)).inc()
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         """Why the request is refused by its head alone."""
@@ -107,10 +91,10 @@ class Guard:
             given = headers.get("authorization", "").encode("latin-1")
             if not self._keys.accept(given):
                 return wrong_key()
-        if path not in _OPEN and self._drain.is_draining:
+        if path not in _OPEN and self._service.is_draining:
             return draining()
         length = headers.get("content-length", "0").lstrip("0")
-        most = self._uploads.limits.max_body_bytes
+        most = self._service.limits.max_body_bytes
         # By its digits first: Python reads no number of thousands of them.
         if length.isdecimal() and (len(length) > len(str(most)) or int(length) > most):
             return too_large(most)

@@ -112,7 +112,7 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal."""
-        self._service.drain.is_draining = True
+        self._service.is_draining = True
         if self.should_exit and sig == signal.SIGINT and not self._is_cut:
             self._is_cut = True
         else:
@@ -120,7 +120,7 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """What uvicorn does, with an end to what takes too long that its client can read."""
-        self._service.drain.is_draining = True
+        self._service.is_draining = True
         cutting = asyncio.ensure_future(self._cut_in_time())
         try:
             await super().shutdown(sockets)

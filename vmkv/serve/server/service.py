@@ -14,7 +14,6 @@ from ..params import SamplingParams
 from .answer import Answer
 from .choices import ChatForm, CompletionForm, Form
 from .errors import ApiError, invalid
-from .guard import DrainSwitch
 from .limits import Gate, Limits
 from .prompts import Prompt, Prompts
 from .protocol import ServerMetrics, StreamingEngine
@@ -40,7 +39,7 @@ class Service:
         metrics: What is shown at `/metrics`.
 
     Attributes:
-        drain: Whether new requests are refused.
+        is_draining: Whether the server is about to stop, and new requests are refused.
         gate: Who is inside, and who waits.
         uploads: Bodies in memory.
         reader: Reads them.
@@ -67,7 +66,7 @@ class Service:
         self._tokens = Tokens(tokenizer)
         self.limits = limits
         self.metrics = metrics
-        self.drain = DrainSwitch()
+        self.is_draining = False
         self.gate = Gate(limits.max_concurrent, limits.max_queued)
         # Who only wants tokens does not wait for those who want an answer.
         self._tokenizing = Gate(_NUM_TOKENIZING, limits.max_queued)
@@ -209,7 +208,7 @@ class Service:
         """An HTTP status, and what is behind it."""
         reason = self._engine.failure
         status = "ok" if reason is None else "failing"
-        if self.drain.is_draining:
+        if self.is_draining:
             status, reason = "draining", reason or "the server is about to stop"
         body = {
             "status": status,
@@ -223,13 +222,13 @@ class Service:
 
     async def cut(self) -> None:
         """End what is under way: each request with an error, streams with one as an event."""
-        self.drain.is_draining = True
+        self.is_draining = True
         self.gate.close()
         self._tokenizing.close()
         await self._engine.shutdown(drain=False)
 
     def close(self) -> None:
         """Nothing is asked any more."""
-        self.drain.is_draining = True
+        self.is_draining = True
         self.reader.close()
         self._prompts.close()

@@ -1,0 +1,209 @@
+"""The prefix index finds, after anything that happens to rows, what an index by blocks would find.
+
+And its tree stays a radix tree: no node that could be one with another, none that nobody holds.
+"""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from vmkv.cache import prefix
+from vmkv.cache.prefix import PrefixIndex
+from vmkv.cache.prefix_tree import Node, Where
+
+BLOCK = 2
+ROWS = range(4)
+TENANTS = (None, "a")
+
+
+class _ByBlocks:
+    """What each row holds, and nothing else; the whole of it is searched."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[int, list[int]] = {}
+        self.tenants: dict[int, str | None] = {}
+        self.where: dict[int, Where] = {}
+        self.num_lost: dict[int, int] = {}
+
+    def record(self, row: int, tokens: list[int], tenant: str | None) -> None:
+        if not tokens:
+            return
+        if row not in self.tokens:
+            self.tokens[row], self.tenants[row] = [], tenant
+            self.where[row], self.num_lost[row] = Where.LIVE, 0
+        self.tokens[row] += tokens
+
+    def truncate(self, row: int, num_tokens: int) -> None:
+        if row in self.tokens and len(self.tokens[row]) > num_tokens:
+            del self.tokens[row][num_tokens:]
+            self.num_lost[row] = min(self.num_lost[row], num_tokens // BLOCK)
+            if not num_tokens:
+                del self.tokens[row]
+
+    def lose_short(self, row: int, num_tokens: int) -> None:
+        if row in self.tokens:
+            lost = min(max(0, num_tokens - 1), len(self.tokens[row])) // BLOCK
+            self.num_lost[row] = max(self.num_lost[row], lost)
+
+    def move(self, row: int, where: Where) -> None:
+        if row in self.tokens:
+            self.where[row] = where
+
+    def copy(self, moves: list[tuple[int, int, str | None]], num_tokens: int) -> None:
+        known = {row: tokens[:num_tokens] for row, tokens in self.tokens.items()}
+        for _, target, _ in moves:
+            self.truncate(target, 0)
+        for source, target, tenant in moves:
+            self.record(target, known.get(source, []), tenant)
+
+    def matches(
+        self, prompt: list[int], tenant: str | None
+    ) -> list[tuple[int, set[int], set[int]]]:
+        found = []
+        for num_blocks in range(len(prompt) // BLOCK, 0, -1):
+            end = num_blocks * BLOCK
+            rows = [
+                row
+                for row, tokens in self.tokens.items()
+                if self.tenants[row] == tenant
+                and tokens[:end] == prompt[:end]
+                and num_blocks > self.num_lost[row]
+            ]
+            places = [
+                {row for row in rows if self.where[row] is where}
+                for where in (Where.PARKED, Where.LIVE)
+            ]
+            if any(places):
+                found.append((end, *places))
+        return found
+
+
+def _check(index: PrefixIndex) -> None:
+    """The tree is what `prefix_tree.py` says."""
+    ends = {row: content.path for row, content in index._contents.items()}
+    root = index._tree._root
+    nodes: list[Node] = [root]
+    listed: dict[int, int] = dict.fromkeys(ends, 0)
+    for node in nodes:
+        below = [row for child in node.children.values() for rows in child.rows for row in rows]
+        here = [row for rows in node.rows for row in rows]
+        assert len(here) == len(set(here))
+        assert len(below) == len(set(below))
+        ending = {row for row, path in ends.items() if path.end is node}
+        if node is not root:
+            assert set(here) == {*below, *ending}
+            assert here, "nobody holds it"
+            assert node.run
+            assert len(node.run) % (BLOCK * 8) == 0
+            assert node.above.children[node.key] is node
+            assert node.key.endswith(bytes(node.run[: BLOCK * 8]))
+            for row in here:
+                path = ends[row]
+                is_lost = node.end_bytes <= path.lost_bytes
+                assert row in node.rows[Where.AWAY if is_lost else path.where]
+                listed[row] += len(node.run)
+        for child in node.children.values():
+            assert child.parent is node
+            assert child.start_bytes == node.end_bytes
+        nodes += node.children.values()
+    assert listed == {row: len(index.token_ids(row)) // BLOCK * BLOCK * 8 for row in ends}
+
+
+_tokens = st.lists(st.integers(0, 1), max_size=9)
+_row = st.sampled_from(ROWS)
+_tenant = st.sampled_from(TENANTS)
+# Each target once.
+_moves = st.lists(st.tuples(_row, _row, _tenant), max_size=4, unique_by=lambda move: move[1])
+_steps = st.one_of(
+    st.tuples(st.just("record"), _row, _tokens, _tenant),
+    st.tuples(st.just("truncate"), _row, st.integers(0, 10)),
+    st.tuples(st.just("lose_short"), _row, st.integers(0, 10)),
+    st.tuples(st.sampled_from(["park", "take", "hide"]), _row),
+    st.tuples(st.just("copy"), _moves, st.integers(0, 12)),
+)
+_PLACES = {"park": Where.PARKED, "take": Where.LIVE, "hide": Where.AWAY}
+
+
+@settings(max_examples=3 * settings().max_examples)
+@given(steps=st.lists(_steps, max_size=14), prompts=st.lists(_tokens, min_size=1, max_size=3))
+def test_what_is_found_is_what_rows_hold(steps: list[tuple], prompts: list[list[int]]) -> None:
+    """Of every length, by whom and where; however rows came to hold it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefix, "BLOCK_TOKENS", BLOCK)
+        index, model = PrefixIndex(), _ByBlocks()
+        for what, *arguments in steps:
+            getattr(index, what)(*arguments)
+            if what in _PLACES:
+                model.move(*arguments, _PLACES[what])
+            else:
+                getattr(model, what)(*arguments)
+            _check(index)
+        for prompt in [*prompts, *model.tokens.values()]:
+            for tenant in TENANTS:
+                found = [
+                    (each.num_tokens, {*each.parked}, {*each.live})
+                    for each in index.matches(prompt, tenant)
+                ]
+                assert model.matches(prompt, tenant) == found
+        held = {row: index.token_ids(row) for row in ROWS if index.num_recorded(row)}
+        assert model.tokens == held
+        assert {row: len(tokens) for row, tokens in held.items()} == {
+            row: index.num_recorded(row) for row in held
+        }
+
+
+def _num_nodes(index: PrefixIndex) -> int:
+    nodes = [index._tree._root]
+    for node in nodes:
+        nodes += node.children.values()
+    return len(nodes) - 1
+
+
+def test_what_is_common_is_one_node_however_long() -> None:
+    """Rows that part are a node each; once they have gone, nothing is left of where they parted."""
+    index = PrefixIndex()
+    index.record(0, range(64_000))
+    for row in range(1, 9):
+        index.record(row, [*range(1_000 * row), -row, *range(100)])
+    assert 1 + 2 * 8 == _num_nodes(index)
+    index.copy([(0, 9, None)], 64_000)
+    assert 1 + 2 * 8 == _num_nodes(index)
+    for row in range(1, 9):
+        index.truncate(row)
+    assert 1 == _num_nodes(index)
+    index.truncate(9, 32_000)
+    assert 2 == _num_nodes(index)
+    index.truncate(9)
+    index.truncate(0)
+    assert 0 == _num_nodes(index)
+
+
+def test_a_match_is_of_the_index_as_it_is() -> None:
+    """Who goes while matches are looked at is not found any more, and what is left is."""
+    index = PrefixIndex()
+    for row, num_tokens in enumerate([64, 48, 48]):
+        index.record(row, range(num_tokens))
+    found = []
+    for match in index.matches(range(64)):
+        found.append((match.num_tokens, [*match.rows]))
+        if match.num_tokens == 64:
+            index.truncate(0, 16)
+            assert [] == [*match.rows]
+        elif match.num_tokens == 48:
+            index.lose_short(1, 48)
+            index.hide(2)
+    assert [(64, [0]), (48, [2, 1]), (16, [0])] == found
+
+
+@pytest.mark.parametrize("num_tokens", [0, 20])
+def test_a_row_that_holds_nothing_is_nobodys(num_tokens: int) -> None:
+    """What it held before, or was to begin with, says nothing of whose it is next."""
+    index = PrefixIndex()
+    index.record(0, range(20), "a")
+    index.copy([(0, 1, "a")], num_tokens)
+    index.truncate(1)
+    index.record(1, range(40), "b")
+    assert [32, 16] == [match.num_tokens for match in index.matches(range(40), "b")]
+    assert [16] == [match.num_tokens for match in index.matches(range(40), "a")]

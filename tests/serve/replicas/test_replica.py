@@ -1,0 +1,70 @@
+"""What a replica sends, and when it says that it serves nobody. Without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import pickle
+import threading
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+
+from vmkv import ClosedError, Engine, SamplingParams
+from vmkv.serve import joined
+from vmkv.serve.replicas.replica import EngineReplica
+
+MakeEngine = Callable[..., Engine]
+
+
+@contextlib.asynccontextmanager
+async def replica_of(engine: Engine, **options: Any) -> AsyncIterator[EngineReplica]:
+    """A replica of this engine; ends with it."""
+    replica = EngineReplica(lambda _: contextlib.nullcontext(engine), "one", **options)
+    yield replica
+    await replica._engine.shutdown()
+
+
+def test_a_prompt_is_sent_once(make_engine: MakeEngine) -> None:
+    """However many outputs there are: what comes after the first does not grow with it."""
+    prompt = [3 + at % 50 for at in range(1000)]
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+
+    async def main() -> None:
+        engine = make_engine(max_tokens=1024, max_num_batched_tokens=1024)
+        async with replica_of(engine) as replica:
+            first, *others = [each async for each in replica.stream(prompt, params)]
+        assert others
+        assert list(first.prompt_token_ids) == prompt
+        assert max(len(pickle.dumps(each)) for each in others) < len(prompt)
+        whole = joined([first, *others])
+        assert list(whole.prompt_token_ids) == prompt
+        assert len(whole.outputs[0].token_ids) == 8
+
+    asyncio.run(main())
+
+
+def test_a_replica_that_hangs_is_unhealthy(make_engine: MakeEngine) -> None:
+    """So that another is started in its place; one that has nothing to do is not."""
+    engine = make_engine()
+    is_inside, may_go_on = threading.Event(), threading.Event()
+    submit = engine._runner.submit
+
+    def hanging(pieces: Any) -> Any:
+        is_inside.set()
+        assert may_go_on.wait(60)
+        return submit(pieces)
+
+    async def main() -> None:
+        async with replica_of(engine, silence_max_s=1e-9) as replica:
+            replica.check_health()
+            engine._runner.submit = hanging  # type: ignore[method-assign]
+            asked = asyncio.ensure_future(anext(replica.stream([1, 2, 3])))
+            await asyncio.to_thread(is_inside.wait, 60)
+            with pytest.raises(ClosedError, match="has said nothing"):
+                replica.check_health()
+            may_go_on.set()
+            await asked
+
+    asyncio.run(main())
