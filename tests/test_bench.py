@@ -185,7 +185,8 @@ def test_live_clients_are_measured(results: Path, report) -> None:
     assert {load for load, server in places if server == "vmkv"} > {"streams", "chat 24/s"}
     for row in result.rows:
         assert 0 < row["ttft_p50_ms"] <= row["ttft_p99_ms"]
-        assert 0 < row["tpot_p50_ms"] <= row["gap_p99_ms"]
+        # On a busy machine the tokens of a short answer may come in one event.
+        assert 0 <= row["tpot_p50_ms"] <= row["gap_p99_ms"]
         assert 0 < row["events_per_token"] <= 1
     alone, served = (places["chat 24/s", who] for who in ("vmkv, engine alone", "vmkv"))
     assert alone["output_tokens"] == served["output_tokens"]

@@ -5,9 +5,9 @@ computed, which lie packed in one dense tensor. Reading them there, not in their
 fastest kernel do it without its over-read: past the last key it fetches what the tensor holds,
 and the copy engine returns zeros beyond the tensor's end, so no row needs a resident margin.
 
-On an H200 that is FlashAttention-3, in the packagings that `flash3.py` knows, or FlashAttention-4,
-which takes 1 to 4 % more; elsewhere FlashAttention-2's varlen kernel, at half their speed. Where
-there is none, the rows are read like any past.
+On an H200 that is FlashAttention-3, in the packagings that `flash3.py` knows; elsewhere
+FlashAttention-2's varlen kernel, at half its speed. Where there is none, the rows are read like any
+past.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import flash2, flash3, flash4
+from . import flash2, flash3
 from .base import AttentionSpec
 from .flash_common import apply_sinks, window_bounds
 from .registry import why_not
@@ -122,25 +122,6 @@ def packed_attention(spec: AttentionSpec) -> PackedAttention | None:
     return None
 
 
-def _flash4_kernel() -> _Kernel:
-    def compute(call: _Call) -> tuple[torch.Tensor, torch.Tensor]:
-        left = call.window[0]
-        return flash4.varlen(
-            *call.qkv,
-            cu_seqlens_q=call.starts,
-            cu_seqlens_k=call.starts,
-            max_seqlen_q=call.max_tokens,
-            max_seqlen_k=call.max_tokens,
-            softmax_scale=call.scale,
-            causal=True,
-            window_size=(None, None) if left < 0 else (left, 0),
-            softcap=call.softcap,
-            return_lse=True,
-        )
-
-    return _Kernel(compute)
-
-
 @functools.cache
 def _flash3_kernel() -> _Kernel | None:
     try:
@@ -217,6 +198,5 @@ def _flash2_kernel() -> _Kernel | None:
 #: Best first.
 _KERNELS: tuple[tuple[str, Callable[[], _Kernel | None]], ...] = (
     ("flash3", _flash3_kernel),
-    ("flash4", _flash4_kernel),
     ("flash2", _flash2_kernel),
 )

@@ -5,15 +5,14 @@ Order, and why (one H200, Llama-3-8B shape, all layers interleaved):
   flash2   decode 221 us a layer; no over-read, so rows need no resident margin
   flash3   decode 207 us and the faster prefill, but its over-read keeps one key tile of every row
            resident (176 tokens at head size 128: 22 MiB a sequence of Llama-3-8B)
-  flash4   decode as flash2 does, and prefill at nearly twice its speed; no over-read, and pip alone
-           installs it, but few or many short sequences take half as long again
   torch    FlashAttention-2 without a package, 371-376 us: its varlen kernel splits less well
   sdpa     anything else, everywhere
 
 Rows in eight bits are read in place by flash3 alone; sdpa decodes them.
 
 Memory is what this project is for, so the 7 % of decode attention that flash3 would gain are
-left to those who name it. `reference` is never chosen, only named: it is an oracle.
+left to those who name it. `reference` is never chosen, only named: it is an oracle. So is `flash4`,
+which compiles kernels at their first use, until an engine's captures were seen to go through that.
 
 A package can be installed and still lack the one kernel that is asked for (builds are often
 narrowed to some head sizes or options), which only a launch can tell. So a CUDA backend that
@@ -33,7 +32,7 @@ from ..errors import ConfigError
 from .base import AttentionBackend, AttentionSpec
 from .batch import AttentionBatch
 
-ORDER = ("flash2", "flash3", "flash4", "torch", "sdpa")
+ORDER = ("flash2", "flash3", "torch", "sdpa")
 """Backends tried by `select` without a name, best first."""
 
 

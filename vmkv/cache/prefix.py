@@ -63,7 +63,7 @@ class Match:
 
     num_tokens: int
     _tree: PrefixTree
-    _salt: bytes
+    _tenant: bytes
     _tokens: bytes
 
     @property
@@ -84,7 +84,7 @@ class Match:
 
     def _rows(self, where: Where) -> Iterator[int]:
         num_bytes = self.num_tokens * _TOKEN_BYTES
-        found = self._tree.find(self._salt, self._tokens, num_bytes)
+        found = self._tree.find(self._tenant, self._tokens, num_bytes)
         holds_all = bool(found) and found[-1][1] == num_bytes
         return reversed(found[-1][0].rows[where] if holds_all else {})
 
@@ -132,7 +132,7 @@ class PrefixIndex:
             return
         content = self._contents.get(row)
         if content is None:
-            content = _Content(tenant, self._tree.path(row, _salt(tenant)))
+            content = _Content(tenant, self._tree.path(row, _tenant_bytes(tenant)))
             self._contents[row] = content
         tokens = content.tail + tokens
         whole_bytes = self._whole_bytes(len(tokens))
@@ -188,7 +188,7 @@ class PrefixIndex:
         """What `row`, which held nothing, holds if that is the first `num_bytes` of `source`."""
         num_bytes = min(num_bytes, source.num_tokens * _TOKEN_BYTES)
         whole_bytes = self._whole_bytes(num_bytes)
-        path = self._tree.path(row, source.path.salt)
+        path = self._tree.path(row, source.path.tenant)
         self._tree.follow(path, source.path, whole_bytes)
         tail = self._held(source, whole_bytes, num_bytes)
         hashes = source.hashes[: whole_bytes // self._tree.block_bytes]
@@ -275,12 +275,12 @@ class PrefixIndex:
 
         Cost: about 5 ns per token, and a comparison of memory for each place where rows part.
         """
-        salt, tokens = _salt(tenant), _as_bytes(token_ids)
+        whose, tokens = _tenant_bytes(tenant), _as_bytes(token_ids)
         num_bytes = len(tokens) if max_tokens is None else max_tokens * _TOKEN_BYTES
         while num_bytes:
-            for node, end_bytes in reversed(self._tree.find(salt, tokens, num_bytes)):
+            for node, end_bytes in reversed(self._tree.find(whose, tokens, num_bytes)):
                 if node.rows[Where.PARKED] or node.rows[Where.LIVE]:
-                    yield Match(end_bytes // _TOKEN_BYTES, self._tree, salt, tokens)
+                    yield Match(end_bytes // _TOKEN_BYTES, self._tree, whose, tokens)
                     num_bytes = end_bytes - self._tree.block_bytes
                     break
             else:
@@ -342,14 +342,14 @@ def _chain(tokens: bytes, parent: bytes) -> Iterator[bytes]:
 
 
 def _first_parent(tenant: str | None) -> bytes:
-    return _digest(b"vmkv prefix 1" + _salt(tenant))
+    return _digest(b"vmkv prefix 1" + _tenant_bytes(tenant))
 
 
 def _digest(data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest()
 
 
-def _salt(tenant: str | None) -> bytes:
+def _tenant_bytes(tenant: str | None) -> bytes:
     return (tenant or "").encode()
 
 

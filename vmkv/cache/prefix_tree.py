@@ -69,14 +69,14 @@ class Path:
 
     Attributes:
         row: The row.
-        salt: Whose it is: what has another one is never found.
+        tenant: Whose it is: what has another one is never found.
         where: Where the row is.
         end: Where what it holds ends.
         lost_bytes: Up to there it is `AWAY`, wherever the row is.
     """
 
     row: int
-    salt: bytes
+    tenant: bytes
     where: Where
     end: Node
     lost_bytes: int = 0
@@ -91,9 +91,9 @@ class PrefixTree:
 
     # ---- what rows hold -------------------------------------------------------------------
 
-    def path(self, row: int, salt: bytes) -> Path:
+    def path(self, row: int, tenant: bytes) -> Path:
         """The path of a live row that holds nothing yet."""
-        return Path(row, salt, Where.LIVE, self._root)
+        return Path(row, tenant, Where.LIVE, self._root)
 
     def extend(self, path: Path, blocks: bytes) -> None:
         """The row holds `blocks`, all of them whole, behind what it held.
@@ -103,7 +103,7 @@ class PrefixTree:
         at = 0
         while at < len(blocks):
             node = path.end
-            key = self._key(node, path.salt, blocks, at)
+            key = self._key(node, path.tenant, blocks, at)
             child = node.children.get(key)
             if child is None:
                 rest = blocks[at:]
@@ -183,7 +183,7 @@ class PrefixTree:
 
     # ---- finding them ---------------------------------------------------------------------
 
-    def find(self, salt: bytes, data: bytes, num_bytes: int) -> list[tuple[Node, int]]:
+    def find(self, tenant: bytes, data: bytes, num_bytes: int) -> list[tuple[Node, int]]:
         """The nodes that hold a beginning of the first `num_bytes` of `data`, from the root on.
 
         Each with how much of `data` is held up to its end, in whole blocks. Only of the last one
@@ -194,7 +194,7 @@ class PrefixTree:
         found: list[tuple[Node, int]] = []
         node, at = self._root, 0
         while at + self.block_bytes <= num_bytes and at == node.end_bytes:
-            child = node.children.get(self._key(node, salt, data, at))
+            child = node.children.get(self._key(node, tenant, data, at))
             if child is None:
                 break
             node = child
@@ -204,10 +204,10 @@ class PrefixTree:
 
     # ---- nodes ----------------------------------------------------------------------------
 
-    def _key(self, node: Node, salt: bytes, data: bytes, at: int) -> bytes:
+    def _key(self, node: Node, tenant: bytes, data: bytes, at: int) -> bytes:
         """What the child of `node` is found by that holds `data` from `at` on."""
         block = data[at : at + self.block_bytes]
-        return salt + block if node is self._root else block
+        return tenant + block if node is self._root else block
 
     def _common_bytes(self, node: Node, data: bytes, start: int, end: int) -> int:
         """How much of `node`, in whole blocks, is what `data` has from `start` on."""

@@ -28,7 +28,6 @@ _KERNELS = {
         range(9, 10),
     ),
     "flash2": ("flash-attn", "flash-attn --no-build-isolation", range(8, 100)),
-    "flash4": ("flash-attn-4", "--pre flash-attn-4", range(9, 100)),
 }
 #: What the engine takes where it runs; `generate` leaves it to those who name it.
 _SERVING = "flash3"
@@ -138,7 +137,7 @@ def attention_summary(findings: list[Finding]) -> str:
     if serving != used:
         text += f", and in vmkv serve {serving}"
     faster = []
-    for name in ("flash3", "flash4", "flash2"):  # In order of a prompt's speed.
+    for name in ("flash3", "flash2"):  # In order of a prompt's speed.
         if name == serving:
             break
         if found[name].remedy:

@@ -41,7 +41,8 @@ def join(model: torch.nn.Module) -> int:
     Only plain linear layers over the same input are joined: what is quantised, adapted, hooked
     or tied stays as it is.
 
-    Cost: a copy of the weights, one group at a time; memory of one group beside them.
+    Cost: a copy of the weights, one group at a time. What they lay in goes back to the device at
+        the end, with all else that torch keeps and does not use; so until then there are two.
     """
     tied = _tied_parameters(model)
     count = 0
@@ -51,6 +52,8 @@ def join(model: torch.nn.Module) -> int:
             if _can_join(group, tied):
                 _join(group)
                 count += 1
+    if count and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()  # The parts' own memory: of sizes that nothing asks for again.
     return count
 
 

@@ -162,6 +162,7 @@ class PrefixExporter:
         except BaseException:
             with self._lock:
                 self.num_failed += 1
+                self._check_open()  # What `close` has ended is not the importer's.
             raise
         with self._lock:
             self.num_served += 1
@@ -216,10 +217,12 @@ class PrefixExporter:
         while not self._stops.is_set():
             try:
                 self._serve_next(None)
+            except ClosedError:
+                return
             except (VMKVError, OSError) as error:
-                if not self._stops.is_set():
-                    _LOG.warning("%s: %s", self.socket_path, error)
-                    self._stops.wait(_PAUSE_S)
+                # Even if it is closed by now: this was before.
+                _LOG.warning("%s: %s", self.socket_path, error)
+                self._stops.wait(_PAUSE_S)
 
     def _check_open(self) -> None:
         if self._is_closed:
