@@ -2,17 +2,18 @@
 
 Question. A plain transformers model, divided between two GPUs: how long do many mixed prompts (W1)
 and much decoding (W4) take, against one GPU? How long is a decode step of one sequence, and of 32
-sequences of 4,096 tokens? And what does it cost to add the parts of a layer's output, by NCCL and
-by reading the other's over NVLink? A model that one GPU does not hold: how far is a decode step
-from what its bytes take?
+sequences of 4,096 tokens? And what does it cost to add the parts of a layer's output? A model that
+one GPU does not hold: how far is a decode step from what its bytes take?
 
 Prediction. A step has 65 sums, two a layer and one for the embedding, and gathers logits once. In a
-graph NCCL takes 12 us for 8 KiB and 20 us for 256 KiB, one-shot sums 6 and 9. A decode step of one
-reads 15 GB of weights: 4.1 ms on one GPU, half of that and 0.8 ms on two, 0.7 of the time; with
-one-shot sums 0.6. With 32 sequences of 4,096 tokens it reads 32 GB: 8.8 ms, and 0.65 of that. W1's
+graph NCCL takes 12 us for 8 KiB and 20 us for 256 KiB. A decode step of one reads 15 GB of weights:
+4.1 ms on one GPU, half of that and 0.8 ms on two, 0.7 of the time. With 32 sequences of 4,096
+tokens it reads 32 GB: 8.8 ms, and 0.65 of that. W1's
 344k prompt tokens are bound by arithmetic, which halves, and by sums of 8 KiB a token and layer,
 180 GB in all, 0.6 s: with decoding, 0.6 of one GPU's 10 s. W4 decodes: 0.65. So two replicas serve
-more requests in the same time than these two GPUs; what they gain is time for each.
+more requests in the same time than these two GPUs; what they gain is time for each. Of 60 of 70B's
+layers a step reads 52 GB of weights and 16 GB of keys and values on each rank: 16 ms, and 1.2 times
+that.
 
 Method. Llama-3-8B's shape from transformers' own class, random weights, bfloat16, greedy, no end
 of sequence, prompts and seconds as in `bench_serve`, one round after the engine was warmed up. A
@@ -24,8 +25,7 @@ with bfloat16 a few may differ.
 Rivals. One GPU with the same engine.
 
 Not measured. All 80 layers of 70B, whose whole weights no GPU makes beside anything else; more than
-two GPUs, several hosts; serving under arrivals; NVLink multicast, which is
-off here.
+two GPUs, several hosts; serving under arrivals; NVLink multicast, which is off here.
 """
 
 from __future__ import annotations
@@ -57,8 +57,7 @@ from common import write_result
 from report import Figure, Row, bench_parser, make_record, on_gpu, print_figures, print_rows
 from transformers import LlamaConfig
 
-from vmkv import Engine, SamplingParams, VMKVError
-from vmkv.errors import one_line
+from vmkv import Engine, SamplingParams
 from vmkv.parallel import Ranks, TensorParallel
 from vmkv.parallel.collectives import all_reduce
 from vmkv.serve.parallel_engine import open_parallel_engine
@@ -78,7 +77,6 @@ LARGE_LAYERS = 60
 SMOKE_WORKLOADS = (Workload("decode 1", 1, (9,), 8, 1), Workload("W1", 4, (5, 20), 6, 1))
 HIDDEN = 4096
 NUM_SUMS = 100
-KINDS = ("nccl", "one-shot")
 
 
 def make_part(smoke: bool, is_large: bool, group: TensorParallel | None = None) -> Any:
@@ -111,19 +109,18 @@ def engine_options(*, smoke: bool) -> dict[str, Any]:
 
 
 @contextmanager
-def engine_of(kind: str | None, steps: Steps, *, smoke: bool, is_large: bool = False):
-    """An engine on one GPU, or on two that add by `kind`."""
+def engine_of(num_gpus: int, steps: Steps, *, smoke: bool, is_large: bool = False):
+    """An engine on so many GPUs."""
     options = engine_options(smoke=smoke)
-    if kind is None:
+    if num_gpus == 1:
         with Engine(make_part(smoke, is_large), observer=steps, **options) as engine:
             yield engine
         return
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with open_parallel_engine(
         partial(make_part, smoke, is_large),
-        2,
+        num_gpus,
         device_type=device,
-        all_reduce=kind,
         observer=steps,
         timeout_s=180.0,
         **options,
@@ -164,22 +161,21 @@ def sums(path: str, group: TensorParallel) -> None:
         Path(path).write_text("\n".join(found))
 
 
-def sum_rows(kinds: Sequence[str]) -> list[Row]:
-    """The sums of each kind."""
+def sum_rows() -> list[Row]:
+    """What sums take."""
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "sums")
-        for kind in kinds:
-            with Ranks(2, "cuda", partial(_sums, path), all_reduce=kind, timeout_s=180.0) as ranks:
-                assert ranks.group is not None
-                sums(path, ranks.group)
-                ranks.wait(30.0)
-            for line in Path(path).read_text().splitlines():
-                num_bytes, microseconds = line.split()
-                rows.append(
-                    {"workload": "sum", "gpus": 2, "sums": kind, "sum_bytes": int(num_bytes)}
-                    | {"sum_us": float(microseconds)}
-                )
+        with Ranks(2, "cuda", partial(_sums, path), timeout_s=180.0) as ranks:
+            assert ranks.group is not None
+            sums(path, ranks.group)
+            ranks.wait(30.0)
+        for line in Path(path).read_text().splitlines():
+            num_bytes, microseconds = line.split()
+            rows.append(
+                {"workload": "sum", "gpus": 2, "sum_bytes": int(num_bytes)}
+                | {"sum_us": float(microseconds)}
+            )
     return rows
 
 
@@ -187,12 +183,12 @@ def _sums(path: str, group: TensorParallel) -> None:
     sums(path, group)
 
 
-def measure(kind: str | None, *, smoke: bool) -> tuple[list[Row], list[int]]:
+def measure(num_gpus: int, *, smoke: bool) -> tuple[list[Row], list[int]]:
     """All workloads on one engine."""
     steps, rows = Steps(), []
     vocabulary = llama_config(smoke=smoke).vocab_size
     start = time.perf_counter()
-    with engine_of(kind, steps, smoke=smoke) as engine:
+    with engine_of(num_gpus, steps, smoke=smoke) as engine:
         start_s = time.perf_counter() - start
         said = first_tokens(engine, vocabulary)
         for workload in SMOKE_WORKLOADS if smoke else WORKLOADS:
@@ -201,8 +197,7 @@ def measure(kind: str | None, *, smoke: bool) -> tuple[list[Row], list[int]]:
             rows.append(
                 {
                     "workload": workload.name,
-                    "gpus": 1 if kind is None else 2,
-                    "sums": kind or "",
+                    "gpus": num_gpus,
                     "seconds": row["seconds"],
                     "decode_step_ms": step_ms,
                     "submit_ms": statistics.median(submit),
@@ -213,14 +208,14 @@ def measure(kind: str | None, *, smoke: bool) -> tuple[list[Row], list[int]]:
     return rows, said
 
 
-def measure_large(kind: str, *, smoke: bool) -> Row:
+def measure_large(*, smoke: bool) -> Row:
     """A decode step of the larger shape, and what reading a rank's bytes takes."""
     steps = Steps()
     config = config_of(smoke=smoke, is_large=True)
     workload = replace(LARGE, lengths=(9,), new_tokens=8) if smoke else LARGE
     if smoke:
         workload = replace(workload, num_requests=4)
-    with engine_of(kind, steps, smoke=smoke, is_large=True) as engine:
+    with engine_of(2, steps, smoke=smoke, is_large=True) as engine:
         row, step_ms = serve(engine, steps, workload, config.vocab_size)
     whole = make_model(config, torch.device("meta"))
     read_bytes = sum(each.nbytes for each in whole.parameters())
@@ -232,7 +227,6 @@ def measure_large(kind: str, *, smoke: bool) -> Row:
     return {
         "workload": workload.name,
         "gpus": 2,
-        "sums": kind,
         "seconds": row["seconds"],
         "decode_step_ms": step_ms,
         "floor_ms": floor_ms,
@@ -241,19 +235,19 @@ def measure_large(kind: str, *, smoke: bool) -> Row:
 
 
 def figures_of(rows: Sequence[Row]) -> list[Figure]:
-    """Two GPUs over one, by the better kind of sum."""
+    """Two GPUs over one."""
     found = []
     bounds = {"decode 1": 0.7, "decode 32": 0.65, "W1": 0.625, "W4": 0.625}
     for name, bound in bounds.items():
         what = "decode_step_ms" if name.startswith("decode") else "seconds"
-        of = {row["sums"]: row.get(what) for row in rows if row["workload"] == name}
-        alone, together = of.get(""), [of[kind] for kind in KINDS if of.get(kind)]
+        of = {row["gpus"]: row.get(what) for row in rows if row["workload"] == name}
+        alone, together = of.get(1), of.get(2)
         if alone and together:
             found.append(
                 Figure(
                     f"parallel_{name.replace(' ', '_').lower()}",
                     f"{name}: time on two GPUs, of that on one",
-                    min(together) / alone,
+                    together / alone,
                     "×",
                     at_most=on_gpu(bound),
                     rival=f"one GPU: {alone:.4g} {'ms' if what.endswith('ms') else 's'}",
@@ -277,32 +271,19 @@ def figures_of(rows: Sequence[Row]) -> list[Figure]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, show, write."""
-    parser = bench_parser(__doc__)
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="of sums")
-    arguments = parser.parse_args(argv)
-    num_gpus = torch.cuda.device_count()
-    smoke = arguments.smoke or num_gpus < 2
-    kinds = ["nccl"] if smoke else list(arguments.kinds)
-    rows: list[Row] = [] if smoke else sum_rows(kinds)
+    arguments = bench_parser(__doc__).parse_args(argv)
+    smoke = arguments.smoke or torch.cuda.device_count() < 2
+    rows = [] if smoke else sum_rows()
     print_rows(rows)
-    alone, expected = measure(None, smoke=smoke)
-    rows += alone
-    for kind in tuple(kinds):
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        try:
-            its_rows, said = measure(kind, smoke=smoke)
-        except (VMKVError, RuntimeError) as error:
-            if kind == "nccl":
-                raise
-            print(f"{kind} sums cannot be measured here: {one_line(error)}")
-            kinds.remove(kind)
-            continue
-        same = sum(map(int.__eq__, expected, said)) / len(said)
-        rows += [{**row, "same_first_tokens_share": same} for row in its_rows]
+    alone, expected = measure(1, smoke=smoke)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    together, said = measure(2, smoke=smoke)
+    same = sum(map(int.__eq__, expected, said)) / len(said)
+    rows += [*alone, *({**row, "same_first_tokens_share": same} for row in together)]
     report(rows, arguments.json, smoke=smoke)
     # Last, and after the rest is written: it takes nearly all memory there is.
-    rows.append(measure_large(kinds[0], smoke=smoke))
+    rows.append(measure_large(smoke=smoke))
     report(rows, arguments.json, smoke=smoke)
     return 0
 

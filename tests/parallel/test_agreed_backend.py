@@ -17,9 +17,7 @@ from vmkv.units import KiB
 def one() -> Iterator[TensorParallel]:
     """A group of one rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    group = TensorParallel()
-    yield group
-    group.close()
+    yield TensorParallel()
     dist.destroy_process_group()
 
 

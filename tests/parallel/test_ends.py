@@ -46,9 +46,9 @@ def test_a_rank_that_is_killed_ends_all_with_one_error() -> None:
     assert not multiprocessing.active_children()
 
 
-def _serve_and_lose_a_rank_on_gpus(all_reduce: str) -> None:
+def _serve_and_lose_a_rank_on_gpus() -> None:
     options = {**cases.ROOMY, "budget_bytes": 256 * MiB}
-    with open_parallel_engine(cases.part_on_a_gpu, 2, all_reduce=all_reduce, **options) as engine:
+    with open_parallel_engine(cases.part_on_a_gpu, 2, **options) as engine:
         handle = engine.add([5, 6, 7], SamplingParams(max_tokens=190))
         for _ in range(50):
             engine.step()
@@ -60,10 +60,9 @@ def _serve_and_lose_a_rank_on_gpus(all_reduce: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="this machine has no second GPU")
-@pytest.mark.parametrize("all_reduce", ["nccl", "one-shot"])
-def test_graphs_that_wait_for_a_lost_rank_end(all_reduce: str) -> None:
+def test_graphs_that_wait_for_a_lost_rank_end() -> None:
     """What a graph waits for never comes; the kernels that wait are given up."""
-    _serve_and_lose_a_rank_on_gpus(all_reduce)
+    _serve_and_lose_a_rank_on_gpus()
     assert not multiprocessing.active_children()
 
 

@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 
 from ..errors import ConfigError, RankError, one_line
-from . import collectives
 
 _LOG = logging.getLogger(__name__)
 #: Who waits for commands waits for as long as nobody has any.
@@ -46,8 +45,6 @@ class TensorParallel:
 
     Args:
         timeout_s: What an answer of another rank may take.
-        all_reduce: What adds the parts of a layer's output: "nccl" (of a CPU's: gloo), or
-            "one-shot" for torch's symmetric memory, up to `collectives.ONE_SHOT_BYTES`.
         explain: Asked what is known of a rank that does not answer.
 
     Attributes:
@@ -65,7 +62,6 @@ class TensorParallel:
         self,
         *,
         timeout_s: float = 60.0,
-        all_reduce: str = "nccl",
         explain: Callable[[], str | None] | None = None,
     ):
         if not (dist.is_available() and dist.is_initialized()):
@@ -86,18 +82,16 @@ class TensorParallel:
             self._control: Any = dist.new_group(backend="gloo", timeout=_FOREVER)
         except RuntimeError as error:
             raise self.fail(error) from error
-        collectives.register(self.name, all_reduce)
 
     @classmethod
     def from_environment(
-        cls, device_type: str | None = None, *, timeout_s: float = 60.0, all_reduce: str = "nccl"
+        cls, device_type: str | None = None, *, timeout_s: float = 60.0
     ) -> TensorParallel:
         """The ranks that torchrun has started, this one among them.
 
         Args:
             device_type: "cuda" or "cpu"; by default the former where there is one.
             timeout_s: As of the group.
-            all_reduce: Likewise.
 
         Raises:
             ConfigError: Nobody says which rank this is.
@@ -110,7 +104,7 @@ class TensorParallel:
             if device_type is None:
                 device_type = "cuda" if torch.cuda.is_available() else "cpu"
             set_up(device_type, int(os.environ.get("LOCAL_RANK", "0")), timeout_s)
-        return cls(timeout_s=timeout_s, all_reduce=all_reduce)
+        return cls(timeout_s=timeout_s)
 
     # ---- agreeing -------------------------------------------------------------------------
 
@@ -239,10 +233,6 @@ class TensorParallel:
         except RuntimeError as error:
             raise self.fail(error) from error
         self.check()
-
-    def close(self) -> None:
-        """Forget the group; `torch.distributed` stays as it is. Idempotent."""
-        collectives.withdraw(self.name)
 
 
 def abort() -> None:

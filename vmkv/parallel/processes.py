@@ -46,7 +46,6 @@ class Ranks:
             end when it returns.
         arguments: Its other arguments.
         timeout_s: As of `TensorParallel`.
-        all_reduce: Likewise.
 
     Attributes:
         group: Rank 0's.
@@ -64,7 +63,6 @@ class Ranks:
         arguments: tuple[Any, ...] = (),
         *,
         timeout_s: float = 60.0,
-        all_reduce: str = "nccl",
     ):
         _check(size, device_type)
         self._folder = tempfile.TemporaryDirectory(prefix="vmkv-ranks-")
@@ -73,7 +71,6 @@ class Ranks:
         self._hearing = threading.Lock()
         self.group: TensorParallel | None = None
         store = Path(self._folder.name) / "store"
-        options: dict[str, Any] = {"timeout_s": timeout_s, "all_reduce": all_reduce}
         # A copy of this process would have its threads' locks, and nobody to release them.
         context = multiprocessing.get_context("spawn")
         self._connections: list[Connection] = []
@@ -87,7 +84,7 @@ class Ranks:
                     place = (rank, size, device_type, str(store))
                     process = context.Process(
                         target=_run_rank,
-                        args=(theirs, place, options, target, arguments),
+                        args=(theirs, place, timeout_s, target, arguments),
                         name=f"vmkv-rank-{rank}",
                         daemon=True,
                     )
@@ -99,8 +96,7 @@ class Ranks:
                 self._wait_for_begin()
                 _join(0, size, device_type, store, timeout_s)
                 undo.callback(_leave)
-                self.group = TensorParallel(explain=self._explain, **options)
-                undo.callback(self.group.close)
+                self.group = TensorParallel(timeout_s=timeout_s, explain=self._explain)
                 watcher = threading.Thread(target=self._watch, name="vmkv-ranks", daemon=True)
                 watcher.start()
             except RankError:
@@ -245,7 +241,7 @@ def _leave() -> None:
 def _run_rank(
     connection: Connection,
     place: tuple[int, int, str, str],
-    options: dict[str, Any],
+    timeout_s: float,
     target: Callable[..., None],
     arguments: tuple[Any, ...],
 ) -> None:
@@ -258,8 +254,8 @@ def _run_rank(
     threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
     try:
         with _environment(rank, size):
-            _join(rank, size, device_type, Path(store), options["timeout_s"])
-            target(TensorParallel(**options), *arguments)
+            _join(rank, size, device_type, Path(store), timeout_s)
+            target(TensorParallel(timeout_s=timeout_s), *arguments)
             _leave()
     except BaseException as error:  # noqa: BLE001  # rank 0 is told
         with contextlib.suppress(OSError):

@@ -277,7 +277,6 @@ def open_parallel_engine(
     device_type: str = "cuda",
     dtype: str | None = None,
     timeout_s: float = 60.0,
-    all_reduce: str = "nccl",
     observer: Any = None,
     **options: Any,
 ) -> Iterator[ParallelEngine]:
@@ -293,7 +292,6 @@ def open_parallel_engine(
         device_type: "cuda" or "cpu".
         dtype: Of the weights; by default as they were saved.
         timeout_s: See `TensorParallel`.
-        all_reduce: Likewise.
         observer: Who is told what happens on rank 0.
         options: What every `ParallelEngine` is made with; they are pickled.
 
@@ -310,7 +308,6 @@ def open_parallel_engine(
         _follow,
         (make, options),
         timeout_s=timeout_s,
-        all_reduce=all_reduce,
     )
     with ranks:
         assert ranks.group is not None  # It is there once all ranks are.

@@ -52,7 +52,7 @@ def join(model: torch.nn.Module) -> int:
             if _can_join(group, tied):
                 _join(group)
                 count += 1
-    if count and torch.cuda.is_initialized():
+    if count and any(parameter.is_cuda for parameter in model.parameters()):
         torch.cuda.empty_cache()  # The parts' own memory: of sizes that nothing asks for again.
     return count
 
