@@ -7,6 +7,7 @@ are in `test_captured_generate_gpu.py`.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import pickle
@@ -30,6 +31,7 @@ from helpers.tiny_models import (
     tiny_model,
     unsupported_because,
 )
+from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import _disable_current_modes
 
 import vmkv
@@ -163,6 +165,28 @@ def test_layers_may_be_compiled_for_captured_steps_alone(name: str, new_cache: N
     assert "sdpa" == model.config._attn_implementation
     assert not any("forward" in vars(each) for each in model.modules())
     assert all(type(each) is not SiblingLinear for each in model.modules())
+
+
+@pytest.mark.slow
+def test_ragged_generation_runs_layers_that_were_compiled() -> None:
+    """Prompts and decoding; and the same tokens come of it, from a cache that others use."""
+    model, plain = copy.deepcopy(tiny_model("llama", "sdpa")), tiny_model("llama")
+    prompts = [[5, 9, 13, 7], [8] * 21, [3, 4]]
+    expected = vmkv.generate(plain, prompts, max_new_tokens=6, do_sample=False)
+    counters.clear()
+    with (
+        vmkv.capture_decoding(model, compile_layers=True, compile_backend="aot_eager"),
+        contextlib.closing(vmkv.RaggedCache(model.config)) as cache,
+    ):
+        for _ in range(2):
+            assert expected == vmkv.generate(
+                model, prompts, max_new_tokens=6, do_sample=False, cache=cache
+            )
+        assert counters["stats"]["unique_graphs"] > 0
+        num_graphs = counters["stats"]["unique_graphs"]
+        assert expected == vmkv.generate(model, prompts, max_new_tokens=6, do_sample=False)
+        assert num_graphs == counters["stats"]["unique_graphs"]
+    assert expected == vmkv.generate(model, prompts, max_new_tokens=6, do_sample=False)
 
 
 def test_scores_and_logits_are_those_of_their_steps(

@@ -58,7 +58,8 @@ def capture_decoding(
     Args:
         model: A transformers causal language model. It is changed in place: its `forward`.
         compile_layers: Compile the layers for captured steps, once for all of them: some tens of
-            seconds at the first step of one row, and of several. Everything else runs as it is.
+            seconds at the first step of one row, and of several. `vmkv.generate` then runs them so
+            as well, prompts included; everything else runs as it is.
         compile_backend: Of `torch.compile`.
 
     Returns:
@@ -74,7 +75,7 @@ def capture_decoding(
     """
     forward = vars(model).get("forward")
     if isinstance(forward, _Forward):
-        if forward.capture.compiles != compile_layers:
+        if (forward.capture.layers is not None) != compile_layers:
             raise ConfigError(
                 "decode steps of this model are captured already, with another compile_layers; "
                 "close that first"
@@ -90,6 +91,12 @@ def capture_decoding(
         layers = CompiledLayers(model, backend=compile_backend)
         layers.stand_aside()
     return CapturedDecoding(model, layers)
+
+
+def compiled_layers_of(model: Any) -> CompiledLayers | None:
+    """The layers that `capture_decoding` has compiled for the model's captured steps, if it has."""
+    forward = vars(model).get("forward")
+    return forward.capture.layers if isinstance(forward, _Forward) else None
 
 
 class _Step(NamedTuple):
@@ -130,14 +137,13 @@ class CapturedDecoding:
         layers: Its layers, compiled and standing aside, which end with this; or None.
 
     Attributes:
-        compiles: Whether there are such.
+        layers: Those.
         num_steps: Steps that the model's own `forward` did not run.
         refusals: Why steps could not be captured, each once.
     """
 
     def __init__(self, model: Any, layers: CompiledLayers | None = None):
-        self.compiles = layers is not None
-        self._layers = layers
+        self.layers = layers
         self.num_steps = 0
         self.refusals: list[str] = []
         # The kernels and devices that the model has not proven itself with.
@@ -156,8 +162,8 @@ class CapturedDecoding:
             if known.steps is not None:
                 known.steps.close()
         self._caches.clear()
-        if self._layers is not None:
-            self._layers.close()
+        if self.layers is not None:
+            self.layers.close()
         model = self._model()
         if model is not None and vars(model).get("forward") is self._forward:
             self._forward.restore(model)
@@ -236,7 +242,7 @@ class CapturedDecoding:
                     store,
                     token_ids.shape[0],
                     known.logits,
-                    self._layers,
+                    self.layers,
                     self._stream_on(token_ids.device),
                 )
         return steps

@@ -26,6 +26,7 @@ from ..step import Piece, Stepper
 from ..step.stepper import StepLogits
 from . import compat, vocabulary
 from .attention import attending_in_place
+from .capture import compiled_layers_of
 from .prefill import Chunk, LeadersFirst, prefill_passes
 from .prepared import Prepared, check_config, check_inputs, prepare
 from .prompt_tokens import check_tokens
@@ -223,14 +224,19 @@ def _generate(
         else:
             cache = stack.enter_context(contextlib.closing(RaggedCache(model.config, memory)))
         stack.enter_context(cache.serving(model, proof.signatures, len(prompts), tenant))
-        stack.enter_context(attending_in_place(model))
+        cores = cache.store.cores
+        layers = compiled_layers_of(model) if len(cores) == 1 else None
         stepper = Stepper(
             model,
-            cache.store.cores,
+            cores,
             len(prompts),
             attention_backend=settings.attention_backend,
+            layers=layers,
         )
         stack.enter_context(contextlib.closing(stepper))
+        stack.enter_context(
+            attending_in_place(model) if layers is None else stepper.attending(layers)
+        )
         # One prompt finds nothing in a cache of its own.
         finds = prefix_caching and (outlives or len(prompts) > 1)
         logits = _prefill(stepper, cache, prompts, max_num_batched_tokens, finds=finds)
