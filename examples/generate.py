@@ -95,7 +95,8 @@ def generate(model: Any, inputs: dict[str, torch.Tensor], cache: Any, **lengths:
         seconds = time.perf_counter() - start
 
     used, held = [each.used for each in sampler.samples], [each.held for each in sampler.samples]
-    step_seconds = statistics.median(b.seconds - a.seconds for a, b in pairwise(sampler.samples))
+    steps = [b.seconds - a.seconds for a, b in pairwise(sampler.samples)]
+    step_seconds = statistics.median(steps or [seconds])  # The first token may be the last.
     peak, copied, num_moves = [held[0]], [0], 0
     for old, new in pairwise(sampler.samples):
         moved = old.address != new.address

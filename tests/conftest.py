@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -61,6 +62,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(needs_gpu)
+
+
+@pytest.fixture(autouse=True)
+def same_chances() -> None:
+    """What a test draws without a seed of its own is the same every time."""
+    random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
 
 
 @pytest.fixture(scope="session", autouse=True)
