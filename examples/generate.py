@@ -10,11 +10,11 @@ beside them.
 """
 
 import argparse
-import statistics
 import textwrap
 import time
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
@@ -95,15 +95,14 @@ def generate(model: Any, inputs: dict[str, torch.Tensor], cache: Any, **lengths:
         seconds = time.perf_counter() - start
 
     used, held = [each.used for each in sampler.samples], [each.held for each in sampler.samples]
-    steps = [b.seconds - a.seconds for a, b in pairwise(sampler.samples)]
-    step_seconds = statistics.median(steps or [seconds])  # The first token may be the last.
-    peak, copied, num_moves = [held[0]], [0], 0
+    gaps = [b.seconds - a.seconds for a, b in pairwise(sampler.samples)]
+    peak, copied, moves = [held[0]], [0], 0
     for old, new in pairwise(sampler.samples):
         moved = old.address != new.address
         peak.append(new.held + old.replaced)
         copied.append(copied[-1] + moved * old.held)
-        num_moves += moved
-    return Run(name, tokens, seconds, step_seconds, used, held, peak, copied, num_moves)
+        moves += moved
+    return Run(name, tokens, seconds, median(gaps or [seconds]), used, held, peak, copied, moves)
 
 
 def small_llama(options: argparse.Namespace) -> tuple[Any, dict[str, torch.Tensor], None]:
