@@ -216,12 +216,12 @@ class Attackers:
 
 
 async def measure(
-    server: Server, num_pairs: int, num_hostile: int
+    server: Server, num_pairs: int, num_hostile: int, settling_s: float = SETTLING_S
 ) -> tuple[list[Row], list[float], Row]:
     """Windows with and without hostile clients, how long `/health` took, and what is left."""
     honest = Honest(server.target)
     honest.begin()
-    await asyncio.sleep(SETTLING_S)
+    await asyncio.sleep(settling_s)
     rows: list[Row] = []
     ends: dict[str, Counter[str]] = {}
     health_s: list[float] = []
@@ -234,7 +234,7 @@ async def measure(
         row = row_of(pair, "hostile", honest.window, told["seconds"])
         for name, how in told["ends"].items():
             ends.setdefault(name, Counter()).update(how)
-        await asyncio.sleep(SETTLING_S)
+        await asyncio.sleep(settling_s)
         rows.append(row | {"resident_bytes": server.resident_bytes()})
         honest.window = Window()
         await asyncio.sleep(max(told["seconds"], 1.0))
@@ -331,8 +331,8 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         server = Server(save_tiny_model(Path(folder) / "model"), Path(folder) / "log")
         try:
-            pairs, count = (1, 40) if smoke else (NUM_PAIRS, NUM_HOSTILE)
-            rows, health_s, left = asyncio.run(measure(server, pairs, count))
+            sizes = (1, 40, 0.3) if smoke else (NUM_PAIRS, NUM_HOSTILE, SETTLING_S)
+            rows, health_s, left = asyncio.run(measure(server, *sizes))
         finally:
             status = server.stop()
     left["exit_status"] = status

@@ -215,7 +215,8 @@ def measure_large(*, smoke: bool) -> Row:
     workload = replace(LARGE, lengths=(9,), new_tokens=8) if smoke else LARGE
     if smoke:
         workload = replace(workload, num_requests=4)
-    with engine_of(2, steps, smoke=smoke, is_large=True) as engine:
+    num_gpus = 1 if smoke else 2
+    with engine_of(num_gpus, steps, smoke=smoke, is_large=True) as engine:
         row, step_ms = serve(engine, steps, workload, config.vocab_size)
     whole = make_model(config, torch.device("meta"))
     read_bytes = sum(each.nbytes for each in whole.parameters())
@@ -223,10 +224,10 @@ def measure_large(*, smoke: bool) -> Row:
     head_dim = config.hidden_size // config.num_attention_heads
     token_bytes = 4 * config.num_hidden_layers * config.num_key_value_heads * head_dim
     tokens = workload.num_requests * (workload.lengths[0] + workload.new_tokens // 2)
-    floor_ms = 1e3 * (read_bytes + tokens * token_bytes) / 2 / COPY_BYTES_PER_S
+    floor_ms = 1e3 * (read_bytes + tokens * token_bytes) / num_gpus / COPY_BYTES_PER_S
     return {
         "workload": workload.name,
-        "gpus": 2,
+        "gpus": num_gpus,
         "seconds": row["seconds"],
         "decode_step_ms": step_ms,
         "floor_ms": floor_ms,

@@ -191,5 +191,5 @@ class EngineMachine(RuleBasedStateMachine):
 TestEngineMachine = pytest.mark.slow(EngineMachine.TestCase)
 TestEngineMachine.pytestmark.append(pytest.mark.timeout(900))  # A failure is shrunk for long.
 TestEngineMachine.settings = settings(
-    max_examples=3 * settings().max_examples, stateful_step_count=50
+    max_examples=2 * settings().max_examples, stateful_step_count=50
 )
