@@ -1017,8 +1017,10 @@ def test_silent_importers_keep_nobody_waiting(
         assert_holds(cache.import_prefix(path), range(36))
 
 
-def test_close_ends_a_conversation(sequence: Any, path: str) -> None:
-    """An importer that says nothing does not keep the exporter from closing."""
+def test_close_ends_a_conversation(
+    sequence: Any, path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An importer that says nothing keeps no exporter from closing, and is not complained of."""
     exporter = sequence.export(path, timeout_s=200)
     exporter.start()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
@@ -1028,6 +1030,7 @@ def test_close_ends_a_conversation(sequence: Any, path: str) -> None:
         while client.recv(1 << 16):
             pass
     assert (0, 1) == (exporter.num_served, exporter.num_failed)
+    assert not caplog.text
 
 
 # ---- many extents, no room, failing drivers -----------------------------------------------

@@ -16,8 +16,7 @@ from unittest import mock
 
 import torch
 from helpers import tiny_models
-from helpers.tiny_models import tiny_model
-from transformers import LlamaConfig, LlamaForCausalLM
+from helpers.tiny_models import kernel_model, tiny_model
 
 import vmkv
 from vmkv import Backend, ConfigError, Engine, HostBackend, SamplingParams
@@ -396,18 +395,8 @@ def tiny_part(name: str, group: TensorParallel) -> Any:
 
 
 def part_on_a_gpu(group: TensorParallel) -> Any:
-    """Of a size that kernels take; likewise."""
-    config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=512,
-        intermediate_size=1024,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-    )
-    torch.manual_seed(0)
-    return LlamaForCausalLM(config).to("cuda", torch.bfloat16).eval().requires_grad_(False)
+    """Likewise, of a size that kernels take."""
+    return kernel_model()
 
 
 def part_that_fails(group: TensorParallel) -> Any:

@@ -226,6 +226,24 @@ def tiny_model(name: str, attention: str = "eager", *, seed: int = 0) -> PreTrai
     return model
 
 
+def kernel_model(device: str = "cuda") -> PreTrainedModel:
+    """A small Llama in bfloat16, of a head size that kernels take."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=256,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+    )
+    made = transformers.AutoModelForCausalLM.from_config(config).eval().to(device, torch.bfloat16)
+    made.generation_config.eos_token_id = None
+    made.generation_config.pad_token_id = 0
+    return made
+
+
 def redraw_weights(model: PreTrainedModel, seed: int) -> None:
     """Give a model weights with which it looks at what came before; see above."""
     generator = torch.Generator().manual_seed(seed)

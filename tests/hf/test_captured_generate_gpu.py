@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
+from helpers.tiny_models import kernel_model
 
 import vmkv
 from vmkv import VMKVCache
@@ -29,22 +29,10 @@ KERNELS = ("flash2", "flash3")
 @pytest.fixture(scope="module")
 def plain() -> Any:
     """A model that kernels which can be captured serve."""
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=256,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-    )
-    made = transformers.AutoModelForCausalLM.from_config(config).eval().bfloat16().cuda()
+    made = kernel_model()
     for module in made.modules():  # So that what came before decides what comes next.
         if isinstance(module, torch.nn.Linear):
             torch.nn.init.normal_(module.weight, 0.0, 1.5 * module.in_features**-0.5)
-    made.generation_config.eos_token_id = None
-    made.generation_config.pad_token_id = 0
     return made
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
+from helpers.tiny_models import kernel_model
 
 import vmkv
 from vmkv.attention import AttentionSpec, why_not
@@ -24,20 +24,7 @@ def model() -> Any:
     reason = why_not("flash2", spec)
     if reason is not None:
         pytest.skip(f"flash2: {reason}")
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=256,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-    )
-    made = transformers.AutoModelForCausalLM.from_config(config).eval().bfloat16().cuda()
-    made.generation_config.eos_token_id = None
-    made.generation_config.pad_token_id = 0
-    return made
+    return kernel_model()
 
 
 def _generate(model: Any, **options: Any) -> list[list[int]]:
