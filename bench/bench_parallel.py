@@ -22,7 +22,8 @@ timed as 100 of them in one CUDA graph, the best of five replays. Each rank make
 keeps its part. The first tokens of both engines are compared, so that nothing wrong is measured:
 with bfloat16 a few may differ.
 
-Rivals. One GPU with the same engine.
+Rivals. One GPU with the same engine; with `--vllm-json` vLLM 0.26.0 on the same two GPUs, as
+`vllm_workloads.py --tensor-parallel-size 2` has just measured it.
 
 Not measured. All 80 layers of 70B, whose whole weights no GPU makes beside anything else; more than
 two GPUs, several hosts; serving under arrivals; NVLink multicast, which is off here.
@@ -30,12 +31,13 @@ two GPUs, several hosts; serving under arrivals; NVLink multicast, which is off 
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -235,9 +237,20 @@ def measure_large(*, smoke: bool) -> Row:
     }
 
 
-def figures_of(rows: Sequence[Row]) -> list[Figure]:
-    """Two GPUs over one."""
-    found = []
+def figures_of(rows: Sequence[Row], vllm_s: Mapping[str, float]) -> list[Figure]:
+    """Two GPUs over one, and over vLLM's two."""
+    found = [
+        Figure(
+            f"parallel_{row['workload'].lower()}_over_vllm",
+            f"{row['workload']} on two GPUs: time over vLLM's",
+            row["seconds"] / vllm_s[row["workload"]],
+            "×",
+            at_most=on_gpu(1.0),
+            rival=f"vLLM: {vllm_s[row['workload']]:.4g} s",
+        )
+        for row in rows
+        if row["gpus"] == 2 and row["workload"] in vllm_s
+    ]
     bounds = {"decode 1": 0.7, "decode 32": 0.65, "W1": 0.625, "W4": 0.625}
     for name, bound in bounds.items():
         what = "decode_step_ms" if name.startswith("decode") else "seconds"
@@ -272,7 +285,15 @@ def figures_of(rows: Sequence[Row]) -> list[Figure]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, show, write."""
-    arguments = bench_parser(__doc__).parse_args(argv)
+    parser = bench_parser(__doc__)
+    parser.add_argument(
+        "--vllm-json",
+        type=Path,
+        metavar="FILE",
+        help="what vllm_workloads.py has measured with --tensor-parallel-size 2 on this machine",
+    )
+    arguments = parser.parse_args(argv)
+    vllm_s = json.loads(arguments.vllm_json.read_text()) if arguments.vllm_json else {}
     smoke = arguments.smoke or torch.cuda.device_count() < 2
     rows = [] if smoke else sum_rows()
     print_rows(rows)
@@ -282,16 +303,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     together, said = measure(2, smoke=smoke)
     same = sum(map(int.__eq__, expected, said)) / len(said)
     rows += [*alone, *({**row, "same_first_tokens_share": same} for row in together)]
-    report(rows, arguments.json, smoke=smoke)
+    report(rows, vllm_s, arguments.json, smoke=smoke)
     # Last, and after the rest is written: it takes nearly all memory there is.
     rows.append(measure_large(smoke=smoke))
-    report(rows, arguments.json, smoke=smoke)
+    report(rows, vllm_s, arguments.json, smoke=smoke)
     return 0
 
 
-def report(rows: Sequence[Row], path: Path | None, *, smoke: bool) -> None:
+def report(
+    rows: Sequence[Row], vllm_s: Mapping[str, float], path: Path | None, *, smoke: bool
+) -> None:
     """Show what there is, and write it."""
-    figures = figures_of(rows)
+    figures = figures_of(rows, vllm_s)
     print_rows([row for row in rows if row["workload"] == "sum"] or rows[:1])
     print_rows([row for row in rows if row["workload"] != "sum"])
     print_figures(figures)
