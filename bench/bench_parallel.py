@@ -6,8 +6,9 @@ sequences of 4,096 tokens? And what does it cost to add the parts of a layer's o
 one GPU does not hold: how far is a decode step from what its bytes take?
 
 Prediction. A step has 65 sums, two a layer and one for the embedding, and gathers logits once. In a
-graph NCCL takes 12 us for 8 KiB and 20 us for 256 KiB. A decode step of one reads 15 GB of weights:
-4.1 ms on one GPU, half of that and 0.8 ms on two, 0.7 of the time. With 32 sequences of 4,096
+graph NCCL takes 6 us for 8 KiB and 26 us for 2 MiB; one kernel takes 4 and 10: a message, and a
+crossing of the link. A decode step of one reads 15 GB of weights:
+4.1 ms on one GPU, half of that and 0.6 ms on two, 0.67 of the time. With 32 sequences of 4,096
 tokens it reads 32 GB: 8.8 ms, and 0.65 of that. W1's
 344k prompt tokens are bound by arithmetic, which halves, and by sums of 8 KiB a token and layer,
 180 GB in all, 0.6 s: with decoding, 0.6 of one GPU's 10 s. W4 decodes: 0.65. So two replicas serve
@@ -18,9 +19,9 @@ that.
 Method. Llama-3-8B's shape from transformers' own class, random weights, bfloat16, greedy, no end
 of sequence, prompts and seconds as in `bench_serve`, one round after the engine was warmed up. A
 decode step is the median time between steps that decode all sequences and nothing else. Sums are
-timed as 100 of them in one CUDA graph, the best of five replays. Each rank makes all weights and
-keeps its part. The first tokens of both engines are compared, so that nothing wrong is measured:
-with bfloat16 a few may differ.
+timed as 100 of them in one CUDA graph, the best of five replays, beside NCCL's. Each rank makes all
+weights and keeps its part. The first tokens of both engines are compared, so that nothing wrong is
+measured: with bfloat16 a few may differ. `--large` is a run of its own, on four GPUs.
 
 Rivals. One GPU with the same engine; with `--vllm-json` vLLM 0.26.0 on the same two GPUs, as
 `vllm_workloads.py --tensor-parallel-size 2` has just measured it.
@@ -137,48 +138,50 @@ def first_tokens(engine: Engine, vocabulary: int) -> list[int]:
     return [each.outputs[0].token_ids[0] for each in engine.generate(prompts, params)]
 
 
+def nccl_sum(part: torch.Tensor, name: str) -> None:
+    """By NCCL, whatever the size."""
+    torch.distributed.all_reduce(part)
+
+
 def sums(path: str, group: TensorParallel) -> None:
     """Time of a sum in microseconds, by its bytes; rank 0 writes it to `path`."""
     found = []
-    for num_tokens in (1, 8, 32, 64, 256, 512, 2048):
+    for num_tokens in (1, 8, 32, 64, 128, 256, 512, 1024, 2048):
         part = torch.ones(num_tokens, HIDDEN, dtype=torch.bfloat16, device="cuda")
         assert torch.equal(all_reduce(part.clone(), group.name), part * group.size)
         part.zero_()  # It is added to itself again and again.
-        graph = torch.cuda.CUDAGraph()
-        # NCCL's own thread asks CUDA for events meanwhile.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            for _ in range(NUM_SUMS):
-                all_reduce(part, group.name)
-        times = []
-        for _ in range(5):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(1e3 * start.elapsed_time(end) / NUM_SUMS)
-        found.append(f"{part.nbytes} {min(times)}")
-        del graph
+        row = {"workload": "sum", "gpus": group.size, "sum_bytes": part.nbytes}
+        for what, add in (("sum_us", all_reduce), ("nccl_us", nccl_sum)):
+            graph = torch.cuda.CUDAGraph()
+            # NCCL's own thread asks CUDA for events meanwhile.
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                for _ in range(NUM_SUMS):
+                    add(part, group.name)
+            times = []
+            for _ in range(5):
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record()
+                graph.replay()
+                end.record()
+                end.synchronize()
+                times.append(1e3 * start.elapsed_time(end) / NUM_SUMS)
+            row[what] = min(times)
+            del graph
+        found.append(row)
     if not group.rank:
-        Path(path).write_text("\n".join(found))
+        Path(path).write_text(json.dumps(found))
 
 
-def sum_rows() -> list[Row]:
+def sum_rows(num_gpus: int) -> list[Row]:
     """What sums take."""
-    rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "sums")
-        with Ranks(2, "cuda", partial(_sums, path), timeout_s=180.0) as ranks:
+        with Ranks(num_gpus, "cuda", partial(_sums, path), timeout_s=180.0) as ranks:
             assert ranks.group is not None
             sums(path, ranks.group)
             ranks.wait(30.0)
-        for line in Path(path).read_text().splitlines():
-            num_bytes, microseconds = line.split()
-            rows.append(
-                {"workload": "sum", "gpus": 2, "sum_bytes": int(num_bytes)}
-                | {"sum_us": float(microseconds)}
-            )
-    return rows
+        rows: list[Row] = json.loads(Path(path).read_text())
+        return rows
 
 
 def _sums(path: str, group: TensorParallel) -> None:
@@ -210,14 +213,13 @@ def measure(num_gpus: int, *, smoke: bool) -> tuple[list[Row], list[int]]:
     return rows, said
 
 
-def measure_large(*, smoke: bool) -> Row:
+def measure_large(num_gpus: int, *, smoke: bool) -> Row:
     """A decode step of the larger shape, and what reading a rank's bytes takes."""
     steps = Steps()
     config = config_of(smoke=smoke, is_large=True)
     workload = replace(LARGE, lengths=(9,), new_tokens=8) if smoke else LARGE
     if smoke:
         workload = replace(workload, num_requests=4)
-    num_gpus = 1 if smoke else 2
     with engine_of(num_gpus, steps, smoke=smoke, is_large=True) as engine:
         row, step_ms = serve(engine, steps, workload, config.vocab_size)
     whole = make_model(config, torch.device("meta"))
@@ -271,10 +273,11 @@ def figures_of(rows: Sequence[Row], vllm_s: Mapping[str, float]) -> list[Figure]
         if row.get("floor_ms") and row["decode_step_ms"]:
             found.append(
                 Figure(
-                    "parallel_70b_over_floor",
-                    f"a decode step of {LARGE.num_requests} sequences of {LARGE.lengths[0]:,} "
-                    f"tokens ({row['decode_step_ms']:.1f} ms), {row['layers']} layers of a 70B "
-                    f"model, of each rank's memory floor ({row['floor_ms']:.1f} ms)",
+                    f"parallel_70b_over_floor_{row['gpus']}",
+                    f"{row['gpus']} GPUs: a decode step of {LARGE.num_requests} sequences of "
+                    f"{LARGE.lengths[0]:,} tokens ({row['decode_step_ms']:.1f} ms), "
+                    f"{row['layers']} layers of a 70B model, of each rank's memory floor "
+                    f"({row['floor_ms']:.1f} ms)",
                     row["decode_step_ms"] / row["floor_ms"],
                     "×",
                     at_most=on_gpu(1.35),
@@ -292,10 +295,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="FILE",
         help="what vllm_workloads.py has measured with --tensor-parallel-size 2 on this machine",
     )
+    parser.add_argument(
+        "--large", action="store_true", help="only the larger model, on four GPUs, and sums there"
+    )
     arguments = parser.parse_args(argv)
     vllm_s = json.loads(arguments.vllm_json.read_text()) if arguments.vllm_json else {}
     smoke = arguments.smoke or torch.cuda.device_count() < 2
-    rows = [] if smoke else sum_rows()
+    num_gpus = torch.cuda.device_count()
+    if num_gpus >= 4 and arguments.large:
+        rows = [*sum_rows(4), measure_large(4, smoke=False)]
+        report(rows, vllm_s, arguments.json, smoke=False, name="parallel_large")
+        return 0
+    rows = [] if smoke else sum_rows(2)
     print_rows(rows)
     alone, expected = measure(1, smoke=smoke)
     if torch.cuda.is_available():
@@ -305,13 +316,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows += [*alone, *({**row, "same_first_tokens_share": same} for row in together)]
     report(rows, vllm_s, arguments.json, smoke=smoke)
     # Last, and after the rest is written: it takes nearly all memory there is.
-    rows.append(measure_large(smoke=smoke))
+    rows.append(measure_large(1 if smoke else 2, smoke=smoke))
     report(rows, vllm_s, arguments.json, smoke=smoke)
     return 0
 
 
 def report(
-    rows: Sequence[Row], vllm_s: Mapping[str, float], path: Path | None, *, smoke: bool
+    rows: Sequence[Row],
+    vllm_s: Mapping[str, float],
+    path: Path | None,
+    *,
+    smoke: bool,
+    name: str = "parallel",
 ) -> None:
     """Show what there is, and write it."""
     figures = figures_of(rows, vllm_s)
@@ -320,7 +336,7 @@ def report(
     print_figures(figures)
     record = make_record(__doc__, rows, figures, {"model": "Llama-3-8B's shape"})
     if path or not smoke:
-        print("wrote", write_result("parallel", record, path))
+        print("wrote", write_result(name, record, path))
 
 
 if __name__ == "__main__":

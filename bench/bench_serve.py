@@ -433,7 +433,9 @@ async def idle_row(
     }
 
 
-def make_engine(model: Any, steps: Steps, case: Case, kv_dtype: str) -> Engine:
+def make_engine(
+    model: Any, steps: Steps, case: Case, kv_dtype: str, attention: str | None
+) -> Engine:
     """The engine as anybody would make it."""
     return Engine(
         model,
@@ -444,6 +446,7 @@ def make_engine(model: Any, steps: Steps, case: Case, kv_dtype: str) -> Engine:
         prefix_caching=case.prefix_caching,
         watermark_bytes=case.watermark_bytes,
         kv_dtype=kv_dtype,
+        attention_backend=attention,
         observer=steps,
     )
 
@@ -472,7 +475,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--kv-dtype", default="auto", help="of keys and values; the result is then called after it"
     )
+    parser.add_argument(
+        "--attention-backend", help="likewise; by default the fastest that is installed"
+    )
     arguments = parser.parse_args(argv)
+    formats = (arguments.kv_dtype, arguments.attention_backend)
     smoke = arguments.smoke or not torch.cuda.is_available()
     vllm_s = json.loads(arguments.vllm_json.read_text()) if arguments.vllm_json else {}
     config = llama_config(smoke=smoke)
@@ -484,7 +491,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         wanted = [each for each in case.workloads if is_wanted(each.name, arguments.only)]
         if not wanted:
             continue
-        with make_engine(model, steps, case, arguments.kv_dtype) as engine:
+        with make_engine(model, steps, case, *formats) as engine:
             for workload in wanted:
                 if workload.vllm_s is not None and vllm_s:
                     workload = replace(workload, vllm_s=vllm_s.get(workload.name))
@@ -497,12 +504,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if is_wanted(IDLE, arguments.only):
         case = SMOKE_IDLE_CASE if smoke else IDLE_CASE
         watch = MemorySteps()
-        engine = make_engine(model, watch, case, arguments.kv_dtype)
+        engine = make_engine(model, watch, case, *formats)
         idle_s = SMOKE_IDLE_S if smoke else IDLE_S
         rows[IDLE] = asyncio.run(idle_row(engine, watch, case, config.vocab_size, idle_s))
     if not rows:
         parser.error(f"there is no workload called {' or '.join(arguments.only)}")
-    kind = [] if arguments.kv_dtype == "auto" else [arguments.kv_dtype]
+    kind = [each for each in formats if each not in ("auto", None)]
     # The floor is that of whole keys and values; `bench_fp8` has that of others.
     figures = figures_of(rows, None if kind else decode_ms)
     if kind:
@@ -515,6 +522,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "weight_bytes": WEIGHT_BYTES,
         "vllm_in_this_run": bool(vllm_s),
         "kv_dtype": arguments.kv_dtype,
+        "attention_backend": arguments.attention_backend or "auto",
     }
     record = make_record(__doc__, list(rows.values()), figures, constants)
     if arguments.json or not smoke:

@@ -23,7 +23,8 @@ from vmkv import Backend, ConfigError, Engine, HostBackend, SamplingParams
 from vmkv.backend import MemoryLocation
 from vmkv.errors import HostDriverError
 from vmkv.hf import VMKVCache
-from vmkv.parallel import Ranks, TensorParallel, localise
+from vmkv.parallel import Ranks, TensorParallel, localise, one_shot
+from vmkv.parallel.collectives import all_reduce
 from vmkv.parallel.loading import load
 from vmkv.serve import FinishReason, lockstep
 from vmkv.serve.parallel_engine import ParallelEngine
@@ -56,10 +57,10 @@ PARAMS = [
 
 
 class Pair:
-    """Two ranks: this process, and another that runs what this one runs."""
+    """Some ranks: this process, and others that run what this one runs."""
 
-    def __init__(self) -> None:
-        self._ranks = Ranks(2, "cpu", _run_cases, timeout_s=120.0)
+    def __init__(self, device_type: str = "cpu", size: int = 2, timeout_s: float = 120.0) -> None:
+        self._ranks = Ranks(size, device_type, _run_cases, timeout_s=timeout_s)
         assert self._ranks.group is not None
         self.group = self._ranks.group
 
@@ -383,6 +384,61 @@ def is_not_asked(group: TensorParallel) -> None:
             with refused(ConfigError, "cannot be sent"):
                 engine.add([1, 2], SamplingParams(logits_processors=(lambda ids, scores: scores,)))
             assert 1 == len(said(engine.generate([[1, 2]], GREEDY)))
+
+
+# ---- sums ----------------------------------------------------------------------------------------
+
+
+def _part(source: random.Random, dtype: torch.dtype, num_bytes: int, rank: int) -> torch.Tensor:
+    """A rank's part: numbers whose sum every dtype holds exactly, in whatever order."""
+    chances = torch.Generator().manual_seed(source.getrandbits(32) * 64 + rank)
+    count = num_bytes // dtype.itemsize
+    return torch.randint(-16, 17, (count,), generator=chances).to(dtype).cuda()
+
+
+def adds(group: TensorParallel) -> None:
+    """Parts of all sizes after one another, one rank ahead of the other now and then."""
+    source = random.Random(5)
+    largest = one_shot.max_bytes(group.size)
+    for _ in range(300):
+        dtype = source.choice((torch.bfloat16, torch.float16, torch.float32))
+        num_bytes = 16 * source.choice((1, 3, 511, 512, 513, source.randint(1, largest // 16)))
+        state = source.getstate()
+        parts = []
+        for rank in range(group.size):
+            source.setstate(state)
+            parts.append(_part(source, dtype, num_bytes, rank))
+        late = source.randrange(4 * group.size)
+        if late == group.rank:
+            torch.cuda._sleep(200_000)
+        got = all_reduce(parts[group.rank].clone(), group.name)
+        assert torch.equal(got, torch.stack(parts).sum(0).to(dtype)), (dtype, num_bytes)
+
+
+def adds_in_graphs(group: TensorParallel) -> None:
+    """A graph is replayed again and again, between sums that are in none."""
+    parts = [_part(random.Random(each), torch.bfloat16, 64 * KiB, each) for each in range(16)]
+    mine = torch.empty_like(parts[0])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(10):
+            all_reduce(mine, group.name)
+    for turn in range(30):
+        mine.copy_(parts[turn % 8 + group.rank] * 2.0**-12)
+        expected = sum(parts[turn % 8 + rank].float() for rank in range(group.size)) * 2.0**-12
+        graph.replay()
+        assert torch.equal(mine.float(), expected * float(group.size) ** 9), turn
+        single = all_reduce(parts[group.rank].clone(), group.name)
+        assert torch.equal(single, sum(parts[: group.size]))
+
+
+def is_alone(group: TensorParallel) -> None:
+    """Rank 0's part is there, and nobody else's."""
+    if group.rank:
+        group.receive(0)  # Until rank 0 has gone, however long that takes.
+    all_reduce(torch.ones(64, device="cuda"), group.name)
+    torch.cuda.synchronize()
+    group.check()
 
 
 # ---- ends ----------------------------------------------------------------------------------------

@@ -3,9 +3,8 @@
 Operators take tensors and numbers, so they find their group by its name. A sum takes the place of
 the part, whose contents nobody wants any more, instead of a copy beside each.
 
-Sums are NCCL's. Reading the other ranks' parts over NVLink in one kernel (torch's symmetric memory)
-took no less of a step on two H200 (decode of one sequence 3.59 ms and 3.52, of 32 6.04 and 6.08),
-and nothing ends such a kernel where a rank has gone that it waits for.
+Small sums are one kernel's (`one_shot.py`) where devices reach each other; others, and what is
+gathered, are NCCL's, or of CPUs gloo's.
 """
 
 from __future__ import annotations
@@ -14,6 +13,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from .one_shot import OneShotSums
+
+#: Of groups whose ranks add small parts in one kernel, by the group's name.
+_ONE_SHOT: dict[str, OneShotSums] = {}
 
 # torch leaves the library untyped.
 _LIBRARY: Any = torch.library.Library("vmkv", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -26,8 +30,20 @@ def _group(name: str) -> Any:
     return c10d._resolve_process_group(name)
 
 
+def register(name: str, sums: OneShotSums | None) -> None:
+    """Have small parts of a group be added so, or as all others. Whoever had the name is gone."""
+    if sums is None:
+        _ONE_SHOT.pop(name, None)
+    else:
+        _ONE_SHOT[name] = sums
+
+
 def _all_reduce_(part: torch.Tensor, group: str) -> None:
-    dist.all_reduce(part, group=_group(group))
+    sums = _ONE_SHOT.get(group)
+    if sums is not None and sums.takes(part):
+        sums.add(part)
+    else:
+        dist.all_reduce(part, group=_group(group))
 
 
 def _all_gather(part: torch.Tensor, group: str, size: int) -> torch.Tensor:

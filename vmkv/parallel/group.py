@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import socket
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -22,6 +23,8 @@ import torch
 import torch.distributed as dist
 
 from ..errors import ConfigError, RankError, one_line
+from . import collectives
+from .one_shot import OneShotSums
 
 _LOG = logging.getLogger(__name__)
 #: Who waits for commands waits for as long as nobody has any.
@@ -74,6 +77,7 @@ class TensorParallel:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.name: str = world.group_name
         self.failure: RankError | None = None
+        self._sums: OneShotSums | None = None
         self._explain = explain
         try:
             self._agreement: Any = dist.new_group(
@@ -82,6 +86,33 @@ class TensorParallel:
             self._control: Any = dist.new_group(backend="gloo", timeout=_FOREVER)
         except RuntimeError as error:
             raise self.fail(error) from error
+        self._sums = self._open_sums(timeout_s) if dist.get_backend() == "nccl" else None
+        collectives.register(self.name, self._sums)
+
+    def _open_sums(self, timeout_s: float) -> OneShotSums | None:
+        """Sums in one kernel, if all ranks can; what hinders one is no error of the group's."""
+        sums = reason = None
+        devices = range(torch.cuda.device_count())
+        mine = torch.cuda.current_device()
+        if self.share(socket.gethostname()) != socket.gethostname():
+            reason = "the ranks are on several hosts"
+        elif not all(i == mine or torch.cuda.can_device_access_peer(mine, i) for i in devices):
+            reason = "the GPUs do not reach each other's memory"
+        else:
+            try:
+                sums = OneShotSums(self.name, self.rank, self.size, timeout_s)
+            except (RuntimeError, ImportError, ConfigError) as error:
+                reason = one_line(error)
+        if self.min(int(sums is not None)) and sums is not None:
+            try:
+                sums.meet()
+            except RuntimeError as error:
+                sums, reason = None, one_line(error)
+            if self.min(int(sums is not None)):
+                return sums
+        if reason is not None:
+            _LOG.info("rank %d: all sums are NCCL's: %s", self.rank, reason)
+        return None
 
     @classmethod
     def from_environment(
@@ -203,8 +234,15 @@ class TensorParallel:
 
     def check(self) -> None:
         """Raise the `RankError` that the ranks have ended with, if they have."""
+        if self.failure is None and (reason := self.stuck()) is not None:
+            self.fail(reason)
         if self.failure is not None:
             raise self.failure
+
+    def stuck(self) -> str | None:
+        """Why kernels wait for another rank no longer; None while they do. From any thread."""
+        sums = self._sums
+        return None if sums is None else sums.failure()
 
     def fail(self, reason: str | BaseException) -> RankError:
         """The ranks have ended; returns the error to raise. The first reason stays."""
@@ -218,9 +256,16 @@ class TensorParallel:
         """Another rank has ended: from any thread, have whoever waits for it wait no more."""
         if self.failure is None:
             self.failure = RankError(reason)
+        if self._sums is not None:
+            self._sums.give_up()
         if dist.is_initialized() and dist.get_backend() == "nccl":
             # The kernels that wait for it end, and leave what is worth nothing.
             abort()
+
+    def close(self) -> None:
+        """Give back what sums hold; `torch.distributed` stays as it is. Idempotent."""
+        self._sums = None
+        collectives.register(self.name, None)
 
     def _explained(self, error: BaseException) -> str:
         known = None if self._explain is None else self._explain()

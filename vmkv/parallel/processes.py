@@ -31,6 +31,8 @@ from .group import TensorParallel, abort, set_up
 _END_S = 5.0
 #: Time for it to say why it ends, once it does not answer.
 _EXPLAIN_S = 2.0
+#: How often it is asked whether a kernel has given one up.
+_WATCH_S = 1.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 #: What transformers and NCCL read.
 _LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
@@ -97,6 +99,7 @@ class Ranks:
                 _join(0, size, device_type, store, timeout_s)
                 undo.callback(_leave)
                 self.group = TensorParallel(timeout_s=timeout_s, explain=self._explain)
+                undo.callback(self.group.close)
                 watcher = threading.Thread(target=self._watch, name="vmkv-ranks", daemon=True)
                 watcher.start()
             except RankError:
@@ -145,11 +148,17 @@ class Ranks:
     # ---- who has ended --------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Have nobody wait for a rank that has ended."""
-        wait([process.sentinel for process in self._processes])
+        """Have nobody wait for a rank that has ended, or that a kernel has given up."""
+        sentinels = [process.sentinel for process in self._processes]
+        reason = None
+        while reason is None and not wait(sentinels, _WATCH_S):
+            if self._is_closing:
+                return
+            if self.group is not None:
+                reason = self.group.stuck()
         if self._is_closing:
             return
-        reason = self._explain() or "a rank has ended"
+        reason = reason or self._explain() or "a rank has ended"
         if self.group is not None and not self._is_closing:
             self.group.lose(reason)
 

@@ -1,0 +1,46 @@
+"""Sums in one kernel, between GPUs that reach each other's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from helpers import rank_cases as cases
+
+from vmkv import RankError
+
+NUM_GPUS = torch.cuda.device_count()
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(NUM_GPUS < 2, reason="this machine has no second GPU"),
+]
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def ranks(request: pytest.FixtureRequest) -> Iterator[cases.Pair]:
+    """For all cases that they survive."""
+    if request.param > NUM_GPUS:
+        pytest.skip(f"this machine has {NUM_GPUS} GPUs")
+    ranks = cases.Pair("cuda", request.param)
+    assert ranks.group._sums is not None, "these GPUs have no link"
+    yield ranks
+    ranks.close()
+
+
+def test_all_parts_are_added(ranks: cases.Pair) -> None:
+    """Of every size and type, whoever comes first."""
+    ranks.run(cases.adds)
+
+
+def test_graphs_add_again_and_again(ranks: cases.Pair) -> None:
+    """Turns go on between replays."""
+    ranks.run(cases.adds_in_graphs)
+
+
+def test_a_part_that_does_not_come_is_an_error() -> None:
+    """After the time limit, on the rank that waits for it; nothing hangs."""
+    ranks = cases.Pair("cuda", timeout_s=15.0)
+    with pytest.raises(RankError, match="has not come within 15 s"):
+        ranks.run(cases.is_alone)
+    ranks.close()
