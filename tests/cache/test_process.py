@@ -992,6 +992,20 @@ def test_thread_outlives_bad_importers(
     assert 3 == caplog.text.count("another server")
 
 
+def test_an_importer_sees_its_end_after_it_was_counted(sequence: Any, path: str) -> None:
+    """So who closes the exporter then hides nothing of what came before."""
+    with sequence.export(path) as exporter:
+        exporter.start()
+        for turn in range(1, 41):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+                client.connect(path)
+                client.sendall(b"nothing of the kind")
+                with suppress(ConnectionError):
+                    while client.recv(1 << 16):
+                        pass
+                assert turn == exporter.num_failed
+
+
 def test_silent_importers_keep_nobody_waiting(
     sequence: Any, make_shareable: MakeCache, path: str
 ) -> None:

@@ -156,29 +156,27 @@ class PrefixExporter:
         except OSError:
             self._check_open()  # It was closed meanwhile.
             raise
-        try:
-            with Channel(connection, self._timeout_s) as channel, self._talking(channel):
-                self._serve(channel)
-        except BaseException:
-            with self._lock:
-                self.num_failed += 1
-                self._check_open()  # What `close` has ended is not the importer's.
-            raise
-        with self._lock:
-            self.num_served += 1
+        with Channel(connection, self._timeout_s) as channel, self._talking(channel):
+            self._serve(channel)
         return channel.peer
 
     @contextmanager
     def _talking(self, channel: Channel) -> Iterator[None]:
-        """While `close` shall end this conversation."""
+        """While `close` shall end this conversation. Counted before the importer sees its end."""
         with self._lock:
             self._check_open()
             self._channels.add(channel)
         try:
             yield
-        finally:
+        except BaseException:
             with self._lock:
                 self._channels.discard(channel)
+                self.num_failed += 1
+                self._check_open()  # What `close` has ended is not the importer's.
+            raise
+        with self._lock:
+            self._channels.discard(channel)
+            self.num_served += 1
 
     def _serve(self, channel: Channel) -> None:
         try:
