@@ -203,7 +203,11 @@ def test_narrow_sums_are_for_short_rows(monkeypatch: pytest.MonkeyPatch) -> None
     package.flash_attn_with_kvcache = lambda *_, **__: None  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flash_attn_interface", package)
     monkeypatch.setenv(flash3.LIBRARY_VARIABLE, "/nowhere.so")
-    for cached in (flash3._fp8_library_kernel, flash3._fp8_package_kernel):
+    for cached in (
+        flash3.library_kernel,
+        flash3._fp8_library_kernel,
+        flash3._fp8_package_kernel,
+    ):
         monkeypatch.setattr(flash3, cached.__name__, cached.__wrapped__)
     assert callable(flash3._load_for_fp8(8192))
     for num_tokens in (8193, None):

@@ -14,7 +14,7 @@ written nowhere and see nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -165,6 +165,11 @@ class AttentionBatch:
             strict=False,
         )
         return tuple(Span(*column) for column in columns)
+
+    @cached_property
+    def plans(self) -> dict[Hashable, torch.Tensor]:
+        """What kernels work out once for all layers that ask the same of them, by what they ask."""
+        return {}
 
     @cached_property
     def tokens_before(self) -> torch.Tensor:

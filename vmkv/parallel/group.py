@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..errors import ConfigError, RankError, one_line
+from ..errors import ConfigError, DriverError, RankError, one_line
 from . import collectives
 from .one_shot import OneShotSums
 
@@ -100,19 +100,27 @@ class TensorParallel:
             reason = "the GPUs do not reach each other's memory"
         else:
             try:
-                sums = OneShotSums(self.name, self.rank, self.size, timeout_s)
-            except (RuntimeError, ImportError, ConfigError) as error:
+                sums = OneShotSums(self.rank, self.size, timeout_s)
+            except (DriverError, ConfigError, torch.OutOfMemoryError) as error:
                 reason = one_line(error)
         if self.min(int(sums is not None)) and sums is not None:
             try:
-                sums.meet()
-            except RuntimeError as error:
-                sums, reason = None, one_line(error)
-            if self.min(int(sums is not None)):
+                sums.meet(self._gather(sums.handle))
+            except DriverError as error:
+                reason = one_line(error)
+            if self.min(int(reason is None)):
                 return sums
-        if reason is not None:
-            _LOG.info("rank %d: all sums are NCCL's: %s", self.rank, reason)
+        if sums is not None:
+            sums.close()
+        _LOG.info("rank %d: all sums are NCCL's: %s", self.rank, reason or "another rank's choice")
         return None
+
+    def _gather(self, data: bytes) -> list[bytes]:
+        """All ranks' bytes, as many of each."""
+        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        parts = [torch.empty_like(mine) for _ in range(self.size)]
+        self._call(lambda: dist.all_gather(parts, mine, group=self._agreement))
+        return [part.numpy().tobytes() for part in parts]
 
     @classmethod
     def from_environment(
@@ -263,9 +271,11 @@ class TensorParallel:
             abort()
 
     def close(self) -> None:
-        """Give back what sums hold; `torch.distributed` stays as it is. Idempotent."""
-        self._sums = None
+        """Give back what sums hold, once no rank adds any more. Idempotent."""
+        sums, self._sums = self._sums, None
         collectives.register(self.name, None)
+        if sums is not None:
+            sums.close()
 
     def _explained(self, error: BaseException) -> str:
         known = None if self._explain is None else self._explain()

@@ -14,20 +14,20 @@ memory says so, or after the ranks' time limit, and says that in the same word: 
 raises, and what was added is read by nobody.
 
 Source: the one-shot all-reduce as in vLLM's and TensorRT-LLM's kernels, with writes to the other
-ranks in place of reads. Memory comes from torch's symmetric memory, without NVLink multicast.
+ranks in place of reads. Rooms are not torch's symmetric memory, which remembers a group's name for
+as long as the process lives: ranks may be started anew.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
-import os
+from collections.abc import Sequence
 from struct import Struct
-from typing import Any
 
 import torch
 
 from ..attention.nvrtc import Kernel, compiled, launch
+from ..backend.peer_memory import PeerMemory
 from ..units import KiB, MiB, div_ceil
 
 #: All of them run at the same time, on every GPU that has such links.
@@ -162,51 +162,48 @@ def max_bytes(size: int) -> int:
 class OneShotSums:
     """One rank's end of sums in one kernel. On the current device.
 
-    Made in two steps, since the second waits for all ranks: whoever fails in the first says so to
-    the others instead.
+    Made in two steps, since the second needs all ranks: who fails in the first tells the others.
 
     Args:
-        name: What `torch.distributed` knows the ranks by.
         rank: This one.
         size: How many there are.
         timeout_s: What another rank's part may take.
 
+    Attributes:
+        handle: What other ranks open this one's room with; as long for all.
+
     Raises:
-        RuntimeError: torch has no symmetric memory, or the device no memory.
-        ConfigError: NVRTC refuses the kernel.
+        CudaDriverError: The device has no memory for its room, or none that others can open.
+        ConfigError: NVRTC refuses the kernel, or there is no cuda-python.
     """
 
-    def __init__(self, name: str, rank: int, size: int, timeout_s: float):
-        # An alpha of torch's, without types of its own that hold.
-        self._symmetric: Any = importlib.import_module("torch.distributed._symmetric_memory")
-        # Which would be set up for nothing.
-        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-        self._name, self._rank, self._size = name, rank, size
+    def __init__(self, rank: int, size: int, timeout_s: float):
+        self._rank, self._size = rank, size
         self._patience_ns = int(1e9 * timeout_s)
         self._device = torch.device("cuda", torch.cuda.current_device())
-        flags_bytes = _NUM_BLOCKS * size * _FLAG_BYTES
-        room_bytes = flags_bytes + 2 * size * max_bytes(size)
-        self._buffer = self._symmetric.empty(room_bytes, dtype=torch.uint8, device=self._device)
-        self._buffer.zero_()
-        self._turns = torch.zeros(_NUM_BLOCKS, dtype=torch.int64, device=self._device)
-        self._given_up = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         for dtype in _FORMATS:  # Not while a graph is captured.
             _kernel(self._device.index, dtype, size)
-        # Nobody sends anything before it is zero everywhere.
-        torch.cuda.synchronize(self._device)
-        self._rooms = torch.empty(size, dtype=torch.int64, device=self._device)
+        self._turns = torch.zeros(_NUM_BLOCKS, dtype=torch.int64, device=self._device)
+        self._rooms = torch.zeros(size, dtype=torch.int64, device=self._device)
+        self._given_up = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        room_bytes = _NUM_BLOCKS * size * _FLAG_BYTES + 2 * size * max_bytes(size)
+        self._room = PeerMemory(room_bytes)
+        self.handle = self._room.handle
 
-    def meet(self) -> None:
-        """Have all ranks see each other's room. Of all of them at the same time.
+    def meet(self, handles: Sequence[bytes]) -> None:
+        """Open the rooms of all ranks.
+
+        Args:
+            handles: Theirs, in the order of the ranks.
 
         Raises:
-            RuntimeError: There is no link between two of them.
+            CudaDriverError: There is no way to one of them.
         """
-        handle = self._symmetric.rendezvous(self._buffer, self._name)
-        addresses = list(handle.buffer_ptrs)
-        if addresses[self._rank] != self._buffer.data_ptr():
-            raise RuntimeError("torch's symmetric memory lies elsewhere than its tensor")
-        self._rooms.copy_(torch.tensor(addresses))
+        self._rooms.copy_(torch.tensor(self._room.open(handles)))
+
+    def close(self) -> None:
+        """Give the room back. Once nobody adds any more, here or elsewhere. Idempotent."""
+        self._room.close()
 
     def takes(self, part: torch.Tensor) -> bool:
         """Whether the part is small enough, of a known type, and of whole 16 bytes."""

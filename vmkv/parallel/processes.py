@@ -77,7 +77,9 @@ class Ranks:
         context = multiprocessing.get_context("spawn")
         self._connections: list[Connection] = []
         self._processes: list[Any] = []
+        self._closing, self._close_watcher = context.Pipe(duplex=False)
         with contextlib.ExitStack() as undo:
+            undo.callback(self._close_group)
             undo.callback(self._end)
             with _ignored_signals():
                 for rank in range(1, size):
@@ -99,9 +101,9 @@ class Ranks:
                 _join(0, size, device_type, store, timeout_s)
                 undo.callback(_leave)
                 self.group = TensorParallel(timeout_s=timeout_s, explain=self._explain)
-                undo.callback(self.group.close)
                 watcher = threading.Thread(target=self._watch, name="vmkv-ranks", daemon=True)
                 watcher.start()
+                undo.callback(self._stop_watching, watcher)
             except RankError:
                 raise
             except RuntimeError as error:
@@ -149,18 +151,28 @@ class Ranks:
 
     def _watch(self) -> None:
         """Have nobody wait for a rank that has ended, or that a kernel has given up."""
+        assert self.group is not None  # It is there once it is watched.
         sentinels = [process.sentinel for process in self._processes]
         reason = None
-        while reason is None and not wait(sentinels, _WATCH_S):
-            if self._is_closing:
-                return
-            if self.group is not None:
-                reason = self.group.stuck()
+        while reason is None and not wait([*sentinels, self._closing], _WATCH_S):
+            reason = self.group.stuck()
         if self._is_closing:
             return
         reason = reason or self._explain() or "a rank has ended"
-        if self.group is not None and not self._is_closing:
+        if not self._is_closing:
             self.group.lose(reason)
+
+    def _stop_watching(self, watcher: threading.Thread) -> None:
+        """Nobody else gives up the connections while they are given up."""
+        self._is_closing = True
+        self._close_watcher.close()
+        watcher.join()
+        self._closing.close()
+
+    def _close_group(self) -> None:
+        """After the others have ended: who adds with this rank uses its memory."""
+        if self.group is not None:
+            self.group.close()
 
     def _explain(self) -> str | None:
         """Which rank has ended, and why, as far as that is known in a moment."""
