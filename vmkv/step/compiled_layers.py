@@ -9,7 +9,8 @@ There are two variants:
 
   one token   products with a single row are dot products: written as such, they take in the
               norm before and the residual after, and are tuned to read weights at full speed
-  many        the number of tokens is a symbol, so that nothing is ever compiled again
+  many        the number of tokens is a symbol, so that nothing is ever compiled again; each
+              layer computes the norm that the next begins with (`early_norms.py`)
 
 The last norm is compiled likewise. The rest (embedding, rotary angles, head) runs as it is.
 """
@@ -25,7 +26,7 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError
-from . import joined_layers
+from . import early_norms, joined_layers
 
 _Compiled = Callable[..., Any]
 
@@ -48,8 +49,12 @@ class CompiledLayers:
         self.num_joined = joined_layers.join(model)
         self._one = _compiler(backend, {"coordinate_descent_tuning": tune})
         self._many = _compiler(backend, {})
-        self._variants: dict[tuple[Any, bool], _Compiled] = {}
-        self._compiled = [*layers, *_last_norm(model)]
+        self._variants: dict[tuple[Any, bool, bool], _Compiled] = {}
+        self._decoder, self._last = layers, _last_norm(model)
+        self._compiled = [*layers, *self._last]
+        self._following = early_norms.prepare(layers, self._last)
+        #: A layer's output, and what the next one's norm makes of it.
+        self._handed: tuple[torch.Tensor, torch.Tensor] | None = None
         self._step_in()
 
     def _step_in(self) -> None:
@@ -71,22 +76,45 @@ class CompiledLayers:
             self.stand_aside()
 
     def _run(self, layer: Any, *args: Any, **kwargs: Any) -> Any:
-        hidden = args[0] if args else kwargs["hidden_states"]
+        hidden, args = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), ())
+        early = self._early(hidden)
         is_one = hidden.shape[-2] == 1
-        key = (type(layer), is_one)
+        following = None if is_one else self._following.get(id(layer))
+        if following is None:
+            if early is not None and self._last and layer is self._last[0]:
+                return early
+            return self._variant(layer, is_one, False)(layer, hidden, *args, **kwargs)
+        if early is None:
+            norm = layer.input_layernorm
+            early = self._variant(norm, False, False)(norm, hidden)
+        run = self._variant(layer, False, True)
+        out, handed = run(layer, following, early, hidden, *args, **kwargs)
+        self._handed = (out[0] if isinstance(out, tuple) else out, handed)
+        return out
+
+    def _early(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """What the layer before has made of its output, if it is that."""
+        handed, self._handed = self._handed, None
+        return handed[1] if handed is not None and handed[0] is hidden else None
+
+    def _variant(self, module: Any, is_one: bool, hands_on: bool) -> _Compiled:
+        key = (type(module), is_one, hands_on)
         variant = self._variants.get(key)
         if variant is None:
-            variant = torch.compile(
-                _with_own_code(type(layer).forward),
+            forward = _with_own_code(type(module).forward)
+            if hands_on:
+                forward = _with_own_code(early_norms.handing_on(forward))
+            variant = self._variants[key] = torch.compile(
+                forward,
                 dynamic=True,
                 backend=self._one if is_one else self._many,
             )
-            self._variants[key] = variant
-        return variant(layer, *args, **kwargs)
+        return variant
 
     def close(self) -> None:
         """Let the layers run as before. Idempotent."""
         self.stand_aside()
+        early_norms.undo(self._decoder, self._last)
         joined_layers.separate(self._model)
 
 
