@@ -75,7 +75,7 @@ SHAPES = [
 ]
 SMOKE_SHAPE = ModelShape("smoke", 4, 4, 2, 16)
 BLOCKS = {"flash3": (16, 64, 128, 256), "flash2": (256,)}
-KERNELS = ("flash2", "flash3", "flash4", "torch")
+KERNELS = ("flash2", "flash3", "torch")
 
 
 @dataclass(frozen=True)

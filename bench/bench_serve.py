@@ -475,9 +475,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--kv-dtype", default="auto", help="of keys and values; the result is then called after it"
     )
-    parser.add_argument(
-        "--attention-backend", help="likewise; by default the fastest that is installed"
-    )
+    parser.add_argument("--attention-backend", help="likewise; by default what the engine takes")
     arguments = parser.parse_args(argv)
     formats = (arguments.kv_dtype, arguments.attention_backend)
     smoke = arguments.smoke or not torch.cuda.is_available()

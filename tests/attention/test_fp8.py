@@ -144,7 +144,7 @@ def test_cpu_decodes_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     assert "decodes them" in caplog.messages[0]
 
 
-@pytest.mark.parametrize("name", ["flash2", "flash4", "torch"])
+@pytest.mark.parametrize("name", ["flash2", "torch"])
 def test_kernels_that_read_none_refuse(name: str) -> None:
     """Before a launch, in words that name who does."""
     batch, dense, _ = rows("decode", 64, "cpu", margin=0, is_scaled=False)
@@ -154,7 +154,7 @@ def test_kernels_that_read_none_refuse(name: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["flash2", "flash4", "torch"])
+@pytest.mark.parametrize("name", ["flash2", "torch"])
 def test_kernels_that_read_none_are_not_chosen(name: str) -> None:
     """Not even by name."""
     assert "reads no keys and values" in str(why_not(name, GPU))

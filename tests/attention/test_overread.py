@@ -65,7 +65,7 @@ def test_the_probe_dies_where_memory_ends():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dim", DIMS)
-@pytest.mark.parametrize("name", ["flash2", "torch", "flash3", "flash4", "sdpa"])
+@pytest.mark.parametrize("name", ["flash2", "torch", "flash3", "sdpa"])
 def test_the_declared_overread_is_enough(name, dim):
     """Every length up to a few tiles, in every kind of launch, with nothing past the margin."""
     reason = why_not(name, AttentionSpec("cuda", torch.bfloat16, 4, 1, dim, dim))

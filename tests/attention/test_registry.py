@@ -55,7 +55,7 @@ def test_order_names_known_backends():
     assert registry.ORDER[-1] == "sdpa"
 
 
-@pytest.mark.parametrize("name", ["flash2", "flash3", "flash4", "torch"])
+@pytest.mark.parametrize("name", ["flash2", "flash3", "torch"])
 def test_a_cuda_kernel_on_cpu_is_refused_and_the_server_named(name):
     """The error says why, and which backend would do."""
     with pytest.raises(ConfigError, match=r"CUDA, not on cpu; 'sdpa' would serve it"):

@@ -70,11 +70,6 @@ FLASH2, FLASH3 = "pip install flash-attn", "pip install flash-attn-3"
         ("torch flash2", {"flash3": FLASH3}, f"uses flash2; faster here: flash3 ({FLASH3})."),
         ("torch flash2 flash3", {}, "uses flash2, and in vmkv serve flash3: the fastest"),
         ("torch flash3", {"flash2": FLASH2}, "uses flash3: the fastest"),
-        (
-            "torch flash4",
-            {"flash2": FLASH2},
-            f"uses torch (torch's own); faster here: flash2 ({FLASH2})",
-        ),
     ],
 )
 def test_doctor_says_which_kernels_would_be_faster(
@@ -83,7 +78,7 @@ def test_doctor_says_which_kernels_would_be_faster(
     """One line: what `generate` and `vmkv serve` use, and how to get what beats it here."""
     findings = [
         Finding("attention", name, name in [*usable.split(), "sdpa"], "", remedies.get(name, ""))
-        for name in ("flash3", "flash2", "torch", "sdpa", "flash4", "reference")
+        for name in ("flash3", "flash2", "torch", "sdpa", "reference")
     ]
     line = attention_summary(findings)
     assert "\n" not in line

@@ -38,7 +38,7 @@ NEW_TOKENS = 20  # Across the end of a page, and of kernels' key tiles at 64 and
 MAX_BATCHED_TOKENS = 200  # So that prompts are cut into chunks.
 BACKENDS = [("cpu", "sdpa")] + [
     pytest.param("cuda", name, marks=pytest.mark.gpu)
-    for name in ("flash2", "flash3", "flash4", "torch", "sdpa")
+    for name in ("flash2", "flash3", "torch", "sdpa")
 ]
 _SHAPE: dict[str, Any] = {
     "vocab_size": 256,

@@ -4,7 +4,7 @@ base        the protocol, the shapes, what a layer asks for
 batch       the ragged batch of one step
 registry    which backend serves a layer
 append      write a step's keys and values into their rows
-flash2, flash3, flash4, torch_flash, sdpa, reference    the backends, imported when first used
+flash2, flash3, torch_flash, sdpa, reference    the backends, imported when first used
 
   backend = select(AttentionSpec("cuda", torch.bfloat16, 32, 8, 128, 128))
   batch = AttentionBatch.build(rows, lengths, queries, row_tokens=..., device="cuda")

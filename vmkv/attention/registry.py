@@ -11,8 +11,12 @@ Order, and why (one H200, Llama-3-8B shape, all layers interleaved):
 Rows in eight bits are read in place by flash3 alone; sdpa decodes them.
 
 Memory is what this project is for, so the 7 % of decode attention that flash3 would gain are
-left to those who name it. `reference` is never chosen, only named: it is an oracle. So is `flash4`,
-which compiles kernels at their first use, until an engine's captures were seen to go through that.
+left to those who name it. `reference` is never chosen, only named: it is an oracle.
+
+Not among them: FlashAttention-4 (`flash-attn-4`, pip alone). Called by hand on rows as pages of a
+page table its Hopper kernels prefill as fast as flash3 (917 us for 8,192 tokens, torch 1,723), but
+an engine does not get through its compiler, which runs at every first use, and it splits no
+sequence's keys. FlashInfer plans every step on the host, 90 to 600 us.
 
 A package can be installed and still lack the one kernel that is asked for (builds are often
 narrowed to some head sizes or options), which only a launch can tell. So a CUDA backend that
@@ -55,7 +59,6 @@ _FACTORIES: dict[str, Callable[[], AttentionBackend]] = {
     "flash2": _lazy("flash2", "Flash2Backend"),
     "torch": _lazy("torch_flash", "TorchFlashBackend"),
     "sdpa": _lazy("sdpa", "SdpaBackend"),
-    "flash4": _lazy("flash4", "Flash4Backend"),
     "reference": _lazy("reference", "ReferenceBackend"),
 }
 

@@ -79,11 +79,6 @@ class TorchFlashBackend(FlashBackend):
         )
 
 
-def has_varlen() -> bool:
-    """Whether this torch has the kernel."""
-    return _varlen() is not None
-
-
 @functools.cache
 def _varlen() -> Varlen | None:
     """A function `(q, k, v, starts_q, starts_k, max_q, max_k, *, scale, window_size, seqused_k)`.
