@@ -97,12 +97,12 @@ class CompiledLayers:
         handed, self._handed = self._handed, None
         return handed[1] if handed is not None and handed[0] is hidden else None
 
-    def _variant(self, module: Any, is_one: bool, hands_on: bool) -> _Compiled:
-        key = (type(module), is_one, hands_on)
+    def _variant(self, module: Any, is_one: bool, is_handing_on: bool) -> _Compiled:
+        key = (type(module), is_one, is_handing_on)
         variant = self._variants.get(key)
         if variant is None:
             forward = _with_own_code(type(module).forward)
-            if hands_on:
+            if is_handing_on:
                 forward = _with_own_code(early_norms.handing_on(forward))
             variant = self._variants[key] = torch.compile(
                 forward,

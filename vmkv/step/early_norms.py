@@ -11,6 +11,7 @@ seen where it is traced: one that does anything else gets what it asks for.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -50,7 +51,8 @@ def prepare(layers: Sequence[Any], last: Sequence[Any]) -> dict[int, Any]:
     if len({(type(norm), _device(norm)) for norm in norms}) > 1:
         return {}
     for norm in norms:
-        norm.__class__ = _early(type(norm))
+        kind: Any = type(norm)
+        norm.__class__ = _early(kind)
         # Of their own from the start, so that nothing is compiled again when a layer sets them.
         norm._vmkv_input = norm._vmkv_output = None
     return {id(layer): norm for layer, norm in zip(layers, following, strict=False)}
@@ -99,11 +101,7 @@ def _device(norm: torch.nn.Module) -> torch.device | None:
     return next((parameter.device for parameter in norm.parameters()), None)
 
 
-_EARLY: dict[type, type] = {}
-
-
+@functools.cache
 def _early(of: type) -> type:
     """A class that computes as `of` does; one for all modules of a class."""
-    if of not in _EARLY:
-        _EARLY[of] = type(f"Early{of.__name__}", (EarlyNorm, of), {})
-    return _EARLY[of]
+    return type(f"Early{of.__name__}", (EarlyNorm, of), {})
