@@ -16,7 +16,7 @@ from vmkv.units import KiB
 @pytest.fixture
 def no_underread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows keep exactly what their queries see: no margin for kernels that fetch whole tiles."""
-    monkeypatch.setattr(layer_group, "_UNDERREAD_TOKENS", 0)
+    monkeypatch.setattr(layer_group, "UNDERREAD_TOKENS", 0)
 
 
 @pytest.fixture

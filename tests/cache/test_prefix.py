@@ -20,6 +20,7 @@ from helpers.stamps import append, assert_holds
 from vmkv import ConfigError, HostBackend, KVCache, OutOfAddressSpaceError, Sequence
 from vmkv.cache.cost import CostModel
 from vmkv.cache.prefix import BLOCK_TOKENS, PrefixIndex
+from vmkv.cache.prefix_tree import PrefixTree
 from vmkv.units import KiB
 
 PAGE = 4 * KiB
@@ -582,3 +583,51 @@ def test_a_fork_into_another_cache_is_found_there(make_cache: MakeCache) -> None
     fork.close()
     assert 48 == second.open(prompt=list(range(64)), tenant="a").num_cached_tokens
     assert 0 == second.open(prompt=list(range(64)), tenant="b").num_cached_tokens
+
+
+# ---- who may search it --------------------------------------------------------------------
+
+
+def test_the_tree_is_searched_and_changed_under_the_lock(
+    make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Whatever a sequence does, and whatever its memory pays for."""
+    cache = make_cache(cost_model=ALIASES)
+    asked: set[str] = set()
+
+    def guarded(name: str) -> Callable[..., Any]:
+        plain = getattr(PrefixTree, name)
+
+        def method(*arguments: Any, **options: Any) -> Any:
+            asked.add(name)
+            assert cache.pool.lock._is_owned(), f"PrefixTree.{name} without the pool's lock"  # type: ignore[attr-defined]
+            return plain(*arguments, **options)
+
+        return method
+
+    names = [name for name in vars(PrefixTree) if not name.startswith("_")]
+    for name in names:
+        if callable(getattr(PrefixTree, name)):
+            monkeypatch.setattr(PrefixTree, name, guarded(name))
+    first = _say(cache, range(40))
+    fork = first.fork()
+    append(fork, [90, 91])
+    fork.record([90, 91])
+    fork.save(tmp_path / "saved")
+    fork.truncate(33)
+    fork.swap_out()
+    fork.swap_in()
+    fork.close()
+    other = _say(cache, [*range(36), 70, 71, 72, 73])
+    assert other.num_cached_tokens
+    cache.reorder([first, other], [1, 1])
+    first.swap_out()
+    first.close()
+    other.close()
+    again = _say(cache, range(40))
+    assert again.num_cached_tokens
+    again.close()
+    cache.load(tmp_path / "saved").close()
+    cache.trim()
+    # Beginnings are lost by rows whose windows moved on, while one is looked for.
+    assert {"lose"} == {name for name in names if callable(vars(PrefixTree)[name])} - asked

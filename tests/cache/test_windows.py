@@ -314,7 +314,7 @@ def test_window_keeps_a_tile_before_it(
     make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Kernels fetch whole tiles, so tokens just before the window stay resident too."""
-    monkeypatch.setattr(layer_group, "_UNDERREAD_TOKENS", 32)
+    monkeypatch.setattr(layer_group, "UNDERREAD_TOKENS", 32)
     cache = make_cache(windows=(8,))
     sequence = cache.open()
     pages = _decode(cache, sequence, 392, 4)

@@ -15,7 +15,7 @@ import vmkv.serve  # noqa: F401
 @contextmanager
 def small_constants(underread_tokens: int, block_tokens: int) -> Iterator[None]:
     """What is kept before a window, and the tokens of a prefix block, wherever they are kept."""
-    values = {"_UNDERREAD_TOKENS": underread_tokens, "BLOCK_TOKENS": block_tokens}
+    values = {"UNDERREAD_TOKENS": underread_tokens, "BLOCK_TOKENS": block_tokens}
     with ExitStack() as stack:
         for name, value in values.items():
             homes = [

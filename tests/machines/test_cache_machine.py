@@ -83,7 +83,7 @@ class CacheMachine(RuleBasedStateMachine):
         is_shareable: bool,
     ) -> None:
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(layer_group, "_UNDERREAD_TOKENS", underread_tokens)
+        self.patch.setattr(layer_group, "UNDERREAD_TOKENS", underread_tokens)
         self.patch.setattr(prefix, "BLOCK_TOKENS", 4)
         self.host = HostBackend(PAGE)
         self.backend = FaultInjectingBackend(self.host)

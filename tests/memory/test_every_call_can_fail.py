@@ -405,7 +405,7 @@ def test_every_call_can_fail(
     operation: str, is_out_of_memory: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Unchanged on failure, whichever call fails; and the scenario makes the calls it is for."""
-    monkeypatch.setattr(layer_group, "_UNDERREAD_TOKENS", 0)  # So that short windows move.
+    monkeypatch.setattr(layer_group, "UNDERREAD_TOKENS", 0)  # So that short windows move.
     make_scenario, primitives = OPERATIONS[operation]
     struck = check_every_call_can_fail(
         lambda: HostBackend(PAGE), make_scenario, is_out_of_memory=is_out_of_memory

@@ -106,7 +106,8 @@ def _device_buffer(space: RowSpace) -> torch.Tensor:
 def save(sequence: LiveRow, swapped: Swapped | None, path: str | os.PathLike[str]) -> None:
     """See `Sequence.save`; `swapped` is what of it is swapped out."""
     space, row, num_tokens = sequence.cache, sequence.row, sequence.num_tokens
-    token_ids = space.prefixes.token_ids(row)
+    with space.pool.lock:
+        token_ids = space.prefixes.token_ids(row)
     first_tokens = [group.first_kept_token(row, num_tokens) for group in space.groups]
     tensors = _tensors(space, num_tokens, len(token_ids), first_tokens)
     description = {

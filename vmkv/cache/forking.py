@@ -72,11 +72,12 @@ def fork_row(
             finally:
                 # Used now, behind what was submitted: also a fork that fails may have read it.
                 origin.rows.touch(source_row, space.pool.pressure.tick())
-    if origin is space:
-        space.prefixes.copy([(source_row, row, tenant)], num_tokens)
-    else:
-        known = origin.prefixes.token_ids(source_row)[:num_tokens]
-        space.prefixes.record(row, known, tenant)
+    with space.pool.lock:  # Of one pool, both.
+        if origin is space:
+            space.prefixes.copy([(source_row, row, tenant)], num_tokens)
+        else:
+            known = origin.prefixes.token_ids(source_row)[:num_tokens]
+            space.prefixes.record(row, known, tenant)
     return row
 
 

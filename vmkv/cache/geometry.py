@@ -24,7 +24,7 @@ from ..units import TiB, align_up, div_ceil, format_bytes
 _TOKEN_ALIGNMENT_BYTES = 128
 #: Kernels index the tokens of all rows with int32.
 POSITIONS_MAX = 2**31
-#: Addresses are free but not endless: user space has 128 TiB, one reservation at most 64.
+#: Addresses are free but not endless: user space has 128 TiB, one reservation 16 at most.
 _RESERVATION_MAX_BYTES = 16 * TiB
 
 

@@ -24,7 +24,7 @@ from .views import GroupViews, group_views, torch_device
 
 #: Kernels fetch whole key tiles, so a window's first tile may begin before the window; the
 #: widest tile of any kernel here is 256 tokens (FlashAttention-2, head size 64).
-_UNDERREAD_TOKENS = 256
+UNDERREAD_TOKENS = 256
 
 
 class LayerGroup:
@@ -185,7 +185,7 @@ class LayerGroup:
         if self.window_tokens is None:
             return 0
         first_page = self.table.rows[row].first_page
-        read = self.first_token_at(first_page) + _UNDERREAD_TOKENS if first_page else 0
+        read = self.first_token_at(first_page) + UNDERREAD_TOKENS if first_page else 0
         seen = max(read, self.first_written(row))
         return seen + self.window_tokens - 1 if seen else 0
 
@@ -219,7 +219,7 @@ class LayerGroup:
 
     def first_needed_page(self, num_tokens: int) -> int:
         """The first page of a row that a query at `num_tokens` or later can make a kernel read."""
-        first_read = self.first_seen_token(num_tokens) - _UNDERREAD_TOKENS
+        first_read = self.first_seen_token(num_tokens) - UNDERREAD_TOKENS
         return self.geometry.whole_pages_below(max(0, first_read))
 
     def first_seen_token(self, num_tokens: int) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from ..cache.geometry import Geometry, check_positive
 from ..cache.growth import growth_quantum_class, largest_class_for_window
-from ..cache.layer_group import _UNDERREAD_TOKENS as UNDERREAD_TOKENS
+from ..cache.layer_group import UNDERREAD_TOKENS
 from ..units import MiB, div_ceil
 from .models import LayerKind
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from ..backend import MemoryLocation
 from ..cache import KVCache, LayerGroup, Sequence, make_ready
 from ..cache.growing import surplus_bytes
-from ..cache.layer_group import _UNDERREAD_TOKENS as UNDERREAD_TOKENS
+from ..cache.layer_group import UNDERREAD_TOKENS
 from ..errors import CapacityError, ConfigError, DriverError
 from .plan import PlannedChunk
 from .request import Request

@@ -103,7 +103,8 @@ def whole_extents(space: RowSpace, row: int, num_tokens: int) -> tuple[Offer, li
         chosen.append(mappings)
         sizes_bytes = [mapping.extent.num_bytes for mapping in mappings]
         offers.append(GroupOffer(mappings[0].first_page, sizes_bytes, first_token))
-    token_ids = space.prefixes.token_ids(row)[:covered]
+    with space.pool.lock:
+        token_ids = space.prefixes.token_ids(row)[:covered]
     return Offer(covered, token_ids, offers), chosen
 
 
