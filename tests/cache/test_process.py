@@ -974,6 +974,16 @@ def test_exporter_is_told_garbage(
         assert (1, 1) == (exporter.num_served, exporter.num_failed)
 
 
+def _talk_nonsense(path: str) -> None:
+    """To an exporter, until it has had enough."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        client.connect(path)
+        client.sendall(b"nothing of the kind")
+        with suppress(ConnectionError):
+            while client.recv(1 << 16):
+                pass
+
+
 def test_thread_outlives_bad_importers(
     sequence: Any, make_shareable: MakeCache, path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -981,12 +991,7 @@ def test_thread_outlives_bad_importers(
     with sequence.export(path) as exporter:
         exporter.start()
         for _ in range(3):
-            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
-                client.connect(path)
-                client.sendall(b"nothing of the kind")
-                with suppress(ConnectionError):
-                    while client.recv(1 << 16):
-                        pass
+            _talk_nonsense(path)
         assert_holds(make_shareable().import_prefix(path, timeout_s=60), range(36))
     assert (1, 3) == (exporter.num_served, exporter.num_failed)
     assert 3 == caplog.text.count("another server")
@@ -997,13 +1002,8 @@ def test_an_importer_sees_its_end_after_it_was_counted(sequence: Any, path: str)
     with sequence.export(path) as exporter:
         exporter.start()
         for turn in range(1, 41):
-            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
-                client.connect(path)
-                client.sendall(b"nothing of the kind")
-                with suppress(ConnectionError):
-                    while client.recv(1 << 16):
-                        pass
-                assert turn == exporter.num_failed
+            _talk_nonsense(path)
+            assert turn == exporter.num_failed
 
 
 def test_silent_importers_keep_nobody_waiting(

@@ -21,14 +21,12 @@ import torch
 
 from ..cache.fp8 import FP8, Scales
 from ..errors import ConfigError
-from .nvrtc import Kernel, compiled, launch
+from .nvrtc import FORMATS, NUMBERS, Kernel, compiled, launch
 
 #: Bytes that a thread moves at once, widest first.
 _VECTOR_TYPES = {16: "uint4", 8: "uint2", 4: "unsigned int", 2: "unsigned short", 1: "char"}
 _THREADS = 128
 _WORDS = Struct("=23q")
-#: What numbers are, to the variant that converts them.
-_FORMATS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _FP8_CAPABILITY = (8, 9)
 
 # Strides and head sizes are in bytes, the latter as they are stored. Arguments are 64-bit words,
@@ -45,24 +43,9 @@ __device__ void put_token(const char* from, word from_head_stride, const float*,
   }
 }
 """
-# COUNT numbers of FORMAT (see _FORMATS) at a time. What is too large becomes the largest there is.
+# COUNT numbers at a time, after NUMBERS. What is too large becomes the largest there is.
 _ENCODE = r"""
 typedef long long word;
-
-#if FORMAT == 2
-typedef unsigned int number;
-__device__ float as_float(number bits) { return __uint_as_float(bits); }
-#elif FORMAT == 1
-typedef unsigned short number;
-__device__ float as_float(number bits) {
-  float value;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
-  return value;
-}
-#else
-typedef unsigned short number;
-__device__ float as_float(number bits) { return __uint_as_float((unsigned int)bits << 16); }
-#endif
 
 __device__ unsigned short encode(float low, float high) {
   unsigned short two;
@@ -313,8 +296,8 @@ def _encoding_kernel(device_index: int, dtype: torch.dtype, count: int) -> Kerne
     reason = why_not_fp8(torch.device("cuda", device_index), dtype)
     if reason is not None:
         raise ConfigError(reason)
-    options = (f"-DFORMAT={_FORMATS[dtype]}", f"-DCOUNT={count}")
-    return compiled(_ENCODE + _APPEND, "append", device_index, *options)
+    options = (f"-DFORMAT={FORMATS[dtype]}", f"-DCOUNT={count}")
+    return compiled(NUMBERS + _ENCODE + _APPEND, "append", device_index, *options)
 
 
 def why_not_fp8(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -324,7 +307,7 @@ def why_not_fp8(device: torch.device, dtype: torch.dtype) -> str | None:
             f"{torch.cuda.get_device_name(device)} makes no {FP8}: that needs compute capability "
             '8.9 or newer; leave kv_dtype at "auto"'
         )
-    if dtype not in _FORMATS:
+    if dtype not in FORMATS:
         return (
             f"keys and values in {dtype} cannot be stored in eight bits; load the model in bfloat16"
         )

@@ -16,6 +16,27 @@ import torch
 from .. import _native
 from ..errors import ConfigError, CudaDriverError
 
+FORMATS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+"""What kernels that compute with numbers call their type."""
+
+NUMBERS = r"""
+#if FORMAT == 2
+typedef unsigned int number;
+__device__ float as_float(number bits) { return __uint_as_float(bits); }
+#elif FORMAT == 1
+typedef unsigned short number;
+__device__ float as_float(number bits) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+  return value;
+}
+#else
+typedef unsigned short number;
+__device__ float as_float(number bits) { return __uint_as_float((unsigned int)bits << 16); }
+#endif
+"""
+"""Numbers of `-DFORMAT`, as bits and as what a kernel computes with."""
+
 
 class Kernel(NamedTuple):
     """A compiled kernel on one device.
@@ -61,10 +82,28 @@ def compiled(source: str, name: str, device_index: int, *options: str) -> Kernel
 
     Cost: 15 to 60 ms, once per device and options.
     """
-    from cuda.bindings import driver, nvrtc
+    from cuda.bindings import driver
 
     major, minor = torch.cuda.get_device_capability(device_index)
-    flags = [each.encode() for each in (f"--gpu-architecture=sm_{major}{minor}", *options)]
+    binary = assembled(source, name, f"sm_{major}{minor}", *options)
+    with torch.cuda.device(device_index):
+        torch.cuda.current_stream()  # Makes sure that the device has its context.
+        # The module lives as long as the process, as torch's own kernels do.
+        module = _checked(name, driver.cuModuleLoadData(binary))
+        function = _checked(name, driver.cuModuleGetFunction(module, name.encode()))
+    launch_fn, *_ = _checked(name, driver.cuGetProcAddress(b"cuLaunchKernel", 12000, 0))
+    return Kernel(name, device_index, int(launch_fn), int(function))
+
+
+def assembled(source: str, name: str, architecture: str, *options: str) -> bytes:
+    """The kernel `name` of `source` for a kind of device; needs none.
+
+    Raises:
+        ConfigError: NVRTC refuses the source, with what it says.
+    """
+    from cuda.bindings import nvrtc
+
+    flags = [each.encode() for each in (f"--gpu-architecture={architecture}", *options)]
     program = _checked(
         name, nvrtc.nvrtcCreateProgram(source.encode(), f"{name}.cu".encode(), 0, [], [])
     )
@@ -73,16 +112,10 @@ def compiled(source: str, name: str, device_index: int, *options: str) -> Kernel
         log = b" " * _checked(name, nvrtc.nvrtcGetProgramLogSize(program))
         nvrtc.nvrtcGetProgramLog(program, log)
         raise ConfigError(f"NVRTC cannot compile the kernel {name!r}: {log.decode()}")
-    binary = b" " * _checked(name, nvrtc.nvrtcGetCUBINSize(program))
+    binary: bytes = b" " * _checked(name, nvrtc.nvrtcGetCUBINSize(program))
     _checked(name, nvrtc.nvrtcGetCUBIN(program, binary))
     nvrtc.nvrtcDestroyProgram(program)
-    with torch.cuda.device(device_index):
-        torch.cuda.current_stream()  # Makes sure that the device has its context.
-        # The module lives as long as the process, as torch's own kernels do.
-        module = _checked(name, driver.cuModuleLoadData(binary))
-        function = _checked(name, driver.cuModuleGetFunction(module, name.encode()))
-    launch_fn, *_ = _checked(name, driver.cuGetProcAddress(b"cuLaunchKernel", 12000, 0))
-    return Kernel(name, device_index, int(launch_fn), int(function))
+    return binary
 
 
 def _checked(name: str, answer: tuple[Any, ...]) -> Any:

@@ -26,7 +26,7 @@ from struct import Struct
 
 import torch
 
-from ..attention.nvrtc import Kernel, compiled, launch
+from ..attention.nvrtc import FORMATS, NUMBERS, Kernel, compiled, launch
 from ..backend.peer_memory import PeerMemory
 from ..units import KiB, MiB, div_ceil
 
@@ -35,34 +35,21 @@ _NUM_BLOCKS = 64
 _THREADS = 512
 _VECTOR_BYTES = 16
 _FLAG_BYTES = 8
-_FORMATS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _WORDS = Struct("=8q")
 
 _ADD = r"""
 typedef long long word;
 
 #if FORMAT == 2
-typedef unsigned int number;
-__device__ float as_float(number bits) { return __uint_as_float(bits); }
 __device__ number as_number(float value) { return __float_as_uint(value); }
-#elif FORMAT == 1
-typedef unsigned short number;
-__device__ float as_float(number bits) {
-  float value;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
-  return value;
-}
-__device__ number as_number(float value) {
-  number bits;
-  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-  return bits;
-}
 #else
-typedef unsigned short number;
-__device__ float as_float(number bits) { return __uint_as_float((unsigned int)bits << 16); }
 __device__ number as_number(float value) {
   number bits;
+#if FORMAT == 1
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+#else
   asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+#endif
   return bits;
 }
 #endif
@@ -181,7 +168,7 @@ class OneShotSums:
         self._rank, self._size = rank, size
         self._patience_ns = int(1e9 * timeout_s)
         self._device = torch.device("cuda", torch.cuda.current_device())
-        for dtype in _FORMATS:  # Not while a graph is captured.
+        for dtype in FORMATS:  # Not while a graph is captured.
             _kernel(self._device.index, dtype, size)
         self._turns = torch.zeros(_NUM_BLOCKS, dtype=torch.int64, device=self._device)
         self._rooms = torch.zeros(size, dtype=torch.int64, device=self._device)
@@ -208,7 +195,7 @@ class OneShotSums:
     def takes(self, part: torch.Tensor) -> bool:
         """Whether the part is small enough, of a known type, and of whole 16 bytes."""
         return (
-            part.dtype in _FORMATS
+            part.dtype in FORMATS
             and part.nbytes <= max_bytes(self._size)
             and not (part.nbytes | part.data_ptr()) % _VECTOR_BYTES
         )
@@ -253,5 +240,5 @@ class OneShotSums:
 
 @functools.cache
 def _kernel(device_index: int, dtype: torch.dtype, size: int) -> Kernel:
-    options = (f"-DFORMAT={_FORMATS[dtype]}", f"-DSIZE={size}", f"-DNUM_BLOCKS={_NUM_BLOCKS}")
-    return compiled(_ADD, "add_parts", device_index, *options)
+    options = (f"-DFORMAT={FORMATS[dtype]}", f"-DSIZE={size}", f"-DNUM_BLOCKS={_NUM_BLOCKS}")
+    return compiled(NUMBERS + _ADD, "add_parts", device_index, *options)

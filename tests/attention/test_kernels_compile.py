@@ -1,0 +1,67 @@
+"""Our kernels compile for every kind of GPU they are for. No GPU is needed for that."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from vmkv import ConfigError
+from vmkv.attention import append_cuda
+from vmkv.attention.nvrtc import FORMATS, Kernel, assembled
+from vmkv.parallel import one_shot
+
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
+KERNELS = {
+    **{f"append by {size}": (append_cuda, "_kernel", (0, size)) for size in (1, 2, 4, 8, 16)},
+    **{
+        f"append {dtype} in eight bits, {count} at a time": (
+            append_cuda,
+            "_encoding_kernel",
+            (0, dtype, count),
+        )
+        for dtype in FORMATS
+        for count in (1, 16 // dtype.itemsize)
+    },
+    **{
+        f"add {dtype} of {size}": (one_shot, "_kernel", (0, dtype, size))
+        for dtype in FORMATS
+        for size in (2, 3, 8)
+    },
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiler() -> None:
+    """CUDA's, which pip has."""
+    try:
+        assembled('extern "C" __global__ void nothing() {}', "nothing", "sm_80")
+    except (ImportError, RuntimeError) as error:
+        pytest.skip(f"no NVRTC: {error}")
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("what", KERNELS)
+def test_kernels_compile(what: str, architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the options they are launched with."""
+    if "eight bits" in what and architecture == "sm_80":
+        pytest.skip("that GPU makes no eight bits")
+    binaries: list[bytes] = []
+
+    def compiled(source: str, name: str, device_index: int, *options: str) -> Kernel:
+        binaries.append(assembled(source, name, architecture, *options))
+        return Kernel(name, device_index, 0, 0)
+
+    module, function, arguments = KERNELS[what]
+    monkeypatch.setattr(module, "compiled", compiled)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    make: Any = getattr(module, function)
+    make.__wrapped__(*arguments)
+    assert binaries[0].startswith(b"\x7fELF")
+
+
+def test_what_a_compiler_says_is_in_the_error() -> None:
+    """A kernel that is wrong is ours to mend."""
+    with pytest.raises(ConfigError, match='identifier "nowhere" is undefined'):
+        assembled('extern "C" __global__ void bad() { nowhere(); }', "bad", "sm_90")
