@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,6 +36,11 @@ def roots(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     torch._dynamo.reset()
 
 
+def own_model(name: str = "llama") -> Any:
+    """One that no other test has."""
+    return copy.deepcopy(tiny_model(name))
+
+
 def logits(model: Any, prompt: torch.Tensor = PROMPT) -> torch.Tensor:
     with torch.no_grad():
         found: torch.Tensor = model(prompt, use_cache=False).logits
@@ -43,7 +49,7 @@ def logits(model: Any, prompt: torch.Tensor = PROMPT) -> torch.Tensor:
 
 def test_no_norm_is_computed_twice(roots: list[int]) -> None:
     """The first by itself, and then two in each layer, for all layers and lengths in one graph."""
-    model = tiny_model("llama")
+    model = own_model()
     expected = [logits(model), logits(model, PROMPT[:, :3])]
     layers = CompiledLayers(model, backend=NAME)
     assert torch.allclose(expected[0], logits(model), atol=1e-5)
@@ -58,7 +64,7 @@ def test_a_layer_that_asks_its_norm_for_something_else_gets_that(
     roots: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was handed on is the norm of the layer's input alone."""
-    model = tiny_model("llama")
+    model = own_model()
     kind = type(model.model.layers[0])
     plain = kind.forward
 
@@ -75,7 +81,7 @@ def test_a_layer_that_asks_its_norm_for_something_else_gets_that(
 
 def test_a_model_that_changes_what_layers_give_is_taken_at_its_word(roots: list[int]) -> None:
     """A tensor that is not the one before's output was not normed by it."""
-    model = tiny_model("llama")
+    model = own_model()
     model.model.layers[1].register_forward_pre_hook(
         lambda module, args, kwargs: (tuple(each * 2 for each in args), kwargs), with_kwargs=True
     )
@@ -88,7 +94,7 @@ def test_a_model_that_changes_what_layers_give_is_taken_at_its_word(roots: list[
 @pytest.mark.parametrize("name", ["gemma2", "phi3", "mixtral", "qwen3"])
 def test_other_families_are_as_ever(roots: list[int], name: str) -> None:
     """Also where norms follow on norms, or a layer returns more than one thing."""
-    model = tiny_model(name)
+    model = own_model(name)
     expected = logits(model)
     layers = CompiledLayers(model, backend=NAME)
     assert torch.allclose(expected, logits(model), atol=1e-5)
