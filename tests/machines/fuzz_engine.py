@@ -28,6 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+# Episodes are forks of this process, in which torch's other threads would not be.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from helpers.random_engine import RandomEngine, RandomModelEngine
 from helpers.random_generate import RandomGenerate

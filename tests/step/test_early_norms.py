@@ -91,6 +91,35 @@ def test_a_model_that_changes_what_layers_give_is_taken_at_its_word(roots: list[
     layers.close()
 
 
+def test_another_layer_than_the_next_has_a_norm_of_its_own(roots: list[int]) -> None:
+    """A model may leave layers out, or change in place what one has given."""
+    model = own_model()
+    for at, layer in enumerate(model.model.layers):
+        with torch.no_grad():
+            layer.input_layernorm.weight.fill_(1.0 + at)
+    middle = model.model.layers[0]
+    model.model.layers[0], model.model.layers[1] = model.model.layers[1], middle
+    layers = CompiledLayers(model, backend=NAME)
+    model.model.layers[0], model.model.layers[1] = middle, model.model.layers[0]
+    got = logits(model)
+    layers.close()
+    assert torch.allclose(logits(model), got, atol=1e-5)
+
+
+def test_what_is_written_in_between_is_normed_anew(roots: list[int]) -> None:
+    """The same tensor, with something else in it."""
+    model = own_model()
+
+    def shifts(module: Any, args: Any, kwargs: Any) -> None:
+        (*args, *kwargs.values())[0].add_(1)
+
+    model.model.layers[1].register_forward_pre_hook(shifts, with_kwargs=True)
+    expected = logits(model)
+    layers = CompiledLayers(model, backend=NAME)
+    assert torch.allclose(expected, logits(model), atol=1e-5)
+    layers.close()
+
+
 @pytest.mark.parametrize("name", ["gemma2", "phi3", "mixtral", "qwen3"])
 def test_other_families_are_as_ever(roots: list[int], name: str) -> None:
     """Also where norms follow on norms, or a layer returns more than one thing."""

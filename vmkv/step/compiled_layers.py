@@ -53,8 +53,7 @@ class CompiledLayers:
         self._decoder, self._last = layers, _last_norm(model)
         self._compiled = [*layers, *self._last]
         self._following = early_norms.prepare(layers, self._last)
-        #: A layer's output, and what the next one's norm makes of it.
-        self._handed: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._handed: early_norms.Handed | None = None
         self._step_in()
 
     def _step_in(self) -> None:
@@ -77,11 +76,11 @@ class CompiledLayers:
 
     def _run(self, layer: Any, *args: Any, **kwargs: Any) -> Any:
         hidden, args = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), ())
-        early = self._early(hidden)
+        early = self._early(layer, hidden)
         is_one = hidden.shape[-2] == 1
         following = None if is_one else self._following.get(id(layer))
         if following is None:
-            if early is not None and self._last and layer is self._last[0]:
+            if early is not None and layer in self._last:
                 return early
             return self._variant(layer, is_one, False)(layer, hidden, *args, **kwargs)
         if early is None:
@@ -89,13 +88,13 @@ class CompiledLayers:
             early = self._variant(norm, False, False)(norm, hidden)
         run = self._variant(layer, False, True)
         out, handed = run(layer, following, early, hidden, *args, **kwargs)
-        self._handed = (out[0] if isinstance(out, tuple) else out, handed)
+        self._handed = early_norms.Handed.on(following, out, handed)
         return out
 
-    def _early(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        """What the layer before has made of its output, if it is that."""
+    def _early(self, module: Any, hidden: torch.Tensor) -> torch.Tensor | None:
+        """What the layer before has made of `hidden`, if that is this module's norm of it."""
         handed, self._handed = self._handed, None
-        return handed[1] if handed is not None and handed[0] is hidden else None
+        return None if handed is None else handed.of(module, hidden)
 
     def _variant(self, module: Any, is_one: bool, is_handing_on: bool) -> _Compiled:
         key = (type(module), is_one, is_handing_on)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,6 +33,36 @@ class EarlyNorm(torch.nn.Module):
             return early
         out: torch.Tensor = super().forward(hidden_states)
         return out
+
+
+class Handed(NamedTuple):
+    """What a layer hands on.
+
+    Attributes:
+        norm: Whose output it is: another layer may come next than the one that follows.
+        hidden: The layer's output.
+        version: How often that was written; None for inference tensors, which do not count it,
+            so that nobody takes what may be of something else.
+        output: What the norm makes of it.
+    """
+
+    norm: Any
+    hidden: torch.Tensor
+    version: int | None
+    output: torch.Tensor
+
+    @classmethod
+    def on(cls, norm: Any, out: Any, output: torch.Tensor) -> Handed:
+        """After a layer that returned `out`."""
+        hidden: torch.Tensor = _first(out)
+        return cls(norm, hidden, _version(hidden), output)
+
+    def of(self, module: Any, hidden: torch.Tensor) -> torch.Tensor | None:
+        """What the norm of `module`, or `module` itself, makes of `hidden`, if it is this."""
+        norm = getattr(module, _NAME, module)
+        if norm is not self.norm or hidden is not self.hidden or self.version is None:
+            return None
+        return self.output if hidden._version == self.version else None
 
 
 def prepare(layers: Sequence[Any], last: Sequence[Any]) -> dict[int, Any]:
@@ -81,9 +111,18 @@ def handing_on(forward: Callable[..., Any]) -> Callable[..., Any]:
         own._vmkv_input = own._vmkv_output = None
         # Past its own `forward`, which the last norm has: that takes what is returned here.
         compute = type(following).forward
-        return out, compute(following, out[0] if isinstance(out, tuple) else out)
+        return out, compute(following, _first(out))
 
     return run
+
+
+def _first(out: Any) -> Any:
+    """The activations, of what a layer returns."""
+    return out[0] if isinstance(out, tuple) else out
+
+
+def _version(hidden: torch.Tensor) -> int | None:
+    return None if hidden.is_inference() else hidden._version
 
 
 def _is_plain(norm: Any) -> bool:
