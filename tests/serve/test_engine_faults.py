@@ -327,3 +327,27 @@ def test_every_driver_call_can_fail(make_engine: MakeEngine, is_out_of_memory: b
     assert num_calls > 50
     for fail_at in range(1, num_calls, 7):
         _fault_run(make_engine, fail_at, is_out_of_memory=is_out_of_memory)
+
+
+def test_what_could_not_be_closed_is_closed_for_who_needs_its_memory(
+    make_engine: MakeEngine,
+) -> None:
+    """Also where nothing runs, and so nothing grows."""
+    backend = FaultInjectingBackend(HostBackend(4 * KiB))
+    engine = make_engine(
+        "gemma2", backend=backend, max_num_seqs=1, max_tokens=400, prefix_caching=False
+    )
+    prompt = prompts(1, longest=100)[0]
+    num_tokens = engine.cache.max_tokens - len(prompt)
+    engine.cache.pool.set_budget(engine._view.peak_pages(engine.cache.max_tokens) * 4 * KiB)
+    first = engine.add(prompt, SamplingParams(temperature=0, max_tokens=num_tokens))
+    while len(first.requests[0].output_token_ids) < num_tokens - 1:
+        engine.step()
+    backend.arm(1)  # Nothing is left to submit: this step only reads the last token.
+    with pytest.raises(DriverError):
+        engine.step()
+    assert "record_fence" == backend.failed_call
+    other, num_tokens = prompt * 4, 40
+    handle = engine.add(other, SamplingParams(temperature=0, max_tokens=num_tokens))
+    run(engine)
+    assert reference(other, num_tokens, "gemma2") == list(handle.output().outputs[0].token_ids)

@@ -300,7 +300,12 @@ class Sequence:
         return self.cache.values(layer)[self.row, : self.num_tokens]
 
     def close(self) -> None:
-        """End the sequence; its row is parked for the next one. Idempotent. No driver call."""
+        """End the sequence; its row is parked for the next one. Idempotent.
+
+        Raises:
+            DriverError: No fence could be recorded where a window has moved on, the only driver
+                call there is. The sequence is open; closing it again goes on.
+        """
         if not self.is_closed:
             with self.cache.pool.lock:
                 self.drop_host_copy()

@@ -89,7 +89,6 @@ class MemoryView:
         Raises:
             OutOfPagesError, DriverError: None has changed.
         """
-        self._close_ended()
         self.cache.grow([(self._sequences[each], to) for each, to in wanted])
 
     def make_ready(self, wanted: Iterable[tuple[int, int]], num_new_tokens: int = 0) -> bool:
@@ -158,10 +157,14 @@ class MemoryView:
         del self._sequences[request_id], self._computed_tokens[request_id]
         self._room_tokens.pop(request_id, None)
         self._ending.append(sequence)
-        self._close_ended()
+        self.close_ended()
 
-    def _close_ended(self) -> None:
-        """Close what has ended; what the driver fails in now is closed the next time."""
+    def close_ended(self) -> None:
+        """Close what has ended and the driver would not let go; `end` does it at once.
+
+        Raises:
+            DriverError: Some is left, for the next time.
+        """
         while self._ending:
             self._ending[-1].close()
             self._ending.pop()

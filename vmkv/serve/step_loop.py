@@ -139,9 +139,14 @@ class StepLoop:
     # ---- a step ---------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Submit one step, and read the one before; returns whether there is more to do."""
+        """Submit one step, and read the one before; returns whether there is more to do.
+
+        Raises:
+            DriverError: It failed in what no request is to blame for; see `end_all`.
+        """
         start_s = time.perf_counter()
         times = _Times()
+        self._view.close_ended()  # Before the plan: it counts on their memory.
         submitted, plan = self._advance(times)
         unread, self._pending = self._pending, submitted
         wait_start_s = time.perf_counter()
