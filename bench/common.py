@@ -12,6 +12,10 @@ from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
 
+from vmkv.units import format_bytes
+
+#: One flat record of what was measured.
+Row = dict[str, Any]
 RESULTS = pathlib.Path(__file__).parent / "results"
 #: vLLM as it is packed may lack optional kernels; none of these makes it slower.
 VLLM_ENVIRONMENT = {
@@ -94,3 +98,20 @@ def spread(samples: Sequence[float]) -> dict[str, float]:
         return {"median": samples[0], "q1": samples[0], "q3": samples[0], "repeats": len(samples)}
     q1, median, q3 = statistics.quantiles(samples, n=4, method="inclusive")
     return {"median": median, "q1": q1, "q3": q3, "repeats": len(samples)}
+
+
+def show(name: str, value: Any) -> str:
+    """A value of a row, by the unit in its name."""
+    if isinstance(value, bool) or value is None:
+        return {True: "yes", False: "no", None: ""}[value]
+    if isinstance(value, (list, tuple)):
+        return "-".join(show(name, each) for each in value)
+    if not isinstance(value, (int, float)):
+        return str(value)
+    if name.endswith("_share"):
+        return f"{100 * value:.2f} %"
+    if name.endswith("_bytes"):
+        return format_bytes(int(value))
+    if isinstance(value, int) or value == int(value):
+        return f"{int(value):,}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

@@ -1,4 +1,4 @@
-"""Plots of the benches of sharing, windows, swapping and beams; `report.py` draws them."""
+"""Plots of the benches of sharing, windows, swapping and beams."""
 
 from __future__ import annotations
 
@@ -6,15 +6,13 @@ import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from vmkv.units import GiB, MiB
+from charts import finish, grouped_bars, ours_first
+from common import Row
 
-Row = dict[str, Any]
+from vmkv.units import GiB, MiB
 
 
 def plot_sharing(canvas: Any, rows: Sequence[Row]) -> None:
-    # Imported here, as in all of these: report.py imports this file.
-    from report import finish, grouped_bars, ours_first
-
     left, right = canvas.subplots(1, 2, width_ratios=(1.3, 1))
     colours = ours_first(rows, "variant")
     timed = [row | {"ms": row["done_us"] / 1e3} for row in rows if "done_us" in row]
@@ -32,8 +30,6 @@ def plot_sharing(canvas: Any, rows: Sequence[Row]) -> None:
 
 
 def plot_window(canvas: Any, rows: Sequence[Row]) -> None:
-    from report import finish
-
     shapes = list(dict.fromkeys(row["shape"] for row in rows))
     panels = canvas.subplots(1, len(shapes), squeeze=False)[0]
     lines = (
@@ -58,8 +54,6 @@ def plot_window(canvas: Any, rows: Sequence[Row]) -> None:
 
 
 def plot_swap(canvas: Any, rows: Sequence[Row]) -> None:
-    from report import finish, grouped_bars, ours_first
-
     shown = [
         {"way": way, "case": f"{row['sequence']}, {row['way']}", "gb_per_s": row[f"{key}_gb_per_s"]}
         for row in rows
@@ -71,8 +65,6 @@ def plot_swap(canvas: Any, rows: Sequence[Row]) -> None:
 
 
 def plot_beams(canvas: Any, rows: Sequence[Row]) -> None:
-    from report import finish, grouped_bars, ours_first
-
     colours = ours_first(rows, "cache")
     shown = [
         row | {f"{key}_gib": row[f"{key}_bytes"] / GiB for key in ("held_last", "peak")}

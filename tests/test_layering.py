@@ -133,24 +133,39 @@ def circles(root: Path = ROOT) -> list[set[str]]:
         module: {home(name) for name in imports(path, root)} - {"", module}
         for module, path in paths.items()
     }
+    return knots(imported)
+
+
+def knots(imported: dict[str, set[str]]) -> list[set[str]]:
+    """Of modules, and what each imports of them: those that import each other."""
     reached: dict[str, set[str]] = {}
-    for module in paths:
-        found, waiting = set[str](), [module]
+    for module in imported:
+        reached[module], waiting = set[str](), [module]
         while waiting:
-            new = imported[waiting.pop()] - found
-            found |= new
+            new = imported[waiting.pop()] - reached[module]
+            reached[module] |= new
             waiting.extend(new)
-        reached[module] = found
-    knots = {
+    found = {
         frozenset(other for other in reached[module] if module in reached[other])
-        for module in paths
+        for module in imported
     }
-    return [set(knot) for knot in sorted(knots, key=sorted) if knot]
+    return [set(knot) for knot in sorted(found, key=sorted) if knot]
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:
     """Whoever reads one module need not have read all of them."""
     assert [] == circles()
+
+
+def test_no_bench_imports_itself_by_way_of_others() -> None:
+    """Nor need a page's reader have read the plots."""
+    paths = {path.stem: path for path in (ROOT.parent / "bench").glob("*.py")}
+    assert [] == knots(
+        {
+            module: {name.partition(".")[0] for name in imports(path, path.parent)} & {*paths}
+            for module, path in paths.items()
+        }
+    )
 
 
 @pytest.mark.parametrize(
