@@ -33,6 +33,7 @@ HOMES_OF = {
     "cuda": {"backend", "attention", "testing"},
     "flash_attn": {"attention"},
     "flash_attn_interface": {"attention"},
+    "kernels": {"attention"},
     "ray": {"serve"},
 }
 

@@ -1,5 +1,7 @@
 """FlashAttention-2, from the package `flash-attn`: no over-read, and appends in its kernel.
 
+Or, where that is not installed, the same from the Hugging Face Hub (`hub.py`).
+
 Two of its kernels read rows in place:
 
   uniform batch   `flash_attn_with_kvcache` over the 4-D view: rows by `cache_batch_idx`, lengths
@@ -22,6 +24,7 @@ import torch
 
 from ..cache.fp8 import Scales
 from ..errors import ConfigError
+from . import hub
 from .base import AttentionSpec, Call, check_call, flat, split
 from .batch import AttentionBatch
 from .flash_common import (
@@ -33,10 +36,25 @@ from .flash_common import (
     window_bounds,
 )
 
+HUB_KERNEL = "kernels-community/flash-attn2"
+"""Repository on the Hugging Face Hub; versions from 4 on are built for torch 2.10 and newer."""
+_TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
+
 
 @functools.cache
 def _load() -> ModuleType | str:
-    """The package's interface module, or why there is none."""
+    """The interface module, or why there is none."""
+    package = _package()
+    if not isinstance(package, str):
+        return package
+    of_hub = hub.load(HUB_KERNEL, 4 if _TORCH >= (2, 10) else 3)
+    if isinstance(of_hub, str):
+        return f"{package}; {of_hub}"
+    interface: ModuleType = of_hub.flash_attn_interface
+    return interface
+
+
+def _package() -> ModuleType | str:
     try:
         import flash_attn.flash_attn_interface as interface
     except Exception as error:  # noqa: BLE001  # a wheel for another torch fails in its own ways

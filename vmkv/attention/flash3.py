@@ -1,12 +1,13 @@
 """FlashAttention-3 (Hopper): the fastest kernel there, at the price of an over-read.
 
-Two packagings of the same kernels are accepted, looked for in this order:
+Three packagings of the same kernels are accepted, looked for in this order:
 
   `flash_attn_interface`   what the flash-attention repository installs from `hopper/`
   `_vllm_fa3_C`            the operator library inside vLLM's wheel; found beside an installed
                            vLLM, already loaded, or named by `VMKV_FLASH3_LIBRARY`
+  `flash-attn3`            the first one, from the Hugging Face Hub (`hub.py`)
 
-Both read the 4-D view: rows by `kv_batch_idx`, lengths by `seqused_k`, and a mixed batch by
+All read the 4-D view: rows by `kv_batch_idx`, lengths by `seqused_k`, and a mixed batch by
 `cu_seqlens_q`; no row starts are needed.
 
 The kernel fetches whole key tiles by TMA, past a sequence's length up to the tile's end, and
@@ -21,8 +22,8 @@ of a decode step of an 8B model 32 of 536 kernels (H200: 50 us, and as many gaps
 Rows in eight bits are read in place, with a scale for each head; queries are made eight bits wide
 on the way, and products are summed up in fewer bits than float32 has. Over long rows that loses
 what matters (DESIGN.md, Note [Eight bits]), unless the kernel adds its sums to wider ones now and
-then. The library inside vLLM's wheel does; the package does not, and is refused for rows of more
-than 8,192 tokens.
+then. The library inside vLLM's wheel does; the package does not, wherever it comes from, and is
+refused for rows of more than 8,192 tokens.
 """
 
 from __future__ import annotations
@@ -38,19 +39,23 @@ import torch
 
 from ..cache.fp8 import FP8, Scales
 from ..errors import ConfigError
+from . import hub
 from .base import AttentionSpec, Call, split
 from .flash_common import FlashBackend, why_not_flash, window_bounds
 
 LIBRARY_VARIABLE = "VMKV_FLASH3_LIBRARY"
 """Environment variable: path of vLLM's `_vllm_fa3_C` library, for use without vLLM."""
 
-# Widest key tile by head size, of the 16-bit kernels, over causal, windowed and plain, in both
+# Widest key tile by head size, of the 16-bit kernels, over causal, windowed and plain, in all
 # packagings (`tile_size_fwd_sm90` in hopper/tile_size.h).
 KEY_TILES = ((64, 192), (96, 144), (128, 176), (192, 128), (256, 80))
 FP8_KEY_TILES = ((64, 160), (96, 128), (128, 224), (192, 160), (256, 128))
 """Likewise of the kernels for eight bits."""
 NARROW_SUMS_MAX_TOKENS = 8192
 """The longest rows in eight bits that a kernel may read which sums up in one level."""
+
+HUB_KERNEL = ("kernels-community/flash-attn3", 1)
+"""Repository and version on the Hugging Face Hub."""
 
 _QUERY_BLOCK = 128
 """Queries, of all heads, that a processor takes at a time."""
@@ -255,7 +260,8 @@ def _num_processors(device: torch.device) -> int:
 def _load() -> Kernel | str:
     """The kernel behind one signature (see `package_kernel`), or why there is none."""
     reasons = []
-    for source in (package_kernel, library_kernel):
+    # The Hub last, which may take the network.
+    for source in (package_kernel, library_kernel, hub_kernel):
         found = source()
         if not isinstance(found, str):
             return found
@@ -270,7 +276,7 @@ def _load_for_fp8(max_tokens: int | None) -> Kernel | str:
         return library
     package = _fp8_package_kernel()
     if isinstance(package, str):
-        return f"{package}; {library}"
+        return f"{library}; {package}"
     if max_tokens is None or max_tokens > NARROW_SUMS_MAX_TOKENS:
         return (
             f"in eight bits the package flash_attn_interface loses precision beyond "
@@ -293,7 +299,11 @@ def _fp8_library_kernel() -> Kernel | str:
 
 @functools.cache
 def _fp8_package_kernel() -> Kernel | str:
-    return package_kernel()
+    package = package_kernel()
+    if not isinstance(package, str):
+        return package
+    of_hub = hub_kernel()
+    return f"{package}; {of_hub}" if isinstance(of_hub, str) else of_hub
 
 
 def package_kernel() -> Kernel | str:
@@ -302,6 +312,18 @@ def package_kernel() -> Kernel | str:
         from flash_attn_interface import flash_attn_with_kvcache
     except Exception as error:  # noqa: BLE001  # a wheel for another torch fails in its own ways
         return f"package flash_attn_interface cannot be imported: {error}"
+
+    return _over_kvcache(flash_attn_with_kvcache)
+
+
+def hub_kernel() -> Kernel | str:
+    """The kernel of the Hugging Face Hub, or why there is none."""
+    module = hub.load(*HUB_KERNEL)
+    return module if isinstance(module, str) else _over_kvcache(module.flash_attn_with_kvcache)
+
+
+def _over_kvcache(flash_attn_with_kvcache: Callable[..., Any]) -> Kernel:
+    """The kernel behind the package's function."""
 
     def kernel(
         query: torch.Tensor,

@@ -8,7 +8,8 @@ Order, and why (one H200, Llama-3-8B shape, all layers interleaved):
   torch    FlashAttention-2 without a package, 371-376 us: its varlen kernel splits less well
   sdpa     anything else, everywhere
 
-Rows in eight bits are read in place by flash3 alone; sdpa decodes them.
+Rows in eight bits are read in place by flash3 alone; sdpa decodes them. flash2 and flash3 are
+packages of their own, or come from the Hugging Face Hub (`hub.py`): pip alone can give them.
 
 Memory is what this project is for, so the 7 % of decode attention that flash3 would gain are
 left to those who name it. `reference` is never chosen, only named: it is an oracle.

@@ -29,6 +29,8 @@ _KERNELS = {
     ),
     "flash2": ("flash-attn", "flash-attn --no-build-isolation", range(8, 100)),
 }
+#: Both, from the Hugging Face Hub.
+_FROM_HUB = "pip install 'vmkv[hub]'"
 #: What the engine takes where it runs; `generate` leaves it to those who name it.
 _SERVING = "flash3"
 #: Where a package makes a difference: its distribution, what it is for, how to get it.
@@ -239,6 +241,8 @@ def _attention() -> Iterator[Finding]:
                 is_cuda_12 = (torch.version.cuda or "").startswith("12")
                 options = options.format(cuda="cu126" if is_cuda_12 else "cu130")
                 remedy = f"pip install{again} {options}"
+                if _version("kernels") is None:
+                    remedy += f", or, built for this machine, {_FROM_HUB}"
         yield Finding("attention", name, reason is None, details, remedy)
 
 

@@ -1,0 +1,129 @@
+"""FlashAttention from the Hugging Face Hub: found, called by its names, and missed in words.
+
+The repositories are local ones, which `kernels` takes in the place of the Hub's.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.dense_rows import DenseRows, random_query
+
+from vmkv.attention import AttentionBatch, flash2, flash3, get, hub
+from vmkv.attention.base import Call
+
+HEADS, KV_HEADS, DIM, ROW_TOKENS = 8, 2, 64, 96
+BATCHES = {
+    "decode": ([3, 0, 5], [10, 90, 1], [1, 1, 1]),
+    "uniform": ([2, 1], [40, 17], [4, 4]),
+    "mixed": ([3, 0, 5], [10, 90, 7], [3, 1, 7]),
+}
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> Iterator[None]:
+    """What was found is kept for the process; these tests look anew."""
+    cached = (hub.load, flash2._load, flash3._load, flash3._fp8_package_kernel)
+    for each in cached:
+        each.cache_clear()
+    yield
+    for each in cached:
+        each.cache_clear()
+
+
+@pytest.fixture
+def repositories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both, in this machine's own folder, for the CPU."""
+    pytest.importorskip("kernels")
+    monkeypatch.setattr(torch.version, "cuda", None)  # The build to look for.
+    places = []
+    for repository, version in ((flash2.HUB_KERNEL, 4), flash3.HUB_KERNEL):
+        name = repository.split("/")[1]
+        build = tmp_path / name / "build" / "torch-cpu"
+        shutil.copytree(
+            Path(__file__).parent / "hub_repository",
+            build,
+            ignore=shutil.ignore_patterns("__pycache__"),
+        )
+        facts = {
+            "name": name,
+            "id": f"_{name.replace('-', '_')}_{id(tmp_path)}",
+            "version": version,
+            "license": "Apache-2.0",
+            "python-depends": [],
+            "backend": {"type": "cpu"},
+        }
+        (build / "metadata.json").write_text(json.dumps(facts))
+        places.append(f"{repository}={tmp_path / name}")
+    monkeypatch.setenv("LOCAL_KERNELS", ":".join(places))
+
+
+@pytest.fixture(params=BATCHES)
+def call(request: pytest.FixtureRequest) -> Call:
+    """What a step asks of a layer."""
+    rows, num_tokens, queries = BATCHES[request.param]
+    batch = AttentionBatch.build(
+        rows, num_tokens, queries, row_tokens=ROW_TOKENS, num_rows=6, device="cpu"
+    )
+    generator = torch.Generator().manual_seed(0)
+    dense = DenseRows(6, ROW_TOKENS, KV_HEADS, DIM, dtype=torch.bfloat16)
+    dense.fill(batch, 0, generator)
+    query = random_query(batch, HEADS, DIM, dtype=torch.bfloat16, device="cpu", generator=generator)
+    return Call(query, dense.keys, dense.values, batch, 0.125, True, None, 0.0, None, None)
+
+
+def check(call: Call, out: torch.Tensor) -> None:
+    """As the reference has it."""
+    expected = get("reference").forward(*call[:4], scale=call.scale)
+    assert torch.allclose(expected.float(), out.float(), atol=2e-2)
+
+
+@pytest.mark.usefixtures("repositories")
+def test_flash2_of_the_hub_reads_rows(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the package is not installed; both of its kernels."""
+    monkeypatch.setattr(flash2, "_package", lambda: "it is not installed")
+    out, _ = flash2.Flash2Backend().launch(call)
+    check(call, out)
+
+
+@pytest.mark.usefixtures("repositories")
+def test_flash3_of_the_hub_reads_rows(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing else has it."""
+    for source in ("package_kernel", "library_kernel"):
+        monkeypatch.setattr(flash3, source, lambda: "it is not installed")
+    monkeypatch.setattr(flash3, "_num_processors", lambda device: 10**9)
+    out, _ = flash3.Flash3Backend().launch(call)
+    check(call, out)
+
+
+@pytest.mark.usefixtures("repositories")
+def test_flash3_of_the_hub_is_for_short_rows_in_eight_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the package's kernel, which sums up in one level."""
+    for source in ("package_kernel", "_fp8_library_kernel"):
+        monkeypatch.setattr(flash3, source, lambda: "it is not installed")
+    assert callable(flash3._load_for_fp8(flash3.NARROW_SUMS_MAX_TOKENS))
+    assert "loses precision" in flash3._load_for_fp8(flash3.NARROW_SUMS_MAX_TOKENS + 1)
+
+
+def test_what_the_hub_cannot_give_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In one line each, and asked for once."""
+    pytest.importorskip("kernels")
+    monkeypatch.setenv("LOCAL_KERNELS", f"{flash3.HUB_KERNEL[0]}={tmp_path}")
+    reason = hub.load(*flash3.HUB_KERNEL)
+    assert isinstance(reason, str)
+    assert reason.startswith("the Hub's kernels-community/flash-attn3 cannot be had: ")
+    assert "\n" not in reason
+    assert hub.load(*flash3.HUB_KERNEL) is reason
+
+
+def test_without_the_package_there_is_no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As most machines are."""
+    monkeypatch.setitem(sys.modules, "kernels", None)
+    assert "package kernels, for a/b, cannot be imported" in str(hub.load("a/b", 1))
+    assert "package kernels" in str(flash3._load()) or callable(flash3._load())
