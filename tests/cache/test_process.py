@@ -1204,8 +1204,8 @@ def test_exporter_closes_in_spite_of_a_failing_driver(make_cache: MakeCache, pat
     sequence.append(4)
     pool.reclaimer.wait()
     backend.arm(1)
-    with pytest.raises(DriverError, match="mem_release"):
-        exporter.close()
+    exporter.close()
+    assert "mem_release" == backend.failed_call
     backend.arm(0)
     exporter.close()
     cache.check()

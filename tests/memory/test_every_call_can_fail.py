@@ -203,6 +203,13 @@ def _reorder_by_aliases(backend: FaultInjectingBackend) -> Scenario:
     return state.scenario(lambda: state.cache.reorder(beams, [1, 2, 1]))
 
 
+def _reorder_at_a_watermark(backend: FaultInjectingBackend) -> Scenario:
+    """What gives way is released at once: the beams hold something else by then."""
+    state = FaultyCache(backend, keep_free_bytes=0)
+    beams = [state.begin(64) for _ in range(3)]
+    return state.scenario(lambda: state.cache.reorder(beams, [1, 2, 1]))
+
+
 def _reorder_by_copies(backend: FaultInjectingBackend) -> Scenario:
     """Beams that share their prompt and have tails: a failing copy may cost those."""
     state = FaultyCache(backend)
@@ -379,6 +386,7 @@ OPERATIONS = {
     "give up what is shared": (_give_up_what_is_shared, _EXCHANGES),
     "write what was shared": (_write_what_was_shared, {"mem_set_access", "fill"}),
     "reorder by aliases": (_reorder_by_aliases, _EXCHANGES),
+    "reorder at a watermark": (_reorder_at_a_watermark, {"mem_release", *_EXCHANGES}),
     "reorder by copies": (_reorder_by_copies, {"copy"}),
     "reorder into shared tails": (_reorder_into_shared_tails, {"copy", "fill", *_EXCHANGES}),
     "hit by alias": (_hit_by_alias, {"join_streams", "copy", *_MAPS}),

@@ -18,10 +18,11 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 
 from .._native import count_references
 from ..backend import Backend, MemoryLocation
-from ..errors import ClosedError, ConfigError, OutOfPagesError
+from ..errors import ClosedError, ConfigError, DriverError, OutOfPagesError
 from ..units import Handle, MiB, is_power_of_two
 from .extent import Extent
 from .leaving import Leaving
@@ -209,7 +210,7 @@ class ExtentPool:
     def disown(self, extents: Sequence[Extent]) -> None:
         """Drop the ownership that `acquire` (or `own`) gave; an unneeded extent becomes free.
 
-        Takes the lock only to release what may not be kept: see `keep_free_bytes`.
+        Cannot fail. Takes the lock only to release what may not be kept: see `keep_free_bytes`.
         """
         unneeded = count_references(extents, 0, 0, -1)
         if unneeded:
@@ -237,18 +238,16 @@ class ExtentPool:
         return self._shelves[0 if location is _DEVICE else 1]
 
     def _recycle(self, unneeded: Sequence[Extent]) -> None:
-        """Extents that lost their last reference in this call become free, or leave."""
-        leaving: list[Extent] = []
+        """Extents that lost their last reference just now become free, or leave. Cannot fail."""
+        leaving = [extent for extent in unneeded if not extent.is_recyclable]
         for extent in unneeded:
             if extent.is_recyclable:
                 self._shelf(extent.location).put_back((extent,))
-            else:
-                leaving.append(extent)
-        # Last, because it may fail: by now every extent is where it belongs.
         keep_bytes, shelf = self._keep_free_bytes, self._shelf(_DEVICE)
         is_above = keep_bytes is not None and shelf.free_bytes > keep_bytes
         if is_above or leaving or self._leaving.extents:
-            with self.lock:
+            # What the driver does not take now stays where it is, and is tried again.
+            with self.lock, suppress(DriverError):
                 self._leaving.release(leaving)
                 if keep_bytes is not None:
                     shelf.release_free(shelf.free_bytes - keep_bytes)
