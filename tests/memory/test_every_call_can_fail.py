@@ -30,6 +30,34 @@ def _add_layers_to_live_sequences(backend: FaultInjectingBackend) -> Scenario:
     return state.scenario(lambda: state.add_layers(5))
 
 
+def _drop_layers(backend: FaultInjectingBackend) -> Scenario:
+    """What cannot be closed yet is closed later, by the pool: the layers are gone."""
+    state = FaultyCache(backend)
+    state.add_layers(2)
+    state.begin(40)
+
+    def drop() -> None:
+        state.cache.drop_layers([2, 3])
+        assert [0, 1] == state.cache.layers
+
+    return state.scenario(drop)
+
+
+def _compact(backend: FaultInjectingBackend) -> Scenario:
+    """Two groups, and what a window keeps: all are moved, or none."""
+    state = FaultyCache(backend, window_tokens=40)
+    state.begin(98, step=14)
+    state.begin(20)
+    state.cache.drop_layers([0, 3])
+    homes = dict(state.cache.places)
+
+    def compact() -> None:
+        assert homes == state.cache.places
+        state.cache.compact()
+
+    return state.scenario(compact)
+
+
 def _append_small(backend: FaultInjectingBackend) -> Scenario:
     state = FaultyCache(backend)
     sequence = state.begin(0)
@@ -354,6 +382,8 @@ OPERATIONS = {
         _add_layers_to_live_sequences,
         {"address_reserve", "mem_create", "mem_map", "mem_set_access"},
     ),
+    "drop_layers": (_drop_layers, {"record_fence", "mem_unmap", "address_free"}),
+    "compact": (_compact, {"address_reserve", "address_free", *_MAPS, *_EXCHANGES}),
     "append small": (_append_small, {"mem_create", "mem_map", "mem_set_access"}),
     "append large": (_append_large, {"mem_create", "mem_map", "mem_set_access"}),
     "append over groups": (

@@ -37,7 +37,7 @@ from .submitted import SubmittedWrites
 _LARGEST_EXTENT_BYTES = 64 * MiB
 _NUM_CLASSES_MAX = 6  # 1 … 32 pages
 
-_DEVICE = MemoryLocation.DEVICE
+_DEVICE, _HOST = MemoryLocation.DEVICE, MemoryLocation.HOST
 
 
 class ExtentPool:
@@ -89,11 +89,7 @@ class ExtentPool:
         checks: bool | None = None,
     ):
         page_bytes = backend.granularity_bytes if page_bytes is None else page_bytes
-        if (
-            page_bytes <= 0
-            or page_bytes % backend.granularity_bytes
-            or not is_power_of_two(page_bytes)
-        ):
+        if page_bytes % backend.granularity_bytes or not is_power_of_two(page_bytes):
             raise ConfigError(
                 f"page_bytes={page_bytes} must be a power of two and a multiple of the "
                 f"granularity of {backend.name}, {backend.granularity_bytes}"
@@ -122,12 +118,9 @@ class ExtentPool:
                 on_pressure=on_pressure if location is _DEVICE else None,
                 retired_bytes=self._retired_bytes,
             )
-            for location, budget in (
-                (_DEVICE, budget_bytes),
-                (MemoryLocation.HOST, host_budget_bytes),
-            )
+            for location, budget in ((_DEVICE, budget_bytes), (_HOST, host_budget_bytes))
         ]
-        self._stranded: list[MappedRows] = []
+        self._stranded: list[Callable[[], None]] = []
         self._leaving = Leaving(backend, lambda e: self._shelf(e.location).release_unlisted(e))
         self.page_tables: list[MappedRows] = []
         self.pressure = Pressure(policy)
@@ -266,14 +259,21 @@ class ExtentPool:
             shelf = self._shelf(location)
             return shelf.release_free(shelf.free_bytes if num_bytes is None else num_bytes)
 
-    def close_later(self, table: MappedRows) -> None:
-        """Take over a table without views that could not be closed; `trim` and `close` do it."""
+    def close_soon(self, close: Callable[[], None]) -> None:
+        """Close what nobody uses; where the driver fails, `trim` and `close` do it. Cannot fail."""
+        try:
+            close()
+        except DriverError:
+            self.close_later(close)
+
+    def close_later(self, close: Callable[[], None]) -> None:
+        """Take over what could not be closed."""
         with self.lock:
-            self._stranded.append(table)
+            self._stranded.append(close)
 
     def _close_stranded(self) -> None:
         while self._stranded:
-            self._stranded[-1].close(lambda: False)
+            self._stranded[-1]()
             self._stranded.pop()
 
     def give_back(self, num_bytes: int | None = None) -> int:
