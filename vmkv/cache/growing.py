@@ -127,6 +127,8 @@ def keep_resident(space: RowSpace, overread_tokens: int) -> None:
             f"a kernel that fetches {overread_tokens} tokens past the length would fetch the NaN "
             'of scrub="poison"; choose another attention backend, or none of the poison'
         )
+    if space.moving:
+        raise ConfigError("a sequence is on its way to the host; finish that, or cancel it, first")
     space.overread_tokens = overread_tokens
     try:
         live = space.live_sequences()

@@ -226,11 +226,13 @@ class KVCache(RowSpace):
     def keep_resident(self, overread_tokens: int) -> None:
         """Have `overread_tokens` past every sequence's length mapped, now and from now on.
 
-        For kernels that fetch past the length they are told. Never less than before.
+        For kernels that fetch past the length they are told. Never less than before. Sequences
+        that are swapped out have them when they come back.
 
         Raises:
             OutOfPagesError: They are not to be had. Nothing changed.
-            ConfigError: The pool poisons memory, which such a kernel would fetch. Likewise.
+            ConfigError: The pool poisons memory, which such a kernel would fetch; or a sequence is
+                moving to the host. Likewise.
         """
         keep_resident(self, overread_tokens)
 

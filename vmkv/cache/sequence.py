@@ -169,7 +169,7 @@ class Sequence:
         if self._transfer is not None:
             self._transfer.stay()
         if self.swapped is not None:
-            swap_in(self.cache, self.swapped, self.tenant)
+            swap_in(self, self.swapped)
         self._transfer = None
 
     def spill(self, num_bytes: int) -> int:
