@@ -335,12 +335,13 @@ class KVCache(RowSpace):
 
     def stats(self) -> CacheStats:
         """The cache now. Cost: proportional to its rows."""
-        lengths = {
-            row: sequence.num_tokens if sequence.is_resident else 0
-            for row, sequence in self.live.items()
-        }
-        parked = list(self.rows.parked())
-        return collect_stats(self.pool, self.groups, lengths, parked, self.prefixes, self.sharing)
+        with self.pool.lock:  # Other caches' threads may have parked rows give way.
+            lengths = {
+                row: sequence.num_tokens if sequence.is_resident else 0
+                for row, sequence in self.live.items()
+            }
+            rows = lengths, list(self.rows.parked())
+            return collect_stats(self.pool, self.groups, *rows, self.prefixes, self.sharing)
 
     def check(self) -> None:
         """Check every invariant of memory; raises `InternalError` where one is broken."""
@@ -372,7 +373,8 @@ class KVCache(RowSpace):
             sequence.drop_host_copy()
         self.live.clear()
         self.places.clear()
-        self.pool.pressure.remove_source(self.victims)
+        with self.pool.lock:  # Nobody evicts its rows from here on, nor is about to.
+            self.pool.pressure.remove_source(self.victims)
         self.end_side_stream()
         while self.groups:
             self.groups[-1].close()

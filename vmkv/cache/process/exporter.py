@@ -270,9 +270,9 @@ def _protect(pool: ExtentPool, extents: Sequence[Extent]) -> None:
     """Take the right to write from everybody who has `extents` mapped. Locked."""
     wanted = set(map(id, extents))
     holders: list[tuple[MappedRows, int, list[Mapping]]] = []
-    for table in pool.page_tables:
+    # Lists of its own, because other threads may be making tables, or growing rows.
+    for table in list(pool.page_tables):
         for row, pages in enumerate(table.rows):
-            # A list of its own, because another thread may be growing the row.
             mappings = [each for each in list(pages.mappings) if id(each.extent) in wanted]
             if mappings:
                 holders.append((table, row, mappings))
