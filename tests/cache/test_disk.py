@@ -253,6 +253,27 @@ def test_swapped_out_sequence_is_saved_whole(
     sequence.close()
 
 
+def test_moving_sequence_stays_while_it_is_saved(
+    host: HostBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another cache's thread that is short of memory would have it leave first of all."""
+    cache, sequence = _world(host)
+    sequence.swap_out(wait=False)
+
+    def be_short(_: int) -> None:
+        cache.pool.make_room(cache.pool.stats().budget_bytes)
+
+    monkeypatch.setattr(host, "join_streams", be_short)
+    sequence.save(tmp_path / "kv")
+    assert sequence.transfer is not None
+    be_short(0)
+    assert sequence.transfer is None
+    monkeypatch.undo()
+    sequence.save(tmp_path / "again")
+    assert (tmp_path / "kv").read_bytes() == (tmp_path / "again").read_bytes()
+    cache.close()
+
+
 def test_spilled_sequence_is_saved_whole(
     make_cache: MakeCache, host: HostBackend, tmp_path: Path
 ) -> None:

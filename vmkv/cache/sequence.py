@@ -213,7 +213,8 @@ class Sequence:
         Ordering: behind what the current stream and others were given so far; host-synchronous.
         """
         self._check_not_closed()
-        save(self, self.swapped, path)
+        with self.cache.pinned_row(self.row):  # First: from here on it stays where it is.
+            save(self, self.swapped, path)
 
     def export(
         self,
