@@ -617,6 +617,18 @@ def test_forged_header_is_refused(saved: Path, make_cache: MakeCache, name: str)
     _refused(make_cache(windows=(20,)), saved, match)
 
 
+def test_header_may_write_its_numbers_otherwise(saved: Path, make_cache: MakeCache) -> None:
+    """Who passed it through another JSON library may have made 4096.0 of 4096."""
+    whole = saved.read_bytes()
+    end = 8 + int.from_bytes(whole[:8], "little")
+    header = json.loads(whole[8:end])
+    for name in ("token_ids", "group.0", "group.1"):
+        header[name]["data_offsets"] = [float(each) for each in header[name]["data_offsets"]]
+    text = json.dumps(header).encode()
+    saved.write_bytes(struct.pack("<Q", len(text)) + text + whole[end:])
+    assert_holds(make_cache(windows=(20,)).load(saved), range(50))
+
+
 def test_strangers_files_are_refused(make_cache: MakeCache, tmp_path: Path) -> None:
     """A model's weights, a text, nothing at all."""
     cache = make_cache()
