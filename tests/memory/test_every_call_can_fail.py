@@ -9,10 +9,15 @@ Faults are single; a driver that goes on failing is not played here.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+from contextlib import suppress
+
 import pytest
 from helpers.faulty_cache import PAGE, FaultyCache
 
-from vmkv import HostBackend, Sequence
+from vmkv import BackendUsage, HostBackend, Sequence
+from vmkv.backend.host import HostFence
 from vmkv.cache import layer_group, make_ready
 from vmkv.cache.cost import CostModel
 from vmkv.testing import FaultInjectingBackend, Scenario, check_every_call_can_fail
@@ -449,3 +454,36 @@ def test_every_call_can_fail(
         lambda: HostBackend(PAGE), make_scenario, is_out_of_memory=is_out_of_memory
     )
     assert primitives <= set(struck)
+
+
+@pytest.mark.parametrize(
+    "operation", ["copy on write", "reorder by aliases", "reorder into shared tails", "spill"]
+)
+def test_every_wait_can_be_interrupted(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who presses Ctrl-C while the device works has what was there before, and can go on."""
+    monkeypatch.setattr(layer_group, "UNDERREAD_TOKENS", 0)
+    wait = HostFence.wait
+    for interrupted_at in itertools.count(1):
+        host = HostBackend(PAGE)
+        scenario = OPERATIONS[operation][0](FaultInjectingBackend(host))
+        before, waits = scenario.observe(), itertools.count(1)
+
+        def interrupted(
+            fence: HostFence, at: int = interrupted_at, waits: Iterator[int] = waits
+        ) -> None:
+            if next(waits) == at:
+                raise KeyboardInterrupt
+            wait(fence)
+
+        with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+            patch.setattr(HostFence, "wait", interrupted)
+            scenario.operation()
+            break
+        scenario.check()
+        assert before == scenario.observe()
+        scenario.operation()
+        scenario.check()
+        scenario.close()
+        assert BackendUsage() == host.usage()
+    assert interrupted_at > 1
+    scenario.close()

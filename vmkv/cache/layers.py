@@ -53,8 +53,7 @@ def add_layers(
         ]
         map_rows(space, targets, made)
     except BaseException:
-        for group in made:
-            space.pool.close_soon(group.close)
+        space.pool.close_soon(*(group.close for group in made))
         raise
     space.groups += made
     space.places |= places
@@ -84,14 +83,13 @@ def compact(space: RowSpace) -> bool:
             if len(places) < group.geometry.num_layers:
                 moved.append((group, _without_gaps(space, group, places)))
     except BaseException:
-        for _, new in moved:
-            space.pool.close_soon(new.close)
+        space.pool.close_soon(*(new.close for _, new in moved))
         raise
     for group, new in moved:
         layers = [layer for _, layer in space.members(group)]
         space.groups[space.groups.index(group)] = new
         space.places |= {layer: (new, place) for place, layer in enumerate(layers)}
-        space.pool.close_soon(group.close)
+    space.pool.close_soon(*(group.close for group, _ in moved))
     return bool(moved)
 
 

@@ -218,7 +218,7 @@ def _exchange(pool: ExtentPool, parts: Sequence[_Part]) -> None:
             if row.old:
                 row.wait_until_free()
         pool.backend.execute([op for part in parts for op in part.ops_to_map(part.new)])
-    except DriverError as error:
+    except BaseException as error:  # Also who is interrupted, while this waits for the device.
         _restore(pool, parts, retired, error)
         raise
     for row, new in parts:
@@ -227,7 +227,10 @@ def _exchange(pool: ExtentPool, parts: Sequence[_Part]) -> None:
 
 
 def _restore(
-    pool: ExtentPool, parts: Sequence[_Part], retired: Sequence[RetiredMapping], error: DriverError
+    pool: ExtentPool,
+    parts: Sequence[_Part],
+    retired: Sequence[RetiredMapping],
+    error: BaseException,
 ) -> None:
     """Take back what is retired and still there; map again what is gone."""
     pending = iter(retired)

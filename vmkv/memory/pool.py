@@ -259,12 +259,11 @@ class ExtentPool:
             shelf = self._shelf(location)
             return shelf.release_free(shelf.free_bytes if num_bytes is None else num_bytes)
 
-    def close_soon(self, close: Callable[[], None]) -> None:
-        """Close what nobody uses; where the driver fails, `trim` and `close` do it. Cannot fail."""
-        try:
-            close()
-        except DriverError:
-            self.close_later(close)
+    def close_soon(self, *closes: Callable[[], None]) -> None:
+        """Close what nobody uses; what the driver refuses, `trim` and `close` try again."""
+        with self.lock, suppress(DriverError):
+            self._stranded += closes
+            self._close_stranded()
 
     def close_later(self, close: Callable[[], None]) -> None:
         """Take over what could not be closed."""
