@@ -250,7 +250,7 @@ def test_has_retired_in_sees_ranges(host: HostBackend, make_pool: MakePool) -> N
     has_retired_in = pool.reclaimer.has_retired_in
     start = table.page_address(0, 0)
     assert [False, True, True, False] == [
-        has_retired_in(Address(start + first * PAGE), Address(start + end * PAGE))
+        has_retired_in([(Address(start + first * PAGE), Address(start + end * PAGE))])
         for first, end in ((0, 1), (1, 2), (0, 2), (2, 4))
     ]
     host.pass_fences()

@@ -150,10 +150,10 @@ class Transfer:
             DriverError: It may be swapped out, its memory not free yet.
         """
         self._leave()
-        for each in self.swapped.extents:
-            start = self.swapped.address(each)
-            end = Address(start + each.extent.num_bytes)
-            self._space.pool.reclaimer.wait_for_range(start, end)
+        ends = ((self.swapped.address(each), each.extent) for each in self.swapped.extents)
+        self._space.pool.reclaimer.wait_for(
+            (start, Address(start + extent.num_bytes)) for start, extent in ends
+        )
 
     def cancel(self) -> None:
         """Leave the sequence where it is; its copy is dropped.
