@@ -405,6 +405,21 @@ def test_a_spilled_sequence_forks_swaps_and_closes(cache: KVCache) -> None:
     assert_holds(heir, range(7, 90))
 
 
+def test_host_memory_goes_with_the_last_that_lives(cache: KVCache) -> None:
+    """What a fork shares is spilled memory too: parked rows keep none of it."""
+    sequence = cache.open()
+    append(sequence, range(100))
+    sequence.record(range(100))
+    sequence.spill(10 * PAGE)
+    fork = sequence.fork()
+    sequence.close()
+    assert_holds(fork, range(100))
+    fork.close()
+    cache.pool.reclaimer.wait()
+    assert 0 == _host_bytes(cache)
+    cache.check()
+
+
 # ---- on the device ------------------------------------------------------------------------
 
 
