@@ -33,6 +33,8 @@ def grow(space: RowSpace, wanted: Iterable[tuple[LiveRow, int]]) -> None:
     targets = list(wanted)
     for sequence, num_tokens in targets:
         sequence.check_open()
+        if sequence.cache is not space:
+            raise ConfigError(f"{sequence} is of another cache")
         if num_tokens > space.max_tokens:
             raise SequenceFullError(
                 f"the sequence in row {sequence.row} would hold {num_tokens} tokens; rows of this "

@@ -213,6 +213,7 @@ class KVCache(RowSpace):
         Raises:
             OutOfPagesError: The pool cannot supply all pages. No sequence has changed.
             SequenceFullError: A row ends before that. No sequence has changed.
+            ConfigError: A sequence is swapped out, or of another cache. Likewise.
             ClosedError: The cache or a sequence is closed.
 
         Cost: a comparison for a sequence below its `writable_tokens` (most decode steps).
