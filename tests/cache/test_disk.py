@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -315,6 +316,23 @@ def test_save_replaces_the_file_at_once(make_cache: MakeCache, tmp_path: Path) -
         _filled(cache, 31, first=100).save(str(tmp_path / "kv"))
         assert content == old.read()
     assert_holds(cache.load(tmp_path / "kv"), range(100, 131))
+
+
+def test_folder_that_cannot_be_synced_holds_the_file(
+    make_cache: MakeCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some file systems refuse that: it was saved, and says no otherwise."""
+    fsync = os.fsync
+
+    def refusing(fd: int) -> None:
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", refusing)
+    cache = make_cache()
+    _filled(cache, 10).save(tmp_path / "kv")
+    assert_holds(cache.load(tmp_path / "kv"), range(10))
 
 
 def test_any_name_that_a_file_can_have(make_cache: MakeCache, tmp_path: Path) -> None:
