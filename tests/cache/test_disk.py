@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -253,6 +254,27 @@ def test_swapped_out_sequence_is_saved_whole(
     sequence.close()
 
 
+def test_moving_sequence_stays_while_it_is_saved(
+    host: HostBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another cache's thread that is short of memory would have it leave first of all."""
+    cache, sequence = _world(host)
+    sequence.swap_out(wait=False)
+
+    def be_short(_: int) -> None:
+        cache.pool.make_room(cache.pool.stats().budget_bytes)
+
+    monkeypatch.setattr(host, "join_streams", be_short)
+    sequence.save(tmp_path / "kv")
+    assert sequence.transfer is not None
+    be_short(0)
+    assert sequence.transfer is None
+    monkeypatch.undo()
+    sequence.save(tmp_path / "again")
+    assert (tmp_path / "kv").read_bytes() == (tmp_path / "again").read_bytes()
+    cache.close()
+
+
 def test_spilled_sequence_is_saved_whole(
     make_cache: MakeCache, host: HostBackend, tmp_path: Path
 ) -> None:
@@ -294,6 +316,23 @@ def test_save_replaces_the_file_at_once(make_cache: MakeCache, tmp_path: Path) -
         _filled(cache, 31, first=100).save(str(tmp_path / "kv"))
         assert content == old.read()
     assert_holds(cache.load(tmp_path / "kv"), range(100, 131))
+
+
+def test_folder_that_cannot_be_synced_holds_the_file(
+    make_cache: MakeCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some file systems refuse that: it was saved, and says no otherwise."""
+    fsync = os.fsync
+
+    def refusing(fd: int) -> None:
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", refusing)
+    cache = make_cache()
+    _filled(cache, 10).save(tmp_path / "kv")
+    assert_holds(cache.load(tmp_path / "kv"), range(10))
 
 
 def test_any_name_that_a_file_can_have(make_cache: MakeCache, tmp_path: Path) -> None:
@@ -594,6 +633,18 @@ def test_forged_header_is_refused(saved: Path, make_cache: MakeCache, name: str)
     text = json.dumps(header).encode()
     saved.write_bytes(struct.pack("<Q", len(text)) + text + whole[end:])
     _refused(make_cache(windows=(20,)), saved, match)
+
+
+def test_header_may_write_its_numbers_otherwise(saved: Path, make_cache: MakeCache) -> None:
+    """Who passed it through another JSON library may have made 4096.0 of 4096."""
+    whole = saved.read_bytes()
+    end = 8 + int.from_bytes(whole[:8], "little")
+    header = json.loads(whole[8:end])
+    for name in ("token_ids", "group.0", "group.1"):
+        header[name]["data_offsets"] = [float(each) for each in header[name]["data_offsets"]]
+    text = json.dumps(header).encode()
+    saved.write_bytes(struct.pack("<Q", len(text)) + text + whole[end:])
+    assert_holds(make_cache(windows=(20,)).load(saved), range(50))
 
 
 def test_strangers_files_are_refused(make_cache: MakeCache, tmp_path: Path) -> None:

@@ -406,15 +406,17 @@ def test_hits_and_misses_are_counted(cache: KVCache) -> None:
     )
 
 
-def test_tenants_do_not_find_each_other(cache: KVCache) -> None:
-    """Not by prefix, and not by saying nothing."""
-    _say(cache, range(98), tenant="a").close()
-    for stranger in ("b", None, ""):
+@pytest.mark.parametrize("tenant", ["a", None, "", "\ud800"])
+def test_tenants_do_not_find_each_other(cache: KVCache, tenant: str | None) -> None:
+    """Not by prefix, and not by saying nothing; any string is one, also what UTF-8 cannot say."""
+    _say(cache, range(98), tenant=tenant).close()
+    others: list[str | None] = ["b", "a", None, "", "\udfff"]
+    for stranger in [each for each in others if each != tenant]:
         sequence = cache.open(prompt=[*range(98), 5], tenant=stranger)
         assert 0 == sequence.num_cached_tokens
         sequence.close()
-    again = cache.open(prompt=[*range(98), 5], tenant="a")
-    assert (96, "a") == (again.num_cached_tokens, again.tenant)
+    again = cache.open(prompt=[*range(98), 5], tenant=tenant)
+    assert (96, tenant) == (again.num_cached_tokens, again.tenant)
 
 
 def test_what_is_not_recorded_is_not_found(cache: KVCache) -> None:

@@ -5,15 +5,20 @@ And its tree stays a radix tree: no node that could be one with another, none th
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from types import FrameType
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from vmkv.cache import prefix
+from vmkv.cache import prefix, prefix_tree
 from vmkv.cache.prefix import PrefixIndex
 from vmkv.cache.prefix_tree import Node, Where
 
 BLOCK = 2
+TraceFunction = Callable[[FrameType, str, object], object]
 ROWS = range(4)
 TENANTS = (None, "a")
 
@@ -207,3 +212,30 @@ def test_a_row_that_holds_nothing_is_nobodys(num_tokens: int) -> None:
     index.record(1, range(40), "b")
     assert [32, 16] == [match.num_tokens for match in index.matches(range(40), "b")]
     assert [16] == [match.num_tokens for match in index.matches(range(40), "a")]
+
+
+def test_how_much_a_row_holds_is_told_at_any_moment() -> None:
+    """While another thread splits and joins its nodes: who asks that holds no lock."""
+    index = PrefixIndex()
+    for row, num_blocks in enumerate((9, 9, 6)):
+        index.record(row, range(16 * num_blocks))
+    held: set[tuple[int, int]] = set()
+
+    def look(frame: FrameType, event: str, _: object) -> TraceFunction | None:
+        if frame.f_code.co_filename != prefix_tree.__file__:
+            return None
+        if event == "line":
+            sys.settrace(None)
+            held.add((index.num_recorded(0), index.num_recorded(2)))
+            sys.settrace(look)
+        return look
+
+    before = sys.gettrace()
+    sys.settrace(look)
+    try:
+        index.truncate(1, 16 * 4)
+        index.truncate(1, 16 * 2)
+        index.truncate(1)
+    finally:
+        sys.settrace(before)
+    assert {(16 * 9, 16 * 6)} == held

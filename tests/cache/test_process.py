@@ -37,7 +37,7 @@ from vmkv import (
     OutOfAddressSpaceError,
     OutOfPagesError,
 )
-from vmkv.backend import Access
+from vmkv.backend import Access, BackendUsage
 from vmkv.cache.process import PrefixExporter, importer, protocol
 from vmkv.cache.process import exporter as exporter_module
 from vmkv.errors import DriverError
@@ -1204,10 +1204,31 @@ def test_exporter_closes_in_spite_of_a_failing_driver(make_cache: MakeCache, pat
     sequence.append(4)
     pool.reclaimer.wait()
     backend.arm(1)
-    with pytest.raises(DriverError, match="mem_release"):
-        exporter.close()
+    exporter.close()
+    assert "mem_release" == backend.failed_call
     backend.arm(0)
     exporter.close()
     cache.check()
     cache.trim()
     assert 1 == len(pool.extents())
+
+
+def test_exporter_that_outlives_its_cache_closes_the_pool(make_cache: MakeCache, path: str) -> None:
+    """It is the last user then: what fails is gone on with by closing it again."""
+    struck = set()
+    for fail_at in range(1, 20):
+        host = HostBackend(PAGE)
+        backend = FaultInjectingBackend(host)
+        pool = ExtentPool(backend, 64 * PAGE, is_shareable=True, close_when_unused=True)
+        cache = make_cache(pool)
+        append(sequence := cache.open(), range(39))
+        exporter = sequence.export(path)
+        cache.close()
+        backend.arm(fail_at)
+        with suppress(DriverError):
+            exporter.close()
+        struck.add(backend.failed_call)
+        backend.arm(0)
+        exporter.close()
+        assert BackendUsage() == host.usage()
+    assert {"mem_release", None} == struck

@@ -219,6 +219,24 @@ def test_grow_leaves_longer_sequences_alone(cache: KVCache) -> None:
     assert (30, 10) == (first.num_tokens, second.num_tokens)
 
 
+def test_grow_refuses_another_caches_sequences(make_cache: MakeCache) -> None:
+    """Their rows have the same numbers: one of this cache's would grow in their place."""
+    mine, others = make_cache().open(), make_cache().open()
+    with pytest.raises(ConfigError, match="another cache"):
+        mine.cache.grow([(mine, 5), (others, 9)])
+    assert (0, 0) == (mine.num_tokens, others.num_tokens)
+    assert 0 == mine.cache.stats().resident_bytes
+
+
+def test_fork_of_less_than_nothing_is_refused(cache: KVCache) -> None:
+    """As is one of more than there is."""
+    sequence = cache.open()
+    sequence.append(5)
+    for num_tokens in (-3, 6):
+        with pytest.raises(ConfigError, match=f"cannot be forked at {num_tokens} tokens"):
+            cache.fork(sequence, num_tokens)
+
+
 def test_grow_names_a_sequence_twice(cache: KVCache) -> None:
     """The longer wish counts; nothing is mapped twice."""
     sequence = cache.open()

@@ -75,6 +75,21 @@ def test_what_is_swapped_in_goes_on(cache: KVCache) -> None:
     assert_holds(fork, range(60))
 
 
+def test_what_comes_back_has_what_is_kept_past_its_length_by_then(cache: KVCache) -> None:
+    """Also if nobody asked for that when it went; and not while it goes."""
+    sequence = cache.open()
+    append(sequence, range(40))
+    transfer = sequence.swap_out(wait=False)
+    with pytest.raises(ConfigError, match="on its way"):
+        cache.keep_resident(64)
+    assert 0 == cache.overread_tokens
+    transfer.finish()
+    cache.keep_resident(64)
+    sequence.swap_in()
+    cache.check()
+    assert_holds(sequence, range(40))
+
+
 def test_others_use_the_memory_meanwhile(cache: KVCache) -> None:
     """That is what it is for: two sequences that do not fit together take turns."""
     first, second = cache.open(), cache.open()
@@ -388,6 +403,21 @@ def test_a_spilled_sequence_forks_swaps_and_closes(cache: KVCache) -> None:
     }
     assert {MemoryLocation.DEVICE} == locations
     assert_holds(heir, range(7, 90))
+
+
+def test_host_memory_goes_with_the_last_that_lives(cache: KVCache) -> None:
+    """What a fork shares is spilled memory too: parked rows keep none of it."""
+    sequence = cache.open()
+    append(sequence, range(100))
+    sequence.record(range(100))
+    sequence.spill(10 * PAGE)
+    fork = sequence.fork()
+    sequence.close()
+    assert_holds(fork, range(100))
+    fork.close()
+    cache.pool.reclaimer.wait()
+    assert 0 == _host_bytes(cache)
+    cache.check()
 
 
 # ---- on the device ------------------------------------------------------------------------

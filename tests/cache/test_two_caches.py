@@ -15,9 +15,10 @@ import torch
 from helpers.stamps import append, assert_holds
 
 from vmkv import ConfigError, ExtentPool, HostBackend, KVCache, OutOfPagesError, Sequence
+from vmkv.cache import kv_cache
 from vmkv.cache.cost import CostModel
 from vmkv.cache.prefix_tree import PrefixTree
-from vmkv.memory import check_pool
+from vmkv.memory import PageTable, check_pool
 from vmkv.units import KiB
 
 PAGE = 4 * KiB
@@ -256,6 +257,44 @@ def test_index_is_changed_under_the_pools_lock(
     else:
         sequences[0].swap_out()
         sequences[0].swap_in()
+    assert was_held
+    assert all(was_held)
+
+
+@pytest.mark.parametrize("use", ["make", "stats", "close", "compact"])
+def test_parked_rows_are_looked_at_under_the_pools_lock(
+    pool: ExtentPool, make_cache: MakeCache, use: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another cache's thread may have them give way at any moment, and asks whose there are."""
+    cache = make_cache(pool)
+    _end(cache, range(64))
+    was_held: list[bool] = []
+
+    def watch(owner: Any, name: str) -> None:
+        function = getattr(owner, name)
+
+        def watched(*arguments: Any) -> Any:
+            was_held.append(pool.lock._is_owned())
+            return function(*arguments)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    for owner, name in (
+        (pool.pressure, "add_source"),
+        (pool.pressure, "remove_source"),
+        (PageTable, "retire_back"),
+        (kv_cache, "collect_stats"),
+    ):
+        watch(owner, name)
+    if use == "make":
+        make_cache(pool)
+    elif use == "stats":
+        cache.stats()
+    elif use == "close":
+        cache.close()
+    else:
+        cache.drop_layers([0])
+        cache.compact()
     assert was_held
     assert all(was_held)
 

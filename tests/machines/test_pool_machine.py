@@ -87,7 +87,7 @@ class PoolMachine(RuleBasedStateMachine):
         num_pages = sum(extent.num_pages for extent in extents)
         end = start + num_pages
         here = self.table.page_address(row, start), self.table.page_address(row, ROW_PAGES)
-        if end > ROW_PAGES or self.pool.reclaimer.has_retired_in(*here):
+        if end > ROW_PAGES or self.pool.reclaimer.has_retired_in([here]):
             return
         placement = Placement(row, start, extents)
         self.backend.execute(self.table.ops_to_map(placement, Access.READ_WRITE))

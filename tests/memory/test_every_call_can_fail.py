@@ -9,10 +9,15 @@ Faults are single; a driver that goes on failing is not played here.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+from contextlib import suppress
+
 import pytest
 from helpers.faulty_cache import PAGE, FaultyCache
 
-from vmkv import HostBackend, Sequence
+from vmkv import BackendUsage, HostBackend, Sequence
+from vmkv.backend.host import HostFence
 from vmkv.cache import layer_group, make_ready
 from vmkv.cache.cost import CostModel
 from vmkv.testing import FaultInjectingBackend, Scenario, check_every_call_can_fail
@@ -28,6 +33,34 @@ def _add_layers_to_live_sequences(backend: FaultInjectingBackend) -> Scenario:
     state.begin(30)
     state.begin(3)
     return state.scenario(lambda: state.add_layers(5))
+
+
+def _drop_layers(backend: FaultInjectingBackend) -> Scenario:
+    """What cannot be closed yet is closed later, by the pool: the layers are gone."""
+    state = FaultyCache(backend)
+    state.add_layers(2)
+    state.begin(40)
+
+    def drop() -> None:
+        state.cache.drop_layers([2, 3])
+        assert [0, 1] == state.cache.layers
+
+    return state.scenario(drop)
+
+
+def _compact(backend: FaultInjectingBackend) -> Scenario:
+    """Two groups, and what a window keeps: all are moved, or none."""
+    state = FaultyCache(backend, window_tokens=40)
+    state.begin(98, step=14)
+    state.begin(20)
+    state.cache.drop_layers([0, 3])
+    homes = dict(state.cache.places)
+
+    def compact() -> None:
+        assert homes == state.cache.places
+        state.cache.compact()
+
+    return state.scenario(compact)
 
 
 def _append_small(backend: FaultInjectingBackend) -> Scenario:
@@ -203,6 +236,13 @@ def _reorder_by_aliases(backend: FaultInjectingBackend) -> Scenario:
     return state.scenario(lambda: state.cache.reorder(beams, [1, 2, 1]))
 
 
+def _reorder_at_a_watermark(backend: FaultInjectingBackend) -> Scenario:
+    """What gives way is released at once: the beams hold something else by then."""
+    state = FaultyCache(backend, keep_free_bytes=0)
+    beams = [state.begin(64) for _ in range(3)]
+    return state.scenario(lambda: state.cache.reorder(beams, [1, 2, 1]))
+
+
 def _reorder_by_copies(backend: FaultInjectingBackend) -> Scenario:
     """Beams that share their prompt and have tails: a failing copy may cost those."""
     state = FaultyCache(backend)
@@ -347,6 +387,8 @@ OPERATIONS = {
         _add_layers_to_live_sequences,
         {"address_reserve", "mem_create", "mem_map", "mem_set_access"},
     ),
+    "drop_layers": (_drop_layers, {"record_fence", "mem_unmap", "address_free"}),
+    "compact": (_compact, {"address_reserve", "address_free", *_MAPS, *_EXCHANGES}),
     "append small": (_append_small, {"mem_create", "mem_map", "mem_set_access"}),
     "append large": (_append_large, {"mem_create", "mem_map", "mem_set_access"}),
     "append over groups": (
@@ -379,6 +421,7 @@ OPERATIONS = {
     "give up what is shared": (_give_up_what_is_shared, _EXCHANGES),
     "write what was shared": (_write_what_was_shared, {"mem_set_access", "fill"}),
     "reorder by aliases": (_reorder_by_aliases, _EXCHANGES),
+    "reorder at a watermark": (_reorder_at_a_watermark, {"mem_release", *_EXCHANGES}),
     "reorder by copies": (_reorder_by_copies, {"copy"}),
     "reorder into shared tails": (_reorder_into_shared_tails, {"copy", "fill", *_EXCHANGES}),
     "hit by alias": (_hit_by_alias, {"join_streams", "copy", *_MAPS}),
@@ -411,3 +454,36 @@ def test_every_call_can_fail(
         lambda: HostBackend(PAGE), make_scenario, is_out_of_memory=is_out_of_memory
     )
     assert primitives <= set(struck)
+
+
+@pytest.mark.parametrize(
+    "operation", ["copy on write", "reorder by aliases", "reorder into shared tails", "spill"]
+)
+def test_every_wait_can_be_interrupted(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who presses Ctrl-C while the device works has what was there before, and can go on."""
+    monkeypatch.setattr(layer_group, "UNDERREAD_TOKENS", 0)
+    wait = HostFence.wait
+    for interrupted_at in itertools.count(1):
+        host = HostBackend(PAGE)
+        scenario = OPERATIONS[operation][0](FaultInjectingBackend(host))
+        before, waits = scenario.observe(), itertools.count(1)
+
+        def interrupted(
+            fence: HostFence, at: int = interrupted_at, waits: Iterator[int] = waits
+        ) -> None:
+            if next(waits) == at:
+                raise KeyboardInterrupt
+            wait(fence)
+
+        with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+            patch.setattr(HostFence, "wait", interrupted)
+            scenario.operation()
+            break
+        scenario.check()
+        assert before == scenario.observe()
+        scenario.operation()
+        scenario.check()
+        scenario.close()
+        assert BackendUsage() == host.usage()
+    assert interrupted_at > 1
+    scenario.close()

@@ -115,9 +115,8 @@ class _Parked:
             return
         with self.pool.lock:
             placement = Placement(row, 0, extents)
-            self.pool.reclaimer.wait_for_range(
-                self.table.page_address(row, 0), self.table.page_address(row, 8)
-            )
+            row_range = self.table.page_address(row, 0), self.table.page_address(row, 8)
+            self.pool.reclaimer.wait_for([row_range])
             if not self.table.rows[row].mappings:
                 self.pool.backend.execute(self.table.ops_to_map(placement, Access.READ_WRITE))
                 self.table.note_mapped(placement, Access.READ_WRITE)

@@ -243,6 +243,16 @@ def test_budget_can_grow_and_then_serves_more(make_pool: MakePool) -> None:
     pool.disown(held)
 
 
+def test_budget_can_grow_manifold(make_pool: MakePool) -> None:
+    """A pool that began small has as many extents, of single pages, as its budget holds later."""
+    pool = make_pool(2)
+    pool.set_budget(3000 * PAGE)
+    held = pool.acquire([0] * 3000)
+    assert 0 == pool.available_bytes
+    pool.disown(held)
+    check_pool(pool)
+
+
 def test_budget_restored_after_shrinking_serves_again(make_pool: MakePool) -> None:
     """Down and up again is where limits get stuck."""
     pool = make_pool(8)

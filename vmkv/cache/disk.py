@@ -104,7 +104,7 @@ def _device_buffer(space: RowSpace) -> torch.Tensor:
 
 
 def save(sequence: LiveRow, swapped: Swapped | None, path: str | os.PathLike[str]) -> None:
-    """See `Sequence.save`; `swapped` is what of it is swapped out."""
+    """See `Sequence.save`; `swapped` is what of it is swapped out. Its row is pinned."""
     space, row, num_tokens = sequence.cache, sequence.row, sequence.num_tokens
     with space.pool.lock:
         token_ids = space.prefixes.token_ids(row)
@@ -118,7 +118,7 @@ def save(sequence: LiveRow, swapped: Swapped | None, path: str | os.PathLike[str
     space.note_stream()
     space.pool.backend.join_streams(space.current_stream())
     # The file takes its name last: after everything that can fail.
-    with space.pinned_row(row), whole_file(Path(path)) as file:
+    with whole_file(Path(path)) as file:
         buffer = _Buffer(space)
         ids = struct.pack(f"<{len(token_ids)}q", *token_ids)
         contents: list[Iterable[memoryview]] = [[memoryview(ids)]]

@@ -25,8 +25,8 @@ def fork(space: RowSpace, source: LiveRow, num_tokens: int, row: int | None = No
     """A row of `space`, or the one named, that begins as `source` does; for `Sequence.fork`."""
     space.check_open()
     source.check_open()
-    if num_tokens > source.num_tokens:
-        raise ConfigError(f"{source} cannot be forked at {num_tokens} tokens: it holds fewer")
+    if not 0 <= num_tokens <= source.num_tokens:
+        raise ConfigError(f"{source} cannot be forked at {num_tokens} tokens")
     space.note_stream()
     with space.pool.lock:
         source.cache.check_keeps(source.row, num_tokens, "fork at")

@@ -33,6 +33,8 @@ def grow(space: RowSpace, wanted: Iterable[tuple[LiveRow, int]]) -> None:
     targets = list(wanted)
     for sequence, num_tokens in targets:
         sequence.check_open()
+        if sequence.cache is not space:
+            raise ConfigError(f"{sequence} is of another cache")
         if num_tokens > space.max_tokens:
             raise SequenceFullError(
                 f"the sequence in row {sequence.row} would hold {num_tokens} tokens; rows of this "
@@ -127,6 +129,8 @@ def keep_resident(space: RowSpace, overread_tokens: int) -> None:
             f"a kernel that fetches {overread_tokens} tokens past the length would fetch the NaN "
             'of scrub="poison"; choose another attention backend, or none of the poison'
         )
+    if space.moving:
+        raise ConfigError("a sequence is on its way to the host; finish that, or cancel it, first")
     space.overread_tokens = overread_tokens
     try:
         live = space.live_sequences()

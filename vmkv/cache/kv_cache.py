@@ -213,6 +213,7 @@ class KVCache(RowSpace):
         Raises:
             OutOfPagesError: The pool cannot supply all pages. No sequence has changed.
             SequenceFullError: A row ends before that. No sequence has changed.
+            ConfigError: A sequence is swapped out, or of another cache. Likewise.
             ClosedError: The cache or a sequence is closed.
 
         Cost: a comparison for a sequence below its `writable_tokens` (most decode steps).
@@ -226,11 +227,13 @@ class KVCache(RowSpace):
     def keep_resident(self, overread_tokens: int) -> None:
         """Have `overread_tokens` past every sequence's length mapped, now and from now on.
 
-        For kernels that fetch past the length they are told. Never less than before.
+        For kernels that fetch past the length they are told. Never less than before. Sequences
+        that are swapped out have them when they come back.
 
         Raises:
             OutOfPagesError: They are not to be had. Nothing changed.
-            ConfigError: The pool poisons memory, which such a kernel would fetch. Likewise.
+            ConfigError: The pool poisons memory, which such a kernel would fetch; or a sequence is
+                moving to the host. Likewise.
         """
         keep_resident(self, overread_tokens)
 
@@ -333,12 +336,13 @@ class KVCache(RowSpace):
 
     def stats(self) -> CacheStats:
         """The cache now. Cost: proportional to its rows."""
-        lengths = {
-            row: sequence.num_tokens if sequence.is_resident else 0
-            for row, sequence in self.live.items()
-        }
-        parked = list(self.rows.parked())
-        return collect_stats(self.pool, self.groups, lengths, parked, self.prefixes, self.sharing)
+        with self.pool.lock:  # Other caches' threads may have parked rows give way.
+            lengths = {
+                row: sequence.num_tokens if sequence.is_resident else 0
+                for row, sequence in self.live.items()
+            }
+            rows = lengths, list(self.rows.parked())
+            return collect_stats(self.pool, self.groups, *rows, self.prefixes, self.sharing)
 
     def check(self) -> None:
         """Check every invariant of memory; raises `InternalError` where one is broken."""
@@ -370,7 +374,8 @@ class KVCache(RowSpace):
             sequence.drop_host_copy()
         self.live.clear()
         self.places.clear()
-        self.pool.pressure.remove_source(self.victims)
+        with self.pool.lock:  # Nobody evicts its rows from here on, nor is about to.
+            self.pool.pressure.remove_source(self.victims)
         self.end_side_stream()
         while self.groups:
             self.groups[-1].close()

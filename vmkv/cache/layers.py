@@ -53,8 +53,7 @@ def add_layers(
         ]
         map_rows(space, targets, made)
     except BaseException:
-        for group in made:
-            group.close()
+        space.pool.close_soon(*(group.close for group in made))
         raise
     space.groups += made
     space.places |= places
@@ -68,8 +67,8 @@ def drop_layers(space: RowSpace, layers: Iterable[int]) -> None:
         group, _ = space.place(layer)
         del space.places[layer]
         if not space.members(group):
-            group.close()
             space.groups.remove(group)
+            space.pool.close_soon(group.close)
 
 
 def compact(space: RowSpace) -> bool:
@@ -77,16 +76,21 @@ def compact(space: RowSpace) -> bool:
     space.check_open()
     if not all(each.is_resident for each in space.live.values()):
         raise ConfigError("a sequence is swapped out; swap_in() before moving layers")
-    moved = False
-    for at, group in enumerate(tuple(space.groups)):
-        members = space.members(group)
-        if len(members) < group.geometry.num_layers:
-            new = _without_gaps(space, group, [place for place, _ in members])
-            space.groups[at] = new
-            space.places |= {layer: (new, place) for place, (_, layer) in enumerate(members)}
-            group.close()
-            moved = True
-    return moved
+    moved: list[tuple[LayerGroup, LayerGroup]] = []
+    try:
+        for group in space.groups:
+            places = [place for place, _ in space.members(group)]
+            if len(places) < group.geometry.num_layers:
+                moved.append((group, _without_gaps(space, group, places)))
+    except BaseException:
+        space.pool.close_soon(*(new.close for _, new in moved))
+        raise
+    for group, new in moved:
+        layers = [layer for _, layer in space.members(group)]
+        space.groups[space.groups.index(group)] = new
+        space.places |= {layer: (new, place) for place, layer in enumerate(layers)}
+    space.pool.close_soon(*(group.close for group, _ in moved))
+    return bool(moved)
 
 
 def _without_gaps(space: RowSpace, group: LayerGroup, places: Sequence[int]) -> LayerGroup:
@@ -99,11 +103,11 @@ def _without_gaps(space: RowSpace, group: LayerGroup, places: Sequence[int]) -> 
     try:
         targets = [Target(each.row, each.num_tokens, first[each.row], each.tenant) for each in live]
         map_rows(space, targets, [new])
+        for each in live:
+            # The new row starts on another page boundary; both hold what is still needed.
+            start = max(first[each.row], new.first_mapped_token(each.row, each.num_tokens))
+            new.copy_row(each.row, slice(start, each.num_tokens), group, places)
     except BaseException:
-        new.close()
+        space.pool.close_soon(new.close)
         raise
-    for each in live:
-        # The new row starts on another page boundary; both hold what is still needed.
-        start = max(first[each.row], new.first_mapped_token(each.row, each.num_tokens))
-        new.copy_row(each.row, slice(start, each.num_tokens), group, places)
     return new

@@ -350,7 +350,8 @@ def _digest(data: bytes) -> bytes:
 
 
 def _tenant_bytes(tenant: str | None) -> bytes:
-    return (tenant or "").encode()
+    """Different for each; nobody in particular is not who has no name."""
+    return b"" if tenant is None else b"." + tenant.encode(errors="surrogatepass")
 
 
 def _as_bytes(token_ids: Sequence[int]) -> bytes:

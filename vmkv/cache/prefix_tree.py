@@ -33,28 +33,27 @@ class Node:
     Attributes:
         parent: What comes before; None for the root.
         key: What it is found by there.
-        start_bytes: How much comes before.
+        end_bytes: How much there is up to its end. Stays, where the node is split or joined: who
+            does not hold the lock may ask a row how much it holds.
         run: The blocks.
         rows: By `Where`, the rows that hold it; the last to come is the last.
         children: What comes behind, by the first block.
     """
 
-    __slots__ = ("children", "key", "parent", "rows", "run", "start_bytes")
+    __slots__ = ("children", "end_bytes", "key", "parent", "rows", "run")
 
-    def __init__(
-        self, parent: Node | None, key: bytes, start_bytes: int, run: bytes | bytearray = b""
-    ):
+    def __init__(self, parent: Node | None, key: bytes, run: bytes | bytearray = b""):
         self.parent = parent
         self.key = key
-        self.start_bytes = start_bytes
         self.run = bytearray(run)
+        self.end_bytes: int = len(run) + (parent.end_bytes if parent is not None else 0)
         self.rows: tuple[dict[int, None], ...] = ({}, {}, {})
         self.children: dict[bytes, Node] = {}
 
     @property
-    def end_bytes(self) -> int:
-        """How much there is up to its end."""
-        return self.start_bytes + len(self.run)
+    def start_bytes(self) -> int:
+        """How much comes before."""
+        return self.end_bytes - len(self.run)
 
     @property
     def above(self) -> Node:
@@ -87,7 +86,7 @@ class PrefixTree:
 
     def __init__(self, block_bytes: int):
         self.block_bytes = block_bytes
-        self._root = Node(None, b"", 0)
+        self._root = Node(None, b"")
 
     # ---- what rows hold -------------------------------------------------------------------
 
@@ -109,8 +108,9 @@ class PrefixTree:
                 rest = blocks[at:]
                 if self._is_the_rows_alone(node, path):
                     node.run += rest
+                    node.end_bytes += len(rest)
                     return
-                child = node.children[key] = Node(node, key, node.end_bytes, rest)
+                child = node.children[key] = Node(node, key, rest)
             else:
                 common_bytes = self._common_bytes(child, blocks, at, len(blocks))
                 if common_bytes < len(child.run):
@@ -238,12 +238,11 @@ class PrefixTree:
 
         So whoever ends at `node` still does.
         """
-        first = Node(node.parent, node.key, node.start_bytes, node.run[:num_bytes])
+        first = Node(node.parent, node.key, node.run[:num_bytes])
         first.rows = tuple(map(dict, node.rows))
         node.above.children[node.key] = first
         del node.run[:num_bytes]
         node.parent, node.key = first, bytes(node.run[: self.block_bytes])
-        node.start_bytes += num_bytes
         first.children[node.key] = node
         return first
 
@@ -259,5 +258,4 @@ class PrefixTree:
             if [*map(len, node.rows)] == [*map(len, child.rows)]:
                 child.run[:0] = node.run
                 child.parent, child.key = node.above, node.key
-                child.start_bytes = node.start_bytes
                 node.above.children[node.key] = child

@@ -107,7 +107,8 @@ class RowSpace:
         self.is_closed = False
         self.current_stream = stream_getter(backend)
         self._side_stream: int | None = None
-        self.pool.pressure.add_source(self.victims)
+        with self.pool.lock:
+            self.pool.pressure.add_source(self.victims)
 
     def check_open(self) -> None:
         """Raise `ClosedError` if the cache is closed."""

@@ -172,6 +172,7 @@ class SavedFile:
                 f"{self._where} has other tensors than its description says ({what}); save the "
                 "sequence again"
             )
+        self._entries = wanted  # As we write numbers: 1.0 and true are equal to 1, and no offsets.
         for tensor in tensors:
             self._digests.text(tensor.name)
 

@@ -169,7 +169,7 @@ class Sequence:
         if self._transfer is not None:
             self._transfer.stay()
         if self.swapped is not None:
-            swap_in(self.cache, self.swapped, self.tenant)
+            swap_in(self, self.swapped)
         self._transfer = None
 
     def spill(self, num_bytes: int) -> int:
@@ -213,7 +213,8 @@ class Sequence:
         Ordering: behind what the current stream and others were given so far; host-synchronous.
         """
         self._check_not_closed()
-        save(self, self.swapped, path)
+        with self.cache.pinned_row(self.row):  # First: from here on it stays where it is.
+            save(self, self.swapped, path)
 
     def export(
         self,

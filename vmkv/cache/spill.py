@@ -23,8 +23,9 @@ def spill(sequence: LiveRow, num_bytes: int) -> int:
     # Extents that are still written to, beyond the last full page, stay.
     found = [
         (group, mapping)
-        for group, mapping in _own(space, row, MemoryLocation.DEVICE)
+        for group, mapping in _mapped(space, row, MemoryLocation.DEVICE)
         if mapping.end_page <= group.geometry.whole_pages_below(sequence.num_tokens)
+        and not mapping.extent.is_shared
     ]
     found.sort(key=lambda each: each[0].token_at(each[1].first_page))
     chosen: list[tuple[LayerGroup, Mapping]] = []
@@ -40,24 +41,28 @@ def spill(sequence: LiveRow, num_bytes: int) -> int:
 def unspill(sequence: LiveRow) -> int:
     """See `Sequence.unspill`."""
     space = sequence.cache
-    spilled = _own(space, sequence.row, MemoryLocation.HOST)
-    return _relocate(space, sequence, spilled, MemoryLocation.DEVICE)
+    spilled = _mapped(space, sequence.row, MemoryLocation.HOST)
+    chosen = [each for each in spilled if not each[1].extent.is_shared]
+    return _relocate(space, sequence, chosen, MemoryLocation.DEVICE)
 
 
 def drop_spilled(space: RowSpace, row: int) -> None:
-    """Retire what a row that ends has in host memory, and what comes behind it. Locked."""
-    spilled = _own(space, row, MemoryLocation.HOST)
+    """Retire what a row that ends has in host memory, and what comes behind it. Locked.
+
+    Also what it shares: a parked row keeps none, so the last live one lets it go.
+    """
+    spilled = _mapped(space, row, MemoryLocation.HOST)
     if spilled:
         space.retire_from(row, min(group.token_at(each.first_page) for group, each in spilled))
 
 
-def _own(space: RowSpace, row: int, location: MemoryLocation) -> _Chosen:
-    """The extents of a row that are in memory of a location, and its own."""
+def _mapped(space: RowSpace, row: int, location: MemoryLocation) -> _Chosen:
+    """The extents of a row that are in memory of a location."""
     return [
         (group, mapping)
         for group in space.groups
         for mapping in group.table.rows[row].mappings
-        if mapping.extent.location is location and not mapping.extent.is_shared
+        if mapping.extent.location is location
     ]
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from ..backend import Access, Fence, MemoryLocation
@@ -31,6 +32,7 @@ from ..memory import (
     size_classes,
 )
 from ..units import Address
+from .growing import Target, map_rows
 from .layer_group import LayerGroup
 from .row_space import LiveRow, RowSpace
 from .victims import victim_of
@@ -148,10 +150,10 @@ class Transfer:
             DriverError: It may be swapped out, its memory not free yet.
         """
         self._leave()
-        for each in self.swapped.extents:
-            start = self.swapped.address(each)
-            end = Address(start + each.extent.num_bytes)
-            self._space.pool.reclaimer.wait_for_range(start, end)
+        ends = ((self.swapped.address(each), each.extent) for each in self.swapped.extents)
+        self._space.pool.reclaimer.wait_for(
+            (start, Address(start + extent.num_bytes)) for start, extent in ends
+        )
 
     def cancel(self) -> None:
         """Leave the sequence where it is; its copy is dropped.
@@ -238,7 +240,7 @@ def begin_swap_out(sequence: LiveRow) -> Transfer:
             fence = pool.reclaimer.new_fence()
             pool.reclaimer.poll()  # While the copies run, for which nothing need be done.
         except BaseException:
-            staging.close(lambda: False)
+            pool.close_soon(partial(staging.close, lambda: False))
             raise
     finally:
         pool.disown(extents)  # From here on the staging addresses hold them.
@@ -267,8 +269,8 @@ def _to_move(
                 page += 1 << size_class
 
 
-def swap_in(space: RowSpace, swapped: Swapped, tenant: object) -> None:
-    """Map new device memory where that of a row was, and copy its contents back.
+def swap_in(sequence: LiveRow, swapped: Swapped) -> None:
+    """Map new device memory where that of a sequence was, and copy its contents back.
 
     The current stream waits for the copies, the caller does not.
 
@@ -276,8 +278,9 @@ def swap_in(space: RowSpace, swapped: Swapped, tenant: object) -> None:
         OutOfPagesError: No device memory is left, even if parked rows give way. Nothing changed.
         OutOfAddressSpaceError, DriverError: Nothing changed.
     """
+    space, row, tenant = sequence.cache, swapped.row, sequence.tenant
     space.note_stream()
-    backend, row = space.pool.backend, swapped.row
+    backend, num_tokens = space.pool.backend, sequence.num_tokens
     changes = [
         RowChange(each.group.table, row, each.page, [each.extent.size_class], tenant)
         for each in swapped.extents
@@ -288,6 +291,8 @@ def swap_in(space: RowSpace, swapped: Swapped, tenant: object) -> None:
             if each.num_bytes:
                 target = swapped.address(each)
                 backend.copy(target, swapped.staged(each), each.num_bytes, side)
+        # What is kept past its length may have become more meanwhile.
+        map_rows(space, [Target(row, num_tokens, num_tokens, tenant)])
         backend.stream_wait(current, side)
         swapped.drop()
     space.sharing.swapped_in_bytes += swapped.num_bytes

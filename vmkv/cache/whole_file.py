@@ -12,7 +12,7 @@ import os
 import secrets
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -46,7 +46,8 @@ def whole_file(path: Path) -> Iterator[IO[bytes]]:
         except BaseException:
             os.unlink(temporary, dir_fd=folder)
             raise
-        os.fsync(folder)  # The name, too, outlives a crash.
+        with suppress(OSError):  # Not every file system can. The file is there in any case.
+            os.fsync(folder)  # The name, too, outlives a crash.
     finally:
         os.close(folder)
 

@@ -70,10 +70,11 @@ class RowChange(NamedTuple):
         """Where `page` of the row starts."""
         return self.table.page_address(self.row, page)
 
-    def wait_until_free(self) -> None:
-        """Wait until what was retired from the pages concerned is unmapped."""
-        end = self.address(max([self.end_page, *(each.end_page for each in self.old)]))
-        self.table.pool.reclaimer.wait_for_range(self.address(self.first_page), end)
+    @property
+    def addresses(self) -> tuple[Address, Address]:
+        """Where the pages concerned start and end."""
+        end_page = max([self.end_page, *(each.end_page for each in self.old)])
+        return self.address(self.first_page), self.address(end_page)
 
 
 class _Part(NamedTuple):
@@ -214,11 +215,9 @@ def _exchange(pool: ExtentPool, parts: Sequence[_Part]) -> None:
     if retired:
         pool.reclaimer.retire(retired, pool.reclaimer.new_fence())
     try:
-        for row, _ in parts:
-            if row.old:
-                row.wait_until_free()
+        pool.reclaimer.wait_for(row.addresses for row, _ in parts if row.old)
         pool.backend.execute([op for part in parts for op in part.ops_to_map(part.new)])
-    except DriverError as error:
+    except BaseException as error:  # Also who is interrupted, while this waits for the device.
         _restore(pool, parts, retired, error)
         raise
     for row, new in parts:
@@ -227,7 +226,10 @@ def _exchange(pool: ExtentPool, parts: Sequence[_Part]) -> None:
 
 
 def _restore(
-    pool: ExtentPool, parts: Sequence[_Part], retired: Sequence[RetiredMapping], error: DriverError
+    pool: ExtentPool,
+    parts: Sequence[_Part],
+    retired: Sequence[RetiredMapping],
+    error: BaseException,
 ) -> None:
     """Take back what is retired and still there; map again what is gone."""
     pending = iter(retired)
@@ -268,8 +270,7 @@ def change(
         OutOfPagesError, DriverError: Nothing has changed; parked rows may have lost memory.
     """
     with pinned(pool, [*reads, *(mapping for row in rows for mapping in row.again)]):
-        for row in rows:
-            row.wait_until_free()  # First: it can be acquired then.
+        pool.reclaimer.wait_for(row.addresses for row in rows)  # First: it can be acquired then.
         classes = [size_class for row in rows for size_class in row.classes]
         fresh = (acquire or pool.acquire_or_evict)(classes)
         try:

@@ -209,8 +209,9 @@ class PageTable:
         reclaimer = self.pool.reclaimer
         if self in self.pool.page_tables:
             fence = reclaimer.new_fence()
-            for row in range(self.num_rows):
-                self.retire_back(row, 0, fence)
+            with self.pool.lock:  # Others may be having its rows give way.
+                for row in range(self.num_rows):
+                    self.retire_back(row, 0, fence)
             reclaimer.wait()
             self.pool.page_tables.remove(self)
             reclaimer.free_later(self.address, self.reserved_bytes, has_views)
@@ -224,8 +225,8 @@ class PageTable:
         for row in range(self.num_rows):
             self.retire_back(row, 0, fence)
         self.pool.page_tables.remove(self)
-        start, end = self.address, self.page_address(self.num_rows, 0)
+        whole = [(self.address, self.page_address(self.num_rows, 0))]
         has_retired_in = self.pool.reclaimer.has_retired_in
         self.pool.reclaimer.free_later(
-            self.address, self.reserved_bytes, lambda: has_retired_in(start, end)
+            self.address, self.reserved_bytes, lambda: has_retired_in(whole)
         )

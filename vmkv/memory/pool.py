@@ -18,10 +18,11 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 
 from .._native import count_references
 from ..backend import Backend, MemoryLocation
-from ..errors import ClosedError, ConfigError, OutOfPagesError
+from ..errors import ClosedError, ConfigError, DriverError, OutOfPagesError
 from ..units import Handle, MiB, is_power_of_two
 from .extent import Extent
 from .leaving import Leaving
@@ -36,7 +37,7 @@ from .submitted import SubmittedWrites
 _LARGEST_EXTENT_BYTES = 64 * MiB
 _NUM_CLASSES_MAX = 6  # 1 … 32 pages
 
-_DEVICE = MemoryLocation.DEVICE
+_DEVICE, _HOST = MemoryLocation.DEVICE, MemoryLocation.HOST
 
 
 class ExtentPool:
@@ -88,11 +89,7 @@ class ExtentPool:
         checks: bool | None = None,
     ):
         page_bytes = backend.granularity_bytes if page_bytes is None else page_bytes
-        if (
-            page_bytes <= 0
-            or page_bytes % backend.granularity_bytes
-            or not is_power_of_two(page_bytes)
-        ):
+        if page_bytes % backend.granularity_bytes or not is_power_of_two(page_bytes):
             raise ConfigError(
                 f"page_bytes={page_bytes} must be a power of two and a multiple of the "
                 f"granularity of {backend.name}, {backend.granularity_bytes}"
@@ -121,12 +118,9 @@ class ExtentPool:
                 on_pressure=on_pressure if location is _DEVICE else None,
                 retired_bytes=self._retired_bytes,
             )
-            for location, budget in (
-                (_DEVICE, budget_bytes),
-                (MemoryLocation.HOST, host_budget_bytes),
-            )
+            for location, budget in ((_DEVICE, budget_bytes), (_HOST, host_budget_bytes))
         ]
-        self._stranded: list[MappedRows] = []
+        self._stranded: list[Callable[[], None]] = []
         self._leaving = Leaving(backend, lambda e: self._shelf(e.location).release_unlisted(e))
         self.page_tables: list[MappedRows] = []
         self.pressure = Pressure(policy)
@@ -209,7 +203,7 @@ class ExtentPool:
     def disown(self, extents: Sequence[Extent]) -> None:
         """Drop the ownership that `acquire` (or `own`) gave; an unneeded extent becomes free.
 
-        Takes the lock only to release what may not be kept: see `keep_free_bytes`.
+        Cannot fail. Takes the lock only to release what may not be kept: see `keep_free_bytes`.
         """
         unneeded = count_references(extents, 0, 0, -1)
         if unneeded:
@@ -237,18 +231,16 @@ class ExtentPool:
         return self._shelves[0 if location is _DEVICE else 1]
 
     def _recycle(self, unneeded: Sequence[Extent]) -> None:
-        """Extents that lost their last reference in this call become free, or leave."""
-        leaving: list[Extent] = []
+        """Extents that lost their last reference just now become free, or leave. Cannot fail."""
+        leaving = [extent for extent in unneeded if not extent.is_recyclable]
         for extent in unneeded:
             if extent.is_recyclable:
                 self._shelf(extent.location).put_back((extent,))
-            else:
-                leaving.append(extent)
-        # Last, because it may fail: by now every extent is where it belongs.
         keep_bytes, shelf = self._keep_free_bytes, self._shelf(_DEVICE)
         is_above = keep_bytes is not None and shelf.free_bytes > keep_bytes
         if is_above or leaving or self._leaving.extents:
-            with self.lock:
+            # What the driver does not take now stays where it is, and is tried again.
+            with self.lock, suppress(DriverError):
                 self._leaving.release(leaving)
                 if keep_bytes is not None:
                     shelf.release_free(shelf.free_bytes - keep_bytes)
@@ -267,14 +259,20 @@ class ExtentPool:
             shelf = self._shelf(location)
             return shelf.release_free(shelf.free_bytes if num_bytes is None else num_bytes)
 
-    def close_later(self, table: MappedRows) -> None:
-        """Take over a table without views that could not be closed; `trim` and `close` do it."""
+    def close_soon(self, *closes: Callable[[], None]) -> None:
+        """Close what nobody uses; what the driver refuses, `trim` and `close` try again."""
+        with self.lock, suppress(DriverError):
+            self._stranded += closes
+            self._close_stranded()
+
+    def close_later(self, close: Callable[[], None]) -> None:
+        """Take over what could not be closed."""
         with self.lock:
-            self._stranded.append(table)
+            self._stranded.append(close)
 
     def _close_stranded(self) -> None:
         while self._stranded:
-            self._stranded[-1].close(lambda: False)
+            self._stranded[-1]()
             self._stranded.pop()
 
     def give_back(self, num_bytes: int | None = None) -> int:

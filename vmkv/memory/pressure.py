@@ -60,7 +60,7 @@ class LeastRecentlyUsed:
 
 
 class Pressure:
-    """The victims of all caches over one pool.
+    """The victims of all caches over one pool. Guarded by the pool's lock, but for `tick`.
 
     Args:
         policy: In which order they go.

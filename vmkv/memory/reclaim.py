@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import threading
 import time
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import is_
@@ -166,9 +167,13 @@ class Reclaimer:
             num_bytes += self._reclaim(partial(is_, fence))
         return num_bytes
 
-    def wait_for_range(self, start: Address, end: Address) -> None:
-        """Unmap what is retired in `[start, end)`, and what was retired before it."""
-        while self.has_retired_in(start, end):
+    def wait_for(self, ranges: Iterable[tuple[Address, Address]]) -> None:
+        """Unmap what is retired in these ranges `[start, end)`, and what was retired before it.
+
+        Cost: nothing where nothing is retired.
+        """
+        wanted = list(ranges) if self._batches else []
+        while self.has_retired_in(wanted):
             fence = self._oldest_fence()
             if fence is not None:
                 self._wait(fence)
@@ -243,6 +248,7 @@ class Reclaimer:
         with self._lock:
             return [mapping for batch in self._batches for mapping in batch.mappings]
 
-    def has_retired_in(self, start: Address, end: Address) -> bool:
-        """Whether something retired still occupies addresses in `[start, end)`."""
-        return any(start <= mapping.address < end for mapping in self.retired_mappings())
+    def has_retired_in(self, ranges: Iterable[tuple[Address, Address]]) -> bool:
+        """Whether something retired still has addresses in one of the ranges `[start, end)`."""
+        taken = sorted(mapping.address for mapping in self.retired_mappings())
+        return any(bisect_left(taken, start) < bisect_left(taken, end) for start, end in ranges)

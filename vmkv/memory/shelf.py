@@ -29,6 +29,9 @@ from ..errors import ConfigError, DriverError, OutOfPagesError
 from ..units import Handle, format_bytes
 from .extent import Extent
 
+#: 32 TiB in pages of 2 MiB, whatever the budget becomes. Ids cost 5 bytes each once they are used.
+_NUM_IDS = 1 << 24
+
 
 @dataclass(frozen=True)
 class PoolStats:
@@ -90,11 +93,8 @@ class Shelf:
         self._is_shareable = is_shareable
         self._on_pressure = on_pressure
         self._retired_bytes = retired_bytes
-        # Ids are 32-bit; one for every page that the budget could ever hold is plenty and cheap
-        # (12 bytes each), and `set_budget` may not outgrow it.
-        num_ids = min(1 << 24, max(1024, 4 * budget_bytes // page_bytes))
         self._vacant = largest_class + 1  # The class of ids whose handle was released.
-        self._free_ids = FreeList(num_ids, self._vacant + 1)
+        self._free_ids = FreeList(_NUM_IDS, self._vacant + 1)
         self._extents: list[Extent | None] = []
 
     # ---- taking and giving back -----------------------------------------------------------

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 from ..backend import Access
-from ..errors import DriverError
 from .extent import Extent
 from .page_table import PageTable, Placement
 from .pool import ExtentPool
@@ -34,8 +34,9 @@ def staged(pool: ExtentPool, extents: Sequence[Extent]) -> Iterator[PageTable]:
         table.note_mapped(placement, Access.READ_WRITE)
         yield table
     finally:
+        close = partial(table.close, lambda: False)
         try:
-            table.close(lambda: False)
-        except DriverError:
-            pool.close_later(table)
+            close()
+        except BaseException:
+            pool.close_later(close)
             raise

@@ -236,7 +236,7 @@ class PrefixExporter:
         """Serve nobody any more, and give up what was shared. Idempotent.
 
         Raises:
-            DriverError: Memory could not be given back yet; the pool tries again.
+            DriverError: It was the last user of its pool, which could not close. Call it again.
         """
         if not self._is_closed:
             with self._lock:
@@ -251,12 +251,10 @@ class PrefixExporter:
             if _identity(self.socket_path) == self._identity:
                 os.unlink(self.socket_path)
         extents, self._extents = self._extents, []
-        try:
-            self._pool.disown(extents)
-        finally:
-            if self._is_attached:
-                self._is_attached = False
-                self._pool.detach()
+        self._pool.disown(extents)
+        if self._is_attached:
+            self._pool.detach()
+            self._is_attached = False
 
     def __enter__(self) -> PrefixExporter:
         return self
@@ -272,9 +270,9 @@ def _protect(pool: ExtentPool, extents: Sequence[Extent]) -> None:
     """Take the right to write from everybody who has `extents` mapped. Locked."""
     wanted = set(map(id, extents))
     holders: list[tuple[MappedRows, int, list[Mapping]]] = []
-    for table in pool.page_tables:
+    # Lists of its own, because other threads may be making tables, or growing rows.
+    for table in list(pool.page_tables):
         for row, pages in enumerate(table.rows):
-            # A list of its own, because another thread may be growing the row.
             mappings = [each for each in list(pages.mappings) if id(each.extent) in wanted]
             if mappings:
                 holders.append((table, row, mappings))
