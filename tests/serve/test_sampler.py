@@ -228,6 +228,29 @@ def test_tokens_do_not_depend_on_neighbours_or_places() -> None:
     assert alone == said
 
 
+@pytest.mark.parametrize(
+    "beside",
+    [SamplingParams(top_k=7), SamplingParams(top_k=30, top_p=0.9), SamplingParams(top_p=0.9)],
+)
+def test_ties_fall_the_same_way_whoever_is_beside(beside: SamplingParams) -> None:
+    """Of equally likely tokens the first ones count; half precision is full of them."""
+    mixed = [
+        SamplingParams(temperature=0),
+        SamplingParams(top_k=1, seed=1),
+        *(SamplingParams(top_k=6, top_p=0.6, seed=seed) for seed in range(2, 22)),
+    ]
+    for seed in range(20):
+        logits = some_logits(len(mixed) + 1, seed=seed).round()
+        alone = [
+            sampler_of(params).sample(logits[at : at + 1], torch.tensor([0]), [0]).token_ids
+            for at, params in enumerate(mixed)
+        ]
+        order = torch.arange(len(mixed) + 1)
+        together = sampler_of(*mixed, beside).sample(logits, order, order.tolist()).token_ids
+        assert torch.cat(alone).tolist() == together[:-1].tolist()
+        assert logits[:2].argmax(-1).tolist() == together[:2].tolist()
+
+
 def test_seeds_repeat_and_differ() -> None:
     """The same seed says the same, another one something else."""
     logits = torch.zeros(1, VOCABULARY)

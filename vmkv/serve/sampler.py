@@ -224,7 +224,7 @@ class Sampler:
         is_greedy = temperature == 0
         scores = scores / temperature.masked_fill(is_greedy, 1.0)
         if needs.top_k:
-            ordered, ids = scores.topk(needs.top_k, dim=-1)
+            ordered, ids = _likeliest(scores, needs.top_k)
         else:
             ordered, ids = scores.sort(dim=-1, descending=True, stable=True)
         rank = torch.arange(ids.shape[1], device=ids.device)
@@ -352,6 +352,20 @@ class Sampler:
 
 def _clamped(value: float, bounds: tuple[float, float]) -> float:
     return min(max(value, bounds[0]), bounds[1])
+
+
+def _likeliest(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`[n, count]` greatest of `scores [n, vocabulary] float32`, in order, and their columns.
+
+    Of equal ones the first columns, in order. `topk` takes any, which ones depends on `count`.
+    """
+    bits = scores.view(torch.int32)
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # Integers in the order of the floats.
+    last = scores.shape[1] - 1
+    keys = bits.long().bitwise_left_shift_(32)
+    keys |= torch.arange(last, -1, -1, device=scores.device)
+    ids = last - (keys.topk(count, dim=-1).values & 0xFFFFFFFF)
+    return scores.gather(1, ids), ids
 
 
 def _draw_from_all(scores: torch.Tensor, floats: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
