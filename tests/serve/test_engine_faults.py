@@ -187,6 +187,21 @@ def test_a_failing_logits_processor_is_its_requests_own(make_engine: MakeEngine)
         assert reference(prompt) == list(handle.output().outputs[0].token_ids)
 
 
+@pytest.mark.parametrize("made", [None, torch.zeros(1, 3)])
+def test_a_processor_that_returns_no_scores_is_its_requests_own(
+    make_engine: MakeEngine, made: torch.Tensor | None
+) -> None:
+    """One that changes scores in place and forgets to return them, for instance."""
+    engine = make_engine()
+    wanted = prompts(2)
+    params = SamplingParams(temperature=0, logits_processors=[lambda input_ids, scores: made])
+    bad, good = engine.add(wanted[0], params), engine.add(wanted[1], GREEDY)
+    run(engine)
+    assert "a logits processor failed" in str(bad.output().error)
+    assert reference(wanted[1]) == list(good.output().outputs[0].token_ids)
+    assert 0 == engine.num_failed_steps
+
+
 def test_parameters_that_the_device_refuses_are_their_requests_own(
     make_engine: MakeEngine,
 ) -> None:
