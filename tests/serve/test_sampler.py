@@ -158,6 +158,20 @@ def test_penalties_follow_the_tokens(temperature) -> None:
     assert len(set(said)) > 3
 
 
+def test_prompts_may_hold_tokens_that_no_logits_are_of() -> None:
+    """An embedding may have more rows than the head; penalties concern what can be said."""
+    params = SamplingParams(temperature=0, repetition_penalty=1.5)
+    sampler = sampler_of(params)
+    sampler.set_slot(1, params, [VOCABULARY + 2, *PROMPT, VOCABULARY], [4])
+    sampler.set_slot(2, params, PROMPT, [4])
+    logits = some_logits(1).abs()
+    for token in range(VOCABULARY):
+        raised = logits.clone()
+        raised[0, token] = 1.2 * logits.max()
+        tokens = sampler.sample(raised.expand(2, -1), torch.tensor([1, 2]), [1, 2]).token_ids
+        assert tokens[0] == tokens[1]
+
+
 def test_a_slot_forgets_the_request_before() -> None:
     """Counts and bans are the new request's own."""
     penalty = SamplingParams(

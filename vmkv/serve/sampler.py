@@ -332,10 +332,12 @@ class Sampler:
             self._token_counts = torch.zeros(shape, dtype=torch.int32, device=self.device)
         assert self._in_prompt is not None  # Made together.
         counts, in_prompt = self._token_counts[slot].zero_(), self._in_prompt[slot].zero_()
-        tokens = torch.tensor([*prompt, *output], dtype=torch.int64)
+        # An embedding may have more rows than there are logits; such tokens are never said.
+        known = [each for each in prompt if each < self.vocab_size]
+        tokens = torch.tensor([*known, *output], dtype=torch.int64)
         tokens = tokens.to(self.device, non_blocking=True)
-        in_prompt.index_fill_(0, tokens[: len(prompt)], 1)
-        generated = tokens[len(prompt) :]
+        in_prompt.index_fill_(0, tokens[: len(known)], 1)
+        generated = tokens[len(known) :]
         counts.index_add_(0, generated, torch.ones_like(generated, dtype=torch.int32))
 
     def _ban(self, slot: int, token_ids: Sequence[int]) -> None:
