@@ -235,6 +235,26 @@ def test_logprobs_are_the_models(make_engine: MakeEngine) -> None:
         assert row.topk(4).indices.tolist() == list(given.top)
 
 
+def test_logprobs_are_the_models_where_logits_are_processed(make_engine: MakeEngine) -> None:
+    """As before temperature and penalties."""
+    prompt = prompts(1, seed=8)[0]
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=3,
+        logprobs=2,
+        logits_processors=[lambda _, scores: scores.index_fill(1, torch.tensor([7]), 99.0)],
+    )
+    [output] = make_engine().generate([prompt], params)
+    with torch.no_grad():
+        wanted = tiny_model("llama")(torch.tensor([[*prompt, 7, 7]])).logits[0].log_softmax(-1)
+    logprobs = output.outputs[0].logprobs
+    assert logprobs is not None
+    for row, given in zip(wanted[-3:], logprobs, strict=True):
+        assert 7 == given.token_id
+        torch.testing.assert_close(torch.tensor(given.logprob), row[7])
+        assert row.topk(2).indices.tolist() == list(given.top)
+
+
 def test_logits_processors_see_their_own_tokens(make_engine: MakeEngine) -> None:
     """Processors of transformers do what they do in transformers, beside requests without any."""
     wanted = prompts(6, seed=9)

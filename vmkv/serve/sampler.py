@@ -182,7 +182,11 @@ class Sampler:
     # ---- sampling -------------------------------------------------------------------------
 
     def sample(
-        self, logits: torch.Tensor, slots: torch.Tensor, slot_ids: Sequence[int] | None = None
+        self,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        slot_ids: Sequence[int] | None = None,
+        processed: torch.Tensor | None = None,
     ) -> SampledTokens:
         """The next token of each slot; counts it.
 
@@ -191,6 +195,8 @@ class Sampler:
             slots: `[n] int64` on the device, different ones.
             slot_ids: The same on the host: then the batch takes the shortest way that serves it.
                 By default a way that serves any slot.
+            processed: What to choose from, where that is not `logits`: what logits processors
+                have made of them.
 
         Returns:
             The tokens, in the order of `slots`.
@@ -199,9 +205,10 @@ class Sampler:
         """
         needs = self._joint_needs(range(len(self._needs)) if slot_ids is None else slot_ids)
         self._upload()
+        scores = logits if processed is None else processed
         if needs == _Needs():
-            return SampledTokens(self.greedy(logits))
-        scores = self._adjusted(logits.float(), slots, needs)
+            return SampledTokens(self.greedy(scores))
+        scores = self._adjusted(scores.float(), slots, needs)
         tokens = self._choose(scores, slots, needs)
         if needs.penalties:
             assert self._token_counts is not None  # A slot with penalties has made them.
