@@ -359,10 +359,47 @@ def test_what_could_not_be_closed_is_closed_for_who_needs_its_memory(
     while len(first.requests[0].output_token_ids) < num_tokens - 1:
         engine.step()
     backend.arm(1)  # Nothing is left to submit: this step only reads the last token.
-    with pytest.raises(DriverError):
-        engine.step()
+    engine.step()
     assert "record_fence" == backend.failed_call
+    assert 1 == engine.cache.stats().num_sequences
     other, num_tokens = prompt * 4, 40
     handle = engine.add(other, SamplingParams(temperature=0, max_tokens=num_tokens))
     run(engine)
     assert reference(other, num_tokens, "gemma2") == list(handle.output().outputs[0].token_ids)
+
+
+@pytest.mark.parametrize("num_failures", [1, 3])
+def test_who_cannot_be_closed_costs_nobody_a_token(
+    make_engine: MakeEngine, num_failures: int
+) -> None:
+    """Tokens of the same step are read all the same, and whoever goes on stepping has them."""
+    backend = FaultInjectingBackend(HostBackend(4 * KiB))
+    engine = make_engine("gemma2", backend=backend, max_tokens=400, prefix_caching=False)
+    prompt, num_tokens = prompts(1)[0], 300
+    counts = [num_tokens, num_tokens + 20, num_tokens + 20]
+    handles = [
+        engine.add(prompt, SamplingParams(temperature=0, max_tokens=count)) for count in counts
+    ]
+    close_ended = engine._view.close_ended
+    failures = iter(range(num_failures))
+
+    def fail() -> None:
+        """While nothing else runs that a fault could strike."""
+        if engine._view._ending:
+            backend.arm(1 if next(failures, None) is not None else 0)
+        close_ended()
+
+    engine._view.close_ended = fail  # type: ignore[method-assign]
+    num_raised = 0
+    for _ in range(400):
+        try:
+            engine.step()
+        except DriverError:
+            num_raised += 1
+            assert num_raised == engine.num_failed_steps
+    assert num_failures == num_raised + 1
+    wanted = reference(prompt, num_tokens + 20, "gemma2")
+    for count, handle in zip(counts, handles, strict=True):
+        assert wanted[:count] == list(handle.output().outputs[0].token_ids)
+        assert FinishReason.LENGTH is handle.output().outputs[0].finish_reason
+    assert 0 == engine.num_failed_steps

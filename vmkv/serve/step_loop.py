@@ -124,11 +124,9 @@ class StepLoop:
             return
         self._scheduler.finish(request.request_id)
         self._to_set.discard(request.request_id)
-        try:
-            self._view.end(request.request_id, keep=keep)
-        finally:
-            self._view.remove(request.request_id)
-            self._ended(request, reason, error)
+        self._view.end(request.request_id, keep=keep)
+        self._view.remove(request.request_id)
+        self._ended(request, reason, error)
 
     def end_all(self, error: Exception) -> None:
         """End every request with `error`, and forget what is on the device."""
@@ -142,11 +140,16 @@ class StepLoop:
         """Submit one step, and read the one before; returns whether there is more to do.
 
         Raises:
-            DriverError: It failed in what no request is to blame for; see `end_all`.
+            DriverError: It failed in what no request is to blame for; see `end_all`. Nothing was
+                begun: to go on is possible as well.
         """
         start_s = time.perf_counter()
         times = _Times()
-        self._view.close_ended()  # Before the plan: it counts on their memory.
+        try:
+            self._view.close_ended()  # Before the plan: it counts on their memory.
+        except DriverError:
+            self.num_failed_steps += 1
+            raise
         submitted, plan = self._advance(times)
         unread, self._pending = self._pending, submitted
         wait_start_s = time.perf_counter()
