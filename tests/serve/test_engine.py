@@ -451,6 +451,15 @@ def test_the_model_is_as_before_after_the_engine(make_engine: MakeEngine) -> Non
     assert before == model.config._attn_implementation
 
 
+def test_the_model_is_as_before_an_engine_that_was_refused(make_engine: MakeEngine) -> None:
+    """Also where that is seen last: what a budget holds depends on the kernels."""
+    model = copy.deepcopy(tiny_model("llama"))
+    before = model.config._attn_implementation
+    with pytest.raises(ConfigError, match="budget"):
+        make_engine(model, budget_bytes=4 * KiB)
+    assert before == model.config._attn_implementation
+
+
 def test_idle_engines_give_memory_back(make_engine: MakeEngine) -> None:
     """Down to `watermark_bytes`, once nothing is left to do; and say that they are idle."""
     engine = make_engine(watermark_bytes=16 * KiB, observer=(seen := Seen()))

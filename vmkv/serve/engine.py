@@ -12,6 +12,7 @@ One thread at a time works on an engine; `AsyncEngine` gives it a thread of its 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import random
@@ -137,9 +138,10 @@ class Engine:
         self.on_update: Callable[[RequestHandle], None] | None = None
         kv_format = KVFormat.of(model.config, kv_dtype, kv_scales, skip_layers)
         pool = pool_beside(model, pool, budget_bytes, host_budget_bytes)
-        self._rows = open_rows(model, pool, max_num_seqs, max_tokens, attention_backend, kv_format)
-        try:
-            self.cache: KVCache = self._rows.cache
+        with contextlib.ExitStack() as undo:
+            rows = open_rows(model, pool, max_num_seqs, max_tokens, attention_backend, kv_format)
+            undo.callback(rows.close)
+            self.cache: KVCache = rows.cache
             self._view = MemoryView(
                 self.cache,
                 max_num_batched_tokens,
@@ -150,17 +152,16 @@ class Engine:
             self._runner = make_runner(
                 runner,
                 model,
-                self._rows,
+                rows,
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=max_num_batched_tokens,
                 deterministic=deterministic,
                 attention_backend=attention_backend,
                 options=runner_options,
             )
+            undo.callback(self._runner.close)
             self.max_tokens = self._view.fitting_tokens()  # The kernels' over-read is known now.
-        except BaseException:
-            self._rows.close()
-            raise
+            self._undo = undo.pop_all()
         self._loop = StepLoop(
             self._scheduler,
             self._view,
@@ -201,14 +202,13 @@ class Engine:
         tokens = token_ids_of(prompt, self.tokenizer)
         check_tokens(tokens, self._input_vocab_size)
         check_text(params, self.tokenizer)
-        max_total = self.max_tokens
+        max_total = longest = self.max_tokens
         if params.max_tokens is not None:
-            max_total = min(max_total, len(tokens) + params.max_tokens)
-        if len(tokens) >= self.max_tokens:
+            max_total = min(longest, len(tokens) + params.max_tokens)
+        if len(tokens) >= longest:
             raise ConfigError(
                 f"a prompt of {len(tokens)} tokens leaves no room for an answer: requests hold "
-                f"{self.max_tokens} tokens at most here; shorten it, or raise max_tokens or the "
-                "budget"
+                f"{longest} at most here; shorten it, or raise max_tokens or the budget"
             )
         requests: list[Request] = []
         try:
@@ -230,13 +230,8 @@ class Engine:
     ) -> Request:
         """One of the samples of a prompt; those after the first wait for its prompt to fork it."""
         seed = params.seed if params.seed is not None else self._random.getrandbits(48)
-        resolved = resolve(
-            params,
-            seed + index,
-            self._outcomes.end_tokens,
-            max_total - len(tokens),
-            self._vocab_size,
-        )
+        ends, num_tokens = self._outcomes.end_tokens, max_total - len(tokens)
+        resolved = resolve(params, seed + index, ends, num_tokens, self._vocab_size)
         request = Request(self._num_requests, tokens, resolved, priority, max_total)
         request.arrived_s = time.perf_counter()
         self._outcomes.begin(request)
@@ -418,10 +413,7 @@ class Engine:
         if self._loop.has_work:
             self._loop.step()
         self._is_closed = True
-        try:
-            self._runner.close()
-        finally:
-            self._rows.close()
+        self._undo.close()
 
     def _check_open(self) -> None:
         if self._is_closed:
