@@ -387,6 +387,21 @@ def test_requests_without_a_bound_end_with_their_row(make_engine: MakeEngine) ->
     assert FinishReason.LENGTH is output.outputs[0].finish_reason
 
 
+def test_as_many_as_fit_are_as_the_budget_is(make_engine: MakeEngine) -> None:
+    """It may change while an engine serves."""
+    engine = make_engine()
+    pool, prompt = engine.cache.pool, prompts(1, longest=8, seed=17)[0]
+    whole_bytes, longest = pool.stats().budget_bytes, engine.max_tokens
+    asked = SamplingParams(temperature=0, max_tokens=None)
+    for budget_bytes in (smallest_budget(make_engine, "llama", 50) * 4 * KiB, whole_bytes):
+        pool.set_budget(budget_bytes)
+        [output] = engine.generate([prompt], asked)
+        said = output.outputs[0].token_ids
+        assert engine.max_tokens == len(prompt) + len(said)
+        assert reference("llama", prompt, len(said)) == list(said)
+        assert (engine.max_tokens == longest) == (budget_bytes == whole_bytes)
+
+
 def test_bad_requests_are_refused(make_engine: MakeEngine) -> None:
     """When they are made, by a message that says what to do; the engine goes on."""
     engine = make_engine(max_tokens=32)

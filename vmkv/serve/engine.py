@@ -83,7 +83,6 @@ class Engine:
 
     Attributes:
         cache: The keys and values.
-        max_tokens: Prompt and output of a request at most, by row and budget.
         on_update: Called with each handle that has something new, its end included.
 
     Raises:
@@ -160,7 +159,7 @@ class Engine:
                 options=runner_options,
             )
             undo.callback(self._runner.close)
-            self.max_tokens = self._view.fitting_tokens()  # The kernels' over-read is known now.
+            self._view.fitting_tokens()  # One at least; the kernels' over-read is known now.
             self._undo = undo.pop_all()
         self._loop = StepLoop(
             self._scheduler,
@@ -173,6 +172,11 @@ class Engine:
         self._is_closed = False
 
     # ---- requests -------------------------------------------------------------------------
+
+    @property
+    def max_tokens(self) -> int:
+        """Prompt and output of a request at most, by row and budget."""
+        return self._view.fitting_tokens()
 
     def add(
         self,
@@ -302,6 +306,7 @@ class Engine:
 
         Raises:
             ClosedError: The engine is closed.
+            DriverError: It failed in what no request is to blame for; to go on is possible.
         """
         if not self.advance():
             self.fall_idle()
@@ -310,7 +315,7 @@ class Engine:
         """Run one step, if there is one, and no more; returns whether there is more to do.
 
         Raises:
-            ClosedError: The engine is closed.
+            ClosedError, DriverError: As `step`.
         """
         self._check_open()
         return self._loop.has_work and self._loop.step()

@@ -361,13 +361,15 @@ class MemoryView:
 
     def fitting_tokens(self) -> int:
         """The longest request that fits if it is alone, within a row."""
+        total_pages = self.total_pages
         low, high = 0, self.cache.max_tokens
+        middle = high  # Mostly a whole row fits.
         while low < high:
-            middle = (low + high + 1) // 2
-            if self.peak_pages(middle) <= self.total_pages:
+            if self.peak_pages(middle) <= total_pages:
                 low = middle
             else:
                 high = middle - 1
+            middle = (low + high + 1) // 2
         if not low:
             raise ConfigError(
                 f"the budget of {self.total_pages} pages of {self.page_bytes} bytes does not hold "
