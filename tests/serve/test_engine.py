@@ -387,6 +387,15 @@ def test_requests_without_a_bound_end_with_their_row(make_engine: MakeEngine) ->
     assert FinishReason.LENGTH is output.outputs[0].finish_reason
 
 
+def test_prompts_may_be_tensors(make_engine: MakeEngine) -> None:
+    """One dimension is one prompt, two are several, as lists are."""
+    engine = make_engine()
+    prompt = prompts(1, seed=5)[0]
+    wanted = reference("llama", prompt)
+    for given in (torch.tensor(prompt), torch.tensor([prompt] * 2), [torch.tensor(prompt)]):
+        assert all(wanted == each for each in tokens(engine, given, GREEDY))
+
+
 def test_as_many_as_fit_are_as_the_budget_is(make_engine: MakeEngine) -> None:
     """It may change while an engine serves."""
     engine = make_engine()

@@ -386,6 +386,7 @@ class Engine:
             ConfigError: A prompt cannot be served, or there are not as many `params` as prompts.
                 Nothing was generated.
         """
+        prompts = prompts.tolist() if hasattr(prompts, "tolist") else prompts
         is_one = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
         several: list[Any] = [prompts] if is_one else list(prompts)
         each = list(params) if isinstance(params, Sequence) else [params] * len(several)
