@@ -354,6 +354,25 @@ def test_handles_stream_their_outputs(make_engine: MakeEngine) -> None:
         assert reference("llama", prompt) == list(list(handle)[-1].outputs[0].token_ids)
 
 
+def test_every_token_that_is_seen_has_its_logprob(make_engine: MakeEngine) -> None:
+    """Whenever another thread looks, in the midst of what the engine's does for one token."""
+    engine = make_engine()
+    handle = engine.add([5, 6], SamplingParams(temperature=0, max_tokens=4, logprobs=1))
+    seen = []
+
+    class Watched(list):
+        def append(self, value: object) -> None:
+            super().append(value)
+            seen.append(handle.output().outputs[0])
+
+    request = handle.requests[0]
+    request.output_token_ids, request.logprobs = Watched(), Watched()
+    while engine.has_unfinished:
+        engine.step()
+    assert 8 == len(seen)
+    assert all(len(each.token_ids) == len(each.logprobs or ()) for each in seen)
+
+
 def test_text_goes_in_and_comes_out(make_engine: MakeEngine) -> None:
     """With a tokenizer: prompts, outputs and stop texts."""
     vocabulary = {f"w{at}": at for at in range(VOCABULARY)}
