@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from vmkv import HostBackend
 from vmkv.errors import ConfigError, DriverError
 from vmkv.serve import Engine, FinishReason, RequestHandle, SamplingParams
 from vmkv.serve.preemption import PreemptionCosts
+from vmkv.serve.runner.pending import PendingTokens
 from vmkv.testing.faults import FaultInjectingBackend
 from vmkv.units import KiB, MiB
 
@@ -163,6 +165,42 @@ def test_an_interrupt_leaves_requests_whole(make_engine: MakeEngine) -> None:
     run(engine)
     for prompt, handle in zip(wanted, handles, strict=True):
         assert reference(prompt) == list(handle.output().outputs[0].token_ids)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [1, 3])
+@pytest.mark.parametrize("what", ["result", "begin", "swap_in", "swap_out", "grow"])
+def test_an_interrupt_anywhere_in_a_step_leaves_requests_whole(
+    make_engine: MakeEngine, what: str, number: int
+) -> None:
+    """While the device is waited for, and while memory is made ready for the next step."""
+    engine = make_engine(
+        budget_bytes=14 * 4 * KiB,
+        host_budget_bytes=MiB,
+        preemption_costs=PreemptionCosts(flops_per_s=1.0),
+    )
+    wanted = prompts(6, seed=5)
+    params = SamplingParams(temperature=0.5, seed=1, max_tokens=60)
+    whole = make_engine().generate(wanted, params)
+    handles = [engine.add(prompt, params) for prompt in wanted]
+    calls = iter(range(1, 10**6))
+
+    def interrupted(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            if next(calls) == number:
+                raise KeyboardInterrupt
+            return real(*arguments)
+
+        return call
+
+    owner: Any = PendingTokens if what == "result" else engine._view
+    patch = mock.patch.object(owner, what, interrupted(getattr(owner, what)))
+    with patch, pytest.raises(KeyboardInterrupt):
+        run(engine)
+    engine.cache.check()
+    run(engine)
+    for output, handle in zip(whole, handles, strict=True):
+        assert output.outputs[0].token_ids == handle.output().outputs[0].token_ids
 
 
 def test_a_failing_logits_processor_is_its_requests_own(make_engine: MakeEngine) -> None:
