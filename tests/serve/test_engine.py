@@ -216,6 +216,15 @@ def test_the_models_end_of_sequence_ends_requests(make_engine: MakeEngine) -> No
     assert said == list(output.outputs[0].token_ids)
 
 
+def test_an_end_of_sequence_that_is_no_token_ends_nothing(make_engine: MakeEngine) -> None:
+    """Some configurations say -1 for none; transformers then never meets it."""
+    model = copy.deepcopy(tiny_model("llama"))
+    model.generation_config.eos_token_id = [-1, VOCABULARY]
+    prompt = prompts(1, seed=6)[0]
+    params = SamplingParams(temperature=0, max_tokens=10, min_tokens=5)
+    assert [reference("llama", prompt)] == tokens(make_engine(model), [prompt], params)
+
+
 def test_logprobs_are_the_models(make_engine: MakeEngine) -> None:
     """Of the chosen token and of the likeliest ones, at every position."""
     prompt = prompts(1, seed=8)[0]
