@@ -318,6 +318,22 @@ def test_a_storm_of_cancellations(make_engine: MakeEngine, seed: int) -> None:
     assert {FinishReason.CANCELLED, FinishReason.LENGTH} == reasons
 
 
+def test_a_budget_that_goes_too_low_is_named_as_the_reason(make_engine: MakeEngine) -> None:
+    """The request keeps what it has said; what fits is served."""
+    engine = make_engine()
+    prompt = prompts(1)[0]
+    handle = engine.add(prompt, SamplingParams(temperature=0, max_tokens=100))
+    while len(handle.requests[0].output_token_ids) < 5:
+        engine.step()
+    engine.cache.pool.set_budget(8 * 4 * KiB)
+    run(engine)
+    output = handle.output()
+    assert "the budget was lowered" in str(output.error)
+    said = list(output.outputs[0].token_ids)
+    assert said == reference(prompt, len(said))
+    check_serves(engine)
+
+
 def test_cancelling_is_idempotent_and_keeps_tokens(make_engine: MakeEngine) -> None:
     """Before the first step, in the middle, and after the end."""
     engine = make_engine()

@@ -379,8 +379,8 @@ class StepLoop:
         if request is None:
             return
         error = self._shortage or OutOfPagesError(
-            "the request does not fit: other users of the pool hold its memory; close them, or "
-            "raise the budget",
+            "the request does not fit: the budget was lowered, or other users of the pool hold its "
+            "memory; raise it, or close them",
             needed_bytes=0,
             free_bytes=self._view.free_pages() * self._view.page_bytes,
             retired_bytes=0,
