@@ -8,6 +8,7 @@ layers, siblings, the tokens that stay on the device, and that a closed runner l
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 import random
 import threading
@@ -209,6 +210,23 @@ def test_padding_writes_nothing() -> None:
         for row in rows:
             row.close()
         runner.close()
+
+
+@pytest.mark.parametrize("max_graph_tokens", range(5))
+def test_small_steps_alone_may_be_captured(max_graph_tokens: int) -> None:
+    """Also where no such step has room for all who may decode."""
+    model, prompt = model_named("llama"), prompts_of((13,))[0]
+    expected = alone(model, prompt, 5)
+    options = dataclasses.replace(PADDED, max_graph_tokens=max_graph_tokens)
+    requests = [Request(prompt, SamplingParams(temperature=0, max_tokens=5))]
+    with cache_for(model) as cache:
+        runner = ModelRunner(
+            model, cache, max_num_seqs=4, max_num_batched_tokens=16, options=options
+        )
+        runner.warm_up()
+        serve(runner, cache, requests)
+        runner.close()
+    assert expected == requests[0].said
 
 
 def test_every_step_has_the_smallest_bucket_that_takes_it() -> None:
