@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import itertools
 import random
 import threading
@@ -430,6 +431,34 @@ def test_a_refused_runner_leaves_no_trace() -> None:
         ModelRunner(model, cache, max_num_seqs=SLOTS, max_num_batched_tokens=16).close()
         assert cache.stats().num_sequences == 0
     assert model.config._attn_implementation == "eager"
+
+
+def test_layers_that_somebody_has_wrapped_are_not_compiled() -> None:
+    """What wraps them would not be called; nor is it lost, of layers or of the last norm."""
+    model = model_named("llama")
+    layer, norm, prompt = decoder_layers(model)[1], model.model.norm, prompts_of((7,))[0]
+
+    def wrapped(module: Any) -> Any:
+        real = module.forward
+        module.forward = lambda *args, **kwargs: 2 * real(*args, **kwargs)
+        return module.forward
+
+    of_norm = wrapped(norm)
+    with cache_for(model) as cache:
+        make = functools.partial(
+            ModelRunner, model, cache, max_num_seqs=SLOTS, max_num_batched_tokens=16
+        )
+        make(options=TRACED).close()
+        assert of_norm is norm.forward
+        of_layer = wrapped(layer)
+        with pytest.raises(ConfigError, match="wrapped"):
+            make(options=TRACED)
+        requests = [Request(prompt, SamplingParams(temperature=0, max_tokens=5))]
+        runner = make(options=PLAIN)
+        serve(runner, cache, requests)
+        runner.close()
+    assert alone(model, prompt, 5) == requests[0].said
+    assert of_layer is layer.forward
 
 
 def test_sampled_tokens_do_not_depend_on_the_mixture() -> None:
