@@ -344,6 +344,21 @@ def test_logprobs_are_of_the_models_logits() -> None:
     assert (1, 0) == tuple(sampled.top_token_ids.shape)
 
 
+def test_of_equally_likely_tokens_the_first_are_reported() -> None:
+    """However many somebody beside wants; the one that is chosen greedily comes first."""
+    for seed in range(10):
+        logits = some_logits(2, seed=seed).round()
+        sampler = sampler_of(
+            SamplingParams(temperature=0, logprobs=3), SamplingParams(temperature=0, logprobs=30)
+        )
+        alone = sampler.sample(logits[:1], torch.tensor([0]), [0]).top_token_ids
+        beside = sampler.sample(logits, torch.arange(2), [0, 1])
+        assert alone is not None
+        assert beside.top_token_ids is not None
+        assert alone[0].tolist() == beside.top_token_ids[0, :3].tolist()
+        assert beside.token_ids.tolist() == beside.top_token_ids[:, 0].tolist()
+
+
 def test_logits_are_not_changed() -> None:
     """They may lie in a graph's buffer."""
     logits = some_logits(len(MIXED))

@@ -391,5 +391,5 @@ def _draw_from_all(scores: torch.Tensor, floats: torch.Tensor, keys: torch.Tenso
 def _with_logprobs(tokens: torch.Tensor, logits: torch.Tensor, most: int) -> SampledTokens:
     """Log-probabilities of `tokens`, and of the `most` likeliest ones."""
     logprobs = logits.float().log_softmax(-1)
-    top, top_ids = logprobs.topk(most, dim=-1)
+    top, top_ids = _likeliest(logprobs, most)
     return SampledTokens(tokens, logprobs.gather(1, tokens[:, None])[:, 0], top_ids, top)
