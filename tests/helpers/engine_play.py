@@ -200,11 +200,10 @@ class EnginePlay(PoolPlay):
             for _ in range(num_steps):
                 try:
                     self.engine.step()
-                except DriverError as error:
+                except DriverError:
+                    # A call outside of a step's own: nothing was begun, so to go on is possible.
                     if not self._end_fault():
                         raise
-                    # What a background engine does where a call outside of a step's own fails.
-                    self.engine.cancel_all(error)
                 self.check()
 
     def drain(self) -> None:

@@ -193,6 +193,17 @@ def test_what_may_begin_a_stop_text_is_held_back() -> None:
     assert "aENxEN" == detokenizer.text
 
 
+def test_what_waited_at_the_end_is_text_and_no_stop() -> None:
+    """Or text would be missing from an output that ended by its length."""
+    tokenizer = TOKENIZERS["byte-level"]
+    ids = tokenizer.encode("at €", add_special_tokens=False)
+    detokenizer, _ = _run(tokenizer, [], ids[:-1], stop="t \ufffd")
+    assert "a" == detokenizer.text
+    detokenizer.finish()
+    assert detokenizer.stop is None
+    assert tokenizer.decode(ids[:-1]) == detokenizer.text
+
+
 def test_stop_texts_wait_for_min_tokens() -> None:
     """One that is complete before is no stop; one that completes after is."""
     tokenizer = TOKENIZERS["byte-level"]

@@ -216,6 +216,15 @@ def test_the_models_end_of_sequence_ends_requests(make_engine: MakeEngine) -> No
     assert said == list(output.outputs[0].token_ids)
 
 
+def test_an_end_of_sequence_that_is_no_token_ends_nothing(make_engine: MakeEngine) -> None:
+    """Some configurations say -1 for none; transformers then never meets it."""
+    model = copy.deepcopy(tiny_model("llama"))
+    model.generation_config.eos_token_id = [-1, VOCABULARY]
+    prompt = prompts(1, seed=6)[0]
+    params = SamplingParams(temperature=0, max_tokens=10, min_tokens=5)
+    assert [reference("llama", prompt)] == tokens(make_engine(model), [prompt], params)
+
+
 def test_logprobs_are_the_models(make_engine: MakeEngine) -> None:
     """Of the chosen token and of the likeliest ones, at every position."""
     prompt = prompts(1, seed=8)[0]
@@ -233,6 +242,26 @@ def test_logprobs_are_the_models(make_engine: MakeEngine) -> None:
         assert token_id == given.token_id
         torch.testing.assert_close(torch.tensor(given.logprob), row[token_id])
         assert row.topk(4).indices.tolist() == list(given.top)
+
+
+def test_logprobs_are_the_models_where_logits_are_processed(make_engine: MakeEngine) -> None:
+    """As before temperature and penalties."""
+    prompt = prompts(1, seed=8)[0]
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=3,
+        logprobs=2,
+        logits_processors=[lambda _, scores: scores.index_fill(1, torch.tensor([7]), 99.0)],
+    )
+    [output] = make_engine().generate([prompt], params)
+    with torch.no_grad():
+        wanted = tiny_model("llama")(torch.tensor([[*prompt, 7, 7]])).logits[0].log_softmax(-1)
+    logprobs = output.outputs[0].logprobs
+    assert logprobs is not None
+    for row, given in zip(wanted[-3:], logprobs, strict=True):
+        assert 7 == given.token_id
+        torch.testing.assert_close(torch.tensor(given.logprob), row[7])
+        assert row.topk(2).indices.tolist() == list(given.top)
 
 
 def test_logits_processors_see_their_own_tokens(make_engine: MakeEngine) -> None:
@@ -334,6 +363,25 @@ def test_handles_stream_their_outputs(make_engine: MakeEngine) -> None:
         assert reference("llama", prompt) == list(list(handle)[-1].outputs[0].token_ids)
 
 
+def test_every_token_that_is_seen_has_its_logprob(make_engine: MakeEngine) -> None:
+    """Whenever another thread looks, in the midst of what the engine's does for one token."""
+    engine = make_engine()
+    handle = engine.add([5, 6], SamplingParams(temperature=0, max_tokens=4, logprobs=1))
+    seen = []
+
+    class Watched(list):
+        def append(self, value: object) -> None:
+            super().append(value)
+            seen.append(handle.output().outputs[0])
+
+    request = handle.requests[0]
+    request.output_token_ids, request.logprobs = Watched(), Watched()
+    while engine.has_unfinished:
+        engine.step()
+    assert 8 == len(seen)
+    assert all(len(each.token_ids) == len(each.logprobs or ()) for each in seen)
+
+
 def test_text_goes_in_and_comes_out(make_engine: MakeEngine) -> None:
     """With a tokenizer: prompts, outputs and stop texts."""
     vocabulary = {f"w{at}": at for at in range(VOCABULARY)}
@@ -365,6 +413,30 @@ def test_requests_without_a_bound_end_with_their_row(make_engine: MakeEngine) ->
     [output] = engine.generate([prompt], SamplingParams(temperature=0, max_tokens=None))
     assert 32 == len(prompt) + len(output.outputs[0].token_ids)
     assert FinishReason.LENGTH is output.outputs[0].finish_reason
+
+
+def test_prompts_may_be_tensors(make_engine: MakeEngine) -> None:
+    """One dimension is one prompt, two are several, as lists are."""
+    engine = make_engine()
+    prompt = prompts(1, seed=5)[0]
+    wanted = reference("llama", prompt)
+    for given in (torch.tensor(prompt), torch.tensor([prompt] * 2), [torch.tensor(prompt)]):
+        assert all(wanted == each for each in tokens(engine, given, GREEDY))
+
+
+def test_as_many_as_fit_are_as_the_budget_is(make_engine: MakeEngine) -> None:
+    """It may change while an engine serves."""
+    engine = make_engine()
+    pool, prompt = engine.cache.pool, prompts(1, longest=8, seed=17)[0]
+    whole_bytes, longest = pool.stats().budget_bytes, engine.max_tokens
+    asked = SamplingParams(temperature=0, max_tokens=None)
+    for budget_bytes in (smallest_budget(make_engine, "llama", 50) * 4 * KiB, whole_bytes):
+        pool.set_budget(budget_bytes)
+        [output] = engine.generate([prompt], asked)
+        said = output.outputs[0].token_ids
+        assert engine.max_tokens == len(prompt) + len(said)
+        assert reference("llama", prompt, len(said)) == list(said)
+        assert (engine.max_tokens == longest) == (budget_bytes == whole_bytes)
 
 
 def test_bad_requests_are_refused(make_engine: MakeEngine) -> None:
@@ -428,6 +500,15 @@ def test_the_model_is_as_before_after_the_engine(make_engine: MakeEngine) -> Non
     engine = make_engine(model)
     assert before != model.config._attn_implementation
     engine.close()
+    assert before == model.config._attn_implementation
+
+
+def test_the_model_is_as_before_an_engine_that_was_refused(make_engine: MakeEngine) -> None:
+    """Also where that is seen last: what a budget holds depends on the kernels."""
+    model = copy.deepcopy(tiny_model("llama"))
+    before = model.config._attn_implementation
+    with pytest.raises(ConfigError, match="budget"):
+        make_engine(model, budget_bytes=4 * KiB)
     assert before == model.config._attn_implementation
 
 

@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from vmkv import HostBackend
 from vmkv.errors import ConfigError, DriverError
 from vmkv.serve import Engine, FinishReason, RequestHandle, SamplingParams
 from vmkv.serve.preemption import PreemptionCosts
+from vmkv.serve.runner.pending import PendingTokens
 from vmkv.testing.faults import FaultInjectingBackend
 from vmkv.units import KiB, MiB
 
@@ -165,6 +167,42 @@ def test_an_interrupt_leaves_requests_whole(make_engine: MakeEngine) -> None:
         assert reference(prompt) == list(handle.output().outputs[0].token_ids)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [1, 3])
+@pytest.mark.parametrize("what", ["result", "begin", "swap_in", "swap_out", "grow"])
+def test_an_interrupt_anywhere_in_a_step_leaves_requests_whole(
+    make_engine: MakeEngine, what: str, number: int
+) -> None:
+    """While the device is waited for, and while memory is made ready for the next step."""
+    engine = make_engine(
+        budget_bytes=14 * 4 * KiB,
+        host_budget_bytes=MiB,
+        preemption_costs=PreemptionCosts(flops_per_s=1.0),
+    )
+    wanted = prompts(6, seed=5)
+    params = SamplingParams(temperature=0.5, seed=1, max_tokens=60)
+    whole = make_engine().generate(wanted, params)
+    handles = [engine.add(prompt, params) for prompt in wanted]
+    calls = iter(range(1, 10**6))
+
+    def interrupted(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            if next(calls) == number:
+                raise KeyboardInterrupt
+            return real(*arguments)
+
+        return call
+
+    owner: Any = PendingTokens if what == "result" else engine._view
+    patch = mock.patch.object(owner, what, interrupted(getattr(owner, what)))
+    with patch, pytest.raises(KeyboardInterrupt):
+        run(engine)
+    engine.cache.check()
+    run(engine)
+    for output, handle in zip(whole, handles, strict=True):
+        assert output.outputs[0].token_ids == handle.output().outputs[0].token_ids
+
+
 def test_a_failing_logits_processor_is_its_requests_own(make_engine: MakeEngine) -> None:
     """Neighbours in the same step are not touched."""
 
@@ -185,6 +223,21 @@ def test_a_failing_logits_processor_is_its_requests_own(make_engine: MakeEngine)
     assert 21 == len(wanted[0]) + len(output.outputs[0].token_ids)
     for prompt, handle in zip(wanted[1:], handles[1:], strict=True):
         assert reference(prompt) == list(handle.output().outputs[0].token_ids)
+
+
+@pytest.mark.parametrize("made", [None, torch.zeros(1, 3)])
+def test_a_processor_that_returns_no_scores_is_its_requests_own(
+    make_engine: MakeEngine, made: torch.Tensor | None
+) -> None:
+    """One that changes scores in place and forgets to return them, for instance."""
+    engine = make_engine()
+    wanted = prompts(2)
+    params = SamplingParams(temperature=0, logits_processors=[lambda input_ids, scores: made])
+    bad, good = engine.add(wanted[0], params), engine.add(wanted[1], GREEDY)
+    run(engine)
+    assert "a logits processor failed" in str(bad.output().error)
+    assert reference(wanted[1]) == list(good.output().outputs[0].token_ids)
+    assert 0 == engine.num_failed_steps
 
 
 def test_parameters_that_the_device_refuses_are_their_requests_own(
@@ -263,6 +316,22 @@ def test_a_storm_of_cancellations(make_engine: MakeEngine, seed: int) -> None:
             assert reference(prompt, 20)[: len(said)] == said
             assert completion.finish_reason is FinishReason.CANCELLED or len(said) == 20
     assert {FinishReason.CANCELLED, FinishReason.LENGTH} == reasons
+
+
+def test_a_budget_that_goes_too_low_is_named_as_the_reason(make_engine: MakeEngine) -> None:
+    """The request keeps what it has said; what fits is served."""
+    engine = make_engine()
+    prompt = prompts(1)[0]
+    handle = engine.add(prompt, SamplingParams(temperature=0, max_tokens=100))
+    while len(handle.requests[0].output_token_ids) < 5:
+        engine.step()
+    engine.cache.pool.set_budget(8 * 4 * KiB)
+    run(engine)
+    output = handle.output()
+    assert "the budget was lowered" in str(output.error)
+    said = list(output.outputs[0].token_ids)
+    assert said == reference(prompt, len(said))
+    check_serves(engine)
 
 
 def test_cancelling_is_idempotent_and_keeps_tokens(make_engine: MakeEngine) -> None:
@@ -344,10 +413,47 @@ def test_what_could_not_be_closed_is_closed_for_who_needs_its_memory(
     while len(first.requests[0].output_token_ids) < num_tokens - 1:
         engine.step()
     backend.arm(1)  # Nothing is left to submit: this step only reads the last token.
-    with pytest.raises(DriverError):
-        engine.step()
+    engine.step()
     assert "record_fence" == backend.failed_call
+    assert 1 == engine.cache.stats().num_sequences
     other, num_tokens = prompt * 4, 40
     handle = engine.add(other, SamplingParams(temperature=0, max_tokens=num_tokens))
     run(engine)
     assert reference(other, num_tokens, "gemma2") == list(handle.output().outputs[0].token_ids)
+
+
+@pytest.mark.parametrize("num_failures", [1, 3])
+def test_who_cannot_be_closed_costs_nobody_a_token(
+    make_engine: MakeEngine, num_failures: int
+) -> None:
+    """Tokens of the same step are read all the same, and whoever goes on stepping has them."""
+    backend = FaultInjectingBackend(HostBackend(4 * KiB))
+    engine = make_engine("gemma2", backend=backend, max_tokens=400, prefix_caching=False)
+    prompt, num_tokens = prompts(1)[0], 300
+    counts = [num_tokens, num_tokens + 20, num_tokens + 20]
+    handles = [
+        engine.add(prompt, SamplingParams(temperature=0, max_tokens=count)) for count in counts
+    ]
+    close_ended = engine._view.close_ended
+    failures = iter(range(num_failures))
+
+    def fail() -> None:
+        """While nothing else runs that a fault could strike."""
+        if engine._view._ending:
+            backend.arm(1 if next(failures, None) is not None else 0)
+        close_ended()
+
+    engine._view.close_ended = fail  # type: ignore[method-assign]
+    num_raised = 0
+    for _ in range(400):
+        try:
+            engine.step()
+        except DriverError:
+            num_raised += 1
+            assert num_raised == engine.num_failed_steps
+    assert num_failures == num_raised + 1
+    wanted = reference(prompt, num_tokens + 20, "gemma2")
+    for count, handle in zip(counts, handles, strict=True):
+        assert wanted[:count] == list(handle.output().outputs[0].token_ids)
+        assert FinishReason.LENGTH is handle.output().outputs[0].finish_reason
+    assert 0 == engine.num_failed_steps

@@ -8,6 +8,8 @@ layers, siblings, the tokens that stay on the device, and that a closed runner l
 from __future__ import annotations
 
 import copy
+import dataclasses
+import functools
 import itertools
 import random
 import threading
@@ -211,6 +213,23 @@ def test_padding_writes_nothing() -> None:
         runner.close()
 
 
+@pytest.mark.parametrize("max_graph_tokens", range(5))
+def test_small_steps_alone_may_be_captured(max_graph_tokens: int) -> None:
+    """Also where no such step has room for all who may decode."""
+    model, prompt = model_named("llama"), prompts_of((13,))[0]
+    expected = alone(model, prompt, 5)
+    options = dataclasses.replace(PADDED, max_graph_tokens=max_graph_tokens)
+    requests = [Request(prompt, SamplingParams(temperature=0, max_tokens=5))]
+    with cache_for(model) as cache:
+        runner = ModelRunner(
+            model, cache, max_num_seqs=4, max_num_batched_tokens=16, options=options
+        )
+        runner.warm_up()
+        serve(runner, cache, requests)
+        runner.close()
+    assert expected == requests[0].said
+
+
 def test_every_step_has_the_smallest_bucket_that_takes_it() -> None:
     """Or none: too many tokens, or more chunks than tiles; and what it is given is what it says."""
     model = model_named("llama")
@@ -412,6 +431,34 @@ def test_a_refused_runner_leaves_no_trace() -> None:
         ModelRunner(model, cache, max_num_seqs=SLOTS, max_num_batched_tokens=16).close()
         assert cache.stats().num_sequences == 0
     assert model.config._attn_implementation == "eager"
+
+
+def test_layers_that_somebody_has_wrapped_are_not_compiled() -> None:
+    """What wraps them would not be called; nor is it lost, of layers or of the last norm."""
+    model = model_named("llama")
+    layer, norm, prompt = decoder_layers(model)[1], model.model.norm, prompts_of((7,))[0]
+
+    def wrapped(module: Any) -> Any:
+        real = module.forward
+        module.forward = lambda *args, **kwargs: 2 * real(*args, **kwargs)
+        return module.forward
+
+    of_norm = wrapped(norm)
+    with cache_for(model) as cache:
+        make = functools.partial(
+            ModelRunner, model, cache, max_num_seqs=SLOTS, max_num_batched_tokens=16
+        )
+        make(options=TRACED).close()
+        assert of_norm is norm.forward
+        of_layer = wrapped(layer)
+        with pytest.raises(ConfigError, match="wrapped"):
+            make(options=TRACED)
+        requests = [Request(prompt, SamplingParams(temperature=0, max_tokens=5))]
+        runner = make(options=PLAIN)
+        serve(runner, cache, requests)
+        runner.close()
+    assert alone(model, prompt, 5) == requests[0].said
+    assert of_layer is layer.forward
 
 
 def test_sampled_tokens_do_not_depend_on_the_mixture() -> None:

@@ -158,6 +158,20 @@ def test_penalties_follow_the_tokens(temperature) -> None:
     assert len(set(said)) > 3
 
 
+def test_prompts_may_hold_tokens_that_no_logits_are_of() -> None:
+    """An embedding may have more rows than the head; penalties concern what can be said."""
+    params = SamplingParams(temperature=0, repetition_penalty=1.5)
+    sampler = sampler_of(params)
+    sampler.set_slot(1, params, [VOCABULARY + 2, *PROMPT, VOCABULARY], [4])
+    sampler.set_slot(2, params, PROMPT, [4])
+    logits = some_logits(1).abs()
+    for token in range(VOCABULARY):
+        raised = logits.clone()
+        raised[0, token] = 1.2 * logits.max()
+        tokens = sampler.sample(raised.expand(2, -1), torch.tensor([1, 2]), [1, 2]).token_ids
+        assert tokens[0] == tokens[1]
+
+
 def test_a_slot_forgets_the_request_before() -> None:
     """Counts and bans are the new request's own."""
     penalty = SamplingParams(
@@ -226,6 +240,29 @@ def test_tokens_do_not_depend_on_neighbours_or_places() -> None:
         for slot, token in zip(order, tokens, strict=True):
             said[slot].append(token)
     assert alone == said
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [SamplingParams(top_k=7), SamplingParams(top_k=30, top_p=0.9), SamplingParams(top_p=0.9)],
+)
+def test_ties_fall_the_same_way_whoever_is_beside(beside: SamplingParams) -> None:
+    """Of equally likely tokens the first ones count; half precision is full of them."""
+    mixed = [
+        SamplingParams(temperature=0),
+        SamplingParams(top_k=1, seed=1),
+        *(SamplingParams(top_k=6, top_p=0.6, seed=seed) for seed in range(2, 22)),
+    ]
+    for seed in range(20):
+        logits = some_logits(len(mixed) + 1, seed=seed).round()
+        alone = [
+            sampler_of(params).sample(logits[at : at + 1], torch.tensor([0]), [0]).token_ids
+            for at, params in enumerate(mixed)
+        ]
+        order = torch.arange(len(mixed) + 1)
+        together = sampler_of(*mixed, beside).sample(logits, order, order.tolist()).token_ids
+        assert torch.cat(alone).tolist() == together[:-1].tolist()
+        assert logits[:2].argmax(-1).tolist() == together[:2].tolist()
 
 
 def test_seeds_repeat_and_differ() -> None:
@@ -305,6 +342,21 @@ def test_logprobs_are_of_the_models_logits() -> None:
     only_chosen = sampler_of(SamplingParams(logprobs=0, seed=1))
     sampled = only_chosen.sample(logits[:1], torch.tensor([0]), [0])
     assert (1, 0) == tuple(sampled.top_token_ids.shape)
+
+
+def test_of_equally_likely_tokens_the_first_are_reported() -> None:
+    """However many somebody beside wants; the one that is chosen greedily comes first."""
+    for seed in range(10):
+        logits = some_logits(2, seed=seed).round()
+        sampler = sampler_of(
+            SamplingParams(temperature=0, logprobs=3), SamplingParams(temperature=0, logprobs=30)
+        )
+        alone = sampler.sample(logits[:1], torch.tensor([0]), [0]).top_token_ids
+        beside = sampler.sample(logits, torch.arange(2), [0, 1])
+        assert alone is not None
+        assert beside.top_token_ids is not None
+        assert alone[0].tolist() == beside.top_token_ids[0, :3].tolist()
+        assert beside.token_ids.tolist() == beside.top_token_ids[:, 0].tolist()
 
 
 def test_logits_are_not_changed() -> None:

@@ -78,8 +78,8 @@ class Detokenizer:
     def finish(self) -> None:
         """No more tokens: what waited is text after all."""
         if self.stop is None:
-            self._accept(self._decode())
-            self._new, self._held = self._new + self._held, ""
+            self._new += self._held + self._decode()[len(self._taken) :]
+            self._held = ""
 
     def _accept(self, certain: str) -> str | None:
         """Make what the window's text has beyond what was taken the output's."""

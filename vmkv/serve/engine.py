@@ -12,6 +12,7 @@ One thread at a time works on an engine; `AsyncEngine` gives it a thread of its 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import random
@@ -82,7 +83,6 @@ class Engine:
 
     Attributes:
         cache: The keys and values.
-        max_tokens: Prompt and output of a request at most, by row and budget.
         on_update: Called with each handle that has something new, its end included.
 
     Raises:
@@ -137,9 +137,10 @@ class Engine:
         self.on_update: Callable[[RequestHandle], None] | None = None
         kv_format = KVFormat.of(model.config, kv_dtype, kv_scales, skip_layers)
         pool = pool_beside(model, pool, budget_bytes, host_budget_bytes)
-        self._rows = open_rows(model, pool, max_num_seqs, max_tokens, attention_backend, kv_format)
-        try:
-            self.cache: KVCache = self._rows.cache
+        with contextlib.ExitStack() as undo:
+            rows = open_rows(model, pool, max_num_seqs, max_tokens, attention_backend, kv_format)
+            undo.callback(rows.close)
+            self.cache: KVCache = rows.cache
             self._view = MemoryView(
                 self.cache,
                 max_num_batched_tokens,
@@ -150,17 +151,16 @@ class Engine:
             self._runner = make_runner(
                 runner,
                 model,
-                self._rows,
+                rows,
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=max_num_batched_tokens,
                 deterministic=deterministic,
                 attention_backend=attention_backend,
                 options=runner_options,
             )
-            self.max_tokens = self._view.fitting_tokens()  # The kernels' over-read is known now.
-        except BaseException:
-            self._rows.close()
-            raise
+            undo.callback(self._runner.close)
+            self._view.fitting_tokens()  # One at least; the kernels' over-read is known now.
+            self._undo = undo.pop_all()
         self._loop = StepLoop(
             self._scheduler,
             self._view,
@@ -172,6 +172,11 @@ class Engine:
         self._is_closed = False
 
     # ---- requests -------------------------------------------------------------------------
+
+    @property
+    def max_tokens(self) -> int:
+        """Prompt and output of a request at most, by row and budget."""
+        return self._view.fitting_tokens()
 
     def add(
         self,
@@ -201,14 +206,13 @@ class Engine:
         tokens = token_ids_of(prompt, self.tokenizer)
         check_tokens(tokens, self._input_vocab_size)
         check_text(params, self.tokenizer)
-        max_total = self.max_tokens
+        max_total = longest = self.max_tokens
         if params.max_tokens is not None:
-            max_total = min(max_total, len(tokens) + params.max_tokens)
-        if len(tokens) >= self.max_tokens:
+            max_total = min(longest, len(tokens) + params.max_tokens)
+        if len(tokens) >= longest:
             raise ConfigError(
                 f"a prompt of {len(tokens)} tokens leaves no room for an answer: requests hold "
-                f"{self.max_tokens} tokens at most here; shorten it, or raise max_tokens or the "
-                "budget"
+                f"{longest} at most here; shorten it, or raise max_tokens or the budget"
             )
         requests: list[Request] = []
         try:
@@ -230,13 +234,8 @@ class Engine:
     ) -> Request:
         """One of the samples of a prompt; those after the first wait for its prompt to fork it."""
         seed = params.seed if params.seed is not None else self._random.getrandbits(48)
-        resolved = resolve(
-            params,
-            seed + index,
-            self._outcomes.end_tokens,
-            max_total - len(tokens),
-            self._vocab_size,
-        )
+        ends, num_tokens = self._outcomes.end_tokens, max_total - len(tokens)
+        resolved = resolve(params, seed + index, ends, num_tokens, self._vocab_size)
         request = Request(self._num_requests, tokens, resolved, priority, max_total)
         request.arrived_s = time.perf_counter()
         self._outcomes.begin(request)
@@ -307,6 +306,7 @@ class Engine:
 
         Raises:
             ClosedError: The engine is closed.
+            DriverError: It failed in what no request is to blame for; to go on is possible.
         """
         if not self.advance():
             self.fall_idle()
@@ -315,7 +315,7 @@ class Engine:
         """Run one step, if there is one, and no more; returns whether there is more to do.
 
         Raises:
-            ClosedError: The engine is closed.
+            ClosedError, DriverError: As `step`.
         """
         self._check_open()
         return self._loop.has_work and self._loop.step()
@@ -386,6 +386,7 @@ class Engine:
             ConfigError: A prompt cannot be served, or there are not as many `params` as prompts.
                 Nothing was generated.
         """
+        prompts = prompts.tolist() if hasattr(prompts, "tolist") else prompts
         is_one = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
         several: list[Any] = [prompts] if is_one else list(prompts)
         each = list(params) if isinstance(params, Sequence) else [params] * len(several)
@@ -418,10 +419,7 @@ class Engine:
         if self._loop.has_work:
             self._loop.step()
         self._is_closed = True
-        try:
-            self._runner.close()
-        finally:
-            self._rows.close()
+        self._undo.close()
 
     def _check_open(self) -> None:
         if self._is_closed:

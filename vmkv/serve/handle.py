@@ -81,7 +81,7 @@ class RequestHandle:
 
 def _completion(index: int, request: Request) -> CompletionOutput:
     # The engine's thread sets the reason last and only ever appends, so what is read after the
-    # reason is complete if there is one.
+    # reason is complete if there is one; and log-probabilities come before their tokens.
     reason = request.finish_reason
     token_ids = tuple(request.output_token_ids)
     wants_logprobs = request.params.logprobs is not None

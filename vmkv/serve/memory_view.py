@@ -7,6 +7,7 @@ cached, or as a fork of a sibling), growing, swapping, ending.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterable
 
 from ..backend import MemoryLocation
@@ -16,6 +17,8 @@ from ..cache.layer_group import UNDERREAD_TOKENS
 from ..errors import CapacityError, ConfigError, DriverError
 from .plan import PlannedChunk
 from .request import Request
+
+_LOG = logging.getLogger(__name__)
 
 
 class MemoryView:
@@ -144,7 +147,8 @@ class MemoryView:
     def end(self, request_id: int, *, keep: bool = True) -> None:
         """Close a request's sequence; with `keep`, others may begin with what it holds.
 
-        Idempotent. The request may begin again until `remove`.
+        What the driver does not let go `close_ended` closes: callers are in the midst of something
+        that concerns other requests. Idempotent. The request may begin again until `remove`.
         """
         sequence = self._sequences.get(request_id)
         if sequence is None:
@@ -157,10 +161,13 @@ class MemoryView:
         del self._sequences[request_id], self._computed_tokens[request_id]
         self._room_tokens.pop(request_id, None)
         self._ending.append(sequence)
-        self.close_ended()
+        try:
+            self.close_ended()
+        except DriverError:
+            _LOG.warning("a sequence could not be closed yet", exc_info=True)
 
     def close_ended(self) -> None:
-        """Close what has ended and the driver would not let go; `end` does it at once.
+        """Close what has ended and the driver would not let go.
 
         Raises:
             DriverError: Some is left, for the next time.
@@ -183,6 +190,7 @@ class MemoryView:
 
         At least `num_bytes`, or all of it. Returns the bytes given back. Waits for the device.
         """
+        self.close_ended()
         return self.cache.trim(num_bytes)
 
     def _record(self, request_id: int) -> None:
@@ -353,13 +361,15 @@ class MemoryView:
 
     def fitting_tokens(self) -> int:
         """The longest request that fits if it is alone, within a row."""
+        total_pages = self.total_pages
         low, high = 0, self.cache.max_tokens
+        middle = high  # Mostly a whole row fits.
         while low < high:
-            middle = (low + high + 1) // 2
-            if self.peak_pages(middle) <= self.total_pages:
+            if self.peak_pages(middle) <= total_pages:
                 low = middle
             else:
                 high = middle - 1
+            middle = (low + high + 1) // 2
         if not low:
             raise ConfigError(
                 f"the budget of {self.total_pages} pages of {self.page_bytes} bytes does not hold "

@@ -49,9 +49,11 @@ class Outcomes:
         self, request: Request, token_id: int, logprobs: TokenLogprobs | None
     ) -> FinishReason | None:
         """Take a request's next token; returns why the request ends, if it does."""
-        request.output_token_ids.append(token_id)
         if logprobs is not None:
             request.logprobs.append(logprobs)
+        request.output_token_ids.append(
+            token_id
+        )  # Last: other threads look for what is said of it.
         num_tokens = len(request.output_token_ids)
         if num_tokens == 1:
             request.first_token_s = time.perf_counter()

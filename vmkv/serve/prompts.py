@@ -64,7 +64,7 @@ def resolve(
             f"min_tokens={params.min_tokens}, and at most {max_tokens} fit after this prompt"
         )
     if not params.ignore_eos:
-        stops |= {each for each in end_tokens if each < vocab_size}
+        stops |= {each for each in end_tokens if 0 <= each < vocab_size}
     return replace(
         params, n=1, seed=seed, stop_token_ids=tuple(sorted(stops)), max_tokens=max_tokens
     )

@@ -182,7 +182,11 @@ class Sampler:
     # ---- sampling -------------------------------------------------------------------------
 
     def sample(
-        self, logits: torch.Tensor, slots: torch.Tensor, slot_ids: Sequence[int] | None = None
+        self,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        slot_ids: Sequence[int] | None = None,
+        processed: torch.Tensor | None = None,
     ) -> SampledTokens:
         """The next token of each slot; counts it.
 
@@ -191,6 +195,8 @@ class Sampler:
             slots: `[n] int64` on the device, different ones.
             slot_ids: The same on the host: then the batch takes the shortest way that serves it.
                 By default a way that serves any slot.
+            processed: What to choose from, where that is not `logits`: what logits processors
+                have made of them.
 
         Returns:
             The tokens, in the order of `slots`.
@@ -199,9 +205,10 @@ class Sampler:
         """
         needs = self._joint_needs(range(len(self._needs)) if slot_ids is None else slot_ids)
         self._upload()
+        scores = logits if processed is None else processed
         if needs == _Needs():
-            return SampledTokens(self.greedy(logits))
-        scores = self._adjusted(logits.float(), slots, needs)
+            return SampledTokens(self.greedy(scores))
+        scores = self._adjusted(scores.float(), slots, needs)
         tokens = self._choose(scores, slots, needs)
         if needs.penalties:
             assert self._token_counts is not None  # A slot with penalties has made them.
@@ -224,7 +231,7 @@ class Sampler:
         is_greedy = temperature == 0
         scores = scores / temperature.masked_fill(is_greedy, 1.0)
         if needs.top_k:
-            ordered, ids = scores.topk(needs.top_k, dim=-1)
+            ordered, ids = _likeliest(scores, needs.top_k)
         else:
             ordered, ids = scores.sort(dim=-1, descending=True, stable=True)
         rank = torch.arange(ids.shape[1], device=ids.device)
@@ -332,10 +339,12 @@ class Sampler:
             self._token_counts = torch.zeros(shape, dtype=torch.int32, device=self.device)
         assert self._in_prompt is not None  # Made together.
         counts, in_prompt = self._token_counts[slot].zero_(), self._in_prompt[slot].zero_()
-        tokens = torch.tensor([*prompt, *output], dtype=torch.int64)
+        # An embedding may have more rows than there are logits; such tokens are never said.
+        known = [each for each in prompt if each < self.vocab_size]
+        tokens = torch.tensor([*known, *output], dtype=torch.int64)
         tokens = tokens.to(self.device, non_blocking=True)
-        in_prompt.index_fill_(0, tokens[: len(prompt)], 1)
-        generated = tokens[len(prompt) :]
+        in_prompt.index_fill_(0, tokens[: len(known)], 1)
+        generated = tokens[len(known) :]
         counts.index_add_(0, generated, torch.ones_like(generated, dtype=torch.int32))
 
     def _ban(self, slot: int, token_ids: Sequence[int]) -> None:
@@ -354,6 +363,20 @@ def _clamped(value: float, bounds: tuple[float, float]) -> float:
     return min(max(value, bounds[0]), bounds[1])
 
 
+def _likeliest(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`[n, count]` greatest of `scores [n, vocabulary] float32`, in order, and their columns.
+
+    Of equal ones the first columns, in order. `topk` takes any, which ones depends on `count`.
+    """
+    bits = scores.view(torch.int32)
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # Integers in the order of the floats.
+    last = scores.shape[1] - 1
+    keys = bits.long().bitwise_left_shift_(32)
+    keys |= torch.arange(last, -1, -1, device=scores.device)
+    ids = last - (keys.topk(count, dim=-1).values & 0xFFFFFFFF)
+    return scores.gather(1, ids), ids
+
+
 def _draw_from_all(scores: torch.Tensor, floats: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """`[n]` tokens drawn by temperature and min-p; greedy where the temperature is 0."""
     temperature = floats[:, _TEMPERATURE, None]
@@ -368,5 +391,5 @@ def _draw_from_all(scores: torch.Tensor, floats: torch.Tensor, keys: torch.Tenso
 def _with_logprobs(tokens: torch.Tensor, logits: torch.Tensor, most: int) -> SampledTokens:
     """Log-probabilities of `tokens`, and of the `most` likeliest ones."""
     logprobs = logits.float().log_softmax(-1)
-    top, top_ids = logprobs.topk(most, dim=-1)
+    top, top_ids = _likeliest(logprobs, most)
     return SampledTokens(tokens, logprobs.gather(1, tokens[:, None])[:, 0], top_ids, top)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -27,7 +28,7 @@ from .memory_view import MemoryView
 from .observer import EngineObserver, StepRecord
 from .plan import PlannedChunk, PreemptionMethod, StepPlan
 from .request import FinishReason, Request, TokenLogprobs
-from .runner import PendingStep, Runner, SlotError
+from .runner import PendingStep, Runner, SlotError, StepResult
 from .scheduler import Scheduler
 
 _LOG = logging.getLogger(__name__)
@@ -77,7 +78,8 @@ class StepLoop:
         self._ended = ended
         self._observer = observer
         self._requests = scheduler.requests
-        self._pending: _Submitted | None = None
+        # Steps to be read, in order: one between steps, more after an interrupt.
+        self._pending: deque[_Submitted] = deque()
         # Requests whose slot on the device does not hold their state.
         self._to_set: set[int] = set()
         # Tokens of a step while the device is short of memory; None for as many as usual.
@@ -91,7 +93,7 @@ class StepLoop:
     @property
     def has_work(self) -> bool:
         """Whether there is anything to run or to read."""
-        return self._scheduler.has_unfinished or self._pending is not None
+        return self._scheduler.has_unfinished or bool(self._pending)
 
     # ---- requests -------------------------------------------------------------------------
 
@@ -124,15 +126,13 @@ class StepLoop:
             return
         self._scheduler.finish(request.request_id)
         self._to_set.discard(request.request_id)
-        try:
-            self._view.end(request.request_id, keep=keep)
-        finally:
-            self._view.remove(request.request_id)
-            self._ended(request, reason, error)
+        self._view.end(request.request_id, keep=keep)
+        self._view.remove(request.request_id)
+        self._ended(request, reason, error)
 
     def end_all(self, error: Exception) -> None:
         """End every request with `error`, and forget what is on the device."""
-        self._pending = None
+        self._pending.clear()
         for request in tuple(self._requests.values()):
             self.end(request, FinishReason.ERROR, error, keep=False)
 
@@ -142,20 +142,26 @@ class StepLoop:
         """Submit one step, and read the one before; returns whether there is more to do.
 
         Raises:
-            DriverError: It failed in what no request is to blame for; see `end_all`.
+            DriverError: It failed in what no request is to blame for; see `end_all`, or go on.
         """
         start_s = time.perf_counter()
         times = _Times()
-        self._view.close_ended()  # Before the plan: it counts on their memory.
+        try:
+            self._view.close_ended()  # Before the plan: it counts on their memory.
+        except DriverError:
+            self.num_failed_steps += 1
+            raise
         submitted, plan = self._advance(times)
-        unread, self._pending = self._pending, submitted
+        has_unread = bool(self._pending)
+        if submitted is not None:
+            self._pending.append(submitted)
         wait_start_s = time.perf_counter()
-        if unread is not None:
-            self._read(unread)
+        if has_unread:
+            self._read(num_left=submitted is not None)
         elif not plan.chunks and not plan.preempted:
             self._unblock()
         if not self._scheduler.has_unfinished:
-            self._settle()  # What is left there is superfluous; nobody would come to read it.
+            self._read()  # What is left there is superfluous; nobody would come to read it.
         times.wait_s = time.perf_counter() - wait_start_s
         self._report(start_s, times, plan)
         return self.has_work
@@ -186,8 +192,10 @@ class StepLoop:
                 missing_pages = div_ceil(lacking_bytes, self._view.page_bytes)
                 self._withheld_pages = max(2 * self._withheld_pages, missing_pages)
                 continue
-            except DriverError as error:
+            except BaseException as error:  # An interrupt, for instance.
                 self._give_up(plan, chunks)
+                if not isinstance(error, DriverError):
+                    raise
                 self.num_failed_steps += 1
                 self._fail([chunk.request_id for chunk in chunks], error)
                 return None, plan
@@ -220,6 +228,7 @@ class StepLoop:
             CapacityError, DriverError: `_give_up` is to be called.
         """
         view = self._view
+        self._to_set.update(plan.resumed, plan.admitted)
         for request_id, method in plan.preempted:
             self._requests[request_id].num_preemptions += 1
             if method is PreemptionMethod.SWAP and view.swap_out(request_id):
@@ -228,7 +237,6 @@ class StepLoop:
             view.end(request_id)
         for request_id in plan.resumed:
             view.swap_in(request_id)
-            self._to_set.add(request_id)
         num_past = {}
         for request_id in plan.admitted:
             num_past[request_id] = view.begin(request_id)
@@ -236,7 +244,6 @@ class StepLoop:
             if not request.num_preemptions:
                 request.num_cached_tokens = num_past[request_id]
                 request.started_s = request.started_s or time.perf_counter()
-            self._to_set.add(request_id)
         for at, chunk in enumerate(chunks):
             actual = num_past.get(chunk.request_id, chunk.num_past_tokens)
             if actual != chunk.num_past_tokens:
@@ -318,7 +325,7 @@ class StepLoop:
         """
         if isinstance(error, Exception):
             log_and_release(error)
-        self._settle()  # The tokens of the step before are good.
+        self._read()  # The tokens of the step before are good.
         self._scheduler.undo(chunks)
         for chunk in chunks:
             if chunk.request_id in self._requests:
@@ -372,8 +379,8 @@ class StepLoop:
         if request is None:
             return
         error = self._shortage or OutOfPagesError(
-            "the request does not fit: other users of the pool hold its memory; close them, or "
-            "raise the budget",
+            "the request does not fit: the budget was lowered, or other users of the pool hold its "
+            "memory; raise it, or close them",
             needed_bytes=0,
             free_bytes=self._view.free_pages() * self._view.page_bytes,
             retired_bytes=0,
@@ -382,21 +389,23 @@ class StepLoop:
 
     # ---- reading --------------------------------------------------------------------------
 
-    def _settle(self) -> None:
-        """Read what is on the device."""
-        unread, self._pending = self._pending, None
-        if unread is not None:
-            self._read(unread)
+    def _read(self, num_left: int = 0) -> None:
+        """Read what is on the device, but for the last `num_left` steps."""
+        while len(self._pending) > num_left:
+            step = self._pending[0]
+            try:
+                result = step.pending.result()  # Where an interrupt comes, mostly.
+            except Exception as error:  # noqa: BLE001  # the requests of the step end with it
+                self._pending.popleft()
+                self.num_failed_steps += 1
+                log_and_release(error)
+                self._fail(step.request_ids, error)
+                continue
+            self._pending.popleft()
+            self.num_failed_steps = 0
+            self._take(step, result)
 
-    def _read(self, step: _Submitted) -> None:
-        try:
-            result = step.pending.result()
-        except Exception as error:  # noqa: BLE001  # the requests of the step end with it
-            self.num_failed_steps += 1
-            log_and_release(error)
-            self._fail(step.request_ids, error)
-            return
-        self.num_failed_steps = 0
+    def _take(self, step: _Submitted, result: StepResult) -> None:
         columns = zip(step.sampling_ids, result.token_ids, result.logprobs, strict=True)
         for request_id, token_id, logprobs in columns:
             request = self._requests.get(request_id)

@@ -40,12 +40,18 @@ class CompiledLayers:
         tune: Search for the fastest tiling of the one-token products: tens of seconds, once.
 
     Raises:
-        ConfigError: The decoder's layers cannot be told. Nothing has changed.
+        ConfigError: The decoder's layers cannot be told, or somebody has wrapped one's `forward`.
+            Nothing has changed.
     """
 
     def __init__(self, model: Any, *, backend: str = "inductor", tune: bool = True):
         self._model = model
         layers = decoder_layers(model)
+        if any("forward" in vars(layer) for layer in layers):
+            raise ConfigError(
+                f"somebody has wrapped the forward of {type(model).__name__}'s layers, so they "
+                "cannot be compiled; serve it with compile_layers=False"
+            )
         self.num_joined = joined_layers.join(model)
         self._one = _compiler(backend, {"coordinate_descent_tuning": tune})
         self._many = _compiler(backend, {})
@@ -138,7 +144,7 @@ def _last_norm(model: Any) -> list[Any]:
     """The norm after the layers, under the name that most models give it; or nothing."""
     norm = getattr(model.get_decoder(), "norm", None)
     is_plain = isinstance(norm, torch.nn.Module) and not list(norm.children())
-    return [norm] if is_plain else []
+    return [norm] if is_plain and "forward" not in vars(norm) else []
 
 
 def _with_own_code(forward: Any) -> Any:

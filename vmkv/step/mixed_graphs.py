@@ -125,7 +125,7 @@ class MixedGraphs(StepGraphs[Bucket]):
             if width <= num_tokens
         ]
         sizes = [_places(each, space.max_num_seqs).count.stop for each in self._buckets]
-        super().__init__(space, max(sizes))
+        super().__init__(space, max(sizes, default=0))
         self._starts = torch.arange(space.max_num_seqs + 1, dtype=torch.int32, device=space.device)
 
     def key(self, pieces: Sequence[Piece]) -> Bucket | None:

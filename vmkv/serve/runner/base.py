@@ -54,7 +54,7 @@ class PendingStep(Protocol):
     """A step that was submitted."""
 
     def result(self) -> StepResult:
-        """Wait for the step. May be called once, in the order of submission.
+        """Wait for the step. May be called once, in the order of submission; again if interrupted.
 
         Raises:
             Exception: The step failed on the device. Its tokens do not exist.

@@ -55,7 +55,7 @@ class HostTokens:
                 try:
                     for processor in params.logits_processors:
                         scores = processor(input_ids, scores)
+                    processed[at : at + 1] = scores
                 except Exception as error:
                     raise SlotError(slot, error) from error
-                processed[at : at + 1] = scores
         return processed

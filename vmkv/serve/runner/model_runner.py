@@ -196,7 +196,7 @@ class ModelRunner:
             return SampledTokens(step.token_ids if self._is_cuda else step.token_ids.clone())
         at = torch.tensor(slots, dtype=torch.int64).to(self._device, non_blocking=True)
         processed = self._host_tokens.process(step.logits, slots)
-        sampled = self.sampler.sample(processed, at, slots)
+        sampled = self.sampler.sample(step.logits, at, slots, processed)
         self.stepper.last_tokens.index_copy_(0, at, sampled.token_ids)
         return sampled
 
