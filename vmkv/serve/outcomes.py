@@ -51,9 +51,8 @@ class Outcomes:
         """Take a request's next token; returns why the request ends, if it does."""
         if logprobs is not None:
             request.logprobs.append(logprobs)
-        request.output_token_ids.append(
-            token_id
-        )  # Last: other threads look for what is said of it.
+        # Last: other threads look for what is said of it.
+        request.output_token_ids.append(token_id)
         num_tokens = len(request.output_token_ids)
         if num_tokens == 1:
             request.first_token_s = time.perf_counter()
