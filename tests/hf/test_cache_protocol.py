@@ -654,6 +654,43 @@ def test_keys_that_require_gradients_are_refused(new_cache: NewCache) -> None:
         assert torch.equal(keys, cache.update(keys, keys, 0)[0])
 
 
+@pytest.mark.parametrize("what", ["gradients", "dtype", "device"])
+def test_a_refused_update_takes_no_room(what: str, new_cache: NewCache) -> None:
+    """Rows are not ahead of their layers afterwards: windows would leave without those."""
+    config = tiny_config("mistral")
+    expected, cache = dynamic_cache(config), new_cache(config)
+    keys = _tensors(2, 1000, 0)
+    refused = {
+        "gradients": keys.clone().requires_grad_(),
+        "dtype": keys.double(),
+        "device": keys.to("meta"),
+    }[what]
+    for each in (expected, cache):
+        _append(each, 20)
+    before = cache.stats()
+    with pytest.raises(ConfigError):
+        cache.update(refused, refused, 0)
+    assert before == cache.stats()
+    for seed in (1, 2):
+        for each in (expected, cache):
+            _append(each, 1500, seed=seed)
+        assert_same_contents(expected, cache)
+
+
+def test_layers_that_a_failed_pass_left_behind_are_told_so(new_cache: NewCache) -> None:
+    """Their windows have gone with the layers that are ahead: an error, not memory that is not."""
+    config = tiny_config("mistral")
+    expected, cache = dynamic_cache(config), new_cache(config)
+    for num_tokens in (1500, 1):  # Passes that end behind the first layer.
+        cache.update(_tensors(2, num_tokens, 0), _tensors(2, num_tokens, 1), 0)
+    with pytest.raises(ConfigError, match="reset"):
+        cache.update(_tensors(2, 2000, 0), _tensors(2, 2000, 1), 1)
+    cache.reset()
+    for each in (expected, cache):
+        _append(each, 30, batch_size=3)
+    assert_same_contents(expected, cache)
+
+
 def test_model_in_training_mode_is_refused(new_cache: NewCache) -> None:
     """A forward pass that records gradients meets one clear error."""
     model = tiny_model("llama")

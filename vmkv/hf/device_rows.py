@@ -28,11 +28,10 @@ class DeviceRows:
         Cost: once a step what `KVCache.grow` costs; a comparison for further layer groups.
         """
         num_rows = len(self.sequences)
-        if batch_size > num_rows:
-            self._open_rows(batch_size)
-        elif num_tokens <= self.sequences[0].num_tokens:
+        if batch_size <= num_rows and num_tokens <= self.sequences[0].num_tokens:
             return
         try:
+            self._open_rows(batch_size)
             self.core.grow([(sequence, num_tokens) for sequence in self.sequences])
         except BaseException:
             self.keep_rows(num_rows)
@@ -41,12 +40,8 @@ class DeviceRows:
     def _open_rows(self, batch_size: int) -> None:
         if batch_size > self.core.max_sequences:
             raise self._too_large(batch_size)
-        # A new row starts where the others are, so that a window it never saw is not mapped.
-        num_tokens = self.sequences[0].num_tokens if self.sequences else 0
         for row in range(len(self.sequences), batch_size):
-            sequence = self.core.open(row=row)
-            sequence.num_tokens = num_tokens
-            self.sequences.append(sequence)
+            self.sequences.append(self.core.open(row=row))
 
     def _too_large(self, batch_size: int) -> ConfigError:
         return ConfigError(

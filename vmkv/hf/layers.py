@@ -91,17 +91,8 @@ class VirtualLayer:
         """
         if self._length == 0:
             self._bind(key_states, value_states)
-        place = self._place
-        assert place is not None  # Bound above, or by an earlier update.
-        step, index = place.step, place.index
-        start = self._length
-        end = start + key_states.shape[-2]
-        if step.start != start or step.end != end or step.batch_size != self._batch_size:
-            step, index = self._begin_step(place, key_states, value_states)
         if (
-            key_states.shape != step.key_shape
-            or value_states.shape != step.value_shape
-            or key_states.dtype != self.dtype
+            key_states.dtype != self.dtype
             or value_states.dtype != self.dtype
             or key_states.device != self.device
             or value_states.device != self.device
@@ -112,6 +103,15 @@ class VirtualLayer:
                 "keys require gradients, which cannot flow through a virtual-memory cache; "
                 "run the model under torch.no_grad() or torch.inference_mode()"
             )
+        place = self._place
+        assert place is not None  # Bound above, or by an earlier update.
+        step, index = place.step, place.index
+        start = self._length
+        end = start + key_states.shape[-2]
+        if step.start != start or step.end != end or step.batch_size != self._batch_size:
+            step, index = self._begin_step(place, key_states, value_states)
+        elif key_states.shape != step.key_shape or value_states.shape != step.value_shape:
+            raise self._mismatch(key_states, value_states)
         step.write(index, key_states, value_states)
         self._length = end
         self._note_update(end)
