@@ -523,6 +523,38 @@ def test_batch_grows_up_to_max_batch_size(new_cache: NewCache) -> None:
     _append(cache, 5, batch_size=6)
 
 
+@pytest.mark.parametrize(
+    "chosen", [torch.tensor([0, 4]), torch.tensor([-5]), torch.tensor([True] * 5)]
+)
+def test_entries_that_are_not_in_the_batch_are_refused(
+    chosen: torch.Tensor, new_cache: NewCache
+) -> None:
+    """DynamicCache's error, and the batch is as it was."""
+    config = tiny_config("llama")
+    expected, cache = dynamic_cache(config), new_cache(config)
+    for each in (expected, cache):
+        _append(each, 5, batch_size=4)
+        with pytest.raises(IndexError):
+            each.batch_select_indices(chosen)
+    with pytest.raises(IndexError):
+        cache.reorder_cache(chosen)
+    assert_same_contents(expected, cache)
+
+
+def test_a_batch_without_tokens_is_not_rearranged(new_cache: NewCache) -> None:
+    """As in DynamicCache: the next update says how large the batch is."""
+    config = tiny_config("llama")
+    expected, cache = dynamic_cache(config), new_cache(config)
+    for each in (expected, cache):
+        if VERSION >= (5, 0):
+            each.early_initialization(2, HEADS, WIDTH, torch.float32, torch.device("cpu"))
+        each.batch_repeat_interleave(2)
+        each.reorder_cache(torch.tensor([1, 0, 3, 2]))
+        each.batch_select_indices(torch.tensor([3]))
+        _append(each, 5, batch_size=3)
+    assert_same_contents(expected, cache)
+
+
 # ---- reset and reuse --------------------------------------------------------------------------
 
 

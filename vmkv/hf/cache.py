@@ -220,10 +220,10 @@ class VMKVCache(DynamicCache):  # type: ignore[misc]
 
     def _rearrange(self, method: str, argument: Any, sources: torch.Tensor) -> None:
         """Have the store rearrange its rows, and the other layers do as transformers does."""
-        if self._batch_size:
-            chosen = sources.nonzero().flatten() if sources.dtype == torch.bool else sources
-            entries: list[int] = chosen.tolist()
-            self._store.take_over([entry % self._batch_size for entry in entries])
+        if any(layer._length for layer in self._virtual_layers):
+            # As transformers' layers would: entries may be a mask or count from the end.
+            entries: list[int] = torch.arange(self._batch_size)[sources.cpu()].tolist()
+            self._store.take_over(entries)
             for layer in self._virtual_layers:
                 if layer.is_initialized:
                     layer.set_batch_size(len(entries))
