@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from helpers.tiny_models import (
     VERSION,
     WINDOW,
@@ -398,6 +399,39 @@ def test_crop_of_a_recording_window_matches_dynamic_cache(
         cache.crop(argument)
         assert_same_contents(expected, cache)
         assert expected.get_seq_length() == cache.get_seq_length()
+
+
+@pytest.mark.skipif(not RECORDS_PAST, reason="this release cannot record a window's past")
+def test_crop_beyond_what_was_recorded_is_refused(new_cache: NewCache) -> None:
+    """What left a window before the recording began cannot come back; nothing has changed."""
+    config = tiny_config("gemma2")
+    expected, cache = dynamic_cache(config), new_cache(config)
+    for each in (expected, cache):
+        _append(each, 1000)
+        _append(each, 500, seed=1)  # By now the first tokens have no memory.
+        each.activate_past_recording()
+        _append(each, 12, seed=2)
+    with pytest.raises(RuntimeError, match="window"):
+        cache.crop(-1400)
+    assert_same_contents(expected, cache)
+    for each in (expected, cache):
+        each.crop(-12)
+        _append(each, 3, seed=3)
+    assert_same_contents(expected, cache)
+
+
+@pytest.mark.skipif(not RECORDS_PAST, reason="this release cannot record a state's past")
+def test_crop_that_another_layer_refuses_changes_nothing(new_cache: NewCache) -> None:
+    """Layers that are transformers' own are asked first."""
+    config = tiny_config("qwen3_next")
+    config.layer_types = ["full_attention", "linear_attention"] * 2
+    with torch.no_grad():
+        model = transformers.AutoModelForCausalLM.from_config(config).eval()
+        cache = new_cache(config)
+        forward(model, prompt("qwen3_next")["input_ids"], cache)
+        with pytest.raises(RuntimeError, match="crop"):
+            cache.crop(-2)
+    assert [13, 13] == [cache.get_seq_length(index) for index in (0, 2)]
 
 
 # ---- the batch --------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from . import compat, orphans
 from .defaults import default_max_tokens
 from .kv_format import KVFormat, SkipLayers
 from .kv_scales import KVScales
-from .layers import VirtualLayer, VMKVFullLayer, VMKVSlidingLayer
+from .layers import VirtualLayer, VMKVFullLayer, VMKVSlidingLayer, past_is_lost
 from .store import LayerKind, Settings, Store
 
 
@@ -182,9 +182,12 @@ class VMKVCache(DynamicCache):  # type: ignore[misc]
             ValueError, RuntimeError: What the release's own layers raise. Nothing changed.
         """
         argument = int(argument)  # Assisted decoding may pass a tensor.
-        for layer in self._virtual_layers:
-            layer.cropped_length(argument)  # All or none.
-        super().crop(argument)
+        # All or none.
+        lengths = [layer.cropped_length(argument) for layer in self._virtual_layers]
+        if not self._store.keeps(max(lengths, default=0)):
+            raise past_is_lost()
+        for layer in sorted(self.layers, key=lambda each: isinstance(each, VirtualLayer)):
+            layer.crop(argument)  # First those that may yet refuse.
         self._settle()
         self._store.forget_past()
 

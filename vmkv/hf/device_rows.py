@@ -123,6 +123,13 @@ class DeviceRows:
             sequence.num_tokens = max(sequence.num_tokens, num_tokens)
         self.core.grow([(sequence, num_tokens) for sequence in self.sequences])
 
+    def keeps(self, num_tokens: int) -> bool:
+        """Whether every row can go back to `num_tokens`."""
+        return not num_tokens or all(
+            num_tokens >= each.num_tokens or self.core.keeps(each.row, num_tokens)
+            for each in self.sequences
+        )
+
     def set_length(self, num_tokens: int) -> None:
         """Forget tokens from `num_tokens` on, in every row."""
         for sequence in self.sequences:

@@ -419,7 +419,7 @@ class VMKVSlidingLayer(VirtualLayer, DynamicSlidingWindowLayer):  # type: ignore
         self._store.check_open()
         if self._length >= self.sliding_window:
             if not self.record_past:
-                raise _past_is_lost(self.sliding_window)
+                raise past_is_lost()
             if argument > 0:
                 raise RuntimeError(
                     "a sliding-window layer beyond its window is cropped by a negative number "
@@ -435,9 +435,9 @@ class VMKVSlidingLayer(VirtualLayer, DynamicSlidingWindowLayer):  # type: ignore
             self._first_kept = max(self._first_kept, self._visible_from(self._length))
 
 
-def _past_is_lost(window: int) -> Exception:
-    message = (
-        f"cannot crop beyond a sliding window of {window} tokens: call "
-        "activate_past_recording() before the tokens that are to be undone"
+def past_is_lost() -> Exception:
+    """What to raise where tokens have left a sliding window for good."""
+    return compat.CROPPED_TOO_FAR(
+        "cannot crop beyond a sliding window: call activate_past_recording() before the tokens "
+        "that are to be undone"
     )
-    return compat.CROPPED_TOO_FAR(message)

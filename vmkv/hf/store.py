@@ -369,6 +369,10 @@ class Store:
             mine.fork_from(theirs)
         return True
 
+    def keeps(self, num_tokens: int) -> bool:
+        """Whether the batch can go back to `num_tokens`: its windows still hold what they need."""
+        return all(rows.keeps(num_tokens) for rows in self._rows.values())
+
     def forget_past(self) -> None:
         """Retire what has left the windows, even while past is being kept."""
         for rows in self._rows.values():
