@@ -65,13 +65,17 @@ class DeviceRows:
         Asks the device once per mask, so once per step and not per layer.
         """
         if num_tokens != self._padding_tokens:
-            self._paddings.clear()
+            self.forget_paddings()
             self._padding_tokens = num_tokens
         known = self._paddings.get(id(padding))
         if known is None or known[0]() is not padding:
             known = (weakref.ref(padding), *self._read_padding(padding, num_tokens))
             self._paddings[id(padding)] = known
         return known[1], known[2]
+
+    def forget_paddings(self) -> None:
+        """The batch is another one: a mask that was read may be the same tensor, rewritten."""
+        self._paddings.clear()
 
     def _read_padding(
         self, padding: torch.Tensor, num_tokens: int

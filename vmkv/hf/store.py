@@ -335,6 +335,7 @@ class Store:
         for rows in self._rows.values():
             rows.keep_rows(batch_size)
             rows.set_length(num_tokens)
+            rows.forget_paddings()
         if not batch_size:
             self._seen.clear()  # The next batch may have other shapes.
 
