@@ -242,6 +242,14 @@ def test_models_that_are_served_prove_it_in_every_type(name: str, dtype: torch.d
     prove(_model(name, dtype))
 
 
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_finer_types_are_as_fine_as_transformers_computes_them(attention: str) -> None:
+    """In double, eager attention has weights of float32: what those round is no defect."""
+    model = _model("llama", torch.float64)
+    model.set_attn_implementation(attention)
+    prove(model)
+
+
 # ---- once, and without a trace ------------------------------------------------------------------
 
 

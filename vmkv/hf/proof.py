@@ -347,12 +347,12 @@ def _eps(model: Any) -> float:
         types.add(torch.get_autocast_dtype(device_type))
     if getattr(model, "is_quantized", False):
         types.add(torch.bfloat16)
-    eps = max((torch.finfo(each).eps for each in types), default=torch.finfo(torch.float32).eps)
     # What products of float32 may be made of.
     products = {"highest": torch.float32, "high": torch.float16, "medium": torch.bfloat16}
     if torch.float32 in types:
-        eps = max(eps, torch.finfo(products[torch.get_float32_matmul_precision()]).eps)
-    return float(eps)
+        types.add(products[torch.get_float32_matmul_precision()])
+    # Norms, rotary embeddings and weights of attention are float32 in finer models as well.
+    return float(max(torch.finfo(each).eps for each in {torch.float32, *types}))
 
 
 def _token_ids(model: Any, attempt: int) -> torch.Tensor:
