@@ -112,13 +112,14 @@ def new_cache(pool: ExtentPool) -> Iterator[NewCache]:
 @contextmanager
 def _passes(model: Any) -> Iterator[list[int]]:
     """How many tokens each pass through the model has, once it has proven itself."""
-    prove(model)
     sizes: list[int] = []
 
     def note(module: Any, arguments: Any, keywords: dict[str, Any]) -> None:
         sizes.append(keywords["input_ids"].numel())
 
     handle = model.register_forward_pre_hook(note, with_kwargs=True)
+    prove(model)
+    sizes.clear()
     yield sizes
     handle.remove()
 
