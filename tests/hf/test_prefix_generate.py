@@ -10,6 +10,7 @@ ragged batches without anything in common (`test_ragged_generate.py`).
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.tiny_models import VOCABULARY, tiny_config, tiny_model
+from helpers.tiny_models import VOCABULARY, redraw_weights, tiny_config, tiny_model
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation.streamers import BaseStreamer
 
@@ -496,6 +497,16 @@ def test_too_small_a_budget_is_an_error_that_leaves_the_cache(max_num_batched_to
             _assert_exact(model, [STRANGER, STRANGER], cache=cache)
     pool.close()
     assert BackendUsage() == backend.usage()
+
+
+def test_nothing_from_before_a_trim_is_found(new_cache: NewCache) -> None:
+    """So that weights may change between calls."""
+    model = copy.deepcopy(tiny_model("llama"))
+    cache = new_cache(model)
+    _assert_exact(model, PROMPTS, cache=cache)
+    redraw_weights(model, 7)
+    cache.trim()
+    _assert_exact(model, PROMPTS, cache=cache)
 
 
 # ---- what is refused ----------------------------------------------------------------------------
