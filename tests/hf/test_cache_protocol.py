@@ -639,6 +639,19 @@ def test_reset_allows_another_shape_and_dtype(new_cache: NewCache) -> None:
     assert torch.equal(keys + 1, returned[1])
 
 
+def test_a_smaller_batch_after_all_was_undone_has_only_its_own_rows(new_cache: NewCache) -> None:
+    """What a larger one had is parked, and does not grow with it."""
+    config = tiny_config("llama")
+    expected, cache = dynamic_cache(config), new_cache(config)
+    _append(cache, 100, batch_size=8)
+    cache.crop(-100)
+    assert cache.stats().num_sequences == 0
+    for each in (expected, cache):
+        _append(each, 300, batch_size=2)
+    assert _used_bytes(cache, 2) == cache.stats().used_bytes
+    assert_same_contents(expected, cache)
+
+
 def test_select_parks_the_memory_of_dropped_entries(new_cache: NewCache) -> None:
     """A smaller batch uses less, and what it no longer needs waits for the next entry."""
     cache = new_cache(tiny_config("llama"))

@@ -236,10 +236,9 @@ class VMKVCache(DynamicCache):  # type: ignore[misc]
         self._settle()
 
     def _settle(self) -> None:
-        self._store.settle(
-            self._batch_size,
-            max((layer._length for layer in self._virtual_layers), default=0),
-        )
+        num_tokens = max((layer._length for layer in self._virtual_layers), default=0)
+        # Without tokens there is no batch: the next one may be smaller.
+        self._store.settle(self._batch_size if num_tokens else 0, num_tokens)
 
     # ---- memory ---------------------------------------------------------------------------
 
