@@ -89,6 +89,12 @@ class VirtualLayer:
         Cost: one launch per layer on CUDA; once per step, two view calls per layer group.
         Ordering: on torch's current stream; never waits for the device.
         """
+        if key_states.dtype != value_states.dtype and torch.is_autocast_enabled(
+            key_states.device.type
+        ):
+            # Rotary embeddings have made keys as fine as the weights; DynamicCache makes values so.
+            dtype = torch.promote_types(key_states.dtype, value_states.dtype)
+            key_states, value_states = key_states.to(dtype), value_states.to(dtype)
         if self._length == 0:
             self._bind(key_states, value_states)
         if (
