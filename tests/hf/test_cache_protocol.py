@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from helpers.tiny_models import (
     VERSION,
     WINDOW,
@@ -400,6 +401,39 @@ def test_crop_of_a_recording_window_matches_dynamic_cache(
         assert expected.get_seq_length() == cache.get_seq_length()
 
 
+@pytest.mark.skipif(not RECORDS_PAST, reason="this release cannot record a window's past")
+def test_crop_beyond_what_was_recorded_is_refused(new_cache: NewCache) -> None:
+    """What left a window before the recording began cannot come back; nothing has changed."""
+    config = tiny_config("gemma2")
+    expected, cache = dynamic_cache(config), new_cache(config)
+    for each in (expected, cache):
+        _append(each, 1000)
+        _append(each, 500, seed=1)  # By now the first tokens have no memory.
+        each.activate_past_recording()
+        _append(each, 12, seed=2)
+    with pytest.raises(RuntimeError, match="window"):
+        cache.crop(-1400)
+    assert_same_contents(expected, cache)
+    for each in (expected, cache):
+        each.crop(-12)
+        _append(each, 3, seed=3)
+    assert_same_contents(expected, cache)
+
+
+@pytest.mark.skipif(not RECORDS_PAST, reason="this release cannot record a state's past")
+def test_crop_that_another_layer_refuses_changes_nothing(new_cache: NewCache) -> None:
+    """Layers that are transformers' own are asked first."""
+    config = tiny_config("qwen3_next")
+    config.layer_types = ["full_attention", "linear_attention"] * 2
+    with torch.no_grad():
+        model = transformers.AutoModelForCausalLM.from_config(config).eval()
+        cache = new_cache(config)
+        forward(model, prompt("qwen3_next")["input_ids"], cache)
+        with pytest.raises(RuntimeError, match="crop"):
+            cache.crop(-2)
+    assert [13, 13] == [cache.get_seq_length(index) for index in (0, 2)]
+
+
 # ---- the batch --------------------------------------------------------------------------------
 
 
@@ -523,6 +557,38 @@ def test_batch_grows_up_to_max_batch_size(new_cache: NewCache) -> None:
     _append(cache, 5, batch_size=6)
 
 
+@pytest.mark.parametrize(
+    "chosen", [torch.tensor([0, 4]), torch.tensor([-5]), torch.tensor([True] * 5)]
+)
+def test_entries_that_are_not_in_the_batch_are_refused(
+    chosen: torch.Tensor, new_cache: NewCache
+) -> None:
+    """DynamicCache's error, and the batch is as it was."""
+    config = tiny_config("llama")
+    expected, cache = dynamic_cache(config), new_cache(config)
+    for each in (expected, cache):
+        _append(each, 5, batch_size=4)
+        with pytest.raises(IndexError):
+            each.batch_select_indices(chosen)
+    with pytest.raises(IndexError):
+        cache.reorder_cache(chosen)
+    assert_same_contents(expected, cache)
+
+
+def test_a_batch_without_tokens_is_not_rearranged(new_cache: NewCache) -> None:
+    """As in DynamicCache: the next update says how large the batch is."""
+    config = tiny_config("llama")
+    expected, cache = dynamic_cache(config), new_cache(config)
+    for each in (expected, cache):
+        if VERSION >= (5, 0):
+            each.early_initialization(2, HEADS, WIDTH, torch.float32, torch.device("cpu"))
+        each.batch_repeat_interleave(2)
+        each.reorder_cache(torch.tensor([1, 0, 3, 2]))
+        each.batch_select_indices(torch.tensor([3]))
+        _append(each, 5, batch_size=3)
+    assert_same_contents(expected, cache)
+
+
 # ---- reset and reuse --------------------------------------------------------------------------
 
 
@@ -571,6 +637,19 @@ def test_reset_allows_another_shape_and_dtype(new_cache: NewCache) -> None:
     returned = cache.update(keys, keys + 1, 0)
     assert torch.equal(keys, returned[0])
     assert torch.equal(keys + 1, returned[1])
+
+
+def test_a_smaller_batch_after_all_was_undone_has_only_its_own_rows(new_cache: NewCache) -> None:
+    """What a larger one had is parked, and does not grow with it."""
+    config = tiny_config("llama")
+    expected, cache = dynamic_cache(config), new_cache(config)
+    _append(cache, 100, batch_size=8)
+    cache.crop(-100)
+    assert cache.stats().num_sequences == 0
+    for each in (expected, cache):
+        _append(each, 300, batch_size=2)
+    assert _used_bytes(cache, 2) == cache.stats().used_bytes
+    assert_same_contents(expected, cache)
 
 
 def test_select_parks_the_memory_of_dropped_entries(new_cache: NewCache) -> None:
@@ -652,6 +731,43 @@ def test_keys_that_require_gradients_are_refused(new_cache: NewCache) -> None:
     assert cache.get_seq_length() == 0
     with torch.no_grad():
         assert torch.equal(keys, cache.update(keys, keys, 0)[0])
+
+
+@pytest.mark.parametrize("what", ["gradients", "dtype", "device"])
+def test_a_refused_update_takes_no_room(what: str, new_cache: NewCache) -> None:
+    """Rows are not ahead of their layers afterwards: windows would leave without those."""
+    config = tiny_config("mistral")
+    expected, cache = dynamic_cache(config), new_cache(config)
+    keys = _tensors(2, 1000, 0)
+    refused = {
+        "gradients": keys.clone().requires_grad_(),
+        "dtype": keys.double(),
+        "device": keys.to("meta"),
+    }[what]
+    for each in (expected, cache):
+        _append(each, 20)
+    before = cache.stats()
+    with pytest.raises(ConfigError):
+        cache.update(refused, refused, 0)
+    assert before == cache.stats()
+    for seed in (1, 2):
+        for each in (expected, cache):
+            _append(each, 1500, seed=seed)
+        assert_same_contents(expected, cache)
+
+
+def test_layers_that_a_failed_pass_left_behind_are_told_so(new_cache: NewCache) -> None:
+    """Their windows have gone with the layers that are ahead: an error, not memory that is not."""
+    config = tiny_config("mistral")
+    expected, cache = dynamic_cache(config), new_cache(config)
+    for num_tokens in (1500, 1):  # Passes that end behind the first layer.
+        cache.update(_tensors(2, num_tokens, 0), _tensors(2, num_tokens, 1), 0)
+    with pytest.raises(ConfigError, match="reset"):
+        cache.update(_tensors(2, 2000, 0), _tensors(2, 2000, 1), 1)
+    cache.reset()
+    for each in (expected, cache):
+        _append(each, 30, batch_size=3)
+    assert_same_contents(expected, cache)
 
 
 def test_model_in_training_mode_is_refused(new_cache: NewCache) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from helpers.recorded import SYNCS, recorded
 from helpers.tiny_models import (
     VERSION,
@@ -353,7 +354,7 @@ def test_eight_bits_are_the_same_bytes(captured: Callable[..., Any], new_cache: 
 def test_positions_are_the_callers(
     kind: str, captured: Callable[..., Any], new_cache: NewCache
 ) -> None:
-    """Whatever they are, and where none are given, those that the model counts."""
+    """Whatever they are; where none are given, those that the model counts, or leave to it."""
     model, capture = captured()
     plain, inputs = tiny_model("llama"), INPUTS[kind]()
     logits = []
@@ -370,7 +371,31 @@ def test_positions_are_the_callers(
             found.append(_step(each, cache, _tokens(1, 3), attention_mask=mask, **given))
         logits.append(torch.cat(found, 1))
     torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
-    assert 3 == capture.num_steps
+    assert {"three": 3, "padded": 2}[kind] == capture.num_steps
+
+
+def test_positions_that_a_model_counts_by_its_mask_are_its_own(new_cache: NewCache) -> None:
+    """OPT counts no padding, Llama does: where there is some and no positions, the model says."""
+    inputs, logits = left_padded_prompt(), []
+    torch.manual_seed(0)
+    config = transformers.OPTConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        word_embed_proj_dim=32,
+        ffn_dim=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    redraw_weights(model, 0)
+    for cache in (dynamic_cache(config), new_cache(config)):
+        mask = inputs["attention_mask"]
+        with vmkv.capture_decoding(model):
+            _step(model, cache, inputs["input_ids"], attention_mask=mask)
+            mask = torch.cat([mask, mask.new_ones(3, 1)], 1)
+            logits.append(_step(model, cache, _tokens(1, 3), attention_mask=mask))
+    torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
 
 
 def test_masks_that_are_no_left_padding_are_for_the_model(

@@ -241,6 +241,10 @@ def test_rows_take_a_quarter_of_float32() -> None:
         ),
         ({"kv_scales": KVScales("another", ())}, "scales are of another, and the model is llama"),
         ({"kv_scales": KVScales("llama", ())}, "scales are of 0 layers, and the model has 3"),
+        (
+            {"kv_scales": KVScales("llama", (LayerScales((1.0,) * 2, (1.0,) * 2),) * 4)},
+            "scales are of 4 layers, and the model has 3",
+        ),
     ],
 )
 @pytest.mark.parametrize("make", [VMKVCache, RaggedCache])

@@ -141,6 +141,20 @@ def test_generate_with_default_memory_matches_dynamic_cache(name: str) -> None:
             part.close()
 
 
+@pytest.mark.parametrize("attention", ["eager", "sdpa", "vmkv"])
+def test_generate_under_autocast_matches_dynamic_cache(attention: str, new_cache: NewCache) -> None:
+    """Of weights in float32 keys come in float32, after rotary embeddings, and values do not."""
+    model, inputs = tiny_model("llama", attention), prompt("llama", batch_size=2)
+    logits = []
+    for cache in (dynamic_cache(model.config), new_cache(model.config)):
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+            for num_tokens in (13, 1, 5):
+                logits.append(forward(model, inputs["input_ids"][:, :num_tokens], cache))
+    assert logits[0].isfinite().all()
+    for theirs, ours in zip(logits[:3], logits[3:], strict=True):
+        torch.testing.assert_close(ours, theirs, atol=0.05, rtol=0.01)
+
+
 @pytest.mark.parametrize("layers_per_group", [1, 2, 64])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "deepseek_v3", "gemma3n"])
 def test_layers_per_group_does_not_change_tokens(

@@ -10,6 +10,7 @@ ragged batches without anything in common (`test_ragged_generate.py`).
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.tiny_models import VOCABULARY, tiny_config, tiny_model
+from helpers.tiny_models import VOCABULARY, redraw_weights, tiny_config, tiny_model
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation.streamers import BaseStreamer
 
@@ -112,13 +113,14 @@ def new_cache(pool: ExtentPool) -> Iterator[NewCache]:
 @contextmanager
 def _passes(model: Any) -> Iterator[list[int]]:
     """How many tokens each pass through the model has, once it has proven itself."""
-    prove(model)
     sizes: list[int] = []
 
     def note(module: Any, arguments: Any, keywords: dict[str, Any]) -> None:
         sizes.append(keywords["input_ids"].numel())
 
     handle = model.register_forward_pre_hook(note, with_kwargs=True)
+    prove(model)
+    sizes.clear()
     yield sizes
     handle.remove()
 
@@ -495,6 +497,16 @@ def test_too_small_a_budget_is_an_error_that_leaves_the_cache(max_num_batched_to
             _assert_exact(model, [STRANGER, STRANGER], cache=cache)
     pool.close()
     assert BackendUsage() == backend.usage()
+
+
+def test_nothing_from_before_a_trim_is_found(new_cache: NewCache) -> None:
+    """So that weights may change between calls."""
+    model = copy.deepcopy(tiny_model("llama"))
+    cache = new_cache(model)
+    _assert_exact(model, PROMPTS, cache=cache)
+    redraw_weights(model, 7)
+    cache.trim()
+    _assert_exact(model, PROMPTS, cache=cache)
 
 
 # ---- what is refused ----------------------------------------------------------------------------

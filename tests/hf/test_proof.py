@@ -35,15 +35,16 @@ def _model(name: str = "llama", dtype: torch.dtype = torch.float32) -> Any:
 
 @contextmanager
 def _passes(model: Any) -> Iterator[list[tuple[int, ...]]]:
-    """The shapes of what goes through the model."""
+    """The shapes of what goes through the model, which has no hook for it."""
     shapes: list[tuple[int, ...]] = []
 
-    def note(module: Any, arguments: Any, keywords: dict[str, Any]) -> None:
-        shapes.append(tuple(keywords["input_ids"].shape))
+    def note(forward: Any, *args: Any, **kwargs: Any) -> Any:
+        shapes.append(tuple(kwargs["input_ids"].shape))
+        return forward(*args, **kwargs)
 
-    handle = model.register_forward_pre_hook(note, with_kwargs=True)
+    _wrap(model.model, note)
     yield shapes
-    handle.remove()
+    del model.model.forward
 
 
 # ---- defects ------------------------------------------------------------------------------------
@@ -242,6 +243,14 @@ def test_models_that_are_served_prove_it_in_every_type(name: str, dtype: torch.d
     prove(_model(name, dtype))
 
 
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_finer_types_are_as_fine_as_transformers_computes_them(attention: str) -> None:
+    """In double, eager attention has weights of float32: what those round is no defect."""
+    model = _model("llama", torch.float64)
+    model.set_attn_implementation(attention)
+    prove(model)
+
+
 # ---- once, and without a trace ------------------------------------------------------------------
 
 
@@ -262,8 +271,9 @@ def test_a_model_proves_itself_once() -> None:
         model.bfloat16()
         prove(model)
         assert shapes
-        shapes.clear()
-        prove(copy.deepcopy(model))
+    model = copy.deepcopy(model)
+    with _passes(model) as shapes:
+        prove(model)
         assert shapes
 
 
@@ -276,6 +286,24 @@ def test_who_is_refused_is_asked_again() -> None:
         prove(model)
     model.model.forward = forward
     prove(model)
+
+
+def test_who_is_made_of_something_else_is_asked_again() -> None:
+    """A hook that knows batches, but no packed ones; and layers that are no longer there."""
+    model = _model()
+    prove(model)
+
+    def steer(layer: Any, arguments: Any, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.cat([hidden[:, :-1], hidden[:, -1:].flip(-1)], 1)
+
+    handle = model.model.layers[1].register_forward_hook(steer)
+    with pytest.raises(ConfigError, match="packed, sequences that"):
+        prove(model)
+    handle.remove()
+    prove(model)
+    del model.model.layers[2]
+    model.config.num_hidden_layers = 2
+    assert [0, 1] == sorted(prove(model).signatures)
 
 
 def test_what_has_proven_itself_is_not_kept() -> None:

@@ -556,6 +556,24 @@ def test_the_device_is_asked_once_per_step_and_mask(
     assert all(1 <= count <= num_masks for count in counts), counts
 
 
+@pytest.mark.parametrize("undo", ["reset", "crop"])
+def test_a_mask_that_is_rewritten_is_read_again(undo: str, new_cache: NewCache) -> None:
+    """One tensor may hold the mask of one batch after another, as long as each."""
+    reference, model = tiny_model("llama", "eager"), tiny_model("llama", "vmkv")
+    ids = _unpadded()["input_ids"]
+    cache, mask = new_cache(model.config), torch.empty(ids.shape, dtype=torch.bool)
+    for num_padding in (0, 3, 5):
+        mask[:], mask[1, :num_padding] = True, False
+        with torch.no_grad():
+            expected = forward(reference, ids, dynamic_cache(reference.config), mask)
+            actual = forward(model, ids, cache, mask)
+        torch.testing.assert_close(actual[mask], expected[mask], rtol=1e-4, atol=1e-4)
+        if undo == "reset":
+            cache.reset()
+        else:
+            cache.crop(-ids.shape[1])
+
+
 # ---- over-read ----------------------------------------------------------------------------------
 
 

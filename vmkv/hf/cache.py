@@ -22,7 +22,7 @@ from . import compat, orphans
 from .defaults import default_max_tokens
 from .kv_format import KVFormat, SkipLayers
 from .kv_scales import KVScales
-from .layers import VirtualLayer, VMKVFullLayer, VMKVSlidingLayer
+from .layers import VirtualLayer, VMKVFullLayer, VMKVSlidingLayer, past_is_lost
 from .store import LayerKind, Settings, Store
 
 
@@ -182,9 +182,12 @@ class VMKVCache(DynamicCache):  # type: ignore[misc]
             ValueError, RuntimeError: What the release's own layers raise. Nothing changed.
         """
         argument = int(argument)  # Assisted decoding may pass a tensor.
-        for layer in self._virtual_layers:
-            layer.cropped_length(argument)  # All or none.
-        super().crop(argument)
+        # All or none.
+        lengths = [layer.cropped_length(argument) for layer in self._virtual_layers]
+        if not self._store.keeps(max(lengths, default=0)):
+            raise past_is_lost()
+        for layer in sorted(self.layers, key=lambda each: isinstance(each, VirtualLayer)):
+            layer.crop(argument)  # First those that may yet refuse.
         self._settle()
         self._store.forget_past()
 
@@ -220,10 +223,10 @@ class VMKVCache(DynamicCache):  # type: ignore[misc]
 
     def _rearrange(self, method: str, argument: Any, sources: torch.Tensor) -> None:
         """Have the store rearrange its rows, and the other layers do as transformers does."""
-        if self._batch_size:
-            chosen = sources.nonzero().flatten() if sources.dtype == torch.bool else sources
-            entries: list[int] = chosen.tolist()
-            self._store.take_over([entry % self._batch_size for entry in entries])
+        if any(layer._length for layer in self._virtual_layers):
+            # As transformers' layers would: entries may be a mask or count from the end.
+            entries: list[int] = torch.arange(self._batch_size)[sources.cpu()].tolist()
+            self._store.take_over(entries)
             for layer in self._virtual_layers:
                 if layer.is_initialized:
                     layer.set_batch_size(len(entries))
@@ -233,10 +236,9 @@ class VMKVCache(DynamicCache):  # type: ignore[misc]
         self._settle()
 
     def _settle(self) -> None:
-        self._store.settle(
-            self._batch_size,
-            max((layer._length for layer in self._virtual_layers), default=0),
-        )
+        num_tokens = max((layer._length for layer in self._virtual_layers), default=0)
+        # Without tokens there is no batch: the next one may be smaller.
+        self._store.settle(self._batch_size if num_tokens else 0, num_tokens)
 
     # ---- memory ---------------------------------------------------------------------------
 

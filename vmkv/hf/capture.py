@@ -48,9 +48,10 @@ def capture_decoding(
     replaying CUDA graphs, captured once a size has come three times: greedily or sampling, with
     beams, with left padding. Memory is mapped as the tokens come, and graphs stay with their cache
     from one call to the next. Everything else runs as before, with the same cache: prompts, other
-    caches, masks other than left padding, models with hooks or adapters, in training or under
-    autocast, divided or spread over devices, and those that cannot prove themselves (see
-    `vmkv.generate`), which are logged. Without CUDA the same steps run uncaptured.
+    caches, masks other than left padding, left padding without positions, models with hooks or
+    adapters, in training or under autocast, divided or spread over devices, and those that cannot
+    prove themselves (see `vmkv.generate`), which are logged. Without CUDA the same steps run
+    uncaptured.
 
     What the model's code does is seen when a step is captured: after changing it, `close` and call
     this again. Parameters that move are noticed with the next prompt.
@@ -200,6 +201,8 @@ class CapturedDecoding:
             return None
         if not steps.takes(step.mask, num_past_tokens, cache._store.num_batches):
             return None
+        if steps.is_padded and given.get("position_ids") is None:
+            return None  # Some models count them by the mask, some by the cache.
         cache.begin_step(steps.batch_size)
         logits = steps.run(step.token_ids, step.positions, num_past_tokens)
         if logits is None:

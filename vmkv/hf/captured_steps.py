@@ -126,6 +126,11 @@ class CapturedSteps:
             self._graphs.left_pad.copy_(self._padding.left_pad)
         return True
 
+    @property
+    def is_padded(self) -> bool:
+        """Whether the mask that was taken last begins with padding somewhere."""
+        return self._padding is not None and self._padding.left_pad is not None
+
     def run(
         self, token_ids: torch.Tensor, positions: torch.Tensor | None, num_past_tokens: int
     ) -> torch.Tensor | None:
@@ -141,8 +146,7 @@ class CapturedSteps:
             captured, and the model is to compute it itself, over whatever was written.
         """
         graphs, num_tokens = self._graphs, num_past_tokens + 1
-        is_padded = self._padding is not None and self._padding.left_pad is not None
-        bucket = graphs.key(num_tokens, is_padded=is_padded)
+        bucket = graphs.key(num_tokens, is_padded=self.is_padded)
         if bucket in self._refused:
             return None
         self._core.note_stream()

@@ -28,11 +28,10 @@ class DeviceRows:
         Cost: once a step what `KVCache.grow` costs; a comparison for further layer groups.
         """
         num_rows = len(self.sequences)
-        if batch_size > num_rows:
-            self._open_rows(batch_size)
-        elif num_tokens <= self.sequences[0].num_tokens:
+        if batch_size <= num_rows and num_tokens <= self.sequences[0].num_tokens:
             return
         try:
+            self._open_rows(batch_size)
             self.core.grow([(sequence, num_tokens) for sequence in self.sequences])
         except BaseException:
             self.keep_rows(num_rows)
@@ -41,12 +40,8 @@ class DeviceRows:
     def _open_rows(self, batch_size: int) -> None:
         if batch_size > self.core.max_sequences:
             raise self._too_large(batch_size)
-        # A new row starts where the others are, so that a window it never saw is not mapped.
-        num_tokens = self.sequences[0].num_tokens if self.sequences else 0
         for row in range(len(self.sequences), batch_size):
-            sequence = self.core.open(row=row)
-            sequence.num_tokens = num_tokens
-            self.sequences.append(sequence)
+            self.sequences.append(self.core.open(row=row))
 
     def _too_large(self, batch_size: int) -> ConfigError:
         return ConfigError(
@@ -70,13 +65,17 @@ class DeviceRows:
         Asks the device once per mask, so once per step and not per layer.
         """
         if num_tokens != self._padding_tokens:
-            self._paddings.clear()
+            self.forget_paddings()
             self._padding_tokens = num_tokens
         known = self._paddings.get(id(padding))
         if known is None or known[0]() is not padding:
             known = (weakref.ref(padding), *self._read_padding(padding, num_tokens))
             self._paddings[id(padding)] = known
         return known[1], known[2]
+
+    def forget_paddings(self) -> None:
+        """The batch is another one: a mask that was read may be the same tensor, rewritten."""
+        self._paddings.clear()
 
     def _read_padding(
         self, padding: torch.Tensor, num_tokens: int
@@ -127,6 +126,13 @@ class DeviceRows:
             # First: what no window of theirs sees is not mapped.
             sequence.num_tokens = max(sequence.num_tokens, num_tokens)
         self.core.grow([(sequence, num_tokens) for sequence in self.sequences])
+
+    def keeps(self, num_tokens: int) -> bool:
+        """Whether every row can go back to `num_tokens`."""
+        return not num_tokens or all(
+            num_tokens >= each.num_tokens or self.core.keeps(each.row, num_tokens)
+            for each in self.sequences
+        )
 
     def set_length(self, num_tokens: int) -> None:
         """Forget tokens from `num_tokens` on, in every row."""

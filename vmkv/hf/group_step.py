@@ -11,6 +11,7 @@ from ..attention import AttentionBatch
 from ..attention.append_cuda import append_uniform
 from ..cache import LayerGroup
 from ..cache.fp8 import FP8, Scales, decode, encode
+from ..errors import ConfigError
 from .device_rows import DeviceRows
 
 
@@ -56,6 +57,13 @@ class GroupStep:
         self.rows.core.check_open()
         self.rows.core.note_stream()
         self.rows.ensure(batch_size, end)
+        # The rows may be ahead of this layer, and their windows with them.
+        if self.group.window_tokens is not None and self.group.first_readable_token(0, end) > first:
+            raise ConfigError(
+                f"tokens from {first} on, which a sliding-window layer is to read or write, have "
+                "left its window: a pass that failed has left layers with different numbers of "
+                "tokens; call reset() on the cache"
+            )
         inference = torch.is_inference_mode_enabled()
         views, shape = self.group.views_in(inference=inference), self.group.geometry.shape
         with torch.no_grad():

@@ -75,17 +75,18 @@ class KVFormat:
         return cls(True, kv_scales, indices, _SLIDING in skipped)
 
     def check(self, layers: Iterable[int]) -> None:
-        """Raise `ConfigError` if a layer that is named is none of `layers`, or one has no scale."""
+        """Raise `ConfigError` unless layers that are named, and scales, are of `layers`."""
         known = set(layers)
         if self.skipped - known:
             raise ConfigError(
                 f"skip_layers names {sorted(self.skipped - known)}, and the cache holds layers "
                 f"{sorted(known)}"
             )
-        if self.scales is not None and len(self.scales.layers) <= max(known, default=-1):
+        num_layers = max(known, default=-1) + 1
+        if self.scales is not None and len(self.scales.layers) != num_layers:
             raise ConfigError(
                 f"the scales are of {len(self.scales.layers)} layers, and the model has "
-                f"{max(known) + 1}: calibrate this very model"
+                f"{num_layers}: calibrate this very model"
             )
 
     def stored(self, index: int, window_tokens: int | None, dtype: torch.dtype) -> torch.dtype:

@@ -89,19 +89,16 @@ class VirtualLayer:
         Cost: one launch per layer on CUDA; once per step, two view calls per layer group.
         Ordering: on torch's current stream; never waits for the device.
         """
+        if key_states.dtype != value_states.dtype and torch.is_autocast_enabled(
+            key_states.device.type
+        ):
+            # Rotary embeddings have made keys as fine as the weights; DynamicCache makes values so.
+            dtype = torch.promote_types(key_states.dtype, value_states.dtype)
+            key_states, value_states = key_states.to(dtype), value_states.to(dtype)
         if self._length == 0:
             self._bind(key_states, value_states)
-        place = self._place
-        assert place is not None  # Bound above, or by an earlier update.
-        step, index = place.step, place.index
-        start = self._length
-        end = start + key_states.shape[-2]
-        if step.start != start or step.end != end or step.batch_size != self._batch_size:
-            step, index = self._begin_step(place, key_states, value_states)
         if (
-            key_states.shape != step.key_shape
-            or value_states.shape != step.value_shape
-            or key_states.dtype != self.dtype
+            key_states.dtype != self.dtype
             or value_states.dtype != self.dtype
             or key_states.device != self.device
             or value_states.device != self.device
@@ -112,6 +109,15 @@ class VirtualLayer:
                 "keys require gradients, which cannot flow through a virtual-memory cache; "
                 "run the model under torch.no_grad() or torch.inference_mode()"
             )
+        place = self._place
+        assert place is not None  # Bound above, or by an earlier update.
+        step, index = place.step, place.index
+        start = self._length
+        end = start + key_states.shape[-2]
+        if step.start != start or step.end != end or step.batch_size != self._batch_size:
+            step, index = self._begin_step(place, key_states, value_states)
+        elif key_states.shape != step.key_shape or value_states.shape != step.value_shape:
+            raise self._mismatch(key_states, value_states)
         step.write(index, key_states, value_states)
         self._length = end
         self._note_update(end)
@@ -419,7 +425,7 @@ class VMKVSlidingLayer(VirtualLayer, DynamicSlidingWindowLayer):  # type: ignore
         self._store.check_open()
         if self._length >= self.sliding_window:
             if not self.record_past:
-                raise _past_is_lost(self.sliding_window)
+                raise past_is_lost()
             if argument > 0:
                 raise RuntimeError(
                     "a sliding-window layer beyond its window is cropped by a negative number "
@@ -435,9 +441,9 @@ class VMKVSlidingLayer(VirtualLayer, DynamicSlidingWindowLayer):  # type: ignore
             self._first_kept = max(self._first_kept, self._visible_from(self._length))
 
 
-def _past_is_lost(window: int) -> Exception:
-    message = (
-        f"cannot crop beyond a sliding window of {window} tokens: call "
-        "activate_past_recording() before the tokens that are to be undone"
+def past_is_lost() -> Exception:
+    """What to raise where tokens have left a sliding window for good."""
+    return compat.CROPPED_TOO_FAR(
+        "cannot crop beyond a sliding window: call activate_past_recording() before the tokens "
+        "that are to be undone"
     )
-    return compat.CROPPED_TOO_FAR(message)

@@ -77,6 +77,8 @@ def prepare(
     """
     options = dict(options)
     _check_options(options)
+    if _effective(model, options, "token_healing"):
+        raise ConfigError("ragged generation heals no tokens; leave token_healing out")
     _replace_stop_strings(model, options)
     by_length: dict[int, list[int]] = {}
     for row, prompt in enumerate(prompts):
@@ -141,6 +143,12 @@ def check_config(config: Any) -> None:
                 f"ragged generation has one sequence per prompt; {name} must be 1. Pass a "
                 "VMKVCache to model.generate for beam search"
             )
+    mode = str(config.get_generation_mode().value)
+    if mode not in ("greedy_search", "sample"):
+        raise ConfigError(
+            f"ragged generation takes the likeliest token or samples one; it knows no {mode}. Use "
+            "model.generate for that, with a VMKVCache"
+        )
     for name in ("return_dict_in_generate", *_OUTPUTS):
         if getattr(config, name, None):
             raise _tokens_only(name)

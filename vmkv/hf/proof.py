@@ -75,16 +75,18 @@ class Proof(NamedTuple):
     never_waits: bool
 
 
-# Which models have proven themselves, and as what. An entry dies with its model.
-_proven: weakref.WeakKeyDictionary[Any, dict[tuple[object, ...], Proof]] = (
-    weakref.WeakKeyDictionary()
-)
+# What models that have proven themselves are made of, and what they proved. An entry dies with its
+# model.
+_proven: weakref.WeakKeyDictionary[
+    Any, tuple[tuple[object, ...], dict[tuple[object, ...], Proof]]
+] = weakref.WeakKeyDictionary()
 
 
 def prove(model: Any, attention_backend: str | None = None) -> Proof:
     """Refuse a model whose packed passes do not compute what its plain pass computes.
 
-    Once for each model object, its device, its dtype and the kernel; after that, a look-up.
+    Once for each model object, its device, its dtype and the kernel, as long as it keeps its
+    modules and their hooks; after that, a look-up.
 
     Args:
         model: A decoder-only causal language model.
@@ -97,25 +99,34 @@ def prove(model: Any, attention_backend: str | None = None) -> Proof:
         Whatever is raised, the model and the random generators are as before.
 
     Cost: a plain pass over 112 tokens, two packed passes in a cache of seven short rows, and two
-        passes over two tokens.
+        passes over two tokens. Of the look-up, a look at each module.
     """
     weight = model.get_input_embeddings().weight
     autocast = None
     if torch.is_autocast_enabled(weight.device.type):
         autocast = torch.get_autocast_dtype(weight.device.type)
     served_as = (weight.device, weight.dtype, autocast, attention_backend)
-    known = _proven.get(model, {}).get(served_as)
-    if known is not None:
-        return known
     try:
         kinds = layer_kinds(model.config)
-        with torch.no_grad(), _undisturbed(model):
-            proof = _check_passes(model, kinds, attention_backend)
-            check_windows(model, kinds, _token_ids(model, 0)[0, :2])
+        made_of, proofs = _proven.get(model, ((), {}))
+        if made_of != _made_of(model, kinds):
+            proofs = {}
+        if served_as not in proofs:
+            with torch.no_grad(), _undisturbed(model):
+                proof = _check_passes(model, kinds, attention_backend)
+                check_windows(model, kinds, _token_ids(model, 0)[0, :2])
+            _proven[model] = _made_of(model, kinds), proofs | {served_as: proof}
     except UnservableError as error:
         raise error.of(model) from error.__cause__
-    _proven.setdefault(model, {})[served_as] = proof
-    return proof
+    return _proven[model][1][served_as]
+
+
+def _made_of(model: Any, kinds: Sequence[LayerKind]) -> tuple[object, ...]:
+    """What a model's proof is of: layers, modules, and whoever hooked into these."""
+    modules = [
+        (id(each), *each._forward_pre_hooks, *each._forward_hooks) for each in model.modules()
+    ]
+    return (*kinds, *modules)
 
 
 def _check_passes(model: Any, kinds: Sequence[LayerKind], attention_backend: str | None) -> Proof:
@@ -347,12 +358,12 @@ def _eps(model: Any) -> float:
         types.add(torch.get_autocast_dtype(device_type))
     if getattr(model, "is_quantized", False):
         types.add(torch.bfloat16)
-    eps = max((torch.finfo(each).eps for each in types), default=torch.finfo(torch.float32).eps)
     # What products of float32 may be made of.
     products = {"highest": torch.float32, "high": torch.float16, "medium": torch.bfloat16}
     if torch.float32 in types:
-        eps = max(eps, torch.finfo(products[torch.get_float32_matmul_precision()]).eps)
-    return float(eps)
+        types.add(products[torch.get_float32_matmul_precision()])
+    # Norms, rotary embeddings and weights of attention are float32 in finer models as well.
+    return float(max(torch.finfo(each).eps for each in {torch.float32, *types}))
 
 
 def _token_ids(model: Any, attempt: int) -> torch.Tensor:

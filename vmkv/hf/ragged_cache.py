@@ -35,6 +35,8 @@ class RaggedCache:
     """The rows of many sequences, on every device that the model is spread over.
 
     Nothing is allocated before the first call with a model, which tells devices and shapes.
+    What is kept was computed with the weights and adapters of that time, and nobody can see that
+    these have changed: call `trim()` then.
 
     Args:
         config: The model's configuration.
@@ -121,7 +123,7 @@ class RaggedCache:
 
         Raises:
             ConfigError: The cache is another model's, has too few rows, or serves another call; or
-                the model was changed since the last one.
+                the model was moved, or made another type, since the last one.
             ClosedError: The cache is closed.
             OutOfAddressSpaceError, DriverError: Its layers have no place.
         """
@@ -275,7 +277,8 @@ class RaggedCache:
     def trim(self, num_bytes: int | None = None) -> int:
         """Give memory that no sequence needs back; returns the bytes given back.
 
-        What ended sequences left goes first, and with it what prompts could begin with.
+        What ended sequences left goes first, and with it what prompts could begin with. Without
+        `num_bytes` all of that.
         """
         return self.store.trim(num_bytes)
 

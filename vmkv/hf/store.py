@@ -335,6 +335,7 @@ class Store:
         for rows in self._rows.values():
             rows.keep_rows(batch_size)
             rows.set_length(num_tokens)
+            rows.forget_paddings()
         if not batch_size:
             self._seen.clear()  # The next batch may have other shapes.
 
@@ -368,6 +369,10 @@ class Store:
         for mine, theirs in zip(self._rows.values(), other._rows.values(), strict=True):
             mine.fork_from(theirs)
         return True
+
+    def keeps(self, num_tokens: int) -> bool:
+        """Whether the batch can go back to `num_tokens`: its windows still hold what they need."""
+        return all(rows.keeps(num_tokens) for rows in self._rows.values())
 
     def forget_past(self) -> None:
         """Retire what has left the windows, even while past is being kept."""
