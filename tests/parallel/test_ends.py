@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -73,3 +77,30 @@ def test_a_rank_that_cannot_begin_says_why() -> None:
         open_parallel_engine(cases.part_that_fails, 2, device_type="cpu", **cases.ROOMY),
     ):
         pass
+
+
+KILLED_RANK_0 = """
+import os, signal
+from functools import partial
+from helpers import rank_cases as cases
+from vmkv.serve.parallel_engine import open_parallel_engine
+
+if __name__ == "__main__":
+    model = partial(cases.tiny_part, "llama")
+    with open_parallel_engine(model, 2, device_type="cpu", **cases.ROOMY):
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_nothing_is_left_of_ranks_whose_first_was_killed(tmp_path: Path) -> None:
+    """No process, no file, and no traceback of those who outlived it."""
+    script, folder = tmp_path / "killed.py", tmp_path / "temporary"
+    script.write_text(KILLED_RANK_0)
+    folder.mkdir()
+    environment = {**os.environ, "TMPDIR": str(folder), "PYTHONPATH": os.pathsep.join(sys.path)}
+    ended = subprocess.run(  # Until nobody is left who could write to its pipes.
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert -9 == ended.returncode
+    assert not list(folder.iterdir())
+    assert "Traceback" not in ended.stderr
