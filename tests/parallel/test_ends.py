@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 from functools import partial
@@ -12,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import rank_cases as cases
+from helpers.hosted import hosted
 from helpers.tiny_models import VERSION
 
 from vmkv import RankError, SamplingParams
@@ -47,6 +50,24 @@ def test_a_rank_that_is_killed_ends_all_with_one_error() -> None:
     """Everybody who asks hears of it, at once; nothing is left behind."""
     with pytest.raises(RankError, match=KILLED):
         _serve_and_lose_a_rank()
+    assert not multiprocessing.active_children()
+
+
+async def _serve_nobody_and_lose_a_rank() -> None:
+    model = partial(cases.tiny_part, "llama")
+    with open_parallel_engine(model, 2, device_type="cpu", **cases.ROOMY) as engine:
+        served = hosted(engine, ends_with_device=True)
+        await served._connect()
+        (other,) = multiprocessing.active_children()
+        cases.end_process(other.pid)
+        await served._wait_for_end()
+        assert re.search(KILLED, str(served.failure))
+        assert "steps" not in str(served.failure)
+
+
+def test_a_rank_that_ends_while_nobody_asks_is_noticed() -> None:
+    """At once, and not by the next client: whoever serves the engine can start another."""
+    asyncio.run(_serve_nobody_and_lose_a_rank())
     assert not multiprocessing.active_children()
 
 

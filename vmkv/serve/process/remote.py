@@ -244,7 +244,9 @@ class EngineProcess(RemoteEngine):
     async def _start_anew(self) -> None:
         """Start processes until one has an engine."""
         await asyncio.to_thread(self.close)
-        reason = f"the engine's process has ended with status {self._process.exitcode}"
+        reason = self._death or ""  # What it has said itself, unless it could not.
+        if self._process.exitcode:
+            reason = f"the engine's process has ended with status {self._process.exitcode}"
         if time.monotonic() - self._started_s > _RESTART_MAX_S:
             self._restart_s = 0.0
         ready = None
