@@ -12,6 +12,7 @@ import random
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -265,12 +266,18 @@ def test_a_process_of_its_own() -> None:
     async def main() -> None:
         async with engine:
             before = await answers()
-            asked = asyncio.create_task(outputs(engine.stream([5] * 50, params)))
+            stream = engine.stream([5], replace(params, max_tokens=63))
+            await anext(stream)
             heard.is_idle.clear()
+            heard.idle_stats = None
             engine._process.kill()
             with pytest.raises(ClosedError):
-                await asked
+                await outputs(stream)
             assert "ended" in str(engine.failure)
+            # Observers know that nothing runs, however long it takes to start another.
+            assert heard.is_idle.is_set()
+            assert heard.idle_stats.num_sequences == heard.idle_stats.resident_bytes == 0
+            heard.is_idle.clear()
             with pytest.raises(ClosedError, match="ended"):
                 await outputs(engine.stream([5], params))
             assert await asyncio.to_thread(heard.is_idle.wait, PATIENCE_S)

@@ -167,6 +167,7 @@ class EngineProcess(RemoteEngine):
         self._starting = threading.Lock()
         self._is_stopping = False
         connection, ready = self._start()
+        self._empty = ready.stats
         super().__init__(
             connection,
             ready,
@@ -238,6 +239,7 @@ class EngineProcess(RemoteEngine):
 
     def _lose_connection(self) -> None:
         super()._lose_connection()
+        self._tell_idle()
         if not self._is_stopping:
             self._restarting = asyncio.get_running_loop().create_task(self._start_anew())
 
@@ -269,7 +271,12 @@ class EngineProcess(RemoteEngine):
         self._gone.clear()
         await self._connect()
         self._death, self._restarting = None, None
-        self.stats = ready.stats
+        self._empty = ready.stats
+        self._tell_idle()
+
+    def _tell_idle(self) -> None:
+        """Observers hear that nothing is left, of an engine that is gone as of a new one."""
+        self.stats = self._empty
         if self._observer is not None:
             self._observer.idle(_Snapshot(self.stats))
 
