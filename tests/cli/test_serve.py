@@ -149,3 +149,21 @@ def test_an_engine_ends_with_its_server(model: Path) -> None:
         engine = engine_of(child.pid)
         child.kill()
         wait_for_end(engine)
+
+
+def test_sigterm_while_it_starts_leaves_nothing(model: Path, tmp_path: Path) -> None:
+    """The engine that is being made ends before the server does, whose status is the signal's."""
+    trace = tmp_path / "trace"
+    os.mkfifo(trace)
+    command = [sys.executable, "-m", "vmkv.cli", "serve", str(model), "--port", "0"]
+    child = subprocess.Popen([*command, "--device", "cpu", "--trace", str(trace)])
+    try:
+        trace.read_bytes()  # Whether it can be written is seen before the engine is made.
+        with trace.open("rb"):  # The engine's process has come to it.
+            engine = engine_of(child.pid)
+            child.send_signal(signal.SIGTERM)
+            assert -signal.SIGTERM == child.wait(60)
+            assert not Path(f"/proc/{engine}").exists()
+    finally:
+        child.kill()
+        child.wait()

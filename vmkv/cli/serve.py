@@ -131,13 +131,13 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
     _check_installed()
     _check_combination(arguments)
     from ..serve.server import create_app, run_server
-    from ..serve.server.run import open_socket
+    from ..serve.server.run import ending_in_order, open_socket
     from .models import load_tokenizer
 
     _set_logging(arguments)
     options_for = server_options(arguments)
     listener = open_socket(arguments.host, arguments.port, unread_timeout_s=arguments.send_timeout)
-    with contextlib.closing(listener):
+    with contextlib.closing(listener), ending_in_order():
         _check_engine(arguments)
         tokenizer = load_tokenizer(arguments.tokenizer or arguments.model)
         start = _replicas if arguments.replicas else _engine_process
