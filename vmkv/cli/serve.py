@@ -36,6 +36,7 @@ from .arguments import (
 if TYPE_CHECKING:
     from socket import socket
 
+    from ..parallel import TensorParallel
     from ..serve.engine import Engine
     from ..serve.observer import EngineObserver
     from ..serve.server import ServerOptions
@@ -328,13 +329,20 @@ def _parallel_engine(
     from ..serve.parallel_engine import open_parallel_engine
 
     return open_parallel_engine(
-        arguments.model,
+        functools.partial(_part, arguments),
         arguments.tensor_parallel,
         device_type=_device(arguments.device),
-        dtype=arguments.dtype,
         observer=observer,
         **_engine_options(arguments),
     )
+
+
+def _part(arguments: argparse.Namespace, ranks: TensorParallel) -> Any:
+    """A rank's part of the model, in a process that is set up as the others are."""
+    from ..parallel.loading import load
+
+    _set_logging(arguments)
+    return load(arguments.model, ranks, dtype=arguments.dtype)
 
 
 def _set_logging(arguments: argparse.Namespace) -> None:
