@@ -29,6 +29,8 @@ _LOG = logging.getLogger(__name__)
 _READ_BYTES = 1 << 16
 #: How long a process may take to end once nobody asks it any more.
 _END_S = 10.0
+#: How long one may go on with its step, or hang, once all was cancelled and clients are to be told.
+_CUT_S = 3.0
 #: An engine that has ended is started anew at once; one that ends again after this time, and after
 #: twice the last time then, until one has lasted for the longest of them.
 _RESTART_S = 1.0
@@ -221,6 +223,8 @@ class EngineProcess(RemoteEngine):
         if self._restarting is not None:
             self._restarting.cancel()
             await asyncio.wait([self._restarting])
+        if not drain:
+            asyncio.get_running_loop().call_later(_CUT_S, self._process.kill)
         await super().shutdown(drain)
 
     def close(self) -> None:
