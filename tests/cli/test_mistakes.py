@@ -268,6 +268,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: (folder / "generation_config.json").write_text('{"eos_token_id":'),
         "cannot load",
     ),
+    "a text for the end of sequence": (
+        lambda folder: (folder / "generation_config.json").write_text('{"eos_token_id": "12"}'),
+        "eos_token_id is '12'",
+    ),
     "a pipe for a configuration": (
         lambda folder: ((folder / "config.json").unlink(), os.mkfifo(folder / "config.json")),
         "holds no config.json",

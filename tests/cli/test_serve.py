@@ -17,6 +17,7 @@ from pathlib import Path
 import httpx
 import pytest
 from helpers.serving import MAX_TOKENS, save_tiny_model
+from helpers.tiny_models import VERSION
 
 pytestmark = pytest.mark.slow
 
@@ -149,3 +150,34 @@ def test_an_engine_ends_with_its_server(model: Path) -> None:
         engine = engine_of(child.pid)
         child.kill()
         wait_for_end(engine)
+
+
+@pytest.mark.skipif(VERSION < (5, 17), reason="transformers has no plans to divide models by")
+def test_ranks_serve_and_load_in_silence(model: Path) -> None:
+    """What transformers says of loading is for terminals, whoever loads."""
+    body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 4}
+    with serving(model, "--tensor-parallel", "2") as (child, url):
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+        assert answer.json()["usage"]["completion_tokens"] == 4
+        child.send_signal(signal.SIGTERM)
+        assert child.stderr is not None
+        said = child.stderr.read()
+    assert "Loading weights" not in said
+
+
+def test_sigterm_while_it_starts_leaves_nothing(model: Path, tmp_path: Path) -> None:
+    """The engine that is being made ends before the server does, whose status is the signal's."""
+    trace = tmp_path / "trace"
+    os.mkfifo(trace)
+    command = [sys.executable, "-m", "vmkv.cli", "serve", str(model), "--port", "0"]
+    child = subprocess.Popen([*command, "--device", "cpu", "--trace", str(trace)])
+    try:
+        trace.read_bytes()  # Whether it can be written is seen before the engine is made.
+        with trace.open("rb"):  # The engine's process has come to it.
+            engine = engine_of(child.pid)
+            child.send_signal(signal.SIGTERM)
+            assert -signal.SIGTERM == child.wait(60)
+            assert not Path(f"/proc/{engine}").exists()
+    finally:
+        child.kill()
+        child.wait()

@@ -6,6 +6,7 @@ import socket
 import threading
 from typing import Any
 
+from vmkv import RankError
 from vmkv.serve import Engine
 from vmkv.serve.engine_loop import EngineLoop
 from vmkv.serve.observer import EngineObserver
@@ -43,7 +44,7 @@ def hosted(
             EngineLoop(
                 engine, link, (relay or Relay()).take, ends_with_device=ends_with_device
             ).run()
-        except RuntimeError as error:
+        except (RuntimeError, RankError) as error:
             link.end_with(Failed(error))
         finally:
             theirs.close()

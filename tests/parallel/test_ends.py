@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import multiprocessing
+import os
+import re
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from helpers import rank_cases as cases
+from helpers.hosted import hosted
 from helpers.tiny_models import VERSION
 
 from vmkv import RankError, SamplingParams
@@ -46,6 +53,24 @@ def test_a_rank_that_is_killed_ends_all_with_one_error() -> None:
     assert not multiprocessing.active_children()
 
 
+async def _serve_nobody_and_lose_a_rank() -> None:
+    model = partial(cases.tiny_part, "llama")
+    with open_parallel_engine(model, 2, device_type="cpu", **cases.ROOMY) as engine:
+        served = hosted(engine, ends_with_device=True)
+        await served._connect()
+        (other,) = multiprocessing.active_children()
+        cases.end_process(other.pid)
+        await served._wait_for_end()
+        assert re.search(KILLED, str(served.failure))
+        assert "steps" not in str(served.failure)
+
+
+def test_a_rank_that_ends_while_nobody_asks_is_noticed() -> None:
+    """At once, and not by the next client: whoever serves the engine can start another."""
+    asyncio.run(_serve_nobody_and_lose_a_rank())
+    assert not multiprocessing.active_children()
+
+
 def _serve_and_lose_a_rank_on_gpus() -> None:
     options = {**cases.ROOMY, "budget_bytes": 256 * MiB}
     with open_parallel_engine(cases.part_on_a_gpu, 2, **options) as engine:
@@ -73,3 +98,30 @@ def test_a_rank_that_cannot_begin_says_why() -> None:
         open_parallel_engine(cases.part_that_fails, 2, device_type="cpu", **cases.ROOMY),
     ):
         pass
+
+
+KILLED_RANK_0 = """
+import os, signal
+from functools import partial
+from helpers import rank_cases as cases
+from vmkv.serve.parallel_engine import open_parallel_engine
+
+if __name__ == "__main__":
+    model = partial(cases.tiny_part, "llama")
+    with open_parallel_engine(model, 2, device_type="cpu", **cases.ROOMY):
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_nothing_is_left_of_ranks_whose_first_was_killed(tmp_path: Path) -> None:
+    """No process, no file, and no traceback of those who outlived it."""
+    script, folder = tmp_path / "killed.py", tmp_path / "temporary"
+    script.write_text(KILLED_RANK_0)
+    folder.mkdir()
+    environment = {**os.environ, "TMPDIR": str(folder), "PYTHONPATH": os.pathsep.join(sys.path)}
+    ended = subprocess.run(  # Until nobody is left who could write to its pipes.
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert -9 == ended.returncode
+    assert not list(folder.iterdir())
+    assert "Traceback" not in ended.stderr

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
 import random
+import signal
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +26,7 @@ from vmkv import ClosedError, ConfigError, OutOfPagesError
 from vmkv.serve import AsyncEngine, Engine, RequestOutput, SamplingParams, joined
 from vmkv.serve.messages import Add, News, Stop, Update
 from vmkv.serve.observer import EngineObserver, StepRecord
-from vmkv.serve.process import EngineProcess
+from vmkv.serve.process import EngineProcess, remote
 from vmkv.serve.process.encoding import Failed, Unpacker, packed
 from vmkv.serve.process.host import Relay
 
@@ -265,12 +268,18 @@ def test_a_process_of_its_own() -> None:
     async def main() -> None:
         async with engine:
             before = await answers()
-            asked = asyncio.create_task(outputs(engine.stream([5] * 50, params)))
+            stream = engine.stream([5], replace(params, max_tokens=63))
+            await anext(stream)
             heard.is_idle.clear()
+            heard.idle_stats = None
             engine._process.kill()
             with pytest.raises(ClosedError):
-                await asked
+                await outputs(stream)
             assert "ended" in str(engine.failure)
+            # Observers know that nothing runs, however long it takes to start another.
+            assert heard.is_idle.is_set()
+            assert heard.idle_stats.num_sequences == heard.idle_stats.resident_bytes == 0
+            heard.is_idle.clear()
             with pytest.raises(ClosedError, match="ended"):
                 await outputs(engine.stream([5], params))
             assert await asyncio.to_thread(heard.is_idle.wait, PATIENCE_S)
@@ -282,6 +291,27 @@ def test_a_process_of_its_own() -> None:
     assert not engine._process.is_alive()
     with pytest.raises(ConfigError, match="max_tokens"):
         EngineProcess(functools.partial(_tiny_engine, -1))
+
+
+@pytest.mark.slow
+def test_an_engine_that_hangs_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who drains waits for it; who has waited enough ends it, and its requests with an error."""
+    monkeypatch.setattr(remote, "_CUT_S", 0.05)
+    engine = EngineProcess(functools.partial(_tiny_engine, 64))
+
+    async def main() -> None:
+        async with engine:
+            stream = engine.stream([5], SamplingParams(max_tokens=63, ignore_eos=True))
+            await anext(stream)
+            os.kill(engine._process.pid, signal.SIGSTOP)
+            draining = asyncio.create_task(engine.shutdown())
+            await asyncio.wait_for(engine.shutdown(drain=False), PATIENCE_S)
+            with pytest.raises(ClosedError):
+                await outputs(stream)
+            await draining
+
+    run(main())
+    assert not engine._process.is_alive()
 
 
 class FailsAfterwards:

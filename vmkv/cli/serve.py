@@ -36,6 +36,7 @@ from .arguments import (
 if TYPE_CHECKING:
     from socket import socket
 
+    from ..parallel import TensorParallel
     from ..serve.engine import Engine
     from ..serve.observer import EngineObserver
     from ..serve.server import ServerOptions
@@ -131,13 +132,13 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
     _check_installed()
     _check_combination(arguments)
     from ..serve.server import create_app, run_server
-    from ..serve.server.run import open_socket
+    from ..serve.server.run import ending_in_order, open_socket
     from .models import load_tokenizer
 
     _set_logging(arguments)
     options_for = server_options(arguments)
     listener = open_socket(arguments.host, arguments.port, unread_timeout_s=arguments.send_timeout)
-    with contextlib.closing(listener):
+    with contextlib.closing(listener), ending_in_order():
         _check_engine(arguments)
         tokenizer = load_tokenizer(arguments.tokenizer or arguments.model)
         start = _replicas if arguments.replicas else _engine_process
@@ -328,13 +329,20 @@ def _parallel_engine(
     from ..serve.parallel_engine import open_parallel_engine
 
     return open_parallel_engine(
-        arguments.model,
+        functools.partial(_part, arguments),
         arguments.tensor_parallel,
         device_type=_device(arguments.device),
-        dtype=arguments.dtype,
         observer=observer,
         **_engine_options(arguments),
     )
+
+
+def _part(arguments: argparse.Namespace, ranks: TensorParallel) -> Any:
+    """A rank's part of the model, in a process that is set up as the others are."""
+    from ..parallel.loading import load
+
+    _set_logging(arguments)
+    return load(arguments.model, ranks, dtype=arguments.dtype)
 
 
 def _set_logging(arguments: argparse.Namespace) -> None:

@@ -55,6 +55,7 @@ class TensorParallel:
         size: How many there are.
         name: What collectives know the group by.
         failure: Why the ranks have ended; None while they have not.
+        on_loss: Called by `lose`.
 
     Raises:
         ConfigError: `torch.distributed` is not set up; `from_environment` does it.
@@ -77,6 +78,7 @@ class TensorParallel:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.name: str = world.group_name
         self.failure: RankError | None = None
+        self.on_loss: Callable[[], None] | None = None
         self._sums: OneShotSums | None = None
         self._explain = explain
         try:
@@ -265,6 +267,8 @@ class TensorParallel:
         if dist.is_initialized() and dist.get_backend() == "nccl":
             # The kernels that wait for it end, and leave what is worth nothing.
             abort()
+        if self.on_loss is not None:
+            self.on_loss()
 
     def close(self) -> None:
         """Give back what sums hold, once no rank adds any more. Idempotent."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -31,6 +32,8 @@ from .group import TensorParallel, abort, set_up
 _END_S = 5.0
 #: Time for it to say why it ends, once it does not answer.
 _EXPLAIN_S = 2.0
+#: Time for the end of a killed process to be seen on all its connections.
+_MOMENT_S = 0.1
 #: How often it is asked whether a kernel has given one up.
 _WATCH_S = 1.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -271,25 +274,37 @@ def _run_rank(
     for each in _SIGNALS:
         signal.signal(each, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-    connection.send("begun")
-    threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
+    folder = Path(store).parent
     try:
+        connection.send("begun")
+        threading.Thread(target=_end_with, args=(connection, folder), daemon=True).start()
         with _environment(rank, size):
             _join(rank, size, device_type, Path(store), timeout_s)
             target(TensorParallel(timeout_s=timeout_s), *arguments)
             _leave()
     except BaseException as error:  # noqa: BLE001  # rank 0 is told
-        with contextlib.suppress(OSError):
-            connection.send(one_line(error))
+        if not _is_told(connection, one_line(error)):
+            shutil.rmtree(folder, ignore_errors=True)  # Nobody else would.
         # Without what waits for other ranks at the end of a process.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
 
 
-def _end_with(connection: Connection) -> None:
-    """End this process some time after rank 0 has gone, whatever it is doing."""
+def _is_told(connection: Connection, reason: str) -> bool:
+    """Tell rank 0 why this rank ends; whether it is there."""
+    try:
+        connection.send(reason)
+        # The descriptors of who is killed are closed one after another.
+        return not connection.poll(_MOMENT_S)
+    except OSError:
+        return False
+
+
+def _end_with(connection: Connection, folder: Path) -> None:
+    """End this process some time after rank 0 has gone, whatever it is doing, and clear up."""
     with contextlib.suppress(EOFError, OSError):
         connection.recv()
     time.sleep(_END_S)
+    shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)

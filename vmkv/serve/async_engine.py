@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from .engine_client import EngineClient
 from .engine_loop import EngineLoop
-from .messages import Command, News
+from .messages import Command, Look, News
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -83,6 +83,10 @@ class _ThreadLink:
         """See `Link`."""
         self._news = news
         self.call(self.deliver)
+
+    def wake(self) -> None:
+        """See `Link`."""
+        self.post(Look())
 
     def call(self, callback: Callable[[], None]) -> None:
         """Have the event loop call something."""

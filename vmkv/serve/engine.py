@@ -65,10 +65,7 @@ class Engine:
         deterministic: A request's tokens do not depend on what runs beside it. Every request then
             runs in passes of its own, which costs most of the throughput.
         prefix_caching: Begin requests with what is cached of their prompts.
-        attention_backend: See `VMKVCache`.
-        kv_dtype: Likewise.
-        kv_scales: Likewise.
-        skip_layers: Likewise.
+        attention_backend, kv_dtype, kv_scales, skip_layers: See `VMKVCache`.
         runner: "eager"; "graphs" for compiled layers and CUDA graphs; "auto" for those on CUDA.
         runner_options: For "graphs", a `RunnerOptions`.
         pool: Physical memory to share with other caches; it has a budget of its own.
@@ -403,6 +400,9 @@ class Engine:
                 self.cancel(handle)
             raise
         return [handle.output() for handle in handles]
+
+    def when_lost(self, call: Callable[[], None]) -> None:
+        """Have something called, from any thread, when a part of the engine has ended."""
 
     def use_device(self) -> None:
         """Make the engine's device the calling thread's own, where it is a GPU."""

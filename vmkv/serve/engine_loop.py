@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from ..cache import CacheStats
+from ..errors import RankError
 from .handle import RequestHandle
 from .messages import Add, Cancel, Command, Event, Finish, News, Refused, Stop, Update
 from .request import Request
@@ -47,6 +48,9 @@ class Link(Protocol):
 
     def wait(self, *, for_commands: bool, to_send: bool) -> None:
         """Until a command has come, or until news can be sent, as far as that is waited for."""
+
+    def wake(self) -> None:
+        """Have a `Look` come. From any thread."""
 
 
 class EngineLoop:
@@ -83,6 +87,7 @@ class EngineLoop:
         #: Tokens and log-probabilities of each sample that were sent.
         self._sent: dict[int, tuple[int, int]] = {}
         engine.on_update = self._note_update
+        engine.when_lost(link.wake)
 
     def run(self) -> None:
         """Run; closes the engine at the end.
@@ -92,16 +97,21 @@ class EngineLoop:
 
         Raises:
             RuntimeError: It ends with the device; the engine is left as it is.
+            RankError: Or with one of its ranks.
         """
         self._engine.use_device()
         while self._wait():
+            failure = None
             try:
                 self._obey()
                 self._engine.advance()
             except Exception as error:  # noqa: BLE001  # every request ends with it
+                failure = error
                 self._engine.cancel_all(error)
             self._publish(has_stepped=True)
             if self._ends_with_device and self._engine.num_failed_steps >= FAILED_STEPS_MAX:
+                if isinstance(failure, RankError):
+                    raise failure
                 raise RuntimeError(f"the last {FAILED_STEPS_MAX} steps have failed")
         self._engine.close()
         self._publish()
@@ -117,6 +127,8 @@ class EngineLoop:
             self._publish()
         try:
             self._engine.fall_idle(is_wanted=self._is_wanted)
+        except RankError:
+            pass  # Whoever looks, or asks, is told.
         except Exception:  # noqa: BLE001  # no request is left to end with it
             _LOG.exception("the engine could not fall idle")
         if self._engine.has_unfinished:
@@ -159,7 +171,7 @@ class EngineLoop:
                 self._cancel(command.key)
             elif isinstance(command, Finish):
                 self._finish(command)
-            elif not command.drain:
+            elif isinstance(command, Stop) and not command.drain:
                 self._engine.cancel_all()
             if time.monotonic() - start_s >= _COMMANDS_S:
                 return

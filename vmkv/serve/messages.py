@@ -40,7 +40,11 @@ class Stop(NamedTuple):
     drain: bool
 
 
-Command = Add | Cancel | Finish | Stop
+class Look(NamedTuple):
+    """The engine has to see what became of what it runs on. Not sent: its own side says it."""
+
+
+Command = Add | Cancel | Finish | Stop | Look
 
 
 # ---- from the engine --------------------------------------------------------------------------

@@ -99,6 +99,12 @@ class ParallelEngine(Engine):
         """See `Engine.num_failed_steps`; without all ranks, none will succeed."""
         return super().num_failed_steps if self._ranks.failure is None else FAILED_STEPS_MAX
 
+    def when_lost(self, call: Callable[[], None]) -> None:
+        """See `Engine.when_lost`."""
+        self._ranks.on_loss = call
+        if self._ranks.failure is not None:
+            call()
+
     # ---- what rank 0 is asked for ---------------------------------------------------------
 
     def add(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..errors import ConfigError
+from ..errors import ConfigError, shown
 from ..hf import vocabulary
 from .params import SamplingParams
 
@@ -74,12 +75,20 @@ def end_tokens(model: Any) -> frozenset[int]:
     """The model's end-of-sequence tokens, as `model.generate` has them.
 
     Where there is a generation config, what it says is said: None is no token at all.
+
+    Raises:
+        ConfigError: They are no numbers.
     """
     config = getattr(model, "generation_config", None) or model.config
     ends = getattr(config, "eos_token_id", None)
     if ends is None:
         return frozenset()
-    return frozenset([ends] if isinstance(ends, int) else map(int, ends))
+    try:
+        return frozenset(map(operator.index, [ends] if isinstance(ends, int) else ends))
+    except TypeError as error:  # A text, for one, whose digits would be tokens.
+        raise ConfigError(
+            f"the model's eos_token_id is {shown(ends)}: neither a token nor a list of tokens"
+        ) from error
 
 
 def vocabulary_sizes(model: Any) -> tuple[int, int]:

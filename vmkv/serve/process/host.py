@@ -11,6 +11,7 @@ import signal
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from ...cache import CacheStats
 from ...errors import VMKVError
 from ..engine_loop import EngineLoop
-from ..messages import Command, Event, News
+from ..messages import Command, Event, Look, News
 from ..observer import EngineObserver, ObservedCache, RequestRecord, StepRecord
 from .encoding import Failed, Ready, Unpacker, packed
 
@@ -89,6 +90,9 @@ class SocketLink:
         self._unpacker = Unpacker()
         self._unsent = memoryview(b"")
         self.is_broken = False  # Nobody is on the other side.
+        self._is_woken = False
+        self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        weakref.finalize(self, os.close, self._waker)
 
     def can_send(self) -> bool:
         """See `Link`."""
@@ -112,6 +116,10 @@ class SocketLink:
     def receive(self) -> Sequence[Command]:
         """See `Link`."""
         found: list[Command] = []
+        if self._is_woken:
+            self._is_woken = False
+            os.eventfd_read(self._waker)
+            found.append(Look())
         while not self.is_broken:
             try:
                 data = self._socket.recv(_READ_BYTES)
@@ -129,7 +137,13 @@ class SocketLink:
         poll = select.poll()
         wanted = select.POLLIN if for_commands else 0
         poll.register(self._socket, wanted | select.POLLOUT if self._unsent else wanted)
+        poll.register(self._waker, wanted)
         poll.poll()
+
+    def wake(self) -> None:
+        """See `Link`."""
+        os.eventfd_write(self._waker, 1)
+        self._is_woken = True
 
     def end_with(self, message: Any) -> None:
         """Send a last message, however long the other side takes to read it."""

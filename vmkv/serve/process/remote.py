@@ -29,6 +29,8 @@ _LOG = logging.getLogger(__name__)
 _READ_BYTES = 1 << 16
 #: How long a process may take to end once nobody asks it any more.
 _END_S = 10.0
+#: How long one may go on with its step, or hang, once all was cancelled and clients are to be told.
+_CUT_S = 3.0
 #: An engine that has ended is started anew at once; one that ends again after this time, and after
 #: twice the last time then, until one has lasted for the longest of them.
 _RESTART_S = 1.0
@@ -167,6 +169,7 @@ class EngineProcess(RemoteEngine):
         self._starting = threading.Lock()
         self._is_stopping = False
         connection, ready = self._start()
+        self._empty = ready.stats
         super().__init__(
             connection,
             ready,
@@ -220,6 +223,8 @@ class EngineProcess(RemoteEngine):
         if self._restarting is not None:
             self._restarting.cancel()
             await asyncio.wait([self._restarting])
+        if not drain:
+            asyncio.get_running_loop().call_later(_CUT_S, self._process.kill)
         await super().shutdown(drain)
 
     def close(self) -> None:
@@ -238,13 +243,16 @@ class EngineProcess(RemoteEngine):
 
     def _lose_connection(self) -> None:
         super()._lose_connection()
+        self._tell_idle()
         if not self._is_stopping:
             self._restarting = asyncio.get_running_loop().create_task(self._start_anew())
 
     async def _start_anew(self) -> None:
         """Start processes until one has an engine."""
         await asyncio.to_thread(self.close)
-        reason = f"the engine's process has ended with status {self._process.exitcode}"
+        reason = self._death or ""  # What it has said itself, unless it could not.
+        if self._process.exitcode:
+            reason = f"the engine's process has ended with status {self._process.exitcode}"
         if time.monotonic() - self._started_s > _RESTART_MAX_S:
             self._restart_s = 0.0
         ready = None
@@ -267,7 +275,12 @@ class EngineProcess(RemoteEngine):
         self._gone.clear()
         await self._connect()
         self._death, self._restarting = None, None
-        self.stats = ready.stats
+        self._empty = ready.stats
+        self._tell_idle()
+
+    def _tell_idle(self) -> None:
+        """Observers hear that nothing is left, of an engine that is gone as of a new one."""
+        self.stats = self._empty
         if self._observer is not None:
             self._observer.idle(_Snapshot(self.stats))
 

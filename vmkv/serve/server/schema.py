@@ -160,7 +160,7 @@ class Sampling(_Strict):
             raise invalid(
                 f"{logprobs} log-probabilities per token; at most {limits.max_logprobs} are "
                 "reported here",
-                "logprobs",
+                "top_logprobs" if "top_logprobs" in type(self).model_fields else "logprobs",
             )
         self._check_limits(limits)
         given = {
@@ -274,9 +274,9 @@ class ChatRequest(Sampling, _Chat):
     """`POST /v1/chat/completions`."""
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Annotated[int, Field(ge=0)] | None = None
     add_special_tokens: bool = False
 
     @model_validator(mode="after")
