@@ -168,6 +168,23 @@ def test_a_body_in_tiny_pieces_is_refused(run_server) -> None:
         assert 200 == answer.status_code
 
 
+@pytest.mark.parametrize("how", ["one header", "many headers", "target", "no end"])
+def test_a_long_head_is_refused(run_server, how: str) -> None:
+    """However it is long, and also where all of it comes at once."""
+    long = "x" * 17 * 1024
+    head = {
+        "one header": f"GET /health HTTP/1.1\r\nHost: x\r\nX: {long}\r\n\r\n",
+        "many headers": "GET /health HTTP/1.1\r\nHost: x\r\n" + "Xyz: 1234\r\n" * 2500 + "\r\n",
+        "target": f"GET /health?{long} HTTP/1.1\r\nHost: x\r\n\r\n",
+        "no end": f"GET /health HTTP/1.1\r\nHost: x\r\nX: {long * 5}",
+    }[how]
+    with run_server() as server, connected(server, 1) as (client,):
+        with contextlib.suppress(OSError):
+            client.sendall(head.encode())
+        assert client.makefile("rb").readline().startswith(b"HTTP/1.1 400 ")
+        assert 200 == httpx.get(f"{server.url}/health", timeout=PATIENCE_S).status_code
+
+
 def test_what_comes_after_an_answer_is_not_kept_up(run_server) -> None:
     """A body that nobody wants, after its refusal, neither holds the connection nor is logged."""
     with run_server() as server, connected(server, 1) as (client,):

@@ -14,10 +14,13 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from ...units import KiB
+
 #: A body of more pieces than this is in pieces of so many bytes on average, or refused: each costs
 #: 10 µs whatever it holds.
 _NUM_FREE_PIECES = 512
 _PIECE_BYTES = 256
+_HEAD_BYTES = 16 * KiB
 _BUSY = (
     b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\n"
     b"Content-Length: 0\r\n\r\n"
@@ -70,7 +73,7 @@ class Connections:
 class LimitedProtocol(H11Protocol):
     """One connection, as uvicorn has it, within the limits.
 
-    Of uvicorn's protocols this one: it limits a head to 16 KiB.
+    Of uvicorn's protocols this one: it stops reading a head that does not end within 16 KiB.
 
     Args:
         connections: All of them.
@@ -81,10 +84,7 @@ class LimitedProtocol(H11Protocol):
 
     def __init__(self, *, connections: Connections, **options: Any):
         super().__init__(**options)
-        most_bytes = self.config.h11_max_incomplete_event_size
-        self.conn = _CountingConnection(
-            h11.SERVER, **({} if most_bytes is None else {"max_incomplete_event_size": most_bytes})
-        )
+        self.conn = _CountingConnection(h11.SERVER, max_incomplete_event_size=_HEAD_BYTES)
         self._all = connections
         self._head_timer: asyncio.TimerHandle | None = None
 
@@ -148,7 +148,7 @@ class LimitedProtocol(H11Protocol):
 
 
 class _CountingConnection(h11.Connection):
-    """Refuses bodies that are cut into tiny pieces."""
+    """Refuses heads that are too long, and bodies that are cut into tiny pieces."""
 
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
@@ -160,6 +160,10 @@ class _CountingConnection(h11.Connection):
         event = super().next_event()
         if isinstance(event, h11.Request):
             self._num_pieces = self._num_bytes = 0
+            # h11 asks only while it does not end, and much may come at once.
+            fields = sum(len(name) + len(value) for name, value in event.headers)
+            if len(event.target) + fields > _HEAD_BYTES:
+                raise h11.RemoteProtocolError("the head is too long", error_status_hint=431)
         elif isinstance(event, h11.Data):
             self._num_pieces += 1
             self._num_bytes += len(event.data)
