@@ -176,7 +176,7 @@ def test_a_long_head_is_refused(run_server, how: str) -> None:
         "one header": f"GET /health HTTP/1.1\r\nHost: x\r\nX: {long}\r\n\r\n",
         "many headers": "GET /health HTTP/1.1\r\nHost: x\r\n" + "Xyz: 1234\r\n" * 2500 + "\r\n",
         "target": f"GET /health?{long} HTTP/1.1\r\nHost: x\r\n\r\n",
-        "no end": f"GET /health HTTP/1.1\r\nHost: x\r\nX: {long * 5}",
+        "no end": f"GET /health HTTP/1.1\r\nHost: x\r\nX: {long}",
     }[how]
     with run_server() as server, connected(server, 1) as (client,):
         with contextlib.suppress(OSError):
