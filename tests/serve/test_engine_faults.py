@@ -11,6 +11,7 @@ import functools
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -457,3 +458,23 @@ def test_who_cannot_be_closed_costs_nobody_a_token(
         assert wanted[:count] == list(handle.output().outputs[0].token_ids)
         assert FinishReason.LENGTH is handle.output().outputs[0].finish_reason
     assert 0 == engine.num_failed_steps
+
+
+def test_those_who_do_not_fit_together_begin_one_by_one(make_engine: MakeEngine) -> None:
+    """A short request may get the row of a long one, whose extents cannot be divided."""
+    options = {"max_num_seqs": 2, "max_tokens": 400, "max_num_batched_tokens": 512}
+    engine = make_engine(prefix_caching=False, **options)
+    tokens = [3 + at % (VOCABULARY - 3) for at in range(400)]
+
+    def prompt_of(num_pages: int) -> list[int]:
+        """One that takes so many pages with two tokens more."""
+        return next(
+            tokens[:n] for n in range(398, 0, -1) if engine._view.peak_pages(n + 2) == num_pages
+        )
+
+    long, short = prompt_of(24), prompt_of(3)
+    engine.cache.pool.set_budget((24 + 3 + 2) * 4 * KiB)  # Two are left alone beside who runs.
+    run_together = functools.partial(engine.generate, params=replace(GREEDY, max_tokens=2))
+    run_together([prompt_of(12), prompt_of(12)])  # Each leaves a row of one extent in each group.
+    for prompt, output in zip((long, short), run_together([long, short]), strict=True):
+        assert reference(prompt, 2) == list(output.outputs[0].token_ids)

@@ -13,9 +13,9 @@ from typing import Protocol
 from ..cache import CacheStats
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepRecord:
-    """One step, as the host saw it. Times are seconds of `time.perf_counter`.
+    """One step, as the host saw it, written down as it goes. Seconds of `time.perf_counter`.
 
     Attributes:
         start_s: When the step's planning began.

@@ -120,6 +120,7 @@ class StepPlanning:
         view: The cache.
         num_tokens: Tokens of the step at most.
         withheld_pages: Pages that the view counts and that are not there.
+        max_begun: How many may begin or come back.
     """
 
     def __init__(
@@ -130,12 +131,14 @@ class StepPlanning:
         view: CacheView,
         num_tokens: int,
         withheld_pages: int,
+        max_begun: int,
     ):
         self._queue = queue
         self._capacity = capacity
         self._costs = costs
         self._view = view
         self._free_pages = view.free_pages() - withheld_pages
+        self._max_begun = max_begun
         self._has_asked_evictable = False
         self._promised_pages = 0  # What prompts that have begun will still need.
         num_decodes = sum(request.num_left == 1 for request in queue.running)
@@ -152,9 +155,9 @@ class StepPlanning:
         for request in tuple(self._queue.running):
             if request.state is RequestState.RUNNING:  # Nobody ranked before took its place.
                 self._run(request)
-        while self._queue.has_free_slot and not self._is_short:
-            waiting = self._queue.first_waiting
-            if waiting is None or not self._admit(waiting):
+        for _ in range(self._max_begun):
+            waiting = self._queue.first_waiting if self._queue.has_free_slot else None
+            if self._is_short or waiting is None or not self._admit(waiting):
                 break
         return StepPlan(
             tuple(self._preempted),

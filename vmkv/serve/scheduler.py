@@ -160,6 +160,7 @@ class Scheduler:
         *,
         max_num_batched_tokens: int | None = None,
         withheld_pages: int = 0,
+        max_begun: int | None = None,
     ) -> StepPlan:
         """Decide a step, on the assumption that it will be carried out.
 
@@ -167,6 +168,7 @@ class Scheduler:
             view: The cache now.
             max_num_batched_tokens: Fewer tokens than usual, after the device ran out of memory.
             withheld_pages: Pages that the view counts and that turned out not to be there.
+            max_begun: How many may begin or come back; by default all that fit.
 
         Returns:
             What to do. If it cannot be done after all: `undo` its chunks, `requeue` what could not
@@ -175,7 +177,13 @@ class Scheduler:
         self._num_steps += 1
         num_tokens = max_num_batched_tokens or self.capacity.max_num_batched_tokens
         return StepPlanning(
-            self._queue, self.capacity, self._costs, view, num_tokens, withheld_pages
+            self._queue,
+            self.capacity,
+            self._costs,
+            view,
+            num_tokens,
+            withheld_pages,
+            self.capacity.max_num_seqs if max_begun is None else max_begun,
         ).plan()
 
     def upcoming(

@@ -144,14 +144,13 @@ class StepLoop:
         Raises:
             DriverError: It failed in what no request is to blame for; see `end_all`, or go on.
         """
-        start_s = time.perf_counter()
-        times = _Times()
+        record = StepRecord(time.perf_counter())
         try:
             self._view.close_ended()  # Before the plan: it counts on their memory.
         except DriverError:
             self.num_failed_steps += 1
             raise
-        submitted, plan = self._advance(times)
+        submitted, plan = self._advance(record)
         has_unread = bool(self._pending)
         if submitted is not None:
             self._pending.append(submitted)
@@ -162,22 +161,23 @@ class StepLoop:
             self._unblock()
         if not self._scheduler.has_unfinished:
             self._read()  # What is left there is superfluous; nobody would come to read it.
-        times.wait_s = time.perf_counter() - wait_start_s
-        self._report(start_s, times, plan)
+        record.wait_s = time.perf_counter() - wait_start_s
+        self._report(record, plan)
         return self.has_work
 
-    def _advance(self, times: _Times) -> tuple[_Submitted | None, StepPlan]:
+    def _advance(self, record: StepRecord) -> tuple[_Submitted | None, StepPlan]:
         """Plan, make room and submit; plan again while memory turns out to be short."""
         self._withheld_pages //= 2
-        was_short = False
+        was_short, num_begun, max_begun = False, 0, None
         for _ in range(_ATTEMPTS_MAX):
             start_s = time.perf_counter()
             plan = self._scheduler.plan(
                 self._view,
                 max_num_batched_tokens=self._token_limit,
                 withheld_pages=self._withheld_pages,
+                max_begun=max_begun,
             )
-            times.plan_s += time.perf_counter() - start_s
+            record.plan_s += time.perf_counter() - start_s
             start_s, fence_waited_s = time.perf_counter(), self._view.fence_waited_s
             chunks = list(plan.chunks)
             try:
@@ -188,7 +188,7 @@ class StepLoop:
                 lacking_bytes = missing_bytes(error)
                 if not was_short:
                     self._view.make_room(lacking_bytes)
-                was_short = True
+                was_short, num_begun = True, len(plan.admitted) + len(plan.resumed)
                 missing_pages = div_ceil(lacking_bytes, self._view.page_bytes)
                 self._withheld_pages = max(2 * self._withheld_pages, missing_pages)
                 continue
@@ -200,20 +200,21 @@ class StepLoop:
                 self._fail([chunk.request_id for chunk in chunks], error)
                 return None, plan
             finally:
-                times.map_s += time.perf_counter() - start_s
-                times.fence_wait_s += self._view.fence_waited_s - fence_waited_s
+                record.map_s += time.perf_counter() - start_s
+                record.fence_wait_s += self._view.fence_waited_s - fence_waited_s
             if not chunks:
-                if self._withheld_pages and not was_short:
-                    self._withheld_pages = 0  # That is past: whoever waits may try.
+                if self._withheld_pages and (not was_short or num_begun > 1):
+                    # That is past, or too many began at once: whoever is first may try, alone.
+                    self._withheld_pages, num_begun, max_begun = 0, 0, 1
                     continue
                 return None, plan
             start_s = time.perf_counter()
             submitted = self._submit(chunks)
-            times.submit_s += time.perf_counter() - start_s
+            record.submit_s += time.perf_counter() - start_s
             if submitted is not None:
                 start_s = time.perf_counter()
                 self._make_ready(chunks)
-                times.ready_s += time.perf_counter() - start_s
+                record.ready_s += time.perf_counter() - start_s
             return submitted, plan
         return None, StepPlan()
 
@@ -420,31 +421,13 @@ class StepLoop:
             if reason is not None:
                 self.end(request, reason)
 
-    def _report(self, start_s: float, times: _Times, plan: StepPlan) -> None:
+    def _report(self, record: StepRecord, plan: StepPlan) -> None:
         if self._observer is None:
             return
-        num_decode = sum(chunk.from_device for chunk in plan.chunks)
-        swapped = [each for each in plan.preempted if each.method is PreemptionMethod.SWAP]
-        record = StepRecord(
-            start_s=start_s,
-            **vars(times),
-            num_prefill_tokens=plan.num_tokens - num_decode,
-            num_decode_tokens=num_decode,
-            num_running=self._scheduler.num_running,
-            num_waiting=self._scheduler.num_waiting,
-            num_swapped=len(swapped),
-            num_recomputed=len(plan.preempted) - len(swapped),
-        )
+        record.num_decode_tokens = sum(chunk.from_device for chunk in plan.chunks)
+        record.num_prefill_tokens = plan.num_tokens - record.num_decode_tokens
+        record.num_running = self._scheduler.num_running
+        record.num_waiting = self._scheduler.num_waiting
+        record.num_swapped = sum(each.method is PreemptionMethod.SWAP for each in plan.preempted)
+        record.num_recomputed = len(plan.preempted) - record.num_swapped
         self._observer.step_finished(record, self._view.cache)
-
-
-@dataclass
-class _Times:
-    """The parts of a step, as `StepRecord` names them."""
-
-    plan_s: float = 0.0
-    map_s: float = 0.0
-    fence_wait_s: float = 0.0
-    submit_s: float = 0.0
-    ready_s: float = 0.0
-    wait_s: float = 0.0
