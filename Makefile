@@ -45,7 +45,8 @@ unit real replicas: export OMP_NUM_THREADS = 1
 
 unit: $(VENV)/.ready
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder \
-		-m "not real_weights and not ray" $(PYTEST_ARGS)
+		-m "not real_weights and not ray" \
+		$(PYTEST_ARGS)
 
 real: $(VENV)/.real
 	$(BIN)/python -m pytest tests/real_weights $(PYTEST_ARGS)
