@@ -44,8 +44,7 @@ types: $(VENV)/.ready
 unit real replicas: export OMP_NUM_THREADS = 1
 
 unit: $(VENV)/.ready
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder \
-		-m "not real_weights and not ray" \
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not real_weights and not ray" \
 		$(PYTEST_ARGS)
 
 real: $(VENV)/.real

@@ -55,12 +55,7 @@ def _has_gpu() -> bool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Slow files first, so that short ones fill the time of whoever is done; no GPU tests without.
-
-    For processes that take file after file, in this order.
-    """
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+    """Skip what needs a GPU where the machine says that it has none."""
     if _has_gpu():
         return
     needs_gpu = pytest.mark.skip(reason="this machine has no NVIDIA GPU")
