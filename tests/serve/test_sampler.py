@@ -17,7 +17,7 @@ from transformers.generation import logits_process as hf
 from vmkv.errors import ConfigError
 from vmkv.serve.params import SamplingParams
 from vmkv.serve.random import gumbel_noise, row_keys
-from vmkv.serve.sampler import Sampler
+from vmkv.serve.sampler import Sampler, _likeliest
 
 VOCABULARY = 50
 PROMPT = (3, 3, 7)
@@ -444,3 +444,12 @@ def test_the_smallest_temperature_takes_the_likeliest_token() -> None:
     logits = some_logits(spread=20.0)
     tokens = draws(SamplingParams(temperature=5e-324, seed=0), logits, 50)
     assert {int(logits.argmax())} == allowed(tokens)
+
+
+def test_zeros_of_either_sign_are_equally_likely() -> None:
+    """The first one counts, as `argmax` has it."""
+    scores = torch.tensor([[-1.0, -0.0, 0.0, -0.0, -2.0]])
+    values, ids = _likeliest(scores, 4)
+    assert [[1, 2, 3, 0]] == ids.tolist()
+    assert torch.equal(scores.gather(1, ids), values)
+    assert 1 == int(scores.argmax())

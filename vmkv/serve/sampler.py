@@ -368,7 +368,7 @@ def _likeliest(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Te
 
     Of equal ones the first columns, in order. `topk` takes any, which ones depends on `count`.
     """
-    bits = scores.view(torch.int32)
+    bits = (scores + 0.0).view(torch.int32)  # Minus zero is zero.
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # Integers in the order of the floats.
     last = scores.shape[1] - 1
     keys = bits.long().bitwise_left_shift_(32)
