@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from vmkv import ConfigError
-from vmkv.attention import append_cuda
+from vmkv.attention import append_cuda, decode_fp8, rotary_cuda
 from vmkv.attention.nvrtc import FORMATS, Kernel, assembled
 from vmkv.parallel import one_shot
 
@@ -23,6 +23,24 @@ KERNELS = {
         )
         for dtype in FORMATS
         for count in (1, 16 // dtype.itemsize)
+    },
+    **{
+        f"turn and append {dtype}{' in eight bits' if encodes else ''}": (
+            rotary_cuda,
+            "_kernel",
+            (0, dtype, encodes),
+        )
+        for dtype in (torch.bfloat16, torch.float16)
+        for encodes in (False, True)
+    },
+    **{
+        f"decode {dtype} over eight bits, head size {dim}": (
+            decode_fp8,
+            "_kernel",
+            (0, dtype, dim),
+        )
+        for dtype in (torch.bfloat16, torch.float16)
+        for dim in decode_fp8.HEAD_DIMS
     },
     **{
         f"add {dtype} of {size}": (one_shot, "_kernel", (0, dtype, size))

@@ -187,7 +187,7 @@ def append_uniform(
         0,
         0,
         0,
-        *_inverses(scales),
+        *inverses(scales),
     )
     dtype = key.dtype if stored == FP8 else None
     _launch(key.device.index, words, batch_size * num_tokens, stream, dtype)
@@ -229,7 +229,7 @@ def append_ragged(
         row_indices.data_ptr(),
         num_tokens.data_ptr(),
         query_starts.data_ptr(),
-        *_inverses(scales),
+        *inverses(scales),
     )
     index = key.device.index
     dtype = key.dtype if keys.dtype == FP8 else None
@@ -254,7 +254,8 @@ def encoded(query: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def _inverses(scales: Scales | None) -> tuple[int, int]:
+def inverses(scales: Scales | None) -> tuple[int, int]:
+    """Addresses of what keys and values are multiplied by; 0 for nothing."""
     if scales is None:
         return 0, 0
     return scales.inverse_keys.data_ptr(), scales.inverse_values.data_ptr()
@@ -293,11 +294,16 @@ def _kernel(device_index: int, vector_bytes: int) -> Kernel:
 
 @functools.cache
 def _encoding_kernel(device_index: int, dtype: torch.dtype, count: int) -> Kernel:
+    check_fp8(device_index, dtype)
+    options = (f"-DFORMAT={FORMATS[dtype]}", f"-DCOUNT={count}")
+    return compiled(NUMBERS + _ENCODE + _APPEND, "append", device_index, *options)
+
+
+def check_fp8(device_index: int, dtype: torch.dtype) -> None:
+    """Raise `ConfigError` where `why_not_fp8` has a reason."""
     reason = why_not_fp8(torch.device("cuda", device_index), dtype)
     if reason is not None:
         raise ConfigError(reason)
-    options = (f"-DFORMAT={FORMATS[dtype]}", f"-DCOUNT={count}")
-    return compiled(NUMBERS + _ENCODE + _APPEND, "append", device_index, *options)
 
 
 def why_not_fp8(device: torch.device, dtype: torch.dtype) -> str | None:

@@ -19,11 +19,12 @@ How sequences are spread over the device depends on the batch alone, so the libr
 told once for all layers that are alike (`_plan`), instead of each launching a kernel that finds it:
 of a decode step of an 8B model 32 of 536 kernels (H200: 50 us, and as many gaps).
 
-Rows in eight bits are read in place, with a scale for each head; queries are made eight bits wide
-on the way, and products are summed up in fewer bits than float32 has. Over long rows that loses
-what matters (DESIGN.md, Note [Eight bits]), unless the kernel adds its sums to wider ones now and
-then. The library inside vLLM's wheel does; the package does not, wherever it comes from, and is
-refused for rows of more than 8,192 tokens.
+Rows in eight bits are read in place, with a scale for each head; where sequences have one query
+each by a kernel of our own (`decode_fp8.py`). For prompts queries are made eight bits wide on the
+way, and products are summed up in fewer bits than float32 has. Over long rows that loses what
+matters (DESIGN.md, Note [Eight bits]), unless the kernel adds its sums to wider ones now and then.
+The library inside vLLM's wheel does; the package does not, wherever it comes from, and is refused
+for rows of more than 8,192 tokens.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ import torch
 
 from ..cache.fp8 import FP8, Scales
 from ..errors import ConfigError
-from . import hub
+from . import decode_fp8, hub
 from .base import AttentionSpec, Call, split
 from .flash_common import FlashBackend, why_not_flash, window_bounds
 
@@ -149,6 +150,8 @@ class Flash3Backend(FlashBackend):
 
     def launch(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """See `FlashBackend.launch`."""
+        if decode_fp8.serves(call):
+            return decode_fp8.decode(call)
         query, keys, values, batch = call[:4]
         is_fp8 = keys.dtype == FP8
         kernel = _load_for_fp8(batch.max_num_tokens) if is_fp8 else _load()

@@ -3,7 +3,8 @@
 The default on CPU and the last resort on CUDA. Every sequence is a view cut to exactly the keys
 its queries can see (its length, less left padding, less what lies before the window), so nothing
 past the mapped part is touched and the past is not copied; unless rows hold it in eight bits, which
-SDPA does not read: then the cut is decoded into a tensor of the query's type, sequence by sequence.
+SDPA does not read: then the cut is decoded into a tensor of the query's type, sequence by sequence,
+or on CUDA, where each has one query, read in place by a kernel of our own (`decode_fp8.py`).
 
 Three cases, from cheap to dear:
 
@@ -26,6 +27,7 @@ import torch
 from torch.nn import functional
 
 from ..cache.fp8 import decode
+from . import decode_fp8
 from .base import AttentionSpec, Call, CheckedBackend, split
 from .reference import attend, visible_keys
 
@@ -54,6 +56,8 @@ class SdpaBackend(CheckedBackend):
 
     def attend(self, call: Call) -> torch.Tensor:
         """See `CheckedBackend.attend`."""
+        if call.sinks is None and decode_fp8.serves(call):
+            return decode_fp8.decode(call)[0]
         query, keys, values, batch, scale, causal, window, softcap, sinks, scales = call
         needs_plain_math = bool(softcap) or sinks is not None
         out = query.new_empty(*query.shape[:2], values.shape[3])

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError
-from . import early_norms, joined_layers
+from . import early_norms, joined_layers, rotary
 
 _Compiled = Callable[..., Any]
 
@@ -167,13 +167,14 @@ def _with_own_code(forward: Any) -> Any:
 
 
 def _compiler(backend: str, patches: dict[str, Any]) -> Callable[..., Any]:
-    """A backend of `torch.compile`: equal products merged, then `backend`.
+    """A backend of `torch.compile`: equal products merged, embeddings taken out, then `backend`.
 
     A new function each time, because code compiled for one backend is not used for another.
     """
 
     def compiled(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
         joined_layers.merge_equal_products(module)
+        rotary.take_out(module)
         if backend == "inductor":
             from torch._inductor.compile_fx import compile_fx
 

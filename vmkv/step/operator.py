@@ -36,7 +36,7 @@ _SERVING: weakref.WeakValueDictionary[int, RowAttention] = weakref.WeakValueDict
 _LIBRARY: Any = torch.library.Library("vmkv", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define(
     "attend_rows(Tensor query, Tensor key, Tensor value, Tensor place, Tensor? sinks, "
-    "float scale, int window, float softcap) -> Tensor"
+    "float scale, int window, float softcap, Tensor? cos=None, Tensor? sin=None) -> Tensor"
 )
 
 
@@ -49,8 +49,10 @@ def _attend_rows(
     scale: float,
     window: int,
     softcap: float,
+    cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Append and attend.
+    """Append and attend; with angles, queries and keys are turned first (`rotary.py`).
 
     That rows are written is no business of a compiler: no tensor that it sees aliases them, and
     each layer's call depends on the one before through the activations.
@@ -68,11 +70,12 @@ def _attend_rows(
         window=window or None,
         softcap=softcap,
         sinks=sinks,
+        angles=None if cos is None or sin is None else (cos, sin),
     )
 
 
 def _shape_of_attend_rows(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
 ) -> torch.Tensor:
     return query.new_empty((1, query.shape[2], query.shape[1], value.shape[3]))
 

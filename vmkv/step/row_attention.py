@@ -30,9 +30,14 @@ from ..attention import (
 )
 from ..attention.packed import Beginnings, PackedAttention, packed_attention
 from ..attention.registry import why_not
+from ..attention.rotary_cuda import append_rotated, can_rotate
 from ..cache import KVCache
 from ..cache.fp8 import Scales
 from ..errors import InternalError
+from .rotary import turned
+
+Angles = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines `[1, T, D]` of the angles that positions turn queries and keys by."""
 
 
 @dataclass(frozen=True)
@@ -144,6 +149,7 @@ class RowAttention:
         window: int | None,
         softcap: float,
         sinks: torch.Tensor | None,
+        angles: Angles | None = None,
     ) -> torch.Tensor:
         """Append a layer's new keys and values, and attend from its rows: `[1, T, Hq, Dv]`.
 
@@ -156,6 +162,7 @@ class RowAttention:
             window: None for the layer's own.
             softcap: See `AttentionBackend.forward`.
             sinks: Likewise.
+            angles: What queries and keys are still to be turned by; None if they are.
 
         Raises:
             InternalError: No step was set.
@@ -179,7 +186,7 @@ class RowAttention:
         )
         q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
         if isinstance(step, TiledParts):
-            append(k, v, keys, values, step.everything[capacity], scales)
+            q, _ = _append((q, k, v), angles, (keys, values), step.everything[capacity], scales)
             return self._attend_tiled(
                 rows.name,
                 lambda queries, batches: forward(queries, keys, values, batches[capacity]),
@@ -187,15 +194,18 @@ class RowAttention:
                 step,
             )[None]
         if decode_batch is not None and step.num_decode_tokens == q.shape[0]:
-            if isinstance(rows, AppendingBackend) and not has_left_pad:
+            # With angles the append has more to do than a kernel for attention knows.
+            if isinstance(rows, AppendingBackend) and not has_left_pad and angles is None:
                 # With what `forward` is told as well.
                 return rows.append_and_attend(
                     q, k, v, keys, values, decode_batch, **forward.keywords
                 )[None]
-            append(k, v, keys, values, decode_batch, scales)
+            q, _ = _append((q, k, v), angles, (keys, values), decode_batch, scales)
             return forward(q, keys, values, decode_batch)[None]
-        append(k, v, keys, values, step.everything[capacity], scales)
         packed = kernels.packed and functools.partial(kernels.packed, scale=scale, sinks=sinks)
+        reads_packed = packed is not None and step.beginnings is not None
+        batch = step.everything[capacity]
+        q, k = _append((q, k, v), angles, (keys, values), batch, scales, keep_keys=reads_packed)
         return self._attend_in_parts(
             packed,
             lambda queries, batches: forward(queries, keys, values, batches[capacity]),
@@ -306,6 +316,31 @@ class RowAttention:
         """Drop the caches' tensors: they keep addresses reserved. Idempotent."""
         self._layers.clear()
         self.steps = None
+
+
+def _append(
+    new: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    angles: Angles | None,
+    rows: tuple[torch.Tensor, torch.Tensor],
+    batch: AttentionBatch,
+    scales: Scales | None,
+    *,
+    keep_keys: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Append new queries, keys and values `[T, H, D]`, turned first if there are angles.
+
+    Returns:
+        The queries to attend from and, if they are to be kept, the keys.
+    """
+    q, k, v = new
+    if angles is not None:
+        cos, sin = (each[0] for each in angles)
+        if can_rotate(q, k, v, cos, sin, *rows):
+            q, kept = append_rotated(q, k, v, cos, sin, *rows, batch, scales, keep_keys=keep_keys)
+            return q, k if kept is None else kept
+        q, k = turned(q, cos, sin), turned(k, cos, sin)
+    append(k, v, *rows, batch, scales)
+    return q, k
 
 
 def row_capacities(cache: KVCache) -> set[int]:

@@ -1,0 +1,207 @@
+"""One query of each sequence over rows in eight bits: the kernel that is our own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.dense_rows import DenseRows
+
+from vmkv.attention import AttentionBatch, decode_fp8, get
+from vmkv.attention.base import Call
+from vmkv.attention.flash_common import apply_sinks, by_token
+from vmkv.attention.reference import ReferenceBackend
+from vmkv.cache.fp8 import FP8, LayerScales, Scales, decode, encode
+
+ROW_TOKENS, NUM_ROWS = 1400, 9
+LENGTHS = [1, 15, 33, 128, 129, 700, 1400]
+
+
+def call_of(
+    dim: int,
+    heads: int,
+    group: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str = "cuda",
+    is_scaled: bool = False,
+    **options: float,
+) -> Call:
+    """A decode step of seven sequences; what lies behind their ends is NaN."""
+    rows = [4, 0, 8, 2, 7, 5, 1]
+    batch = AttentionBatch.build(
+        rows, LENGTHS, [1] * len(rows), row_tokens=ROW_TOKENS, num_rows=NUM_ROWS, device=device
+    )
+    dense = DenseRows(NUM_ROWS, ROW_TOKENS, heads, dim, dtype=FP8, device=device)
+    scales = None
+    if is_scaled:
+        each = tuple(0.25 + head for head in range(heads))
+        scales = Scales.of(LayerScales(each, each[::-1]), torch.device(device))
+    generator = torch.Generator().manual_seed(dim + heads)
+    for row, num_tokens in zip(rows, LENGTHS, strict=True):
+        for view, inverse in (
+            (dense.keys, scales and scales.inverse_keys),
+            (dense.values, scales and scales.inverse_values),
+        ):
+            noise = torch.randn(num_tokens, heads, dim, generator=generator).to(device)
+            view[row, :num_tokens] = encode(noise, inverse)
+    query = torch.randn(len(rows), heads * group, dim, generator=generator).to(device, dtype)
+    return Call(
+        query,
+        dense.keys,
+        dense.values,
+        batch,
+        dim**-0.5,
+        causal=True,
+        window=options.get("window"),  # type: ignore[arg-type]
+        softcap=options.get("softcap", 0.0),
+        sinks=None,
+        scales=scales,
+    )
+
+
+def exactly(call: Call) -> torch.Tensor:
+    """The same in float64, over the numbers that are stored."""
+    scales = call.scales
+    keys = decode(call.keys, scales and scales.keys, torch.float64)
+    values = decode(call.values, scales and scales.values, torch.float64)
+    reference = ReferenceBackend(torch.float64)
+    return reference.forward(
+        call.query.double(),
+        keys,
+        values,
+        call.batch,
+        scale=call.scale,
+        window=call.window,
+        softcap=call.softcap,
+        sinks=call.sinks,
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("parts", [None, 1, 3, 64])
+@pytest.mark.parametrize("options", [{}, {"window": 100}, {"softcap": 20.0}], ids=str)
+@pytest.mark.parametrize("is_scaled", [False, True])
+@pytest.mark.parametrize(("dim", "heads", "group"), [(64, 1, 1), (64, 2, 7), (128, 8, 4)])
+def test_it_attends_to_what_is_stored(
+    monkeypatch: pytest.MonkeyPatch,
+    dim: int,
+    heads: int,
+    group: int,
+    is_scaled: bool,
+    options: dict[str, float],
+    parts: int | None,
+) -> None:
+    """Nothing behind the ends of rows; queries are not rounded; the same from every launch."""
+    call = call_of(dim, heads, group, is_scaled=is_scaled, **options)
+    if parts is not None:
+        monkeypatch.setattr(decode_fp8, "_num_parts", lambda *_: parts)
+    assert decode_fp8.serves(call)
+    first, _ = decode_fp8.decode(call)
+    second, _ = decode_fp8.decode(call)
+    expected = exactly(call)
+    # Weights are float16, the output bfloat16: half a unit of its last place, and some.
+    bound = expected.abs().amax() * 2**-8
+    assert (first - expected).abs().max() <= bound
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["flash3", "sdpa"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_backends_leave_such_steps_to_it(
+    monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype
+) -> None:
+    """Whatever they do with prompts."""
+    call = call_of(128, 2, 4, dtype=dtype)
+    if name == "flash3":
+        backend = get(name)
+        reason = backend.why_not(_spec(call))
+        if reason is not None:
+            pytest.skip(reason)
+    seen: list[Call] = []
+    own = decode_fp8.decode
+    monkeypatch.setattr(decode_fp8, "decode", lambda call: (seen.append(call), own(call))[1])
+    out = get(name).forward(call.query, call.keys, call.values, call.batch, scale=call.scale)
+    assert len(seen) == 1
+    assert out.dtype == dtype
+    assert (out - exactly(call)).abs().max() <= exactly(call).abs().amax() * 2**-8
+
+
+@pytest.mark.gpu
+def test_sequences_without_keys_get_zeros_and_sinks_their_share() -> None:
+    """As padding of a captured step has none, and as some models want."""
+    call = call_of(128, 2, 4)
+    call.batch.num_tokens[2] = 0
+    out, _ = decode_fp8.decode(call)
+    assert (out[2] == 0).all()
+    call = call_of(128, 2, 4)
+    sinks = torch.linspace(-2, 6, 8, device="cuda")
+    out, logsumexp = decode_fp8.decode(call)
+    with_sinks = apply_sinks(out, by_token(logsumexp), sinks)
+    expected = exactly(call._replace(sinks=sinks))
+    assert (with_sinks - expected).abs().max() <= expected.abs().amax() * 2**-7
+
+
+@pytest.mark.gpu
+def test_a_captured_step_finds_its_counts_at_zero() -> None:
+    """A graph is replayed with other lengths, and many times."""
+    call = call_of(128, 2, 4)
+    lengths = call.batch.num_tokens.clone()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        decode_fp8.decode(call)
+        graph = torch.cuda.CUDAGraph()
+        fresh = call._replace(batch=_again(call.batch))
+        with torch.cuda.graph(graph, stream=stream):
+            outs = [decode_fp8.decode(fresh)[0] for _ in range(3)]
+    for shorter in (0, 1, 0):
+        call.batch.num_tokens.copy_((lengths - shorter).clamp(min=1))
+        graph.replay()
+        torch.cuda.synchronize()
+        expected = exactly(call._replace(batch=_built(call.batch)))
+        for out in outs:
+            assert (out - expected).abs().max() <= expected.abs().amax() * 2**-8
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"query": torch.zeros(7, 18, 128, dtype=torch.bfloat16)},
+        {"query": torch.zeros(8, 8, 128, dtype=torch.bfloat16)},
+        {"query": torch.zeros(7, 8, 128)},
+    ],
+    ids=["nine queries a head", "two queries of one", "float32"],
+)
+def test_what_it_does_not_serve(monkeypatch: pytest.MonkeyPatch, change: dict) -> None:
+    """Then the backend's own kernel does."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    call = call_of(128, 2, 4, device="cpu")
+    assert decode_fp8.serves(call)
+    assert not decode_fp8.serves(call._replace(**change))
+    wide = DenseRows(NUM_ROWS, ROW_TOKENS, 2, 96, dtype=FP8, device="cpu")
+    query = torch.zeros(7, 8, 96, dtype=torch.bfloat16)
+    assert not decode_fp8.serves(call._replace(query=query, keys=wide.keys, values=wide.values))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    assert not decode_fp8.serves(call)
+
+
+def _spec(call: Call):
+    from vmkv.attention import AttentionSpec
+
+    return AttentionSpec("cuda", call.query.dtype, 8, 2, 128, 128, kv_dtype=FP8, max_tokens=1400)
+
+
+def _again(batch: AttentionBatch) -> AttentionBatch:
+    """The same vectors, and nothing worked out yet."""
+    return AttentionBatch(
+        batch.row_indices, batch.num_tokens, batch.query_starts, 1, ROW_TOKENS, ROW_TOKENS
+    )
+
+
+def _built(batch: AttentionBatch) -> AttentionBatch:
+    """With the lengths that the vectors have now."""
+    rows, lengths = batch.row_indices.tolist(), batch.num_tokens.tolist()
+    return AttentionBatch.build(
+        rows, lengths, [1] * len(rows), row_tokens=ROW_TOKENS, num_rows=NUM_ROWS, device="cuda"
+    )

@@ -1,0 +1,88 @@
+"""Queries and keys turned on their way to the rows: one kernel, the same numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.dense_rows import DenseRows
+
+from vmkv.attention import AttentionBatch, append
+from vmkv.attention.rotary_cuda import append_rotated, can_rotate
+from vmkv.cache.fp8 import FP8, LayerScales, Scales
+from vmkv.step.rotary import turned
+
+ROW_TOKENS = 48
+BATCHES = {
+    "decode": ([3, 0, 5], [10, 48, 1], [1, 1, 1]),
+    "mixed": ([3, 0, 5, 1], [10, 48, 1, 30], [3, 48, 1, 1]),
+}
+
+
+def new_of(
+    total: int, dtype: torch.dtype, heads: int, dim: int, device: str = "cuda"
+) -> tuple[torch.Tensor, ...]:
+    """Queries, keys, values and angles of packed tokens, as parts of one product."""
+    generator = torch.Generator().manual_seed(dim)
+    joint = torch.randn(total, 6 * heads, dim, generator=generator).to(device, dtype)
+    half = torch.rand(total, dim // 2, generator=generator) * 6
+    angles = torch.cat((half, half), -1).to(device)
+    query, key, value = joint.split((4 * heads, heads, heads), 1)
+    return query, key, value, angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("stored", ["same", "fp8", "scaled"])
+@pytest.mark.parametrize("shape", BATCHES)
+@pytest.mark.parametrize(("heads", "dim"), [(1, 64), (2, 128), (3, 96), (8, 256)])
+def test_turned_and_appended_at_once(
+    dtype: torch.dtype, stored: str, shape: str, heads: int, dim: int
+) -> None:
+    """Every bit of the rows is as if they had been turned first, in float32, and then appended."""
+    rows, num_tokens, queries = BATCHES[shape]
+    batch = AttentionBatch.build(
+        rows, num_tokens, queries, row_tokens=ROW_TOKENS, num_rows=6, device="cuda"
+    )
+    kv_dtype = dtype if stored == "same" else FP8
+    one, other = (
+        DenseRows(6, ROW_TOKENS, heads, dim, dtype=kv_dtype, device="cuda") for _ in range(2)
+    )
+    scales = None
+    if stored == "scaled":
+        each = tuple(0.5 + head for head in range(heads))
+        scales = Scales.of(LayerScales(each, each[::-1]), torch.device("cuda"))
+    query, key, value, cos, sin = new_of(sum(queries), dtype, heads, dim)
+    expected_query = turned(query.double(), cos.double(), sin.double())
+    expected_key = turned(key.float(), cos.float(), sin.float()).to(dtype)
+
+    assert can_rotate(query, key, value, cos, sin, one.keys, one.values)
+    out, kept = append_rotated(
+        query, key, value, cos, sin, one.keys, one.values, batch, scales, keep_keys=True
+    )
+    torch.testing.assert_close(out.double(), expected_query, rtol=2**-7, atol=2**-9)
+    torch.testing.assert_close(kept, expected_key, rtol=2**-7, atol=2**-9)
+    append(kept, value, other.keys, other.values, batch, scales)
+    assert torch.equal(one.buffer.view(torch.uint8), other.buffer.view(torch.uint8))
+
+
+@pytest.mark.gpu
+def test_padding_is_turned_and_written_nowhere() -> None:
+    """Queries before position 0 have no place in a row."""
+    dense = DenseRows(3, ROW_TOKENS, 2, 64, dtype=torch.bfloat16, device="cuda")
+    before = dense.buffer.clone()
+    vectors = [torch.tensor(each, dtype=torch.int32, device="cuda") for each in ([1], [0], [0, 4])]
+    batch = AttentionBatch(*vectors, 4, 16, ROW_TOKENS)
+    query, key, value, cos, sin = new_of(4, torch.bfloat16, 2, 64)
+    out, kept = append_rotated(
+        query, key, value, cos, sin, dense.keys, dense.values, batch, None, keep_keys=False
+    )
+    assert kept is None
+    assert out.isfinite().all()
+    assert torch.equal(before.view(torch.uint8), dense.buffer.view(torch.uint8))
+
+
+def test_what_the_kernel_cannot_take_is_turned_before() -> None:
+    """On the CPU, in float32, at odd addresses, of half a head."""
+    dense = DenseRows(3, ROW_TOKENS, 2, 64, dtype=torch.bfloat16)
+    new = new_of(4, torch.bfloat16, 2, 64, "cpu")
+    assert not can_rotate(*new, dense.keys, dense.values)

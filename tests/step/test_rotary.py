@@ -1,0 +1,119 @@
+"""Embeddings that compiled layers hand over: exactly those, and what becomes of them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers.tiny_models import tiny_model
+
+import vmkv.step.operator  # noqa: F401  # registers the operator
+from vmkv import Engine, SamplingParams
+from vmkv.serve.runner import RunnerOptions
+from vmkv.step import rotary
+
+Tensor = torch.Tensor
+COMPILED = RunnerOptions(compile_layers=True, compile_backend="eager", show_progress=False)
+PROMPTS = [[5, 9, 13, 7, 30], [8, 2]]
+
+
+def _crossed(x: Tensor, half: int) -> Tensor:
+    return torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+
+
+def _as_models_do(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return (x * cos) + (_crossed(x, x.shape[-1] // 2) * sin)
+
+
+def _backwards(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    crossed = torch.cat((x[..., half:], -x[..., :half]), dim=-1)
+    return (x * cos.unsqueeze(1)) + (crossed * sin.unsqueeze(1))
+
+
+def _interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    crossed = torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+    return (x * cos.unsqueeze(1)) + (crossed * sin.unsqueeze(1))
+
+
+def _quarter(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return (x * cos.unsqueeze(1)) + (_crossed(x, x.shape[-1] // 4) * sin.unsqueeze(1))
+
+
+def _scaled(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return _as_models_do(x, cos, sin) * 2
+
+
+def _handed_over(layer: Callable[..., Tensor], *inputs: Tensor) -> int:
+    """In how many places a traced layer hands over."""
+    counts: list[int] = []
+
+    def backend(module: torch.fx.GraphModule, _: Any) -> Any:
+        counts.append(rotary.take_out(module))
+        return lambda *_: (torch.zeros(1),)  # Only the graph is looked at.
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(layer, backend=backend, dynamic=False)(*inputs)
+    return sum(counts)
+
+
+@pytest.mark.parametrize(
+    ("of_query", "of_key", "count"),
+    [
+        (_as_models_do, _as_models_do, 1),
+        (_as_models_do, _backwards, 0),
+        (_backwards, _backwards, 0),
+        (_interleaved, _interleaved, 0),
+        (_quarter, _quarter, 0),
+        (_as_models_do, _scaled, 0),
+        (_as_models_do, lambda x, cos, sin: x, 0),
+        (_as_models_do, lambda x, cos, sin: _as_models_do(x, sin, cos), 0),
+    ],
+    ids=["plain", "keys", "backwards", "interleaved", "quarter", "scaled", "queries", "swapped"],
+)
+def test_only_the_usual_form_is_handed_over(
+    of_query: Callable[..., Tensor], of_key: Callable[..., Tensor], count: int
+) -> None:
+    """Of queries and keys alike, by the same angles."""
+    place = torch.tensor([2**40, 0])
+
+    def layer(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        turned = of_query(query, cos, sin), of_key(key, cos, sin)
+        return torch.ops.vmkv.attend_rows(*turned, value, place, None, 1.0, 0, 0.0)
+
+    query, key, value = torch.rand(1, 4, 5, 8), torch.rand(1, 2, 5, 8), torch.rand(1, 2, 5, 8)
+    angles = torch.rand(1, 5, 8), torch.rand(1, 5, 8)
+    assert count == _handed_over(layer, query, key, value, *angles)
+
+
+def test_what_is_handed_over_is_turned_as_models_do() -> None:
+    """Bit by bit, where no kernel does it."""
+    x, cos, sin = torch.rand(1, 4, 5, 8), torch.rand(1, 5, 8), torch.rand(1, 5, 8)
+    expected = _as_models_do(x, cos, sin)[0].transpose(0, 1)
+    assert torch.equal(expected, rotary.turned(x[0].transpose(0, 1), cos[0], sin[0]))
+
+
+@pytest.mark.parametrize(
+    ("name", "is_usual"), [("llama", True), ("qwen3", True), ("phi3", False), ("gpt_oss", False)]
+)
+def test_families(monkeypatch: pytest.MonkeyPatch, name: str, *, is_usual: bool) -> None:
+    """Those of the usual form hand over; all say what they say without a compiler."""
+    counts: list[int] = []
+    own = rotary.take_out
+    monkeypatch.setattr(rotary, "take_out", lambda module: counts.append(own(module)))
+    said = []
+    for options in (
+        {"runner": "eager"},
+        {"runner": "graphs", "runner_options": COMPILED},
+    ):
+        model = copy.deepcopy(tiny_model(name))
+        with Engine(model, max_num_seqs=2, max_num_batched_tokens=16, **options) as engine:
+            outputs = engine.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=6))
+            said.append([each.outputs[0].token_ids for each in outputs])
+    assert said[0] == said[1]
+    assert is_usual == any(counts)

@@ -1,0 +1,389 @@
+"""One query of each sequence over rows in eight bits, as one CUDA kernel.
+
+FlashAttention-3 reads such rows with queries rounded to eight bits as well, and has to turn values
+around in shared memory, since that is how Hopper's tensor cores take eight bits: one H200, 32
+sequences of 8,192 tokens, 3.1 TB/s where the same kernel reads 4.25 in sixteen bits, and errors a
+hundred times as large. FlashInfer's kernel for that (bfloat16 queries) wants pages and a plan for
+each step. A decode step is bound by those bytes, so this has a kernel of its own.
+
+Keys and values go from memory to registers once, 16 bytes a thread, in the order in which
+`mma.m16n8k16` takes its operands: which dimension or token is which index of a product is free, as
+long as both operands agree. They become float16 there (exactly: e4m3 is a part of it), queries as
+well; sums are float32. A warp takes 32 tokens at a time and asks for the next keys before it has
+done with these, so nothing waits in shared memory. Nothing past a row's end is fetched.
+
+Long rows are cut into parts, so that few sequences occupy the device; the block that ends last adds
+its sequence's parts up (as "stream-K" and split-K kernels do), so there is no second launch.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from struct import Struct
+
+import torch
+
+from ..cache.fp8 import FP8
+from ..units import div_ceil
+from .base import Call
+from .nvrtc import FORMATS, NUMBERS, Kernel, compiled, launch
+
+HEAD_DIMS = (64, 128)
+"""Head sizes that it has been compiled and measured for."""
+MAX_GROUP = 8
+"""Query heads at most that share a head of keys: columns of a product."""
+_CAPABILITY = (8, 9)
+_THREADS = 128
+_BLOCKS_PER_PROCESSOR = 3
+_MAX_PARTS = 64
+_MIN_PART_TOKENS = 512
+_WORDS = Struct("=10q3d10q")
+
+_SOURCE = r"""
+typedef long long word;
+typedef unsigned int u32;
+enum { WARPS = 4, TILE = 32, COLUMNS = 8, KEY_VECTORS = D / 64, PAIRS = D / 16 };
+enum { VALUE_WORDS = D / 32, VALUE_BYTES = D / 8, STAGED = COLUMNS * COLUMNS + 2 };
+#define NEVER __int_as_float(0xff800000)
+
+__device__ u32 widened(u32 two) {  // Two of e4m3 as two of float16.
+  u32 wide;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(wide) : "h"((unsigned short)two));
+  return wide;
+}
+__device__ u32 packed(float low, float high) {
+  u32 both;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+  return both;
+}
+__device__ u32 transposed(u32 part) {
+  u32 other;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(other) : "r"(part));
+  return other;
+}
+__device__ void multiply(float* sum, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+__device__ uint4 fetched(const char* from) {
+  uint4 v;
+  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
+  return v;
+}
+__device__ float over_lanes(float value, bool is_sum) {  // Of the lanes of the same columns.
+  for (int by = 4; by < 32; by *= 2) {
+    const float other = __shfl_xor_sync(0xffffffff, value, by);
+    value = is_sum ? value + other : fmaxf(value, other);
+  }
+  return value;
+}
+__device__ float as_number(float value, number* to) {
+#if FORMAT == 1
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(*to) : "f"(value));
+#else
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(*to) : "f"(value));
+#endif
+  return value;
+}
+
+// Lane 4 * g + t. Keys of token g: 16 bytes at 64 * i + 16 * t, the same dimensions of queries.
+__device__ void take_keys(uint4 (&keys)[2][2][KEY_VECTORS], const char* from, word stride,
+                          int first, int last, int g, int t) {
+#pragma unroll
+  for (int m = 0; m < 2; m++)
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const int token = min(first + 16 * m + 8 * half + g, last);
+#pragma unroll
+      for (int i = 0; i < KEY_VECTORS; i++)
+        keys[m][half][i] = fetched(from + token * stride + 64 * i + 16 * t);
+    }
+}
+
+extern "C" __global__ __launch_bounds__(128, MIN_BLOCKS) void decode(
+    const number* query, word query_stride, const char* all_keys, const char* all_values,
+    word row_stride, word token_stride, const int* row_indices, const int* num_tokens,
+    const float* key_scales, const float* value_scales,
+    double scale, double softcap, double log2_e,
+    word window, word parts, word heads, word group,
+    number* out, float* logsumexp, float* part_sums, float2* part_weights, int* num_done,
+    word batch_size) {
+  __shared__ float staged[WARPS][PAIRS * 2 * STAGED];
+  __shared__ float weights[WARPS][2][COLUMNS];
+  __shared__ bool is_last;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+  const int head = blockIdx.x % heads, part = blockIdx.x / heads % parts;
+  const int sequence = blockIdx.x / heads / parts;
+  const int end = num_tokens[sequence];
+  const int begin = window > 0 && end > window ? end - window : 0;
+  const int each = ((end - begin + parts - 1) / parts + TILE - 1) / TILE * TILE;
+  const int low = begin + part * each, high = min(end, low + each);
+  const word row = (word)row_indices[sequence] * row_stride + head * D;
+  const char* keys = all_keys + row;
+  const char* values = all_values + row + g * VALUE_BYTES;
+  const float key_scale = (float)scale * (key_scales == nullptr ? 1.0f : key_scales[head]);
+
+  float sums[PAIRS][4] = {}, total[2] = {}, most[2] = {NEVER, NEVER};
+  uint4 now[2][2][KEY_VECTORS];
+  int first = low + warp * TILE;
+  if (first < high) take_keys(now, keys, token_stride, first, high - 1, g, t);
+  u32 queries[KEY_VECTORS][4][2];
+#pragma unroll
+  for (int i = 0; i < KEY_VECTORS; i++)
+#pragma unroll
+    for (int w = 0; w < 8; w++) {
+      const number* two = query + sequence * query_stride + (head * group + g) * D
+                          + 64 * i + 16 * t + 2 * w;
+      queries[i][w / 2][w % 2] = g < group ? packed(as_float(two[0]), as_float(two[1])) : 0;
+    }
+  for (; first < high; first += WARPS * TILE) {
+    // Values of four tokens a product, as its second operand has them: 2t, 2t + 1, 2t + 8, 2t + 9.
+    u32 theirs[2][4][VALUE_WORDS];
+#pragma unroll
+    for (int m = 0; m < 2; m++)
+#pragma unroll
+      for (int k = 0; k < 4; k++) {
+        const int token = min(first + 16 * m + 2 * t + k % 2 + k / 2 * 8, high - 1);
+        const char* from = values + token * token_stride;
+#if D == 64
+        const uint2 two = *reinterpret_cast<const uint2*>(from);
+        theirs[m][k][0] = two.x, theirs[m][k][1] = two.y;
+#else
+#pragma unroll
+        for (int i = 0; i < VALUE_WORDS / 4; i++) {
+          const uint4 four = fetched(from + 16 * i);
+          theirs[m][k][4 * i] = four.x, theirs[m][k][4 * i + 1] = four.y;
+          theirs[m][k][4 * i + 2] = four.z, theirs[m][k][4 * i + 3] = four.w;
+        }
+#endif
+      }
+    float scores[2][4] = {};
+#pragma unroll
+    for (int m = 0; m < 2; m++)
+#pragma unroll
+      for (int i = 0; i < KEY_VECTORS; i++) {
+        const u32 upper[4] = {now[m][0][i].x, now[m][0][i].y, now[m][0][i].z, now[m][0][i].w};
+        const u32 lower[4] = {now[m][1][i].x, now[m][1][i].y, now[m][1][i].z, now[m][1][i].w};
+#pragma unroll
+        for (int w = 0; w < 4; w++)
+          multiply(scores[m], widened(upper[w]), widened(lower[w]), widened(upper[w] >> 16),
+                   widened(lower[w] >> 16), queries[i][w][0], queries[i][w][1]);
+      }
+    if (first + WARPS * TILE < high)
+      take_keys(now, keys, token_stride, first + WARPS * TILE, high - 1, g, t);
+
+    float most_here[2] = {most[0], most[1]};
+#pragma unroll
+    for (int m = 0; m < 2; m++)
+#pragma unroll
+      for (int c = 0; c < 4; c++) {
+        float score = scores[m][c] * key_scale;
+        if (softcap > 0) score = (float)softcap * tanhf(score / (float)softcap);
+        score = first + 16 * m + g + c / 2 * 8 < high ? score * (float)log2_e : NEVER;
+        scores[m][c] = score;
+        most_here[c % 2] = fmaxf(most_here[c % 2], score);
+      }
+#pragma unroll
+    for (int column = 0; column < 2; column++) {
+      most_here[column] = over_lanes(most_here[column], false);
+      const float shrink = exp2f(most[column] - most_here[column]);
+      most[column] = most_here[column];
+      total[column] *= shrink;
+#pragma unroll
+      for (int j = 0; j < PAIRS; j++) sums[j][column] *= shrink, sums[j][column + 2] *= shrink;
+    }
+#pragma unroll
+    for (int m = 0; m < 2; m++) {
+#pragma unroll
+      for (int c = 0; c < 4; c++) {
+        scores[m][c] = exp2f(scores[m][c] - most[c % 2]);
+        total[c % 2] += scores[m][c];
+      }
+      const u32 b0 = transposed(packed(scores[m][0], scores[m][1]));
+      const u32 b1 = transposed(packed(scores[m][2], scores[m][3]));
+#pragma unroll
+      for (int w = 0; w < VALUE_WORDS; w++)
+#pragma unroll
+        for (int two = 0; two < 2; two++) {  // Dimensions 4w + 2 * two and the next.
+          const u32 order = two ? 0x7362 : 0x5140;
+          const u32 ab = __byte_perm(theirs[m][0][w], theirs[m][1][w], order);
+          const u32 cd = __byte_perm(theirs[m][2][w], theirs[m][3][w], order);
+          multiply(sums[2 * w + two], widened(ab), widened(ab >> 16), widened(cd),
+                   widened(cd >> 16), b0, b1);
+        }
+    }
+  }
+
+  // What the warps have found, put together.
+#pragma unroll
+  for (int column = 0; column < 2; column++) {
+    const float sum = over_lanes(total[column], true);
+    if (g == 0) weights[warp][0][2 * t + column] = most[column];
+    if (g == 0) weights[warp][1][2 * t + column] = sum;
+  }
+#pragma unroll
+  for (int j = 0; j < PAIRS; j++)
+#pragma unroll
+    for (int c = 0; c < 4; c++)
+      staged[warp][(2 * j + c / 2) * STAGED + g * COLUMNS + 2 * t + c % 2] = sums[j][c];
+  __syncthreads();
+  const int first_head = head * group, query_heads = heads * group;
+  for (int at = threadIdx.x; at < group * D; at += WARPS * 32) {
+    const int of = at / D, dim = at % D;
+    const int from = dim % VALUE_BYTES * STAGED + dim / VALUE_BYTES * COLUMNS + of;
+    float highest = NEVER, sum = 0, weight = 0;
+    for (int w = 0; w < WARPS; w++) highest = fmaxf(highest, weights[w][0][of]);
+    for (int w = 0; w < WARPS && highest > NEVER; w++) {
+      const float share = exp2f(weights[w][0][of] - highest);
+      sum += share * staged[w][from];
+      weight += share * weights[w][1][of];
+    }
+    const word place = (word)sequence * query_heads + first_head + of;
+    if (parts > 1) {
+      const word its = part * batch_size * query_heads + place;
+      part_sums[its * D + dim] = sum;
+      if (dim == 0) part_weights[its] = make_float2(highest, weight);
+    } else {
+      const float by = value_scales == nullptr ? 1.0f : value_scales[head];
+      as_number(weight > 0 ? sum / weight * by : 0.0f, out + place * D + dim);
+      if (dim == 0) logsumexp[place] = (highest + log2f(weight)) / (float)log2_e;
+    }
+  }
+  if (parts == 1) return;
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0)
+    is_last = atomicAdd(&num_done[sequence * heads + head], 1) == parts - 1;
+  __syncthreads();
+  if (!is_last) return;
+  __threadfence();
+  if (threadIdx.x == 0) num_done[sequence * heads + head] = 0;  // For the next launch.
+  for (int at = threadIdx.x; at < group * D; at += WARPS * 32) {
+    const int of = at / D, dim = at % D;
+    const word place = (word)sequence * query_heads + first_head + of;
+    const word step = batch_size * query_heads;
+    float highest = NEVER, sum = 0, weight = 0;
+#pragma unroll 8
+    for (int p = 0; p < parts; p++)
+      highest = fmaxf(highest, __ldcg(&part_weights[p * step + place]).x);
+#pragma unroll 8
+    for (int p = 0; p < parts; p++) {
+      const float2 theirs = __ldcg(&part_weights[p * step + place]);
+      const float share = theirs.x > NEVER ? exp2f(theirs.x - highest) : 0.0f;
+      sum += share * __ldcg(&part_sums[(p * step + place) * D + dim]);
+      weight += share * theirs.y;
+    }
+    const float by = value_scales == nullptr ? 1.0f : value_scales[head];
+    as_number(weight > 0 ? sum / weight * by : 0.0f, out + place * D + dim);
+    if (dim == 0) logsumexp[place] = (highest + log2f(weight)) / (float)log2_e;
+  }
+}
+"""
+
+
+def serves(call: Call) -> bool:
+    """Whether the kernel can take this call: one query each over rows in eight bits.
+
+    Cost: comparisons on the host.
+    """
+    query, keys, values, batch = call[:4]
+    dim = query.shape[2]
+    return (
+        keys.dtype == FP8
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and dim in HEAD_DIMS
+        and values.shape[3] == dim
+        and query.shape[1] // keys.shape[2] <= MAX_GROUP
+        and query.shape[0] == batch.batch_size
+        and batch.max_query_tokens == 1
+        and batch.left_pad is None
+        and keys.stride() == values.stride()
+        and not (keys.data_ptr() | values.data_ptr() | keys.stride(1)) % 16
+        and torch.cuda.get_device_capability(query.device) >= _CAPABILITY
+    )
+
+
+def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output `[B, Hq, D]` and the log-sum-exp `[B, Hq, 1]`; see `FlashBackend.launch`.
+
+    Args:
+        call: Which `serves`.
+
+    Cost: one launch.
+    """
+    query, keys, values, batch = call[:4]
+    query = query if query.stride()[1:] == (query.shape[2], 1) else query.contiguous()
+    size, query_heads, dim = query.shape
+    heads = keys.shape[2]
+    parts = _num_parts(query.device, size * heads, batch.max_num_tokens)
+    out = torch.empty((size, query_heads, dim), dtype=query.dtype, device=query.device)
+    logsumexp = torch.empty((size, query_heads, 1), dtype=torch.float32, device=query.device)
+    sums, weights, done = _scratch(call, parts, size * query_heads, dim, size * heads)
+    scales = call.scales
+    words = _WORDS.pack(
+        query.data_ptr(),
+        query.stride(0),
+        keys.data_ptr(),
+        values.data_ptr(),
+        keys.stride(0),
+        keys.stride(1),
+        batch.row_indices.data_ptr(),
+        batch.num_tokens.data_ptr(),
+        0 if scales is None else scales.keys.data_ptr(),
+        0 if scales is None else scales.values.data_ptr(),
+        call.scale,
+        call.softcap,
+        math.log2(math.e),
+        call.window or 0,
+        parts,
+        heads,
+        query_heads // heads,
+        out.data_ptr(),
+        logsumexp.data_ptr(),
+        sums,
+        weights,
+        done,
+        size,
+    )
+    index = query.device.index
+    stream = torch._C._cuda_getCurrentRawStream(index)
+    launch(_kernel(index, query.dtype, dim), size * heads * parts, _THREADS, stream, words)
+    return out, logsumexp
+
+
+def _num_parts(device: torch.device, num_blocks: int, max_num_tokens: int) -> int:
+    """Into how many parts rows are cut: so many that all processors have some blocks each."""
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    wanted = 2 * _BLOCKS_PER_PROCESSOR * processors // num_blocks
+    return max(1, min(wanted, _MAX_PARTS, div_ceil(max_num_tokens, _MIN_PART_TOKENS)))
+
+
+def _scratch(
+    call: Call, parts: int, num_queries: int, dim: int, num_blocks: int
+) -> tuple[int, int, int]:
+    """Addresses of where parts are left, and of how many are done; the same for all layers.
+
+    Layers follow each other on a stream, and each leaves the counts at zero.
+    """
+    if parts == 1:
+        return 0, 0, 0
+    key = ("decode_fp8", parts, num_queries, dim, num_blocks)
+    scratch = call.batch.plans.get(key)
+    if scratch is None:
+        floats = parts * num_queries * (dim + 2) + num_blocks
+        scratch = torch.zeros(floats, dtype=torch.float32, device=call.query.device)
+        call.batch.plans[key] = scratch
+    sums = scratch.data_ptr()
+    weights = sums + 4 * parts * num_queries * dim
+    return sums, weights, weights + 8 * parts * num_queries
+
+
+@functools.cache
+def _kernel(device_index: int, dtype: torch.dtype, dim: int) -> Kernel:
+    options = (f"-DFORMAT={FORMATS[dtype]}", f"-DD={dim}", f"-DMIN_BLOCKS={_BLOCKS_PER_PROCESSOR}")
+    return compiled(NUMBERS + _SOURCE, "decode", device_index, *options)

@@ -1,0 +1,112 @@
+"""Rotary embeddings taken out of compiled layers, for the kernel that appends to do them.
+
+Most models turn queries and keys by the same few lines, just before they attend:
+
+    x * cos.unsqueeze(1) + cat((-x[..., half:], x[..., :half]), -1) * sin.unsqueeze(1)
+
+Where a traced layer hands exactly that to `attend_rows`, the operator is given what is turned, and
+the angles; `RowAttention` does the rest, in one launch where it can. Whatever is written otherwise
+stays as it is.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, NamedTuple
+
+import torch
+
+_ATTEND = "attend_rows"
+
+
+class _Turned(NamedTuple):
+    """`x`, turned by the angles; nodes of a graph."""
+
+    x: torch.fx.Node
+    cos: torch.fx.Node
+    sin: torch.fx.Node
+
+
+def take_out(module: torch.fx.GraphModule) -> int:
+    """Give `attend_rows` what was to be turned, and the angles; returns in how many places.
+
+    Args:
+        module: A traced layer, as the compiler's backend is given it.
+    """
+    count = 0
+    for node in tuple(module.graph.nodes):
+        if node.op != "call_function" or _ATTEND not in str(node.target) or node.kwargs:
+            continue
+        query, key = _turned(node.args[0]), _turned(node.args[1])
+        if query is None or key is None or query[1:] != key[1:]:
+            continue
+        node.args = (query.x, key.x, *node.args[2:])
+        node.kwargs = {"cos": query.cos, "sin": query.sin}
+        count += 1
+    if count:
+        module.graph.eliminate_dead_code()
+        module.graph.lint()
+        module.recompile()
+    return count
+
+
+def _turned(node: Any) -> _Turned | None:
+    """What a node turns, if it does."""
+    if not _calls(node, operator.add) or node.kwargs:
+        return None
+    straight, crossed = node.args
+    if not (_calls(straight, operator.mul) and _calls(crossed, operator.mul)):
+        return None
+    (x, cos), (swapped, sin) = straight.args, crossed.args
+    cos, sin = _unsqueezed(cos), _unsqueezed(sin)
+    if cos is None or sin is None or not _calls(swapped, torch.cat):
+        return None
+    halves, *dim = swapped.args
+    if [*dim, *swapped.kwargs.values()] != [-1] or len(halves) != 2:
+        return None
+    negated, low = halves
+    if not _calls(negated, operator.neg):
+        return None
+    shape = getattr(x.meta.get("example_value"), "shape", ())
+    if not shape or not isinstance(shape[-1], int) or shape[-1] % 2:
+        return None
+    half = shape[-1] // 2
+    if _part(negated.args[0], x) != slice(half, None) or _part(low, x) != slice(None, half):
+        return None
+    return _Turned(x, cos, sin)
+
+
+def _calls(node: Any, function: Any) -> bool:
+    return (
+        isinstance(node, torch.fx.Node)
+        and node.op == "call_function"
+        and node.target is function
+        and bool(node.args)
+    )
+
+
+def _unsqueezed(node: Any) -> torch.fx.Node | None:
+    """What a node gives a dimension for heads, if it does."""
+    if not isinstance(node, torch.fx.Node) or node.op != "call_method":
+        return None
+    if node.target != "unsqueeze" or [*node.args[1:], *node.kwargs.values()] != [1]:
+        return None
+    source = node.args[0]
+    return source if isinstance(source, torch.fx.Node) else None
+
+
+def _part(node: Any, x: torch.fx.Node) -> slice | None:
+    """Which numbers of each head of `x` a node is; None if it is anything else."""
+    if not _calls(node, operator.getitem) or node.args[0] is not x:
+        return None
+    index = node.args[1]
+    if not isinstance(index, tuple) or len(index) != 2 or index[0] is not Ellipsis:
+        return None
+    return index[1] if isinstance(index[1], slice) else None
+
+
+def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """`x [T, H, D]` turned by `cos` and `sin [T, D]`, operation by operation as models do it."""
+    half = x.shape[-1] // 2
+    crossed = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+    return x * cos[:, None] + crossed * sin[:, None]
