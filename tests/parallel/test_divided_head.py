@@ -86,6 +86,18 @@ def test_tokens_beyond_what_float16_counts_are_told_exactly() -> None:
         assert _likeliest(logits, 2).tolist() == [at]
 
 
+def test_a_part_that_finds_no_room_has_its_own() -> None:
+    """As of models that give the logits of all tokens, whichever are wanted."""
+    head = _head(1, 2, 7)
+    linear = head._linear
+    hidden, room = torch.ones(1, 5, 1), torch.zeros(4, 4)
+    with torch.no_grad(), head.in_part(room):
+        assert torch.equal(linear(hidden)[0], linear.weight.T.expand(5, 4))
+        assert not room.any()
+        assert linear(hidden[:, :4]).data_ptr() == room.data_ptr()
+        assert torch.equal(room, linear.weight.T.expand(4, 4))
+
+
 # ---- two ranks -----------------------------------------------------------------------------------
 
 
@@ -97,45 +109,54 @@ def pair() -> Iterator[Pair]:
     pair.close()
 
 
-two_ranks = [
-    pytest.mark.slow,
-    pytest.mark.skipif(VERSION < (5, 17), reason="transformers has no plans to divide models by"),
-]
+def _two_ranks(test: Callable[..., None]) -> Callable[..., None]:
+    """Marks a test that needs them."""
+    reason = "transformers has no plans to divide models by"
+    return pytest.mark.slow(pytest.mark.skipif(VERSION < (5, 17), reason=reason)(test))
 
 
-def _marked(test: Callable[..., None]) -> Callable[..., None]:
-    for mark in two_ranks:
-        test = mark(test)
-    return test
-
-
-@_marked
+@_two_ranks
 @pytest.mark.parametrize("name", ["llama", "gemma2", "mixtral"])
 def test_greedy_steps_put_no_logits_together(pair: Pair, name: str) -> None:
     """And say what one process says."""
     pair.run(partial(cases.is_greedy, name))
 
 
-@_marked
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_who_wants_more_gets_all_logits(pair: Pair, name: str) -> None:
+@_two_ranks
+@pytest.mark.parametrize(("name", "step_tokens"), [("llama", 48), ("gemma2", 48), ("llama", 3)])
+def test_who_wants_more_gets_all_logits(pair: Pair, name: str, step_tokens: int) -> None:
     """Samples, log-probabilities and penalties, in steps with greedy requests and in their own."""
-    pair.run(partial(cases.is_mixed, name))
+    pair.run(partial(cases.is_mixed, name, step_tokens))
 
 
-@_marked
+@_two_ranks
 def test_the_first_of_equal_tokens_wins_whoever_has_it(pair: Pair) -> None:
     """Every token of the one rank is as likely as one of the other."""
     pair.run(cases.has_ties)
 
 
-@_marked
+@_two_ranks
+def test_a_step_finds_what_each_input_makes_likeliest(pair: Pair) -> None:
+    """Of many equal ones, over and over."""
+    pair.run(partial(cases.finds_again_and_again, "cpu"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="this machine has no second GPU")
+def test_a_graph_finds_what_each_input_makes_likeliest() -> None:
+    """Captured, with what ranks exchange."""
+    pair = Pair("cuda")
+    pair.run(partial(cases.finds_again_and_again, "cuda"))
+    pair.close()
+
+
+@_two_ranks
 def test_what_fills_a_head_up_is_never_said(pair: Pair) -> None:
     """Though its logit is zero, and all others are negative."""
     pair.run(cases.is_filled_up)
 
 
-@_marked
+@_two_ranks
 def test_logits_that_depend_on_their_place_are_put_together(pair: Pair) -> None:
     """A model that changes them after its head is found out while it warms up."""
     pair.run(cases.depends_on_place)

@@ -53,7 +53,7 @@ class DividedHead:
     def likeliest(self, part: torch.Tensor) -> torch.Tensor:
         """See `HeadInParts.likeliest`.
 
-        Cost: on two GPUs, one reading of the part and nine launches over some KiB.
+        Cost: on two GPUs, one reading of the part and eight launches over some KiB.
         """
         linear = self._linear
         best = ranked(part[:, : self._num_known], self._start, linear._vmkv_rank, linear._vmkv_size)
