@@ -113,6 +113,52 @@ def test_any_mixture_of_pieces_computes_what_each_row_computes_alone(
     assert sum(past) > 150
 
 
+class _WatchedHead:
+    """A head whose parts are all there is, for who looks on."""
+
+    num_columns = VOCABULARY
+
+    def __init__(self) -> None:
+        self.num_rows: list[int] = []
+
+    def in_part(self, room: torch.Tensor) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def likeliest(self, part: torch.Tensor) -> torch.Tensor:
+        return part.argmin(-1)
+
+    def whole(self, part: torch.Tensor) -> torch.Tensor:
+        self.num_rows.append(len(part))
+        return part + 7
+
+
+@pytest.mark.parametrize("samples", [(True, True, True), (False, True, False), (False, True, True)])
+@pytest.mark.parametrize("count", [1, 4])
+def test_parts_are_put_together_for_who_asks(
+    make: Callable[..., Place], count: int, samples: tuple[bool, ...]
+) -> None:
+    """Once, and not of rows that nobody wants; a head's likeliest tokens are the step's."""
+    place, head = make(), _WatchedHead()
+    place.stepper.make_graphs(VOCABULARY, torch.float32, 64, head=head)
+    rows = [place.cache.open() for _ in range(3)]
+    text = _tokens(4, 0)
+    place.cache.grow([(row, count) for row in rows])
+    told = [
+        Piece(at, row.row, 0, count, text[:count], each)
+        for at, (row, each) in enumerate(zip(rows, samples, strict=True))
+    ]
+    step = place.stepper.run(told)
+    assert [] == head.num_rows
+    if step.token_ids is not None:
+        likeliest = step.kept.argmin(-1)
+        assert torch.equal(step.token_ids, likeliest)
+        assert torch.equal(place.stepper.last_tokens[list(step.pieces)], likeliest)
+    assert step.logits is step.logits
+    assert [sum(samples)] == head.num_rows
+    expected = (place.plain(text[:count]) + 7).expand(sum(samples), -1)
+    torch.testing.assert_close(step.logits, expected, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("is_padded", [False, True], ids=["eager", "padded"])
 def test_logits_come_for_the_pieces_that_sample(
     make: Callable[..., Place], is_padded: bool

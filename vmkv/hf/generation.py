@@ -23,7 +23,7 @@ from ..cache.geometry import check_positive
 from ..errors import ConfigError
 from ..memory import ExtentPool
 from ..step import Piece, Stepper
-from ..step.stepper import StepLogits
+from ..step.logits import StepLogits
 from . import compat, vocabulary
 from .attention import attending_in_place
 from .capture import compiled_layers_of

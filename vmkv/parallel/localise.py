@@ -41,11 +41,29 @@ class GatheredLinear(torch.nn.Linear):
     """Has some rows of the weight, as many as every rank: ranks' outputs lie side by side."""
 
     _vmkv_group: str
+    _vmkv_rank: int
     _vmkv_size: int
+    #: `[any, rows]`, where to leave this rank's part alone; None where all ranks' are wanted.
+    _vmkv_room: torch.Tensor | None = None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """The whole projection."""
-        part = super().forward(input)
+        """The whole projection; or this rank's part, see `divided_head.py`."""
+        room = self._vmkv_room
+        if room is None:
+            return self.whole(super().forward(input))
+        tokens = input.flatten(0, -2)
+        if tokens.shape[0] > room.shape[0]:
+            return super().forward(input)
+        out, weight = room[: tokens.shape[0]], self.weight.t()
+        bias: Any = self.bias
+        if bias is None:
+            torch.mm(tokens, weight, out=out)
+        else:
+            torch.addmm(bias, tokens, weight, out=out)
+        return out.view(*input.shape[:-1], -1)
+
+    def whole(self, part: torch.Tensor) -> torch.Tensor:
+        """All ranks' parts `[…, rows]` side by side."""
         parts = all_gather(part, self._vmkv_group, self._vmkv_size)
         # The last rank's rows may be filled up.
         return parts.movedim(0, -2).flatten(-2)[..., : self.out_features]
@@ -170,7 +188,7 @@ def _change_class(module: Any, style: str, group: TensorParallel) -> None:
         own.update(_vmkv_group=group.name, _vmkv_input=takes)
         module.__class__ = RowwiseLinear
     elif sharding.COLUMNS.get(style):
-        own.update(_vmkv_group=group.name, _vmkv_size=group.size)
+        own.update(_vmkv_group=group.name, _vmkv_rank=group.rank, _vmkv_size=group.size)
         module.__class__ = GatheredLinear
     elif style in sharding.COLUMNS:
         module.out_features = module.weight.shape[0]

@@ -25,6 +25,7 @@ from typing import Any
 
 from ..errors import CapacityError, ConfigError, RankError
 from ..parallel import Ranks, TensorParallel, localise
+from ..parallel.divided_head import head_of
 from ..parallel.loading import load
 from .engine import Engine
 from .engine_loop import FAILED_STEPS_MAX
@@ -81,7 +82,8 @@ class ParallelEngine(Engine):
         costs = options.get("preemption_costs") or PreemptionCosts.of(model)
         options["preemption_costs"] = ranks.share(costs)
         how = options.get("runner_options") or RunnerOptions()
-        options["runner_options"] = replace(how, agree=ranks.max, wrap=lockstep.runner)
+        how = replace(how, agree=ranks.max, wrap=lockstep.runner, head=head_of(model))
+        options["runner_options"] = how
         super().__init__(model, **{**options, "pool": pool})
         try:
             lockstep.begin(

@@ -18,6 +18,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 
 from ..cache import KVCache
+from .logits import HeadInParts
 from .row_attention import RowAttention, row_capacities
 
 Key = TypeVar("Key")
@@ -49,9 +50,12 @@ class GraphSpace:
         agree: The largest of all ranks' values: what each measures by itself must not part them.
         stream: What to capture on; by default one of its own. Libraries keep a workspace of tens of
             MiB for each stream that they ever saw.
+        head: The model's output head, where ranks have parts of it that are not to be put together
+            in every step.
 
     Attributes:
-        logits: `[max_num_seqs, vocabulary]`, the last step's; overwritten by the next.
+        logits: `[max_num_seqs, vocabulary]`, the last step's, or `head`'s part of them;
+            overwritten by the next.
         token_ids: `[max_num_seqs] int64`, their argmax; likewise.
     """
 
@@ -68,9 +72,12 @@ class GraphSpace:
         scratch: Scratch,
         agree: Callable[[int], int] = int,
         stream: torch.cuda.Stream | None = None,
+        head: HeadInParts | None = None,
     ):
         self.agree = agree
-        self.forward = forward
+        self.head = head
+        self.vocab_size = vocab_size
+        self._forward = forward
         self.attention = attention
         self.last_tokens = last_tokens
         self.max_num_seqs = max_num_seqs
@@ -78,7 +85,8 @@ class GraphSpace:
         self.capacities = row_capacities(cache)
         self.scratch = scratch
         self.device = last_tokens.device
-        self.logits = torch.empty((max_num_seqs, vocab_size), dtype=dtype, device=self.device)
+        num_columns = vocab_size if head is None else head.num_columns
+        self.logits = torch.empty((max_num_seqs, num_columns), dtype=dtype, device=self.device)
         self.token_ids = torch.zeros(max_num_seqs, dtype=torch.int64, device=self.device)
         self._pool: Any = None
         self._stream = stream
@@ -105,16 +113,31 @@ class GraphSpace:
         torch.cuda.current_stream(self.device).wait_stream(self._stream)
         return graph
 
+    def keep_whole(self) -> None:
+        """Have steps put all ranks' logits together; nothing is captured yet."""
+        self.head = None
+        self.logits = self.logits.new_empty((self.max_num_seqs, self.vocab_size))
+
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The model's logits, or `head`'s part of them; see the argument."""
+        if self.head is None:
+            return self._forward(token_ids, positions, keep)
+        with self.head.in_part(self.logits):
+            return self._forward(token_ids, positions, keep)
+
     def take(self, logits: torch.Tensor, slots: torch.Tensor) -> None:
         """Choose greedily, and leave logits and tokens where the next step and the host look.
 
         Args:
-            logits: `[n, vocabulary]`.
+            logits: `[n, vocabulary]`, or `head`'s part of them.
             slots: `[n] int64`, whose tokens those are.
         """
         num_kept = logits.shape[0]
-        self.logits[:num_kept].copy_(logits)
-        chosen = logits.argmax(-1)
+        if logits.data_ptr() != self.logits.data_ptr():  # A part may have been computed there.
+            self.logits[:num_kept].copy_(logits)
+        chosen = logits.argmax(-1) if self.head is None else self.head.likeliest(logits)
         self.token_ids[:num_kept].copy_(chosen)
         self.last_tokens.index_copy_(0, slots, chosen)
 

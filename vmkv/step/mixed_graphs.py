@@ -198,8 +198,7 @@ class MixedGraphs(StepGraphs[Bucket]):
     def unlike_tokens(self, bucket: Bucket) -> torch.Tensor:
         """The input of a step of padding whose tokens differ: equal ones are multiplied faster."""
         integers = self.empty(bucket)
-        vocab_size = self.space.logits.shape[1]
-        tokens = torch.arange(bucket.num_tokens, dtype=torch.int32) % vocab_size
+        tokens = torch.arange(bucket.num_tokens, dtype=torch.int32) % self.space.vocab_size
         integers[self._places(bucket).token_ids] = tokens
         return integers
 

@@ -17,7 +17,7 @@ import contextlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -28,6 +28,7 @@ from .batch_graphs import BatchGraphs
 from .compiled_layers import CompiledLayers
 from .decode_graphs import DecodeGraphs
 from .graphs import GraphSpace, Scratch
+from .logits import HeadInParts, StepLogits
 from .mixed_graphs import MixedGraphs
 from .packing import pack
 from .piece import Piece, packing_order
@@ -36,20 +37,6 @@ from .row_attention import RowAttention, row_capacities
 _LOG = logging.getLogger(__name__)
 #: How often a size runs eagerly before it is captured, which takes about as long as that saves.
 _EAGER_RUNS = 2
-
-
-class StepLogits(NamedTuple):
-    """What a step has computed; good until the next one.
-
-    Attributes:
-        logits: `[n, vocabulary]`, of the last tokens of the pieces that sample.
-        pieces: `[n]`, which pieces those are.
-        token_ids: `[n] int64`, their likeliest tokens, if those are in `last_tokens` already.
-    """
-
-    logits: torch.Tensor
-    pieces: Sequence[int]
-    token_ids: torch.Tensor | None = None
 
 
 class Stepper:
@@ -179,9 +166,9 @@ class Stepper:
         assert space is not None  # Graphs have one.
         count = len(kept)
         if not count or kept[-1] == count - 1:
-            return StepLogits(space.logits[:count], sampling, space.token_ids[:count])
+            return StepLogits(space.logits[:count], sampling, space.token_ids[:count], space.head)
         at = torch.tensor(kept).to(self.device, non_blocking=True)
-        return StepLogits(space.logits[at], sampling)
+        return StepLogits(space.logits[at], sampling, head=space.head)
 
     def run_eagerly(
         self,
@@ -244,6 +231,7 @@ class Stepper:
         *,
         few: bool = False,
         agree: Callable[[int], int] = int,
+        head: HeadInParts | None = None,
     ) -> None:
         """Prepare for captured steps; on the host the same padded steps run as they are.
 
@@ -253,11 +241,13 @@ class Stepper:
             max_mixed_tokens: The largest step with prompts that is captured.
             few: Have few sizes of decode steps, because each is captured when it is wanted.
             agree: See `GraphSpace`.
+            head: Likewise.
 
         Raises:
             CapacityError: No row, or no page, is left for padding.
         """
-        space = self._space = self._graph_space(vocab_size, dtype, self.open_scratch(), agree)
+        scratch = self.open_scratch()
+        space = self._space = self._graph_space(vocab_size, dtype, scratch, agree, head=head)
         self.decode_graphs = DecodeGraphs(space, self._split_below, few=few)
         if max_mixed_tokens > 1:
             self.mixed_graphs = MixedGraphs(space, max_mixed_tokens, self._num_processors)
@@ -286,6 +276,7 @@ class Stepper:
         scratch: Scratch,
         agree: Callable[[int], int] = int,
         stream: torch.cuda.Stream | None = None,
+        head: HeadInParts | None = None,
     ) -> GraphSpace:
         return GraphSpace(
             self._forward,
@@ -298,6 +289,7 @@ class Stepper:
             scratch=scratch,
             agree=agree,
             stream=stream,
+            head=head,
         )
 
     @property

@@ -14,11 +14,13 @@ import torch
 from ..errors import CapacityError, ConfigError
 from ..units import GiB
 from .compile_cache import CompileCache
-from .graphs import StepGraphs
+from .graphs import GraphSpace, StepGraphs
 from .piece import Piece
 from .stepper import Stepper
 
 _LOG = logging.getLogger(__name__)
+#: Of logits, relative and absolute: coarser than any type's last place, finer than a defect.
+_ROUNDING = 0.02
 
 
 @torch.no_grad()
@@ -63,13 +65,35 @@ def warm_up(
         bar.update()
         bar.set_description("one token")
         slot, row = stepper.open_scratch()
-        stepper.run_eagerly([Piece(slot, row, 0, 1, [0])])
+        one_token = Piece(slot, row, 0, 1, [0])
+        stepper.run_eagerly([one_token])
+        for space in {each.space for each in kinds}:
+            _prove_head(stepper, space, one_token, agree)
         then()
         bar.update()
         bar.set_description("graphs")
         graph_bytes = _capture_all(stepper, kinds, bar.update, agree)
     cache.save()
     return graph_bytes
+
+
+def _prove_head(
+    stepper: Stepper, space: GraphSpace, piece: Piece, agree: Callable[[int], int]
+) -> None:
+    """Have logits put together in every step where a model changes them other than one by one."""
+    head = space.head
+    if head is None:
+        return
+    with head.in_part(space.logits):
+        part = stepper.run_eagerly([piece])
+    found, expected = head.whole(part), stepper.run_eagerly([piece])
+    # They are the same numbers, but for how the library rounds a product at another place.
+    is_same = found.shape == expected.shape and torch.allclose(
+        found.float(), expected.float(), rtol=_ROUNDING, atol=_ROUNDING, equal_nan=True
+    )
+    if agree(int(not is_same)):
+        _LOG.info("this model's logits depend on each other: ranks put them together")
+        space.keep_whole()
 
 
 def _capture_all(

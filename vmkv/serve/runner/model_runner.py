@@ -22,8 +22,8 @@ from ...errors import ClosedError, ConfigError
 from ...hf import vocabulary
 from ...hf.attention import attending_in_place
 from ...step import Piece, Stepper
+from ...step.logits import HeadInParts, StepLogits
 from ...step.operator import check_free
-from ...step.stepper import StepLogits
 from ...step.warm_up import warm_up
 from ..params import SamplingParams
 from ..sampler import SampledTokens, Sampler
@@ -50,6 +50,7 @@ class RunnerOptions:
         show_progress: A progress bar while warming up.
         agree: The largest of all ranks' values of a number; of one process, its own.
         wrap: What steps go through on their way to the runner.
+        head: The model's output head, where ranks have parts of it; see `GraphSpace`.
     """
 
     compile_layers: bool | None = None
@@ -60,6 +61,7 @@ class RunnerOptions:
     show_progress: bool = True
     agree: Callable[[int], int] = int
     wrap: Callable[[Any], Any] = lambda runner: runner
+    head: HeadInParts | None = None
 
 
 class ModelRunner:
@@ -123,7 +125,8 @@ class ModelRunner:
             if self._wants(self._options.capture):
                 largest = min(self._options.max_graph_tokens, max_num_batched_tokens)
                 dtype = model.get_output_embeddings().weight.dtype
-                self.stepper.make_graphs(vocab_size, dtype, largest, agree=self._options.agree)
+                its: dict[str, Any] = {"agree": self._options.agree, "head": self._options.head}
+                self.stepper.make_graphs(vocab_size, dtype, largest, **its)
             self._undo = undo.pop_all()
 
     def _wants(self, choice: bool | None) -> bool:

@@ -1,0 +1,162 @@
+"""The likeliest token of a head in parts is the argmax of all its logits, whoever has them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+from helpers import head_cases as cases
+from helpers.rank_cases import Pair
+from helpers.tiny_models import VERSION
+
+from vmkv.parallel import divided_head
+from vmkv.parallel.divided_head import DividedHead
+from vmkv.parallel.localise import GatheredLinear
+from vmkv.units import div_ceil
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
+
+
+def _head(rank: int, size: int, vocab_size: int) -> DividedHead:
+    """One rank's, of a model that is not there."""
+    linear = torch.nn.Linear(1, vocab_size, bias=False)
+    linear.weight = torch.nn.Parameter(linear.weight[: div_ceil(vocab_size, size)])
+    linear.__class__ = GatheredLinear
+    vars(linear).update(_vmkv_group="nobody", _vmkv_rank=rank, _vmkv_size=size)
+    return DividedHead(linear)
+
+
+def _likeliest(logits: torch.Tensor, size: int) -> torch.Tensor:
+    """What ranks find of `[n, vocabulary]` that are theirs in parts, filled up with zeros."""
+    vocab_size = logits.shape[1]
+    columns = div_ceil(vocab_size, size)
+    filled_up = logits.new_zeros((logits.shape[0], size * columns))
+    filled_up[:, :vocab_size] = logits
+    parts = filled_up.split(columns, 1)
+    heads = [_head(rank, size, vocab_size) for rank in range(size)]
+    told: list[torch.Tensor] = []
+
+    def all_ranks(reduce: Callable[[torch.Tensor], torch.Tensor]) -> Sequence[torch.Tensor]:
+        with mock.patch.object(divided_head, "all_reduce", lambda part, group: reduce(part)):
+            return [each.likeliest(part) for each, part in zip(heads, parts, strict=True)]
+
+    all_ranks(lambda part: (told.append(part.clone()), part)[1])
+    found = all_ranks(lambda part: torch.stack(told).sum(0))
+    assert all(torch.equal(found[0], each) for each in found)
+    return found[0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("size", "vocab_size"), [(2, 64), (2, 9), (3, 10), (4, 5), (4, 2), (1, 7)])
+def test_ranks_find_the_argmax(size: int, vocab_size: int, dtype: torch.dtype) -> None:
+    """Of few different numbers, so that most rows have ties; of any sign, or all negative."""
+    chances = torch.Generator().manual_seed(size * vocab_size)
+    numbers = torch.tensor(
+        [-math.inf, -3.5, -1.0, -0.0, 0.0, 6e-5, 1.0, 2.5, 300.0, math.inf], dtype=dtype
+    )
+    for most in range(1, len(numbers) + 1):
+        drawn = torch.randint(0, most, (200, vocab_size), generator=chances)
+        logits = numbers[drawn]
+        assert torch.equal(_likeliest(logits, size), logits.argmax(-1))
+    logits = torch.randn((300, vocab_size), generator=chances).to(dtype)
+    assert torch.equal(_likeliest(logits, size), logits.argmax(-1))
+    assert torch.equal(_likeliest(-logits.abs() - 1, size), (-logits.abs() - 1).argmax(-1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_is_no_number_is_found_where_argmax_finds_it(dtype: torch.dtype) -> None:
+    """The first of them, beside any number."""
+    nan = torch.tensor([math.nan, -math.nan], dtype=dtype)
+    for size in (2, 3):
+        for places in ([0], [4], [8], [3, 5], [8, 4], [1, 6]):
+            logits = torch.full((1, 9), math.inf, dtype=dtype)
+            logits[0, places] = nan[: len(places)]
+            assert _likeliest(logits, size).tolist() == [min(places)]
+
+
+def test_tokens_beyond_what_float16_counts_are_told_exactly() -> None:
+    """Whatever type the logits have."""
+    for at in (2049, 128_255, 150_001):
+        logits = torch.zeros((1, 150_002), dtype=torch.bfloat16)
+        logits[0, at] = 1.0
+        assert _likeliest(logits, 2).tolist() == [at]
+
+
+def test_a_part_that_finds_no_room_has_its_own() -> None:
+    """As of models that give the logits of all tokens, whichever are wanted."""
+    head = _head(1, 2, 7)
+    linear = head._linear
+    hidden, room = torch.ones(1, 5, 1), torch.zeros(4, 4)
+    with torch.no_grad(), head.in_part(room):
+        assert torch.equal(linear(hidden)[0], linear.weight.T.expand(5, 4))
+        assert not room.any()
+        assert linear(hidden[:, :4]).data_ptr() == room.data_ptr()
+        assert torch.equal(room, linear.weight.T.expand(4, 4))
+
+
+# ---- two ranks -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Pair]:
+    """Two ranks, for all cases."""
+    pair = Pair()
+    yield pair
+    pair.close()
+
+
+def _two_ranks(test: Callable[..., None]) -> Callable[..., None]:
+    """Marks a test that needs them."""
+    reason = "transformers has no plans to divide models by"
+    return pytest.mark.slow(pytest.mark.skipif(VERSION < (5, 17), reason=reason)(test))
+
+
+@_two_ranks
+@pytest.mark.parametrize("name", ["llama", "gemma2", "mixtral"])
+def test_greedy_steps_put_no_logits_together(pair: Pair, name: str) -> None:
+    """And say what one process says."""
+    pair.run(partial(cases.is_greedy, name))
+
+
+@_two_ranks
+@pytest.mark.parametrize(("name", "step_tokens"), [("llama", 48), ("gemma2", 48), ("llama", 3)])
+def test_who_wants_more_gets_all_logits(pair: Pair, name: str, step_tokens: int) -> None:
+    """Samples, log-probabilities and penalties, in steps with greedy requests and in their own."""
+    pair.run(partial(cases.is_mixed, name, step_tokens))
+
+
+@_two_ranks
+def test_the_first_of_equal_tokens_wins_whoever_has_it(pair: Pair) -> None:
+    """Every token of the one rank is as likely as one of the other."""
+    pair.run(cases.has_ties)
+
+
+@_two_ranks
+def test_a_step_finds_what_each_input_makes_likeliest(pair: Pair) -> None:
+    """Of many equal ones, over and over."""
+    pair.run(partial(cases.finds_again_and_again, "cpu"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="this machine has no second GPU")
+def test_a_graph_finds_what_each_input_makes_likeliest() -> None:
+    """Captured, with what ranks exchange."""
+    pair = Pair("cuda")
+    pair.run(partial(cases.finds_again_and_again, "cuda"))
+    pair.close()
+
+
+@_two_ranks
+def test_what_fills_a_head_up_is_never_said(pair: Pair) -> None:
+    """Though its logit is zero, and all others are negative."""
+    pair.run(cases.is_filled_up)
+
+
+@_two_ranks
+def test_logits_that_depend_on_their_place_are_put_together(pair: Pair) -> None:
+    """A model that changes them after its head is found out while it warms up."""
+    pair.run(cases.depends_on_place)
