@@ -18,12 +18,12 @@ Torch-free, and knows no memory: whether a row still has what it held is its own
 from __future__ import annotations
 
 import hashlib
-import struct
 import sys
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from .._native import pack_token_ids
 from ..errors import ConfigError
 from .prefix_tree import Path, PrefixTree, Where
 
@@ -355,8 +355,8 @@ def _tenant_bytes(tenant: str | None) -> bytes:
 
 
 def _as_bytes(token_ids: Sequence[int]) -> bytes:
-    """Eight bytes for each, as the machine has them. Four times as fast as an array."""
+    """Eight bytes for each, as the machine has them."""
     try:
-        return struct.pack(f"{len(token_ids)}q", *token_ids)
-    except (TypeError, struct.error) as error:
+        return pack_token_ids(token_ids)
+    except (TypeError, OverflowError) as error:
         raise ConfigError(f"token ids must be integers: {error}") from error
