@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 
 from .._native import pack_token_ids
 from ..errors import ConfigError
-from .prefix_tree import Path, PrefixTree, Where
+from .prefix_tree import Node, Path, PrefixTree, Where
 
 #: Tokens of a block: what a hit can miss by at most. A page of Llama-3-8B holds as many.
 BLOCK_TOKENS = 16
@@ -57,14 +57,25 @@ class _Content:
         return (self.path.end.end_bytes + len(self.tail)) // _TOKEN_BYTES
 
 
-@dataclass(frozen=True)
 class Match:
-    """Rows that hold the first `num_tokens` tokens of a prompt, and can be begun from."""
+    """Rows that hold the first `num_tokens` tokens of a prompt, and can be begun from.
 
-    num_tokens: int
-    _tree: PrefixTree
-    _tenant: bytes
-    _tokens: bytes
+    Args:
+        tree: Where they were found.
+        tenant: Whose the prompt is.
+        tokens: The prompt.
+        found: The node that holds the last of those tokens, and how much is held up to there.
+    """
+
+    __slots__ = ("_found", "_num_cuts", "_tenant", "_tokens", "_tree", "num_tokens")
+
+    def __init__(self, tree: PrefixTree, tenant: bytes, tokens: bytes, found: tuple[Node, int]):
+        self.num_tokens = found[1] // _TOKEN_BYTES
+        self._tree = tree
+        self._tenant = tenant
+        self._tokens = tokens
+        self._found = found
+        self._num_cuts = tree.num_cuts
 
     @property
     def parked(self) -> Iterator[int]:
@@ -83,10 +94,13 @@ class Match:
         yield from self.live
 
     def _rows(self, where: Where) -> Iterator[int]:
-        num_bytes = self.num_tokens * _TOKEN_BYTES
-        found = self._tree.find(self._tenant, self._tokens, num_bytes)
-        holds_all = bool(found) and found[-1][1] == num_bytes
-        return reversed(found[-1][0].rows[where] if holds_all else {})
+        node, num_bytes = self._found
+        if self._tree.num_cuts != self._num_cuts:
+            found = self._tree.find(self._tenant, self._tokens, num_bytes)
+            if not found or found[-1][1] != num_bytes:
+                return iter(())
+            node = found[-1][0]
+        return reversed(node.rows[where])
 
 
 class PrefixIndex:
@@ -278,9 +292,10 @@ class PrefixIndex:
         whose, tokens = _tenant_bytes(tenant), _as_bytes(token_ids)
         num_bytes = len(tokens) if max_tokens is None else max_tokens * _TOKEN_BYTES
         while num_bytes:
-            for node, end_bytes in reversed(self._tree.find(whose, tokens, num_bytes)):
+            for found in reversed(self._tree.find(whose, tokens, num_bytes)):
+                node, end_bytes = found
                 if node.rows[Where.PARKED] or node.rows[Where.LIVE]:
-                    yield Match(end_bytes // _TOKEN_BYTES, self._tree, whose, tokens)
+                    yield Match(self._tree, whose, tokens, found)
                     num_bytes = end_bytes - self._tree.block_bytes
                     break
             else:
