@@ -198,13 +198,31 @@ class PrefixIndex:
             elif num_bytes:
                 self._contents[target] = self._beside(source, target, num_bytes)
 
+    def begin(self, row: int, source: int, num_tokens: int, tenant: str | None) -> None:
+        """`row`, which is live and held nothing, holds what `source` does of so many tokens.
+
+        Args:
+            row: The row.
+            source: Another row.
+            num_tokens: How many of its first tokens.
+            tenant: Whose `row` is.
+        """
+        content, num_bytes = self._contents.get(source), num_tokens * _TOKEN_BYTES
+        if content is None or not num_bytes:
+            return
+        if content.tenant == tenant:
+            # Listed beside it, without a look at tokens.
+            self._contents[row] = self._beside(content, row, num_bytes)
+        else:
+            self._record(row, tenant, self._held(content, 0, num_bytes))
+
     def _beside(self, source: _Content, row: int, num_bytes: int) -> _Content:
         """What `row`, which held nothing, holds if that is the first `num_bytes` of `source`."""
         num_bytes = min(num_bytes, source.num_tokens * _TOKEN_BYTES)
         whole_bytes = self._whole_bytes(num_bytes)
         path = self._tree.path(row, source.path.tenant)
         self._tree.follow(path, source.path, whole_bytes)
-        tail = self._held(source, whole_bytes, num_bytes)
+        tail = self._held(source, whole_bytes, num_bytes) if num_bytes > whole_bytes else b""
         hashes = source.hashes[: whole_bytes // self._tree.block_bytes]
         return _Content(source.tenant, path, tail, hashes)
 
