@@ -146,6 +146,24 @@ def test_rows_are_found_by_where_they_are() -> None:
     assert [(16, [3])] == [(each.num_tokens, [*each.rows]) for each in index.matches(range(40))]
 
 
+def test_match_sees_rows_end_and_join_meanwhile() -> None:
+    """Where a run of blocks is split, joined with the next one, or gone and back."""
+    index = PrefixIndex()
+    index.record(0, range(64))
+    index.record(1, range(64))
+    match = next(index.matches(range(48)))
+    index.truncate(1, 48)
+    assert {0, 1} == {*match.live}
+    match = next(index.matches(range(48)))
+    index.truncate(1)
+    index.park(0)
+    assert ([0], []) == ([*match.parked], [*match.live])
+    match = next(index.matches(range(48)))
+    index.truncate(0)
+    index.record(2, range(48))
+    assert [2] == [*match.rows]
+
+
 @pytest.mark.parametrize("num_tokens", [0, 1, 16, 17, 32, 33, 48, 49, 64, 65, 100])
 @pytest.mark.parametrize("is_away", [False, True])
 def test_beginnings_that_are_lost_are_not_found(num_tokens: int, is_away: bool) -> None:

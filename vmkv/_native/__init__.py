@@ -1,4 +1,4 @@
-"""The native core: a lock-free free list, driver calls in bulk, and tensor views.
+"""The native core: a lock-free free list, driver calls in bulk, tensor views, tokens as bytes.
 
 Installing vmkv builds it; it needs a C11 compiler and a POSIX system, and neither CUDA nor a GPU.
 What each name does, costs and raises is in ``_core.pyi``; why it is native, and the argument that
@@ -14,5 +14,6 @@ from ._core import host_free as host_free
 from ._core import host_functions as host_functions
 from ._core import host_reserve as host_reserve
 from ._core import launch as launch
+from ._core import pack_token_ids as pack_token_ids
 from ._core import transfer as transfer
 from ._core import view_capsule as view_capsule

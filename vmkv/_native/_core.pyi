@@ -151,6 +151,15 @@ def count_references(
     Ordering: who is returned an extent sees all that was done before its other references went.
     """
 
+def pack_token_ids(token_ids: Sequence[int], /) -> bytes:
+    """Eight bytes for each integer, in native byte order.
+
+    Raises:
+        OverflowError: One is not in ``[-2**63, 2**63)``.
+
+    Cost: 3 ns for each, 25 us for 8,192.
+    """
+
 @final
 class ViewCounter:
     """Counts the views made by ``view_capsule`` that still live.

@@ -7,6 +7,7 @@
 #include "launch.h"
 #include "references.h"
 #include "tensor.h"
+#include "tokens.h"
 
 int vmkv_convert_u64(PyObject *object, void *result)
 {
@@ -37,6 +38,7 @@ static PyMethodDef methods[] = {
     {"host_reserve", vmkv_host_reserve, METH_VARARGS, vmkv_host_reserve_doc},
     {"host_free", vmkv_host_free, METH_VARARGS, vmkv_host_free_doc},
     {"launch", (PyCFunction)(void (*)(void))vmkv_launch, METH_FASTCALL, vmkv_launch_doc},
+    {"pack_token_ids", vmkv_pack_token_ids, METH_O, vmkv_pack_token_ids_doc},
     {"transfer", vmkv_transfer, METH_VARARGS, vmkv_transfer_doc},
     {"view_capsule", vmkv_view_capsule, METH_VARARGS, vmkv_view_capsule_doc},
     {NULL, NULL, 0, NULL},
@@ -95,7 +97,7 @@ static PyModuleDef definition = {
     PyModuleDef_HEAD_INIT,
     .m_name = "vmkv._native._core",
     .m_doc = "The native core of vmkv: free list and references, plan executor, host mappings, "
-             "tensor views.",
+             "tensor views, tokens as bytes.",
     .m_size = sizeof(vmkv_module_state),
     .m_methods = methods,
     .m_slots = slots,

@@ -71,20 +71,22 @@ class BookedBackend(Backend):
         with self._lock:
             refusal: DriverError | None = None
             leaving: set[int] = set()
-            plan = bytearray()
-            legal: list[Op] = []
+            plan: list[bytes] = []
+            books, native_handles = self._books, self._native_handles
             for op in ops:
-                why = self._books.why_not(op, leaving)
+                why = books.why_not(op, leaving)
                 if why is not None:
                     refusal = self._refusal(primitive_of(op), f"{op}: {why}")
                     break
-                handle = op.handle if isinstance(op, MapOp) else Handle(0)
-                plan += pack(op, self._native_handles.get(handle, handle))
-                legal.append(op)
-                self._books.note(op)
+                if isinstance(op, MapOp):
+                    plan.append(pack(op, native_handles.get(op.handle, op.handle)))
+                    books.note(op)
+                else:
+                    plan.append(pack(op))
+            num_legal = len(plan)
             calls = self._native_calls
             num_done, status, *_ = _native.execute(
-                bytes(plan),
+                b"".join(plan),
                 calls.map,
                 calls.set_access,
                 calls.unmap,
@@ -94,15 +96,15 @@ class BookedBackend(Backend):
                 calls.host_location_id,
             )
             self.calls.update(map(primitive_of, ops[: num_done + 1]))
-            for op in legal[:num_done]:
+            for op in ops[:num_done] if leaving else ():
                 if isinstance(op, UnmapOp):
-                    for handle, allocation in self._books.note_unmapped(op):
+                    for handle, allocation in books.note_unmapped(op):
                         if allocation.is_gone:
                             self._forget(handle)
             if not status:
                 return num_done, refusal
-            for op in reversed(legal[num_done:]):
-                self._books.unnote(op)
+            for op in reversed(ops[num_done:num_legal]):
+                books.unnote(op)
             failed = ops[num_done]
             return num_done, self._error(primitive_of(failed), status, f"{failed}")
 

@@ -10,7 +10,6 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple
 
 from ..units import Handle
 from .base import Access, AccessOp, BackendUsage, MapOp, MemoryLocation, Op, UnmapOp
@@ -39,11 +38,6 @@ class Allocation:
         return self.is_released and not self.num_mappings
 
 
-class _Mapping(NamedTuple):
-    num_bytes: int
-    handle: Handle
-
-
 class Books:
     """The books of one backend. Not locked: the backend's lock guards them.
 
@@ -55,7 +49,7 @@ class Books:
         self._granularity_bytes = granularity_bytes
         self._reservations: dict[int, int] = {}
         self._reservation_starts: list[int] = []
-        self._mappings: dict[int, _Mapping] = {}
+        self._mappings: dict[int, MapOp] = {}  # By address, each as it was made.
         self._mapping_starts: list[int] = []
         self.allocations: dict[Handle, Allocation] = {}
         self.streams: set[int] = set()
@@ -88,8 +82,8 @@ class Books:
             leaving: Starts of mappings that earlier operations of the batch unmap; an unmap
                 that is allowed adds to it.
         """
-        granularity = self._granularity_bytes
-        if op.num_bytes <= 0 or op.num_bytes % granularity or op.address % granularity:
+        granularity, num_bytes = self._granularity_bytes, op.num_bytes
+        if num_bytes <= 0 or num_bytes % granularity or op.address % granularity:
             return f"not a positive multiple of the granularity, {granularity} bytes"
         if isinstance(op, MapOp):
             return self._why_not_map(op)
@@ -102,11 +96,13 @@ class Books:
         return None
 
     def _why_not_access(self, op: AccessOp, starts: list[int]) -> str | None:
-        allocations = [self.allocations[self._mappings[start].handle] for start in starts]
-        if op.access == Access.READ_WRITE and any(each.is_frozen for each in allocations):
-            return "memory that is shared with other processes can only be read"
-        if op.for_cpu and any(each.location is MemoryLocation.DEVICE for each in allocations):
-            return "the CPU cannot reach the device's memory"
+        is_writable = op.access == Access.READ_WRITE
+        if is_writable or op.for_cpu:
+            allocations = [self.allocations[self._mappings[start].handle] for start in starts]
+            if is_writable and any(each.is_frozen for each in allocations):
+                return "memory that is shared with other processes can only be read"
+            if op.for_cpu and any(each.location is MemoryLocation.DEVICE for each in allocations):
+                return "the CPU cannot reach the device's memory"
         return None
 
     def fill_pieces(self, address: int, num_bytes: int) -> list[tuple[int, int]] | None:
@@ -137,24 +133,26 @@ class Books:
         return pieces if cursor >= end else None
 
     def _why_not_map(self, op: MapOp) -> str | None:
-        at = bisect_right(self._reservation_starts, op.address) - 1
+        address, num_bytes, handle = op
+        at = bisect_right(self._reservation_starts, address) - 1
         start = self._reservation_starts[at] if at >= 0 else 0
-        if at < 0 or op.address + op.num_bytes > start + self._reservations[start]:
+        if at < 0 or address + num_bytes > start + self._reservations[start]:
             return "outside every reservation"
-        allocation = self.live(op.handle)
+        allocation = self.live(handle)
         if allocation is None:
-            return f"handle {op.handle:#x} is not live"
-        if allocation.num_bytes != op.num_bytes:
+            return f"handle {handle:#x} is not live"
+        if allocation.num_bytes != num_bytes:
             return "not the whole of the handle"
-        return "something is mapped there" if self._is_occupied(op.address, op.num_bytes) else None
+        return "something is mapped there" if self._is_occupied(address, num_bytes) else None
 
     def _is_occupied(self, address: int, num_bytes: int) -> bool:
-        after = bisect_left(self._mapping_starts, address)
-        if after < len(self._mapping_starts) and self._mapping_starts[after] < address + num_bytes:
+        starts = self._mapping_starts
+        after = bisect_left(starts, address)
+        if after < len(starts) and starts[after] < address + num_bytes:
             return True
         if not after:
             return False
-        before = self._mapping_starts[after - 1]
+        before = starts[after - 1]
         return before + self._mappings[before].num_bytes > address
 
     def _whole_mappings(self, address: int, num_bytes: int) -> list[int]:
@@ -172,7 +170,7 @@ class Books:
     def note(self, op: Op) -> None:
         """Book a map; the other operations change nothing here (see `note_unmapped`)."""
         if isinstance(op, MapOp):
-            self._mappings[op.address] = _Mapping(op.num_bytes, op.handle)
+            self._mappings[op.address] = op
             insort(self._mapping_starts, op.address)
             self.allocations[op.handle].num_mappings += 1
 

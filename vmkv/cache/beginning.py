@@ -50,7 +50,9 @@ def begin_with_prefix(
             holders = parked + _holders(space, match.live, num_tokens)
             if not holders:
                 continue
-            holder = max(holders, key=lambda row: _whole_bytes(space, row, num_tokens))
+            holder = holders[0]
+            if len(holders) > 1:
+                holder = max(holders, key=lambda row: _whole_bytes(space, row, num_tokens))
             try:
                 row = fork_row(space, space, holder, num_tokens, tenant)
             except CapacityError:

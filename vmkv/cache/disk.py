@@ -192,7 +192,7 @@ def load(
             raise ConfigError(f"{where} is no regular file; Sequence.save writes those")
         content = _checked(space, SavedFile(file, where), where)
         space.note_stream()
-        with space.beginning(tenant) as row:
+        with space.beginning() as row:
             _fill(space, row, content, tenant)
     return row, content.num_tokens, content.token_ids
 

@@ -64,7 +64,8 @@ def fork_row(
     """
     if row is None:
         row = space.rows.choose_unneeded(but=source_row if origin is space else None)
-    with space.beginning(tenant, row):
+    space.take_emptied(row)
+    try:
         if num_tokens:
             space.pool.backend.join_streams(space.current_stream())
             try:
@@ -72,12 +73,14 @@ def fork_row(
             finally:
                 # Used now, behind what was submitted: also a fork that fails may have read it.
                 origin.rows.touch(source_row, space.pool.pressure.tick())
-    with space.pool.lock:  # Of one pool, both.
-        if origin is space:
-            space.prefixes.copy([(source_row, row, tenant)], num_tokens)
-        else:
-            known = origin.prefixes.token_ids(source_row)[:num_tokens]
-            space.prefixes.record(row, known, tenant)
+    except BaseException:
+        space.leave_emptied(row)
+        raise
+    if origin is space:
+        space.prefixes.begin(row, source_row, num_tokens, tenant)
+    else:
+        known = origin.prefixes.token_ids(source_row)[:num_tokens]
+        space.prefixes.record(row, known, tenant)
     return row
 
 
@@ -96,10 +99,12 @@ def _fill(
         made.fill(stream, copies)
     for theirs, mine in zip(origin.groups, space.groups, strict=True):
         mine.begin_row(rows[1], theirs.first_written(rows[0]))
-    space.sharing.num_forks += 1
-    again = [mapping.extent for each in forks for mapping in each.change.again]
-    space.sharing.aliased_bytes += sum(extent.num_bytes for extent in again)
-    space.sharing.copied_bytes += sum(copy.num_bytes for copy in copies)
+    sharing = space.sharing
+    sharing.num_forks += 1
+    for each in forks:
+        sharing.aliased_bytes += each.aliased_bytes
+    for copy in copies:
+        sharing.copied_bytes += copy.num_bytes
 
 
 def _check_alike(origin: RowSpace, space: RowSpace, num_tokens: int) -> None:
@@ -124,11 +129,13 @@ class _GroupFork(NamedTuple):
 
     Attributes:
         change: What the fork's row holds then.
-        reads: The mappings of the source that are mapped again, or copied from.
+        aliased_bytes: What of that is mapped again.
+        reads: The mappings of the source that are copied from.
         copies: The copy of the tail, if there is one.
     """
 
     change: RowChange
+    aliased_bytes: int
     reads: Sequence[Mapping]
     copies: Sequence[CopyOp]
 
@@ -158,11 +165,9 @@ def _plan_group(
     source_row, target_row = rows
     first_needed = source.first_kept_page(source_row, num_tokens, keeps_past=space.keeps_past)
     full_end_page = geometry.whole_pages_below(num_tokens)
-    aliased = [
-        mapping
-        for mapping in source.table.overlapping(source_row, first_needed, full_end_page)
-        if mapping.end_page <= full_end_page
-    ]
+    aliased = source.table.overlapping(source_row, first_needed, full_end_page)
+    if aliased and aliased[-1].end_page > full_end_page:
+        aliased.pop()
     # From the end: what is small there is cheaper to copy, together with the tail.
     while aliased and not space.cost_model.prefers_alias_in_fork(aliased[-1].extent.num_bytes):
         aliased.pop()
@@ -170,21 +175,24 @@ def _plan_group(
     fresh_page = aliased[-1].end_page if aliased else first_needed
     end_tokens = min(num_tokens + space.overread_tokens, geometry.row_tokens)
     num_fresh_pages = max(0, geometry.pages_for(end_tokens) - fresh_page)
+    classes = tuple(size_classes(num_fresh_pages, target.largest_class))
     change_of_row = RowChange(
         target.table,
         target_row,
         first_page,
-        tuple(size_classes(num_fresh_pages, target.largest_class)),
+        classes,
         tenant,
         again=aliased,
         source=(source.table, source_row),
     )
+    aliased_bytes = (fresh_page - first_page) * geometry.page_bytes
     copied_bytes = num_tokens * geometry.token_bytes - fresh_page * geometry.page_bytes
+    if copied_bytes <= 0:
+        return _GroupFork(change_of_row, aliased_bytes, (), ())
     start = source.table.page_address(source_row, fresh_page)
     return _GroupFork(
         change_of_row,
-        source.table.overlapping(source_row, first_page, geometry.pages_for(num_tokens)),
-        [CopyOp(change_of_row.address(fresh_page), start, copied_bytes)]
-        if copied_bytes > 0
-        else [],
+        aliased_bytes,
+        source.table.overlapping(source_row, fresh_page, geometry.pages_for(num_tokens)),
+        [CopyOp(change_of_row.address(fresh_page), start, copied_bytes)],
     )

@@ -82,10 +82,16 @@ class Path:
 
 
 class PrefixTree:
-    """The tree of what rows hold, in blocks of `block_bytes`."""
+    """The tree of what rows hold, in blocks of `block_bytes`.
+
+    Attributes:
+        num_cuts: How often a node was split, joined or removed. While it stays, a node that was
+            found holds what it did, and perhaps more behind.
+    """
 
     def __init__(self, block_bytes: int):
         self.block_bytes = block_bytes
+        self.num_cuts = 0
         self._root = Node(None, b"")
 
     # ---- what rows hold -------------------------------------------------------------------
@@ -238,6 +244,7 @@ class PrefixTree:
 
         So whoever ends at `node` still does.
         """
+        self.num_cuts += 1
         first = Node(node.parent, node.key, node.run[:num_bytes])
         first.rows = tuple(map(dict, node.rows))
         node.above.children[node.key] = first
@@ -251,11 +258,13 @@ class PrefixTree:
         for rows in node.rows:
             rows.pop(row, None)
         if not any(node.rows):
+            self.num_cuts += 1
             del node.above.children[node.key]
         elif len(node.children) == 1:
             [child] = node.children.values()
             # Those who hold the child hold the node. With as many in each place, none ends here.
             if [*map(len, node.rows)] == [*map(len, child.rows)]:
+                self.num_cuts += 1
                 child.run[:0] = node.run
                 child.parent, child.key = node.above, node.key
                 node.above.children[node.key] = child

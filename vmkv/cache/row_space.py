@@ -184,9 +184,10 @@ class RowSpace:
 
     def keeps(self, row: int, num_tokens: int) -> bool:
         """Whether `row` has all that a query after `num_tokens` tokens sees."""
-        return all(
-            each.keeps(row, num_tokens) and each.reaches(row, num_tokens) for each in self.groups
-        )
+        for each in self.groups:
+            if not (each.keeps(row, num_tokens) and each.reaches(row, num_tokens)):
+                return False
+        return True
 
     def check_keeps(self, row: int, num_tokens: int, doing: str) -> None:
         """Raise `ConfigError`, for who is `doing` something, unless `keeps` or nothing is to be."""
@@ -294,7 +295,7 @@ class RowSpace:
             group.begin_row(row)
 
     @contextmanager
-    def beginning(self, tenant: str | None, row: int | None = None) -> Iterator[int]:
+    def beginning(self, row: int | None = None) -> Iterator[int]:
         """A row without memory, live from now on, for the block to fill; else it is empty again.
 
         Raises:
@@ -304,16 +305,32 @@ class RowSpace:
         with self.pool.lock:
             if row is None:
                 row = self.rows.choose_unneeded()
-            if self.rows.is_parked(row):
-                self.retire_parked(row, 0)
-            self.take(row, 0, tenant)
+            self.take_emptied(row)
         try:
             yield row
         except BaseException:
             with self.pool.lock:
-                self.rows.park(row, self.pool.pressure.tick())
-                self.retire_parked(row, 0)
+                self.leave_emptied(row)
             raise
+
+    def take_emptied(self, row: int) -> None:
+        """Make a row live that holds nothing; what it holds, parked, is retired. Locked.
+
+        Raises:
+            ConfigError: `row` is live, or does not exist.
+            DriverError: No fence could be recorded. The row is parked.
+        """
+        if self.rows.is_parked(row):
+            self.retire_parked(row, 0)
+        # Without memory there is nothing to scrub, to forget, or that others may still read.
+        self.rows.take(row)
+        for group in self.groups:
+            group.begin_row(row)
+
+    def leave_emptied(self, row: int) -> None:
+        """Retire what was mapped of a live row, which is empty then. Locked."""
+        self.rows.park(row, self.pool.pressure.tick())
+        self.retire_parked(row, 0)
 
     def park(self, row: int) -> None:
         """The sequence of `row` has ended; what it leaves is the next one's. Locked."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from types import TracebackType
 from typing import NamedTuple
 
 from ..backend import Access, CopyOp, MapOp, Op
@@ -59,7 +60,7 @@ class RowChange(NamedTuple):
         """Where the fresh extents begin."""
         if not self.again:
             return self.first_page
-        return self.first_page + sum(mapping.extent.num_pages for mapping in self.again)
+        return self.first_page + sum([mapping.extent.num_pages for mapping in self.again])
 
     @property
     def end_page(self) -> int:
@@ -90,42 +91,93 @@ class _Part(NamedTuple):
 
     def ops_to_map(self, mappings: Sequence[Mapping]) -> list[Op]:
         """Map some in the row, then grant access, with one call for each run of equal access."""
-        ops: list[Op] = [
-            MapOp(self.row.address(each.first_page), each.extent.num_bytes, each.extent.handle)
-            for each in mappings
-        ]
-        for access in (Access.READ, Access.READ_WRITE):
-            alike = [mapping for mapping in mappings if mapping.access is access]
-            if alike:
-                ops += self.row.table.ops_to_set_access(self.row.row, alike, access)
+        table, row = self.row.table, self.row.row
+        start, page_bytes = table.page_address(row, 0), table.page_bytes
+        ops: list[Op] = []
+        readonly: list[Mapping] = []
+        writable: list[Mapping] = []
+        for each in mappings:
+            extent = each.extent
+            address = Address(start + each.first_page * page_bytes)
+            ops.append(MapOp(address, extent.num_bytes, extent.handle))
+            (readonly if each.access is Access.READ else writable).append(each)
+        if readonly:
+            ops += table.ops_to_set_access(row, readonly, Access.READ)
+        if writable:
+            ops += table.ops_to_set_access(row, writable, Access.READ_WRITE)
         return ops
 
 
 def _part(row: RowChange, fresh: Iterator[Extent]) -> _Part:
     """A part, with as many of the `fresh` extents as it takes."""
-    extents = [(mapping.extent, Access.READ) for mapping in row.again]
-    extents += [(next(fresh), Access.READ_WRITE) for _ in row.classes]
-    part, page = _Part(row, []), row.first_page
-    for extent, access in extents:
-        part.new.append(Mapping(page, extent, access))
+    new: list[Mapping] = []
+    page = row.first_page
+    for mapping in row.again:
+        extent = mapping.extent
+        new.append(Mapping(page, extent, Access.READ))
         page += extent.num_pages
-    return part
+    for _ in row.classes:
+        extent = next(fresh)
+        new.append(Mapping(page, extent, Access.READ_WRITE))
+        page += extent.num_pages
+    return _Part(row, new)
 
 
 class Change:
-    """A change whose extents have been acquired; made by `change`.
+    """A change, for a block that makes it; what `change` returns, with its arguments."""
 
-    Args:
-        pool: The pool.
-        rows: What changes in each row.
-        fresh: The extents for all of them, in order.
-    """
-
-    def __init__(self, pool: ExtentPool, rows: Sequence[RowChange], fresh: Sequence[Extent]):
-        supply = iter(fresh)
+    def __init__(
+        self,
+        pool: ExtentPool,
+        rows: Sequence[RowChange],
+        reads: Iterable[Mapping],
+        acquire: Callable[[Sequence[int]], list[Extent]],
+    ):
         self._pool = pool
-        self._parts = [_part(row, supply) for row in rows]
+        self._rows = rows
+        self._reads = reads
+        self._acquire = acquire
+        self._pinned: list[Mapping] = []
+        self._fresh: list[Extent] = []
+        self._parts: list[_Part] = []
         self._is_mapped = False
+
+    def __enter__(self) -> Change:
+        rows = self._rows
+        read = [*self._reads, *[mapping for row in rows for mapping in row.again]]
+        self._pinned = _pin(self._pool, read)
+        try:
+            # First: what is retired there can be acquired then.
+            self._pool.reclaimer.wait_for(row.addresses for row in rows)
+            classes = [size_class for row in rows for size_class in row.classes]
+            if classes:
+                self._fresh = self._acquire(classes)
+            supply = iter(self._fresh)
+            self._parts = [_part(row, supply) for row in rows]
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            if error is not None:
+                self._undo()
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        """From here on the mappings hold the fresh extents; after a failure nobody does."""
+        try:
+            if self._fresh:
+                self._pool.disown(self._fresh)
+        finally:
+            _unpin(self._pool, self._pinned)
 
     def map(self, stream: int) -> None:
         """Change every row.
@@ -155,7 +207,7 @@ class Change:
             self._prepare([part], stream)
             yield
 
-    def undo(self) -> None:
+    def _undo(self) -> None:
         """Retire what was mapped where nothing was. Fills may be under way, so with a fence."""
         if self._is_mapped:
             fence = self._pool.reclaimer.new_fence()
@@ -185,7 +237,7 @@ class Change:
     def _prepare(self, parts: Sequence[_Part], stream: int) -> None:
         for part in parts:
             row = part.row
-            if not row.kept_bytes:
+            if row.classes and not row.kept_bytes:
                 at = row.address(row.fresh_page)
                 self._pool.scrub.prepare(
                     self._pool.backend, part.fresh, at, row.tenant, stream, row.table.contents
@@ -248,14 +300,13 @@ def _restore(
     pool.note_mapped(again)
 
 
-@contextmanager
 def change(
     pool: ExtentPool,
     rows: Sequence[RowChange],
     *,
     reads: Iterable[Mapping] = (),
     acquire: Callable[[Sequence[int]], list[Extent]] | None = None,
-) -> Iterator[Change]:
+) -> Change:
     """Acquire what a change of `rows` takes, for the block that makes it.
 
     A block that fails after it has mapped them leaves rows in which nothing gave way as they were.
@@ -269,20 +320,7 @@ def change(
     Raises:
         OutOfPagesError, DriverError: Nothing has changed; parked rows may have lost memory.
     """
-    with pinned(pool, [*reads, *(mapping for row in rows for mapping in row.again)]):
-        pool.reclaimer.wait_for(row.addresses for row in rows)  # First: it can be acquired then.
-        classes = [size_class for row in rows for size_class in row.classes]
-        fresh = (acquire or pool.acquire_or_evict)(classes)
-        try:
-            made = Change(pool, rows, fresh)
-            try:
-                yield made
-            except BaseException:
-                made.undo()
-                raise
-        finally:
-            # From here on the mappings hold the extents; after a failure nobody does.
-            pool.disown(fresh)
+    return Change(pool, rows, reads, acquire or pool.acquire_or_evict)
 
 
 @contextmanager
@@ -291,13 +329,22 @@ def pinned(pool: ExtentPool, mappings: Iterable[Mapping]) -> Iterator[None]:
 
     Of extents it would not be enough: what is read lies at an address.
     """
+    its = _pin(pool, mappings)
+    try:
+        yield
+    finally:
+        _unpin(pool, its)
+
+
+def _pin(pool: ExtentPool, mappings: Iterable[Mapping]) -> list[Mapping]:
     with pool.lock:
         its = list(mappings)
         for mapping in its:
             mapping.num_pins += 1
-    try:
-        yield
-    finally:
-        with pool.lock:
-            for mapping in its:
-                mapping.num_pins -= 1
+    return its
+
+
+def _unpin(pool: ExtentPool, mappings: Iterable[Mapping]) -> None:
+    with pool.lock:
+        for mapping in mappings:
+            mapping.num_pins -= 1

@@ -15,7 +15,7 @@ from ..units import Address
 from .extent import Extent
 
 
-@dataclass
+@dataclass(slots=True)
 class Mapping:
     """An extent at a place in a row.
 

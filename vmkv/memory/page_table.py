@@ -138,15 +138,17 @@ class PageTable:
     def ops_to_set_access(self, row: int, mappings: Sequence[Mapping], access: Access) -> list[Op]:
         """The operations that give mappings of `row` this access, one for each run of them."""
         ops: list[Op] = []
+        row_address, page_bytes = self.page_address(row, 0), self.page_bytes
+        start = end = row_address
         for mapping in mappings:
-            address = self.page_address(row, mapping.first_page)
-            last = ops[-1] if ops else None
-            if last is not None and last.address + last.num_bytes == address:
-                ops.pop()
-                address, num_bytes = last.address, last.num_bytes + mapping.extent.num_bytes
-            else:
-                num_bytes = mapping.extent.num_bytes
-            ops.append(AccessOp(address, num_bytes, access))
+            address = Address(row_address + mapping.first_page * page_bytes)
+            if address != end:
+                if end > start:
+                    ops.append(AccessOp(start, end - start, access))
+                start = address
+            end = Address(address + mapping.extent.num_bytes)
+        if end > start:
+            ops.append(AccessOp(start, end - start, access))
         return ops
 
     def splice(self, row: int, first_page: int, old: Sequence[Mapping], new: list[Mapping]) -> None:

@@ -172,7 +172,9 @@ class Reclaimer:
 
         Cost: nothing where nothing is retired.
         """
-        wanted = list(ranges) if self._batches else []
+        if not self._batches:
+            return
+        wanted = list(ranges)
         while self.has_retired_in(wanted):
             fence = self._oldest_fence()
             if fence is not None:

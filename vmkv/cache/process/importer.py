@@ -44,7 +44,7 @@ def import_prefix(
             channel.send(json.dumps({"ready": offer.num_extents}).encode())
             _receive(space.pool, channel, offer, extents)
         space.note_stream()
-        with space.beginning(tenant) as row:
+        with space.beginning() as row:
             _fill(space, row, offer, extents, tenant)
     finally:
         # From here on the mappings hold the extents; after a failure nobody does.
