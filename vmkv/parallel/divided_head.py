@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ..step.logits import likeliest
 from .collectives import all_reduce
 from .localise import GatheredLinear
 
@@ -89,7 +90,7 @@ def ranked(part: torch.Tensor, start: int, rank: int, size: int) -> torch.Tensor
     places = part.new_zeros((size, 2, part.shape[0]), dtype=dtype)
     values, tokens = places[rank]
     if part.shape[1]:
-        best = part.argmax(-1, keepdim=True)
+        best = likeliest(part)[:, None]
         values.copy_(part.gather(1, best)[:, 0])
         torch.add(best[:, 0], start, out=tokens)
     else:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import ConfigError
+from ..step.logits import likeliest
 from .params import SamplingParams
 from .random import gumbel_noise, row_keys
 
@@ -177,7 +178,7 @@ class Sampler:
     @staticmethod
     def greedy(logits: torch.Tensor) -> torch.Tensor:
         """`[n]`, the likeliest token of each of `[n, vocabulary]`; the first among equals."""
-        return logits.argmax(-1)
+        return likeliest(logits)
 
     # ---- sampling -------------------------------------------------------------------------
 

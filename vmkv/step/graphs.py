@@ -18,7 +18,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 
 from ..cache import KVCache
-from .logits import HeadInParts
+from .logits import HeadInParts, likeliest
 from .row_attention import RowAttention, row_capacities
 
 Key = TypeVar("Key")
@@ -137,7 +137,7 @@ class GraphSpace:
         num_kept = logits.shape[0]
         if logits.data_ptr() != self.logits.data_ptr():  # A part may have been computed there.
             self.logits[:num_kept].copy_(logits)
-        chosen = logits.argmax(-1) if self.head is None else self.head.likeliest(logits)
+        chosen = likeliest(logits) if self.head is None else self.head.likeliest(logits)
         self.token_ids[:num_kept].copy_(chosen)
         self.last_tokens.index_copy_(0, slots, chosen)
 

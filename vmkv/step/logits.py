@@ -14,6 +14,32 @@ from typing import Protocol
 
 import torch
 
+#: Into how many parts a row is cut, the first of these that divides it.
+_PARTS = (64, 48, 32, 24, 16, 8)
+
+
+def likeliest(logits: torch.Tensor, parts: int | None = None) -> torch.Tensor:
+    """`[n] int64`, the argmax of each row of `[n, columns]`; the first among equals.
+
+    On CUDA torch reads a row by one block, however few rows there are (H200, 24 of 128,256: 29 us);
+    so rows are cut, and the likeliest of the parts' likeliest is taken.
+
+    Args:
+        logits: Floating, of any strides whose last is 1.
+        parts: Into how many; by default what suits the device.
+    """
+    columns = logits.shape[-1]
+    if parts is None:
+        suitable = (each for each in _PARTS if columns % each == 0)
+        parts = next(suitable, 1) if logits.is_cuda else 1
+    if parts == 1:
+        return logits.argmax(-1)
+    # torch leaves it untyped.
+    cut: torch.Tensor = logits.unflatten(-1, (parts, -1))  # type: ignore[no-untyped-call]
+    values, places = cut.max(-1)
+    best = values.argmax(-1, keepdim=True)
+    return (places.gather(-1, best) + best * (columns // parts))[..., 0]
+
 
 class HeadInParts(Protocol):
     """An output head of which this rank has some columns. Every call is made by all ranks.

@@ -1,0 +1,42 @@
+"""The likeliest of many tokens."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from vmkv.step.logits import likeliest
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+COLUMNS = 192
+
+
+def _rows() -> torch.Tensor:
+    """Random ones, and those in which several are equally likely."""
+    rows = torch.randn(9, COLUMNS, generator=torch.Generator().manual_seed(0))
+    rows[1] = 0
+    rows[2, 5:] = -0.0
+    rows[2, :5] = -1
+    rows[3, [70, 20, 150]] = 9
+    rows[4, [130, 64]] = math.inf
+    rows[5] = -math.inf
+    rows[6, [100, 90]] = math.nan
+    rows[7, COLUMNS - 1] = 9
+    return rows
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("parts", [None, 1, 2, 8, 64])
+def test_the_first_among_equals_is_taken(
+    device: str, dtype: torch.dtype, parts: int | None
+) -> None:
+    """As argmax says it, whatever the parts."""
+    rows = _rows().to(dtype)
+    expected = torch.tensor([int(row.argmax()) for row in rows])
+    assert [0, 5, 20, 64, 0, 90, COLUMNS - 1] == expected[1:8].tolist()
+    assert torch.equal(expected, likeliest(rows.to(device), parts).cpu())
+    part = torch.cat((rows, rows), 1).to(device)[:, :COLUMNS]
+    assert torch.equal(expected, likeliest(part, parts).cpu())
