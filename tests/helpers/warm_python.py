@@ -8,6 +8,7 @@ mapped ends it.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import gc
 import json
@@ -22,10 +23,59 @@ import threading
 import traceback
 import types
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 _TIMEOUT_S = 240
+
+
+class Started:
+    """A script that runs, with pipes to it and from it; of `subprocess.Popen` what tests use.
+
+    Attributes:
+        stdin, stdout, stderr: Its pipes.
+        returncode: What it ended with, once somebody has waited for that.
+    """
+
+    def __init__(self, *arguments: str, env: dict[str, str]):
+        (theirs_in, mine_in), (mine_out, theirs_out), (mine_err, theirs_err) = (
+            os.pipe() for _ in range(3)
+        )
+        self.stdin = os.fdopen(mine_in, "w")
+        self.stdout, self.stderr = os.fdopen(mine_out), os.fdopen(mine_err)
+        self.returncode: int | None = None
+        theirs = (theirs_in, theirs_out, theirs_err)
+        try:
+            self._channel = _order(arguments, Path.cwd(), env, theirs)
+        finally:
+            for descriptor in theirs:
+                os.close(descriptor)
+        self._pid = int(self._channel.recv(64))
+
+    def kill(self) -> None:
+        """End it, unless it has ended."""
+        if self.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGKILL)
+
+    def wait(self, timeout: float) -> int:
+        """Until it has ended; its status."""
+        if self.returncode is None:
+            self._channel.settimeout(timeout)
+            self.returncode = int(self._channel.recv(64))
+            self._channel.close()
+        return self.returncode
+
+    def communicate(self, text: str = "", *, timeout: float) -> tuple[str, str]:
+        """Tell it the last words, and hear its own, of which there are few. Idempotent."""
+        if self.stdin.closed:
+            return "", ""
+        with contextlib.suppress(BrokenPipeError), self.stdin:
+            self.stdin.write(text)
+        self.wait(timeout)
+        with self.stdout, self.stderr:
+            return self.stdout.read(), self.stderr.read()
 
 
 def run(
@@ -42,20 +92,44 @@ def run(
         env: The environment; `PYTHONPATH` is where it imports from.
         resource_warnings: Say what was not closed.
     """
-    order = {
-        "arguments": arguments,
-        "cwd": str(cwd or Path.cwd()),
-        "env": dict(os.environ if env is None else env),
-        "resource_warnings": resource_warnings,
-    }
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        server = _server()
-        socket.send_fds(server, [json.dumps(order).encode()], [out.fileno(), err.fileno()])
-        status = server.recv(64)
-        assert status, "the process that forks has ended"
+    environment = dict(os.environ if env is None else env)
+    with (
+        open(os.devnull) as nothing,
+        tempfile.TemporaryFile("w+") as out,
+        tempfile.TemporaryFile("w+") as err,
+    ):
+        theirs = [each.fileno() for each in (nothing, out, err)]
+        with _order(
+            arguments, cwd or Path.cwd(), environment, theirs, resource_warnings=resource_warnings
+        ) as channel:
+            channel.recv(64)
+            status = int(channel.recv(64))
         out.seek(0)
         err.seek(0)
-        return subprocess.CompletedProcess(arguments, int(status), out.read(), err.read())
+        return subprocess.CompletedProcess(arguments, status, out.read(), err.read())
+
+
+def _order(
+    arguments: Sequence[str],
+    cwd: Path,
+    env: dict[str, str],
+    descriptors: Sequence[int],
+    *,
+    resource_warnings: bool = False,
+) -> socket.socket:
+    """Have a script started; what is returned says its process id, and in the end its status."""
+    order = {
+        "arguments": arguments,
+        "cwd": str(cwd),
+        "env": env,
+        "resource_warnings": resource_warnings,
+    }
+    mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    mine.settimeout(_TIMEOUT_S)
+    with theirs:
+        sent = [json.dumps(order).encode()]
+        socket.send_fds(_server(), sent, [*descriptors, theirs.fileno()])
+    return mine
 
 
 @functools.cache
@@ -63,7 +137,6 @@ def _server() -> socket.socket:
     """The end that asks; what is at the other ends when this one is closed."""
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     mine.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
-    mine.settimeout(_TIMEOUT_S)
     # As scripts of this project are run: what reads these has read them when a script begins.
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
     command = [sys.executable, __file__, str(theirs.fileno())]
@@ -83,24 +156,47 @@ def _server() -> socket.socket:
 # ---- the other side -----------------------------------------------------------------------
 
 
-def _serve(channel: socket.socket) -> dict[str, Any] | None:
+def _serve(orders: socket.socket) -> dict[str, Any] | None:
     """Fork for each order. In a child: what it is to do; in the end, nothing."""
     while True:
-        message, descriptors, _, _ = socket.recv_fds(channel, 1 << 20, 2)
+        message, descriptors, _, _ = socket.recv_fds(orders, 1 << 20, 4)
         if not message:
             return None
-        pid = os.fork()
-        if not pid:
-            channel.close()
-            for number, descriptor in enumerate(descriptors, 1):
-                os.dup2(descriptor, number)
-                os.close(descriptor)
-            order: dict[str, Any] = json.loads(message)
-            return order
+        keeper = os.fork()
+        if not keeper:
+            orders.close()
+            return _keep(json.loads(message), descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
+        while _reaped():
+            pass
+
+
+def _reaped() -> bool:
+    """Whether a keeper has ended and is forgotten now."""
+    try:
+        return os.waitpid(-1, os.WNOHANG)[0] != 0
+    except ChildProcessError:
+        return False
+
+
+def _keep(order: dict[str, Any], descriptors: Sequence[int]) -> dict[str, Any]:
+    """Fork once more: a child does as ordered, and this process says what becomes of it."""
+    *pipes, channel = descriptors
+    pid = os.fork()
+    if not pid:
+        os.close(channel)
+        for number, descriptor in enumerate(pipes):
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+        return order
+    for descriptor in pipes:
+        os.close(descriptor)
+    with socket.socket(fileno=channel) as said, contextlib.suppress(BrokenPipeError):
+        said.send(str(pid).encode())
         _, status = os.waitpid(pid, 0)
-        channel.send(str(os.waitstatus_to_exitcode(status)).encode())
+        said.send(str(os.waitstatus_to_exitcode(status)).encode())
+    os._exit(0)
 
 
 def _obey(order: dict[str, Any]) -> None:
