@@ -34,6 +34,7 @@ class Started:
     """A script that runs, with pipes to it and from it; of `subprocess.Popen` what tests use.
 
     Attributes:
+        pid: Its process id.
         stdin, stdout, stderr: Its pipes.
         returncode: What it ended with, once somebody has waited for that.
     """
@@ -51,13 +52,17 @@ class Started:
         finally:
             for descriptor in theirs:
                 os.close(descriptor)
-        self._pid = int(self._channel.recv(64))
+        self.pid = int(self._channel.recv(64))
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal, unless it has ended."""
+        if self.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         """End it, unless it has ended."""
-        if self.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._pid, signal.SIGKILL)
+        self.send_signal(signal.SIGKILL)
 
     def wait(self, timeout: float) -> int:
         """Until it has ended; its status."""
@@ -189,6 +194,9 @@ def _keep(order: dict[str, Any], descriptors: Sequence[int]) -> dict[str, Any]:
         for number, descriptor in enumerate(pipes):
             os.dup2(descriptor, number)
             os.close(descriptor)
+        # Those from before know what kind of file was there.
+        sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
+        sys.stderr = os.fdopen(2, "w", 1, errors="backslashreplace", closefd=False)
         return order
     for descriptor in pipes:
         os.close(descriptor)
