@@ -102,7 +102,8 @@ def test_report_makes_pages(results: Path, report, tmp_path: Path) -> None:
     places = [
         "--results", results, "--readme", results.parent / "README.md", "--root-readme", root,
     ]  # fmt: skip
-    assert run(BENCH / "report.py", "--check", *places).returncode == 1
+    places = [str(each) for each in places]
+    assert report.main(["--check", *places]) == 1
     written = run(BENCH / "report.py", *places)
     assert written.returncode == 0, written.stderr
 
@@ -115,15 +116,15 @@ def test_report_makes_pages(results: Path, report, tmp_path: Path) -> None:
     assert root.read_text().startswith("before\n<!-- figures:start -->\n| bench |")
     assert root.read_text().endswith("<!-- figures:end -->\nafter\n")
     plots = {path: path.read_bytes() for path in results.glob("*.png")}
-    assert run(BENCH / "report.py", *places).returncode == 0
+    assert report.main(places) == 0
     assert plots == {path: path.read_bytes() for path in results.glob("*.png")}
-    assert run(BENCH / "report.py", "--check", *places).returncode == 0
+    assert report.main(["--check", *places]) == 0
 
     path = results / "bench_waste-cpu.json"
     changed = json.loads(path.read_text())
     changed["rows"][0]["waste_share"] += 1
     path.write_text(json.dumps(changed))
-    assert run(BENCH / "report.py", "--check", *places).returncode == 1
+    assert report.main(["--check", *places]) == 1
 
 
 def test_plots_of_sharing_can_be_drawn(
@@ -193,19 +194,22 @@ def test_live_clients_are_measured(results: Path, report) -> None:
     assert places["streams", "vmkv"]["output_tokens"] == 6 * 16
 
 
-def test_a_part_of_a_bench_replaces_no_result(report, tmp_path: Path) -> None:
+def test_a_part_of_a_bench_replaces_no_result(
+    report, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Some workloads alone are a record of another name; a typing error is no empty record."""
-    script, path = BENCH / "bench_serve.py", tmp_path / "serve_idle-cpu.json"
-    done = run(script, "--smoke", "--only", "idle", "--json", path)
-    assert done.returncode == 0, done.stderr
+    import bench_serve
+
+    path = tmp_path / "serve_idle-cpu.json"
+    assert bench_serve.main(["--smoke", "--only", "idle", "--json", str(path)]) == 0
     [result] = report.load(tmp_path)
     assert (result.bench, result.stem) == ("serve_idle", "serve_idle-cpu")
     assert [row["workload"] for row in result.rows] == ["idle"]
     assert result.record["question"].endswith("?")
     assert "## serve_idle-cpu" in report.page([result], {})
-    refused = run(script, "--smoke", "--only", "W9", "--json", tmp_path / "none.json")
-    assert refused.returncode == 2
-    assert "no workload called W9" in refused.stderr
+    with pytest.raises(SystemExit, match="2"):
+        bench_serve.main(["--smoke", "--only", "W9", "--json", str(tmp_path / "none.json")])
+    assert "no workload called W9" in capsys.readouterr().err
     assert not (tmp_path / "none.json").exists()
 
 
@@ -218,12 +222,11 @@ def test_beam_search_finds_the_same_tokens(results: Path, report) -> None:
         assert row["reorderings"] == row["new_tokens"]
 
 
-def test_committed_pages_are_up_to_date() -> None:
+def test_committed_pages_are_up_to_date(report, capsys: pytest.CaptureFixture[str]) -> None:
     """bench/README.md and the README's table say what the committed results say."""
     if not (BENCH / "README.md").exists():
         pytest.skip("no results have been committed yet")
-    done = run(BENCH / "report.py", "--check")
-    assert done.returncode == 0, done.stdout
+    assert report.main(["--check"]) == 0, capsys.readouterr().out
 
 
 def test_figure_knows_whether_it_is_met(report) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import tokenizers
 import transformers
+from helpers import warm_python
 
 ROOT = Path(__file__).parents[1]
 
@@ -95,15 +96,7 @@ def start_script(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]
         "OMP_NUM_THREADS": "1",  # Two processes' threads on two cores wait for each other.
         "PYTHONPATH": str(ROOT),
     }
-    return subprocess.run(
-        [sys.executable, "-W", "always::ResourceWarning", *arguments],
-        cwd=cwd,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    return warm_python.run(*arguments, cwd=cwd, env=environment, resource_warnings=True)
 
 
 def run_script(*arguments: str, cwd: Path) -> str:
@@ -141,6 +134,26 @@ def test_all_examples_are_run():
     """A new example comes with its key lines here."""
     names = {path.name for path in (ROOT / "examples").glob("*.py")}
     assert {*KEY_LINES, "your_own_backend.py", "generate.py", "real_model.py"} == names
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("end", "status", "said"),
+    [
+        ("", 0, ""),
+        ("cache = KVCache(HostBackend(), max_tokens=8, max_sequences=1)", 0, "never closed"),
+        ("raise ValueError('no')", 1, "ValueError: no"),
+        ("sys.exit(3)", 3, ""),
+        ("sys.exit('so it is')", 1, "so it is"),
+        ("os.kill(os.getpid(), 9)", -9, ""),
+    ],
+)
+def test_how_a_script_ends_is_seen(end, status, said, tmp_path):
+    """Also what it leaves unclosed, which the interpreter says last of all."""
+    done = start_script("-c", f"import os, sys\nfrom vmkv import *\n{end}", cwd=tmp_path)
+    assert (status, "") == (done.returncode, done.stdout)
+    assert said in done.stderr
+    assert bool(said) == bool(done.stderr), done.stderr
 
 
 @pytest.mark.slow

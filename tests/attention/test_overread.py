@@ -16,6 +16,7 @@ import sys
 
 import pytest
 import torch
+from helpers import warm_python
 
 from vmkv.attention import AttentionSpec, get, why_not
 
@@ -28,13 +29,8 @@ def probe(
     """Run one probe; its exit status and last line tell."""
     arguments = {"device": device, "name": name, "dtype": dtype, "dim": dim, "margin": margin}
     arguments["kv_dtype"] = kv_dtype or dtype
-    return subprocess.run(
-        [sys.executable, "-m", "helpers.overread_probe", json.dumps(arguments)],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    return warm_python.run("-m", "helpers.overread_probe", json.dumps(arguments), env=environment)
 
 
 def assert_clean(result: subprocess.CompletedProcess) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from helpers import warm_python
 from helpers.stamps import append, assert_holds
 
 from vmkv import ExtentPool, HostBackend, KVCache, OutOfPagesError
@@ -74,14 +75,8 @@ print("wrote", flush=True)
 
 
 def _write(device: str, writer: str, token: int, strict: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", _WRITE, device, writer, str(token), strict],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    return warm_python.run("-c", _WRITE, device, writer, str(token), strict, env=environment)
 
 
 FAULTS = [

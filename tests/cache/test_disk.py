@@ -10,7 +10,6 @@ import random
 import stat
 import struct
 import subprocess
-import sys
 import zlib
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -19,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import warm_python
 from helpers.stamps import append, assert_holds
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -168,14 +168,8 @@ with KVCache(sys.argv[1], max_tokens=400, max_sequences=2, budget_bytes=1 << 26)
 
 
 def _run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", script, *arguments],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, Path(__file__).parents[1:3]))},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    path = os.pathsep.join(map(str, Path(__file__).parents[1:3]))
+    return warm_python.run("-c", script, *arguments, env=os.environ | {"PYTHONPATH": path})
 
 
 @pytest.mark.slow

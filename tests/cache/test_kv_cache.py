@@ -189,6 +189,21 @@ def test_compacting_moves_content_and_closes_gaps(cache: KVCache) -> None:
         assert {-sequence.row - 1.0} == set(sequence.values(1).flatten().tolist())
 
 
+def test_layers_go_without_a_wait_for_the_device(make_cache: MakeCache, host: HostBackend) -> None:
+    """What it still reads goes later: other caches of the pool come by memory meanwhile."""
+    cache = make_cache(windows=(8,))
+    cache.open().append(40)
+    host.hold_fences()
+    cache.drop_layers([0, 2, 3])
+    assert cache.compact()
+    cache.check()
+    assert 0 == host.calls["mem_unmap"]
+    assert 3 == host.usage().num_reservations
+    host.pass_fences()
+    cache.trim()
+    assert 1 == host.usage().num_reservations
+
+
 # ---- bad input ----------------------------------------------------------------------------
 
 

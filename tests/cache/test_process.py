@@ -14,8 +14,6 @@ import signal
 import socket
 import stat
 import struct
-import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +23,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import warm_python
 from helpers.another_user import BECOME_NOBODY, NOBODY, can_become_nobody
 from helpers.stamps import append, assert_holds
 
@@ -192,24 +191,17 @@ print("unpunished")
 """
 
 
-def _start(script: str, *arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", _PRELUDE + script, *arguments],
-        env=os.environ
-        | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def _start(script: str, *arguments: str) -> warm_python.Started:
+    path = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    return warm_python.Started("-c", _PRELUDE + script, *arguments, env=environment)
 
 
 @contextmanager
-def _exporting(device: str, path: str) -> Iterator[subprocess.Popen[str]]:
+def _exporting(device: str, path: str) -> Iterator[warm_python.Started]:
     """A process that exports 100 of its 103 tokens at `path`."""
     child = _start(_EXPORTER, device, path)
     try:
-        assert child.stdout is not None
         first_line = child.stdout.readline()
         if first_line != "100\n":
             pytest.fail(f"the exporter says {first_line!r}: {child.communicate(timeout=60)}")
@@ -263,8 +255,6 @@ def test_import_reads_another_process_and_outlives_it(device: str, path: str) ->
 def test_exporter_goes_on_while_others_read(device: str, path: str) -> None:
     """It truncates into what it shared, writes, closes and trims: nobody else sees any of it."""
     with _same_cache(device) as cache, _exporting(device, path) as child:
-        assert child.stdin is not None
-        assert child.stdout is not None
         sequences = [cache.import_prefix(path) for _ in range(3)]
         child.stdin.write("\n")
         child.stdin.flush()

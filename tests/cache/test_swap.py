@@ -216,7 +216,7 @@ def test_a_failure_at_the_end_loses_nothing(
         cache.check()
         assert_holds(sequence, range(70))
         cache.close()
-        pool._close_stranded()
+        pool.closer.close_left()
         pool.reclaimer.free_idle_reservations()
         pool.trim()
         pool.trim(location=MemoryLocation.HOST)

@@ -16,8 +16,13 @@ from pathlib import Path
 
 import httpx
 import pytest
+from helpers import warm_python
 from helpers.serving import MAX_TOKENS, save_tiny_model
 from helpers.tiny_models import VERSION
+
+from vmkv.cli.main import main
+
+ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.slow
 
@@ -31,26 +36,24 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextlib.contextmanager
 def serving(
     model: Path, *options: str, status: int = 0
-) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The command, and the address that it prints; it ends by itself, with `status`."""
-    command = [sys.executable, "-m", "vmkv.cli", "serve", str(model), "--port", "0"]
-    command += ["--served-model-name", "tiny", "--memory", "0.0625", "--device", "cpu", *options]
-    child = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1
-    )
-    assert child.stdout is not None
-    assert child.stderr is not None
+) -> Iterator[tuple[warm_python.Started, str]]:
+    """The command, in a process that has torch already, and the address that it prints.
+
+    It ends by itself, with `status`.
+    """
+    command = ["-m", "vmkv.cli", "serve", str(model), "--port", "0", "--served-model-name", "tiny"]
+    command += ["--memory", "0.0625", "--device", "cpu", *options]
+    child = warm_python.Started(*command, env={**os.environ, "PYTHONPATH": str(ROOT)})
     try:
         line = child.stdout.readline()
         found = re.search(r"http://[\d.]+:\d+", line)
-        assert found, f"{line}{child.stderr.read() if child.poll() is not None else ''}"
+        assert found, line or child.stderr.read()
         yield child, found.group(0)
         assert status == child.wait(60), child.stderr.read()
     finally:
         child.kill()
-        child.wait()
-        child.stdout.close()
-        child.stderr.close()
+        child.wait(60)
+        child.communicate(timeout=60)
 
 
 def test_sigterm_drains(model: Path, tmp_path: Path) -> None:
@@ -90,20 +93,13 @@ def test_sigterm_drains(model: Path, tmp_path: Path) -> None:
     assert 400 <= len([each for each in events if each["name"] == "step"])
 
 
-def test_an_idle_server_ends_at_once(model: Path) -> None:
+def test_an_idle_server_ends_at_once(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And before that it is healthy, and its address was free."""
     with serving(model) as (child, url):
         assert "ok" == httpx.get(f"{url}/health").json()["status"]
         port = url.rsplit(":", 1)[1]
-        second = subprocess.run(
-            [sys.executable, "-m", "vmkv.cli", "serve", str(model), "--port", port],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-        assert 2 == second.returncode
-        assert "is another server running?" in second.stderr
+        assert 2 == main(["serve", str(model), "--port", port])
+        assert "is another server running?" in capsys.readouterr().err
         child.send_signal(signal.SIGINT)
 
 
@@ -160,7 +156,6 @@ def test_ranks_serve_and_load_in_silence(model: Path) -> None:
         answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
         assert answer.json()["usage"]["completion_tokens"] == 4
         child.send_signal(signal.SIGTERM)
-        assert child.stderr is not None
         said = child.stderr.read()
     assert "Loading weights" not in said
 

@@ -70,6 +70,17 @@ def test_the_largest_capacity_costs_nothing_until_used():
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib < 16 * 1024
 
 
+def test_lists_that_come_and_go_take_no_memory():
+    """Also in place of those that went: what is zero already is not written again."""
+    before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    kept = []
+    for at in range(20):
+        free_list = native.FreeList(2**24, 7)
+        if at % 2:
+            kept.append(free_list)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib < 16 * 1024
+
+
 @pytest.mark.parametrize("capacity", [0, -1, 2**31 + 1, 2**100])
 def test_constructor_refuses_a_capacity_outside_its_interval(capacity):
     """Capacity is 1 to 2**31, and the message says so."""

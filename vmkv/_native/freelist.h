@@ -23,7 +23,7 @@
  * pointers, no epochs), and a reader that lost a race reads a stale index, never freed memory.
  *
  * Ids that were never issued are not threaded on any list.  They come from one counter, so creating
- * a list for 2^31 ids touches no memory: the arrays are calloc'ed and fill in as ids are issued.
+ * a list for 2^31 ids touches no memory: the arrays are mapped and fill in as ids are issued.
  *
  *
  * Memory orders, and why each suffices
@@ -86,6 +86,11 @@
 #include <stdbool.h>
 #include <stdint.h>
 #include <stdlib.h>
+#include <sys/mman.h>
+
+#ifndef MAP_NORESERVE
+#define MAP_NORESERVE 0 /* some systems never reserve swap for a private mapping */
+#endif
 
 #if ATOMIC_LLONG_LOCK_FREE != 2 || ATOMIC_INT_LOCK_FREE != 2 || ATOMIC_CHAR_LOCK_FREE != 2
 #error "vmkv's free list needs lock-free 8, 32 and 64-bit atomics"
@@ -101,7 +106,7 @@
 #define VMKV_CACHE_LINE 64
 
 enum {
-    VMKV_NEVER_ISSUED = 0, /* must be 0: the array comes from calloc */
+    VMKV_NEVER_ISSUED = 0, /* must be 0: the array begins as zeroes */
     VMKV_OUT = 1,
     VMKV_LISTED = 2,
 };
@@ -134,12 +139,27 @@ static inline uint64_t vmkv_head_make(uint32_t tag, uint32_t link)
     return (uint64_t)tag << 32 | link;
 }
 
+/* Zeroes that take memory where they are written.  Not from calloc: that writes zeroes over memory
+ * which was freed before, and takes all of it. */
+static inline void *vmkv_zeroes_new(size_t num_bytes)
+{
+    int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    void *zeroes = mmap(NULL, num_bytes, PROT_READ | PROT_WRITE, flags, -1, 0);
+    return zeroes == MAP_FAILED ? NULL : zeroes;
+}
+
+static inline void vmkv_zeroes_delete(void *zeroes, size_t num_bytes)
+{
+    if (zeroes != NULL)
+        munmap(zeroes, num_bytes);
+}
+
 static inline void vmkv_freelist_delete(vmkv_freelist *list)
 {
     if (list == NULL)
         return;
-    free((void *)list->next);
-    free((void *)list->state);
+    vmkv_zeroes_delete((void *)list->next, list->capacity * sizeof *list->next);
+    vmkv_zeroes_delete((void *)list->state, list->capacity * sizeof *list->state);
     free(list);
 }
 
@@ -153,8 +173,8 @@ static inline vmkv_freelist *vmkv_freelist_new(uint32_t capacity, uint32_t num_c
         return NULL;
     list->capacity = capacity;
     list->num_classes = num_classes;
-    list->next = calloc(capacity, sizeof *list->next);
-    list->state = calloc(capacity, sizeof *list->state);
+    list->next = vmkv_zeroes_new(capacity * sizeof *list->next);
+    list->state = vmkv_zeroes_new(capacity * sizeof *list->state);
     atomic_init(&list->num_issued, 0);
     for (uint32_t size_class = 0; size_class < num_classes; size_class++) {
         atomic_init(&list->stacks[size_class].head, 0);

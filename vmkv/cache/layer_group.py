@@ -338,6 +338,12 @@ class LayerGroup:
         counter = self._view_counter
         self.table.close(lambda: counter.live > 0)
 
+    def close_behind(self, fence: RecordedFence) -> None:
+        """`close`, without waiting: what `fence` covers may still run."""
+        self._views.clear()
+        counter = self._view_counter
+        self.table.close_behind(fence, lambda: counter.live > 0)
+
 
 def split_layers(num_layers: int, layers_per_group: int | None) -> list[range]:
     """Divide `num_layers` layers into runs of at most `layers_per_group`, as even as possible."""

@@ -53,7 +53,7 @@ def add_layers(
         ]
         map_rows(space, targets, made)
     except BaseException:
-        space.pool.close_soon(*(group.close for group in made))
+        space.pool.closer.close_soon(*(group.close_behind for group in made))
         raise
     space.groups += made
     space.places |= places
@@ -68,7 +68,7 @@ def drop_layers(space: RowSpace, layers: Iterable[int]) -> None:
         del space.places[layer]
         if not space.members(group):
             space.groups.remove(group)
-            space.pool.close_soon(group.close)
+            space.pool.closer.close_soon(group.close_behind)
 
 
 def compact(space: RowSpace) -> bool:
@@ -83,13 +83,13 @@ def compact(space: RowSpace) -> bool:
             if len(places) < group.geometry.num_layers:
                 moved.append((group, _without_gaps(space, group, places)))
     except BaseException:
-        space.pool.close_soon(*(new.close for _, new in moved))
+        space.pool.closer.close_soon(*(new.close_behind for _, new in moved))
         raise
     for group, new in moved:
         layers = [layer for _, layer in space.members(group)]
         space.groups[space.groups.index(group)] = new
         space.places |= {layer: (new, place) for place, layer in enumerate(layers)}
-    space.pool.close_soon(*(group.close for group, _ in moved))
+    space.pool.closer.close_soon(*(group.close_behind for group, _ in moved))
     return bool(moved)
 
 
@@ -108,6 +108,6 @@ def _without_gaps(space: RowSpace, group: LayerGroup, places: Sequence[int]) -> 
             start = max(first[each.row], new.first_mapped_token(each.row, each.num_tokens))
             new.copy_row(each.row, slice(start, each.num_tokens), group, places)
     except BaseException:
-        space.pool.close_soon(new.close)
+        space.pool.closer.close_soon(new.close_behind)
         raise
     return new

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 from ..backend import Access, Fence, MemoryLocation
@@ -240,7 +239,7 @@ def begin_swap_out(sequence: LiveRow) -> Transfer:
             fence = pool.reclaimer.new_fence()
             pool.reclaimer.poll()  # While the copies run, for which nothing need be done.
         except BaseException:
-            pool.close_soon(partial(staging.close, lambda: False))
+            pool.closer.close_soon(staging.close_behind)
             raise
     finally:
         pool.disown(extents)  # From here on the staging addresses hold them.

@@ -219,16 +219,24 @@ class PageTable:
             reclaimer.free_later(self.address, self.reserved_bytes, has_views)
         reclaimer.free_idle_reservations()
 
-    def close_behind(self, fence: RecordedFence) -> None:
+    def close_behind(
+        self, fence: RecordedFence, has_views: Callable[[], bool] = lambda: False
+    ) -> None:
         """Retire every row until `fence` has passed, and free the reservation some time later.
 
-        Never waits, and cannot fail: `Reclaimer.free_idle_reservations` does the rest.
+        Never waits, and cannot fail: `Reclaimer.free_idle_reservations` does the rest. Also where a
+        `close` has failed half-way.
         """
-        for row in range(self.num_rows):
-            self.retire_back(row, 0, fence)
-        self.pool.page_tables.remove(self)
-        whole = [(self.address, self.page_address(self.num_rows, 0))]
-        has_retired_in = self.pool.reclaimer.has_retired_in
-        self.pool.reclaimer.free_later(
-            self.address, self.reserved_bytes, lambda: has_retired_in(whole)
-        )
+        reclaimer = self.pool.reclaimer
+        with self.pool.lock:
+            if self not in self.pool.page_tables:
+                return
+            for row in range(self.num_rows):
+                self.retire_back(row, 0, fence)
+            self.pool.page_tables.remove(self)
+            whole = [(self.address, self.page_address(self.num_rows, 0))]
+            reclaimer.free_later(
+                self.address,
+                self.reserved_bytes,
+                lambda: has_views() or reclaimer.has_retired_in(whole),
+            )

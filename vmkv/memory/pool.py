@@ -24,6 +24,7 @@ from .._native import count_references
 from ..backend import Backend, MemoryLocation
 from ..errors import ClosedError, ConfigError, DriverError, OutOfPagesError
 from ..units import Handle, MiB, is_power_of_two
+from .closer import Closer
 from .extent import Extent
 from .leaving import Leaving
 from .mapping import MappedRows
@@ -66,6 +67,8 @@ class ExtentPool:
         lock: Guards everything in the pool but the free lists and the extents' references, and
             which rows of its caches are parked.
         pressure: Who gives memory back when it is short.
+        reclaimer: Unmaps what is retired.
+        closer: Closes what nobody uses any more.
         submitted: What submitted steps write, where checks are on; else None.
 
     Raises:
@@ -120,11 +123,11 @@ class ExtentPool:
             )
             for location, budget in ((_DEVICE, budget_bytes), (_HOST, host_budget_bytes))
         ]
-        self._stranded: list[Callable[[], None]] = []
         self._leaving = Leaving(backend, lambda e: self._shelf(e.location).release_unlisted(e))
         self.page_tables: list[MappedRows] = []
         self.pressure = Pressure(policy)
         self.reclaimer = Reclaimer(backend, self.lock, self._recycle, self.pressure.tick)
+        self.closer = Closer(self.reclaimer, self.lock)
         if checks is None:
             checks = os.environ.get("VMKV_CHECKS") == "1"
         self.submitted = SubmittedWrites(self.reclaimer) if checks else None
@@ -252,28 +255,12 @@ class ExtentPool:
         """
         with self.lock:
             self._check_open()
-            self._close_stranded()
+            self.closer.close_left()
             self.reclaimer.poll()
             self.reclaimer.free_idle_reservations()
             self._leaving.release()
             shelf = self._shelf(location)
             return shelf.release_free(shelf.free_bytes if num_bytes is None else num_bytes)
-
-    def close_soon(self, *closes: Callable[[], None]) -> None:
-        """Close what nobody uses; what the driver refuses, `trim` and `close` try again."""
-        with self.lock, suppress(DriverError):
-            self._stranded += closes
-            self._close_stranded()
-
-    def close_later(self, close: Callable[[], None]) -> None:
-        """Take over what could not be closed."""
-        with self.lock:
-            self._stranded.append(close)
-
-    def _close_stranded(self) -> None:
-        while self._stranded:
-            self._stranded[-1]()
-            self._stranded.pop()
 
     def give_back(self, num_bytes: int | None = None) -> int:
         """Return device memory that no live sequence needs: `num_bytes` at least, or all of it.
@@ -296,8 +283,7 @@ class ExtentPool:
         """
         # Not what is unmapped is counted: some of it may be mapped elsewhere as well.
         start_bytes = self.available_bytes
-        with self.lock:
-            self._close_stranded()
+        self.closer.close_left()
         while (missing_bytes := start_bytes + num_bytes - self.available_bytes) > 0:
             if not self.reclaimer.wait(until_bytes=1):
                 with self.lock:
@@ -433,7 +419,7 @@ class ExtentPool:
         with self.lock:
             if self._is_closed:
                 return
-            self._close_stranded()
+            self.closer.close_left()
             if self._num_users or self.page_tables:
                 raise ConfigError(
                     f"{max(self._num_users, len(self.page_tables))} users of this pool are still "

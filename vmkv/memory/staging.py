@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 
 from ..backend import Access
 from .extent import Extent
@@ -34,9 +33,8 @@ def staged(pool: ExtentPool, extents: Sequence[Extent]) -> Iterator[PageTable]:
         table.note_mapped(placement, Access.READ_WRITE)
         yield table
     finally:
-        close = partial(table.close, lambda: False)
         try:
-            close()
+            table.close(lambda: False)
         except BaseException:
-            pool.close_later(close)
+            pool.closer.close_later(table.close_behind)
             raise
