@@ -10,7 +10,8 @@ import pytest
 import torch
 from helpers.tiny_models import tiny_model
 
-import vmkv.step.operator  # noqa: F401  # registers the operator
+import vmkv.parallel.collectives
+import vmkv.step.operator  # noqa: F401  # both register operators
 from vmkv import Engine, SamplingParams
 from vmkv.serve.runner import RunnerOptions
 from vmkv.step import rotary
@@ -89,6 +90,28 @@ def test_only_the_usual_form_is_handed_over(
     query, key, value = torch.rand(1, 4, 5, 8), torch.rand(1, 2, 5, 8), torch.rand(1, 2, 5, 8)
     angles = torch.rand(1, 5, 8), torch.rand(1, 5, 8)
     assert count == _handed_over(layer, query, key, value, *angles)
+
+
+def test_what_has_no_users_and_changes_its_argument_stays() -> None:
+    """Sums of ranks, for one, which some releases of torch take for dead code."""
+    place = torch.tensor([2**40, 0])
+    kept: list[list[str]] = []
+
+    def layer(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        torch.ops.vmkv.all_reduce_(key, "nobody")
+        turned = _as_models_do(query, cos, sin), _as_models_do(key, cos, sin)
+        return torch.ops.vmkv.attend_rows(*turned, key, place, None, 1.0, 0, 0.0)
+
+    def backend(module: torch.fx.GraphModule, _: Any) -> Any:
+        assert rotary.take_out(module)
+        kept.append([str(each.target) for each in module.graph.nodes if each.op != "placeholder"])
+        return lambda *_: (torch.zeros(1),)  # Only the graph is looked at.
+
+    torch._dynamo.reset()
+    tensors = torch.rand(1, 4, 5, 8), torch.rand(1, 2, 5, 8), *torch.rand(2, 1, 5, 8)
+    with torch.no_grad():
+        torch.compile(layer, backend=backend, dynamic=False)(*tensors)
+    assert [["vmkv.all_reduce_", "vmkv.attend_rows", "output"]] == kept
 
 
 def test_what_is_handed_over_is_turned_as_models_do() -> None:

@@ -40,14 +40,30 @@ def take_out(module: torch.fx.GraphModule) -> int:
         query, key = _turned(node.args[0]), _turned(node.args[1])
         if query is None or key is None or query[1:] != key[1:]:
             continue
+        unused = list(node.args[:2])
         node.args = (query.x, key.x, *node.args[2:])
         node.kwargs = {"cos": query.cos, "sin": query.sin}
+        _erase(unused, {query.x, query.cos, query.sin, key.x})
         count += 1
     if count:
-        module.graph.eliminate_dead_code()
         module.graph.lint()
         module.recompile()
     return count
+
+
+def _erase(unused: list[torch.fx.Node], kept: set[torch.fx.Node]) -> None:
+    """Erase nodes that nobody uses, and what they alone were made of, down to `kept`.
+
+    No others: whatever changes its arguments and returns nothing has no users either, and torch
+    takes some such operators for dead code.
+    """
+    while unused:
+        node = unused.pop()
+        if node in kept or node.users or node.op not in ("call_function", "call_method"):
+            continue
+        sources = node.all_input_nodes
+        node.graph.erase_node(node)
+        unused += sources
 
 
 def _turned(node: Any) -> _Turned | None:
