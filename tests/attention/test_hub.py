@@ -15,7 +15,16 @@ import pytest
 import torch
 from helpers.dense_rows import DenseRows, random_query
 
-from vmkv.attention import AttentionBatch, flash2, flash3, get, hub
+from vmkv.attention import (
+    AttentionBatch,
+    AttentionSpec,
+    append,
+    flash2,
+    flash3,
+    get,
+    hub,
+    packed,
+)
 from vmkv.attention.base import Call
 
 HEADS, KV_HEADS, DIM, ROW_TOKENS = 8, 2, 64, 96
@@ -29,7 +38,13 @@ BATCHES = {
 @pytest.fixture(autouse=True)
 def _forget() -> Iterator[None]:
     """What was found is kept for the process; these tests look anew."""
-    cached = (hub.load, flash2._load, flash3._load, flash3._fp8_package_kernel)
+    cached = (
+        hub.load,
+        flash2._load,
+        flash3._load,
+        flash3._fp8_package_kernel,
+        packed._flash3_kernel,
+    )
     for each in cached:
         each.cache_clear()
     yield
@@ -100,6 +115,27 @@ def test_flash3_of_the_hub_reads_rows(call: Call, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(flash3, "_num_processors", lambda device: 10**9)
     out, _ = flash3.Flash3Backend().launch(call)
     check(call, out)
+
+
+@pytest.mark.usefixtures("repositories")
+def test_flash3_of_the_hub_reads_packed_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beginnings, which have no row to read yet."""
+    for source in ("package", "library_kernel"):
+        monkeypatch.setattr(flash3, source, lambda: "it is not installed")
+    monkeypatch.setattr(packed, "why_not", lambda name, spec: None)
+    spec = AttentionSpec("cuda", torch.bfloat16, HEADS, KV_HEADS, DIM, DIM)
+    kernel = packed.packed_attention(spec)
+    assert kernel is not None
+    assert kernel.name == "flash3"
+    lengths = [40, 3]
+    batch = AttentionBatch.build([2, 0], lengths, lengths, row_tokens=ROW_TOKENS, device="cpu")
+    qkv = torch.randn(43, HEADS + 2 * KV_HEADS, DIM, dtype=torch.bfloat16)
+    query, key, value = qkv.split((HEADS, KV_HEADS, KV_HEADS), 1)
+    beginnings = packed.Beginnings(batch.query_starts, max(lengths))
+    out = kernel((query, key, value), beginnings, 0.125)
+    dense = DenseRows(3, ROW_TOKENS, KV_HEADS, DIM, dtype=torch.bfloat16)
+    append(key, value, dense.keys, dense.values, batch)
+    check(Call(query, dense.keys, dense.values, batch, 0.125, True, None, 0.0, None, None), out)
 
 
 @pytest.mark.usefixtures("repositories")

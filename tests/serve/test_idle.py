@@ -282,9 +282,9 @@ def test_an_idle_thread_never_wakes_up(
 
     run(main())
     assert {None} == set(waits.timeouts)
-    # Twice a request, until its last tokens are on their way and until the next one comes, and the
-    # shutdown; commands that come while it works need no wait.
-    assert 7 >= waits.num_wakeups >= 1
+    # Somebody woke it each time, as nothing else can: some times a request, and for the shutdown.
+    # How often depends on how far it has got when a command comes.
+    assert 20 >= waits.num_wakeups >= 1
     assert 3 == watch.num_idle  # After each request, and not before the first.
 
 

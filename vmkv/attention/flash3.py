@@ -34,6 +34,7 @@ import importlib.util
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -309,19 +310,30 @@ def _fp8_package_kernel() -> Kernel | str:
     return f"{package}; {of_hub}" if isinstance(of_hub, str) else of_hub
 
 
-def package_kernel() -> Kernel | str:
-    """The kernel of the package `flash_attn_interface`, or why there is none."""
+def package() -> ModuleType | str:
+    """The package `flash_attn_interface`, or why there is none."""
     try:
-        from flash_attn_interface import flash_attn_with_kvcache
+        import flash_attn_interface
     except Exception as error:  # noqa: BLE001  # a wheel for another torch fails in its own ways
         return f"package flash_attn_interface cannot be imported: {error}"
+    module: ModuleType = flash_attn_interface
+    return module
 
-    return _over_kvcache(flash_attn_with_kvcache)
+
+def of_hub() -> ModuleType | str:
+    """The same from the Hugging Face Hub, or why there is none."""
+    return hub.load(*HUB_KERNEL)
+
+
+def package_kernel() -> Kernel | str:
+    """The kernel of the package `flash_attn_interface`, or why there is none."""
+    module = package()
+    return module if isinstance(module, str) else _over_kvcache(module.flash_attn_with_kvcache)
 
 
 def hub_kernel() -> Kernel | str:
     """The kernel of the Hugging Face Hub, or why there is none."""
-    module = hub.load(*HUB_KERNEL)
+    module = of_hub()
     return module if isinstance(module, str) else _over_kvcache(module.flash_attn_with_kvcache)
 
 

@@ -124,10 +124,18 @@ def packed_attention(spec: AttentionSpec) -> PackedAttention | None:
 
 @functools.cache
 def _flash3_kernel() -> _Kernel | None:
-    try:
-        from flash_attn_interface import flash_attn_varlen_func
-    except Exception:  # noqa: BLE001  # a wheel for another torch fails in its own ways
-        return _flash3_library_kernel()
+    package = flash3.package()
+    if not isinstance(package, str):
+        return _over_varlen(package.flash_attn_varlen_func)
+    library = _flash3_library_kernel()
+    if library is not None:
+        return library
+    of_hub = flash3.of_hub()  # Last, which may take the network.
+    return None if isinstance(of_hub, str) else _over_varlen(of_hub.flash_attn_varlen_func)
+
+
+def _over_varlen(flash_attn_varlen_func: Callable[..., Any]) -> _Kernel:
+    """The kernel behind the package's function."""
 
     def compute(call: _Call) -> tuple[torch.Tensor, torch.Tensor]:
         out, logsumexp, *_ = flash_attn_varlen_func(

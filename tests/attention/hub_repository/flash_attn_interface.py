@@ -91,3 +91,29 @@ def _flash_attn_varlen_forward(
         found.append(_attend(query, keys, values, softmax_scale, causal, softcap))
     outs, logsumexps = zip(*found, strict=True)
     return torch.cat(outs), torch.cat(logsumexps, dim=1), None, None
+
+
+def flash_attn_varlen_func(
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    *,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    return_attn_probs=False,
+):
+    """Packed queries over their own packed keys; FlashAttention-3's."""
+    assert window_size == (-1, -1)
+    assert return_attn_probs
+    found = []
+    for start, end in zip(cu_seqlens_q.tolist(), cu_seqlens_q.tolist()[1:], strict=False):
+        parts = (each[start:end] for each in (q, k, v))
+        found.append(_attend(*parts, softmax_scale, causal, softcap))
+    outs, logsumexps = zip(*found, strict=True)
+    return torch.cat(outs), torch.cat(logsumexps, dim=1)
