@@ -191,14 +191,14 @@ print("unpunished")
 """
 
 
-def _start(script: str, *arguments: str) -> warm_python.Started:
+def _start(script: str, *arguments: str) -> warm_python.Child:
     path = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    return warm_python.Started("-c", _PRELUDE + script, *arguments, env=environment)
+    return warm_python.start("-c", _PRELUDE + script, *arguments, env=environment)
 
 
 @contextmanager
-def _exporting(device: str, path: str) -> Iterator[warm_python.Started]:
+def _exporting(device: str, path: str) -> Iterator[warm_python.Child]:
     """A process that exports 100 of its 103 tokens at `path`."""
     child = _start(_EXPORTER, device, path)
     try:

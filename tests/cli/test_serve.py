@@ -34,16 +34,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextlib.contextmanager
-def serving(
-    model: Path, *options: str, status: int = 0
-) -> Iterator[tuple[warm_python.Started, str]]:
+def serving(model: Path, *options: str, status: int = 0) -> Iterator[tuple[warm_python.Child, str]]:
     """The command, in a process that has torch already, and the address that it prints.
 
     It ends by itself, with `status`.
     """
     command = ["-m", "vmkv.cli", "serve", str(model), "--port", "0", "--served-model-name", "tiny"]
     command += ["--memory", "0.0625", "--device", "cpu", *options]
-    child = warm_python.Started(*command, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    child = warm_python.start(*command, env={**os.environ, "PYTHONPATH": str(ROOT)})
     try:
         line = child.stdout.readline()
         found = re.search(r"http://[\d.]+:\d+", line)

@@ -3,6 +3,9 @@
 One process imports torch and transformers, nothing of vmkv, and forks for each script. To a script
 all is as in a fresh interpreter, its end included: what it leaves unclosed warns, what is not
 mapped ends it.
+
+Where there is a GPU a script has an interpreter of its own after all: imports may ask CUDA what
+there is, and a fork of who has asked cannot use it.
 """
 
 from __future__ import annotations
@@ -28,6 +31,16 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 _TIMEOUT_S = 240
+_HAS_GPU = any(Path("/dev").glob("nvidia[0-9]*"))
+
+
+def start(*arguments: str, env: dict[str, str]) -> Child:
+    """Start what `python ARGUMENTS` does, with pipes to it and from it."""
+    if not _HAS_GPU:
+        return Started(*arguments, env=env)
+    pipe = subprocess.PIPE
+    command = [sys.executable, *arguments]
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=env)
 
 
 class Started:
@@ -83,6 +96,9 @@ class Started:
             return self.stdout.read(), self.stderr.read()
 
 
+Child = Started | subprocess.Popen[str]
+
+
 def run(
     *arguments: str,
     cwd: Path | None = None,
@@ -98,6 +114,12 @@ def run(
         resource_warnings: Say what was not closed.
     """
     environment = dict(os.environ if env is None else env)
+    if _HAS_GPU:
+        options = ["-W", "always::ResourceWarning"] if resource_warnings else []
+        command = [sys.executable, *options, *arguments]
+        return subprocess.run(
+            command, cwd=cwd, env=environment, capture_output=True, text=True, check=False
+        )
     with (
         open(os.devnull) as nothing,
         tempfile.TemporaryFile("w+") as out,
