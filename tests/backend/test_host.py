@@ -93,8 +93,12 @@ def _mapped(backend: HostBackend, num_bytes: int) -> Address:
     return address
 
 
+#: How far the kernel may be off: each processor counts some pages of its own before it tells.
+_SLACK_BYTES = 1 * MiB
+
+
 def _shared_resident_bytes() -> int:
-    """What this process has resident of memfds and the like, says the kernel."""
+    """What this process has resident of memfds and the like, says the kernel, about."""
     with open("/proc/self/status") as lines:
         fields = dict(line.split(":", 1) for line in lines)
     return int(fields["RssShmem"].split()[0]) * KiB
@@ -107,7 +111,7 @@ def test_host_memory_goes_back_to_the_kernel(host: HostBackend) -> None:
     address = _mapped(host, num_bytes)
     write_bytes(host, address, b"\1" * num_bytes)
     assert num_bytes == host.file_bytes()
-    assert resident_bytes + num_bytes <= _shared_resident_bytes()
+    assert resident_bytes + num_bytes <= _shared_resident_bytes() + _SLACK_BYTES
     host.mem_unmap(address, num_bytes)
     assert 0 == host.file_bytes()
     assert _shared_resident_bytes() < resident_bytes + num_bytes // 2
@@ -131,7 +135,8 @@ def test_host_reservation_costs_no_memory(host: HostBackend) -> None:
     """A terabyte of addresses is free."""
     before = _shared_resident_bytes()
     address = host.address_reserve(1 << 40)
-    assert (0, before) == (host.file_bytes(), _shared_resident_bytes())
+    assert host.file_bytes() == 0
+    assert _shared_resident_bytes() <= before + _SLACK_BYTES
     host.address_free(address, 1 << 40)
 
 
