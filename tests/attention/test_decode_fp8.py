@@ -173,17 +173,24 @@ def test_a_captured_step_finds_its_counts_at_zero() -> None:
     ],
     ids=["nine queries a head", "two queries of one", "float32"],
 )
-def test_what_it_does_not_serve(monkeypatch: pytest.MonkeyPatch, change: dict) -> None:
+def test_what_it_does_not_take(change: dict) -> None:
     """Then the backend's own kernel does."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     call = call_of(128, 2, 4, device="cpu")
-    assert decode_fp8.serves(call)
-    assert not decode_fp8.serves(call._replace(**change))
+    assert decode_fp8.takes(call)
+    assert not decode_fp8.takes(call._replace(**change))
     wide = DenseRows(NUM_ROWS, ROW_TOKENS, 2, 96, dtype=FP8, device="cpu")
     query = torch.zeros(7, 8, 96, dtype=torch.bfloat16)
-    assert not decode_fp8.serves(call._replace(query=query, keys=wide.keys, values=wide.values))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    assert not decode_fp8.takes(call._replace(query=query, keys=wide.keys, values=wide.values))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_on_the_cpu_rows_are_decoded(dtype: torch.dtype) -> None:
+    """Whose type and shape the kernel would take, on a GPU."""
+    call = call_of(64, 2, 4, dtype=dtype, device="cpu")
+    assert decode_fp8.takes(call)
     assert not decode_fp8.serves(call)
+    out = get("sdpa").forward(call.query, call.keys, call.values, call.batch, scale=call.scale)
+    assert (out - exactly(call)).abs().max() <= exactly(call).abs().amax() * 2**-6
 
 
 def _spec(call: Call):

@@ -287,10 +287,20 @@ extern "C" __global__ __launch_bounds__(128, MIN_BLOCKS) void decode(
 
 
 def serves(call: Call) -> bool:
-    """Whether the kernel can take this call: one query each over rows in eight bits.
+    """Whether the kernel can take this call here: one query each over rows in eight bits.
 
     Cost: comparisons on the host.
     """
+    query = call.query
+    return (
+        query.is_cuda
+        and takes(call)
+        and torch.cuda.get_device_capability(query.device) >= _CAPABILITY
+    )
+
+
+def takes(call: Call) -> bool:
+    """Whether a device that has the kernel can take this call."""
     query, keys, values, batch = call[:4]
     dim = query.shape[2]
     return (
@@ -304,7 +314,6 @@ def serves(call: Call) -> bool:
         and batch.left_pad is None
         and keys.stride() == values.stride()
         and not (keys.data_ptr() | values.data_ptr() | keys.stride(1)) % 16
-        and torch.cuda.get_device_capability(query.device) >= _CAPABILITY
     )
 
 

@@ -22,8 +22,6 @@ from .append_cuda import check_fp8, inverses
 from .batch import AttentionBatch
 from .nvrtc import FORMATS, NUMBERS, Kernel, compiled, launch
 
-_COUNT = 8
-"""Numbers that a thread takes at once: 16 bytes."""
 _THREADS = 128
 _WORDS = Struct("=29q")
 _DTYPES = (torch.bfloat16, torch.float16)

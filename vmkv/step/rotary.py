@@ -78,7 +78,9 @@ def _turned(node: Any) -> _Turned | None:
     if cos is None or sin is None or not _calls(swapped, torch.cat):
         return None
     halves, *dim = swapped.args
-    if [*dim, *swapped.kwargs.values()] != [-1] or len(halves) != 2:
+    if [*dim, *swapped.kwargs.values()] != [-1] or not isinstance(x, torch.fx.Node):
+        return None
+    if not isinstance(halves, list | tuple) or len(halves) != 2:
         return None
     negated, low = halves
     if not _calls(negated, operator.neg):
