@@ -104,13 +104,15 @@ def _calls(node: Any, function: Any) -> bool:
 
 
 def _unsqueezed(node: Any) -> torch.fx.Node | None:
-    """What a node gives a dimension for heads, if it does."""
+    """The angles `[1, T, D]` that a node gives a dimension for heads, if it does."""
     if not isinstance(node, torch.fx.Node) or node.op != "call_method":
         return None
     if node.target != "unsqueeze" or [*node.args[1:], *node.kwargs.values()] != [1]:
         return None
     source = node.args[0]
-    return source if isinstance(source, torch.fx.Node) else None
+    if not isinstance(source, torch.fx.Node):
+        return None
+    return source if getattr(source.meta.get("example_value"), "ndim", 0) == 3 else None
 
 
 def _part(node: Any, x: torch.fx.Node) -> slice | None:
