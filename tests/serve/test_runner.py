@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.mixing import BACKENDS
 from helpers.tiny_models import VOCABULARY, tiny_model
 
 from vmkv import ExtentPool, HostBackend
@@ -160,14 +161,34 @@ def test_tokens_are_what_each_prompt_gets_alone(name, options) -> None:
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss"])
 def test_chunks_of_any_size_fit_steps_of_fixed_size(name, step_tokens) -> None:
     """Shorter than a tile and longer, none that decodes and many, full buckets and nearly empty."""
-    model = model_named(name)
+    serve_chunks(model_named(name), step_tokens)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_a_step_of_fixed_size_may_be_one_launch(name) -> None:
+    """Entries that nobody decodes in, and tiles of padding, are nothing to a kernel that mixes."""
+    mixing = BACKENDS["mixing"]
+    mixing.launches.clear()
+    serve_chunks(model_named(name), 200, "mixing")
+    num_tokens, num_sequences = max(mixing.launches)
+    assert num_tokens > 200
+    assert num_sequences > SLOTS
+
+
+def serve_chunks(model, step_tokens: int, attention_backend: str | None = None) -> None:
+    """Prompts around the length of a tile, in padded steps: each says what it says alone."""
     prompts = prompts_of((150, 3, TILE_TOKENS, 190, 1, 2, TILE_TOKENS + 1))
     expected = [alone(model, prompt, 3) for prompt in prompts]
     greedy = SamplingParams(temperature=0, max_tokens=3)
     requests = [Request(prompt, greedy) for prompt in prompts]
     with cache_for(model) as cache:
         runner = ModelRunner(
-            model, cache, max_num_seqs=SLOTS, max_num_batched_tokens=512, options=PADDED
+            model,
+            cache,
+            max_num_seqs=SLOTS,
+            max_num_batched_tokens=512,
+            options=PADDED,
+            attention_backend=attention_backend,
         )
         serve(runner, cache, requests, step_tokens=step_tokens)
         assert runner.stepper.mixed_graphs is not None

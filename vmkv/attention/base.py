@@ -278,12 +278,17 @@ class Call(NamedTuple):
     softcap: float
     sinks: torch.Tensor | None
     scales: Scales | None = None
+    out: torch.Tensor | None = None
 
 
 class CheckedBackend(abc.ABC):
     """The protocol's call, spelt out and checked once for all backends of this package."""
 
     name: str
+
+    def mixes(self, spec: AttentionSpec) -> bool:
+        """Whether one launch for sequences that decode and for prompts is as fast as one each."""
+        return False
 
     def forward(
         self,
@@ -298,9 +303,14 @@ class CheckedBackend(abc.ABC):
         softcap: float = 0.0,
         sinks: torch.Tensor | None = None,
         scales: Scales | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See `AttentionBackend.forward`."""
-        call = Call(query, keys, values, batch, scale, causal, window, softcap, sinks, scales)
+        """See `AttentionBackend.forward`; a kernel that can writes into `out`.
+
+        That is `[Tq, Hq, Dv]`, contiguous and in the query's dtype. What cannot write there returns
+        a new tensor, as without it.
+        """
+        call = Call(query, keys, values, batch, scale, causal, window, softcap, sinks, scales, out)
         check_call(call)
         return self.attend(call)
 

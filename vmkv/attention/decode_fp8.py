@@ -330,7 +330,9 @@ def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     size, query_heads, dim = query.shape
     heads = keys.shape[2]
     parts = _num_parts(query.device, size * heads, batch.max_num_tokens)
-    out = torch.empty((size, query_heads, dim), dtype=query.dtype, device=query.device)
+    out = call.out
+    if out is None:
+        out = torch.empty((size, query_heads, dim), dtype=query.dtype, device=query.device)
     logsumexp = torch.empty((size, query_heads, 1), dtype=torch.float32, device=query.device)
     sums, weights, done = _scratch(call, parts, size * query_heads, dim, size * heads)
     scales = call.scales

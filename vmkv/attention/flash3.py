@@ -75,20 +75,9 @@ NEUTRAL = {
 # What a call sets, and what the kernel must therefore accept.
 CALL_ARGUMENTS = frozenset(
     {
-        "q",
-        "k",
-        "v",
-        "cu_seqlens_q",
-        "seqused_k",
-        "max_seqlen_q",
-        "kv_batch_idx",
-        "leftpad_k",
-        "softmax_scale",
-        "is_causal",
-        "window_size_left",
-        "window_size_right",
-        "softcap",
-        "num_splits",
+        *("q", "k", "v", "out", "cu_seqlens_q", "seqused_k", "max_seqlen_q", "kv_batch_idx"),
+        *("leftpad_k", "softmax_scale", "is_causal", "window_size_left", "window_size_right"),
+        *("softcap", "num_splits"),
     }
 )
 
@@ -121,6 +110,10 @@ class Flash3Backend(FlashBackend):
 
     name = "flash3"
     reads_fp8 = True
+
+    def mixes(self, spec: AttentionSpec) -> bool:
+        """Unless rows are in eight bits, over which decoding has a kernel of its own."""
+        return not spec.is_fp8
 
     def overread_tokens(
         self, k_dim: int, v_dim: int | None = None, kv_dtype: torch.dtype | None = None
@@ -173,8 +166,12 @@ class Flash3Backend(FlashBackend):
         num_blocks = query.numel() // (query.shape[-1] * _QUERY_BLOCK)
         is_busy = num_blocks >= _num_processors(query.device)
         options = _descales(call.scales, batch.batch_size)
-        if not is_busy and kernel is library_kernel():
-            options |= _plan(call, query, uniform)
+        if kernel is library_kernel():
+            if not is_busy:
+                options |= _plan(call, query, uniform)
+            # What is made of eight bits is bfloat16.
+            if call.out is not None and call.out.dtype == (torch.bfloat16 if is_fp8 else dtype):
+                options["out"] = call.out.view(*query.shape[:-1], call.out.shape[-1])
         out, logsumexp = kernel(
             query,
             keys[:, :longest],

@@ -104,7 +104,7 @@ class ReferenceBackend(CheckedBackend):
 
     def attend(self, call: Call) -> torch.Tensor:
         """See `CheckedBackend.attend`."""
-        query, keys, values, batch, scale, causal, window, softcap, sinks, scales = call
+        query, keys, values, batch, scale, causal, window, softcap, sinks, scales, _ = call
         wide = torch.promote_types(query.dtype, self._dtype)
         out = query.new_empty(*query.shape[:2], values.shape[3])
         for row, start, end, num_tokens, left_pad in batch.spans:

@@ -58,7 +58,7 @@ class SdpaBackend(CheckedBackend):
         """See `CheckedBackend.attend`."""
         if call.sinks is None and decode_fp8.serves(call):
             return decode_fp8.decode(call)[0]
-        query, keys, values, batch, scale, causal, window, softcap, sinks, scales = call
+        query, keys, values, batch, scale, causal, window, softcap, sinks, scales, _ = call
         needs_plain_math = bool(softcap) or sinks is not None
         out = query.new_empty(*query.shape[:2], values.shape[3])
         for row, start, end, num_tokens, left_pad in batch.spans:

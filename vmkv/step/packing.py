@@ -69,7 +69,7 @@ def pack(pieces: Sequence[Piece], capacities: set[int], device: torch.device) ->
         count,
         count,
         count + 1,
-        first_later - num_decode + 1,
+        count - num_decode + 1,
         count - first_later + 1,
         count,
         len(sampling),
@@ -82,7 +82,7 @@ def pack(pieces: Sequence[Piece], capacities: set[int], device: torch.device) ->
     flat[cut[3]] = [piece.num_tokens for piece in pieces]
     flat[cut[4]] = [piece.num_past_tokens for piece in pieces]
     flat[cut[5]] = starts
-    flat[cut[6]] = [each - num_decode for each in starts[num_decode : first_later + 1]]
+    flat[cut[6]] = [each - num_decode for each in starts[num_decode:]]
     flat[cut[7]] = [each - starts[first_later] for each in starts[first_later:]]
     flat[cut[8]] = [piece.slot for piece in pieces]
     flat[cut[9]] = [starts[at + 1] - 1 for at in sampling]
@@ -101,11 +101,13 @@ def pack(pieces: Sequence[Piece], capacities: set[int], device: torch.device) ->
             num_beginning_tokens=num_first,
             everything=vectors.batches(0, count, sent[5]),
             decode=vectors.batches(0, num_decode, sent[5]) if num_decode else None,
-            beginnings=Beginnings(sent[6], max(new[num_decode:first_later])) if num_first else None,
-            beginnings_in_rows=vectors.batches(num_decode, first_later, sent[6])
+            beginnings=Beginnings(
+                sent[6][: first_later - num_decode + 1], max(new[num_decode:first_later])
+            )
             if num_first
             else None,
             continued=vectors.batches(first_later, count, sent[7]) if first_later < count else None,
+            prompts=vectors.batches(num_decode, count, sent[6]) if num_decode < count else None,
         ),
     )
 

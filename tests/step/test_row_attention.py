@@ -1,0 +1,161 @@
+"""Which launches a step's attention is made of; what they compute is `test_stepper`'s question.
+
+A kernel that mixes has all queries of a step in one launch, unless somebody decodes over a long
+row. On the host no backend does, so one of torch's is told to (`helpers/mixing.py`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+from helpers.mixing import BACKENDS
+
+import vmkv.step.row_attention as row_attention
+from vmkv import HostBackend
+from vmkv.attention import AttentionBackend, register
+from vmkv.attention.reference import ReferenceBackend
+from vmkv.cache import KVCache
+from vmkv.step import Piece
+from vmkv.step.packing import pack
+from vmkv.step.piece import packing_order
+from vmkv.step.row_attention import RowAttention, row_capacities
+
+HEADS, KV_HEADS, DIM, LAYERS = 4, 2, 16, (None, 24)
+SCALE = DIM**-0.5
+
+
+@pytest.fixture
+def cache() -> Iterator[KVCache]:
+    """Of a layer that sees all and one that sees a window."""
+    with KVCache(HostBackend(4096), max_tokens=500, max_sequences=8) as cache:
+        for layer, window in enumerate(LAYERS):
+            cache.add_layers(
+                [layer],
+                num_kv_heads=KV_HEADS,
+                head_dim=DIM,
+                dtype=torch.float32,
+                window_tokens=window,
+            )
+        yield cache
+
+
+def attended(
+    cache: KVCache, backend: str, spans: list[tuple[int, int]]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """What each of `(past, new)` tokens gets from both layers, and what exact arithmetic says."""
+    rows = [cache.open() for _ in spans]
+    cache.grow([(row, past + new) for row, (past, new) in zip(rows, spans, strict=True)])
+    pieces = [
+        Piece(slot, row.row, past, new, [1] * new)
+        for slot, (row, (past, new)) in enumerate(zip(rows, spans, strict=True))
+    ]
+    pieces = [pieces[at] for at in packing_order(pieces)]
+    device = torch.device("cpu")
+    step = pack(pieces, row_capacities(cache), device).parts
+    attention = RowAttention([cache], backend)
+    attention.steps = {device: step}
+    got, exact = [], []
+    total = sum(new for _, new in spans)
+    for layer, window in enumerate(LAYERS):
+        keys, values = cache.keys(layer), cache.values(layer)
+        for each in (keys, values):
+            for piece in pieces:
+                each[piece.row, : piece.num_tokens].normal_()
+        query, key, value = (
+            torch.randn(total, count, DIM).transpose(0, 1)[None]
+            for count in (HEADS, KV_HEADS, KV_HEADS)
+        )
+        out = attention.attend(
+            layer, query, key, value, scale=SCALE, window=None, softcap=0.0, sinks=None
+        )
+        got.append(out[0])
+        batch = step.everything[keys.shape[1]]
+        exact.append(
+            ReferenceBackend(torch.float64).forward(
+                query[0].transpose(0, 1),
+                keys,
+                values,
+                batch,
+                scale=SCALE,
+                window=window,
+            )
+        )
+    attention.close()
+    for row in rows:
+        row.close()
+    return got, exact
+
+
+@pytest.mark.parametrize("longest", [8192, 300])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_step_is_one_launch_or_one_for_each_kind(
+    cache: KVCache, backend: str, longest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All kinds of queries, alone and beside each other: exact, and in as few launches as may be.
+
+    Prompts that begin and that continue are one launch, as there is no kernel for the first here.
+    """
+    monkeypatch.setattr(row_attention, "_LONG_ROW_TOKENS", longest)
+    kinds = {"short": (40, 1), "long": (400, 1), "begins": (0, 30), "continues": (33, 21)}
+    generator = random.Random(0)
+    chosen = [list(names) for size in (1, 2, 3, 4) for names in itertools.combinations(kinds, size)]
+    watched = BACKENDS[backend]
+    for names in chosen:
+        generator.shuffle(names)
+        watched.launches.clear()
+        watched.written = 0
+        got, exact = attended(cache, backend, [kinds[name] for name in names])
+        for ours, right in zip(got, exact, strict=True):
+            torch.testing.assert_close(ours, right, rtol=1e-4, atol=1e-5)
+        decode = [name for name in names if name in ("short", "long")]
+        prompts = [name for name in names if name not in decode]
+        is_long = "long" in names and longest < 400
+        whole = backend == "mixing" and not is_long
+        parts = [names] if whole or not prompts else [each for each in (decode, prompts) if each]
+        expected = [(sum(kinds[name][1] for name in part), len(part)) for part in parts]
+        assert watched.launches == expected * len(LAYERS), names
+        is_in_parts = not whole and bool(prompts)
+        assert watched.written == (len(expected) * len(LAYERS) if is_in_parts else 0), names
+
+
+def test_backends_of_others_are_told_no_more_than_their_protocol_has(
+    cache: KVCache,
+) -> None:
+    """Nor are they asked whether they mix."""
+
+    class Plain:
+        name = "plain"
+
+        def overread_tokens(self, k_dim, v_dim=None, kv_dtype=None) -> int:
+            return 0
+
+        def why_not(self, spec) -> None:
+            return None
+
+        def forward(
+            self,
+            query,
+            keys,
+            values,
+            batch,
+            *,
+            scale,
+            causal=True,
+            window=None,
+            softcap=0.0,
+            sinks=None,
+            scales=None,
+        ) -> torch.Tensor:
+            return ReferenceBackend().forward(
+                query, keys, values, batch, scale=scale, causal=causal, window=window
+            )
+
+    backend: AttentionBackend = Plain()
+    register("plain", lambda: backend)
+    got, exact = attended(cache, "plain", [(40, 1), (0, 30), (33, 21)])
+    for ours, right in zip(got, exact, strict=True):
+        torch.testing.assert_close(ours, right, rtol=1e-4, atol=1e-5)
