@@ -14,12 +14,18 @@ const char vmkv_pack_token_ids_doc[] =
 /* Writes the integers of a list or tuple; returns -1 with an error set where one is none. */
 static int pack_all(PyObject *list, Py_ssize_t num_tokens, char *to)
 {
+    int is_list = PyList_Check(list);
     for (Py_ssize_t i = 0; i < num_tokens; i++, to += sizeof(int64_t)) {
-        PyObject *token_id = PySequence_GetItem(list, i); /* NULL if an `__index__` shortened it */
+        /* NULL if an `__index__` shortened it. */
+        PyObject *token_id = is_list ? PyList_GetItem(list, i) : PyTuple_GetItem(list, i);
         if (token_id == NULL)
             return -1;
+        int is_exact = PyLong_CheckExact(token_id);
+        if (!is_exact)
+            Py_INCREF(token_id); /* an `__index__` may drop it from the list */
         int64_t value = PyLong_AsLongLong(token_id);
-        Py_DECREF(token_id);
+        if (!is_exact)
+            Py_DECREF(token_id);
         if (value == -1 && PyErr_Occurred())
             return -1;
         memcpy(to, &value, sizeof value);
