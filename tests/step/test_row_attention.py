@@ -90,7 +90,7 @@ def attended(
     return got, exact
 
 
-@pytest.mark.parametrize("longest", [8192, 300])
+@pytest.mark.parametrize("longest", [16_384, 300])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_step_is_one_launch_or_one_for_each_kind(
     cache: KVCache, backend: str, longest: int, monkeypatch: pytest.MonkeyPatch
