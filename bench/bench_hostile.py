@@ -54,6 +54,8 @@ from report import Figure, Row, bench_parser, make_record, print_figures, print_
 ROOT = Path(__file__).resolve().parents[1]
 NUM_HONEST = 8
 NEW_TOKENS = 1000
+SMOKE_NEW_TOKENS = 100
+SMOKE_HOLD_S = 0.5
 NUM_PAIRS = 10
 NUM_HOSTILE = 100  # In each window.
 CONCURRENCY = 24
@@ -121,8 +123,9 @@ class Window:
 class Honest:
     """Eight streams, and somebody who asks for the server's health; all of them all the time."""
 
-    def __init__(self, target: Target):
+    def __init__(self, target: Target, new_tokens: int = NEW_TOKENS):
         self._target = target
+        self._new_tokens = new_tokens
         self.window = Window()
         self.num_broken = 0
         self.num_streams = 0
@@ -141,7 +144,8 @@ class Honest:
 
     async def _stream(self, number: int) -> None:
         while not self._is_over:
-            body = {"model": "tiny", "prompt": [5 + number, 6, 7], "max_tokens": NEW_TOKENS}
+            body = {"model": "tiny", "prompt": [5 + number, 6, 7]}
+            body |= {"max_tokens": self._new_tokens}
             body |= {"stream": True, "ignore_eos": True, "seed": number}
             connection = await self._target.connect()
             try:
@@ -193,7 +197,8 @@ class Attackers:
 
     def __init__(self, target: Target, seed: int, count: int):
         self._command = [sys.executable, str(Path(__file__).with_name("hostile_clients.py"))]
-        self._command += [target.host, *map(str, (target.port, seed, count, CONCURRENCY))]
+        numbers = (target.port, target.hold_s, seed, count, CONCURRENCY)
+        self._command += [target.host, *map(str, numbers)]
 
     async def __aenter__(self) -> Attackers:
         pipe = asyncio.subprocess.PIPE
@@ -216,10 +221,14 @@ class Attackers:
 
 
 async def measure(
-    server: Server, num_pairs: int, num_hostile: int, settling_s: float = SETTLING_S
+    server: Server,
+    num_pairs: int = NUM_PAIRS,
+    num_hostile: int = NUM_HOSTILE,
+    settling_s: float = SETTLING_S,
+    new_tokens: int = NEW_TOKENS,
 ) -> tuple[list[Row], list[float], Row]:
     """Windows with and without hostile clients, how long `/health` took, and what is left."""
-    honest = Honest(server.target)
+    honest = Honest(server.target, new_tokens)
     honest.begin()
     await asyncio.sleep(settling_s)
     rows: list[Row] = []
@@ -331,7 +340,9 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         server = Server(save_tiny_model(Path(folder) / "model"), Path(folder) / "log")
         try:
-            sizes = (1, 40, 0.3) if smoke else (NUM_PAIRS, NUM_HOSTILE, SETTLING_S)
+            if smoke:
+                server.target.hold_s = SMOKE_HOLD_S
+            sizes = (1, 40, 0.3, SMOKE_NEW_TOKENS) if smoke else ()
             rows, health_s, left = asyncio.run(measure(server, *sizes))
         finally:
             status = server.stop()

@@ -116,7 +116,7 @@ ENGINE_LOADS = ("chat24",)
 
 def smoke_loads() -> dict[str, Load]:
     """The same, tiny."""
-    small = Load("", 0, 6, 128, (4, 8, 24), (2, 4, 8))
+    small = Load("", 0, 6, 128, (4, 8, 24), (2, 4, 8), lead_s=0.2)
     streams = replace(small, name="streams", prompt_tokens=(4, 4, 4), new_tokens=(16, 16, 16))
     return {
         "chat24": replace(small, name="chat 24/s", rate_per_s=24),

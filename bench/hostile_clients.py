@@ -1,6 +1,6 @@
 """Clients that mean harm: what each kind sends, and how it behaves. A process of its own.
 
-    python bench/hostile_clients.py HOST PORT SEED COUNT CONCURRENCY
+    python bench/hostile_clients.py HOST PORT HOLD_S SEED COUNT CONCURRENCY
 
 sends so many requests of kinds drawn at random, and prints one JSON object: per kind, how each
 ended. What is sent is made before the first is.
@@ -21,8 +21,6 @@ from typing import Any
 
 #: Longer than any limit of the server's on time; who is not done by then hangs.
 PATIENCE_S = 90.0
-#: How long those wait that open a connection to hold it.
-HOLD_S = 3.0
 MiB = 1 << 20
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 LONG = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 1000, "ignore_eos": True}
@@ -31,10 +29,10 @@ Kind = Callable[["Target"], Awaitable[str]]
 
 
 class Target:
-    """Where they go."""
+    """Where they go, and how long those stay that open a connection to hold it."""
 
-    def __init__(self, host: str, port: int):
-        self.host, self.port = host, port
+    def __init__(self, host: str, port: int, hold_s: float = 3.0):
+        self.host, self.port, self.hold_s = host, port, hold_s
 
     async def connect(self, receive_bytes: int | None = None) -> Connection:
         """A connection; with a small window where somebody does not want to read."""
@@ -121,7 +119,7 @@ def holding(data: bytes) -> Kind:
         try:
             await connection.send(data)
             try:
-                return await asyncio.wait_for(connection.status(), HOLD_S)
+                return await asyncio.wait_for(connection.status(), target.hold_s)
             except asyncio.TimeoutError:
                 return "held"
         finally:
@@ -136,7 +134,7 @@ async def dripping(target: Target) -> str:
     try:
         for byte in b"POST /v1/completions HTTP/1.1\r\nHost: example.com\r\nX-Wait":
             await connection.send(bytes([byte]))
-            await asyncio.sleep(HOLD_S / 50)
+            await asyncio.sleep(target.hold_s / 50)
         return "held"
     finally:
         connection.leave()
@@ -147,7 +145,7 @@ async def never_reading(target: Target) -> str:
     connection = await target.connect(receive_bytes=2048)
     try:
         await connection.send(request(LONG | {"stream": True, "logprobs": 20}))
-        await asyncio.sleep(HOLD_S)
+        await asyncio.sleep(target.hold_s)
         return "held"
     finally:
         connection.leave()
@@ -261,11 +259,11 @@ async def attack(target: Target, seed: int, count: int, concurrency: int) -> dic
 
 def main(arguments: list[str]) -> None:
     """See the module."""
-    host, port, seed, count, concurrency = arguments
+    host, port, hold_s, *counts = arguments
     # They come from elsewhere: what it costs to be hostile is not the server's loss.
     os.nice(10)
-    target = Target(host, int(port))
-    print(json.dumps(asyncio.run(attack(target, int(seed), int(count), int(concurrency)))))
+    target = Target(host, int(port), float(hold_s))
+    print(json.dumps(asyncio.run(attack(target, *map(int, counts)))))
 
 
 if __name__ == "__main__":

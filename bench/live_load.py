@@ -27,8 +27,6 @@ from typing import Any
 import httpx
 
 NUM_PROCESSES = 4
-#: Between starting the client processes and the first arrival.
-LEAD_S = 1.5
 #: A client that never reads has little room for what it does not read.
 UNREAD_BYTES = 4096
 _UNREAD_TOKENS = 4096
@@ -49,6 +47,7 @@ class Load:
         prefix_tokens: Tokens that all prompts begin with.
         misbehaving: Beside the requests there is a client that never reads its answer, and one
             that leaves every second.
+        lead_s: Between starting the client processes and the first arrival.
     """
 
     name: str
@@ -60,6 +59,7 @@ class Load:
     spreads: tuple[float, float] = (0.8, 0.7)
     prefix_tokens: int = 0
     misbehaving: bool = False
+    lead_s: float = 1.5
 
     def arrivals(self) -> list[Arrival]:
         """The requests, in order. The same every time."""
@@ -247,7 +247,7 @@ def apply(load: Load, url: str, model: str) -> list[Timing]:
     if load.misbehaving:
         nuisance.start()
     with ProcessPoolExecutor(count, mp_context=context) as pool:
-        start_s = time.perf_counter() + LEAD_S
+        start_s = time.perf_counter() + load.lead_s
         parts = [pool.submit(_send, url, work[at::count], start_s) for at in range(count)]
         timings = [timing for part in parts for timing in part.result()]
     if load.misbehaving:

@@ -36,11 +36,13 @@ def run(script: Path | str, *arguments: object) -> subprocess.CompletedProcess[s
 
 #: One after the other in one process: what a small run takes alone is mostly imports.
 _RUN_ALL = """
-import pathlib, runpy, sys
+import gc, pathlib, runpy, sys
 bench, results, *names = map(pathlib.Path, sys.argv[1:])
 sys.path.insert(0, str(bench))
 for name in names:
     print(f"---- {name}", file=sys.stderr)
+    gc.collect()
+    gc.freeze()  # Many collect, and what the ones before have imported need not be looked at.
     sys.argv = [str(name), "--smoke", "--json", str(results / f"{name.stem}-cpu.json")]
     try:
         runpy.run_path(str(bench / name), run_name="__main__")
