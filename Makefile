@@ -42,6 +42,8 @@ types: $(VENV)/.ready
 
 # As many processes as cores; threads would wait for each other.
 unit real replicas: export OMP_NUM_THREADS = 1
+# Nor without compiled modules, whatever the shell says: tests start a hundred interpreters.
+unit real replicas: export PYTHONDONTWRITEBYTECODE =
 
 unit: $(VENV)/.ready
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not real_weights and not ray" \
