@@ -5,6 +5,7 @@ Helpers that tests import live in `tests/helpers`; nothing is imported from here
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib.util
 import os
@@ -45,6 +46,7 @@ _MAKE_BACKEND: dict[str, Callable[[], Backend]] = {
 }
 
 
+@functools.cache
 def _has_gpu() -> bool:
     # Up to `memory` nothing needs torch, and its tests run where it is not installed.
     if importlib.util.find_spec("torch") is None:
@@ -69,16 +71,28 @@ def same_chances() -> None:
     """What a test draws without a seed of its own is the same every time."""
     random.seed(0)
     if "torch" in sys.modules:
-        sys.modules["torch"].manual_seed(0)
+        torch = sys.modules["torch"]
+        # Where there is none, `manual_seed` keeps for a GPU by whom it was called: a millisecond.
+        seed = torch.manual_seed if _has_gpu() else torch.default_generator.manual_seed
+        seed(0)
 
 
 @pytest.fixture(scope="session", autouse=True)
-def cheap_collections() -> Iterator[None]:
-    """Keep all that was imported out of the collector's sight: many tests collect."""
-    gc.collect()
-    gc.freeze()
+def collected_in_the_end() -> Iterator[None]:
+    """What the fixture below keeps out of the collector's sight is in it again at the end."""
     yield
     gc.unfreeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cheap_collections() -> None:
+    """Keep what was there before a file out of the collector's sight: many tests collect.
+
+    Before each file and not once: compilers, servers and what else the files before have imported
+    are a million objects, and each collection of a test would take a third of a second.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(params=["host-64KiB", "host-2MiB", pytest.param("cuda", marks=pytest.mark.gpu)])

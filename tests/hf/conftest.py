@@ -28,6 +28,9 @@ def new_cache() -> Iterator[Callable[..., Any]]:
 
     With `backend` or `budget_bytes` the cache gets memory of its own, which the test answers for.
     """
+    # Models of tests before stay: the collection below shall look at this test's objects alone.
+    gc.collect()
+    gc.freeze()
     backend = HostBackend(4 * KiB)
     pool = ExtentPool(backend, 256 * MiB)
     made = []
