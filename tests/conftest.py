@@ -12,6 +12,7 @@ import os
 import random
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -56,14 +57,32 @@ def _has_gpu() -> bool:
     return torch.cuda.device_count() > 0
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU where the machine says that it has none."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Have files given to processes in the order of the tests, which is made below."""
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Begin with what takes long, and skip what needs a GPU where there is none."""
+    if hasattr(config, "workerinput"):
+        _put_slow_files_first(items)
     if _has_gpu():
         return
     needs_gpu = pytest.mark.skip(reason="this machine has no NVIDIA GPU")
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(needs_gpu)
+
+
+def _put_slow_files_first(items: list[pytest.Item]) -> None:
+    """Of processes that share the tests file by file none shall wait for another's last file.
+
+    Left alone, those with the fewest tests come last, some of which take longest.
+    """
+    num_tests = Counter(item.path for item in items)
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: (item.path not in slow, -num_tests[item.path], item.path))
 
 
 @pytest.fixture(autouse=True)
