@@ -96,12 +96,14 @@ class _ThreadLink:
         except RuntimeError:  # The loop is closed: nobody is left to be told.
             self._news = None
 
-    def wait(self, *, for_commands: bool, to_send: bool) -> None:
+    def wait(self, *, for_commands: bool, to_send: bool, timeout_s: float | None = None) -> None:
         """See `Link`."""
         with self._changed:
             self._waits_to_send = to_send
-            while not (for_commands and self._commands) and not (to_send and self._news is None):
-                self._changed.wait()
+            self._changed.wait_for(
+                lambda: (for_commands and self._commands) or (to_send and self._news is None),
+                timeout_s,
+            )
 
 
 class AsyncEngine(EngineClient):

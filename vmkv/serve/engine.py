@@ -57,8 +57,7 @@ class Engine:
         max_num_batched_tokens: Tokens of a step at most; longer prompts take several steps.
         max_num_mixed_tokens: Tokens of a step at most that decodes and computes prompts, so that
             those who decode get theirs evenly, unless more prompt tokens are left than
-            `max_num_batched_tokens`; by default no such bound, which suits requests that come all
-            at once.
+            `max_num_batched_tokens`; by default no bound, for requests that come all at once.
         max_tokens: Prompt and output of a request at most; by default what the model was made for.
         budget_bytes: Physical memory for keys and values; by default 0.9 of what is free now.
         host_budget_bytes: Host memory for requests that are preempted; 0 to compute them again.
@@ -237,8 +236,7 @@ class Engine:
         request.arrived_s = time.perf_counter()
         self._outcomes.begin(request)
         try:
-            leader_id = request.request_id - index if index else None
-            self._loop.add(request, leader_id)
+            self._loop.add(request, request.request_id - index if index else None)
         except BaseException:
             self._outcomes.forget(request)
             raise
@@ -257,8 +255,7 @@ class Engine:
         handle = RequestHandle(requests, text, step=self.step, cancel=self.cancel)
         for request in requests:
             self._handles[request.request_id] = handle
-        if self._observer is not None:
-            for request in requests:
+            if self._observer is not None:
                 self._observer.request_added(request.request_id, len(request.prompt_token_ids))
         return handle
 
@@ -292,9 +289,14 @@ class Engine:
     def num_failed_steps(self) -> int:
         """Steps that failed since the last one that did not: a device that is gone, for instance.
 
-        A request's own failure is none of them, nor is a lack of memory.
+        A request's own failure is none, nor is a lack of memory.
         """
         return self._loop.num_failed_steps
+
+    @property
+    def spare_s(self) -> float:
+        """How long the next step may wait for who is to be in it; 0 or less: see `pace.py`."""
+        return self._loop.spare_s
 
     def step(self) -> None:
         """Run one step; the handles then have what is new.

@@ -46,7 +46,7 @@ class Link(Protocol):
     def send(self, news: News) -> None:
         """Begin to send; the last news are gone."""
 
-    def wait(self, *, for_commands: bool, to_send: bool) -> None:
+    def wait(self, *, for_commands: bool, to_send: bool, timeout_s: float | None = None) -> None:
         """Until a command has come, or until news can be sent, as far as that is waited for."""
 
     def wake(self) -> None:
@@ -104,6 +104,7 @@ class EngineLoop:
             failure = None
             try:
                 self._obey()
+                self._hold()
                 self._engine.advance()
             except Exception as error:  # noqa: BLE001  # every request ends with it
                 failure = error
@@ -175,6 +176,15 @@ class EngineLoop:
                 self._engine.cancel_all()
             if time.monotonic() - start_s >= _COMMANDS_S:
                 return
+
+    def _hold(self) -> None:
+        """While the device is busy anyway, take in who comes: they are in the next step then."""
+        while not self._is_stopping and (spare_s := self._engine.spare_s) > 0:
+            # What could not be sent yet does not wait for the step either.
+            is_sent = self._link.can_send()
+            if not self._commands:
+                self._link.wait(for_commands=True, to_send=not is_sent, timeout_s=spare_s)
+            self._obey()
 
     def _add(self, asked: Add) -> None:
         if asked.key not in self._to_add:

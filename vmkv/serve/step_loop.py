@@ -26,6 +26,7 @@ from ..units import div_ceil
 from .failures import is_out_of_memory, log_and_release, missing_bytes
 from .memory_view import MemoryView
 from .observer import EngineObserver, StepRecord
+from .pace import Pace
 from .plan import PlannedChunk, PreemptionMethod, StepPlan
 from .request import FinishReason, Request, TokenLogprobs
 from .runner import PendingStep, Runner, SlotError, StepResult
@@ -41,11 +42,13 @@ _TRIES_MAX = 8
 
 @dataclass(frozen=True)
 class _Submitted:
-    """A step on the device: whose chunks, and which of them sample, in order."""
+    """A step on the device: whose chunks, which of them sample, how many tokens, since when."""
 
     pending: PendingStep
     request_ids: Sequence[int]
     sampling_ids: Sequence[int]
+    num_tokens: int
+    submitted_s: float
 
 
 class StepLoop:
@@ -88,12 +91,21 @@ class StepLoop:
         # Pages that the books promise and that lately were not to be had.
         self._withheld_pages = 0
         self._num_in_vain = 0  # Steps since which no memory could be made ready.
+        self._pace = Pace()
         self.num_failed_steps = 0  #: See `Engine.num_failed_steps`.
 
     @property
     def has_work(self) -> bool:
         """Whether there is anything to run or to read."""
         return self._scheduler.has_unfinished or bool(self._pending)
+
+    @property
+    def spare_s(self) -> float:
+        """How long the next step may wait without the device; 0 or less where that is not known."""
+        if len(self._pending) != 1:
+            return 0.0
+        step = self._pending[0]
+        return self._pace.spare_s(step.num_tokens, step.submitted_s, time.perf_counter())
 
     # ---- requests -------------------------------------------------------------------------
 
@@ -212,9 +224,9 @@ class StepLoop:
             submitted = self._submit(chunks)
             record.submit_s += time.perf_counter() - start_s
             if submitted is not None:
-                start_s = time.perf_counter()
+                self._pace.submitted(record.plan_s + record.map_s + record.submit_s)
                 self._make_ready(chunks)
-                record.ready_s += time.perf_counter() - start_s
+                record.ready_s += time.perf_counter() - submitted.submitted_s
             return submitted, plan
         return None, StepPlan()
 
@@ -297,6 +309,8 @@ class StepLoop:
             pending,
             [chunk.request_id for chunk in chunks],
             [chunk.request_id for chunk in chunks if chunk.samples],
+            sum(chunk.num_new_tokens for chunk in chunks),
+            time.perf_counter(),
         )
 
     def _set_slot(self, chunk: PlannedChunk) -> None:
@@ -394,6 +408,7 @@ class StepLoop:
         """Read what is on the device, but for the last `num_left` steps."""
         while len(self._pending) > num_left:
             step = self._pending[0]
+            start_s = time.perf_counter()
             try:
                 result = step.pending.result()  # Where an interrupt comes, mostly.
             except Exception as error:  # noqa: BLE001  # the requests of the step end with it
@@ -403,6 +418,8 @@ class StepLoop:
                 self._fail(step.request_ids, error)
                 continue
             self._pending.popleft()
+            now_s = time.perf_counter()
+            self._pace.read(step.num_tokens, step.submitted_s, now_s, now_s - start_s)
             self.num_failed_steps = 0
             self._take(step, result)
 

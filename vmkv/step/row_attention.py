@@ -41,8 +41,8 @@ from ..errors import InternalError
 from .rotary import turned
 
 #: The longest rows that decode in one launch with prompts, which splits none of them: one of so
-#: many tokens takes a processor about 0.15 ms. (H200, 8B Llama shape, chat: a step with prompts takes
-#: 1.8 % less than with a launch for each kind.)
+#: many tokens takes a processor about 0.15 ms. (H200, 8B Llama shape, chat: a step with prompts
+#: takes 1.8 % less than with a launch for each kind.)
 _LONG_ROW_TOKENS = 16_384
 
 Angles = tuple[torch.Tensor, torch.Tensor]

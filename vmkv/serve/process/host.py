@@ -132,13 +132,13 @@ class SocketLink:
             found += self._unpacker.feed(data)
         return found
 
-    def wait(self, *, for_commands: bool, to_send: bool) -> None:
+    def wait(self, *, for_commands: bool, to_send: bool, timeout_s: float | None = None) -> None:
         """See `Link`."""
         poll = select.poll()
         wanted = select.POLLIN if for_commands else 0
         poll.register(self._socket, wanted | select.POLLOUT if self._unsent else wanted)
         poll.register(self._waker, wanted)
-        poll.poll()
+        poll.poll(None if timeout_s is None else 1e3 * timeout_s)
 
     def wake(self) -> None:
         """See `Link`."""
