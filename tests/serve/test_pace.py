@@ -32,19 +32,19 @@ def known(num_tokens: int, *took_s: float, host_s: float = HOST_S) -> tuple[Pace
 
 
 def test_nothing_is_known_of_a_size_at_first() -> None:
-    """Nor does another size say anything."""
+    """But that it takes as long as a smaller one."""
     pace, now_s = known(1000, 0.04)
     assert Pace().spare_s(1000, 0, 0) <= 0
-    assert pace.spare_s(2000, now_s, now_s) <= 0
     assert pace.spare_s(500, now_s, now_s) <= 0
+    assert pace.spare_s(2000, now_s, now_s) == pace.spare_s(1000, now_s, now_s) > 0.03
 
 
 def test_the_shortest_says_how_long_one_takes_and_the_host_needs_its_part() -> None:
-    """Of sizes an eighth apart; the longer ago it began, the less is left."""
+    """Of sizes a sixteenth apart; the longer ago it began, the less is left."""
     pace, now_s = known(1024, 0.04, 0.036, 0.05)
-    for num_tokens in (1024, 1151):
+    for num_tokens in (1024, 1087):
         spare_s = pace.spare_s(num_tokens, now_s, now_s)
-        assert 0.02 < spare_s < 0.036 - HOST_S
+        assert 0.03 < spare_s < 0.036 - HOST_S
         assert pace.spare_s(num_tokens, now_s, now_s + 0.01) == pytest.approx(spare_s - 0.01)
         # It was submitted while another ran, and began when that had ended; or later.
         assert pace.spare_s(num_tokens, now_s - 1, now_s) == pytest.approx(spare_s)
@@ -61,7 +61,7 @@ def test_only_the_last_few_count() -> None:
 
 def test_short_steps_are_not_waited_for() -> None:
     """The host's part of them is too large."""
-    pace, now_s = known(64, 0.008, 0.008, host_s=0)
+    pace, now_s = known(64, 0.003, 0.003, host_s=0)
     assert pace.spare_s(64, now_s, now_s) <= 0
 
 
@@ -94,8 +94,8 @@ def test_the_device_never_waits_for_long() -> None:
         pace.read(1024, submitted_s, now_s, waited_s=max(0.0, end_s - planned_s))
         submitted_s = planned_s
         end_s = next_start_s + step_s * draw.uniform(1, 1.05)
-    assert held_s > 0.4 * now_s
-    assert num_idle <= 5
+    assert held_s > 0.7 * now_s
+    assert num_idle <= 8
 
 
 class Script:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 #: So many steps in a row fail only where every one does.
 FAILED_STEPS_MAX = 5
+#: Links do not count less.
+_SHORTEST_HOLD_S = 0.001
 #: What running requests wait at most for the commands between two steps, but for the last one.
 _COMMANDS_S = 0.01
 
@@ -179,7 +181,7 @@ class EngineLoop:
 
     def _hold(self) -> None:
         """While the device is busy anyway, take in who comes: they are in the next step then."""
-        while not self._is_stopping and (spare_s := self._engine.spare_s) > 0:
+        while not self._is_stopping and (spare_s := self._engine.spare_s) > _SHORTEST_HOLD_S:
             # What could not be sent yet does not wait for the step either.
             is_sent = self._link.can_send()
             if not self._commands:

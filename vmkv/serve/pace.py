@@ -1,12 +1,12 @@
 """How long the step on the device still takes, and so who can still be in the next one.
 
 The next step is planned while one runs. Planned as soon as it can be, it leaves out whoever comes
-meanwhile: they wait for both, with prompts in them some 35 ms each. So an engine that serves
+meanwhile: they wait for both, with prompts in them some 30 ms each. So an engine that serves
 arrivals plans it as late as the device allows (`EngineLoop`).
 
-Steps of about the same size take about the same time: the shortest of the last few says how long
-one takes at least. A step that had ended before the host came for its tokens says that what was
-thought of its size was too long, and that is forgotten: the next of that size is measured instead.
+Steps of about the same size take about the same time, and larger ones no less: the shortest of the
+last few says how long one takes at least. A step that had ended before the host came for its tokens
+says that what was thought of its size was too long, and that is forgotten: the next is measured.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from __future__ import annotations
 from collections import deque
 
 #: Shorter steps are not worth it: what the host needs for the next one is most of them.
-_LONG_S = 0.01
-#: Of the shortest time known: those of a size differ by an eighth, and rows grow.
-_SURE_SHARE = 0.9
-#: What the host is late by, beside what the last steps took it.
-_MARGIN_S = 0.001
-_HOST_FACTOR = 1.5
+_LONG_S = 0.004
+#: Of the shortest time known: sizes that are taken for the same differ by a sixteenth.
+_SURE_SHARE = 0.95
+#: Of what the host needed lately.
+_HOST_FACTOR = 1.25
 #: How fast a slow step of the host is forgotten.
 _HOST_DECAY = 0.9
 #: Who waits for tokens for a shorter time may have come too late to know when the step ended.
@@ -51,14 +50,15 @@ class Pace:
 
     def spare_s(self, num_tokens: int, submitted_s: float, now_s: float) -> float:
         """How long planning may wait while a step runs, the last to be read; 0 or less: not."""
-        took_s = min(self._took_s.get(_size(num_tokens), (0.0,)))
+        known = [each for each in self._took_s if each <= _size(num_tokens)]
+        took_s = min(self._took_s[max(known)]) if known else 0.0
         if took_s < _LONG_S:
             return 0.0
         end_s = max(submitted_s, self._free_s) + _SURE_SHARE * took_s
-        return end_s - _HOST_FACTOR * self._host_s - _MARGIN_S - now_s
+        return end_s - _HOST_FACTOR * self._host_s - now_s
 
 
 def _size(num_tokens: int) -> int:
-    """The same for numbers of tokens that differ by an eighth at most."""
-    shift = max(0, num_tokens.bit_length() - 4)
+    """The same for numbers of tokens that differ by a sixteenth at most."""
+    shift = max(0, num_tokens.bit_length() - 5)
     return num_tokens >> shift << shift

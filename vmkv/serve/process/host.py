@@ -138,7 +138,8 @@ class SocketLink:
         wanted = select.POLLIN if for_commands else 0
         poll.register(self._socket, wanted | select.POLLOUT if self._unsent else wanted)
         poll.register(self._waker, wanted)
-        poll.poll(None if timeout_s is None else 1e3 * timeout_s)
+        # A timeout is not to be exceeded, and counts in whole milliseconds.
+        poll.poll(None if timeout_s is None else int(1e3 * timeout_s))
 
     def wake(self) -> None:
         """See `Link`."""
