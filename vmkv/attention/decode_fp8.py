@@ -82,14 +82,6 @@ __device__ float over_lanes(float value, bool is_sum) {  // Of the lanes of the 
   }
   return value;
 }
-__device__ float as_number(float value, number* to) {
-#if FORMAT == 1
-  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(*to) : "f"(value));
-#else
-  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(*to) : "f"(value));
-#endif
-  return value;
-}
 
 // Lane 4 * g + t. Keys of token g: 16 bytes at 64 * i + 16 * t, the same dimensions of queries.
 __device__ void take_keys(uint4 (&keys)[2][2][KEY_VECTORS], const char* from, word stride,
@@ -250,7 +242,7 @@ extern "C" __global__ __launch_bounds__(128, MIN_BLOCKS) void decode(
       if (dim == 0) part_weights[its] = make_float2(highest, weight);
     } else {
       const float by = value_scales == nullptr ? 1.0f : value_scales[head];
-      as_number(weight > 0 ? sum / weight * by : 0.0f, out + place * D + dim);
+      out[place * D + dim] = as_number(weight > 0 ? sum / weight * by : 0.0f);
       if (dim == 0) logsumexp[place] = (highest + log2f(weight)) / (float)log2_e;
     }
   }
@@ -279,7 +271,7 @@ extern "C" __global__ __launch_bounds__(128, MIN_BLOCKS) void decode(
       weight += share * theirs.y;
     }
     const float by = value_scales == nullptr ? 1.0f : value_scales[head];
-    as_number(weight > 0 ? sum / weight * by : 0.0f, out + place * D + dim);
+    out[place * D + dim] = as_number(weight > 0 ? sum / weight * by : 0.0f);
     if (dim == 0) logsumexp[place] = (highest + log2f(weight)) / (float)log2_e;
   }
 }

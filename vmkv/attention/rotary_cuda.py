@@ -31,16 +31,6 @@ _SOURCE = r"""
 typedef long long word;
 struct alignas(16) Numbers { number at[8]; };
 
-__device__ number as_number(float value) {
-  number bits;
-#if FORMAT == 1
-  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-#else
-  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-#endif
-  return bits;
-}
-
 #ifdef ENCODES
 struct alignas(8) Stored { unsigned short two[4]; };
 __device__ Stored stored(const Numbers& numbers, float by) {

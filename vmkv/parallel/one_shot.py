@@ -40,20 +40,6 @@ _WORDS = Struct("=8q")
 _ADD = r"""
 typedef long long word;
 
-#if FORMAT == 2
-__device__ number as_number(float value) { return __float_as_uint(value); }
-#else
-__device__ number as_number(float value) {
-  number bits;
-#if FORMAT == 1
-  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-#else
-  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-#endif
-  return bits;
-}
-#endif
-
 constexpr int COUNT = 16 / sizeof(number);
 union Vector { uint4 whole; number at[COUNT]; };
 
