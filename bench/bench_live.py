@@ -7,10 +7,10 @@ clients that never read, or leave in the middle, cost the others anything?
 
 Prediction. A chat's prompt has 700 tokens on average and costs the device 23 us each, 16 ms; its
 answer has 190, and a decode step of 30 sequences takes 5.5 ms. A request comes in the middle of a
-step, and the next one is already planned: 3 + 6 ms, and its own step of 22 ms: a first token after
-31 ms, at 4/s as at 12/s. At 24/s prompts are 0.4 s of every second, so that half of the arrivals
-meet a step with another prompt in it: 40 ms, and 110 ms for the unlucky ones (p99), behind two long
-prompts. The other 0.6 s are decode steps: TPOT 5.5 ms at 4/s, 6.7 at 12/s, 8.5 at 24/s; p99 one and
+step, and is in the next one, which is planned late: 3 ms, and its own step of 22 ms: a first token
+after 25 ms, at 4/s as at 12/s. At 24/s prompts are 0.4 s of every second, so that half of the
+arrivals meet a step with another prompt in it: 34 ms, and 110 ms for the unlucky ones (p99), behind
+two long prompts. The other 0.6 s are decode steps: TPOT 5.5 ms at 4/s, 6.7 at 12/s, 8.5 at 24/s; p99 one and
 a half times that. HTTP costs an event 70 us of Python, 4,000 of them a second at 24/s, on the lock
 that the engine wants too: 2 ms of TPOT, 5 ms of the first token. 512 at once: 361k prompt tokens
 are 8.3 s of the device, and 256 sequences decode in 16 ms: 6,000 tokens/s, first tokens after 5 s

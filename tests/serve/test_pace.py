@@ -25,7 +25,7 @@ def known(num_tokens: int, *took_s: float, host_s: float = HOST_S) -> tuple[Pace
     """A pace that has seen steps of a size, and when the last ended."""
     pace, now_s = Pace(), 100.0
     for each in took_s:
-        pace.submitted(host_s)
+        pace.submitted(host_s, begins=False)
         pace.read(num_tokens, now_s, now_s + each, waited_s=each / 2)
         now_s += each
     return pace, now_s
@@ -34,43 +34,56 @@ def known(num_tokens: int, *took_s: float, host_s: float = HOST_S) -> tuple[Pace
 def test_nothing_is_known_of_a_size_at_first() -> None:
     """But that it takes as long as a smaller one."""
     pace, now_s = known(1000, 0.04)
-    assert Pace().spare_s(1000, 0, 0) <= 0
-    assert pace.spare_s(500, now_s, now_s) <= 0
-    assert pace.spare_s(2000, now_s, now_s) == pace.spare_s(1000, now_s, now_s) > 0.03
+    assert Pace().spare_s(1000, 0, 0, begins=False) <= 0
+    assert pace.spare_s(500, now_s, now_s, begins=False) <= 0
+    spare_s = pace.spare_s(1000, now_s, now_s, begins=False)
+    assert pace.spare_s(2000, now_s, now_s, begins=False) == spare_s > 0.03
 
 
 def test_the_shortest_says_how_long_one_takes_and_the_host_needs_its_part() -> None:
     """Of sizes a sixteenth apart; the longer ago it began, the less is left."""
     pace, now_s = known(1024, 0.04, 0.036, 0.05)
     for num_tokens in (1024, 1087):
-        spare_s = pace.spare_s(num_tokens, now_s, now_s)
+        spare_s = pace.spare_s(num_tokens, now_s, now_s, begins=False)
         assert 0.03 < spare_s < 0.036 - HOST_S
-        assert pace.spare_s(num_tokens, now_s, now_s + 0.01) == pytest.approx(spare_s - 0.01)
+        later_s = pace.spare_s(num_tokens, now_s, now_s + 0.01, begins=False)
+        assert later_s == pytest.approx(spare_s - 0.01)
         # It was submitted while another ran, and began when that had ended; or later.
-        assert pace.spare_s(num_tokens, now_s - 1, now_s) == pytest.approx(spare_s)
-        assert pace.spare_s(num_tokens, now_s + 0.01, now_s) == pytest.approx(spare_s + 0.01)
+        assert pace.spare_s(num_tokens, now_s - 1, now_s, begins=False) == pytest.approx(spare_s)
+        later_s = pace.spare_s(num_tokens, now_s + 0.01, now_s, begins=False)
+        assert later_s == pytest.approx(spare_s + 0.01)
     slow, _ = known(1024, 0.04, 0.036, 0.05, host_s=0.02)
-    assert slow.spare_s(1024, now_s, now_s) < 0.036 - 0.02
+    assert slow.spare_s(1024, now_s, now_s, begins=False) < 0.036 - 0.02
+
+
+def test_who_waits_to_begin_takes_the_host_longer() -> None:
+    """So planning waits less long once somebody has come; others do not pay for it."""
+    pace, now_s = known(1024, 0.04)
+    alone_s = pace.spare_s(1024, now_s, now_s, begins=False)
+    assert pace.spare_s(1024, now_s, now_s, begins=True) == alone_s
+    pace.submitted(5 * HOST_S, begins=True)
+    assert pace.spare_s(1024, now_s, now_s, begins=False) == alone_s
+    assert pace.spare_s(1024, now_s, now_s, begins=True) < alone_s - 4 * HOST_S
 
 
 def test_only_the_last_few_count() -> None:
     """What a step takes changes with the rows that decode."""
     pace, now_s = known(1024, 0.02, *[0.06] * 10)
-    assert pace.spare_s(1024, now_s, now_s) > 0.04
+    assert pace.spare_s(1024, now_s, now_s, begins=False) > 0.04
 
 
 def test_short_steps_are_not_waited_for() -> None:
     """The host's part of them is too large."""
     pace, now_s = known(64, 0.003, 0.003, host_s=0)
-    assert pace.spare_s(64, now_s, now_s) <= 0
+    assert pace.spare_s(64, now_s, now_s, begins=False) <= 0
 
 
 def test_a_step_that_had_ended_is_forgotten() -> None:
     """The host came too late, or nobody knows: the next of that size is measured."""
     pace, now_s = known(1024, 0.04)
-    assert pace.spare_s(1024, now_s, now_s) > 0
+    assert pace.spare_s(1024, now_s, now_s, begins=False) > 0
     pace.read(1024, now_s, now_s + 0.05, waited_s=0.0)
-    assert pace.spare_s(1024, now_s + 0.05, now_s + 0.05) <= 0
+    assert pace.spare_s(1024, now_s + 0.05, now_s + 0.05, begins=False) <= 0
 
 
 def test_the_device_never_waits_for_long() -> None:
@@ -83,11 +96,11 @@ def test_the_device_never_waits_for_long() -> None:
         if at % 50 == 0:
             step_s = 0.03 if step_s == 0.04 else 0.04
         # All before the running step was read just now; it ends at `end_s`.
-        spare_s = max(0.0, pace.spare_s(1024, submitted_s, now_s))
+        spare_s = max(0.0, pace.spare_s(1024, submitted_s, now_s, begins=False))
         held_s += spare_s
         host_s = draw.uniform(0.5, 1) * HOST_S
         planned_s = now_s + spare_s + host_s
-        pace.submitted(host_s)
+        pace.submitted(host_s, begins=False)
         next_start_s = max(end_s, planned_s)
         num_idle += planned_s > end_s
         now_s = max(end_s, planned_s)

@@ -32,11 +32,14 @@ class Pace:
     def __init__(self) -> None:
         self._took_s: dict[int, deque[float]] = {}
         self._free_s = float("-inf")  # Since when the device has had nothing older to do.
-        self._host_s = 0.0
+        self._host_s = {False: 0.0, True: 0.0}
 
-    def submitted(self, host_s: float) -> None:
-        """A step was submitted, for which the host took so long."""
-        self._host_s = max(host_s, _HOST_DECAY * self._host_s)
+    def submitted(self, host_s: float, *, begins: bool) -> None:
+        """A step was submitted, for which the host took so long; with requests that begin, or not.
+
+        Those take it three times as long, since their rows are mapped.
+        """
+        self._host_s[begins] = max(host_s, _HOST_DECAY * self._host_s[begins])
 
     def read(self, num_tokens: int, submitted_s: float, now_s: float, waited_s: float) -> None:
         """The tokens of a step are there, for which the host waited so long; in order."""
@@ -48,14 +51,22 @@ class Pace:
         else:
             self._took_s.setdefault(size, deque(maxlen=_NUM_KEPT)).append(took_s)
 
-    def spare_s(self, num_tokens: int, submitted_s: float, now_s: float) -> float:
-        """How long planning may wait while a step runs, the last to be read; 0 or less: not."""
+    def spare_s(self, num_tokens: int, submitted_s: float, now_s: float, *, begins: bool) -> float:
+        """How long planning may wait while a step runs, the last to be read; 0 or less: not.
+
+        Args:
+            num_tokens: Of the step that runs.
+            submitted_s: When it was submitted.
+            now_s: The time.
+            begins: Whether a request is there that may begin.
+        """
         known = [each for each in self._took_s if each <= _size(num_tokens)]
         took_s = min(self._took_s[max(known)]) if known else 0.0
         if took_s < _LONG_S:
             return 0.0
         end_s = max(submitted_s, self._free_s) + _SURE_SHARE * took_s
-        return end_s - _HOST_FACTOR * self._host_s - now_s
+        host_s = max(self._host_s.values()) if begins else self._host_s[False]
+        return end_s - _HOST_FACTOR * host_s - now_s
 
 
 def _size(num_tokens: int) -> int:

@@ -104,8 +104,8 @@ class StepLoop:
         """How long the next step may wait without the device; 0 or less where that is not known."""
         if len(self._pending) != 1:
             return 0.0
-        step = self._pending[0]
-        return self._pace.spare_s(step.num_tokens, step.submitted_s, time.perf_counter())
+        step, now_s, begins = self._pending[0], time.perf_counter(), self._scheduler.num_waiting > 0
+        return self._pace.spare_s(step.num_tokens, step.submitted_s, now_s, begins=begins)
 
     # ---- requests -------------------------------------------------------------------------
 
@@ -224,7 +224,7 @@ class StepLoop:
             submitted = self._submit(chunks)
             record.submit_s += time.perf_counter() - start_s
             if submitted is not None:
-                self._pace.submitted(record.plan_s + record.map_s + record.submit_s)
+                self._pace.submitted(record.host_s, begins=bool(plan.admitted or plan.resumed))
                 self._make_ready(chunks)
                 record.ready_s += time.perf_counter() - submitted.submitted_s
             return submitted, plan
