@@ -85,12 +85,19 @@ class _Step:
                 slot.history.append(token)
                 self.token_ids.append(token)
 
-    def result(self) -> StepResult:
-        assert not self.is_read
-        self.is_read = True
+    @property
+    def has_ended(self) -> bool:
+        return self.runner.rows.device.num_done >= self.place
+
+    def wait(self) -> None:
         self.runner.rows.device.run_until(self.place)
         if self.error is not None:
             raise self.error
+
+    def result(self) -> StepResult:
+        assert not self.is_read
+        self.is_read = True
+        self.wait()
         return StepResult(self.token_ids, [None] * len(self.token_ids))
 
 

@@ -27,6 +27,7 @@ from vmkv.serve import (
     joined,
 )
 from vmkv.serve.observer import RequestRecord, StepRecord
+from vmkv.serve.step_loop import StepLoop
 
 MakeEngine = Callable[..., Engine]
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
@@ -113,6 +114,28 @@ def test_many_streams_at_once(make_engine: MakeEngine, serving: Serving) -> None
         assert reference(prompt) == list(joined(outputs).outputs[0].token_ids)
         assert outputs[-1].is_finished
         assert all(output.outputs[0].token_ids for output in outputs)
+
+
+def test_planning_waits_no_longer_than_it_may(
+    make_engine: MakeEngine, serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nobody comes meanwhile; and where somebody does, tokens are what they are."""
+    told = [0.002] * 20
+    monkeypatch.setattr(
+        StepLoop, "spare_s", property(lambda loop: told.pop() if loop._pending and told else 0.0)
+    )
+
+    async def main() -> None:
+        async with serving(make_engine()) as engine:
+            alone = await last(engine.stream(prompts(1)[0], GREEDY))
+            several = await asyncio.gather(
+                *(last(engine.stream(prompt, GREEDY)) for prompt in prompts(3))
+            )
+        said = [each.outputs[0].token_ids for each in (alone, *several)]
+        assert said == [reference(prompt) for prompt in (prompts(1)[0], *prompts(3))]
+
+    run(main())
+    assert not told
 
 
 def test_who_leaves_is_cancelled(make_engine: MakeEngine, serving: Serving) -> None:

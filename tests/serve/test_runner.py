@@ -167,12 +167,14 @@ def test_chunks_of_any_size_fit_steps_of_fixed_size(name, step_tokens) -> None:
 @pytest.mark.parametrize("name", ["llama", "gpt_oss"])
 def test_a_step_of_fixed_size_may_be_one_launch(name) -> None:
     """Entries that nobody decodes in, and tiles of padding, are nothing to a kernel that mixes."""
-    mixing = BACKENDS["mixing"]
-    mixing.launches.clear()
-    serve_chunks(model_named(name), 200, "mixing")
-    num_tokens, num_sequences = max(mixing.launches)
-    assert num_tokens > 200
-    assert num_sequences > SLOTS
+    for backend in BACKENDS.values():
+        backend.launches.clear()
+        serve_chunks(model_named(name), 200, backend.name)
+    whole, parted = (BACKENDS[each].launches for each in ("mixing", "parting"))
+    (num_tokens, num_sequences), (num_tiled_tokens, num_tiles) = max(whole), max(parted)
+    assert num_tokens == num_tiled_tokens > 200
+    assert num_sequences == num_tiles + SLOTS
+    assert len(whole) < len(parted)
 
 
 def serve_chunks(model, step_tokens: int, attention_backend: str | None = None) -> None:

@@ -57,7 +57,7 @@ class Engine:
         max_num_batched_tokens: Tokens of a step at most; longer prompts take several steps.
         max_num_mixed_tokens: Tokens of a step at most that decodes and computes prompts, so that
             those who decode get theirs evenly, unless more prompt tokens are left than
-            `max_num_batched_tokens`; by default no bound, for requests that come all at once.
+            `max_num_batched_tokens`; no bound by default, which suits requests that come together.
         max_tokens: Prompt and output of a request at most; by default what the model was made for.
         budget_bytes: Physical memory for keys and values; by default 0.9 of what is free now.
         host_budget_bytes: Host memory for requests that are preempted; 0 to compute them again.
@@ -295,7 +295,7 @@ class Engine:
 
     @property
     def spare_s(self) -> float:
-        """How long the next step may wait for who is to be in it; 0 or less: see `pace.py`."""
+        """How long the next step may wait for who is to be in it, or 0: see `pace.py`."""
         return self._loop.spare_s
 
     def step(self) -> None:

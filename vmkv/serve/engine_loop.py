@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 #: So many steps in a row fail only where every one does.
 FAILED_STEPS_MAX = 5
-#: Links do not count less.
-_SHORTEST_HOLD_S = 0.001
 #: What running requests wait at most for the commands between two steps, but for the last one.
 _COMMANDS_S = 0.01
 
@@ -163,7 +161,7 @@ class EngineLoop:
             self._commands.append(Stop(drain=False))
         return bool(self._commands) or self._is_stopping
 
-    def _obey(self) -> None:
+    def _obey(self, most_s: float = _COMMANDS_S) -> None:
         """Carry out what was asked for; if it is much, the rest after the next step."""
         start_s = time.monotonic()
         while (self._commands or self._is_wanted()) and self._commands:
@@ -176,17 +174,19 @@ class EngineLoop:
                 self._finish(command)
             elif isinstance(command, Stop) and not command.drain:
                 self._engine.cancel_all()
-            if time.monotonic() - start_s >= _COMMANDS_S:
+            if time.monotonic() - start_s >= most_s:
                 return
 
     def _hold(self) -> None:
         """While the device is busy anyway, take in who comes: they are in the next step then."""
-        while not self._is_stopping and (spare_s := self._engine.spare_s) > _SHORTEST_HOLD_S:
+        while not self._is_stopping and (spare_s := self._engine.spare_s) > 0:
             # What could not be sent yet does not wait for the step either.
             is_sent = self._link.can_send()
+            if is_sent and self._has_news:
+                self._publish()
             if not self._commands:
                 self._link.wait(for_commands=True, to_send=not is_sent, timeout_s=spare_s)
-            self._obey()
+            self._obey(min(spare_s, _COMMANDS_S))
 
     def _add(self, asked: Add) -> None:
         if asked.key not in self._to_add:

@@ -149,6 +149,18 @@ class _LockstepStep:
         self._number = number
         self._lockstep = lockstep
 
+    @property
+    def has_ended(self) -> bool:
+        """See `PendingStep`."""
+        return self._pending.has_ended
+
+    def wait(self) -> None:
+        """See `PendingStep`."""
+        try:
+            self._pending.wait()
+        except Exception as error:
+            raise self._lockstep.group.fail(error) from error
+
     def result(self) -> StepResult:
         """See `PendingStep`."""
         try:

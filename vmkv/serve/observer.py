@@ -48,14 +48,9 @@ class StepRecord:
     num_recomputed: int = 0
 
     @property
-    def host_s(self) -> float:
-        """From the plan until it is on the device."""
-        return self.plan_s + self.map_s + self.submit_s
-
-    @property
     def total_s(self) -> float:
         """The parts together."""
-        return self.host_s + self.ready_s + self.wait_s
+        return self.plan_s + self.map_s + self.submit_s + self.ready_s + self.wait_s
 
 
 @dataclass(frozen=True, slots=True)

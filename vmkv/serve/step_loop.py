@@ -18,7 +18,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from ..errors import CapacityError, ConfigError, DriverError, OutOfPagesError
 from ..step import Piece
@@ -26,10 +25,10 @@ from ..units import div_ceil
 from .failures import is_out_of_memory, log_and_release, missing_bytes
 from .memory_view import MemoryView
 from .observer import EngineObserver, StepRecord
-from .pace import Pace
+from .pace import Pace, SubmittedStep
 from .plan import PlannedChunk, PreemptionMethod, StepPlan
 from .request import FinishReason, Request, TokenLogprobs
-from .runner import PendingStep, Runner, SlotError, StepResult
+from .runner import Runner, SlotError, StepResult
 from .scheduler import Scheduler
 
 _LOG = logging.getLogger(__name__)
@@ -38,17 +37,6 @@ _ATTEMPTS_MAX = 12
 #: What waits for the device is ready after two steps. Where nothing was so many times running, it
 #: is tried once in so many steps: each time costs a look at all that could give way.
 _TRIES_MAX = 8
-
-
-@dataclass(frozen=True)
-class _Submitted:
-    """A step on the device: whose chunks, which of them sample, how many tokens, since when."""
-
-    pending: PendingStep
-    request_ids: Sequence[int]
-    sampling_ids: Sequence[int]
-    num_tokens: int
-    submitted_s: float
 
 
 class StepLoop:
@@ -82,7 +70,7 @@ class StepLoop:
         self._observer = observer
         self._requests = scheduler.requests
         # Steps to be read, in order: one between steps, more after an interrupt.
-        self._pending: deque[_Submitted] = deque()
+        self._pending: deque[SubmittedStep] = deque()
         # Requests whose slot on the device does not hold their state.
         self._to_set: set[int] = set()
         # Tokens of a step while the device is short of memory; None for as many as usual.
@@ -101,11 +89,10 @@ class StepLoop:
 
     @property
     def spare_s(self) -> float:
-        """How long the next step may wait without the device; 0 or less where that is not known."""
+        """How long the next step may wait without the device; 0 where that is not known."""
         if len(self._pending) != 1:
             return 0.0
-        step, now_s, begins = self._pending[0], time.perf_counter(), self._scheduler.num_waiting > 0
-        return self._pace.spare_s(step.num_tokens, step.submitted_s, now_s, begins=begins)
+        return self._pace.spare_s(self._pending[0], begins=self._scheduler.num_waiting > 0)
 
     # ---- requests -------------------------------------------------------------------------
 
@@ -145,6 +132,7 @@ class StepLoop:
     def end_all(self, error: Exception) -> None:
         """End every request with `error`, and forget what is on the device."""
         self._pending.clear()
+        self._pace.lost()
         for request in tuple(self._requests.values()):
             self.end(request, FinishReason.ERROR, error, keep=False)
 
@@ -177,7 +165,7 @@ class StepLoop:
         self._report(record, plan)
         return self.has_work
 
-    def _advance(self, record: StepRecord) -> tuple[_Submitted | None, StepPlan]:
+    def _advance(self, record: StepRecord) -> tuple[SubmittedStep | None, StepPlan]:
         """Plan, make room and submit; plan again while memory turns out to be short."""
         self._withheld_pages //= 2
         was_short, num_begun, max_begun = False, 0, None
@@ -224,7 +212,9 @@ class StepLoop:
             submitted = self._submit(chunks)
             record.submit_s += time.perf_counter() - start_s
             if submitted is not None:
-                self._pace.submitted(record.host_s, begins=bool(plan.admitted or plan.resumed))
+                before = self._pending[-1] if self._pending else None
+                begins = bool(plan.admitted or plan.resumed)
+                self._pace.submitted(submitted, before, record.start_s, begins=begins)
                 self._make_ready(chunks)
                 record.ready_s += time.perf_counter() - submitted.submitted_s
             return submitted, plan
@@ -287,7 +277,7 @@ class StepLoop:
 
     # ---- submitting -----------------------------------------------------------------------
 
-    def _submit(self, chunks: Sequence[PlannedChunk]) -> _Submitted | None:
+    def _submit(self, chunks: Sequence[PlannedChunk]) -> SubmittedStep | None:
         try:
             if self._to_set:
                 for chunk in chunks:
@@ -305,7 +295,7 @@ class StepLoop:
             more = self._token_limit + max(1, self._token_limit // 8)
             whole = self._scheduler.capacity.max_num_batched_tokens
             self._token_limit = more if more < whole else None
-        return _Submitted(
+        return SubmittedStep(
             pending,
             [chunk.request_id for chunk in chunks],
             [chunk.request_id for chunk in chunks if chunk.samples],
@@ -408,22 +398,21 @@ class StepLoop:
         """Read what is on the device, but for the last `num_left` steps."""
         while len(self._pending) > num_left:
             step = self._pending[0]
-            start_s = time.perf_counter()
             try:
-                result = step.pending.result()  # Where an interrupt comes, mostly.
+                self._pace.wait(step)  # Where an interrupt comes, mostly.
+                result = step.pending.result()
             except Exception as error:  # noqa: BLE001  # the requests of the step end with it
                 self._pending.popleft()
+                self._pace.lost()
                 self.num_failed_steps += 1
                 log_and_release(error)
                 self._fail(step.request_ids, error)
                 continue
             self._pending.popleft()
-            now_s = time.perf_counter()
-            self._pace.read(step.num_tokens, step.submitted_s, now_s, now_s - start_s)
             self.num_failed_steps = 0
             self._take(step, result)
 
-    def _take(self, step: _Submitted, result: StepResult) -> None:
+    def _take(self, step: SubmittedStep, result: StepResult) -> None:
         columns = zip(step.sampling_ids, result.token_ids, result.logprobs, strict=True)
         for request_id, token_id, logprobs in columns:
             request = self._requests.get(request_id)

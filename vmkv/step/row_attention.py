@@ -6,8 +6,8 @@ The tokens of a step are packed in that order, because each kind can have a kern
   beginning  whole prompts, or their first chunks, over their own packed keys (`packed.py`)
   continued  later chunks of a prompt, over their rows
 
-A kernel that `mixes` takes all of them over their rows in one launch, as long as those who decode
-have no long rows: what is not split over the device takes one processor that long.
+A kernel that `mixes` takes all of them over their rows in one launch, unless those who decode may
+have long rows: what is not split over the device takes one processor that long.
 
 A step that only decodes, and whose kernel can append, is one launch per layer, unless rows begin
 with padding, which only such steps may have. A step that is captured (`mixed_graphs.py`) has two

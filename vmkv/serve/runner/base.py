@@ -2,7 +2,7 @@
 
 The engine plans from lengths alone and is one step ahead: it submits step k + 1 before it reads
 the tokens of step k. So a decode token goes from one step to the next on the device, by its
-slot, and `PendingStep.result` is the only place where the host waits. A slot is a request's own
+slot, and `PendingStep` is the only place where the host waits. A slot is a request's own
 as long as it runs; one that was preempted may come back in another, after another `set_slot`.
 
     runner.set_slot(3, params, prompt)                  # before the slot's first piece
@@ -52,6 +52,17 @@ class SlotError(VMKVError):
 
 class PendingStep(Protocol):
     """A step that was submitted."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the device is done with it, well or not. Never waits, never raises."""
+
+    def wait(self) -> None:
+        """Wait until it is. May be called again.
+
+        Raises:
+            Exception: As `result`.
+        """
 
     def result(self) -> StepResult:
         """Wait for the step. May be called once, in the order of submission; again if interrupted.

@@ -56,10 +56,22 @@ class PendingTokens:
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return host.copy_(tensor, non_blocking=True)
 
-    def result(self) -> StepResult:
+    @property
+    def has_ended(self) -> bool:
+        """See `PendingStep`."""
+        try:
+            return self._ready is None or self._ready.query()
+        except RuntimeError:  # What went wrong on the device is for who waits.
+            return True
+
+    def wait(self) -> None:
         """See `PendingStep`."""
         if self._ready is not None:
             self._ready.synchronize()
+
+    def result(self) -> StepResult:
+        """See `PendingStep`."""
+        self.wait()
         token_ids: list[int] = []
         logprobs: list[TokenLogprobs | None] = []
         for part in self._parts:
