@@ -9,26 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from helpers.one_row import table_of
 
 from vmkv import DriverError, ExtentPool, HostBackend
-from vmkv.backend import Access, Fence
-from vmkv.memory import PageTable, Placement, check_pool
+from vmkv.backend import Fence
+from vmkv.memory import check_pool
 from vmkv.testing import FaultInjectingBackend
 from vmkv.units import KiB
 
 PAGE = 4 * KiB
 MakePool = Callable[..., ExtentPool]
-
-
-def _table(pool: ExtentPool, *classes: int) -> PageTable:
-    """A table whose only row has these extents mapped."""
-    table = PageTable(pool, num_rows=1, row_pages=32)
-    extents = pool.acquire(classes)
-    placement = Placement(0, 0, extents)
-    pool.backend.execute(table.ops_to_map(placement, Access.READ_WRITE))
-    table.note_mapped(placement, Access.READ_WRITE)
-    pool.disown(extents)
-    return table
 
 
 class _BusyDevice(HostBackend):
@@ -50,7 +40,7 @@ class _Never(Fence):
 def test_nobody_waits_for_the_device_that_still_reads_what_is_closed() -> None:
     """Neither who closes it, nor who comes by memory and gives it back meanwhile."""
     pool = ExtentPool(_BusyDevice(PAGE), 64 * PAGE)
-    table = _table(pool, 2, 1)
+    table = table_of(pool, 2, 1)
     pool.closer.close_soon(table.close_behind)
     for size_class in range(3):
         extents = pool.acquire_or_evict([size_class])
@@ -65,7 +55,7 @@ def test_nobody_waits_for_the_device_that_still_reads_what_is_closed() -> None:
 def test_what_is_closed_goes_behind_its_fence(host: HostBackend, make_pool: MakePool) -> None:
     """Memory is the next one's, and addresses are free, only when the device has passed it."""
     pool = make_pool(8)
-    table = _table(pool, 1, 0)
+    table = table_of(pool, 1, 0)
     host.hold_fences()
     pool.closer.close_soon(table.close_behind)
     check_pool(pool)
@@ -81,7 +71,7 @@ def test_what_is_closed_goes_behind_its_fence(host: HostBackend, make_pool: Make
 def test_on_an_idle_device_it_goes_at_once(pool: ExtentPool) -> None:
     """All but addresses that somebody's tensor still points into."""
     has_views = [True]
-    seen, plain = _table(pool, 1), _table(pool, 0)
+    seen, plain = table_of(pool, 1), table_of(pool, 0)
     pool.closer.close_soon(
         lambda fence: seen.close_behind(fence, lambda: has_views[0]), plain.close_behind
     )
@@ -96,7 +86,7 @@ def test_on_an_idle_device_it_goes_at_once(pool: ExtentPool) -> None:
 def test_what_is_closed_makes_room(host: HostBackend, make_pool: MakePool) -> None:
     """Who is short waits for its fence, and is not refused."""
     pool = make_pool(4)
-    table = _table(pool, 2)
+    table = table_of(pool, 2)
     host.hold_fences()
     pool.closer.close_soon(table.close_behind)
     pool.disown(pool.acquire_or_evict([2]))
@@ -109,7 +99,7 @@ def test_what_the_driver_refuses_is_closed_later(
     """By whoever gives memory back or wants some; once, whoever comes first."""
     backend = FaultInjectingBackend(host)
     pool = make_pool(8, backend)
-    tables = [_table(pool, 1), _table(pool, 2)]
+    tables = [table_of(pool, 1), table_of(pool, 2)]
     backend.arm(1)
     pool.closer.close_soon(*(table.close_behind for table in tables))
     assert "record_fence" == backend.failed_call
@@ -133,7 +123,7 @@ def test_a_table_that_was_half_closed_is_closed_once(
     for fail_at in range(1, 10):
         backend = FaultInjectingBackend(host)
         pool = ExtentPool(backend, 8 * PAGE)
-        table = _table(pool, 1)
+        table = table_of(pool, 1)
         backend.arm(fail_at)
         try:
             table.close(lambda: False)

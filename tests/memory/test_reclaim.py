@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from helpers.one_row import table_of
 
 from vmkv import ExtentPool, HostBackend, OutOfPagesError
 from vmkv.backend import Access
@@ -23,12 +24,7 @@ MakePool = Callable[..., ExtentPool]
 
 def _table(pool: ExtentPool, *classes: int) -> PageTable:
     """A table whose only row has these extents mapped, each filled with its place in the row."""
-    table = PageTable(pool, num_rows=1, row_pages=32)
-    extents = pool.acquire(classes)
-    placement = Placement(0, 0, extents)
-    pool.backend.execute(table.ops_to_map(placement, Access.READ_WRITE))
-    table.note_mapped(placement, Access.READ_WRITE)
-    pool.disown(extents)
+    table = table_of(pool, *classes)
     for page in range(table.rows[0].end_page):
         write_bytes(pool.backend, table.page_address(0, page), bytes([page + 1]) * PAGE)
     return table

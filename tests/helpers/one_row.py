@@ -1,0 +1,18 @@
+"""A page table with one row, for tests of what becomes of mappings."""
+
+from __future__ import annotations
+
+from vmkv import ExtentPool
+from vmkv.backend import Access
+from vmkv.memory import PageTable, Placement
+
+
+def table_of(pool: ExtentPool, *classes: int) -> PageTable:
+    """A table whose only row has extents of these classes mapped."""
+    table = PageTable(pool, num_rows=1, row_pages=32)
+    extents = pool.acquire(classes)
+    placement = Placement(0, 0, extents)
+    pool.backend.execute(table.ops_to_map(placement, Access.READ_WRITE))
+    table.note_mapped(placement, Access.READ_WRITE)
+    pool.disown(extents)
+    return table
