@@ -295,7 +295,7 @@ class Engine:
 
     @property
     def spare_s(self) -> float:
-        """How long the next step may wait for who is to be in it, or 0: see `pace.py`."""
+        """For how long not to call `step`, for who is to be in it; then ask again: `pace.py`."""
         return self._loop.spare_s
 
     def step(self) -> None:

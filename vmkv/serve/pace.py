@@ -6,13 +6,17 @@ arrivals plans it as late as the device allows (`EngineLoop`).
 
 Steps of about the same size take about the same time, and larger ones no less: the shortest of the
 last few says how long one takes at least. Only what is certain counts as known: a step's time is
-taken where it began and ended while the host watched. One that had ended before the next was
-submitted says that what was thought of its size was too long. That is forgotten, with what smaller
-ones say, until the size was measured anew; so whatever a wrong thought costs, it costs once.
+taken where it began and ended while the host watched. Nobody waits for long without asking the
+device again, so a wrong thought costs two milliseconds and the host's own part. A step that was
+waited for and had ended before the next was submitted has all steps of its kind measured anew, and
+more of them before the next thought: times that cannot be told from sizes are not waited for.
+
+What is given away is the slack of one step: where the host stalls, the device has nothing to do.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -28,9 +32,11 @@ _SURE_SHARE = 0.95
 _HOST_FACTOR = 1.25
 #: How fast a slow step of the host is forgotten.
 _HOST_DECAY = 0.9
-#: However long a step is thought to take: nobody is held up for longer. Links count no less.
-_SPARE_MAX_S, _SPARE_MIN_S = 0.1, 0.001
-_NUM_KEPT, _NUM_NEEDED = 4, 2
+#: For so long nobody asks whether the step has ended. Links count no less than the second.
+_SLICE_S, _SPARE_MIN_S = 0.002, 0.001
+#: So many times must be known, and so many more after each wrong thought; twice as many are looked
+#: at. With each step that goes well fewer are.
+_NEEDED_MIN, _NEEDED_MAX, _NEEDED_FACTOR, _NEEDED_DECAY = 2, 32, 2, 0.99
 
 
 @dataclass(frozen=True)
@@ -67,16 +73,20 @@ class Pace:
     """What steps took, by kind and size.
 
     Args:
-        clock: Seconds.
+        clock: Seconds; by default of `time.perf_counter`.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter):
-        self._clock = clock
+    def __init__(self, clock: Callable[[], float] | None = None):
+        self._clock = clock or time.perf_counter
         self._took_s: dict[bool, dict[int, deque[float]]] = {False: {}, True: {}}
+        self._needed = {False: float(_NEEDED_MIN), True: float(_NEEDED_MIN)}
         self._host_s = {False: 0.0, True: 0.0}
         # When the device had done what was submitted before; what else was submitted before
         # `_unsure_s` began nobody knows when.
-        self._free_s = self._unsure_s = float("-inf")
+        self._free_s = self._unsure_s = -math.inf
+        # The step that planning waited for last, and until when it was to.
+        self._held: SubmittedStep | None = None
+        self._due_s = 0.0
 
     def submitted(
         self, step: SubmittedStep, before: SubmittedStep | None, start_s: float, *, begins: bool
@@ -89,13 +99,18 @@ class Pace:
             start_s: Since when the host has been busy with it.
             begins: Whether requests begin with it, which takes the host three times as long.
         """
-        host_s = step.submitted_s - start_s
+        was_held = before is not None and self._held is before
+        # Who wakes up late is late with all that follows.
+        host_s = step.submitted_s - (min(start_s, self._due_s) if was_held else start_s)
         self._host_s[begins] = max(host_s, _HOST_DECAY * self._host_s[begins])
-        if before is not None and before.pending.has_ended:
-            known = self._took_s[before.kind]
-            for size in [each for each in known if each <= before.size]:
-                del known[size]
-            known[before.size] = deque(maxlen=_NUM_KEPT)
+        if before is None:
+            return
+        needed, kind = self._needed, before.kind
+        if not before.pending.has_ended:
+            needed[kind] = max(_NEEDED_MIN, _NEEDED_DECAY * needed[kind])
+        elif was_held:
+            needed[kind] = min(_NEEDED_MAX, _NEEDED_FACTOR * needed[kind])
+            self._took_s[kind].clear()
 
     def wait(self, step: SubmittedStep) -> None:
         """Wait for a step, the last to be waited for.
@@ -107,18 +122,19 @@ class Pace:
         had_ended = step.pending.has_ended
         step.pending.wait()
         self._free_s = self._clock()
-        if had_ended:
+        if had_ended or self._unsure_s == math.inf:
             self._unsure_s = self._free_s
         elif began_s is not None:
             sizes = self._took_s[step.kind]
-            sizes.setdefault(step.size, deque(maxlen=_NUM_KEPT)).append(self._free_s - began_s)
+            took_s = sizes.setdefault(step.size, deque(maxlen=2 * _NEEDED_MAX))
+            took_s.append(self._free_s - began_s)
 
     def lost(self) -> None:
-        """Steps that were submitted will not be waited for."""
-        self._free_s = self._unsure_s = self._clock()
+        """Steps that were submitted will not be waited for: the device may be busy with them."""
+        self._unsure_s = math.inf  # Until the next is waited for.
 
     def spare_s(self, step: SubmittedStep, *, begins: bool) -> float:
-        """How long planning may wait while a step runs, the last to be waited for.
+        """How long planning may wait while a step runs, the last to be waited for, and ask again.
 
         Args:
             step: The step.
@@ -127,16 +143,19 @@ class Pace:
         Returns:
             Seconds; 0 where it may not, or nobody knows.
         """
-        sizes = self._took_s[step.kind]
+        sizes, needed = self._took_s[step.kind], math.ceil(self._needed[step.kind])
         known = [each for each in sizes if each <= step.size]
-        took_s = sizes[max(known)] if known else ()
-        if len(took_s) < _NUM_NEEDED or min(took_s) < _LONG_S:
+        took_s = list(sizes[max(known)])[-2 * needed :] if known else []
+        if len(took_s) < needed or min(took_s) < _LONG_S or step.pending.has_ended:
             return 0.0
         began_s = self._began_s(step)
         end_s = (step.submitted_s if began_s is None else began_s) + _SURE_SHARE * min(took_s)
         host_s = max(self._host_s.values()) if begins else self._host_s[False]
-        spare_s = end_s - _HOST_FACTOR * host_s - self._clock()
-        return min(_SPARE_MAX_S, spare_s) if spare_s > _SPARE_MIN_S else 0.0
+        due_s, now_s = end_s - _HOST_FACTOR * host_s, self._clock()
+        if due_s - now_s <= _SPARE_MIN_S:
+            return 0.0
+        self._held, self._due_s = step, due_s
+        return min(_SLICE_S, due_s - now_s)
 
     def _began_s(self, step: SubmittedStep) -> float | None:
         """When the device began a step, those before it being waited for; None if nobody knows."""

@@ -89,7 +89,7 @@ class StepLoop:
 
     @property
     def spare_s(self) -> float:
-        """How long the next step may wait without the device; 0 where that is not known."""
+        """How long the next step may wait before this is asked again; 0 for no longer."""
         if len(self._pending) != 1:
             return 0.0
         return self._pace.spare_s(self._pending[0], begins=self._scheduler.num_waiting > 0)
