@@ -18,7 +18,7 @@ import pytest
 import torch
 from helpers.dense_rows import MARGIN_FILL, DenseRows, random_query
 
-from vmkv.attention import AttentionBatch, AttentionSpec, append, get, why_not
+from vmkv.attention import AttentionBatch, AttentionSpec, append, flash3, get, why_not
 from vmkv.attention.reference import ReferenceBackend
 
 NUM_ROWS = 7
@@ -114,6 +114,12 @@ def run(case: Case, shape: str, device: str, name: str) -> None:
         assert torch.equal(key, key_after)
         assert torch.equal(value, value_after)
     assert_close(out, query, dense, batch, options)
+
+    into = torch.full_like(out, torch.nan)
+    again = backend.forward(query, dense.keys, dense.values, batch, **options, out=into)
+    assert torch.equal(again, out)
+    if name == "flash3" and sinks is None and flash3._load() is flash3.library_kernel():
+        assert again.data_ptr() == into.data_ptr()
 
 
 def assert_close(out, query, dense, batch, options) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 
 import pytest
@@ -261,6 +262,15 @@ def test_who_wakes_up_late_waits_less(step_s: float, late_s: float) -> None:
             host.step(1024, step_s, late_s=its_s)
     assert late.now_s <= 1.01 * soon.now_s
     assert late.held_s > 0.25 * late.now_s or step_s < 0.03
+
+
+def test_what_has_ended_is_not_kept() -> None:
+    """Its tokens lie in pinned memory."""
+    host = played([(1024, 0.04)] * 8)
+    assert host.spare_s > 0
+    ended = weakref.ref(host.running)
+    host.finish()
+    assert ended() is None
 
 
 def test_an_idle_device_begins_a_step_when_it_is_submitted() -> None:

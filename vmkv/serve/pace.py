@@ -84,7 +84,8 @@ class Pace:
         # When the device had done what was submitted before; what else was submitted before
         # `_unsure_s` began nobody knows when.
         self._free_s = self._unsure_s = -math.inf
-        # The step that planning waited for last, and until when it was to.
+        # The step that planning has waited for, as long as it is on the device, and until when it
+        # was to.
         self._held: SubmittedStep | None = None
         self._due_s = 0.0
 
@@ -121,7 +122,7 @@ class Pace:
         began_s = self._began_s(step)
         had_ended = step.pending.has_ended
         step.pending.wait()
-        self._free_s = self._clock()
+        self._held, self._free_s = None, self._clock()
         if had_ended or self._unsure_s == math.inf:
             self._unsure_s = self._free_s
         elif began_s is not None:
@@ -131,7 +132,7 @@ class Pace:
 
     def lost(self) -> None:
         """Steps that were submitted will not be waited for: the device may be busy with them."""
-        self._unsure_s = math.inf  # Until the next is waited for.
+        self._held, self._unsure_s = None, math.inf  # Until the next is waited for.
 
     def spare_s(self, step: SubmittedStep, *, begins: bool) -> float:
         """How long planning may wait while a step runs, the last to be waited for, and ask again.

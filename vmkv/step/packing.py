@@ -106,7 +106,9 @@ def pack(pieces: Sequence[Piece], capacities: set[int], device: torch.device) ->
             )
             if num_first
             else None,
-            continued=vectors.batches(first_later, count, sent[7]) if first_later < count else None,
+            continued=vectors.batches(first_later, count, sent[7])
+            if num_first and first_later < count
+            else None,
             prompts=vectors.batches(num_decode, count, sent[6]) if num_decode < count else None,
         ),
     )

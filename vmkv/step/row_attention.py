@@ -59,8 +59,8 @@ class StepParts:
         everything: All tokens, for the append.
         decode: The first part; None where it is empty.
         beginnings: The second; likewise.
-        continued: The third, in rows; likewise.
-        prompts: The second and third in rows, for layers that have no kernel for the second.
+        continued: The third, in rows, beside a second; likewise.
+        prompts: The second and third in rows, where there is no second or no kernel for it.
     """
 
     num_decode_tokens: int
