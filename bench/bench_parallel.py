@@ -2,12 +2,15 @@
 
 Question. A plain transformers model, divided between two GPUs: how long do many mixed prompts (W1)
 and much decoding (W4) take, against one GPU? How long is a decode step of one sequence, and of 32
-sequences of 4,096 tokens? And what does it cost to add the parts of a layer's output? A model that
-one GPU does not hold: how far is a decode step from what its bytes take?
+sequences of 4,096 tokens? And what does it cost to add the parts of a layer's output, and to make
+the next norm of it? A model that one GPU does not hold: how far is a decode step from what its
+bytes take?
 
 Prediction. A step has 65 sums, two a layer and one for the embedding, and gathers logits once. In a
 graph NCCL takes 6 us for 8 KiB and 26 us for 2 MiB; one kernel takes 4 and 10: a message, and a
-crossing of the link. A decode step of one reads 15 GB of weights:
+crossing of the link. A norm of its own is 3 and 4 us more, in the same kernel 1: the residual and
+the norm are read and written while parts travel; of 64 MiB it is 80 us apart and 45 together. A
+decode step of one reads 15 GB of weights:
 4.1 ms on one GPU, half of that and 0.6 ms on two, 0.67 of the time. With 32 sequences of 4,096
 tokens it reads 32 GB: 8.8 ms, and 0.65 of that. W1's
 344k prompt tokens are bound by arithmetic, which halves, and by sums of 8 KiB a token and layer,
@@ -19,7 +22,8 @@ that.
 Method. Llama-3-8B's shape from transformers' own class, random weights, bfloat16, greedy, no end
 of sequence, prompts and seconds as in `bench_serve`, one round after the engine was warmed up. A
 decode step is the median time between steps that decode all sequences and nothing else. Sums are
-timed as 100 of them in one CUDA graph, the best of five replays, beside NCCL's. Each rank makes all
+timed as 100 of them in one CUDA graph, the best of five replays, beside NCCL's; with a norm beside
+NCCL's and a kernel for the norm. Each rank makes all
 weights and keeps its part. The first tokens of both engines are compared, so that nothing wrong is
 measured: with bfloat16 a few may differ. `--large` is a run of its own, on four GPUs.
 
@@ -38,7 +42,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -62,7 +66,8 @@ from transformers import LlamaConfig
 
 from vmkv import Engine, SamplingParams
 from vmkv.parallel import Ranks, TensorParallel
-from vmkv.parallel.collectives import all_reduce
+from vmkv.parallel.collectives import all_reduce, norm_of_sum
+from vmkv.parallel.one_shot import norm_after_sum
 from vmkv.serve.parallel_engine import open_parallel_engine
 
 #: NVLink multicast stays off: not every machine that is lent has it.
@@ -138,25 +143,34 @@ def first_tokens(engine: Engine, vocabulary: int) -> list[int]:
     return [each.outputs[0].token_ids[0] for each in engine.generate(prompts, params)]
 
 
-def nccl_sum(part: torch.Tensor, name: str) -> None:
-    """By NCCL, whatever the size."""
-    torch.distributed.all_reduce(part)
+def ways_to_add(part: torch.Tensor, group: str) -> dict[str, Callable[[], object]]:
+    """A sum by one kernel and by NCCL, and both with the residual and the norm that follow."""
+    residual, weight = torch.zeros_like(part), torch.ones_like(part[0])
+    nccl = torch.distributed.all_reduce
+    return {
+        "sum_us": lambda: all_reduce(part, group),
+        "nccl_us": lambda: nccl(part),
+        "with_norm_us": lambda: norm_of_sum(part, residual, weight, 1e-5, group),
+        "nccl_and_norm_us": lambda: (nccl(part), norm_after_sum(part, residual, weight, 1e-5)),
+    }
 
 
 def sums(path: str, group: TensorParallel) -> None:
     """Time of a sum in microseconds, by its bytes; rank 0 writes it to `path`."""
     found = []
-    for num_tokens in (1, 8, 32, 64, 128, 256, 512, 1024, 2048):
+    for num_tokens in (1, 8, 32, 64, 128, 256, 512, 1024, 2048, 8192):
+        num_sums = NUM_SUMS if num_tokens <= 2048 else NUM_SUMS // 5
         part = torch.ones(num_tokens, HIDDEN, dtype=torch.bfloat16, device="cuda")
         assert torch.equal(all_reduce(part.clone(), group.name), part * group.size)
         part.zero_()  # It is added to itself again and again.
         row = {"workload": "sum", "gpus": group.size, "sum_bytes": part.nbytes}
-        for what, add in (("sum_us", all_reduce), ("nccl_us", nccl_sum)):
+        for what, add in ways_to_add(part, group.name).items():
+            add()  # A kernel is compiled before it is captured.
             graph = torch.cuda.CUDAGraph()
             # NCCL's own thread asks CUDA for events meanwhile.
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                for _ in range(NUM_SUMS):
-                    add(part, group.name)
+                for _ in range(num_sums):
+                    add()
             times = []
             for _ in range(5):
                 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -164,7 +178,7 @@ def sums(path: str, group: TensorParallel) -> None:
                 graph.replay()
                 end.record()
                 end.synchronize()
-                times.append(1e3 * start.elapsed_time(end) / NUM_SUMS)
+                times.append(1e3 * start.elapsed_time(end) / num_sums)
             row[what] = min(times)
             del graph
         found.append(row)

@@ -24,12 +24,13 @@ from vmkv.backend import MemoryLocation
 from vmkv.errors import HostDriverError
 from vmkv.hf import VMKVCache
 from vmkv.parallel import Ranks, TensorParallel, localise, one_shot
-from vmkv.parallel.collectives import all_reduce
+from vmkv.parallel.collectives import all_reduce, norm_of_sum
 from vmkv.parallel.loading import load
 from vmkv.serve import FinishReason, lockstep
 from vmkv.serve.parallel_engine import ParallelEngine
 from vmkv.serve.preemption import PreemptionCosts
 from vmkv.serve.runner import RunnerOptions
+from vmkv.step import norms_of_sums
 from vmkv.units import Handle, KiB, MiB
 
 Case = Callable[[TensorParallel], None]
@@ -175,15 +176,21 @@ def serves(name: str, runner: str, host_bytes: int, group: TensorParallel) -> No
         assert again[1].outputs[0].token_ids == outputs[3].outputs[0].token_ids[:5]
 
 
-def compiles(group: TensorParallel) -> None:
+def compiles(backend: str, group: TensorParallel) -> None:
     """Layers in parts are compiled, and their products joined, as whole ones are."""
     expected = None if group.rank else alone("llama", PROMPTS, GREEDY)
-    how = RunnerOptions(compile_layers=True, compile_backend="eager", show_progress=False)
+    how = RunnerOptions(compile_layers=True, compile_backend=backend, show_progress=False)
     options = {**ROOMY, "runner": "graphs", "runner_options": how}
     model = part_of("llama", group)
-    with engine_on(group, model, **options) as engine:
+    taken_in: list[int] = []
+    own = norms_of_sums.take_in
+    with (
+        mock.patch.object(norms_of_sums, "take_in", lambda graph: taken_in.append(own(graph))),
+        engine_on(group, model, **options) as engine,
+    ):
         if engine is not None:
             assert expected == said(engine.generate(PROMPTS, GREEDY))
+            assert max(taken_in) == 2, "a layer ends with a sum, and so does its attention"
             kinds = {type(each).__name__ for each in model.model.layers.modules()}
             assert {"SiblingLinear", "RowwiseLinear"} <= kinds
 
@@ -399,10 +406,11 @@ def _part(source: random.Random, dtype: torch.dtype, num_bytes: int, rank: int) 
 def adds(group: TensorParallel) -> None:
     """Parts of all sizes after one another, one rank ahead of the other now and then."""
     source = random.Random(5)
-    largest = one_shot.max_bytes(group.size)
+    largest = one_shot.max_bytes(group.size) or 64 * MiB
     for _ in range(300):
         dtype = source.choice((torch.bfloat16, torch.float16, torch.float32))
-        num_bytes = 16 * source.choice((1, 3, 511, 512, 513, source.randint(1, largest // 16)))
+        most = 2 ** source.randint(0, largest.bit_length() - 5)
+        num_bytes = 16 * source.choice((1, 3, 511, 512, 513, source.randint(1, most)))
         state = source.getstate()
         parts = []
         for rank in range(group.size):
@@ -430,6 +438,76 @@ def adds_in_graphs(group: TensorParallel) -> None:
         assert torch.equal(mine.float(), expected * float(group.size) ** 9), turn
         single = all_reduce(parts[group.rank].clone(), group.name)
         assert torch.equal(single, sum(parts[: group.size]))
+
+
+def _norm_as_modules(
+    whole: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The new residual and its norm, one operation after the other."""
+    hidden = residual + whole
+    wide = hidden.to(torch.float32)
+    scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
+    return hidden, weight * scaled.to(hidden.dtype)
+
+
+def adds_with_norms(group: TensorParallel) -> None:
+    """Rows of all lengths and numbers, sums in one kernel and in NCCL's or gloo's."""
+    source = random.Random(6)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    widths = (8, 264, 2048, 4096, 8192, 16384) if device == "cuda" else (8, 24)
+    counts = (1, 2, 7, 64, 129, 600, 2048) if device == "cuda" else (1, 3)
+    for turn in range(120 if device == "cuda" else 12):
+        dtype = source.choice((torch.bfloat16, torch.float16, torch.float32))
+        shape = 1, source.choice(counts), source.choice(widths)
+        chances = torch.Generator().manual_seed(turn)
+        # Parts whose sum every dtype holds exactly, in whatever order; the rest is anything.
+        parts = [torch.randint(-16, 17, shape, generator=chances) for _ in range(group.size)]
+        residual, weight = (
+            torch.randn(each, generator=chances).to(dtype).to(device) for each in (shape, shape[2:])
+        )
+        whole = sum(parts).to(dtype).to(device)
+        epsilon = source.choice((1e-5, 1e-6, 1.0))
+        hidden, expected = _norm_as_modules(whole, residual, weight, epsilon)
+        if device == "cuda" and source.randrange(4 * group.size) == group.rank:
+            torch.cuda._sleep(200_000)
+        part, before = parts[group.rank].to(dtype).to(device), residual.clone()
+        got = norm_of_sum(part, residual, weight, epsilon, group.name)
+        what = dtype, shape
+        assert torch.equal(part, hidden), what
+        assert torch.equal(residual, before), what
+        # Squares are added in another order: a number may round the other way, twice.
+        most = 3 * torch.finfo(dtype).eps if device == "cuda" else 0
+        torch.testing.assert_close(got, expected, rtol=most, atol=0, msg=str(what))
+        if turn % 3 == 0:  # Sums alone take turns in the same rooms.
+            single = all_reduce(parts[group.rank].to(dtype).to(device), group.name)
+            assert torch.equal(single, whole), what
+
+
+def adds_with_norms_in_graphs(group: TensorParallel) -> None:
+    """A graph of layers' sums is replayed again and again, with other numbers."""
+    shape, chances = (32, 4096), torch.Generator().manual_seed(8)
+    weight = torch.randn(shape[1], generator=chances).bfloat16().cuda()
+    part, residual = (torch.empty(shape, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    got = torch.empty_like(part)
+    args = weight, 1e-5, group.name
+    norm_of_sum(part.fill_(1), residual.fill_(1), *args)  # Loads the kernel.
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(6):  # The norm of a sum is the next one's part.
+            got.copy_(norm_of_sum(part, residual, *args))
+            residual.copy_(part)
+            part.copy_(got)
+    for turn in range(30):
+        parts = [torch.randint(-16, 17, shape, generator=chances).bfloat16() for _ in range(8)]
+        first = torch.randn(shape, generator=chances).bfloat16()
+        part.copy_(parts[group.rank])
+        residual.copy_(first)
+        graph.replay()
+        old, whole = first.cuda(), sum(parts[: group.size]).bfloat16().cuda()
+        for _ in range(6):
+            old, expected = _norm_as_modules(whole, old, weight, 1e-5)
+            whole = expected * group.size
+        torch.testing.assert_close(got, expected, rtol=0.05, atol=0.05, msg=str(turn))
 
 
 def is_alone(group: TensorParallel) -> None:

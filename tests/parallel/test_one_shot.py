@@ -38,6 +38,16 @@ def test_graphs_add_again_and_again(ranks: cases.Pair) -> None:
     ranks.run(cases.adds_in_graphs)
 
 
+def test_sums_with_norms(ranks: cases.Pair) -> None:
+    """The residual bit by bit, and its norm."""
+    ranks.run(cases.adds_with_norms)
+
+
+def test_graphs_with_norms(ranks: cases.Pair) -> None:
+    """Each replay with other numbers."""
+    ranks.run(cases.adds_with_norms_in_graphs)
+
+
 def test_a_part_that_does_not_come_is_an_error() -> None:
     """After the time limit, on the rank that waits for it; nothing hangs."""
     ranks = cases.Pair("cuda", timeout_s=15.0)

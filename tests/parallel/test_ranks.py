@@ -48,9 +48,15 @@ def test_serving_is_as_with_one_process(
     pair.run(partial(cases.serves, name, runner, host_bytes))
 
 
-def test_layers_in_parts_are_compiled(pair: cases.Pair) -> None:
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_layers_in_parts_are_compiled(pair: cases.Pair, backend: str) -> None:
     """An operator is all that a compiler sees of the other ranks."""
-    pair.run(cases.compiles)
+    pair.run(partial(cases.compiles, backend))
+
+
+def test_norms_of_sums_are_those_of_modules(pair: cases.Pair) -> None:
+    """Bit by bit."""
+    pair.run(cases.adds_with_norms)
 
 
 def test_each_rank_loads_its_part(pair: cases.Pair, tmp_path: Path) -> None:

@@ -4,7 +4,8 @@ Operators take tensors and numbers, so they find their group by its name. A sum 
 the part, whose contents nobody wants any more, instead of a copy beside each.
 
 Small sums are one kernel's (`one_shot.py`) where devices reach each other; others, and what is
-gathered, are NCCL's, or of CPUs gloo's.
+gathered, are NCCL's, or of CPUs gloo's. `norm_of_sum_` is what compiled layers make of a sum that
+is added to a residual and then put through a norm (`step/norms_of_sums.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .one_shot import OneShotSums
+from .one_shot import OneShotSums, has_rows, norm_after_sum
 
 #: Of groups whose ranks add small parts in one kernel, by the group's name.
 _ONE_SHOT: dict[str, OneShotSums] = {}
@@ -22,6 +23,10 @@ _ONE_SHOT: dict[str, OneShotSums] = {}
 # torch leaves the library untyped.
 _LIBRARY: Any = torch.library.Library("vmkv", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define("all_reduce_(Tensor(a!) part, str group) -> ()")
+_LIBRARY.define(
+    "norm_of_sum_(Tensor(a!) part, Tensor residual, Tensor weight, float epsilon, str group)"
+    " -> Tensor"
+)
 _LIBRARY.define("all_gather(Tensor part, str group, int size) -> Tensor")
 
 
@@ -46,6 +51,27 @@ def _all_reduce_(part: torch.Tensor, group: str) -> None:
         dist.all_reduce(part, group=_group(group))
 
 
+def _norm_of_sum_(
+    part: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    epsilon: float,
+    group: str,
+) -> torch.Tensor:
+    residual = residual.contiguous()
+    has = has_rows(part) and has_rows(residual) and has_rows(weight)
+    sums = _ONE_SHOT.get(group)
+    if has and sums is not None and sums.takes_rows(part):
+        return sums.add_norm(part, residual, weight, epsilon)
+    _all_reduce_(part, group)
+    if has:
+        return norm_after_sum(part, residual, weight, epsilon)
+    # As modules compute it.
+    whole = part.add_(residual).to(torch.float32)
+    scaled = whole * torch.rsqrt(whole.pow(2).mean(-1, keepdim=True) + epsilon)
+    return weight * scaled.to(part.dtype)
+
+
 def _all_gather(part: torch.Tensor, group: str, size: int) -> torch.Tensor:
     out = part.new_empty((size * part.shape[0], *part.shape[1:]))
     # The second name since torch 2.13, which warns of the first.
@@ -60,8 +86,12 @@ def _shape_of_all_gather(part: torch.Tensor, group: str, size: int) -> torch.Ten
 
 for _key in ("CPU", "CUDA"):
     _LIBRARY.impl("all_reduce_", _all_reduce_, _key)
+    _LIBRARY.impl("norm_of_sum_", _norm_of_sum_, _key)
     _LIBRARY.impl("all_gather", _all_gather, _key)
 torch.library.register_fake("vmkv::all_reduce_", lambda part, group: None, lib=_LIBRARY)
+torch.library.register_fake(
+    "vmkv::norm_of_sum_", lambda part, *_: torch.empty_like(part), lib=_LIBRARY
+)
 torch.library.register_fake("vmkv::all_gather", _shape_of_all_gather, lib=_LIBRARY)
 
 
@@ -70,6 +100,26 @@ def all_reduce(part: torch.Tensor, group: str) -> torch.Tensor:
     part = part.contiguous()
     torch.ops.vmkv.all_reduce_(part, group)
     return part
+
+
+def norm_of_sum(
+    part: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    epsilon: float,
+    group: str,
+) -> torch.Tensor:
+    """The norm of all ranks' parts and the residual, whose sum takes the place of `part`.
+
+    Args:
+        part: `[…, hidden]`, contiguous.
+        residual: Likewise, the same on all ranks.
+        weight: `[hidden]`, what the norm multiplies by; all three of one type.
+        epsilon: Added to the mean of the squares.
+        group: The ranks, by name.
+    """
+    out: torch.Tensor = torch.ops.vmkv.norm_of_sum_(part, residual, weight, epsilon, group)
+    return out
 
 
 def all_gather(part: torch.Tensor, group: str, size: int) -> torch.Tensor:

@@ -14,13 +14,12 @@ import torch
 from torch.nn import functional
 
 from ..errors import ConfigError
+from ..step.norms_of_sums import GROUP
 from ..units import div_ceil
 from . import sharding
 from .collectives import all_gather, all_reduce
 from .group import TensorParallel
 from .sharding import Share
-
-_MARK = "_vmkv_group"
 
 
 class RowwiseLinear(torch.nn.Linear):
@@ -108,7 +107,7 @@ def localise(model: Any, group: TensorParallel) -> None:
 
     Cost: of a whole model, a copy of this rank's part, one parameter at a time.
     """
-    if vars(model).get(_MARK) == group.name:
+    if vars(model).get(GROUP) == group.name:
         return
     plan = sharding.plan_of(model)
     sharding.check_heads(model.config, plan, group.size)
@@ -121,7 +120,7 @@ def localise(model: Any, group: TensorParallel) -> None:
         for module, style in modules:
             vars(module).pop("forward", None)  # transformers' closure, where it has put one.
             _change_class(module, style, group)
-    setattr(model, _MARK, group.name)
+    setattr(model, GROUP, group.name)
 
 
 def _check(module: torch.nn.Module, style: str) -> None:

@@ -1,13 +1,9 @@
 """Sums in one kernel: each rank sends its part to all others, and adds what has come.
 
 NCCL goes round a ring, which costs a rank at least two messages after one another; a step of an 8B
-model adds 65 times. Here a block of the kernel writes its share of the part into the room that
-every other rank has for it, then says so, waits until theirs are there, and adds them in the order
-of the ranks, so that all have the same bits. Every byte crosses a link once for each other rank:
-that is what a ring's two rounds take for two ranks, and more for more, so larger parts stay NCCL's.
-
-Room is used in turns, two for each block. Who begins turn n + 1 has seen turn n of all others, who
-had therefore read turn n - 1: its room may be written again. Nobody waits for anybody to have read.
+model adds 65 times. Here every byte crosses a link once for each other rank: that is what a ring's
+two rounds take for two ranks, and more for more, whose larger parts stay NCCL's. What follows
+nearly every sum is done in the same kernel: the residual and the next norm (`sum_kernel.py`).
 
 A kernel that waits for a rank which has gone would wait for ever. It gives up when a word in host
 memory says so, or after the ranks' time limit, and says that in the same word: `TensorParallel`
@@ -20,116 +16,32 @@ as long as the process lives: ranks may be started anew.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from struct import Struct
 
 import torch
 
-from ..attention.nvrtc import FORMATS, NUMBERS, Kernel, compiled, launch
+from ..attention.nvrtc import FORMATS, launch
 from ..backend.peer_memory import PeerMemory
 from ..units import KiB, MiB, div_ceil
+from . import sum_kernel
+from .sum_kernel import CHUNK_BYTES, FLAG_BYTES, NUM_BLOCKS, NUM_TURNS, VECTOR_BYTES
 
-#: All of them run at the same time, on every GPU that has such links.
-_NUM_BLOCKS = 64
-_THREADS = 512
-_VECTOR_BYTES = 16
-_FLAG_BYTES = 8
-_WORDS = Struct("=8q")
-
-_ADD = r"""
-typedef long long word;
-
-constexpr int COUNT = 16 / sizeof(number);
-union Vector { uint4 whole; number at[COUNT]; };
-
-__device__ uint4 received(const uint4* from) {  // Not from a cache that other devices do not see.
-  uint4 value;
-  asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w) : "l"(from)
-               : "memory");
-  return value;
-}
-
-__device__ void say(word* flag, word turn) {
-  asm volatile("st.release.sys.global.u64 [%0], %1;" :: "l"(flag), "l"(turn) : "memory");
-}
-
-__device__ word said(const word* flag) {
-  word turn;
-  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(turn) : "l"(flag) : "memory");
-  return turn;
-}
-
-__device__ word now_ns() {
-  word time;
-  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(time));
-  return time;
-}
-
-__device__ void wait_for(const word* flag, word turn, volatile int* given_up, word patience_ns) {
-  const word start = now_ns();
-  for (int tries = 1; said(flag) < turn; ++tries) {
-    if (tries % 256) continue;  // The word is in the host's memory: not asked at once.
-    if (*given_up) return;
-    if (now_ns() - start > patience_ns) *given_up = 1;
-  }
-}
-
-// A rank's room: flags [block][rank], then vectors [block][turn % 2][rank][room].
-extern "C" __global__ void add_parts(uint4* part, word num_vectors, word* turns, word rank,
-                                     char* const* rooms, word room, int* given_up,
-                                     word patience_ns) {
-  const word block = blockIdx.x;
-  const word share = (num_vectors + gridDim.x - 1) / gridDim.x;
-  const word begin = block * share;
-  const word end = begin + share < num_vectors ? begin + share : num_vectors;
-  const word turn = turns[block] + 1;
-  const word flags_bytes = NUM_BLOCKS * SIZE * sizeof(word);
-  const word slot = (block * 2 + turn % 2) * SIZE;
-
-  for (word i = begin + threadIdx.x; i < end; i += blockDim.x) {
-    const uint4 mine = part[i];
-#pragma unroll
-    for (int other = 0; other < SIZE; ++other) {
-      if (other == rank) continue;
-      reinterpret_cast<uint4*>(rooms[other] + flags_bytes)[(slot + rank) * room + i - begin] = mine;
-    }
-  }
-  __syncthreads();
-  if (threadIdx.x < SIZE && threadIdx.x != rank) {
-    const word other = threadIdx.x;
-    say(reinterpret_cast<word*>(rooms[other]) + block * SIZE + rank, turn);
-    wait_for(reinterpret_cast<word*>(rooms[rank]) + block * SIZE + other, turn, given_up,
-             patience_ns);
-  }
-  __syncthreads();
-  const uint4* theirs = reinterpret_cast<const uint4*>(rooms[rank] + flags_bytes) + slot * room;
-  for (word i = begin + threadIdx.x; i < end; i += blockDim.x) {
-    float sums[COUNT];
-#pragma unroll
-    for (int each = 0; each < SIZE; ++each) {
-      Vector parts;
-      parts.whole = each == rank ? part[i] : received(theirs + each * room + i - begin);
-#pragma unroll
-      for (int at = 0; at < COUNT; ++at) {
-        const float value = as_float(parts.at[at]);
-        sums[at] = each ? sums[at] + value : value;
-      }
-    }
-    Vector out;
-#pragma unroll
-    for (int at = 0; at < COUNT; ++at) out.at[at] = as_number(sums[at]);
-    part[i] = out.whole;
-  }
-  if (threadIdx.x == 0) turns[block] = turn;
-}
-"""
+#: Blocks that send nothing need not run at the same time.
+_MOST_BLOCKS_ALONE = 2048
+_WORDS = Struct("=9q")
+_NORM_WORDS = Struct("=4qd")
 
 
-def max_bytes(size: int) -> int:
-    """The largest part that so many ranks add in one kernel; a ring sends less of larger ones."""
-    return 8 * MiB if size == 2 else 512 * KiB
+def max_bytes(size: int, *, is_with_norm: bool = False) -> int | None:
+    """The largest part that so many ranks add in one kernel; a ring sends less of larger ones.
+
+    None for any: between two ranks both send the same, and this is the faster. With a norm it
+    saves passes over memory, for which more may be sent.
+    """
+    if size == 2:
+        return None
+    return 1 * MiB if is_with_norm else 512 * KiB
 
 
 class OneShotSums:
@@ -155,12 +67,12 @@ class OneShotSums:
         self._patience_ns = int(1e9 * timeout_s)
         self._device = torch.device("cuda", torch.cuda.current_device())
         for dtype in FORMATS:  # Not while a graph is captured.
-            _kernel(self._device.index, dtype, size)
-        self._turns = torch.zeros(_NUM_BLOCKS, dtype=torch.int64, device=self._device)
+            sum_kernel.kernel_of(self._device.index, dtype, size)
+        self._turns = torch.zeros(NUM_BLOCKS, dtype=torch.int64, device=self._device)
         self._rooms = torch.zeros(size, dtype=torch.int64, device=self._device)
         self._given_up = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-        room_bytes = _NUM_BLOCKS * size * _FLAG_BYTES + 2 * size * max_bytes(size)
-        self._room = PeerMemory(room_bytes)
+        turn_bytes = size * CHUNK_BYTES
+        self._room = PeerMemory(NUM_BLOCKS * (size * FLAG_BYTES + NUM_TURNS * turn_bytes))
         self.handle = self._room.handle
 
     def meet(self, handles: Sequence[bytes]) -> None:
@@ -180,11 +92,17 @@ class OneShotSums:
 
     def takes(self, part: torch.Tensor) -> bool:
         """Whether the part is small enough, of a known type, and of whole 16 bytes."""
-        return (
-            part.dtype in FORMATS
-            and part.nbytes <= max_bytes(self._size)
-            and not (part.nbytes | part.data_ptr()) % _VECTOR_BYTES
-        )
+        is_aligned = not (part.nbytes | part.data_ptr()) % VECTOR_BYTES
+        return part.dtype in FORMATS and is_aligned and self._is_small(part, is_with_norm=False)
+
+    def takes_rows(self, part: torch.Tensor) -> bool:
+        """Whether it adds the rows of such a part together with a norm, which `has_rows`."""
+        row_bytes = part.shape[-1] * part.itemsize
+        return row_bytes <= CHUNK_BYTES and self._is_small(part, is_with_norm=True)
+
+    def _is_small(self, part: torch.Tensor, *, is_with_norm: bool) -> bool:
+        most = max_bytes(self._size, is_with_norm=is_with_norm)
+        return most is None or part.nbytes <= most
 
     def add(self, part: torch.Tensor) -> None:
         """Leave the sum of all ranks' contiguous parts in the part's place.
@@ -194,24 +112,32 @@ class OneShotSums:
         Cost: 3 us of host time; on the device the links' latency, and the part once for each other
         rank (bench_parallel).
         """
-        num_vectors = part.nbytes // _VECTOR_BYTES
-        num_blocks = min(_NUM_BLOCKS, div_ceil(num_vectors, _THREADS))
-        if not num_blocks:
-            return
-        words = (
-            part.data_ptr(),
-            num_vectors,
+        if part.nbytes:
+            _launch(part, None, b"", self._size, self._exchange())
+
+    def add_norm(
+        self, part: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
+    ) -> torch.Tensor:
+        """Leave the sum of all ranks' parts and the residual in the part's place; its norm.
+
+        Args:
+            part: `[…, hidden]`, contiguous, which it `takes_rows` of.
+            residual: Likewise, of the same shape and type; the same on all ranks.
+            weight: `[hidden]` of that type: what the norm multiplies by.
+            epsilon: Added to the mean of the squares.
+
+        Cost: as `add`; and reading the residual and writing the norm, at the same time.
+        """
+        return _add_norm(part, residual, weight, epsilon, self._size, self._exchange())
+
+    def _exchange(self) -> tuple[int, ...]:
+        return (
             self._turns.data_ptr(),
             self._rank,
             self._rooms.data_ptr(),
-            max_bytes(self._size) // (_NUM_BLOCKS * _VECTOR_BYTES),
             self._given_up.data_ptr(),
             self._patience_ns,
         )
-        index = self._device.index
-        kernel = _kernel(index, part.dtype, self._size)
-        stream = torch._C._cuda_getCurrentRawStream(index)
-        launch(kernel, num_blocks, _THREADS, stream, _WORDS.pack(*words))
 
     def give_up(self) -> None:
         """Have kernels that wait, wait no more; what they add is worth nothing. From any thread."""
@@ -224,7 +150,49 @@ class OneShotSums:
         return f"another rank's part of a sum has not come within {self._patience_ns / 1e9:g} s"
 
 
-@functools.cache
-def _kernel(device_index: int, dtype: torch.dtype, size: int) -> Kernel:
-    options = (f"-DFORMAT={FORMATS[dtype]}", f"-DSIZE={size}", f"-DNUM_BLOCKS={_NUM_BLOCKS}")
-    return compiled(NUMBERS + _ADD, "add_parts", device_index, *options)
+def has_rows(part: torch.Tensor) -> bool:
+    """Whether the kernel takes such rows with a norm: on CUDA, of known type, and not too long."""
+    row_bytes = part.shape[-1] * part.itemsize
+    return (
+        part.is_cuda
+        and part.dtype in FORMATS
+        and not (row_bytes | part.data_ptr()) % VECTOR_BYTES
+        and sum_kernel.threads_for(row_bytes // VECTOR_BYTES) is not None
+    )
+
+
+def norm_after_sum(
+    part: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
+) -> torch.Tensor:
+    """`OneShotSums.add_norm` where `part` holds the sum of all ranks; one that `has_rows`."""
+    return _add_norm(part, residual, weight, epsilon, 1, (0,) * 5)
+
+
+def _add_norm(
+    part: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    epsilon: float,
+    size: int,
+    exchange: tuple[int, ...],
+) -> torch.Tensor:
+    out = torch.empty_like(part)
+    if part.nbytes:
+        row_vectors = part.shape[-1] * part.itemsize // VECTOR_BYTES
+        words = residual.data_ptr(), weight.data_ptr(), out.data_ptr(), row_vectors, epsilon
+        _launch(part, row_vectors, _NORM_WORDS.pack(*words), size, exchange)
+    return out
+
+
+def _launch(
+    part: torch.Tensor, row_vectors: int | None, rest: bytes, size: int, exchange: tuple[int, ...]
+) -> None:
+    index = part.device.index
+    kernel, threads, unit, chunk = sum_kernel.kernel_of(index, part.dtype, size, row_vectors)
+    num_vectors = part.nbytes // VECTOR_BYTES
+    most_blocks = NUM_BLOCKS if size > 1 else _MOST_BLOCKS_ALONE
+    share = div_ceil(div_ceil(num_vectors, unit), most_blocks) * unit
+    num_blocks = div_ceil(num_vectors, share)
+    words = _WORDS.pack(part.data_ptr(), num_vectors, share, max(chunk, unit), *exchange)
+    stream = torch._C._cuda_getCurrentRawStream(index)
+    launch(kernel, num_blocks, threads, stream, words + rest)

@@ -8,7 +8,8 @@ become a few kernels instead of some twenty-five.
 There are two variants:
 
   one token   products with a single row are dot products: written as such, they take in the
-              norm before and the residual after, and are tuned to read weights at full speed
+              norm before and the residual after, and are tuned to read weights at full speed;
+              where ranks add between them, norms are the sums' (`norms_of_sums.py`), as with many
   many        the number of tokens is a symbol, so that nothing is ever compiled again; each
               layer computes the norm that the next begins with (`early_norms.py`)
 
@@ -26,7 +27,7 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError
-from . import early_norms, joined_layers, rotary
+from . import early_norms, joined_layers, norms_of_sums, rotary
 
 _Compiled = Callable[..., Any]
 
@@ -60,6 +61,7 @@ class CompiledLayers:
         self._compiled = [*layers, *self._last]
         self._following = early_norms.prepare(layers, self._last)
         self._handed: early_norms.Handed | None = None
+        self._has_sums = norms_of_sums.GROUP in vars(model)
         self._step_in()
 
     def _step_in(self) -> None:
@@ -84,15 +86,16 @@ class CompiledLayers:
         hidden, args = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), ())
         early = self._early(layer, hidden)
         is_one = hidden.shape[-2] == 1
-        following = None if is_one else self._following.get(id(layer))
+        is_apart = is_one and not self._has_sums
+        following = None if is_apart else self._following.get(id(layer))
         if following is None:
             if early is not None and layer in self._last:
                 return early
             return self._variant(layer, is_one, False)(layer, hidden, *args, **kwargs)
         if early is None:
             norm = layer.input_layernorm
-            early = self._variant(norm, False, False)(norm, hidden)
-        run = self._variant(layer, False, True)
+            early = self._variant(norm, is_one, False)(norm, hidden)
+        run = self._variant(layer, is_one, True)
         out, handed = run(layer, following, early, hidden, *args, **kwargs)
         self._handed = early_norms.Handed.on(following, out, handed)
         return out
@@ -167,7 +170,7 @@ def _with_own_code(forward: Any) -> Any:
 
 
 def _compiler(backend: str, patches: dict[str, Any]) -> Callable[..., Any]:
-    """A backend of `torch.compile`: equal products merged, embeddings taken out, then `backend`.
+    """A backend of `torch.compile`: what operators of our own do is given to them, then `backend`.
 
     A new function each time, because code compiled for one backend is not used for another.
     """
@@ -175,6 +178,7 @@ def _compiler(backend: str, patches: dict[str, Any]) -> Callable[..., Any]:
     def compiled(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
         joined_layers.merge_equal_products(module)
         rotary.take_out(module)
+        norms_of_sums.take_in(module)
         if backend == "inductor":
             from torch._inductor.compile_fx import compile_fx
 

@@ -1,0 +1,124 @@
+"""Norms of ranks' sums in traced layers: exactly the usual form, and what becomes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import vmkv.parallel.collectives  # noqa: F401  # registers operators
+from vmkv.step import norms_of_sums
+
+Tensor = torch.Tensor
+Norm = Callable[[Tensor, Tensor], Tensor]
+
+
+def _usual(hidden: Tensor, weight: Tensor, power: float = 2, epsilon: float = 1e-5) -> Tensor:
+    wide = hidden.to(torch.float32)
+    mean = wide.pow(power).mean(-1, keepdim=True)
+    return weight * (wide * torch.rsqrt(mean + epsilon)).to(hidden.dtype)
+
+
+def _weighted_first(hidden: Tensor, weight: Tensor) -> Tensor:
+    wide = hidden.to(torch.float32)
+    scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
+    return (weight * scaled).to(hidden.dtype)
+
+
+def _of_another_axis(hidden: Tensor, weight: Tensor) -> Tensor:
+    wide = hidden.to(torch.float32)
+    scaled = wide * torch.rsqrt(wide.pow(2).mean(-2, keepdim=True) + 1e-5)
+    return weight * scaled.to(hidden.dtype)
+
+
+def _of_other_squares(hidden: Tensor, weight: Tensor) -> Tensor:
+    wide = hidden.to(torch.float32)
+    scaled = wide * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + 1e-5)
+    return weight * scaled.to(hidden.dtype)
+
+
+def _whose_scale_is_used(hidden: Tensor, weight: Tensor) -> Tensor:
+    wide = hidden.to(torch.float32)
+    root = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
+    return weight * (wide * root).to(hidden.dtype) + root.to(hidden.dtype)
+
+
+def _one_more(hidden: Tensor, weight: Tensor) -> Tensor:
+    return _usual(hidden, weight + 1)
+
+
+def _taken_in(layer: Callable[..., Any], *inputs: Tensor) -> tuple[int, list[str]]:
+    """In how many places of a traced layer, and what it consists of afterwards."""
+    counts: list[int] = []
+    nodes: list[str] = []
+
+    def backend(module: torch.fx.GraphModule, _: Any) -> Any:
+        counts.append(norms_of_sums.take_in(module))
+        nodes.extend(str(each.target) for each in module.graph.nodes if each.op == "call_function")
+        return module.forward
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(layer, backend=lambda module, x: _only_look(backend(module, x)))(*inputs)
+    return sum(counts), nodes
+
+
+def _only_look(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Runs nothing: nobody has set up ranks here."""
+    return lambda *_: (torch.zeros(1), torch.zeros(1))
+
+
+@pytest.mark.parametrize(
+    ("norm", "count"),
+    [
+        (_usual, 1),
+        (_one_more, 1),
+        (lambda hidden, weight: _usual(hidden, weight, power=3), 0),
+        (_weighted_first, 0),
+        (_of_another_axis, 0),
+        (_of_other_squares, 0),
+        (_whose_scale_is_used, 0),
+        (lambda hidden, weight: hidden * weight, 0),
+    ],
+    ids=["plain", "shifted", "cubes", "wide", "axis", "squares", "scale", "none"],
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_only_the_usual_form_is_taken_in(norm: Norm, count: int, dtype: torch.dtype) -> None:
+    """Whoever else wants the new residual gets it."""
+
+    def layer(part: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        part = part * 2
+        torch.ops.vmkv.all_reduce_(part, "nobody")
+        hidden = residual + part
+        return norm(hidden, weight), hidden
+
+    if dtype == torch.float32 and norm in (_weighted_first, _of_other_squares):
+        pytest.skip("there these are the same")
+    tensors = (torch.rand(each).to(dtype) for each in ((1, 3, 8), (1, 3, 8), (8,)))
+    taken, nodes = _taken_in(layer, *tensors)
+    assert taken == count
+    assert ("vmkv.norm_of_sum_" in nodes) == bool(count)
+    assert ("vmkv.all_reduce_" in nodes) != bool(count), "each part is added once"
+
+
+@pytest.mark.parametrize("what", ["part", "twice", "shape", "early"])
+def test_what_else_is_done_with_a_sum_hinders(what: str) -> None:
+    """The part, added up or not, is nobody's afterwards; and nobody may want the sum before."""
+
+    def layer(part: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        part, residual = part * 2, residual[:, :1] if what == "shape" else residual
+        torch.ops.vmkv.all_reduce_(part, "nobody")
+        if what == "twice":
+            torch.ops.vmkv.all_reduce_(part, "nobody")
+        hidden = residual + part
+        other = part.sum() if what == "part" else residual.sum()
+        if what == "early":
+            other = hidden.sum()
+            weight = weight + other
+        return _usual(hidden, weight), other
+
+    tensors = torch.rand(1, 3, 8), torch.rand(1, 3, 8), torch.rand(8)
+    taken, nodes = _taken_in(layer, *tensors)
+    assert (taken, nodes.count("vmkv.all_reduce_")) == (0, 2 if what == "twice" else 1)

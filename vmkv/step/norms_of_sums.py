@@ -1,0 +1,169 @@
+"""Sums of ranks, residuals and norms in compiled layers, for one operator to do them.
+
+Ranks that share a model add their parts twice a layer, and most models go on with the same lines:
+
+    hidden = residual + sum
+    wide = hidden.to(torch.float32)
+    weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)).to(dtype)
+
+Where a traced layer has exactly that after `all_reduce_`, it is given `norm_of_sum_` instead, which
+reads and writes all of it once. Whatever is written otherwise stays as it is. The operators are
+those of `parallel`: a graph that has the one was made where there is the other.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+GROUP = "_vmkv_group"
+"""The attribute of a model, and of its modules, that names the ranks which share it."""
+
+_SUM = "all_reduce_"
+
+
+class _Norm(NamedTuple):
+    """The norm that ends with a node of a graph.
+
+    Attributes:
+        hidden: What it is of.
+        weight, epsilon: What it multiplies by, and adds to the mean of the squares.
+        chain: Its nodes, the last first.
+    """
+
+    hidden: torch.fx.Node
+    weight: torch.fx.Node
+    epsilon: Any
+    chain: tuple[torch.fx.Node, ...]
+
+
+def take_in(module: torch.fx.GraphModule) -> int:
+    """Have norms of sums be one operator; returns in how many places.
+
+    Args:
+        module: A traced layer, as the compiler's backend is given it.
+    """
+    count = 0
+    for node in tuple(module.graph.nodes):
+        norm = _norm_at(node)
+        if norm is not None and _take_in(module.graph, norm):
+            count += 1
+    if count:
+        module.graph.lint()
+        module.recompile()
+    return count
+
+
+def _take_in(graph: torch.fx.Graph, norm: _Norm) -> bool:
+    hidden, out = norm.hidden, norm.chain[0]
+    for part, residual in _both_ways(hidden, operator.add):
+        added = _sum_of(part, hidden)
+        if added is not None and _are_alike(part, residual, norm.weight):
+            break
+    else:
+        return False
+    # Whoever else wants the new residual comes after the operator, which stands where `out` is.
+    order = {node: place for place, node in enumerate(graph.nodes)}
+    others = {*hidden.users} - {*norm.chain}
+    if order[added] > order[hidden] or any(order[user] < order[out] for user in others):
+        return False
+    arguments = (part, residual, norm.weight, norm.epsilon, added.args[1])
+    with graph.inserting_before(out):
+        merged = graph.call_function(torch.ops.vmkv.norm_of_sum_, arguments)
+    out.replace_all_uses_with(merged)
+    for each in norm.chain:
+        graph.erase_node(each)
+    hidden.replace_all_uses_with(part)
+    graph.erase_node(hidden)
+    graph.erase_node(added)
+    return True
+
+
+def _sum_of(part: Any, hidden: torch.fx.Node) -> torch.fx.Node | None:
+    """What adds up `part`, if nobody wants that but `hidden`."""
+    if not isinstance(part, torch.fx.Node):
+        return None
+    others = [each for each in part.users if each is not hidden]
+    if len(others) != 1 or _SUM not in str(others[0].target) or others[0].users:
+        return None
+    return others[0]
+
+
+def _are_alike(part: Any, residual: Any, weight: torch.fx.Node) -> bool:
+    """Whether the first two have one shape, and all the same type."""
+    if not isinstance(residual, torch.fx.Node):
+        return False
+    shapes, dtypes = (
+        [getattr(each.meta.get("example_value"), name, None) for each in (part, residual, weight)]
+        for name in ("shape", "dtype")
+    )
+    return shapes[0] is not None and shapes[0] == shapes[1] and len({*dtypes}) == 1
+
+
+def _norm_at(out: torch.fx.Node) -> _Norm | None:
+    """The norm whose last node this is, if it is one of the usual form."""
+    for weight, narrow in _both_ways(out, operator.mul):
+        scaled = _converted(narrow)
+        for wide, root in _both_ways(scaled, operator.mul):
+            hidden = _converted(wide, torch.float32)
+            epsilon, nodes = _under_root(root, wide)
+            if hidden is None or not nodes or not isinstance(weight, torch.fx.Node):
+                continue
+            chain = (out, narrow, scaled, *nodes, wide)
+            inner = chain[1:]
+            is_its_own = all(user in chain for each in inner for user in each.users)
+            is_as_narrow = narrow.args[1] == _dtype(hidden)
+            if is_its_own and is_as_narrow and _is_call(hidden, operator.add):
+                return _Norm(hidden, weight, epsilon, chain)
+    return None
+
+
+def _under_root(root: Any, wide: Any) -> tuple[Any, tuple[torch.fx.Node, ...]]:
+    """What is added to the mean of `wide`'s squares, and the nodes; none if `root` is not that."""
+    added: Any = root.args[0] if _is_call(root, torch.rsqrt) else None
+    if not _is_call(added, operator.add):
+        return None, ()
+    mean: Any = added.args[0]
+    if not _is_method(mean, "mean", (-1,), {"keepdim": True}):
+        return None, ()
+    squares: Any = mean.args[0]
+    if not _is_method(squares, "pow", (2,)) or squares.args[0] is not wide:
+        return None, ()
+    return added.args[1], (root, added, mean, squares)
+
+
+def _converted(node: Any, dtype: torch.dtype | None = None) -> Any:
+    """What a node is of another type, of `dtype` if given; None if it is anything else."""
+    if not isinstance(node, torch.fx.Node) or node.op != "call_method" or node.target != "to":
+        return None
+    source, *to = node.args
+    if node.kwargs or len(to) != 1 or not isinstance(to[0], torch.dtype):
+        return None
+    return source if dtype in (None, to[0]) else None
+
+
+def _both_ways(node: Any, function: Callable[..., Any]) -> tuple[tuple[Any, Any], ...]:
+    """The two arguments of a call, in either order; none of anything else."""
+    if not _is_call(node, function) or len(node.args) != 2:
+        return ()
+    first, second = node.args
+    return (first, second), (second, first)
+
+
+def _is_call(node: Any, function: Callable[..., Any]) -> bool:
+    is_one = isinstance(node, torch.fx.Node) and node.op == "call_function"
+    return is_one and node.target is function and not node.kwargs
+
+
+def _is_method(
+    node: Any, name: str, rest: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+) -> bool:
+    is_one = isinstance(node, torch.fx.Node) and node.op == "call_method" and node.target == name
+    return is_one and node.args[1:] == rest and dict(node.kwargs) == (kwargs or {})
+
+
+def _dtype(node: torch.fx.Node) -> torch.dtype | None:
+    return getattr(node.meta.get("example_value"), "dtype", None)
