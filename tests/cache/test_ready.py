@@ -188,6 +188,90 @@ def test_rows_left_before_the_last_fence_give_way_without_a_wait(
     assert passed < host.last_passed_fence
 
 
+def _end_idle(cache: KVCache, doing: Callable[[Sequence], object]) -> Sequence:
+    """A row that was idle before its end, since when the device has done all but the last work.
+
+    Args:
+        cache: A cache of 40 pages.
+        doing: What is done with its sequence after that.
+
+    Returns:
+        A sequence that holds the other half.
+    """
+    live, leaving = cache.open(row=2), cache.open(row=0)
+    live.append(80)
+    leaving.append(80)
+    idle_since = cache.pool.reclaimer.note_submitted()
+    cache.pool.reclaimer.fence_since(idle_since).wait()
+    cache.pool.reclaimer.note_submitted()  # A step without it, which is under way.
+    doing(leaving)
+    leaving.close(idle_since=idle_since)
+    return live
+
+
+@pytest.mark.parametrize(
+    ("doing", "waits"),
+    [
+        (lambda leaving: None, False),
+        (lambda leaving: leaving.fork(2).close(), True),
+        (lambda leaving: leaving.fork(0).close(), False),
+    ],
+    ids=["nothing", "copied", "not-copied"],
+)
+def test_who_says_since_when_a_row_is_idle_spares_a_wait(
+    host: HostBackend,
+    make_cache: MakeCache,
+    doing: Callable[[Sequence], object],
+    waits: bool,
+) -> None:
+    """Unless a fork has read it since, which the caller need not know."""
+    host.hold_fences()
+    live = _end_idle(make_cache(budget_bytes=41 * PAGE), doing)
+    passed = host.last_passed_fence
+    live.append(80)
+    assert waits == (passed < host.last_passed_fence)
+
+
+@pytest.mark.parametrize(
+    ("doing", "waits"),
+    [
+        (lambda begun: None, False),
+        (lambda begun: begun.append(0), False),
+        (lambda begun: (begun.append(8), begun.truncate(0)), True),
+        (lambda begun: begun.append(8), True),
+    ],
+    ids=["nothing", "no-token", "grown-and-cut", "grown"],
+)
+def test_what_a_new_sequence_does_not_use_was_idle_before_it(
+    host: HostBackend,
+    make_cache: MakeCache,
+    doing: Callable[[Sequence], object],
+    waits: bool,
+) -> None:
+    """The memory of an adopted row is nobody's, until there are tokens in it."""
+    host.hold_fences()
+    cache = make_cache(budget_bytes=40 * PAGE)
+    live = _end_idle(cache, lambda leaving: None)
+    doing(cache.open(row=0))
+    passed = host.last_passed_fence
+    live.append(16)
+    assert waits == (passed < host.last_passed_fence)
+
+
+@pytest.mark.parametrize("scrub", ["never", "always"])
+def test_what_is_scrubbed_for_a_new_sequence_is_not_idle(
+    host: HostBackend, make_cache: MakeCache, scrub: str
+) -> None:
+    """Nothing is unmapped that is still being overwritten."""
+    host.hold_fences()
+    cache = make_cache(ExtentPool(host, 40 * PAGE, scrub=scrub, close_when_unused=True))
+    live = _end_idle(cache, lambda leaving: None)
+    cache.open(row=0)
+    passed = host.last_passed_fence
+    live.append(16)
+    assert (scrub == "always") == (passed < host.last_passed_fence)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_growing_under_pressure_maps_and_does_nothing_else(
     host: HostBackend, make_cache: MakeCache, seed: int

@@ -18,6 +18,7 @@ from helpers.stamp_runner import VOCABULARY, Mishap, StampRunner, answer
 from helpers.stamped_rows import History, StampedRows
 
 from vmkv import ExtentPool, KVCache, SamplingParams
+from vmkv import Sequence as Sequence_
 from vmkv.cache import make_ready
 from vmkv.errors import CapacityError, ConfigError, DriverError
 from vmkv.serve import Engine, FinishReason, RequestHandle, engine
@@ -386,11 +387,7 @@ class EnginePlay(PoolPlay):
             sequence = self.cache.live.get(row)
             if not tokens or (sequence is not None and sequence.swapped is not None):
                 continue
-            if sequence is None:
-                self._check_parked(row, tokens)
-            else:
-                firsts = self.rows.firsts_mapped(row, len(tokens))
-                self._check_row("a prefix", row, tokens, firsts)
+            self._check_prefix(row, tokens, sequence)
         for guest in self.guests:
             if guest.sequence.is_resident:
                 row, tokens = guest.sequence.row, guest.history.tokens
@@ -402,16 +399,19 @@ class EnginePlay(PoolPlay):
         with noted():
             self.device.submit(lambda: self.rows.compare(what, row, history, firsts))
 
-    def _check_parked(self, row: int, tokens: list[int]) -> None:
-        """Likewise, but of a row that nobody uses: what gives way meanwhile need not wait for this.
+    def _check_prefix(self, row: int, tokens: list[int], sequence: Sequence_ | None) -> None:
+        """Likewise, but of a row that nobody uses, or that the `sequence` may soon not use.
 
-        Once it is some sequence's again, or forked, its memory waits for what reads it.
+        What gives way once that has ended need not wait for this.
         """
         tables = [group.table.rows[row] for group in self.cache.groups]
         before = [tuple(pages.mappings) for pages in tables]
         firsts = self.rows.firsts_mapped(row, len(tokens))
 
         def compare() -> None:
+            if sequence is not None and not sequence.is_closed:
+                self.rows.compare("a prefix", row, History(tokens), firsts)
+                return
             now = [set(map(id, pages.mappings)) for pages in tables]
             ends, starts = [len(tokens)], [0]
             for group, held, left in zip(self.cache.groups, before, now, strict=True):

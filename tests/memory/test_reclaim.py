@@ -172,6 +172,32 @@ def test_work_submitted_later_is_not_waited_for(host: HostBackend, pool: ExtentP
     host.pass_fences()
 
 
+def test_what_was_submitted_is_told_from_what_comes_next(
+    host: HostBackend, pool: ExtentPool
+) -> None:
+    """There is a fence between them."""
+    host.hold_fences()
+    reclaimer = pool.reclaimer
+    first, second = reclaimer.note_submitted(), reclaimer.note_submitted()
+    between = reclaimer.fence_since(first)
+    assert between is not reclaimer.fence_since(second)
+    between.wait()
+    assert not reclaimer.fence_since(second).has_passed()
+    host.pass_fences()
+
+
+def test_where_no_fence_can_be_recorded_more_is_waited_for() -> None:
+    """What was submitted is under way all the same."""
+    backend = FaultInjectingBackend(HostBackend(PAGE))
+    pool = ExtentPool(backend, 8 * PAGE)
+    backend.arm(1)
+    noted = pool.reclaimer.note_submitted()
+    assert "record_fence" == backend.failed_call
+    later = pool.reclaimer.fence_since(noted)
+    assert later.time > noted
+    pool.close()
+
+
 def test_older_fence_does_not_wait_behind_a_newer_one(
     host: HostBackend, make_pool: MakePool
 ) -> None:

@@ -68,6 +68,9 @@ def _make_writable(
         if not retire_surplus(space, wanted):
             raise
         map_rows(space, targets)
+    for sequence in short:
+        if not sequence.num_tokens:
+            space.note_used(sequence.row)
 
 
 def _unshare(space: RowSpace, sequence: LiveRow) -> None:
@@ -75,8 +78,11 @@ def _unshare(space: RowSpace, sequence: LiveRow) -> None:
     row, num_tokens, stream = sequence.row, sequence.num_tokens, space.current_stream()
     for group in space.groups:
         if group.table.rows[row].shared_end_page:
-            copied_bytes = unshare(group, row, num_tokens, tenant=sequence.tenant, stream=stream)
-            space.sharing.copied_on_write_bytes += copied_bytes
+            try:
+                copied = unshare(group, row, num_tokens, tenant=sequence.tenant, stream=stream)
+            finally:
+                space.note_used(row)
+            space.sharing.copied_on_write_bytes += copied
 
 
 def make_ready(
@@ -216,9 +222,12 @@ def retire_surplus(space: RowSpace, wanted: Mapping[LiveRow, int] | None = None)
     """
     pool = space.pool
     with pool.lock:
-        fence = pool.reclaimer.new_fence()
+        now = pool.reclaimer.new_fence()
         before_bytes = pool.stats().resident_bytes
-        for row, num_tokens in _needed(space, wanted or {}):
+        for sequence, num_tokens in _needed(space, wanted or {}):
+            row, fence = sequence.row, now
+            if not sequence.num_tokens:  # It has just begun: what it was left is not in use yet.
+                fence = pool.reclaimer.fence_since(space.rows.idle_since(row))
             for group in space.groups:
                 group.retire_from(row, num_tokens, fence)
         if not space.keeps_past:
@@ -230,9 +239,9 @@ def surplus_bytes(space: RowSpace) -> int:
     """What `retire_surplus` would give back. Cost: proportional to the live rows."""
     idle = [
         mapping
-        for row, num_tokens in _needed(space, {})
+        for sequence, num_tokens in _needed(space, {})
         for group in space.groups
-        for mapping in group.behind(row, num_tokens)
+        for mapping in group.behind(sequence.row, num_tokens)
     ]
     if not space.keeps_past:
         for group, row, num_tokens in _behind_windows(space, space.live_sequences()):
@@ -267,8 +276,8 @@ def _behind_windows(
                 yield group, each.row, num_tokens
 
 
-def _needed(space: RowSpace, wanted: Mapping[LiveRow, int]) -> Iterator[tuple[int, int]]:
+def _needed(space: RowSpace, wanted: Mapping[LiveRow, int]) -> Iterator[tuple[LiveRow, int]]:
     """How far each live row must stay mapped."""
     for sequence in space.live_sequences():
         num_tokens = max(sequence.num_tokens, wanted.get(sequence, 0))
-        yield sequence.row, num_tokens + space.overread_tokens if num_tokens else 0
+        yield sequence, num_tokens + space.overread_tokens if num_tokens else 0

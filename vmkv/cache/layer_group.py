@@ -283,16 +283,21 @@ class LayerGroup:
             first_token = self.first_token_at(first_page)
             self._first_written[target] = max(first_token, before.get(source, 0))
 
-    def scrub(self, row: int, num_tokens: int, tenant: object, stream: int) -> None:
-        """Overwrite what `row`'s own extents behind `num_tokens` tokens still hold of others."""
+    def scrub(self, row: int, num_tokens: int, tenant: object, stream: int) -> bool:
+        """Overwrite what `row`'s own extents behind `num_tokens` tokens still hold of others.
+
+        Returns whether they held anything.
+        """
+        is_scrubbed = False
         first_page = self.geometry.pages_for(num_tokens)
         for mapping in self.table.overlapping(row, first_page, self.table.row_pages):
             is_own = mapping.access is Access.READ_WRITE and not mapping.extent.is_shared
             if is_own and mapping.first_page >= first_page:
                 address = self.table.page_address(row, mapping.first_page)
-                self.pool.scrub.prepare(
+                is_scrubbed |= self.pool.scrub.prepare(
                     self.pool.backend, [mapping.extent], address, tenant, stream, self.dtype
                 )
+        return is_scrubbed
 
     def copy_row(
         self, row: int, tokens: slice, source: LayerGroup, source_places: Sequence[int]

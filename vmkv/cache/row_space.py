@@ -276,10 +276,20 @@ class RowSpace:
         if not num_tokens:
             self.begin_anew(row)
         self.prefixes.truncate(row, num_tokens)  # First: what follows overwrites the rest.
-        for group in self.groups:
-            group.scrub(row, num_tokens, tenant, self.current_stream())
+        is_scrubbed = True  # Also where it fails half-way.
+        try:
+            stream = self.current_stream()
+            is_scrubbed = any([it.scrub(row, num_tokens, tenant, stream) for it in self.groups])
+        finally:
+            if is_scrubbed:
+                self.note_used(row)
         self.prefixes.take(row)
         self.rows.take(row)
+
+    def note_used(self, row: int) -> None:
+        """Work on `row` may have been submitted up to now."""
+        with self.pool.lock:
+            self.rows.touch(row, self.pool.pressure.tick())
 
     def begin_anew(self, row: int) -> None:
         """`row` will be written from its first token on: it remembers nothing of what was before.
@@ -332,18 +342,23 @@ class RowSpace:
         self.rows.park(row, self.pool.pressure.tick())
         self.retire_parked(row, 0)
 
-    def park(self, row: int) -> None:
-        """The sequence of `row` has ended; what it leaves is the next one's. Locked."""
+    def park(self, row: int, idle_since: int | None = None) -> None:
+        """The sequence of `row` has ended; what it leaves is the next one's. Locked.
+
+        Args:
+            row: Which.
+            idle_since: See `Sequence.close`.
+        """
         if not self.prefixes.num_recorded(row):
             self.begin_anew(row)
         del self.live[row]
-        self.rows.park(row, self.pool.pressure.tick())
+        self.rows.park(row, self.pool.pressure.tick(), idle_since)
         self.prefixes.park(row)
 
     def retire_parked(self, row: int, num_tokens: int) -> None:
         """Retire what a parked row holds behind its first `num_tokens` tokens."""
-        # What was submitted since it was last used does not read it.
-        fence = self.pool.reclaimer.fence_since(self.rows.last_used(row))
+        # What was submitted since does not read it.
+        fence = self.pool.reclaimer.fence_since(self.rows.idle_since(row))
         self._retire(self.groups, row, num_tokens, fence)
         if not num_tokens:
             self.rows.empty(row)

@@ -24,6 +24,9 @@ class Rows:
         self._empty = list(range(num_rows))  # A heap: low rows first, so views stay narrow.
         self._parked: dict[int, int] = {}  # When each was last used; longest ago first.
         self._live: set[int] = set()
+        # Since when nobody has submitted work on each, as far as is known; of live rows what forks
+        # of them say.
+        self._idle_since: dict[int, int] = {}
 
     @property
     def live(self) -> set[int]:
@@ -42,8 +45,13 @@ class Rows:
         """When a parked `row` was parked, or last started from."""
         return self._parked[row]
 
+    def idle_since(self, row: int) -> int:
+        """When work was submitted last on `row`, parked or taken and not used yet; 0 for never."""
+        return self._idle_since.get(row, 0)
+
     def touch(self, row: int, now: int) -> None:
-        """A sequence has started from `row`, if it is parked."""
+        """A sequence has started from `row`, live or parked, and may have copied from it."""
+        self._idle_since[row] = now
         if row in self._parked:
             del self._parked[row]
             self._parked[row] = now
@@ -107,10 +115,12 @@ class Rows:
             heapq.heapify(self._empty)
         self._live.add(row)
 
-    def park(self, row: int, now: int = 0) -> None:
-        """`row`'s sequence has ended; its memory stays."""
+    def park(self, row: int, now: int = 0, idle_since: int | None = None) -> None:
+        """`row`'s sequence has ended; its memory stays. Nobody works on it since `idle_since`."""
         self._live.remove(row)
         self._parked[row] = now
+        since = now if idle_since is None else idle_since
+        self._idle_since[row] = max(since, self._idle_since.get(row, since))
 
     def empty(self, row: int) -> None:
         """A parked `row`'s memory has been retired."""

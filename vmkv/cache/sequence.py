@@ -78,6 +78,7 @@ class Sequence:
         self.cache.check_keeps(self.row, num_tokens, "go back to")
         if not num_tokens:
             self.cache.begin_anew(self.row)
+            self.cache.note_used(self.row)
         with self.cache.pool.lock:
             self.cache.prefixes.truncate(self.row, num_tokens)
         self.num_tokens = num_tokens
@@ -300,8 +301,13 @@ class Sequence:
         self.check_open()
         return self.cache.values(layer)[self.row, : self.num_tokens]
 
-    def close(self) -> None:
+    def close(self, *, idle_since: int | None = None) -> None:
         """End the sequence; its row is parked for the next one. Idempotent.
+
+        Args:
+            idle_since: Since when the caller has submitted nothing that reads or writes the row,
+                and has had nothing done with the sequence that does, by `Pressure.tick`; forks of
+                it are known of here. By default it did so up to now.
 
         Raises:
             DriverError: No fence could be recorded where a window has moved on, the only driver
@@ -311,7 +317,7 @@ class Sequence:
             with self.cache.pool.lock:
                 self.drop_host_copy()
                 drop_spilled(self.cache, self.row)
-                self.cache.park(self.row)
+                self.cache.park(self.row, idle_since)
             self.is_closed = True
 
     def drop_host_copy(self) -> None:

@@ -20,6 +20,7 @@ import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from operator import is_
@@ -102,6 +103,17 @@ class Reclaimer:
         with self._lock:
             self._recorded.append(fence)
         return fence
+
+    def note_submitted(self) -> int:
+        """A point in time, of `Pressure.tick`, and a fence between it and what is submitted next.
+
+        So what only work before it uses waits for nothing behind it; see `fence_since`. Where no
+        fence can be recorded, it waits for more.
+        """
+        time = self._tick()
+        with suppress(DriverError):
+            self.new_fence()
+        return time
 
     def fence_since(self, time: int) -> RecordedFence:
         """A fence after all work that was submitted before `time`, of `Pressure.tick`.

@@ -61,17 +61,21 @@ class Scrub(enum.Enum):
         tenant: object,
         stream: int,
         contents: object,
-    ) -> None:
+    ) -> bool:
         """Overwrite what extents, mapped one after the other from `address`, hold of others.
 
-        Notes that they are `tenant`'s now, and written as `contents`.
+        Notes that they are `tenant`'s now, and written as `contents`. Returns whether any was
+        overwritten.
 
         Raises:
             DriverError: Some may have been filled, or be under way.
         """
+        is_filled = False
         for extent in extents:
             byte = self.byte(extent, tenant, contents)
             if byte is not None:
                 backend.fill(Address(address), extent.num_bytes, byte, stream)
+                is_filled = True
             extent.is_dirty, extent.tenant, extent.contents = True, tenant, contents
             address += extent.num_bytes
+        return is_filled

@@ -46,12 +46,17 @@ class MemoryView:
         self._requests: dict[int, Request] = {}
         self._leaders: dict[int, int] = {}
         self._sequences: dict[int, Sequence] = {}
-        self._ending: list[Sequence] = []
+        self._ending: list[tuple[Sequence, int | None]] = []
         # How far each sequence is computed: it is grown before a step is submitted.
         self._computed_tokens: dict[int, int] = {}
         # How far each could be written when `make_ready` last asked. A hint, nothing relies on it:
         # where it is too large, growing makes room itself.
         self._room_tokens: dict[int, int] = {}
+        # The step that each was last grown for, by number, and when the last two were submitted:
+        # who ends by its length is not in the one that runs while its last token is read.
+        self._last_steps: dict[int, int] = {}
+        self._num_steps = 0
+        self._submitted_at = (0, 0)
 
     # ---- requests -------------------------------------------------------------------------
 
@@ -92,7 +97,11 @@ class MemoryView:
         Raises:
             OutOfPagesError, DriverError: None has changed.
         """
-        self.cache.grow([(self._sequences[each], to) for each, to in wanted])
+        targets = list(wanted)
+        next_step = self._num_steps + 1
+        for request_id, _ in targets:  # First: where growing fails, it may have copied already.
+            self._last_steps[request_id] = next_step
+        self.cache.grow([(self._sequences[each], to) for each, to in targets])
 
     def make_ready(self, wanted: Iterable[tuple[int, int]], num_new_tokens: int = 0) -> bool:
         """Have memory lie ready for what `grow` will be asked for next; never blocks.
@@ -131,7 +140,9 @@ class MemoryView:
         )
 
     def note_computed(self, chunks: Iterable[PlannedChunk]) -> None:
-        """The keys and values of `chunks` are computed by submitted steps."""
+        """The keys and values of `chunks` are computed by a step that was just submitted."""
+        self._num_steps += 1
+        self._submitted_at = (self._submitted_at[1], self.cache.pool.reclaimer.note_submitted())
         for chunk in chunks:
             request_id, num_tokens = chunk.request_id, chunk.num_tokens
             self._computed_tokens[request_id] = num_tokens
@@ -160,7 +171,7 @@ class MemoryView:
                 self.cache.prefixes.truncate(sequence.row)
         del self._sequences[request_id], self._computed_tokens[request_id]
         self._room_tokens.pop(request_id, None)
-        self._ending.append(sequence)
+        self._ending.append((sequence, self._idle_since(request_id)))
         try:
             self.close_ended()
         except DriverError:
@@ -173,8 +184,16 @@ class MemoryView:
             DriverError: Some is left, for the next time.
         """
         while self._ending:
-            self._ending[-1].close()
+            sequence, idle_since = self._ending[-1]
+            sequence.close(idle_since=idle_since)
             self._ending.pop()
+
+    def _idle_since(self, request_id: int) -> int | None:
+        """Since when the sequence of a request that ends is in no step; None for just now."""
+        last_step = self._last_steps.pop(request_id, None)
+        if last_step is None or last_step > self._num_steps:
+            return None  # What was submitted is no whole step: copies, or one that has failed.
+        return self._submitted_at[last_step == self._num_steps]
 
     def remove(self, request_id: int) -> None:
         """A request has ended, and its sequence with it. Idempotent."""
@@ -240,6 +259,7 @@ class MemoryView:
 
     def swap_out(self, request_id: int) -> bool:
         """Move a request's sequence to host memory; False where that failed and nothing moved."""
+        self._last_steps.pop(request_id, None)  # Copies are no step's.
         try:
             self._sequences[request_id].swap_out()
         except (CapacityError, DriverError):
@@ -252,6 +272,7 @@ class MemoryView:
         Raises:
             OutOfPagesError, DriverError: It is still in host memory.
         """
+        self._last_steps.pop(request_id, None)
         self._sequences[request_id].swap_in()
 
     def pages_to_resume(self, request_id: int) -> int:
