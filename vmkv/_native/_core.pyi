@@ -151,13 +151,13 @@ def count_references(
     Ordering: who is returned an extent sees all that was done before its other references went.
     """
 
-def pack_token_ids(token_ids: Sequence[int], /) -> bytes:
+def pack_token_ids(*token_ids: int) -> bytes:
     """Eight bytes for each integer, in native byte order.
 
     Raises:
         OverflowError: One is not in ``[-2**63, 2**63)``.
 
-    Cost: 3 ns for each, 25 us for 8,192.
+    Cost: 1.5 ns for each of a tuple and 2.3 of a list: 13 and 19 us for 8,192.
     """
 
 @final

@@ -4,7 +4,7 @@
 
 #include "module.h"
 
-PyObject *vmkv_pack_token_ids(PyObject *module, PyObject *token_ids);
+PyObject *vmkv_pack_token_ids(PyObject *module, PyObject *const *token_ids, Py_ssize_t num_tokens);
 extern const char vmkv_pack_token_ids_doc[];
 
 #endif

@@ -390,6 +390,6 @@ def _tenant_bytes(tenant: str | None) -> bytes:
 def _as_bytes(token_ids: Sequence[int]) -> bytes:
     """Eight bytes for each, as the machine has them."""
     try:
-        return pack_token_ids(token_ids)
+        return pack_token_ids(*token_ids)
     except (TypeError, OverflowError) as error:
         raise ConfigError(f"token ids must be integers: {error}") from error
