@@ -218,10 +218,9 @@ class PrefixIndex:
 
     def _beside(self, source: _Content, row: int, num_bytes: int) -> _Content:
         """What `row`, which held nothing, holds if that is the first `num_bytes` of `source`."""
-        num_bytes = min(num_bytes, source.num_tokens * _TOKEN_BYTES)
-        whole_bytes = self._whole_bytes(num_bytes)
         path = self._tree.path(row, source.path.tenant)
-        self._tree.follow(path, source.path, whole_bytes)
+        self._tree.follow(path, source.path, self._whole_bytes(num_bytes))
+        whole_bytes = path.end.end_bytes
         tail = self._held(source, whole_bytes, num_bytes) if num_bytes > whole_bytes else b""
         hashes = source.hashes[: whole_bytes // self._tree.block_bytes]
         return _Content(source.tenant, path, tail, hashes)

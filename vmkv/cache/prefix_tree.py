@@ -217,9 +217,12 @@ class PrefixTree:
 
     def _common_bytes(self, node: Node, data: bytes, start: int, end: int) -> int:
         """How much of `node`, in whole blocks, is what `data` has from `start` on."""
-        view, run, unit = memoryview(data), node.run, self.block_bytes
+        run, unit = node.run, self.block_bytes
+        if data.startswith(run, start, end):  # Mostly all of it agrees.
+            return len(run)
+        view = memoryview(data)
         differs = min(len(run), end - start) // unit + 1
-        # Mostly all of it agrees. Otherwise: `same` blocks do, and not all of `differs` do.
+        # Otherwise: `same` blocks do, and not all of `differs` do.
         same, asked = 0, differs - 1
         while same < asked:
             if run.startswith(view[start + same * unit : start + asked * unit], same * unit):
