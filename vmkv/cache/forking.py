@@ -89,21 +89,18 @@ def _fill(
 ) -> None:
     _check_alike(origin, space, num_tokens)
     pool, stream = space.pool, space.current_stream()
-    forks = _plan(origin, space, rows, num_tokens, tenant)
+    plan = _plan(origin, space, rows, num_tokens, tenant)
     # Nobody may take away what is about to be mapped again or copied, even if room must be made
     # and the source is a parked row, or one that is moving.
-    reads = [mapping for each in forks for mapping in each.reads]
-    copies = [copy for each in forks for copy in each.copies]
-    with change(pool, [each.change for each in forks], reads=reads) as made:
+    with change(pool, plan.changes, reads=plan.reads) as made:
         made.map(stream)
-        made.fill(stream, copies)
+        made.fill(stream, plan.copies)
     for theirs, mine in zip(origin.groups, space.groups, strict=True):
         mine.begin_row(rows[1], theirs.first_written(rows[0]))
     sharing = space.sharing
     sharing.num_forks += 1
-    for each in forks:
-        sharing.aliased_bytes += each.aliased_bytes
-    for copy in copies:
+    sharing.aliased_bytes += plan.aliased_bytes
+    for copy in plan.copies:
         sharing.copied_bytes += copy.num_bytes
 
 
@@ -124,17 +121,17 @@ def _check_alike(origin: RowSpace, space: RowSpace, num_tokens: int) -> None:
 # ---- planning -----------------------------------------------------------------------------
 
 
-class _GroupFork(NamedTuple):
-    """What a fork does in one group.
+class _Plan(NamedTuple):
+    """What a fork does.
 
     Attributes:
-        change: What the fork's row holds then.
+        changes: What the fork's row holds then, in each group.
         aliased_bytes: What of that is mapped again.
         reads: The mappings of the source that are copied from.
-        copies: The copy of the tail, if there is one.
+        copies: The copies of tails, where there are any.
     """
 
-    change: RowChange
+    changes: Sequence[RowChange]
     aliased_bytes: int
     reads: Sequence[Mapping]
     copies: Sequence[CopyOp]
@@ -142,57 +139,53 @@ class _GroupFork(NamedTuple):
 
 def pages_to_fork(space: RowSpace, row: int, num_tokens: int) -> int:
     """What a fork of `row` at `num_tokens` takes from the pool. Changes nothing."""
-    forks = _plan(space, space, (row, -1), num_tokens, None)
-    return sum(1 << size_class for each in forks for size_class in each.change.classes)
+    plan = _plan(space, space, (row, -1), num_tokens, None)
+    return sum(1 << size_class for each in plan.changes for size_class in each.classes)
 
 
 def _plan(
     origin: RowSpace, space: RowSpace, rows: tuple[int, int], num_tokens: int, tenant: object
-) -> list[_GroupFork]:
-    pairs = zip(origin.groups, space.groups, strict=True)
-    return [_plan_group(space, *pair, rows, num_tokens, tenant) for pair in pairs]
-
-
-def _plan_group(
-    space: RowSpace,
-    source: LayerGroup,
-    target: LayerGroup,
-    rows: tuple[int, int],
-    num_tokens: int,
-    tenant: object,
-) -> _GroupFork:
-    geometry = target.geometry
+) -> _Plan:
+    changes: list[RowChange] = []
+    reads: list[Mapping] = []
+    copies: list[CopyOp] = []
+    aliased_bytes = 0
     source_row, target_row = rows
-    first_needed = source.first_kept_page(source_row, num_tokens, keeps_past=space.keeps_past)
-    full_end_page = geometry.whole_pages_below(num_tokens)
-    aliased = source.table.overlapping(source_row, first_needed, full_end_page)
-    if aliased and aliased[-1].end_page > full_end_page:
+    for source, target in zip(origin.groups, space.groups, strict=True):
+        geometry = target.geometry
+        first_needed = source.first_kept_page(source_row, num_tokens, keeps_past=space.keeps_past)
+        aliased = _aliased(space, source, source_row, first_needed, num_tokens)
+        first_page = aliased[0].first_page if aliased else first_needed
+        fresh_page = aliased[-1].end_page if aliased else first_needed
+        aliased_bytes += (fresh_page - first_page) * geometry.page_bytes
+        end_tokens = min(num_tokens + space.overread_tokens, geometry.row_tokens)
+        num_fresh_pages = geometry.pages_for(end_tokens) - fresh_page
+        fresh = size_classes(num_fresh_pages, target.largest_class) if num_fresh_pages > 0 else ()
+        its_source = source.table, source_row
+        changes.append(
+            RowChange(
+                target.table, target_row, first_page, tuple(fresh), tenant, aliased, its_source
+            )
+        )
+        copied_bytes = num_tokens * geometry.token_bytes - fresh_page * geometry.page_bytes
+        if copied_bytes > 0:
+            reads += source.table.overlapping(
+                source_row, fresh_page, geometry.pages_for(num_tokens)
+            )
+            start = source.table.page_address(source_row, fresh_page)
+            copies.append(CopyOp(changes[-1].address(fresh_page), start, copied_bytes))
+    return _Plan(changes, aliased_bytes, reads, copies)
+
+
+def _aliased(
+    space: RowSpace, source: LayerGroup, row: int, first_page: int, num_tokens: int
+) -> list[Mapping]:
+    """What of `row`, from `first_page` on, a fork at `num_tokens` maps again."""
+    end_page = source.geometry.whole_pages_below(num_tokens)
+    aliased = source.table.overlapping(row, first_page, end_page)
+    if aliased and aliased[-1].end_page > end_page:
         aliased.pop()
     # From the end: what is small there is cheaper to copy, together with the tail.
     while aliased and not space.cost_model.prefers_alias_in_fork(aliased[-1].extent.num_bytes):
         aliased.pop()
-    first_page = aliased[0].first_page if aliased else first_needed
-    fresh_page = aliased[-1].end_page if aliased else first_needed
-    end_tokens = min(num_tokens + space.overread_tokens, geometry.row_tokens)
-    num_fresh_pages = max(0, geometry.pages_for(end_tokens) - fresh_page)
-    classes = tuple(size_classes(num_fresh_pages, target.largest_class))
-    change_of_row = RowChange(
-        target.table,
-        target_row,
-        first_page,
-        classes,
-        tenant,
-        again=aliased,
-        source=(source.table, source_row),
-    )
-    aliased_bytes = (fresh_page - first_page) * geometry.page_bytes
-    copied_bytes = num_tokens * geometry.token_bytes - fresh_page * geometry.page_bytes
-    if copied_bytes <= 0:
-        return _GroupFork(change_of_row, aliased_bytes, (), ())
-    start = source.table.page_address(source_row, fresh_page)
-    return _GroupFork(
-        change_of_row,
-        aliased_bytes,
-        source.table.overlapping(source_row, fresh_page, geometry.pages_for(num_tokens)),
-        [CopyOp(change_of_row.address(fresh_page), start, copied_bytes)],
-    )
+    return aliased

@@ -220,7 +220,7 @@ class LayerGroup:
     def first_needed_page(self, num_tokens: int) -> int:
         """The first page of a row that a query at `num_tokens` or later can make a kernel read."""
         first_read = self.first_seen_token(num_tokens) - UNDERREAD_TOKENS
-        return self.geometry.whole_pages_below(max(0, first_read))
+        return self.geometry.whole_pages_below(first_read) if first_read > 0 else 0
 
     def first_seen_token(self, num_tokens: int) -> int:
         """The first token that a query at position `num_tokens` sees."""
