@@ -95,7 +95,8 @@ class BookedBackend(Backend):
                 calls.host_location_type,
                 calls.host_location_id,
             )
-            self.calls.update(map(primitive_of, ops[: num_done + 1]))
+            for primitive in map(primitive_of, ops[: num_done + 1]):
+                self.calls[primitive] += 1
             for op in ops[:num_done] if leaving else ():
                 if isinstance(op, UnmapOp):
                     for handle, allocation in books.note_unmapped(op):

@@ -110,6 +110,8 @@ class Rows:
         self.check_free(row)
         if row in self._parked:
             del self._parked[row]
+        elif row == self._empty[0]:
+            heapq.heappop(self._empty)
         else:
             self._empty.remove(row)
             heapq.heapify(self._empty)

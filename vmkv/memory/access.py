@@ -28,7 +28,7 @@ def protect(pool: ExtentPool, shared: Iterable[tuple[MappedRows, int, Sequence[M
     for table, row, mappings in shared:
         pages = table.rows[row]
         for mapping in mappings:
-            pages.shared_end_page = max(pages.shared_end_page, mapping.end_page)
+            pages.note_shared(mapping)
         its = [mapping for mapping in mappings if mapping.access is Access.READ_WRITE]
         ops += table.ops_to_set_access(row, its, Access.READ)
         writable += its

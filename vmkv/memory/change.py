@@ -144,12 +144,15 @@ class Change:
 
     def __enter__(self) -> Change:
         rows = self._rows
-        read = [*self._reads, *[mapping for row in rows for mapping in row.again]]
+        read = [*self._reads]
+        classes: list[int] = []
+        for row in rows:
+            read += row.again
+            classes += row.classes
         self._pinned = _pin(self._pool, read)
         try:
             # First: what is retired there can be acquired then.
             self._pool.reclaimer.wait_for(row.addresses for row in rows)
-            classes = [size_class for row in rows for size_class in row.classes]
             if classes:
                 self._fresh = self._acquire(classes)
             supply = iter(self._fresh)
@@ -216,10 +219,11 @@ class Change:
                     row.table.retire_back(row.row, row.first_page, fence)
 
     def _map(self, parts: Sequence[_Part], stream: int) -> None:
-        self._stage(parts, stream)
-        shared = [(*row.source, row.again) for row, _ in parts if row.source and row.again]
+        kept = [part for part in parts if part.row.kept_bytes]
+        if kept:
+            self._stage(kept, stream)
         if self._pool.protects_shared:
-            protect(self._pool, shared)
+            protect(self._pool, [(*row.source, row.again) for row, _ in parts if row.source])
         old_extents = [mapping.extent for row, _ in parts for mapping in row.old]
         self._pool.own(old_extents)
         try:
@@ -228,11 +232,11 @@ class Change:
             self._pool.disown(old_extents)
         self._is_mapped = True
         for row, new in parts:
-            shared.append((row.table, row.row, new[: len(row.again)]))
-        for table, at, mappings in shared:
-            if mappings:
-                pages = table.rows[at]
-                pages.shared_end_page = max(pages.shared_end_page, mappings[-1].end_page)
+            if row.again:
+                row.table.rows[row.row].note_shared(new[len(row.again) - 1])
+                if row.source:
+                    table, at = row.source
+                    table.rows[at].note_shared(row.again[-1])
 
     def _prepare(self, parts: Sequence[_Part], stream: int) -> None:
         for part in parts:
@@ -245,9 +249,6 @@ class Change:
 
     def _stage(self, parts: Sequence[_Part], stream: int) -> None:
         """Have fresh extents begin with what is kept of the old ones."""
-        parts = [part for part in parts if part.row.kept_bytes]
-        if not parts:
-            return
         # The block ends when the copies have: the addresses go, and the extents are still ours.
         with staged(self._pool, [extent for part in parts for extent in part.fresh]) as staging:
             page, copies = 0, []
@@ -267,7 +268,8 @@ def _exchange(pool: ExtentPool, parts: Sequence[_Part]) -> None:
     if retired:
         pool.reclaimer.retire(retired, pool.reclaimer.new_fence())
     try:
-        pool.reclaimer.wait_for(row.addresses for row, _ in parts if row.old)
+        if retired:
+            pool.reclaimer.wait_for(row.addresses for row, _ in parts if row.old)
         pool.backend.execute([op for part in parts for op in part.ops_to_map(part.new)])
     except BaseException as error:  # Also who is interrupted, while this waits for the device.
         _restore(pool, parts, retired, error)

@@ -68,6 +68,10 @@ class RowPages:
         """How many pages are mapped."""
         return self.end_page - self.first_page
 
+    def note_shared(self, mapping: Mapping) -> None:
+        """`mapping`, of this row, is about to be mapped elsewhere as well, or has been."""
+        self.shared_end_page = max(self.shared_end_page, mapping.end_page)
+
 
 class MappedRows(Protocol):
     """A page table, as those see it whom tables are built upon; see `PageTable`."""
