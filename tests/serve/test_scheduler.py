@@ -566,3 +566,13 @@ def test_who_waits_for_memory_is_not_prepared_for() -> None:
     chunks = _stepped(scheduler, view)
     assert 1 == scheduler.num_waiting
     assert 0 == scheduler.upcoming(chunks, view)[1]
+
+
+def test_tokens_of_a_request_are_its_prompt_and_its_output() -> None:
+    """From any to any of them; all of a prompt that is a tuple is no copy."""
+    prompt = (3, 1, 4, 1)
+    request = Request(0, prompt, SamplingParams(), output_token_ids=[5, 9, 2])
+    for start in range(8):
+        for end in range(start, 8):
+            assert [3, 1, 4, 1, 5, 9, 2][start:end] == list(request.tokens(start, end))
+    assert request.tokens(0, 4) is prompt

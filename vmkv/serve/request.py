@@ -184,8 +184,10 @@ class Request:
         """Whether it has ended."""
         return self.finish_reason is not None
 
-    def tokens(self, start: int, end: int) -> list[int]:
+    def tokens(self, start: int, end: int) -> Sequence[int]:
         """Tokens `[start, end)` of prompt and output together."""
         num_prompt = len(self.prompt_token_ids)
+        if end <= num_prompt:
+            return self.prompt_token_ids[start:end]  # All of a tuple is the tuple, and no copy.
         head = list(self.prompt_token_ids[start:end]) if start < num_prompt else []
         return head + self.output_token_ids[max(0, start - num_prompt) : max(0, end - num_prompt)]
