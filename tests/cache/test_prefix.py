@@ -10,11 +10,13 @@ import os
 import struct
 import subprocess
 import sys
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers.stamps import append, assert_holds
 
 from vmkv import ConfigError, HostBackend, KVCache, OutOfAddressSpaceError, Sequence
@@ -205,7 +207,10 @@ def test_copies_are_made_at_once_and_are_their_tenants() -> None:
     ]
 
 
-@pytest.mark.parametrize("tokens", [["a"], [1.5], [None], [2**63], "text", [[1]]])
+@pytest.mark.parametrize(
+    "tokens",
+    [["a"], [1.5], [None], [2**63], "text", [[1]], torch.rand(3), torch.ones(2, 2).long()],
+)
 def test_index_wants_integers(tokens: Any) -> None:
     """A clear error, and nothing is recorded."""
     index = PrefixIndex()
@@ -214,6 +219,28 @@ def test_index_wants_integers(tokens: Any) -> None:
     with pytest.raises(ConfigError, match="token ids must be integers"):
         list(index.matches(tokens))
     assert 0 == index.num_recorded(0)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        torch.tensor,
+        lambda ids: torch.tensor(ids, dtype=torch.int32),
+        lambda ids: torch.tensor([[each, 0] for each in ids])[:, 0],
+        lambda ids: array("q", ids),
+        lambda ids: torch.tensor(ids).numpy(),
+        tuple,
+    ],
+    ids=["tensor", "32 bits", "strided", "array", "numpy", "tuple"],
+)
+def test_prompts_are_what_users_have(cache: KVCache, made: Callable[[list[int]], Any]) -> None:
+    """A tensor is read as the numbers in it, however they lie."""
+    ids = [*range(5, 60), 2**30]
+    sequence = cache.open()
+    sequence.append(len(ids) - 1)
+    sequence.record(made(ids[:-1]))
+    assert ids[:-1] == cache.prefixes.token_ids(sequence.row)
+    assert 48 == cache.open(prompt=made(ids)).num_cached_tokens
 
 
 def test_bytes_are_tokens_each() -> None:

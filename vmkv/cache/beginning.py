@@ -6,7 +6,8 @@ call. Other holders keep theirs, and the new sequence is a fork of one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from typing import Any
 
 from ..errors import CapacityError
 from .forking import fork_row
@@ -17,9 +18,7 @@ from .row_space import RowSpace
 _HOLDERS_LOOKED_AT = 4
 
 
-def begin_with_prefix(
-    space: RowSpace, prompt: Sequence[int], tenant: str | None
-) -> tuple[int, int] | None:
+def begin_with_prefix(space: RowSpace, prompt: Any, tenant: str | None) -> tuple[int, int] | None:
     """Take a row that holds the longest beginning of `prompt` to be found. Locked.
 
     Short of the last token, whose query must be computed.

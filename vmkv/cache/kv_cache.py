@@ -129,7 +129,7 @@ class KVCache(RowSpace):
         num_tokens: int = 0,
         *,
         row: int | None = None,
-        prompt: List_[int] | None = None,
+        prompt: List_[int] | torch.Tensor | None = None,
         tenant: str | None = None,
     ) -> Sequence:
         """Begin a sequence: empty, or with what the cache still holds of its prompt.
@@ -139,7 +139,8 @@ class KVCache(RowSpace):
             row: Take just this row; it starts empty.
             prompt: The tokens it will begin with. The longest beginning that a live or parked row
                 holds (see `Sequence.record`), short of the last token, is there already: the
-                sequence's `num_tokens` says how much.
+                sequence's `num_tokens` says how much. A tensor of 64-bit integers on the CPU, as
+                tokenizers make them, is read at once.
             tenant: Whose it is: prefixes of other tenants are not found, and memory is scrubbed
                 between tenants where the pool says so.
 

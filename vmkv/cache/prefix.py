@@ -22,6 +22,7 @@ import sys
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from .._native import pack_token_ids
 from ..errors import ConfigError
@@ -386,9 +387,16 @@ def _tenant_bytes(tenant: str | None) -> bytes:
     return b"" if tenant is None else b"." + tenant.encode(errors="surrogatepass")
 
 
-def _as_bytes(token_ids: Sequence[int]) -> bytes:
-    """Eight bytes for each, as the machine has them."""
+def _as_bytes(token_ids: Any) -> bytes:
+    """Eight bytes for each, as the machine has them; what lies so in memory is copied as it is."""
     try:
+        if hasattr(token_ids, "numpy"):  # A tensor; iterated over, each number would be one.
+            token_ids = token_ids.cpu().numpy()
+        if hasattr(token_ids, "tobytes"):
+            view = memoryview(token_ids)
+            if (view.format, view.ndim) in (("q", 1), ("l", 1)):
+                return view.tobytes()
+            token_ids = view.tolist()
         return pack_token_ids(*token_ids)
-    except (TypeError, OverflowError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise ConfigError(f"token ids must be integers: {error}") from error

@@ -32,7 +32,12 @@ class SiblingLinear(torch.nn.Linear):
         if not torch.compiler.is_compiling():
             return super().forward(input)
         joint = functional.linear(input, self._vmkv_joint, self._vmkv_joint_bias)
-        return joint.narrow(-1, self._vmkv_start, self.out_features)
+        if input.numel() > input.shape[-1]:
+            return joint.narrow(-1, self._vmkv_start, self.out_features)
+        # A product of one row is no library's call: unless the compiler must have all of it in
+        # memory, it rounds each part in a kernel of its own.
+        shape = (*input.shape[:-1], self.out_features)
+        return joint.as_strided(shape, joint.stride(), self._vmkv_start)
 
 
 def join(model: torch.nn.Module) -> int:
