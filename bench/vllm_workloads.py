@@ -4,8 +4,8 @@
     python bench/bench_serve.py --vllm-json SECONDS.json
 
 Run by an interpreter that has vLLM and this checkout. The model is Llama-3-8B's shape with vLLM's
-own random weights. A workload is run twice, and the better time counts: the first may have to
-compile.
+own random weights. A workload is run as often as `bench_serve` runs it, and the best time counts:
+the first may have to compile.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ from pathlib import Path
 from bench_generate import llama_config
 from bench_serve import MAX_NUM_SEQS, MAX_TOKENS, WORKLOADS
 from common import VLLM_ENVIRONMENT
-
-ROUNDS = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 max_tokens=count, min_tokens=count, ignore_eos=True, temperature=0, detokenize=False
             )
             times = []
-            for _ in range(ROUNDS):
+            for _ in range(workload.rounds):
                 start = time.perf_counter()
                 llm.generate(prompts, params, use_tqdm=False)
                 times.append(time.perf_counter() - start)
