@@ -35,7 +35,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -173,12 +172,10 @@ class Subject:
         taken = seconds_of(lambda: made.append(self.source.fork()))
         return self._ended(made, taken)
 
-    def prefix_hit(self, *, is_tensor: bool = False) -> float:
+    def prefix_hit(self) -> float:
         """Seconds until a prompt has found its beginning in a live row."""
         made: list[vmkv.Sequence] = []
         prompt = (*self.tokens, 1)  # As the engine keeps prompts.
-        if is_tensor:
-            prompt = torch.tensor(prompt)  # As transformers' tokenizers make them.
         taken = seconds_of(lambda: made.append(self.cache.open(prompt=prompt)))
         if made[0].num_cached_tokens < len(self.tokens) - 16:
             raise AssertionError(f"{made[0]} found {made[0].num_cached_tokens} tokens")
@@ -207,7 +204,6 @@ class Subject:
 OPERATIONS: tuple[dict[str, Callable[[Subject], float]], ...] = (
     {"fork": Subject.fork},
     {"prefix hit": Subject.prefix_hit},
-    {"prefix hit, tensor": partial(Subject.prefix_hit, is_tensor=True)},
     {"swap out": Subject.swap_out, "swap in": Subject.swap_in},
 )
 

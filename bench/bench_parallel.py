@@ -21,11 +21,11 @@ that.
 
 Method. Llama-3-8B's shape from transformers' own class, random weights, bfloat16, greedy, no end
 of sequence, prompts as in `bench_serve`, after the engine was warmed up; seconds are the better of
-two rounds, as vLLM's. A decode step is the median time between steps that decode all sequences and nothing else. Sums are
-timed as 100 of them in one CUDA graph, the best of five replays, beside NCCL's; with a norm beside
-NCCL's and a kernel for the norm. Each rank makes all
-weights and keeps its part. The first tokens of both engines are compared, so that nothing wrong is
-measured: with bfloat16 a few may differ. `--large` is a run of its own, on four GPUs.
+two rounds, as vLLM's. A decode step is the median time between steps that decode all sequences and
+nothing else. Sums are timed as 100 of them in one CUDA graph, the best of five replays, beside
+NCCL's; with a norm beside NCCL's and a kernel for the norm. Each rank makes all weights and keeps
+its part. The first tokens of both engines are compared, so that nothing wrong is measured: with
+bfloat16 a few may differ. `--large` is a run of its own, on four GPUs.
 
 Rivals. One GPU with the same engine; with `--vllm-json` vLLM 0.26.0 on the same two GPUs, as
 `vllm_workloads.py --tensor-parallel-size 2` has just measured it.

@@ -405,9 +405,9 @@ def test_prompts_are_computed_in_small_parts_while_somebody_decodes(num_waiting:
         sizes.append(plan.num_tokens - len(decoding))
         num_left -= sizes[-1]
     expected = {
-        1: [8, 8, 8, 6],
-        2: [8, 8, 8, 8, 7, 7, 7, 7],  # From the fifth on two decode, and the step is as large.
-        3: [63, 6, 6, 6, 6, 3],  # 90 tokens are more than 64, and then 27 are not.
+        1: [15, 15],  # Halves.
+        2: [15, 15, 15, 15],
+        3: [63, 15, 12],  # 90 tokens are more than 64, and then 27 are not.
     }
     assert expected[num_waiting] == sizes
 
@@ -419,9 +419,38 @@ def test_prompts_get_on_however_many_decode() -> None:
         trace.add(request_id, Arrival(0, 4, 40, 99, 0, None, False))
     trace.step()
     trace.add(6, Arrival(0, 8, 4, 99, 0, None, False))
-    sizes = [{c.request_id: c.num_new_tokens for c in trace.step().chunks} for _ in range(4)]
-    assert [2] * 4 == [each[6] for each in sizes]
+    sizes = [{c.request_id: c.num_new_tokens for c in trace.step().chunks} for _ in range(2)]
+    assert [4] * 2 == [each[6] for each in sizes]
     assert all(each[request_id] == 1 for each in sizes for request_id in range(6))
+
+
+@pytest.mark.parametrize(
+    ("prompts", "expected"),
+    [
+        ([5], [5]),
+        ([16], [8, 8]),
+        ([20], [10, 10]),
+        ([36], [18, 18]),
+        ([50], [18, 18, 14]),  # Twice the bound at most.
+        ([3, 20], [8, 10, 5]),  # The rest of the bound is the next one's, and then half of that.
+        ([20, 3], [10, 10, 3]),
+        ([4, 3, 2, 2], [8, 3]),
+    ],
+)
+def test_long_prompts_are_computed_in_halves(prompts: list[int], expected: list[int]) -> None:
+    """Whoever is next; short ones share the bound."""
+    trace = Trace(Scheduler(8, 64, max_num_mixed_tokens=9), ModelView(1000, 4))
+    trace.add(0, Arrival(0, 4, 40, 99, 0, None, False))
+    trace.step()
+    for request_id, num_tokens in enumerate(prompts, 1):
+        trace.add(request_id, Arrival(0, num_tokens, 20, 99, 0, None, False))
+    sizes = []
+    lengths = [0, *prompts]
+    for _ in expected:
+        chunks = trace.step().chunks
+        parts = [each for each in chunks if each.num_past_tokens < lengths[each.request_id]]
+        sizes.append(sum(each.num_new_tokens for each in parts))
+    assert expected == sizes
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def add_parser(commands: Commands) -> None:
         type=count,
         default=1280,
         help="tokens in a step that decodes and computes prompts, unless more of those are left "
-        "than a step takes; 0 for no such bound",
+        "than a step takes, and twice as many for half of a long one; 0 for no such bound",
     )
     add("--max-model-tokens", type=positive_int, help="prompt and output; by default the model's")
     add("--memory", type=positive_gib, metavar="GiB", help="for keys and values; by default all")

@@ -98,6 +98,10 @@ torch.library.register_fake("vmkv::all_gather", _shape_of_all_gather, lib=_LIBRA
 def all_reduce(part: torch.Tensor, group: str) -> torch.Tensor:
     """The sum of all ranks' parts, the same bits on each; takes the part's place if it can."""
     part = part.contiguous()
+    if torch.compiler.is_compiling() and part.numel() == part.shape[-1]:
+        # Products of one row are kernels of the compiler's, which would write such a part twice
+        # and copy the sum from the one to the other, unless it must lie in memory just so.
+        part = part.as_strided(part.shape, part.stride())
     torch.ops.vmkv.all_reduce_(part, group)
     return part
 
