@@ -140,7 +140,9 @@ def plot_live(canvas: Any, rows: Sequence[Row]) -> None:
     for axes, (value, title) in zip(canvas.subplots(2, 2).flat, panels.items(), strict=True):
         grouped_bars(axes, rows, ["load"], "server", value, colours)
         axes.tick_params(axis="x", labelsize=6)
-        finish(axes, title, "ms", log=True)
+        times = [row[value] for row in rows if row.get(value)]
+        # Bars from zero say the most, unless some could not be seen beside others.
+        finish(axes, title, "ms", log=max(times) > 20 * min(times))
 
 
 PLOTS: dict[str, tuple[Callable[[Any, Sequence[Row]], None], float]] = {
