@@ -466,7 +466,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--only",
         nargs="+",
         metavar="NAME",
-        help="W0 … W4, prefix, idle; by default all. The result is then called serve_NAME_…",
+        help="W0 … W4, quarter, prefix, idle; by default all. The result is then called "
+        "serve_NAME_…",
     )
     parser.add_argument(
         "--vllm-json",
@@ -488,7 +489,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows: dict[str, Row] = {}
     decode_ms: float | None = None
     for case in SMOKE_CASES if smoke else CASES:
-        wanted = [each for each in case.workloads if is_wanted(each.name, arguments.only)]
+        wanted = [
+            each
+            for each in case.workloads
+            if is_wanted(f"{each.name}{case.suffix}", arguments.only)
+        ]
         if not wanted:
             continue
         with make_engine(model, steps, case, *formats) as engine:
@@ -535,8 +540,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def is_wanted(name: str, only: Sequence[str] | None) -> bool:
-    """Whether a workload was asked for, by its name or the first word of it."""
-    return not only or name in only or name.split()[0] in only
+    """Whether a workload was asked for, by a word of its name."""
+    return not only or any(word.strip(",") in only for word in name.split())
 
 
 if __name__ == "__main__":
