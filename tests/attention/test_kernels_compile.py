@@ -10,7 +10,7 @@ import torch
 from vmkv import ConfigError
 from vmkv.attention import append_cuda, decode_fp8, rotary_cuda
 from vmkv.attention.nvrtc import FORMATS, Kernel, assembled
-from vmkv.parallel import one_shot
+from vmkv.parallel import sum_kernel
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 KERNELS = {
@@ -43,9 +43,13 @@ KERNELS = {
         for dim in decode_fp8.HEAD_DIMS
     },
     **{
-        f"add {dtype} of {size}": (one_shot, "_kernel", (0, dtype, size))
+        f"add {dtype} of {size}{f', and norms of {vectors} vectors' if vectors else ''}": (
+            sum_kernel,
+            "kernel_of",
+            (0, dtype, size, vectors),
+        )
         for dtype in FORMATS
-        for size in (2, 3, 8)
+        for size, vectors in ((1, 512), (2, None), (2, 640), (3, 3), (8, None), (8, 2048))
     },
 }
 
