@@ -221,6 +221,24 @@ def test_sole_holder_writes_in_place(
 
 
 @pytest.mark.usefixtures("no_underread")
+def test_writing_what_was_shared_is_ordered_behind_every_stream(
+    cache: KVCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fork that has ended, and given way, may still be read on another one."""
+    joined: list[int] = []
+    monkeypatch.setattr(cache.pool.backend, "join_streams", joined.append)
+    parent = cache.open()
+    append(parent, range(40))
+    parent.fork().close()
+    cache.trim()
+    parent.truncate(8)
+    joined.clear()
+    parent.append(1)
+    assert [cache.current_stream()] == joined
+    parent.append(20)
+    assert 1 == len(joined), "nothing is shared any more"
+
+
 def test_windows_are_copied_as_well(make_cache: MakeCache) -> None:
     """Each group copies what it shares, as far as its window sees."""
     cache = make_cache(windows=(30,), cost_model=ALIASES)

@@ -30,6 +30,8 @@ def unshare(group: LayerGroup, row: int, num_tokens: int, *, tenant: object, str
     first_page = group.geometry.whole_pages_below(num_tokens)
     if pages.shared_end_page <= first_page:
         return 0
+    # Another stream may still read, for who shared it and has ended, what this one will overwrite.
+    group.pool.backend.join_streams(stream)
     concerned = group.table.overlapping(row, first_page, pages.end_page)
     shared = next((mapping for mapping in concerned if mapping.extent.is_shared), None)
     copied_bytes = 0
