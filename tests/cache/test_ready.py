@@ -8,11 +8,12 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 from helpers.stamps import append, assert_holds
 
-from vmkv import ClosedError, ExtentPool, HostBackend, KVCache, Sequence
+from vmkv import ClosedError, DriverError, ExtentPool, HostBackend, KVCache, Sequence
 from vmkv.cache import make_ready
 from vmkv.memory import check_pool
 from vmkv.units import KiB
@@ -270,6 +271,30 @@ def test_what_is_scrubbed_for_a_new_sequence_is_not_idle(
     passed = host.last_passed_fence
     live.append(16)
     assert (scrub == "always") == (passed < host.last_passed_fence)
+
+
+def test_what_a_growth_that_failed_has_filled_is_not_idle(
+    host: HostBackend, make_cache: MakeCache
+) -> None:
+    """Where it cannot even be retired, because no fence can be recorded either."""
+    cache = make_cache(ExtentPool(host, 41 * PAGE, scrub="poison", close_when_unused=True))
+    live = cache.open(row=2)
+    live.append(80)
+    begun = cache.open(row=1)
+    cache.pool.reclaimer.new_fence()
+    host.hold_fences()
+    error = DriverError("fill", -1, "NO_FILL", "of two, the second")
+    with (
+        mock.patch.object(host, "fill", side_effect=[None, error]),
+        mock.patch.object(host, "record_fence", side_effect=error),
+        pytest.raises(DriverError),
+    ):
+        begun.append(80)
+    assert [0, 20, 20, 0] == _pages(cache)
+    passed = host.last_passed_fence
+    live.append(80)
+    assert [0, 0, 40, 0] == _pages(cache)
+    assert passed < host.last_passed_fence
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -246,6 +246,19 @@ def test_grow_names_a_sequence_twice(cache: KVCache) -> None:
     cache.check()
 
 
+def test_who_is_named_twice_keeps_what_the_longer_one_needs(make_cache: MakeCache) -> None:
+    """Where memory is short and what is beyond that gives way."""
+    cache = make_cache(budget_bytes=44 * 4 * KiB)
+    twice, other = cache.open(), cache.open()
+    for _ in range(20):
+        twice.append(4)  # A page each, so that what goes, goes page by page.
+    other.append(80)
+    twice.truncate(8)
+    cache.grow([(other, 112), (twice, 64), (twice, 10)])
+    assert [64, 112] == [twice.num_tokens, other.num_tokens]
+    cache.check()
+
+
 # ---- after the end ------------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 from helpers.engine_play import Asked, EnginePlay, Shape
@@ -314,6 +315,28 @@ def test_who_ended_with_a_step_that_failed_is_waited_for(
     [(has_waited, calls)] = growths
     assert calls["mem_unmap"]
     assert has_waited
+    while not begun.is_finished:
+        play.engine.step()
+    assert [] == play.device.violations
+
+
+def test_who_was_in_a_step_that_an_interrupt_has_hidden_is_waited_for(
+    make_play: Callable[[Shape], EnginePlay],
+) -> None:
+    """It is on the device, although nobody will read it."""
+    play = make_play(_small(16))
+    for prompt in ([1], [2] * 40, [2] * 40):
+        _ask(play, prompt, 30)
+    for _ in range(3):
+        play.engine.step()
+    reclaimer = play.pool.reclaimer
+    with (
+        mock.patch.object(reclaimer, "note_submitted", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        play.engine.step()
+    play.engine.cancel_all()
+    begun = _ask(play, [7] * 90, 3)
     while not begun.is_finished:
         play.engine.step()
     assert [] == play.device.violations

@@ -42,16 +42,21 @@ def grow(space: RowSpace, wanted: Iterable[tuple[LiveRow, int]]) -> None:
                 max_tokens=space.max_tokens,
             )
     space.note_stream()
-    short: dict[LiveRow, int] = {}  # One may be named twice.
-    for sequence, num_tokens in targets:
-        if num_tokens > space.writable_tokens(sequence):
-            short[sequence] = max(num_tokens, short.get(sequence, 0))
+    short = [(each, to) for each, to in targets if to > space.writable_tokens(each)]
     if short:
-        _make_writable(space, short, dict(targets))
+        _make_writable(space, _longest(short), _longest(targets))
     if not space.keeps_past:
         retire_behind_windows(space, [sequence for sequence, _ in targets])
     for sequence, num_tokens in targets:
         sequence.num_tokens = max(sequence.num_tokens, num_tokens)
+
+
+def _longest(targets: Iterable[tuple[LiveRow, int]]) -> dict[LiveRow, int]:
+    """How far each is to go; one may be named twice."""
+    longest: dict[LiveRow, int] = {}
+    for sequence, num_tokens in targets:
+        longest[sequence] = max(num_tokens, longest.get(sequence, 0))
+    return longest
 
 
 def _make_writable(
@@ -68,9 +73,10 @@ def _make_writable(
         if not retire_surplus(space, wanted):
             raise
         map_rows(space, targets)
-    for sequence in short:
-        if not sequence.num_tokens:
-            space.note_used(sequence.row)
+    finally:  # What fails half-way may have filled memory, and left it there.
+        for sequence in short:
+            if not sequence.num_tokens:
+                space.note_used(sequence.row)
 
 
 def _unshare(space: RowSpace, sequence: LiveRow) -> None:

@@ -141,8 +141,10 @@ class MemoryView:
 
     def note_computed(self, chunks: Iterable[PlannedChunk]) -> None:
         """The keys and values of `chunks` are computed by a step that was just submitted."""
+        submitted_at = self.cache.pool.reclaimer.note_submitted()
+        # In this order: whoever is in a step that an interrupt keeps from counting is waited for.
+        self._submitted_at = (self._submitted_at[1], submitted_at)
         self._num_steps += 1
-        self._submitted_at = (self._submitted_at[1], self.cache.pool.reclaimer.note_submitted())
         for chunk in chunks:
             request_id, num_tokens = chunk.request_id, chunk.num_tokens
             self._computed_tokens[request_id] = num_tokens
