@@ -483,6 +483,8 @@ def _model() -> Any:
 def _mishap(kind: str) -> Mishap:
     if kind == "out of memory":
         return Mishap(torch.OutOfMemoryError("CUDA out of memory"))
+    if kind == "out of memory, half-way":
+        return Mishap(torch.OutOfMemoryError("CUDA out of memory"), has_written=True)
     if kind == "half-way":
         return Mishap(ValueError("the model broke"), has_written=True)
     if kind == "on the device":
@@ -491,7 +493,7 @@ def _mishap(kind: str) -> Mishap:
     return Mishap(ValueError("the model broke"))
 
 
-MISHAPS = ("out of memory", "half-way", "on the device", "at once")
+MISHAPS = ("out of memory", "out of memory, half-way", "half-way", "on the device", "at once")
 
 
 def wait_for_host(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
