@@ -122,3 +122,32 @@ def test_what_else_is_done_with_a_sum_hinders(what: str) -> None:
     tensors = torch.rand(1, 3, 8), torch.rand(1, 3, 8), torch.rand(8)
     taken, nodes = _taken_in(layer, *tensors)
     assert (taken, nodes.count("vmkv.all_reduce_")) == (0, 2 if what == "twice" else 1)
+
+
+@pytest.mark.parametrize(
+    "what", ["weight", "itself", "view", "input", "seen", "written", "epsilon", "another's"]
+)
+def test_what_the_operator_would_not_do_alike_hinders(what: str) -> None:
+    """Weights of each row, a residual in the part's own memory, a sum that is seen elsewhere."""
+
+    def layer(part: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        product = part if what == "input" else part * 2
+        part = product.view(1, -1, 8) if what in ("view", "seen") else product
+        residual = residual * 2
+        if what == "view":
+            residual = product.view(1, -1, 8)
+        if what == "another's":
+            torch.ops._c10d_functional.all_reduce_(part, "sum", "nobody")
+        else:
+            torch.ops.vmkv.all_reduce_(part, "nobody")
+        hidden = part + part if what == "itself" else residual + part
+        if what == "written":
+            residual.zero_()
+        epsilon: Any = weight.sum() if what == "epsilon" else 1e-5
+        out = _usual(hidden, residual + 1 if what == "weight" else weight, epsilon=epsilon)
+        return out, product + 1 if what == "seen" else hidden
+
+    tensors = torch.rand(1, 3, 8), torch.rand(1, 3, 8), torch.rand(8)
+    taken, nodes = _taken_in(layer, *tensors)
+    assert not taken
+    assert any("all_reduce_" in each for each in nodes)

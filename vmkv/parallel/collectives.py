@@ -58,7 +58,7 @@ def _norm_of_sum_(
     epsilon: float,
     group: str,
 ) -> torch.Tensor:
-    residual = residual.contiguous()
+    residual, weight = residual.contiguous(), weight.contiguous()
     has = has_rows(part) and has_rows(residual) and has_rows(weight)
     sums = _ONE_SHOT.get(group)
     if has and sums is not None and sums.takes_rows(part):

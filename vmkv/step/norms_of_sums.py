@@ -22,7 +22,8 @@ import torch
 GROUP = "_vmkv_group"
 """The attribute of a model, and of its modules, that names the ranks which share it."""
 
-_SUM = "all_reduce_"
+_SUM = "vmkv.all_reduce_"
+_Order = dict[torch.fx.Node, int]
 
 
 class _Norm(NamedTuple):
@@ -61,15 +62,18 @@ def _take_in(graph: torch.fx.Graph, norm: _Norm) -> bool:
     hidden, out = norm.hidden, norm.chain[0]
     for part, residual in _both_ways(hidden, operator.add):
         added = _sum_of(part, hidden)
-        if added is not None and _are_alike(part, residual, norm.weight):
+        if added is not None and _are_alike(part, residual, norm):
             break
     else:
         return False
-    # Whoever else wants the new residual comes after the operator, which stands where `out` is.
     order = {node: place for place, node in enumerate(graph.nodes)}
-    others = {*hidden.users} - {*norm.chain}
-    if order[added] > order[hidden] or any(order[user] < order[out] for user in others):
+    if not _is_last(part, added, hidden, order):
         return False
+    # Whoever else wants the new residual comes after the operator, which stands where `out` is;
+    # so does whoever uses the old one, which is read there: it may be written to.
+    for each, start in ((hidden, 0), (residual, order[hidden] + 1)):
+        if any(start <= order[user] < order[out] for user in _users(each, order) - {*norm.chain}):
+            return False
     arguments = (part, residual, norm.weight, norm.epsilon, added.args[1])
     with graph.inserting_before(out):
         merged = graph.call_function(torch.ops.vmkv.norm_of_sum_, arguments)
@@ -87,20 +91,49 @@ def _sum_of(part: Any, hidden: torch.fx.Node) -> torch.fx.Node | None:
     if not isinstance(part, torch.fx.Node):
         return None
     others = [each for each in part.users if each is not hidden]
-    if len(others) != 1 or _SUM not in str(others[0].target) or others[0].users:
+    if len(others) != 1 or str(others[0].target).removesuffix(".default") != _SUM:
         return None
-    return others[0]
+    return None if others[0].users else others[0]
 
 
-def _are_alike(part: Any, residual: Any, weight: torch.fx.Node) -> bool:
-    """Whether the first two have one shape, and all the same type."""
-    if not isinstance(residual, torch.fx.Node):
-        return False
-    shapes, dtypes = (
-        [getattr(each.meta.get("example_value"), name, None) for each in (part, residual, weight)]
-        for name in ("shape", "dtype")
+def _is_last(
+    part: torch.fx.Node, added: torch.fx.Node, hidden: torch.fx.Node, order: _Order
+) -> bool:
+    """Whether nobody but `hidden` sees the memory of the sum, callers of the layer included."""
+    is_made_here = all(each.op.startswith("call_") for each in _aliases(part, order))
+    others = _users(part, order) - {hidden}
+    return is_made_here and all(order[user] <= order[added] < order[hidden] for user in others)
+
+
+def _users(node: torch.fx.Node, order: _Order) -> set[torch.fx.Node]:
+    """Of the same memory."""
+    return {user for alias in _aliases(node, order) for user in alias.users}
+
+
+def _aliases(node: torch.fx.Node, order: _Order) -> list[torch.fx.Node]:
+    """The nodes of a graph that are the same memory, `node` among them."""
+    storage = _storage(node)
+    return [each for each in order if _storage(each) == storage]
+
+
+def _storage(node: torch.fx.Node) -> int | None:
+    value = _value(node)
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+
+
+def _are_alike(part: torch.fx.Node, residual: Any, norm: _Norm) -> bool:
+    """Whether the two have one shape and no memory in common, and the norm is of such rows."""
+    values = part_value, residual_value, weight = [
+        _value(each) for each in (part, residual, norm.weight)
+    ]
+    return (
+        all(isinstance(each, torch.Tensor) for each in values)
+        and _storage(part) != _storage(residual)
+        and part_value.shape == residual_value.shape
+        and part_value.shape[-1:] == weight.shape
+        and len({each.dtype for each in values}) == 1
+        and isinstance(_value(norm.epsilon), float | torch.SymFloat)
     )
-    return shapes[0] is not None and shapes[0] == shapes[1] and len({*dtypes}) == 1
 
 
 def _norm_at(out: torch.fx.Node) -> _Norm | None:
@@ -166,4 +199,9 @@ def _is_method(
 
 
 def _dtype(node: torch.fx.Node) -> torch.dtype | None:
-    return getattr(node.meta.get("example_value"), "dtype", None)
+    return getattr(_value(node), "dtype", None)
+
+
+def _value(node: Any) -> Any:
+    """What stands for a node while it is traced; of anything else, that itself."""
+    return node.meta.get("example_value") if isinstance(node, torch.fx.Node) else node
