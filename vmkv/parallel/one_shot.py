@@ -193,6 +193,8 @@ def _launch(
     most_blocks = NUM_BLOCKS if size > 1 else _MOST_BLOCKS_ALONE
     share = div_ceil(div_ceil(num_vectors, unit), most_blocks) * unit
     num_blocks = div_ceil(num_vectors, share)
-    words = _WORDS.pack(part.data_ptr(), num_vectors, share, max(chunk, unit), *exchange)
+    # Of one rank a block takes all at once: nothing travels, and it waits for nobody in between.
+    at_a_time = chunk if size > 1 else share
+    words = _WORDS.pack(part.data_ptr(), num_vectors, share, at_a_time, *exchange)
     stream = torch._C._cuda_getCurrentRawStream(index)
     launch(kernel, num_blocks, threads, stream, words + rest)

@@ -169,7 +169,8 @@ __device__ void add_up(float (&values)[ROWS], float (*shared)[WARPS]) {
 
 __device__ void finish(const Exchange& to, uint4* part, word begin, word end, word turn,
                        const Norm& norm) {
-  __shared__ float shared[2][ROWS][WARPS];  // In turns: what is read may not be written yet.
+  // In turns: what is read may not be written yet. Between chunks all threads wait in `await`.
+  __shared__ float shared[2][ROWS][WARPS];
   int which = 0;
   for (word first = begin; first < end; first += ROWS * norm.row, which ^= 1) {
     Vector kept[ROWS][PER_THREAD];
@@ -219,7 +220,8 @@ __device__ void finish(const Exchange& to, uint4* part, word begin, word end, wo
 }
 #endif
 
-// `share` is a block's, and `chunk` what it sends at a time: vectors, of whole rows with a norm.
+// `share` is a block's, and `chunk` what it sends at a time, or all: vectors, of whole rows with a
+// norm.
 extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
 add_parts(uint4* part, word num_vectors, word share, word chunk, word* turns, word rank,
           char* const* rooms, int* given_up, word patience_ns
@@ -271,7 +273,7 @@ class SumKernel(NamedTuple):
         kernel: Compiled.
         threads: Of a block.
         unit: Vectors that one block has to itself at least: a row, if there is a norm.
-        chunk: Vectors that a block takes at a time.
+        chunk: Vectors that a block sends at a time.
     """
 
     kernel: Kernel
