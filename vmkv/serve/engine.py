@@ -55,8 +55,8 @@ class Engine:
         tokenizer: Its tokenizer, for prompts and outputs that are text.
         max_num_seqs: Requests that run at once at most.
         max_num_batched_tokens: Tokens of a step at most; longer prompts take several steps.
-        max_num_mixed_tokens: Tokens of a step at most that decodes and computes prompts, so that
-            those who decode get theirs evenly, unless more prompt tokens are left than
+        max_num_mixed_tokens: Tokens of a step at most that decodes and computes prompts, twice as
+            many for half of a long one, unless more prompt tokens are left than
             `max_num_batched_tokens`; no bound by default, which suits requests that come together.
         max_tokens: Prompt and output of a request at most; by default what the model was made for.
         budget_bytes: Physical memory for keys and values; by default 0.9 of what is free now.
