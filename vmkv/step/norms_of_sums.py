@@ -132,7 +132,7 @@ def _are_alike(part: torch.fx.Node, residual: Any, norm: _Norm) -> bool:
         and part_value.shape == residual_value.shape
         and part_value.shape[-1:] == weight.shape
         and len({each.dtype for each in values}) == 1
-        and isinstance(_value(norm.epsilon), float | torch.SymFloat)
+        and not isinstance(_value(norm.epsilon), torch.Tensor)
     )
 
 
