@@ -18,6 +18,7 @@ from torch.nn import functional
 #: Names that transformers' models give to projections of one input, in the order of the parts.
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _PRODUCTS = (functional.linear, torch._C._nn.linear)
+_PARTS = ("narrow", "as_strided")
 
 
 class SiblingLinear(torch.nn.Linear):
@@ -74,10 +75,15 @@ def separate(model: torch.nn.Module) -> None:
 
 
 def merge_equal_products(module: torch.fx.GraphModule) -> None:
-    """Leave one of several linear products of the same tensors in a traced graph."""
+    """Leave one of several linear products of the same tensors in a traced graph.
+
+    Of those only that parts are taken of: others may be written to.
+    """
     seen: dict[object, torch.fx.Node] = {}
     for node in tuple(module.graph.nodes):
         if node.op != "call_function" or node.target not in _PRODUCTS:
+            continue
+        if not all(user.op == "call_method" and user.target in _PARTS for user in node.users):
             continue
         key = (node.args, tuple(sorted(node.kwargs.items())))
         first = seen.setdefault(key, node)

@@ -1,0 +1,71 @@
+"""Products of joined projections in traced layers: one of the equal ones, and of no others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import vmkv.parallel.collectives  # noqa: F401  # registers operators
+from vmkv.step import joined_layers
+
+
+class _Parent(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj = torch.nn.Linear(8, 8, bias=False)
+        self.k_proj, self.v_proj = (torch.nn.Linear(8, 4, bias=False) for _ in range(2))
+        self.apart = torch.nn.Linear(8, 8, bias=False)
+
+
+def _traced(layer: Any, hidden: torch.Tensor) -> tuple[Any, list[str]]:
+    """What a layer returns with equal products merged, and the calls that it then has."""
+    calls: list[str] = []
+
+    def backend(module: torch.fx.GraphModule, _: Any) -> Any:
+        joined_layers.merge_equal_products(module)
+        calls.extend(
+            str(getattr(each.target, "__name__", each.target)) for each in module.graph.nodes
+        )
+        return module.forward
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        return torch.compile(layer, backend=backend, dynamic=False)(hidden), calls
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3])
+def test_siblings_share_a_product(num_tokens: int) -> None:
+    """Of one row its parts are views of memory; the numbers are the same."""
+    parent = _Parent()
+    hidden = torch.rand(1, num_tokens, 8)
+
+    def layer(hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return parent.q_proj(hidden), parent.k_proj(hidden), parent.v_proj(hidden)
+
+    expected = layer(hidden)
+    assert joined_layers.join(parent) == 1
+    got, calls = _traced(layer, hidden)
+    torch.testing.assert_close(got, expected)
+    assert calls.count("linear") == 1
+    assert calls.count("as_strided" if num_tokens == 1 else "narrow") == 3
+    joined_layers.separate(parent)
+    assert _traced(layer, hidden)[1].count("linear") == 3
+
+
+def test_products_that_are_written_to_stay_apart() -> None:
+    """Each is a part of a sum of its own, as of ranks."""
+    parent = _Parent()
+
+    def layer(hidden: torch.Tensor) -> torch.Tensor:
+        first, second = parent.apart(hidden), parent.apart(hidden)
+        first += 1
+        second += 10
+        return first + second
+
+    hidden = torch.rand(1, 3, 8)
+    expected = layer(hidden)
+    got, calls = _traced(layer, hidden)
+    torch.testing.assert_close(got, expected)
+    assert calls.count("linear") == 2
