@@ -46,7 +46,8 @@ unit real replicas: export OMP_NUM_THREADS = 1
 unit real replicas: export PYTHONDONTWRITEBYTECODE =
 
 unit: $(VENV)/.ready
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not real_weights and not ray" \
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --max-worker-restart 0 \
+		-m "not real_weights and not ray" \
 		$(PYTEST_ARGS)
 
 real: $(VENV)/.real
