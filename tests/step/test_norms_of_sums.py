@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-import vmkv.parallel.collectives  # noqa: F401  # registers operators
+import vmkv.parallel.collectives  # registers operators
 from vmkv.step import norms_of_sums
 
 Tensor = torch.Tensor
@@ -56,7 +56,8 @@ def _taken_in(layer: Callable[..., Any], *inputs: Tensor) -> tuple[int, list[str
 
     def backend(module: torch.fx.GraphModule, _: Any) -> Any:
         counts.append(norms_of_sums.take_in(module))
-        nodes.extend(str(each.target) for each in module.graph.nodes if each.op == "call_function")
+        called = [each for each in module.graph.nodes if each.op.startswith("call_")]
+        nodes.extend(str(each.target) for each in called)
         return module.forward
 
     torch._dynamo.reset()
@@ -101,6 +102,20 @@ def test_only_the_usual_form_is_taken_in(norm: Norm, count: int, dtype: torch.dt
     assert taken == count
     assert ("vmkv.norm_of_sum_" in nodes) == bool(count)
     assert ("vmkv.all_reduce_" in nodes) != bool(count), "each part is added once"
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3])
+def test_single_rows_lie_in_memory_before_they_are_added(num_tokens: int) -> None:
+    """The compiler's own products of one row would be written twice."""
+    product = torch.nn.Linear(8, 8, bias=False)
+
+    def layer(hidden: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = residual + vmkv.parallel.collectives.all_reduce(product(hidden), "nobody")
+        return _usual(hidden, weight), hidden
+
+    shape = 1, num_tokens, 8
+    taken, nodes = _taken_in(layer, torch.rand(shape), torch.rand(shape), torch.rand(8))
+    assert (taken, "as_strided" in nodes) == (1, num_tokens == 1)
 
 
 @pytest.mark.parametrize("what", ["part", "twice", "shape", "early"])

@@ -3,9 +3,10 @@
 Operators take tensors and numbers, so they find their group by its name. A sum takes the place of
 the part, whose contents nobody wants any more, instead of a copy beside each.
 
-Small sums are one kernel's (`one_shot.py`) where devices reach each other; others, and what is
-gathered, are NCCL's, or of CPUs gloo's. `norm_of_sum_` is what compiled layers make of a sum that
-is added to a residual and then put through a norm (`step/norms_of_sums.py`).
+Sums are one kernel's (`one_shot.py`) where devices reach each other, among more than two ranks if
+they are small; others, and what is gathered, are NCCL's, or of CPUs gloo's. `norm_of_sum_` is what
+compiled layers make of a sum that is added to a residual and then put through a norm
+(`step/norms_of_sums.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch.distributed as dist
 
 from .one_shot import OneShotSums, has_rows, norm_after_sum
 
-#: Of groups whose ranks add small parts in one kernel, by the group's name.
+#: Of groups whose ranks add parts in one kernel, by the group's name.
 _ONE_SHOT: dict[str, OneShotSums] = {}
 
 # torch leaves the library untyped.
@@ -36,7 +37,7 @@ def _group(name: str) -> Any:
 
 
 def register(name: str, sums: OneShotSums | None) -> None:
-    """Have small parts of a group be added so, or as all others. Whoever had the name is gone."""
+    """Have parts of a group be added so, or as all others. Whoever had the name is gone."""
     if sums is None:
         _ONE_SHOT.pop(name, None)
     else:

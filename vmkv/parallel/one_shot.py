@@ -57,6 +57,8 @@ class OneShotSums:
     Attributes:
         handle: What other ranks open this one's room with; as long for all.
 
+    Cost: 16 MiB of the device for each rank, this one included.
+
     Raises:
         CudaDriverError: The device has no memory for its room, or none that others can open.
         ConfigError: NVRTC refuses the kernel, or there is no cuda-python.

@@ -26,8 +26,8 @@ from ..units import KiB, div_ceil
 #: Two for each multiprocessor: one sends while another adds.
 NUM_BLOCKS = 256
 NUM_TURNS = 4
-#: What a block sends at a time, at most. Two ranks add 64 MiB with a norm in 243 us; with twice as
-#: much at a time in 270, with half the blocks in 307, as NCCL and a kernel for the norm in 323.
+#: What a block sends at a time, at most. Two ranks add 64 MiB with a norm in 243 us; in 241 with
+#: four times as much at a time and in the rooms, in 307 with half the blocks and twice as much.
 CHUNK_BYTES = 16 * KiB
 VECTOR_BYTES = 16
 #: Each in a line of its own.
