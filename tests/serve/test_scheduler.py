@@ -321,18 +321,20 @@ def test_every_request_ends(
 def test_first_come_is_first_served_inside_a_priority(
     arrivals: list[Arrival], made: tuple[Scheduler, ModelView]
 ) -> None:
-    """Nobody begins before one who came earlier with the same priority."""
+    """Nobody begins before one who came as early, with the same priority and no longer a prompt.
+
+    Prompts are as long as the steps that they take beside decoding.
+    """
     trace = Trace(*made)
     for request_id, arrival in enumerate(arrivals):
         trace.add(request_id, arrival)
     while trace.scheduler.has_unfinished:
         trace.step()
     for priority in range(-2, 3):
-        firsts = [
-            life.first_step
-            for life in trace.lives.values()
-            if life.arrival.priority == priority and life.first_step is not None
-        ]
+        lives = [life for life in trace.lives.values() if life.arrival.priority == priority]
+        capacity = trace.scheduler.capacity
+        lives.sort(key=lambda life: capacity.mixed_steps(life.arrival.num_prompt_tokens))
+        firsts = [life.first_step for life in lives if life.first_step is not None]
         assert firsts == sorted(firsts)
 
 
@@ -351,6 +353,64 @@ def test_nobody_starves(priority: int) -> None:
     assert trace.lives[0].ended
     # Those who came in time to overtake it need two steps each, at a rate of one a step.
     assert trace.num_steps <= 3 * (aging_steps * priority + 2)
+
+
+def _prompt_tokens(trace: Trace, prompts: dict[int, int]) -> dict[int, int]:
+    """What the next step computes of `prompts`, lengths by number."""
+    chunks = trace.step().chunks
+    return {
+        each.request_id: each.num_new_tokens
+        for each in chunks
+        if each.num_past_tokens < prompts.get(each.request_id, 0)
+    }
+
+
+def test_short_prompts_overtake_long_ones() -> None:
+    """Who comes before a long prompt could be done goes first, also once it has begun."""
+    trace = Trace(Scheduler(8, 64, max_num_mixed_tokens=10), ModelView(1000, 4))
+    trace.add(0, Arrival(0, 4, 40, 99, 0, None, False))
+    trace.step()
+    prompts = {1: 40, 2: 3, 3: 6, 4: 12, 5: 3}
+    trace.add(1, Arrival(0, 40, 20, 99, 0, None, False))  # Four steps.
+    assert {1: 20} == _prompt_tokens(trace, prompts)
+    for request_id in (2, 3, 4):
+        trace.add(request_id, Arrival(0, prompts[request_id], 20, 99, 0, None, False))
+    assert {2: 3, 3: 6} == _prompt_tokens(trace, prompts)
+    assert {4: 7} == _prompt_tokens(trace, prompts)
+    trace.add(5, Arrival(0, 3, 20, 99, 0, None, False))
+    assert {4: 5, 1: 2} == _prompt_tokens(trace, prompts)
+    assert {1: 18} == _prompt_tokens(trace, prompts), "the last came too late to overtake it"
+    assert {5: 3} == _prompt_tokens(trace, prompts)
+
+
+def test_a_long_prompt_is_overtaken_for_as_many_steps_as_it_takes() -> None:
+    """Short ones that come all the time, and would fill every step."""
+    trace = Trace(Scheduler(8, 64, max_num_mixed_tokens=8), ModelView(1000, 4))
+    trace.add(0, Arrival(0, 4, 99, 99, 0, None, False))
+    trace.step()
+    trace.add(1, Arrival(0, 24, 2, 99, 0, None, False))  # Three steps.
+    for request_id in range(2, 40):
+        trace.add(request_id, Arrival(0, 8, 1, 1, 0, None, False))
+        trace.step()
+        if trace.lives[1].ended:
+            break
+    assert trace.lives[1].ended
+    # Those who overtake it came in three steps and take at most two each; then it goes on.
+    assert trace.num_steps <= 1 + 3 * 2 + 3 + 2
+
+
+def test_who_overtakes_leaves_the_memory_of_who_has_begun() -> None:
+    """Pages that a prompt in the middle will need are not given to who goes before it."""
+    trace = Trace(Scheduler(8, 64, max_num_mixed_tokens=10), ModelView(16, 4))
+    trace.add(0, Arrival(0, 4, 8, 99, 0, None, False))
+    trace.step()
+    trace.add(1, Arrival(0, 40, 3, 99, 0, None, False))
+    trace.step()
+    trace.add(2, Arrival(0, 9, 4, 99, 0, None, False))
+    for _ in range(40):
+        trace.step()
+    assert all(life.ended for life in trace.lives.values())
+    assert not any(life.was_preempted for life in trace.lives.values())
 
 
 def _rest(arrival: Arrival) -> dict[str, object]:
@@ -433,7 +493,7 @@ def test_prompts_get_on_however_many_decode() -> None:
         ([36], [18, 18]),
         ([50], [18, 18, 14]),  # Twice the bound at most.
         ([3, 20], [8, 10, 5]),  # The rest of the bound is the next one's, and then half of that.
-        ([20, 3], [10, 10, 3]),
+        ([20, 3], [8, 10, 5]),  # Likewise: the shorter one goes first.
         ([4, 3, 2, 2], [8, 3]),
     ],
 )

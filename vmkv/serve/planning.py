@@ -66,8 +66,17 @@ class Capacity:
         begun = [each for each in queue.running if each.num_left > 1]
         if self._has_backlog(begun, queue):
             return left
-        first = begun[0] if begun else queue.first_waiting
+        first = min(
+            [*begun[:1], *([waiting] if (waiting := queue.first_waiting) is not None else [])],
+            key=lambda each: each.rank,
+            default=None,
+        )
         return min(left, max(most - num_decodes, (most + 1) // 2, _part_of(first, most)))
+
+    def mixed_steps(self, num_tokens: int) -> int:
+        """How many steps a prompt takes beside decoding, where those have a bound; else 0."""
+        most = None if self.fixed_chunks else self.max_num_mixed_tokens
+        return 0 if most is None else div_ceil(num_tokens, most)
 
     def _has_backlog(self, begun: Iterable[Request], queue: RequestQueue) -> bool:
         """Whether more prompt tokens are left than a step takes."""
@@ -153,7 +162,12 @@ class StepPlanning:
         self._free_pages = view.free_pages() - withheld_pages
         self._max_begun = max_begun
         self._has_asked_evictable = False
-        self._promised_pages = 0  # What prompts that have begun will still need.
+        # What prompts that have begun will still need.
+        self._promised_pages = sum(
+            view.pages_to_grow(request.request_id, request.num_tokens)
+            for request in queue.running
+            if request.num_left > 1
+        )
         num_decodes = sum(request.num_left == 1 for request in queue.running)
         self._decode_tokens = min(num_tokens, num_decodes)
         self._prompt_tokens = capacity.prompt_tokens_beside(self._decode_tokens, num_tokens, queue)
@@ -166,18 +180,27 @@ class StepPlanning:
     def plan(self) -> StepPlan:
         """Decide."""
         for request in tuple(self._queue.running):
+            if request.num_left > 1:  # It has begun, and can wait for who is ranked before it.
+                self._admit_before(request)
             if request.state is RequestState.RUNNING:  # Nobody ranked before took its place.
                 self._run(request)
-        for _ in range(self._max_begun):
-            waiting = self._queue.first_waiting if self._queue.has_free_slot else None
-            if self._is_short or waiting is None or not self._admit(waiting):
-                break
+        self._admit_before(None)
         return StepPlan(
             tuple(self._preempted),
             tuple(self._resumed),
             tuple(self._admitted),
             tuple(self._chunks),
         )
+
+    def _admit_before(self, request: Request | None) -> None:
+        """Begin or resume, in order, those that wait and are ranked before `request`, or all."""
+        while self._max_begun and not self._is_short and self._queue.has_free_slot:
+            waiting = self._queue.first_waiting
+            if waiting is None or (request is not None and waiting.rank > request.rank):
+                break
+            if not self._admit(waiting):
+                break
+            self._max_begun -= 1
 
     def _run(self, request: Request) -> None:
         """Go on with a running request, if there is room for it."""
@@ -190,9 +213,8 @@ class StepPlanning:
         needed = self._make_room(request, request.num_computed + num_new) if num_new else 0
         if needed is None:
             num_new = needed = 0
-        if num_left > 1 and num_left > num_new:
-            lacking = self._view.pages_to_grow(request.request_id, request.num_tokens)
-            self._promised_pages += lacking - needed
+        if num_left > 1:
+            self._promised_pages -= needed
         if num_new:
             if num_left == 1:
                 self._decode_tokens -= 1

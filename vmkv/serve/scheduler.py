@@ -2,16 +2,19 @@
 
 Every request has a place in one order, given when it arrives and kept for life:
 
-    rank = (arrival step + priority x aging_steps, number)
+    rank = (arrival step + steps of its prompt + priority x aging_steps, number)
 
-So inside a priority it is first come, first served; a more urgent request overtakes those that
-came at most `aging_steps` steps earlier per level of priority, and nobody else: see Note [Waiting
-is bounded]. A preempted request keeps its rank and comes back before all that arrived after it.
+So inside a priority it is first come, first served, but for long prompts where mixed steps are
+bounded (see below): who comes before such a prompt could be done, and has a shorter one, overtakes
+it. A more urgent request overtakes those that came at most `aging_steps` steps earlier per level of
+priority. Nobody else does: see Note [Waiting is bounded]. A preempted request keeps its rank and
+comes back before all that are ranked after it.
 
 Requests that run come first, in order, one token of each that decodes and then chunks of
 prompts; what is left of the step's tokens goes to those that wait, strictly in order: if the
-first does not fit, nobody behind it may pass. When memory is short, a running request takes
-that of the one ranked last; the one ranked last itself stalls and keeps what it has. So the
+first does not fit, nobody behind it may pass. Only who is ranked before a prompt that has begun
+begins before that goes on, if there is room for all of it. When memory is short, a running request
+takes that of the one ranked last; the one ranked last itself stalls and keeps what it has. So the
 best-placed request always goes on, everything ends, and nothing can deadlock as long as each
 request fits alone, which `add` makes sure of.
 
@@ -102,8 +105,8 @@ class Scheduler:
                 f"a request of {most} tokens (prompt and max_tokens) needs {needed} "
                 f"pages and the whole cache has {total}; shorten it, or raise the budget"
             )
-        arrival = self._num_steps + request.priority * self._aging_steps
-        request.rank = (arrival, request.request_id)
+        place = self._num_steps + request.priority * self._aging_steps
+        request.rank = (place + self.capacity.mixed_steps(num_prompt), request.request_id)
         self._queue.add(request)
 
     def finish(self, request_id: int) -> None:
