@@ -105,7 +105,7 @@ extern "C" __global__ __launch_bounds__(128, MIN_BLOCKS) void decode(
     word window, word parts, word heads, word group,
     number* out, float* logsumexp, float* part_sums, float2* part_weights, int* num_done,
     word batch_size) {
-  __shared__ float staged[WARPS][PAIRS * 2 * STAGED];
+  __shared__ __align__(8) float staged[WARPS][PAIRS * 2 * STAGED];
   __shared__ float weights[WARPS][2][COLUMNS];
   __shared__ bool is_last;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
@@ -255,24 +255,45 @@ extern "C" __global__ __launch_bounds__(128, MIN_BLOCKS) void decode(
   if (!is_last) return;
   __threadfence();
   if (threadIdx.x == 0) num_done[sequence * heads + head] = 0;  // For the next launch.
-  for (int at = threadIdx.x; at < group * D; at += WARPS * 32) {
-    const int of = at / D, dim = at % D;
-    const word place = (word)sequence * query_heads + first_head + of;
-    const word step = batch_size * query_heads;
-    float highest = NEVER, sum = 0, weight = 0;
-#pragma unroll 8
-    for (int p = 0; p < parts; p++)
-      highest = fmaxf(highest, __ldcg(&part_weights[p * step + place]).x);
-#pragma unroll 8
+  // Loads that wait for each other take a microsecond each: all weights at once, then eight sums.
+  float2* found = reinterpret_cast<float2*>(staged);
+  const word first_place = (word)sequence * query_heads + first_head;
+  const word step = batch_size * query_heads;
+  for (int at = threadIdx.x; at < parts * group; at += WARPS * 32) {
+    const int p = at / group, of = at % group;
+    found[p * COLUMNS + of] = __ldcg(&part_weights[p * step + first_place + of]);
+  }
+  __syncthreads();
+  if (threadIdx.x < group) {
+    const int of = threadIdx.x;
+    float highest = NEVER, weight = 0;
+    for (int p = 0; p < parts; p++) highest = fmaxf(highest, found[p * COLUMNS + of].x);
     for (int p = 0; p < parts; p++) {
-      const float2 theirs = __ldcg(&part_weights[p * step + place]);
+      const float2 theirs = found[p * COLUMNS + of];
       const float share = theirs.x > NEVER ? exp2f(theirs.x - highest) : 0.0f;
-      sum += share * __ldcg(&part_sums[(p * step + place) * D + dim]);
+      found[p * COLUMNS + of].x = share;
       weight += share * theirs.y;
     }
+    weights[0][0][of] = highest, weights[0][1][of] = weight;
+  }
+  __syncthreads();
+  for (int at = threadIdx.x; at < group * D; at += WARPS * 32) {
+    const int of = at / D, dim = at % D;
+    const float* theirs = part_sums + (first_place + of) * D + dim;
+    float sum = 0;
+    for (int p = 0; p < parts; p += 8) {
+      float eight[8];
+#pragma unroll
+      for (int i = 0; i < 8; i++)
+        eight[i] = p + i < parts ? __ldcg(&theirs[(p + i) * step * D]) : 0.0f;
+#pragma unroll
+      for (int i = 0; i < 8; i++)
+        if (p + i < parts) sum += found[(p + i) * COLUMNS + of].x * eight[i];
+    }
+    const float highest = weights[0][0][of], weight = weights[0][1][of];
     const float by = value_scales == nullptr ? 1.0f : value_scales[head];
-    out[place * D + dim] = as_number(weight > 0 ? sum / weight * by : 0.0f);
-    if (dim == 0) logsumexp[place] = (highest + log2f(weight)) / (float)log2_e;
+    out[(first_place + of) * D + dim] = as_number(weight > 0 ? sum / weight * by : 0.0f);
+    if (dim == 0) logsumexp[first_place + of] = (highest + log2f(weight)) / (float)log2_e;
   }
 }
 """
@@ -360,9 +381,15 @@ def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _num_parts(device: torch.device, num_blocks: int, max_num_tokens: int) -> int:
-    """Into how many parts rows are cut: so many that all processors have some blocks each."""
+    """Into how many parts rows are cut: so many that all processors have some blocks each.
+
+    Two each, and so that none waits for a place; where rows alone give one or two, six, because
+    rows may differ in length.
+    """
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    wanted = 2 * _BLOCKS_PER_PROCESSOR * processors // num_blocks
+    wanted = 2 * processors // num_blocks
+    if wanted < 2:
+        wanted = 2 * _BLOCKS_PER_PROCESSOR * processors // num_blocks
     return max(1, min(wanted, _MAX_PARTS, div_ceil(max_num_tokens, _MIN_PART_TOKENS)))
 
 
