@@ -37,7 +37,7 @@ _CAPABILITY = (8, 9)
 _THREADS = 128
 _BLOCKS_PER_PROCESSOR = 3
 _MAX_PARTS = 64
-_MIN_PART_TOKENS = 512
+_MIN_PART_TOKENS = 256
 _WORDS = Struct("=10q3d10q")
 
 _SOURCE = r"""
@@ -381,16 +381,22 @@ def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _num_parts(device: torch.device, num_blocks: int, max_num_tokens: int) -> int:
-    """Into how many parts rows are cut: so many that all processors have some blocks each.
+    """Into how many parts rows are cut.
 
-    Two each, and so that none waits for a place; where rows alone give one or two, six, because
-    rows may differ in length.
+    So many that each processor has two blocks, and none waits for a place; where rows alone give
+    one or two, about six, because rows may differ in length. One H200, a layer of 32 heads over 8:
+    one sequence of 2,048 tokens 11 us in 8 parts, 14 in 4; 32 of a chat 28 us in 3, 46 in one.
     """
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     wanted = 2 * processors // num_blocks
     if wanted < 2:
-        wanted = 2 * _BLOCKS_PER_PROCESSOR * processors // num_blocks
-    return max(1, min(wanted, _MAX_PARTS, div_ceil(max_num_tokens, _MIN_PART_TOKENS)))
+        wanted = round(2 * _BLOCKS_PER_PROCESSOR * processors / num_blocks)
+    # What the last block adds up takes as long as a part of some hundred tokens.
+    useful = min(
+        div_ceil(max_num_tokens, _MIN_PART_TOKENS),
+        max(8, div_ceil(max_num_tokens, 2 * _MIN_PART_TOKENS)),
+    )
+    return max(1, min(wanted, _MAX_PARTS, useful))
 
 
 def _scratch(
