@@ -332,6 +332,7 @@ def figures_of(rows: dict[str, Row], decode_ms: float | None) -> list[Figure]:
                 at_least=0.6,
             )
         )
+    if rows.get(f"W1{QUARTER}", {}).get("mixed_plan_map_ms"):
         figures.append(
             Figure(
                 "serve_quarter_plan_map_ms",
@@ -339,7 +340,7 @@ def figures_of(rows: dict[str, Row], decode_ms: float | None) -> list[Figure]:
                 "memory, median",
                 rows[f"W1{QUARTER}"]["mixed_plan_map_ms"],
                 "ms",
-                at_most=2.0,
+                at_most=on_gpu(2.0),
             )
         )
     if PREFIX.name in rows and PREFIX.name + CACHED in rows:

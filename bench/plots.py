@@ -140,9 +140,17 @@ def plot_live(canvas: Any, rows: Sequence[Row]) -> None:
     for axes, (value, title) in zip(canvas.subplots(2, 2).flat, panels.items(), strict=True):
         grouped_bars(axes, rows, ["load"], "server", value, colours)
         axes.tick_params(axis="x", labelsize=6)
+        for bar in axes.patches:  # Where the axis is logarithmic, lengths say little.
+            middle = bar.get_x() + bar.get_width() / 2
+            said = {"ha": "center", "va": "bottom", "fontsize": 7}
+            axes.text(middle, bar.get_height(), _number(bar.get_height()), **said)
         times = [row[value] for row in rows if row.get(value)]
         # Bars from zero say the most, unless some could not be seen beside others.
         finish(axes, title, "ms", log=max(times) > 20 * min(times))
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
 PLOTS: dict[str, tuple[Callable[[Any, Sequence[Row]], None], float]] = {
