@@ -62,7 +62,7 @@ def test_requests_in_company(real: Any, prompts: list[list[int]]) -> None:
 
 def test_requests_that_begin_alike(real: Any) -> None:
     """What they have in common is computed once, and read by all."""
-    questions = ("When do you close today?", "What does a ticket cost?", "May I see the lamp?")
+    questions = ("When do you open?", "What does a ticket cost?", "What can I see here?")
     prompts = [real.chat(question, system=SYSTEM) for question in questions]
     expected = [real.expected(prompt, 8) for prompt in prompts]
     params = SamplingParams(temperature=0, max_tokens=8)
@@ -107,8 +107,9 @@ def test_requests_that_are_swapped(real: Any, prompts: list[list[int]]) -> None:
 
 def test_chat_over_http(real: Any) -> None:
     """OpenAI's client gets the text that transformers makes of the same conversation."""
-    messages: Any = [{"role": "user", "content": "Why is the sky blue?"}]
-    expected = real.text(real.expected(real.chat(messages[0]["content"])))
+    question = real.questions[2]
+    messages: Any = [{"role": "user", "content": question}]
+    expected = real.text(real.expected(real.chat(question)))
     with _engine(real) as engine:
         metrics = Metrics()
         metrics.bind_pages(engine.cache.pool.page_bytes)
