@@ -399,6 +399,18 @@ def test_a_long_prompt_is_overtaken_for_as_many_steps_as_it_takes() -> None:
     assert trace.num_steps <= 1 + 3 * 2 + 3 + 2
 
 
+@pytest.mark.parametrize("priority", [-1, 0])
+def test_urgent_requests_overtake_a_prompt_that_has_begun(priority: int) -> None:
+    """Others have what it leaves of a step."""
+    trace = Trace(Scheduler(4, 16), ModelView(1000, 4))
+    prompts = {0: 40, 1: 10}
+    trace.add(0, Arrival(0, 40, 4, 99, 0, None, False))
+    assert {0: 16} == _prompt_tokens(trace, prompts)
+    trace.add(1, Arrival(0, 10, 4, 99, priority, None, False))
+    expected = {1: 10, 0: 6} if priority else {0: 16}
+    assert expected == _prompt_tokens(trace, prompts)
+
+
 def test_who_overtakes_leaves_the_memory_of_who_has_begun() -> None:
     """Pages that a prompt in the middle will need are not given to who goes before it."""
     trace = Trace(Scheduler(8, 64, max_num_mixed_tokens=10), ModelView(16, 4))
