@@ -66,11 +66,8 @@ class Capacity:
         begun = [each for each in queue.running if each.num_left > 1]
         if self._has_backlog(begun, queue):
             return left
-        first = min(
-            [*begun[:1], *([waiting] if (waiting := queue.first_waiting) is not None else [])],
-            key=lambda each: each.rank,
-            default=None,
-        )
+        next_ones = [each for each in (*begun[:1], queue.first_waiting) if each is not None]
+        first = min(next_ones, key=lambda each: each.rank, default=None)
         return min(left, max(most - num_decodes, (most + 1) // 2, _part_of(first, most)))
 
     def mixed_steps(self, num_tokens: int) -> int:
