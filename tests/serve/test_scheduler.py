@@ -399,6 +399,19 @@ def test_a_long_prompt_is_overtaken_for_as_many_steps_as_it_takes() -> None:
     assert trace.num_steps <= 1 + 3 * 2 + 3 + 2
 
 
+def test_who_cannot_begin_slows_nobody_down() -> None:
+    """A short prompt that is next, and has no slot, does not make a long one's parts small."""
+    trace = Trace(Scheduler(2, 64, max_num_mixed_tokens=10), ModelView(1000, 4))
+    trace.add(0, Arrival(0, 4, 40, 99, 0, None, False))
+    trace.step()
+    prompts = {1: 60, 2: 3}
+    trace.add(1, Arrival(0, 60, 5, 99, 0, None, False))
+    assert {1: 20} == _prompt_tokens(trace, prompts)
+    trace.add(2, Arrival(0, 3, 5, 99, 0, None, False))
+    assert {1: 20} == _prompt_tokens(trace, prompts)
+    assert {1: 20} == _prompt_tokens(trace, prompts)
+
+
 @pytest.mark.parametrize("priority", [-1, 0])
 def test_urgent_requests_overtake_a_prompt_that_has_begun(priority: int) -> None:
     """Others have what it leaves of a step."""

@@ -66,7 +66,8 @@ class Capacity:
         begun = [each for each in queue.running if each.num_left > 1]
         if self._has_backlog(begun, queue):
             return left
-        next_ones = [each for each in (*begun[:1], queue.first_waiting) if each is not None]
+        waiting = queue.first_waiting if queue.has_free_slot else None
+        next_ones = [each for each in (*begun[:1], waiting) if each is not None]
         first = min(next_ones, key=lambda each: each.rank, default=None)
         return min(left, max(most - num_decodes, (most + 1) // 2, _part_of(first, most)))
 
@@ -195,9 +196,8 @@ class StepPlanning:
             waiting = self._queue.first_waiting
             if waiting is None or (request is not None and waiting.rank > request.rank):
                 break
-            if not self._admit(waiting):
-                break
-            self._max_begun -= 1
+            # Who does not fit now will not in this plan, and nobody behind it may pass.
+            self._max_begun = self._max_begun - 1 if self._admit(waiting) else 0
 
     def _run(self, request: Request) -> None:
         """Go on with a running request, if there is room for it."""

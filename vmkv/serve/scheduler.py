@@ -5,10 +5,11 @@ Every request has a place in one order, given when it arrives and kept for life:
     rank = (arrival step + steps of its prompt + priority x aging_steps, number)
 
 So inside a priority it is first come, first served, but for long prompts where mixed steps are
-bounded (see below): who comes before such a prompt could be done, and has a shorter one, overtakes
-it. A more urgent request overtakes those that came at most `aging_steps` steps earlier per level of
-priority. Nobody else does: see Note [Waiting is bounded]. A preempted request keeps its rank and
-comes back before all that are ranked after it.
+bounded (see below): who could be done first, by the steps that its whole prompt would take alone,
+overtakes. A more urgent request overtakes those that came at most `aging_steps` steps earlier per
+level of priority, more or less by the difference of their prompts. Nobody else does: see Note
+[Waiting is bounded]. A preempted request keeps its rank and comes back before all that are ranked
+after it.
 
 Requests that run come first, in order, one token of each that decodes and then chunks of
 prompts; what is left of the step's tokens goes to those that wait, strictly in order: if the
