@@ -90,7 +90,7 @@ def _part_of(first: Request | None, most: int) -> int:
     """Half of the prompt that is next, so that a step beside decoding takes it far.
 
     In many small parts it waits for everybody's next token with each: in halves first tokens come
-    3 to 7 % sooner at the 99th percentile, as played (DESIGN.md). Twice `most` at most, which
+    3 to 7 % sooner at the 99th percentile, as played. Twice `most` at most, which
     bounds how long others wait.
     """
     return 0 if first is None else min(first.num_left, div_ceil(first.num_tokens, 2), 2 * most)
