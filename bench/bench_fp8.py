@@ -33,6 +33,7 @@ import random
 import statistics
 import sys
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -175,7 +176,7 @@ class Subject:
     def prefix_hit(self) -> float:
         """Seconds until a prompt has found its beginning in a live row."""
         made: list[vmkv.Sequence] = []
-        prompt = (*self.tokens, 1)  # As the engine keeps prompts.
+        prompt = array("q", (*self.tokens, 1))  # As the engine keeps prompts.
         taken = seconds_of(lambda: made.append(self.cache.open(prompt=prompt)))
         if made[0].num_cached_tokens < len(self.tokens) - 16:
             raise AssertionError(f"{made[0]} found {made[0].num_cached_tokens} tokens")

@@ -26,7 +26,6 @@ from ..cache import KVCache
 from ..errors import CapacityError, ClosedError, ConfigError, DriverError
 from ..hf import KVScales
 from ..hf.kv_format import KVFormat, SkipLayers
-from ..hf.prompt_tokens import check_tokens
 from ..memory import ExtentPool
 from ..units import GiB, format_bytes
 from .handle import RequestHandle
@@ -35,7 +34,7 @@ from .observer import EngineObserver
 from .outcomes import Outcomes
 from .params import SamplingParams
 from .preemption import PreemptionCosts
-from .prompts import check_text, end_tokens, resolve, token_ids_of, vocabulary_sizes
+from .prompts import check_text, end_tokens, packed_prompt, resolve, vocabulary_sizes
 from .request import FinishReason, Request, RequestOutput
 from .runner.making import make_runner
 from .scheduler import Scheduler
@@ -199,8 +198,7 @@ class Engine:
         self._is_idle = False
         params = params or SamplingParams()
         text = prompt if isinstance(prompt, str) else None
-        tokens = token_ids_of(prompt, self.tokenizer)
-        check_tokens(tokens, self._input_vocab_size)
+        tokens = packed_prompt(prompt, self.tokenizer, self._input_vocab_size)
         check_text(params, self.tokenizer)
         max_total = longest = self.max_tokens
         if params.max_tokens is not None:

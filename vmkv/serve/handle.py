@@ -50,7 +50,7 @@ class RequestHandle:
         return RequestOutput(
             request_id=first.request_id,
             prompt=self._prompt,
-            prompt_token_ids=first.prompt_token_ids,
+            prompt_token_ids=tuple(first.prompt_token_ids),
             outputs=[_completion(index, each) for index, each in enumerate(self.requests)],
             num_cached_tokens=first.num_cached_tokens,
             error=errors[0] if errors else None,

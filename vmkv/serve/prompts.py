@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import operator
+from array import array
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
 from ..errors import ConfigError, shown
 from ..hf import vocabulary
+from ..hf.prompt_tokens import check_tokens
 from .params import SamplingParams
 
 
@@ -32,6 +34,22 @@ def token_ids_of(prompt: str | Sequence[int] | Any, tokenizer: Any) -> tuple[int
         return tuple(ids)
     except TypeError as error:
         raise ConfigError(f"a prompt must be text or token ids, not {prompt!r}") from error
+
+
+def packed_prompt(prompt: str | Sequence[int] | Any, tokenizer: Any, vocab_size: int) -> array[int]:
+    """A prompt's token ids, checked, as the engine keeps them: eight bytes each.
+
+    Args:
+        prompt: See `token_ids_of`.
+        tokenizer: Likewise.
+        vocab_size: See `check_tokens`.
+
+    Raises:
+        ConfigError: Likewise.
+    """
+    tokens = token_ids_of(prompt, tokenizer)
+    check_tokens(tokens, vocab_size)
+    return array("q", tokens)
 
 
 def check_text(params: SamplingParams, tokenizer: Any) -> None:

@@ -124,7 +124,8 @@ class Request:
 
     Attributes:
         request_id: Unique in its engine; ascends in order of arrival.
-        prompt_token_ids: The prompt.
+        prompt_token_ids: The prompt. Packed by the engine (see `packed_prompt`), so that prefixes
+            are looked for and steps are filled without a look at each token.
         params: Resolved: `stop_token_ids` holds the model's own, `seed` and `max_tokens` are set.
         priority: Lower runs first, as in vLLM.
         max_total_tokens: Prompt and output at most.
@@ -188,6 +189,6 @@ class Request:
         """Tokens `[start, end)` of prompt and output together."""
         num_prompt = len(self.prompt_token_ids)
         if end <= num_prompt:
-            return self.prompt_token_ids[start:end]  # All of a tuple is the tuple, and no copy.
+            return self.prompt_token_ids[start:end]
         head = list(self.prompt_token_ids[start:end]) if start < num_prompt else []
         return head + self.output_token_ids[max(0, start - num_prompt) : max(0, end - num_prompt)]

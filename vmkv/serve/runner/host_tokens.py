@@ -20,10 +20,16 @@ class HostTokens:
     def __init__(self) -> None:
         self._slots: dict[int, tuple[SamplingParams, list[int]]] = {}
 
-    def set_slot(self, slot: int, params: SamplingParams, token_ids: Sequence[int]) -> None:
+    def set_slot(
+        self,
+        slot: int,
+        params: SamplingParams,
+        prompt_token_ids: Sequence[int],
+        output_token_ids: Sequence[int],
+    ) -> None:
         """A request with these tokens begins, or goes on, in `slot`."""
         if params.needs_host_tokens:
-            self._slots[slot] = (params, list(token_ids))
+            self._slots[slot] = (params, [*prompt_token_ids, *output_token_ids])
         else:
             self._slots.pop(slot, None)
 

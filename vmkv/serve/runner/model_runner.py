@@ -166,7 +166,7 @@ class ModelRunner:
     ) -> None:
         """See `Runner.set_slot`."""
         self.sampler.set_slot(slot, params, prompt_token_ids, output_token_ids)
-        self._host_tokens.set_slot(slot, params, [*prompt_token_ids, *output_token_ids])
+        self._host_tokens.set_slot(slot, params, prompt_token_ids, output_token_ids)
         self._wanted_logprobs[slot] = params.logprobs
 
     @torch.no_grad()
