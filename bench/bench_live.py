@@ -27,7 +27,8 @@ same for both servers, those of one load never those of another. Times are count
 request was due. TTFT is the time to the first event with text, TPOT that between the first and the
 last over the tokens between; a gap is the longest time between two events of a request. `engine`:
 the same arrivals into `Engine.add` between two steps, in this process, without HTTP; its rows also
-say what its steps were like. Misbehaving: 200 streams by themselves, and again with two clients
+say what its steps were like. `quarter`: the same with 24 GiB, of four times as many, for 512 at
+once, so that memory of those who have ended has to make room. Misbehaving: 200 streams by themselves, and again with two clients
 that nobody likes: one never reads its answer, one begins an answer every second and leaves.
 
 Rivals. vLLM 0.26.0's `vllm.entrypoints.openai.api_server` as it comes, where it can be imported
@@ -76,7 +77,9 @@ START_TIMEOUT_S = 300.0
 END_TIMEOUT_S = 60.0
 LOAD_TIMEOUT_S = 300.0
 VMKV, VLLM, ENGINE = "vmkv", "vLLM", "vmkv, engine alone"
-SERVERS = {"vmkv": VMKV, "vllm": VLLM, "engine": ENGINE}
+QUARTER = "vmkv, engine alone, a quarter of the memory"
+QUARTER_GIB = 24
+SERVERS = {"vmkv": VMKV, "vllm": VLLM, "engine": ENGINE, "quarter": QUARTER}
 #: Latencies that are promised, of all that a row has.
 PROMISED = ("ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms")
 
@@ -113,7 +116,7 @@ def loads_of(seconds: float) -> dict[str, Load]:
 
 #: What others are not asked: whether clients disturb each other is a question to this server.
 OURS_ONLY = ("streams", "misbehaving")
-ENGINE_LOADS = ("chat24",)
+ENGINE_LOADS = {ENGINE: ("chat24",), QUARTER: ("burst",)}
 
 
 def smoke_loads() -> dict[str, Load]:
@@ -364,15 +367,16 @@ def serve_alone(engine: Engine, load: Load) -> list[Timing]:
     return timings
 
 
-def engine_rows(folder: Path, loads: Iterable[Load], *, smoke: bool) -> Iterator[Row]:
+def engine_rows(server: str, folder: Path, loads: Iterable[Load], *, smoke: bool) -> Iterator[Row]:
     """The engine that `vmkv serve` would make, and what its steps were like."""
     from vmkv.cli.main import make_parser
     from vmkv.cli.models import load_model
     from vmkv.cli.serve import make_engine
 
-    arguments = make_parser().parse_args(
-        command_of(VMKV, folder, 0, smoke=smoke)[3:]  # Without `python -m vmkv.cli`.
-    )
+    command = command_of(VMKV, folder, 0, smoke=smoke)[3:]  # Without `python -m vmkv.cli`.
+    if server == QUARTER and not smoke:
+        command += ["--memory", str(QUARTER_GIB)]
+    arguments = make_parser().parse_args(command)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, steps, pauses = load_model(str(folder), device=device, dtype=None), Steps(), Pauses()
     with make_engine(arguments, model, steps) as engine:
@@ -385,7 +389,7 @@ def engine_rows(folder: Path, loads: Iterable[Load], *, smoke: bool) -> Iterator
             pauses.longest_s = 0.0
             timings = serve_alone(engine, load)
             collected = {"longest_collection_ms": 1e3 * pauses.longest_s}
-            yield row_of(load, ENGINE, timings) | steps.row() | collected
+            yield row_of(load, server, timings) | steps.row() | collected
         gc.callbacks.remove(pauses)
 
 
@@ -478,7 +482,23 @@ def figures_of(rows: Sequence[Row]) -> list[Figure]:
             at_most=0,
         )
     )
-    return figures + misbehaving_figures(rows)
+    return figures + quarter_figures(rows) + misbehaving_figures(rows)
+
+
+def quarter_figures(rows: Sequence[Row]) -> list[Figure]:
+    """What a step costs the host where memory is short."""
+    return [
+        Figure(
+            "live_quarter_plan_map_ms",
+            f"{row['load']}, with {QUARTER_GIB} GiB: planning and mapping of a step with prompt "
+            "tokens, median",
+            row["mixed_plan_map_p50_ms"],
+            "ms",
+            at_most=2.0 if torch.cuda.is_available() else None,
+        )
+        for row in rows
+        if row["server"] == QUARTER
+    ]
 
 
 def misbehaving_figures(rows: Sequence[Row]) -> list[Figure]:
@@ -536,9 +556,10 @@ def rows_of(
     """All loads on all servers that were asked for."""
     for name in arguments.servers:
         server = SERVERS[name]
-        if server == ENGINE:
-            wanted = [loads[each] for each in ENGINE_LOADS if each in loads]
-            yield from engine_rows(folder, wanted, smoke=smoke)
+        if server in ENGINE_LOADS:
+            wanted = [loads[each] for each in ENGINE_LOADS[server] if each in loads]
+            if wanted:
+                yield from engine_rows(server, folder, wanted, smoke=smoke)
         elif server == VMKV or (not smoke and has_vllm(arguments.vllm_path)):
             yield from server_rows(server, folder, loads, arguments, smoke=smoke)
         else:
