@@ -28,8 +28,9 @@ request was due. TTFT is the time to the first event with text, TPOT that betwee
 last over the tokens between; a gap is the longest time between two events of a request. `engine`:
 the same arrivals into `Engine.add` between two steps, in this process, without HTTP; its rows also
 say what its steps were like. `quarter`: the same with 24 GiB, of four times as many, for 512 at
-once, so that memory of those who have ended has to make room. Misbehaving: 200 streams by themselves, and again with two clients
-that nobody likes: one never reads its answer, one begins an answer every second and leaves.
+once, so that memory of those who have ended has to make room. Misbehaving: 200 streams by
+themselves, and again with two clients that nobody likes: one never reads its answer, one begins an
+answer every second and leaves.
 
 Rivals. vLLM 0.26.0's `vllm.entrypoints.openai.api_server` as it comes, where it can be imported
 (`--vllm-path` names its folders).
