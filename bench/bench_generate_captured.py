@@ -22,8 +22,10 @@ measured, greedy, of the same shape, with a cache of its own: so captured ways c
 it. A stopping criterion notes the time of each step on the host, which waits for the device once a
 step; `decode_ms` is the time from a quarter of the steps on, over their number, the quartiles are
 those of single steps. `call_s` is the whole call, prompt and captures included. `memory_bytes` is
-the peak of torch's reserved memory in the measured call over what it held before the way began, and
-all that vmkv's pool created. Ways that the host bounds decode fewer tokens.
+the most that torch's reserved memory over what it held before the way began, the model having run,
+and what vmkv's pool had created came to at any time of the measured call: of each phase of it (the
+prompt, the first steps, ever longer ones) the peak of the one and the end of the other. Ways that
+the host bounds decode fewer tokens.
 
 Rivals. DynamicCache. `cache_implementation="static"`, whose decode transformers compiles by itself
 (mode reduce-overhead, CUDA graphs), with exactly as many places as tokens; compiled anew for each
@@ -102,21 +104,60 @@ SMOKE = Sizes((1, 2), 24, 9, 5, "eager")
 
 
 class Steps(StoppingCriteria):
-    """Notes when each token was chosen; stops nothing."""
+    """Notes when each token was chosen, and what memory it took to get there; stops nothing.
 
-    def __init__(self) -> None:
+    Args:
+        cache: What holds keys and values outside of torch's memory; or None.
+
+    Attributes:
+        at_s: When each was.
+        peak_bytes: The most that torch's memory and the cache's have come to together.
+    """
+
+    def __init__(self, cache: VMKVCache | None) -> None:
         self.at_s: list[float] = []
+        self.peak_bytes = 0
+        self._cache = cache
+        reset_peak()
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
         self.at_s.append(time.perf_counter())
+        if not len(self.at_s) & (len(self.at_s) - 1):  # After the prompt, captures, now and then.
+            self.look()
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+    def look(self) -> None:
+        """Count torch's peak since the last look, and what the cache has come to."""
+        peak_bytes = reserved_bytes(peak=True) + pool_bytes(self._cache)
+        self.peak_bytes = max(self.peak_bytes, peak_bytes)
+        reset_peak()
+
+
+def reset_peak() -> None:
+    """From here on, torch counts the peak of its memory anew."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+
+
+def pool_bytes(cache: VMKVCache | None) -> int:
+    """All that the cache's pool has created."""
+    if cache is None:
+        return 0
+    stats = cache.stats()
+    return stats.resident_bytes + stats.free_bytes + stats.retired_bytes
 
 
 def clean(model: LlamaForCausalLM) -> None:
-    """Drop what the way before has left: what it compiled, and its graphs."""
+    """Drop what the way before has left: what it compiled, and its graphs.
+
+    The model has run once before: with the first product torch takes a workspace, which it keeps,
+    and which is no way's.
+    """
     for name in ("_compiled_call", "_cache"):
         vars(model).pop(name, None)
     torch.compiler.reset()
+    with torch.no_grad():
+        model(torch.zeros((1, 1), dtype=torch.int64, device=model.device), use_cache=False)
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -130,9 +171,7 @@ def call(model: LlamaForCausalLM, way: Way, ids: torch.Tensor, num_tokens: int) 
         options["past_key_values"] = cache
     if way.chunk_tokens is not None:
         options["prefill_chunk_size"] = min(way.chunk_tokens, ids.shape[1] // 3)
-    steps = Steps()
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
+    steps = Steps(cache)
     synchronize()
     start_s = time.perf_counter()
     output = model.generate(
@@ -146,16 +185,15 @@ def call(model: LlamaForCausalLM, way: Way, ids: torch.Tensor, num_tokens: int) 
     synchronize()
     call_s = time.perf_counter() - start_s
     assert output.shape[1] == ids.shape[1] + num_tokens
-    pool_bytes = 0
+    steps.look()
+    vmkv_bytes = pool_bytes(cache)
     if cache is not None:
-        stats = cache.stats()
-        pool_bytes = stats.resident_bytes + stats.free_bytes + stats.retired_bytes
         cache.close()
     return {
         "call_s": call_s,
         "at_s": steps.at_s,
-        "peak_bytes": reserved_bytes(peak=True),
-        "vmkv_bytes": pool_bytes,
+        "peak_bytes": steps.peak_bytes,
+        "vmkv_bytes": vmkv_bytes,
         "tokens": output[:, ids.shape[1] :].cpu(),
     }
 
@@ -191,7 +229,7 @@ def run(model: LlamaForCausalLM, way: Way, batch: int, sizes: Sizes) -> Row:
     steady_s = at_s[len(at_s) // 4 :]
     single_ms = [1e3 * (end - start) for start, end in itertools.pairwise(steady_s)]
     steps_ms = spread(single_ms)
-    memory_bytes = taken["peak_bytes"] - before_bytes + taken["vmkv_bytes"]
+    memory_bytes = taken["peak_bytes"] - before_bytes
     return {
         "way": way.name,
         "batch": batch,

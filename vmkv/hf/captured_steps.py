@@ -179,6 +179,8 @@ class CapturedSteps:
                     with refusing_waits():
                         graphs.run(bucket, integers)
                 else:
+                    if not graphs.captured:
+                        torch.cuda.empty_cache()  # What prompts leave there, graphs cannot use.
                     graphs.replay(bucket, integers)
         except (ConfigError, CapacityError) as error:  # No kernel, or no memory for its over-read.
             self._refuse(bucket, error)
