@@ -33,7 +33,6 @@ import random
 import statistics
 import sys
 import time
-from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -49,6 +48,7 @@ from vmkv import Engine, HostBackend, KVCache, OutOfPagesError, SamplingParams, 
 from vmkv.attention.flash3 import Flash3Backend
 from vmkv.cache.fp8 import FP8
 from vmkv.memory import ExtentPool
+from vmkv.serve.prompts import packed_prompt
 from vmkv.units import GiB, KiB, MiB
 
 DTYPES = {"bfloat16": torch.bfloat16, "fp8": FP8}
@@ -176,7 +176,7 @@ class Subject:
     def prefix_hit(self) -> float:
         """Seconds until a prompt has found its beginning in a live row."""
         made: list[vmkv.Sequence] = []
-        prompt = array("q", (*self.tokens, 1))  # As the engine keeps prompts.
+        prompt = packed_prompt((*self.tokens, 1), None, len(self.tokens))  # As the engine has it.
         taken = seconds_of(lambda: made.append(self.cache.open(prompt=prompt)))
         if made[0].num_cached_tokens < len(self.tokens) - 16:
             raise AssertionError(f"{made[0]} found {made[0].num_cached_tokens} tokens")

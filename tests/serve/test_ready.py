@@ -82,14 +82,14 @@ def _note_growths(play: EnginePlay) -> list[tuple[bool, Counter[str]]]:
 def test_growing_under_pressure_waits_for_nothing_and_creates_nothing(
     make_play: Callable[[Shape], EnginePlay], seed: int
 ) -> None:
-    """It creates in one step of twenty: two that begin in one were not both to be foreseen."""
+    """Nor maps, mostly: who begins takes a row as it is, who runs has grown ahead."""
     play = make_play(CHURN)
     growths = _note_growths(play)
     handles = _churn(play, seed, 240)
     del growths[:_FILLED_AFTER_STEPS]
-    num_mapped = sum(calls["mem_map"] > 0 for _, calls in growths)
+    mapped = [calls["mem_map"] > 0 for _, calls in growths]
     late = [calls["mem_create"] > 0 or calls["mem_release"] > 0 for _, calls in growths]
-    assert num_mapped > len(growths) // 2
+    assert 5 * sum(mapped) <= len(growths)
     assert 20 * sum(late) <= len(growths)
     assert not any(has_waited for has_waited, _ in growths)
     ended = [handle.output().outputs[0].finish_reason for handle in handles if handle.is_finished]
@@ -104,9 +104,9 @@ def test_making_ready_never_waits_for_the_device(
     view, device = play.engine._view, play.device
     make_ready, calls = view.make_ready, Counter[str]()
 
-    def noted(*wanted: Any) -> bool:
+    def noted(*wanted: Any, **how: Any) -> bool:
         num_done, before = device.num_done, device.calls.copy()
-        is_ready = make_ready(*wanted)
+        is_ready = make_ready(*wanted, **how)
         assert num_done == device.num_done
         calls.update(device.calls - before)
         return is_ready
@@ -114,6 +114,7 @@ def test_making_ready_never_waits_for_the_device(
     view.make_ready = noted
     _churn(play, 0, 120)
     assert calls["mem_create"]
+    assert calls["mem_map"]
     assert calls["mem_unmap"]
 
 
@@ -145,17 +146,17 @@ def test_a_driver_that_fails_while_memory_is_made_ready_ends_no_request(
     make_ready, num_failed = view.make_ready, Counter[str]()
     fail_at = itertools.cycle([1, 2, 3])
 
-    def failing(*wanted: Any) -> bool:
+    def failing(*wanted: Any, **how: Any) -> bool:
         backend.arm(next(fail_at))
         try:
-            return make_ready(*wanted)
+            return make_ready(*wanted, **how)
         finally:
             num_failed[str(backend.failed_call)] += 1
             backend.arm(0)
 
     view.make_ready = failing
     handles = _churn(play, 2, 120)
-    assert {"mem_create", "mem_unmap"} <= num_failed.keys()
+    assert {"mem_create", "mem_map", "mem_unmap"} <= num_failed.keys()
     ended = [handle.output() for handle in handles if handle.is_finished]
     assert len(ended) > 20
     assert {FinishReason.LENGTH} == {output.outputs[0].finish_reason for output in ended}
@@ -283,7 +284,7 @@ def test_what_is_too_much_for_who_adopts_a_row_goes_while_the_next_step_runs(
     make_play: Callable[[Shape], EnginePlay],
 ) -> None:
     """Two begin with what one has left: the first has its row, the other the rest."""
-    has_waited, calls = _begin_after(make_play(_small(12)), 1, 60, [10, 20])
+    has_waited, calls = _begin_after(make_play(_small(13)), 1, 60, [10, 20])
     assert calls["mem_unmap"]
     assert not has_waited
 

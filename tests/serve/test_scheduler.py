@@ -7,6 +7,7 @@ the test that ran it. What a real cache does with a plan is tested in test_engin
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import pytest
@@ -43,7 +44,7 @@ class ModelView:
     def free_pages(self) -> int:
         return (self.total_pages - sum(self.resident.values())) // 2
 
-    def evictable_pages(self) -> int:
+    def evictable_pages(self, enough_pages: int) -> int:
         return self.total_pages - sum(self.resident.values()) - self.free_pages()
 
     def is_ready(self, request_id: int) -> bool:
@@ -55,8 +56,9 @@ class ModelView:
     def pages_to_begin(self, request_id: int, num_tokens: int) -> int:
         return self.pages(num_tokens)
 
-    def pages_to_grow(self, request_id: int, num_tokens: int) -> int:
-        return max(0, self.pages(num_tokens) - self.resident[request_id])
+    def lacking(self, wanted: Iterable[tuple[int, int]]) -> dict[int, int]:
+        found = {each: self.pages(to) - self.resident[each] for each, to in wanted}
+        return {each: pages for each, pages in found.items() if pages > 0}
 
     def held_pages(self, request_id: int) -> int:
         return self.resident[request_id]
@@ -81,9 +83,8 @@ class ModelView:
         for request_id in plan.resumed:
             self.resident[request_id] = self.swapped.pop(request_id)
         for chunk in plan.chunks:
-            self.resident[chunk.request_id] += self.pages_to_grow(
-                chunk.request_id, chunk.num_tokens
-            )
+            lacking = self.lacking([(chunk.request_id, chunk.num_tokens)])
+            self.resident[chunk.request_id] += lacking.get(chunk.request_id, 0)
         assert sum(self.resident.values()) <= self.total_pages, (
             "the plan needs memory that is not there"
         )
@@ -177,7 +178,7 @@ class Trace:
         else:
             self.check(plan)
             self.view.carry_out(plan)
-            wanted, num_new_tokens = self.scheduler.upcoming(plan.chunks, self.view)
+            wanted, num_new_tokens, _ = self.scheduler.upcoming(plan.chunks, self.view)
             assert {request_id for request_id, _ in wanted} <= set(self.view.resident)
             assert 0 <= num_new_tokens
         unread, self.pending = self.pending, plan.chunks
@@ -651,7 +652,7 @@ def test_what_the_next_steps_take_is_known_from_the_last() -> None:
     chunks = _stepped(scheduler, view)
     assert [4, 3, 9] == [chunk.num_new_tokens for chunk in chunks]
     # Beside two that decode a step has room for 14.
-    assert ([(0, 7), (1, 5), (2, 23)], 0) == scheduler.upcoming(chunks, view)
+    assert ([(0, 7), (1, 5), (2, 23)], 0, False) == scheduler.upcoming(chunks, view)
 
 
 def test_who_waits_for_a_full_step_or_a_slot_takes_its_next_chunk() -> None:
@@ -661,12 +662,12 @@ def test_who_waits_for_a_full_step_or_a_slot_takes_its_next_chunk() -> None:
     scheduler.add(request_of(1, 30, 60), view)
     view.prefixes[1] = 24
     chunks = _stepped(scheduler, view)
-    assert ([(0, 18)], 6) == scheduler.upcoming(chunks, view)
+    assert ([(0, 18)], 6, False) == scheduler.upcoming(chunks, view)
     chunks = _stepped(scheduler, view)
     scheduler.add(request_of(2, 12, 60), view)
-    assert ([(0, 21), (1, 33)], 12) == scheduler.upcoming(chunks, view)
+    assert ([(0, 21), (1, 33)], 12, True) == scheduler.upcoming(chunks, view)
     view.prefixes[2] = 8
-    assert ([(0, 21), (1, 33)], 12) == scheduler.upcoming(chunks, view)
+    assert ([(0, 21), (1, 33)], 12, True) == scheduler.upcoming(chunks, view)
 
 
 def test_who_waits_for_memory_is_not_prepared_for() -> None:

@@ -8,10 +8,13 @@ has passed in a step goes with the next one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
-from ..errors import ConfigError, OutOfPagesError, SequenceFullError
+from ..errors import ConfigError, OutOfAddressSpaceError, OutOfPagesError, SequenceFullError
 from ..memory import Extent, RowChange, Scrub, change, size_classes
+from ..memory import Mapping as Placed
+from .adopting import choose_row
 from .layer_group import LayerGroup
 from .prefix import BLOCK_TOKENS
 from .row_space import LiveRow, RowSpace
@@ -42,13 +45,14 @@ def grow(space: RowSpace, wanted: Iterable[tuple[LiveRow, int]]) -> None:
                 max_tokens=space.max_tokens,
             )
     space.note_stream()
-    short = [(each, to) for each, to in targets if to > space.writable_tokens(each)]
+    short = space.short(targets)
     if short:
         _make_writable(space, _longest(short), _longest(targets))
     if not space.keeps_past:
         retire_behind_windows(space, [sequence for sequence, _ in targets])
     for sequence, num_tokens in targets:
-        sequence.num_tokens = max(sequence.num_tokens, num_tokens)
+        if num_tokens > sequence.num_tokens:
+            sequence.num_tokens = num_tokens
 
 
 def _longest(targets: Iterable[tuple[LiveRow, int]]) -> dict[LiveRow, int]:
@@ -96,6 +100,7 @@ def make_ready(
     wanted: Iterable[tuple[LiveRow, int]],
     num_new_tokens: int = 0,
     *,
+    adopts: bool = True,
     wait: bool = False,
 ) -> bool:
     """Have memory lie ready for a later `KVCache.grow`, which then makes no room: it only maps.
@@ -107,6 +112,8 @@ def make_ready(
         space: The cache.
         wanted: As for `KVCache.grow`. Sequences that are swapped out or moving are passed over.
         num_new_tokens: Tokens of a sequence that will begin meanwhile.
+        adopts: Whether that begins with nothing, so that a parked row's memory can be its own; else
+            it brings or shares memory, and those are what it has beyond.
         wait: Wait for fences; without it this never blocks.
 
     Returns:
@@ -116,18 +123,61 @@ def make_ready(
         DriverError: Parked rows may have lost memory, nobody else.
     """
     space.check_open()
-    targets = [
-        Target(sequence.row, min(num_tokens, space.max_tokens), sequence.num_tokens)
-        for sequence, num_tokens in wanted
-        if sequence.is_resident and num_tokens > space.writable_tokens(sequence)
-    ]
-    changes = _plan(space.groups, targets, space.overread_tokens, exactly=False)
+    changes = _plan(space, _targets(space, wanted))
     classes = [size_class for each in changes for size_class in each.classes]
-    for group in space.groups if num_new_tokens else ():
-        end_tokens = min(num_new_tokens + space.overread_tokens, group.geometry.row_tokens)
-        num_pages = group.geometry.pages_for(end_tokens)
-        classes += size_classes(num_pages, group.largest_class)
+    if num_new_tokens:
+        classes += _lacking_at_first(space, num_new_tokens, adopts=adopts)
     return space.pool.make_ready(classes, wait=wait)
+
+
+def grow_ahead(space: RowSpace, wanted: Iterable[tuple[LiveRow, int]]) -> None:
+    """Map what sequences will need, so that a later `KVCache.grow` finds it done; never blocks.
+
+    To be called while the device works, once `make_ready` has said that all lies ready. Passed over
+    is what lies ready no more, and whoever has to wait: for an address that is still in use, or for
+    a copy of what it shares.
+
+    Args:
+        space: The cache.
+        wanted: See `make_ready`. Sequences that hold nothing yet are passed over, too.
+
+    Raises:
+        DriverError: Nothing was mapped.
+    """
+    begun = [each for each in wanted if each[0].num_tokens]
+    changes = _plan(space, _targets(space, begun))
+    is_in_use = space.pool.reclaimer.has_retired_in
+    changes = [each for each in changes if not is_in_use([each.addresses])]
+    with suppress(OutOfPagesError):
+        _map(space, changes, space.pool.acquire)
+
+
+def _targets(space: RowSpace, wanted: Iterable[tuple[LiveRow, int]]) -> list[Target]:
+    """What those of `wanted` come to that lack something, and are not swapped out or moving."""
+    return [
+        Target(each.row, min(to, space.max_tokens), each.num_tokens, each.tenant)
+        for each, to in space.short(wanted)
+        if each.is_resident
+    ]
+
+
+def _lacking_at_first(space: RowSpace, num_tokens: int, *, adopts: bool) -> list[int]:
+    """The size classes that a sequence will lack when it begins; see `make_ready`."""
+    row: int | None = None
+    if adopts:
+        try:
+            with space.pool.lock:
+                row = choose_row(space, num_tokens)
+        except OutOfAddressSpaceError:
+            return []  # Nobody can begin.
+    classes: list[int] = []
+    for group in space.groups:
+        end_tokens = min(num_tokens + space.overread_tokens, group.geometry.row_tokens)
+        there = 0 if row is None else group.adoptable_tokens(row)
+        num_pages = group.geometry.pages_for(end_tokens) - group.geometry.pages_for(there)
+        if num_pages > 0:
+            classes += size_classes(num_pages, group.largest_class)
+    return classes
 
 
 def keep_resident(space: RowSpace, overread_tokens: int) -> None:
@@ -170,14 +220,11 @@ def map_rows(
         OutOfPagesError: The pool cannot supply everything. Nothing was mapped.
         DriverError: The driver refused. Nothing was mapped.
     """
-    groups = space.groups if groups is None else groups
-    if space.keeps_past:
-        targets = [target._replace(num_past_tokens=0) for target in targets]
     try:
-        changes = _plan(groups, targets, space.overread_tokens, exactly=False)
+        changes = _plan(space, targets, groups, exactly=False)
         _map(space, changes, space.pool.acquire)
     except OutOfPagesError:
-        changes = _plan(groups, targets, space.overread_tokens, exactly=True)
+        changes = _plan(space, targets, groups, exactly=True)
         _map(space, changes, space.pool.acquire_or_evict)
 
 
@@ -195,20 +242,20 @@ def _map(
 
 
 def _plan(
-    groups: Sequence[LayerGroup],
+    space: RowSpace,
     targets: Iterable[Target],
-    overread_tokens: int,
+    groups: Sequence[LayerGroup] | None = None,
     *,
-    exactly: bool,
+    exactly: bool = False,
 ) -> list[RowChange]:
     """What to map where: `exactly` what is needed, else a growth quantum (see `growth.py`)."""
     changes = []
     for row, num_tokens, num_past_tokens, tenant in targets:
         if not num_tokens:
             continue
-        for group in groups:
-            resident_until = min(num_tokens + overread_tokens, group.geometry.row_tokens)
-            first_page = group.next_page(row, num_past_tokens)
+        for group in space.groups if groups is None else groups:
+            resident_until = min(num_tokens + space.overread_tokens, group.geometry.row_tokens)
+            first_page = group.next_page(row, 0 if space.keeps_past else num_past_tokens)
             num_pages = group.pages_to_add(first_page, resident_until, exactly=exactly)
             if num_pages:
                 classes = tuple(size_classes(num_pages, group.largest_class))
@@ -243,12 +290,18 @@ def retire_surplus(space: RowSpace, wanted: Mapping[LiveRow, int] | None = None)
 
 def surplus_bytes(space: RowSpace) -> int:
     """What `retire_surplus` would give back. Cost: proportional to the live rows."""
-    idle = [
-        mapping
-        for sequence, num_tokens in _needed(space, {})
+    idle: list[Placed] = []
+    books = [
+        (group.table.rows, group.geometry.token_bytes, group.geometry.page_bytes)
         for group in space.groups
-        for mapping in group.behind(sequence.row, num_tokens)
     ]
+    for sequence, num_tokens in _needed(space, {}):
+        for rows, token_bytes, page_bytes in books:
+            needed_bytes = num_tokens * token_bytes
+            for mapping in reversed(rows[sequence.row].mappings):
+                if mapping.first_page * page_bytes < needed_bytes:
+                    break
+                idle.append(mapping)
     if not space.keeps_past:
         for group, row, num_tokens in _behind_windows(space, space.live_sequences()):
             end_page = group.first_needed_page(num_tokens)
@@ -282,8 +335,10 @@ def _behind_windows(
                 yield group, each.row, num_tokens
 
 
-def _needed(space: RowSpace, wanted: Mapping[LiveRow, int]) -> Iterator[tuple[LiveRow, int]]:
+def _needed(space: RowSpace, wanted: Mapping[LiveRow, int]) -> list[tuple[LiveRow, int]]:
     """How far each live row must stay mapped."""
-    for sequence in space.live_sequences():
-        num_tokens = max(sequence.num_tokens, wanted.get(sequence, 0))
-        yield sequence, num_tokens + space.overread_tokens if num_tokens else 0
+    overread_tokens = space.overread_tokens
+    needed = [(each, each.num_tokens) for each in space.live_sequences()]
+    if wanted:
+        needed = [(each, max(to, wanted.get(each, 0))) for each, to in needed]
+    return [(each, to + overread_tokens if to else 0) for each, to in needed]

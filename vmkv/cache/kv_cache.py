@@ -20,6 +20,7 @@ from typing import cast
 import torch
 
 from ..memory import check_pool
+from .adopting import choose_row
 from .beginning import begin_with_prefix
 from .disk import load
 from .forking import fork, pages_to_fork
@@ -162,11 +163,7 @@ class KVCache(RowSpace):
                 row, num_cached_tokens = found
                 return self._restored(row, num_cached_tokens, (), tenant)
             if row is None:
-                row = self.rows.choose(
-                    num_tokens,
-                    self.adoptable_tokens,
-                    lambda row: self.prefixes.num_recorded(row) > 0,
-                )
+                row = choose_row(self, num_tokens)
             self.take(row, 0, tenant)
             return Sequence(self, row, 0, tenant)
 

@@ -389,9 +389,14 @@ def _tenant_bytes(tenant: str | None) -> bytes:
 
 
 def _as_bytes(token_ids: Any) -> bytes:
-    """Eight bytes for each, as the machine has them; what lies so in memory is copied as it is."""
+    """Eight bytes for each, as the machine has them; what lies so in memory is taken as it is."""
     try:
-        if isinstance(token_ids, array) and token_ids.typecode == "q":
+        if isinstance(token_ids, array):
+            token_ids = memoryview(token_ids)
+        if isinstance(token_ids, memoryview) and token_ids.format == "q":
+            whole = token_ids.obj
+            if isinstance(whole, bytes) and len(whole) == token_ids.nbytes:
+                return whole
             return token_ids.tobytes()
         if hasattr(token_ids, "data_ptr"):  # A tensor; iterated over, each number would be one.
             return _bytes_of_tensor(token_ids)

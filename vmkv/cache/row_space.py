@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -26,6 +26,8 @@ from .rows import Rows
 from .stats import SharingStats
 from .victims import ends_of, victim_of
 from .views import stream_getter, torch_device
+
+Live = TypeVar("Live", bound="LiveRow")
 
 
 class LiveRow(Protocol):
@@ -223,6 +225,39 @@ class RowSpace:
             end = min(end, group.writable_tokens(row, num_tokens, overread_tokens))
         return end
 
+    def short(self, wanted: Iterable[tuple[Live, int]]) -> list[tuple[Live, int]]:
+        """Those of `wanted` that are to be longer than they may be written now, and how long.
+
+        Every step asks for all who run, so this says at sight what `writable_tokens` says of one.
+        """
+        books = [
+            (group.table.rows, group.geometry.token_bytes, group.geometry.page_bytes)
+            for group in self.groups
+        ]
+        overread_tokens = self.overread_tokens
+        row_tokens = min([group.geometry.row_tokens for group in self.groups], default=0)
+        found = []
+        for each in wanted:
+            sequence, num_tokens = each
+            end_tokens, row = num_tokens + overread_tokens, sequence.row
+            for rows, token_bytes, page_bytes in books:
+                pages = rows[row]
+                if not pages.mappings:
+                    break
+                last = pages.mappings[-1]
+                end_page = last.first_page + last.extent.num_pages
+                if (
+                    end_tokens * token_bytes > end_page * page_bytes
+                    or sequence.num_tokens * token_bytes < pages.shared_end_page * page_bytes
+                ):
+                    break
+            else:
+                if end_tokens <= row_tokens and sequence.is_resident:
+                    continue
+            if num_tokens > 0:
+                found.append(each)
+        return found
+
     def live_sequences(self) -> list[LiveRow]:
         """Those that kernels can read: neither swapped out nor moving."""
         return [each for each in self.live.values() if each.is_resident]
@@ -379,10 +414,14 @@ class RowSpace:
         for victim in tuple(self.moving.values()):
             yield victim()
         for row in self.rows.parked():
-            yield victim_of(
-                partial(ends_of, self.groups, row),
-                partial(self.retire_parked, row),
-                last_used=self.rows.last_used(row),
-                num_hits=self.prefixes.hits_of(row),
-                num_prefix_tokens=self.prefixes.num_recorded(row),
-            )
+            yield self.victim(row)
+
+    def victim(self, row: int) -> Victim:
+        """What a parked row could give back."""
+        return victim_of(
+            partial(ends_of, self.groups, row),
+            partial(self.retire_parked, row),
+            last_used=self.rows.last_used(row),
+            num_hits=self.prefixes.hits_of(row),
+            num_prefix_tokens=self.prefixes.num_recorded(row),
+        )

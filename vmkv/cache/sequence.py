@@ -330,9 +330,10 @@ class Sequence:
 
     def check_open(self) -> None:
         """Raise `ClosedError` if the sequence has ended, `ConfigError` if it is swapped out."""
-        self._check_not_closed()
-        if not self.is_resident:
-            raise ConfigError(f"the sequence in row {self.row} is swapped out; swap_in() first")
+        if self.is_closed or self._transfer is not None:
+            self._check_not_closed()
+            if not self.is_resident:
+                raise ConfigError(f"the sequence in row {self.row} is swapped out; swap_in() first")
 
     def _check_not_closed(self) -> None:
         if self.is_closed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from operator import itemgetter
 
 from ..memory import Extent, Victim
 from .layer_group import LayerGroup
@@ -16,14 +17,19 @@ def ends_of(groups: Sequence[LayerGroup], row: int) -> Gives:
 
     What is left of a prefix so still serves.
     """
-    held = [
-        (group.token_at(mapping.first_page), mapping)
-        for group in groups
-        for mapping in group.table.rows[row].mappings
-    ]
-    pinned_token = max((token for token, mapping in held if mapping.num_pins), default=-1)
-    ends = [(token, mapping.extent) for token, mapping in held if token > pinned_token]
-    return sorted(ends, key=lambda each: each[0], reverse=True)
+    ends: list[tuple[int, Extent]] = []
+    pinned_token = -1
+    for group in groups:
+        page_bytes, token_bytes = group.geometry.page_bytes, group.geometry.token_bytes
+        for mapping in group.table.rows[row].mappings:
+            token = mapping.first_page * page_bytes // token_bytes  # As `token_at` says.
+            ends.append((token, mapping.extent))
+            if mapping.num_pins:
+                pinned_token = max(pinned_token, token)
+    if pinned_token >= 0:
+        ends = [each for each in ends if each[0] > pinned_token]
+    ends.sort(key=itemgetter(0), reverse=True)
+    return ends
 
 
 def victim_of(
@@ -58,14 +64,19 @@ def victim_of(
     def give_up(extents: Collection[Extent]) -> None:
         retire(min(first_token for first_token, extent in gives() if extent in extents))
 
-    now = gives()
+    freeable_bytes, shared = 0, []
+    for _, extent in gives():
+        if extent.is_freeable:
+            freeable_bytes += extent.num_bytes
+        elif extent.num_live_mappings > 1 and extent.is_of_budget:
+            shared.append(extent)
     return Victim(
         last_used=last_used,
-        freeable_bytes=sum(extent.num_bytes for _, extent in _freeable(now)),
+        freeable_bytes=freeable_bytes,
         num_hits=num_hits,
         num_tokens=num_prefix_tokens,
         evict=evict,
-        shared=[each for _, each in now if each.num_live_mappings > 1 and each.is_of_budget],
+        shared=shared,
         give_up=give_up,
     )
 

@@ -84,6 +84,10 @@ class Pressure:
         """Ask it no more. Idempotent."""
         self._sources = [each for each in self._sources if each() not in (victims, None)]
 
+    def is_of(self, victims: Callable[[], Iterable[Victim]]) -> bool:
+        """Whether this method is the only one asked for victims."""
+        return {each() for each in self._sources} <= {victims, None}
+
     def evict(self, num_bytes: int, only: Callable[[], Iterable[Victim]] | None = None) -> int:
         """Retire victims, of one source `only` or of all, until `num_bytes` have been retired.
 
@@ -106,12 +110,17 @@ class Pressure:
                 break
         return evicted_bytes
 
-    def freeable_bytes(self) -> int:
-        """What `evict` could retire in all. Cost: proportional to what victims hold."""
-        victims = [each for source in self._sources for each in (source() or list)()]
-        idle = self._idle([each for each in victims if each.shared])
-        own_bytes = sum(victim.freeable_bytes for victim in victims)
-        return own_bytes + sum(extent.num_bytes for extent in idle)
+    def freeable_bytes(self, enough_bytes: int) -> int:
+        """What `evict` could retire, counted until it is enough. Cost: proportional to that."""
+        own_bytes = 0
+        shared: list[Victim] = []
+        for victim in (each for source in self._sources for each in (source() or list)()):
+            own_bytes += victim.freeable_bytes
+            if own_bytes >= enough_bytes:
+                return own_bytes
+            if victim.shared:
+                shared.append(victim)
+        return own_bytes + sum(extent.num_bytes for extent in self._idle(shared))
 
     def give_up(self, extents: Collection[Extent]) -> bool:
         """Have victims give up `extents`, which a live row wants for itself.

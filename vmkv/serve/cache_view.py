@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 
@@ -19,14 +20,17 @@ class CacheView(Protocol):
     def free_pages(self) -> int:
         """What growth could get now, but for `evictable_pages`."""
 
-    def evictable_pages(self) -> int:
-        """What ended sequences still hold, and give way with. Costs more than `free_pages`."""
+    def evictable_pages(self, enough_pages: int) -> int:
+        """What ended sequences still hold, and give way with; counted until it is enough.
+
+        Costs more than `free_pages`, and the more there is to count.
+        """
 
     def peak_pages(self, num_tokens: int) -> int:
         """The most a sequence holds at once on its way from nothing to `num_tokens`."""
 
-    def pages_to_grow(self, request_id: int, num_tokens: int) -> int:
-        """What the open sequence of a request lacks to hold `num_tokens`."""
+    def lacking(self, wanted: Iterable[tuple[int, int]]) -> Mapping[int, int]:
+        """What open sequences lack, by request, to hold so many tokens; of those that lack any."""
 
     def held_pages(self, request_id: int) -> int:
         """What would become free if the request's sequence ended."""

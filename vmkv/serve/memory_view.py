@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterable
 
 from ..backend import MemoryLocation
-from ..cache import KVCache, LayerGroup, Sequence, make_ready
+from ..cache import KVCache, LayerGroup, Sequence, grow_ahead, make_ready
 from ..cache.growing import surplus_bytes
 from ..cache.layer_group import UNDERREAD_TOKENS
 from ..errors import CapacityError, ConfigError, DriverError
@@ -49,9 +49,6 @@ class MemoryView:
         self._ending: list[tuple[Sequence, int | None]] = []
         # How far each sequence is computed: it is grown before a step is submitted.
         self._computed_tokens: dict[int, int] = {}
-        # How far each could be written when `make_ready` last asked. A hint, nothing relies on it:
-        # where it is too large, growing makes room itself.
-        self._room_tokens: dict[int, int] = {}
         # The step that each was last grown for, by number, and when the last two were submitted:
         # who ends by its length is not in the one that runs while its last token is read.
         self._last_steps: dict[int, int] = {}
@@ -103,12 +100,15 @@ class MemoryView:
             self._last_steps[request_id] = next_step
         self.cache.grow([(self._sequences[each], to) for each, to in targets])
 
-    def make_ready(self, wanted: Iterable[tuple[int, int]], num_new_tokens: int = 0) -> bool:
-        """Have memory lie ready for what `grow` will be asked for next; never blocks.
+    def make_ready(
+        self, wanted: Iterable[tuple[int, int]], num_new_tokens: int = 0, *, adopts: bool = True
+    ) -> bool:
+        """Have what `grow` will be asked for next mapped, or lie ready; never blocks.
 
         Args:
             wanted: As for `grow`.
             num_new_tokens: Tokens of a request that begins or comes back meanwhile.
+            adopts: Whether that begins with nothing.
 
         Returns:
             Whether all of it lies ready.
@@ -118,18 +118,15 @@ class MemoryView:
 
         Cost: a comparison for a request that has room.
         """
-        room_tokens, short = self._room_tokens, []
-        for request_id, num_tokens in wanted:
-            if num_tokens > room_tokens.get(request_id, 0):
-                sequence = self._sequences[request_id]
-                room_tokens[request_id] = room = sequence.writable_tokens
-                if num_tokens > room:
-                    short.append((sequence, num_tokens))
+        short = self.cache.short((self._sequences[each], to) for each, to in wanted)
         if not short and not num_new_tokens:
             return True
-        is_ready = make_ready(self.cache, short, num_new_tokens)
+        is_ready = is_ready_for_short = make_ready(self.cache, short, num_new_tokens, adopts=adopts)
         if not is_ready and short and num_new_tokens:
-            make_ready(self.cache, short)  # What is too much for all need not be for who runs.
+            # What is too much for all need not be for who runs.
+            is_ready_for_short = make_ready(self.cache, short)
+        if is_ready_for_short:
+            grow_ahead(self.cache, short)
         return is_ready
 
     def submitting(self, chunks: Iterable[PlannedChunk]) -> contextlib.AbstractContextManager[None]:
@@ -172,7 +169,6 @@ class MemoryView:
             with self.cache.pool.lock:
                 self.cache.prefixes.truncate(sequence.row)
         del self._sequences[request_id], self._computed_tokens[request_id]
-        self._room_tokens.pop(request_id, None)
         self._ending.append((sequence, self._idle_since(request_id)))
         try:
             self.close_ended()
@@ -309,11 +305,13 @@ class MemoryView:
         stats = self.cache.pool.stats()
         return (stats.budget_bytes - stats.resident_bytes) // self.page_bytes
 
-    def evictable_pages(self) -> int:
+    def evictable_pages(self, enough_pages: int) -> int:
         """See `CacheView`."""
-        pool = self.cache.pool
+        pool, enough_bytes = self.cache.pool, enough_pages * self.page_bytes
         with pool.lock:
-            evictable_bytes = pool.pressure.freeable_bytes() + surplus_bytes(self.cache)
+            evictable_bytes = pool.pressure.freeable_bytes(enough_bytes)
+            if evictable_bytes < enough_bytes:
+                evictable_bytes += surplus_bytes(self.cache)
         return evictable_bytes // self.page_bytes
 
     def peak_pages(self, num_tokens: int) -> int:
@@ -339,11 +337,17 @@ class MemoryView:
             pages += self.cache.pages_to_fork(leader, num_shared)
         return pages
 
-    def pages_to_grow(self, request_id: int, num_tokens: int) -> int:
+    def lacking(self, wanted: Iterable[tuple[int, int]]) -> dict[int, int]:
         """See `CacheView`."""
-        sequence = self._sequences[request_id]
-        if num_tokens <= sequence.writable_tokens:
-            return 0
+        sequences, wanted = self._sequences, list(wanted)
+        short = self.cache.short([(sequences[each], to) for each, to in wanted])
+        if not short:
+            return {}
+        requests = {sequences[each]: each for each, _ in wanted}
+        return {requests[each]: self._pages_lacking(each, to) for each, to in short}
+
+    def _pages_lacking(self, sequence: Sequence, num_tokens: int) -> int:
+        """What a sequence that may not be written so far lacks for that."""
         num_pages = 0
         for group in self.cache.groups:
             end_tokens = num_tokens + self.cache.overread_tokens

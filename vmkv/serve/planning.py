@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ..cache.geometry import check_positive
@@ -58,12 +58,20 @@ class Capacity:
             wanted = min(wanted, 1)
         return wanted if wanted <= num_tokens_left else 0
 
-    def prompt_tokens_beside(self, num_decodes: int, num_tokens: int, queue: RequestQueue) -> int:
-        """Prompt tokens of a step of `num_tokens` at most that decodes for so many as well."""
+    def prompt_tokens_beside(
+        self, num_decodes: int, num_tokens: int, begun: Sequence[Request], queue: RequestQueue
+    ) -> int:
+        """Prompt tokens of a step that decodes as well.
+
+        Args:
+            num_decodes: For how many.
+            num_tokens: Tokens of the step at most.
+            begun: Who runs and has more to compute than a token.
+            queue: All requests.
+        """
         left, most = num_tokens - num_decodes, self.max_num_mixed_tokens
         if most is None or not num_decodes or self.fixed_chunks:
             return left
-        begun = [each for each in queue.running if each.num_left > 1]
         if self._has_backlog(begun, queue):
             return left
         waiting = queue.first_waiting if queue.has_free_slot else None
@@ -96,9 +104,9 @@ def _part_of(first: Request | None, most: int) -> int:
     return 0 if first is None else min(first.num_left, div_ceil(first.num_tokens, 2), 2 * most)
 
 
-def take(request: Request, num_new_tokens: int) -> PlannedChunk:
-    """Have a running request compute its next tokens."""
-    samples = num_new_tokens == request.num_left
+def take(request: Request, num_new_tokens: int, num_left: int) -> PlannedChunk:
+    """Have a running request compute its next tokens, of all that it has left."""
+    samples = num_new_tokens == num_left
     chunk = PlannedChunk(
         request.request_id,
         request.slot,
@@ -159,16 +167,20 @@ class StepPlanning:
         self._view = view
         self._free_pages = view.free_pages() - withheld_pages
         self._max_begun = max_begun
-        self._has_asked_evictable = False
-        # What prompts that have begun will still need.
-        self._promised_pages = sum(
-            view.pages_to_grow(request.request_id, request.num_tokens)
-            for request in queue.running
-            if request.num_left > 1
+        self._evictable_pages = 0  # Those that were asked for so far.
+        self._has_counted_all = False  # Whether there are no more.
+        self._running = [(request, request.num_left) for request in queue.running]
+        begun = [request for request, num_left in self._running if num_left > 1]
+        # What each lacks until all of it is computed: who decodes, in this step.
+        self._lacking = view.lacking(
+            [(each.request_id, each.num_computed + left) for each, left in self._running if left]
         )
-        num_decodes = sum(request.num_left == 1 for request in queue.running)
+        self._promised_pages = sum(self._lacking.values())  # To those who have yet to have a turn.
+        num_decodes = sum([num_left == 1 for _, num_left in self._running])
         self._decode_tokens = min(num_tokens, num_decodes)
-        self._prompt_tokens = capacity.prompt_tokens_beside(self._decode_tokens, num_tokens, queue)
+        self._prompt_tokens = capacity.prompt_tokens_beside(
+            self._decode_tokens, num_tokens, begun, queue
+        )
         self._is_short = False  # Whether somebody has to give way, or to stall.
         self._preempted: list[Preemption] = []
         self._admitted: list[int] = []
@@ -177,11 +189,17 @@ class StepPlanning:
 
     def plan(self) -> StepPlan:
         """Decide."""
-        for request in tuple(self._queue.running):
-            if request.num_left > 1:  # It has begun, and can wait for who is ranked before it.
+        for request, num_left in self._running:
+            if num_left > 1:  # It has begun, and can wait for who is ranked before it.
                 self._admit_before(request)
-            if request.state is RequestState.RUNNING:  # Nobody ranked before took its place.
-                self._run(request)
+            if request.state is not RequestState.RUNNING:
+                continue  # Somebody ranked before took its place.
+            if request.num_unread and request.params.needs_host_tokens:
+                continue
+            if num_left == 1:
+                self._decode(request)
+            else:
+                self._prefill(request)
         self._admit_before(None)
         return StepPlan(
             tuple(self._preempted),
@@ -199,25 +217,24 @@ class StepPlanning:
             # Who does not fit now will not in this plan, and nobody behind it may pass.
             self._max_begun = self._max_begun - 1 if self._admit(waiting) else 0
 
-    def _run(self, request: Request) -> None:
-        """Go on with a running request, if there is room for it."""
-        num_left, num_new = request.num_left, 0
-        if not (request.params.needs_host_tokens and request.num_unread):
-            if num_left == 1:
-                num_new = min(1, self._decode_tokens)
-            else:
-                num_new = self._capacity.chunk_tokens(request, self._prompt_tokens)
-        needed = self._make_room(request, request.num_computed + num_new) if num_new else 0
-        if needed is None:
-            num_new = needed = 0
-        if num_left > 1:
-            self._promised_pages -= needed
-        if num_new:
-            if num_left == 1:
-                self._decode_tokens -= 1
-            else:
-                self._prompt_tokens -= num_new
-            self._chunks.append(take(request, num_new))
+    def _decode(self, request: Request) -> None:
+        """Compute a request's one token, if there is room for it."""
+        needed = self._lacking.get(request.request_id, 0) if self._lacking else 0
+        if not self._decode_tokens or (needed and not self._make_room(request, needed)):
+            return
+        self._decode_tokens -= 1
+        self._chunks.append(take(request, 1, 1))
+
+    def _prefill(self, request: Request) -> None:
+        """Compute what fits of the tokens that a request has left, if there is room for them."""
+        num_new = self._capacity.chunk_tokens(request, self._prompt_tokens)
+        if not num_new:
+            return
+        target = (request.request_id, request.num_computed + num_new)
+        needed = self._view.lacking([target]).get(request.request_id, 0)
+        if self._make_room(request, needed):
+            self._prompt_tokens -= num_new
+            self._chunks.append(take(request, num_new, request.num_left))
 
     def _admit(self, request: Request) -> bool:
         """Begin or resume the first waiting request, if there is room for all its tokens."""
@@ -246,23 +263,20 @@ class StepPlanning:
         (self._resumed if is_swapped else self._admitted).append(request.request_id)
         self._free_pages -= needed
         self._prompt_tokens -= num_new
-        self._chunks.append(take(request, num_new))
+        self._chunks.append(take(request, num_new, request.num_left))
         return True
 
-    def _make_room(self, request: Request, num_tokens: int) -> int | None:
-        """Take the pages that a request lacks for `num_tokens`, of those behind it if need be.
-
-        Returns how many; None if they are not to be had.
-        """
-        needed = self._view.pages_to_grow(request.request_id, num_tokens)
-        while not self._has_free(needed):
+    def _make_room(self, request: Request, num_pages: int) -> bool:
+        """Take pages for a request, of those ranked behind it if need be; whether it has them."""
+        self._promised_pages -= num_pages  # This is its turn.
+        while not self._has_free(num_pages):
             self._is_short = True
             victim = self._queue.running[-1]
             if victim is request:
-                return None
+                return False
             self._preempt(victim)
-        self._free_pages -= needed
-        return needed
+        self._free_pages -= num_pages
+        return True
 
     def _preempt(self, victim: Request) -> None:
         view, request_id = self._view, victim.request_id
@@ -275,7 +289,10 @@ class StepPlanning:
         self._preempted.append(Preemption(request_id, method))
 
     def _has_free(self, num_pages: int) -> bool:
-        if num_pages > self._free_pages and not self._has_asked_evictable:
-            self._has_asked_evictable = True
-            self._free_pages += self._view.evictable_pages()
+        missing_pages = num_pages - self._free_pages
+        if missing_pages > 0 and not self._has_counted_all:
+            enough_pages = self._evictable_pages + missing_pages
+            found_pages = self._view.evictable_pages(enough_pages)
+            self._free_pages += found_pages - self._evictable_pages
+            self._evictable_pages, self._has_counted_all = found_pages, found_pages < enough_pages
         return num_pages <= self._free_pages

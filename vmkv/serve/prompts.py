@@ -36,8 +36,12 @@ def token_ids_of(prompt: str | Sequence[int] | Any, tokenizer: Any) -> tuple[int
         raise ConfigError(f"a prompt must be text or token ids, not {prompt!r}") from error
 
 
-def packed_prompt(prompt: str | Sequence[int] | Any, tokenizer: Any, vocab_size: int) -> array[int]:
-    """A prompt's token ids, checked, as the engine keeps them: eight bytes each.
+def packed_prompt(
+    prompt: str | Sequence[int] | Any, tokenizer: Any, vocab_size: int
+) -> memoryview[int]:
+    """A prompt's token ids, checked, as the engine keeps them: bytes, seen as integers.
+
+    Parts of it are no copies, and prefixes are compared by its bytes.
 
     Args:
         prompt: See `token_ids_of`.
@@ -49,7 +53,7 @@ def packed_prompt(prompt: str | Sequence[int] | Any, tokenizer: Any, vocab_size:
     """
     tokens = token_ids_of(prompt, tokenizer)
     check_tokens(tokens, vocab_size)
-    return array("q", tokens)
+    return memoryview(array("q", tokens).tobytes()).cast("q")
 
 
 def check_text(params: SamplingParams, tokenizer: Any) -> None:

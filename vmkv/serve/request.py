@@ -177,7 +177,8 @@ class Request:
     @property
     def num_left(self) -> int:
         """Tokens to compute before another can be sampled; 0 when all wanted ones exist."""
-        num_tokens = self.num_tokens
+        # `num_tokens` at sight: each plan asks every request.
+        num_tokens = len(self.prompt_token_ids) + len(self.output_token_ids) + self.num_unread
         return 0 if num_tokens >= self.max_total_tokens else num_tokens - self.num_computed
 
     @property

@@ -193,7 +193,7 @@ class Scheduler:
 
     def upcoming(
         self, chunks: Sequence[PlannedChunk], view: CacheView
-    ) -> tuple[list[tuple[int, int]], int]:
+    ) -> tuple[list[tuple[int, int]], int, bool]:
         """What the next steps will take, if all goes on as it does.
 
         Args:
@@ -201,8 +201,8 @@ class Scheduler:
             view: The cache now.
 
         Returns:
-            How many tokens requests that run will hold, and how many more the one that begins or
-            comes back next.
+            How many tokens requests that run will hold, how many more the one that begins or comes
+            back next, and whether that one begins with nothing.
 
         Cost: some 0.2 µs for each chunk, however many wait; while prompts are computed or slots are
             waited for, as much again as for planning who runs; a look into the cache for each
@@ -216,26 +216,30 @@ class Scheduler:
         ]
         is_cut = len(wanted) < len(chunks)  # A prompt goes on: the step was full.
         if not is_cut and queue.has_free_slot:
-            return wanted, 0  # Whoever waits could have begun, and lacks more than a step's memory.
+            return (
+                wanted,
+                0,
+                False,
+            )  # Whoever waits could have begun, and lacks more than a step's memory.
         first = queue.first_waiting
         if not is_cut and first is None:
-            return wanted, 0
+            return wanted, 0, False
         num_tokens = self.capacity.max_num_batched_tokens
-        left = self.capacity.prompt_tokens_beside(len(wanted), num_tokens, queue)
-        for request in queue.running if is_cut else ():
-            if request.num_left > 1:
-                num_new = self.capacity.chunk_tokens(request, left)
-                left -= num_new
-                wanted.append((request.request_id, request.num_computed + num_new))
+        begun = [request for request in queue.running if request.num_left > 1] if is_cut else []
+        left = self.capacity.prompt_tokens_beside(len(wanted), num_tokens, begun, queue)
+        for request in begun:
+            num_new = self.capacity.chunk_tokens(request, left)
+            left -= num_new
+            wanted.append((request.request_id, request.num_computed + num_new))
         if first is None or not view.is_ready(first.request_id):
-            return wanted, 0
+            return wanted, 0, False
         if first.state is RequestState.WAITING and first.request_id != self._looked_up_id:
             look_up(first, view)
             self._looked_up_id = first.request_id
         num_new = self.capacity.chunk_tokens(first, left)
         if num_new and first.state is RequestState.SWAPPED:
             num_new += first.num_computed
-        return wanted, num_new
+        return wanted, num_new, not first.num_computed
 
     def undo(self, chunks: Sequence[PlannedChunk]) -> None:
         """Chunks of the last plan were not submitted. Nothing else of it is taken back."""
@@ -252,7 +256,7 @@ class Scheduler:
         request = self._queue.requests[chunk.request_id]
         untake(request, chunk)
         request.num_computed = num_past_tokens
-        return take(request, min(chunk.num_new_tokens, request.num_left))
+        return take(request, min(chunk.num_new_tokens, request.num_left), request.num_left)
 
     def requeue(self, request_id: int, method: PreemptionMethod) -> None:
         """A running request waits again: it was preempted, or could not be admitted.

@@ -1,0 +1,70 @@
+"""Which row a sequence takes that begins with nothing: one whose memory can become its own.
+
+Parked rows without a prefix are adopted as they are (see `rows.py`). Where memory is short, so are
+those that would have to give way for the sequence anyhow: to unmap their extents, release them,
+create others and map these is to pay the driver for what is in its place already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from itertools import islice
+
+from .row_space import RowSpace
+
+#: Of the parked rows, so many may be taken for that: those unused for longest. To look at all, each
+#: time a sequence begins, would cost as much as they hold.
+_LOOKED_AT = 4
+#: Memory is short where less than this part of the budget would be left, for those who run to grow:
+#: what lies ready for them is no newcomer's.
+_KEPT_DIVISOR = 64
+
+
+def choose_row(space: RowSpace, num_tokens: int) -> int:
+    """The row for a sequence of about `num_tokens` tokens that begins with nothing. Locked.
+
+    It is not taken yet.
+
+    Raises:
+        OutOfAddressSpaceError: Every row is live.
+
+    Cost: a look at each parked row, and at the extents of a few where memory is short.
+    """
+    giving_way = _giving_way(space, num_tokens)
+
+    def is_wanted(row: int) -> bool:
+        return row not in giving_way and space.prefixes.num_recorded(row) > 0
+
+    return space.rows.choose(num_tokens, space.adoptable_tokens, is_wanted)
+
+
+def _giving_way(space: RowSpace, num_tokens: int) -> Collection[int]:
+    """The parked rows that eviction would take for a sequence of so many tokens, the first ones.
+
+    None where caches share the pool: whose rows go first then, eviction says.
+    """
+    pool = space.pool
+    end_tokens = num_tokens + space.overread_tokens
+    stats = pool.stats()
+    kept_bytes = stats.budget_bytes // _KEPT_DIVISOR
+    missing_bytes = kept_bytes - (stats.budget_bytes - stats.created_bytes + stats.free_bytes)
+    for group in space.groups:
+        geometry = group.geometry
+        pages = geometry.pages_for(min(end_tokens, geometry.row_tokens))
+        missing_bytes += pages * geometry.page_bytes
+    if missing_bytes <= 0 or not pool.pressure.is_of(space.victims):
+        return ()
+    victims = {row: space.victim(row) for row in islice(space.rows.parked(), _LOOKED_AT)}
+    rows = {id(victim): row for row, victim in victims.items()}
+    found: set[int] = set()
+    for victim in pool.pressure.policy.order(list(victims.values())):
+        if missing_bytes <= 0:
+            break
+        missing_bytes -= victim.freeable_bytes
+        # What others map as well would have to be copied before it is written.
+        # What it does not need itself, others would have to wait for.
+        row = rows[id(victim)]
+        is_apt = 0 < space.adoptable_tokens(row) <= 2 * num_tokens
+        if is_apt and not victim.shared:
+            found.add(row)
+    return found
