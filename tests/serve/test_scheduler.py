@@ -45,7 +45,11 @@ class ModelView:
         return (self.total_pages - sum(self.resident.values())) // 2
 
     def evictable_pages(self, enough_pages: int) -> int:
-        return self.total_pages - sum(self.resident.values()) - self.free_pages()
+        return (self.total_pages - sum(self.resident.values()) - self.free_pages()) // 2
+
+    def surplus_pages(self) -> int:
+        free_pages = self.total_pages - sum(self.resident.values())
+        return free_pages - self.free_pages() - self.evictable_pages(free_pages)
 
     def is_ready(self, request_id: int) -> bool:
         return True

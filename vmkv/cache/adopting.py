@@ -7,9 +7,10 @@ create others and map these is to pay the driver for what is in its place alread
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from itertools import islice
 
+from ..memory import LeastRecentlyUsed, Victim
 from .row_space import RowSpace
 
 #: Of the parked rows, so many may be taken for that: those unused for longest. To look at all, each
@@ -54,17 +55,25 @@ def _giving_way(space: RowSpace, num_tokens: int) -> Collection[int]:
         missing_bytes += pages * geometry.page_bytes
     if missing_bytes <= 0 or not pool.pressure.is_of(space.victims):
         return ()
-    victims = {row: space.victim(row) for row in islice(space.rows.parked(), _LOOKED_AT)}
-    rows = {id(victim): row for row, victim in victims.items()}
     found: set[int] = set()
-    for victim in pool.pressure.policy.order(list(victims.values())):
+    for row, victim in _first_to_go(space):
+        # What it does not need itself, others would have to wait for; what others map as well would
+        # have to be copied before it is written.
+        if 0 < space.adoptable_tokens(row) <= 2 * num_tokens and not victim.shared:
+            found.add(row)
+        missing_bytes -= victim.freeable_bytes
         if missing_bytes <= 0:
             break
-        missing_bytes -= victim.freeable_bytes
-        # What others map as well would have to be copied before it is written.
-        # What it does not need itself, others would have to wait for.
-        row = rows[id(victim)]
-        is_apt = 0 < space.adoptable_tokens(row) <= 2 * num_tokens
-        if is_apt and not victim.shared:
-            found.add(row)
     return found
+
+
+def _first_to_go(space: RowSpace) -> Iterator[tuple[int, Victim]]:
+    """The parked rows unused for longest, in the policy's order."""
+    victims = ((row, space.victim(row)) for row in islice(space.rows.parked(), _LOOKED_AT))
+    policy = space.pool.pressure.policy
+    if isinstance(policy, LeastRecentlyUsed):
+        yield from victims  # In that order they come, and mostly one is enough.
+    else:
+        rows = {id(victim): (row, victim) for row, victim in victims}
+        for each in policy.order([victim for _, victim in rows.values()]):
+            yield rows[id(each)]

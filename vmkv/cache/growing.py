@@ -47,7 +47,7 @@ def grow(space: RowSpace, wanted: Iterable[tuple[LiveRow, int]]) -> None:
     space.note_stream()
     short = space.short(targets)
     if short:
-        _make_writable(space, _longest(short), _longest(targets))
+        _make_writable(space, _longest(short), targets)
     if not space.keeps_past:
         retire_behind_windows(space, [sequence for sequence, _ in targets])
     for sequence, num_tokens in targets:
@@ -64,7 +64,7 @@ def _longest(targets: Iterable[tuple[LiveRow, int]]) -> dict[LiveRow, int]:
 
 
 def _make_writable(
-    space: RowSpace, short: Mapping[LiveRow, int], wanted: Mapping[LiveRow, int]
+    space: RowSpace, short: Mapping[LiveRow, int], wanted: Iterable[tuple[LiveRow, int]]
 ) -> None:
     """Unshare and map what sequences lack; what live rows hold beyond `wanted` may go."""
     for sequence, num_tokens in short.items():
@@ -74,7 +74,7 @@ def _make_writable(
     try:
         map_rows(space, targets)
     except OutOfPagesError:
-        if not retire_surplus(space, wanted):
+        if not retire_surplus(space, _longest(wanted)):
             raise
         map_rows(space, targets)
     finally:  # What fails half-way may have filled memory, and left it there.

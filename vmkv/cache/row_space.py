@@ -230,25 +230,28 @@ class RowSpace:
 
         Every step asks for all who run, so this says at sight what `writable_tokens` says of one.
         """
+        overread_tokens = self.overread_tokens
+        row_tokens = min([group.geometry.row_tokens for group in self.groups], default=0)
         books = [
             (group.table.rows, group.geometry.token_bytes, group.geometry.page_bytes)
             for group in self.groups
         ]
-        overread_tokens = self.overread_tokens
-        row_tokens = min([group.geometry.row_tokens for group in self.groups], default=0)
         found = []
         for each in wanted:
             sequence, num_tokens = each
             end_tokens, row = num_tokens + overread_tokens, sequence.row
             for rows, token_bytes, page_bytes in books:
                 pages = rows[row]
-                if not pages.mappings:
+                mappings = pages.mappings
+                if not mappings:
                     break
-                last = pages.mappings[-1]
+                last = mappings[-1]
                 end_page = last.first_page + last.extent.num_pages
-                if (
-                    end_tokens * token_bytes > end_page * page_bytes
-                    or sequence.num_tokens * token_bytes < pages.shared_end_page * page_bytes
+                if end_tokens * token_bytes > end_page * page_bytes:
+                    break
+                shared_end_page = pages.shared_end_page
+                if shared_end_page and sequence.num_tokens * token_bytes < (
+                    shared_end_page * page_bytes
                 ):
                     break
             else:

@@ -26,6 +26,9 @@ class CacheView(Protocol):
         Costs more than `free_pages`, and the more there is to count.
         """
 
+    def surplus_pages(self) -> int:
+        """What open sequences hold beyond their length. Costs a look at each of them."""
+
     def peak_pages(self, num_tokens: int) -> int:
         """The most a sequence holds at once on its way from nothing to `num_tokens`."""
 

@@ -49,6 +49,9 @@ class MemoryView:
         self._ending: list[tuple[Sequence, int | None]] = []
         # How far each sequence is computed: it is grown before a step is submitted.
         self._computed_tokens: dict[int, int] = {}
+        # How far each could be written when that was asked last. A hint, which a growth that fails
+        # clears: where it says too much, growing makes room itself.
+        self._room_tokens: dict[int, int] = {}
         # The step that each was last grown for, by number, and when the last two were submitted:
         # who ends by its length is not in the one that runs while its last token is read.
         self._last_steps: dict[int, int] = {}
@@ -98,7 +101,11 @@ class MemoryView:
         next_step = self._num_steps + 1
         for request_id, _ in targets:  # First: where growing fails, it may have copied already.
             self._last_steps[request_id] = next_step
-        self.cache.grow([(self._sequences[each], to) for each, to in targets])
+        try:
+            self.cache.grow([(self._sequences[each], to) for each, to in targets])
+        except BaseException:
+            self._room_tokens.clear()
+            raise
 
     def make_ready(
         self, wanted: Iterable[tuple[int, int]], num_new_tokens: int = 0, *, adopts: bool = True
@@ -118,7 +125,7 @@ class MemoryView:
 
         Cost: a comparison for a request that has room.
         """
-        short = self.cache.short((self._sequences[each], to) for each, to in wanted)
+        short = [(self._sequences[each], to) for each, to in self._short(wanted)]
         if not short and not num_new_tokens:
             return True
         is_ready = is_ready_for_short = make_ready(self.cache, short, num_new_tokens, adopts=adopts)
@@ -169,6 +176,7 @@ class MemoryView:
             with self.cache.pool.lock:
                 self.cache.prefixes.truncate(sequence.row)
         del self._sequences[request_id], self._computed_tokens[request_id]
+        self._room_tokens.pop(request_id, None)
         self._ending.append((sequence, self._idle_since(request_id)))
         try:
             self.close_ended()
@@ -200,6 +208,7 @@ class MemoryView:
 
     def make_room(self, num_bytes: int) -> None:
         """Have `num_bytes` more to grow by, as far as that is to be had. Waits for the device."""
+        self._room_tokens.clear()
         self.cache.make_room(num_bytes)
 
     def reclaim(self, num_bytes: int | None = None) -> int:
@@ -208,6 +217,7 @@ class MemoryView:
         At least `num_bytes`, or all of it. Returns the bytes given back. Waits for the device.
         """
         self.close_ended()
+        self._room_tokens.clear()
         return self.cache.trim(num_bytes)
 
     def _record(self, request_id: int) -> None:
@@ -258,6 +268,7 @@ class MemoryView:
     def swap_out(self, request_id: int) -> bool:
         """Move a request's sequence to host memory; False where that failed and nothing moved."""
         self._last_steps.pop(request_id, None)  # Copies are no step's.
+        self._room_tokens.pop(request_id, None)
         try:
             self._sequences[request_id].swap_out()
         except (CapacityError, DriverError):
@@ -307,12 +318,14 @@ class MemoryView:
 
     def evictable_pages(self, enough_pages: int) -> int:
         """See `CacheView`."""
-        pool, enough_bytes = self.cache.pool, enough_pages * self.page_bytes
+        pool = self.cache.pool
         with pool.lock:
-            evictable_bytes = pool.pressure.freeable_bytes(enough_bytes)
-            if evictable_bytes < enough_bytes:
-                evictable_bytes += surplus_bytes(self.cache)
-        return evictable_bytes // self.page_bytes
+            return pool.pressure.freeable_bytes(enough_pages * self.page_bytes) // self.page_bytes
+
+    def surplus_pages(self) -> int:
+        """See `CacheView`."""
+        with self.cache.pool.lock:
+            return surplus_bytes(self.cache) // self.page_bytes
 
     def peak_pages(self, num_tokens: int) -> int:
         """See `CacheView`."""
@@ -339,15 +352,22 @@ class MemoryView:
 
     def lacking(self, wanted: Iterable[tuple[int, int]]) -> dict[int, int]:
         """See `CacheView`."""
-        sequences, wanted = self._sequences, list(wanted)
-        short = self.cache.short([(sequences[each], to) for each, to in wanted])
-        if not short:
-            return {}
-        requests = {sequences[each]: each for each, _ in wanted}
-        return {requests[each]: self._pages_lacking(each, to) for each, to in short}
+        return {each: self._pages_lacking(each, to) for each, to in self._short(wanted)}
 
-    def _pages_lacking(self, sequence: Sequence, num_tokens: int) -> int:
-        """What a sequence that may not be written so far lacks for that."""
+    def _short(self, wanted: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Those of `wanted` that may not be written so far, as far as is known."""
+        room_tokens, found = self._room_tokens, []
+        for each in wanted:
+            request_id, num_tokens = each
+            if num_tokens > room_tokens.get(request_id, 0):
+                room_tokens[request_id] = room = self._sequences[request_id].writable_tokens
+                if num_tokens > room:
+                    found.append(each)
+        return found
+
+    def _pages_lacking(self, request_id: int, num_tokens: int) -> int:
+        """What a request's sequence that may not be written so far lacks for that."""
+        sequence = self._sequences[request_id]
         num_pages = 0
         for group in self.cache.groups:
             end_tokens = num_tokens + self.cache.overread_tokens

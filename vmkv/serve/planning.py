@@ -149,6 +149,8 @@ class StepPlanning:
         num_tokens: Tokens of the step at most.
         withheld_pages: Pages that the view counts and that are not there.
         max_begun: How many may begin or come back.
+        looks_for_surplus: Whether who waits may have what those who run hold beyond their length.
+            That costs a look at each of them, and mostly they are about to need it.
     """
 
     def __init__(
@@ -160,6 +162,7 @@ class StepPlanning:
         num_tokens: int,
         withheld_pages: int,
         max_begun: int,
+        looks_for_surplus: bool,
     ):
         self._queue = queue
         self._capacity = capacity
@@ -168,7 +171,8 @@ class StepPlanning:
         self._free_pages = view.free_pages() - withheld_pages
         self._max_begun = max_begun
         self._evictable_pages = 0  # Those that were asked for so far.
-        self._has_counted_all = False  # Whether there are no more.
+        self._has_counted_evictable = self._has_counted_surplus = False  # All of them.
+        self._looks_for_surplus = looks_for_surplus
         self._running = [(request, request.num_left) for request in queue.running]
         begun = [request for request, num_left in self._running if num_left > 1]
         # What each lacks until all of it is computed: who decodes, in this step.
@@ -257,7 +261,9 @@ class StepPlanning:
         if num_running:
             kept += div_ceil(view.total_pages, _HEADROOM_DIVISOR) + num_running
         num_new = self._capacity.chunk_tokens(request, self._prompt_tokens)
-        if not num_new or not self._has_free(needed + kept):
+        if not num_new:
+            return False
+        if not self._has_free(needed + kept, looks_for_surplus=self._looks_for_surplus):
             return False
         self._queue.run_first()
         (self._resumed if is_swapped else self._admitted).append(request.request_id)
@@ -288,11 +294,15 @@ class StepPlanning:
         self._free_pages += pages
         self._preempted.append(Preemption(request_id, method))
 
-    def _has_free(self, num_pages: int) -> bool:
+    def _has_free(self, num_pages: int, *, looks_for_surplus: bool = True) -> bool:
         missing_pages = num_pages - self._free_pages
-        if missing_pages > 0 and not self._has_counted_all:
+        if missing_pages > 0 and not self._has_counted_evictable:
             enough_pages = self._evictable_pages + missing_pages
             found_pages = self._view.evictable_pages(enough_pages)
             self._free_pages += found_pages - self._evictable_pages
-            self._evictable_pages, self._has_counted_all = found_pages, found_pages < enough_pages
+            self._evictable_pages = found_pages
+            self._has_counted_evictable = found_pages < enough_pages
+        if num_pages > self._free_pages and looks_for_surplus and not self._has_counted_surplus:
+            self._has_counted_surplus = True
+            self._free_pages += self._view.surplus_pages()
         return num_pages <= self._free_pages

@@ -40,6 +40,8 @@ from .request_queue import RequestQueue
 
 #: For so many steps memory is made ready: what is retired while one runs is free two steps later.
 _STEPS_AHEAD = 3
+#: In one of so many steps, who waits may have what more than as many that run hold in excess.
+_LOOK_STEPS = 8
 
 
 class Scheduler:
@@ -189,6 +191,7 @@ class Scheduler:
             num_tokens,
             withheld_pages,
             self.capacity.max_num_seqs if max_begun is None else max_begun,
+            looks_for_surplus=self.num_running <= _LOOK_STEPS or not self._num_steps % _LOOK_STEPS,
         ).plan()
 
     def upcoming(
