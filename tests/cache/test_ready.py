@@ -14,8 +14,9 @@ import pytest
 from helpers.stamps import append, assert_holds
 
 from vmkv import ClosedError, DriverError, ExtentPool, HostBackend, KVCache, Sequence
-from vmkv.cache import make_ready
+from vmkv.cache import grow_ahead, make_ready
 from vmkv.memory import check_pool
+from vmkv.testing import FaultInjectingBackend
 from vmkv.units import KiB
 
 PAGE = 4 * KiB
@@ -351,6 +352,80 @@ def test_what_would_go_back_to_the_device_at_once_is_left_there(
     assert [16, 20, 0, 0] == _pages(cache)
     assert MAPS == set(_calls_of(cache, lambda: live.append(16)))
     assert Counter() == _calls_of(cache, lambda: make_ready(cache, [(live, 16)]))
+
+
+# ---- growing ahead ------------------------------------------------------------------------
+
+
+def test_what_has_grown_ahead_is_written_without_a_driver_call(make_cache: MakeCache) -> None:
+    """Nothing else has changed: the sequence is as long as before, and holds what it did."""
+    cache = make_cache()
+    live = cache.open()
+    append(live, range(8))
+    assert make_ready(cache, [(live, 20)])
+    assert MAPS == set(_calls_of(cache, lambda: grow_ahead(cache, [(live, 20)])))
+    assert Counter() == _calls_of(cache, lambda: grow_ahead(cache, [(live, 20)]))
+    assert 8 == live.num_tokens
+    assert Counter() == _calls_of(cache, lambda: append(live, range(8, 20)))
+    assert_holds(live, range(20))
+    cache.check()
+
+
+def test_growing_ahead_takes_only_what_is_to_be_had(make_cache: MakeCache) -> None:
+    """Nobody gives way for it."""
+    cache = make_cache(budget_bytes=22 * PAGE)
+    _parked(cache, 80)
+    live = cache.open(row=1)
+    append(live, range(8))
+    assert Counter() == _calls_of(cache, lambda: grow_ahead(cache, [(live, 40)]))
+    assert [20, 2] == _pages(cache)[:2]
+
+
+def test_who_has_begun_with_nothing_yet_does_not_grow_ahead(make_cache: MakeCache) -> None:
+    """Nor who is swapped out: their next growth is not this one."""
+    cache = make_cache(host_budget_bytes=40 * PAGE)
+    empty, away = cache.open(), cache.open()
+    append(away, range(40))
+    away.swap_out()
+    wanted = [(empty, 8), (away, 80)]
+    assert Counter() == _calls_of(cache, lambda: grow_ahead(cache, wanted))
+
+
+def test_growing_ahead_waits_for_no_address_that_is_in_use(
+    host: HostBackend, make_cache: MakeCache
+) -> None:
+    """What was given up there may still be read; later it is mapped."""
+    cache = make_cache()
+    live = cache.open()
+    append(live, range(8))
+    append(live, range(8, 64))
+    host.hold_fences()
+    live.truncate(8)
+    cache.groups[0].retire_from(live.row, 8, cache.pool.reclaimer.new_fence())
+    assert Counter() == _calls_of(cache, lambda: grow_ahead(cache, [(live, 64)]))
+    host.pass_fences()
+    cache.pool.reclaimer.poll()
+    assert MAPS == set(_calls_of(cache, lambda: grow_ahead(cache, [(live, 64)])))
+
+
+@pytest.mark.parametrize("fail_at", [1, 2])
+def test_a_driver_that_fails_while_rows_grow_ahead_leaves_them_as_they_were(
+    make_cache: MakeCache, fail_at: int
+) -> None:
+    """And what was to be mapped is free again."""
+    backend = FaultInjectingBackend(HostBackend(PAGE))
+    cache = make_cache(backend, budget_bytes=100 * PAGE)
+    live = cache.open()
+    append(live, range(8))
+    assert make_ready(cache, [(live, 60)])
+    before = cache.pool.stats()
+    backend.arm(fail_at)
+    with pytest.raises(DriverError):
+        grow_ahead(cache, [(live, 60)])
+    backend.arm(0)
+    assert before == cache.pool.stats()
+    assert_holds(live, range(8))
+    cache.check()
 
 
 def test_closed_cache_says_so(make_cache: MakeCache) -> None:

@@ -19,6 +19,7 @@ from typing import cast
 
 import torch
 
+from ..errors import InternalError
 from ..memory import check_pool
 from .adopting import choose_row
 from .beginning import begin_with_prefix
@@ -351,6 +352,9 @@ class KVCache(RowSpace):
         for sequence in self.live_sequences():
             for group in self.groups:
                 group.check_row(sequence.row, sequence.num_tokens, self.overread_tokens)
+            room = max(0, self.writable_tokens(sequence))
+            if self.short([(sequence, room)]) or not self.short([(sequence, room + 1)]):
+                raise InternalError(f"{sequence} is not short from {room + 1} tokens on")
 
     def retire_behind_windows(self, sequences: Iterable[Sequence] | None = None) -> None:
         """Retire what no later query of these sequences (or all) can see."""

@@ -231,7 +231,8 @@ class RowSpace:
         Every step asks for all who run, so this says at sight what `writable_tokens` says of one.
         """
         overread_tokens = self.overread_tokens
-        row_tokens = min([group.geometry.row_tokens for group in self.groups], default=0)
+        rows_tokens = [group.geometry.row_tokens for group in self.groups]
+        row_tokens = min([self.max_tokens + overread_tokens, *rows_tokens])
         books = [
             (group.table.rows, group.geometry.token_bytes, group.geometry.page_bytes)
             for group in self.groups
