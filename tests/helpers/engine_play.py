@@ -19,7 +19,7 @@ from helpers.stamped_rows import History, StampedRows
 
 from vmkv import ExtentPool, KVCache, SamplingParams
 from vmkv import Sequence as Sequence_
-from vmkv.cache import make_ready
+from vmkv.cache import grow_ahead, make_ready
 from vmkv.errors import CapacityError, ConfigError, DriverError
 from vmkv.serve import Engine, FinishReason, RequestHandle, engine
 from vmkv.serve.preemption import PreemptionCosts
@@ -40,6 +40,7 @@ class Shape:
         head_dim: 32 makes a token of one layer 512 bytes, an eighth of a page.
         max_num_seqs: Requests that run at once.
         max_num_batched_tokens: Of a step.
+        max_num_mixed_tokens: Of one that decodes as well.
         max_tokens: Of a request.
         budget_pages: Device memory.
         host_pages: Memory to swap to.
@@ -59,6 +60,7 @@ class Shape:
     head_dim: int = 32
     max_num_seqs: int = 2
     max_num_batched_tokens: int = 16
+    max_num_mixed_tokens: int | None = None
     max_tokens: int = 96
     budget_pages: int = 40
     host_pages: int = 0
@@ -156,6 +158,7 @@ class EnginePlay(PoolPlay):
                 _model(),
                 max_num_seqs=shape.max_num_seqs,
                 max_num_batched_tokens=shape.max_num_batched_tokens,
+                max_num_mixed_tokens=shape.max_num_mixed_tokens,
                 max_tokens=shape.max_tokens,
                 deterministic=shape.deterministic,
                 prefix_caching=shape.prefix_caching,
@@ -245,8 +248,11 @@ class EnginePlay(PoolPlay):
             live = self.cache.live_sequences()
             before, num_done = self._live_pages(), self.device.num_done
             wanted = [(each, each.num_tokens + num_tokens) for each in live]
-            make_ready(self.cache, wanted, num_new_tokens)
+            is_ready = make_ready(self.cache, wanted, num_new_tokens)
             assert before == self._live_pages(), "a live sequence gave way"
+            if is_ready:
+                grow_ahead(self.cache, wanted)
+                assert before <= self._live_pages(), "a live sequence gave way"
             assert num_done == self.device.num_done, "it waited for the device"
 
     # ---- guests in the engine's cache -----------------------------------------------------

@@ -48,6 +48,7 @@ class ModelPlay(EnginePlay):
             model,
             max_num_seqs=shape.max_num_seqs,
             max_num_batched_tokens=shape.max_num_batched_tokens,
+            max_num_mixed_tokens=shape.max_num_mixed_tokens,
             max_tokens=shape.max_tokens,
             deterministic=shape.deterministic,
             prefix_caching=shape.prefix_caching,

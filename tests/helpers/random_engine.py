@@ -28,6 +28,7 @@ def _random_shape(draw: random.Random) -> Shape:
         head_dim=draw.choice([32, 32, 24, 16]),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_seqs + draw.choice([0, 4, 16, 60]),
+        max_num_mixed_tokens=draw.choice([None, None, 2, 7, 30]),
         max_tokens=draw.choice([48, 96, 96]),
         budget_pages=draw.choice([20, 30, 40, 60, 120]) * len(windows),
         host_pages=draw.choice([0, 8, 30, 200]),

@@ -443,6 +443,28 @@ def test_who_overtakes_leaves_the_memory_of_who_has_begun() -> None:
     assert not any(life.was_preempted for life in trace.lives.values())
 
 
+class FourGroups(ModelView):
+    """Layers in four groups: a page of each holds the same tokens."""
+
+    def pages(self, num_tokens: int) -> int:
+        return 4 * super().pages(num_tokens)
+
+
+@pytest.mark.parametrize(("total_pages", "begins"), [(23, False), (26, False), (27, True)])
+def test_who_overtakes_leaves_the_pages_of_who_decodes(total_pages: int, begins: bool) -> None:
+    """Behind the prompt that is overtaken somebody lacks a page of each group in the same step."""
+    trace = Trace(Scheduler(8, 64, max_num_mixed_tokens=8), FourGroups(total_pages, 4))
+    trace.add(0, Arrival(0, 3, 8, 99, 1, None, False))
+    trace.step()
+    trace.add(1, Arrival(0, 12, 3, 99, 0, None, False))
+    trace.step()
+    trace.add(2, Arrival(0, 2, 4, 99, -1, None, False))
+    chunks = {chunk.request_id: chunk for chunk in trace.step().chunks}
+    assert {0: 1, 1: 5} == {each: chunks[each].num_new_tokens for each in (0, 1)}
+    assert 4 == chunks[0].num_past_tokens, "its fifth token begins a page"
+    assert begins == (2 in chunks)
+
+
 def _rest(arrival: Arrival) -> dict[str, object]:
     return {
         "priority": arrival.priority,
