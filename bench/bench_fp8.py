@@ -163,6 +163,8 @@ class Subject:
             dtype=DTYPES[name],
         )
         self.tokens = list(range(case.num_tokens))
+        # As the engine has it when it looks: packed when it was asked.
+        self.prompt = packed_prompt((*self.tokens, 1), None, case.num_tokens)
         self.source = self.cache.open()
         self.source.append(case.num_tokens)
         self.source.record(self.tokens)
@@ -176,8 +178,7 @@ class Subject:
     def prefix_hit(self) -> float:
         """Seconds until a prompt has found its beginning in a live row."""
         made: list[vmkv.Sequence] = []
-        prompt = packed_prompt((*self.tokens, 1), None, len(self.tokens))  # As the engine has it.
-        taken = seconds_of(lambda: made.append(self.cache.open(prompt=prompt)))
+        taken = seconds_of(lambda: made.append(self.cache.open(prompt=self.prompt)))
         if made[0].num_cached_tokens < len(self.tokens) - 16:
             raise AssertionError(f"{made[0]} found {made[0].num_cached_tokens} tokens")
         return self._ended(made, taken)

@@ -72,7 +72,7 @@ def add_parser(commands: Commands) -> None:
     add(
         "--max-num-mixed-tokens",
         type=count,
-        default=1280,
+        default=1024,
         help="tokens in a step that decodes and computes prompts, unless more of those are left "
         "than a step takes, and twice as many for half of a long one; 0 for no such bound",
     )
