@@ -7,10 +7,10 @@ create others and map these is to pay the driver for what is in its place alread
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable
 from itertools import islice
 
-from ..memory import LeastRecentlyUsed, Victim
+from ..memory import LeastRecentlyUsed
 from .row_space import RowSpace
 
 #: Of the parked rows, so many may be taken for that: those unused for longest. To look at all, each
@@ -56,24 +56,23 @@ def _giving_way(space: RowSpace, num_tokens: int) -> Collection[int]:
     if missing_bytes <= 0 or not pool.pressure.is_of(space.victims):
         return ()
     found: set[int] = set()
-    for row, victim in _first_to_go(space):
+    for row in _first_to_go(space):
+        num_kept = space.resident_tokens(row)
         # What it does not need itself, others would have to wait for; what others map as well would
         # have to be copied before it is written.
-        if 0 < space.adoptable_tokens(row) <= 2 * num_tokens and not victim.shared:
+        if 0 < num_kept <= 2 * num_tokens and space.adoptable_tokens(row) == num_kept:
             found.add(row)
-        missing_bytes -= victim.freeable_bytes
+        missing_bytes -= sum(group.resident_bytes(row) for group in space.groups)
         if missing_bytes <= 0:
             break
     return found
 
 
-def _first_to_go(space: RowSpace) -> Iterator[tuple[int, Victim]]:
+def _first_to_go(space: RowSpace) -> Iterable[int]:
     """The parked rows unused for longest, in the policy's order."""
-    victims = ((row, space.victim(row)) for row in islice(space.rows.parked(), _LOOKED_AT))
-    policy = space.pool.pressure.policy
+    rows, policy = list(islice(space.rows.parked(), _LOOKED_AT)), space.pool.pressure.policy
     if isinstance(policy, LeastRecentlyUsed):
-        yield from victims  # In that order they come, and mostly one is enough.
-    else:
-        rows = {id(victim): (row, victim) for row, victim in victims}
-        for each in policy.order([victim for _, victim in rows.values()]):
-            yield rows[id(each)]
+        return rows  # In that order they are, without a look at what they hold.
+    victims = [space.victim(row) for row in rows]
+    places = {id(victim): row for victim, row in zip(victims, rows, strict=True)}
+    return [places[id(victim)] for victim in policy.order(victims)]

@@ -247,11 +247,11 @@ class StepLoop:
             if not request.num_preemptions:
                 request.num_cached_tokens = num_past[request_id]
                 request.started_s = request.started_s or time.perf_counter()
-        for at, chunk in enumerate(chunks):
-            actual = num_past.get(chunk.request_id, chunk.num_past_tokens)
-            if actual != chunk.num_past_tokens:
-                chunks[at] = self._scheduler.rebase(chunk, actual)
-        view.grow([(chunk.request_id, chunk.num_tokens) for chunk in chunks])
+        for at in [at for at, chunk in enumerate(chunks) if chunk.request_id in num_past]:
+            actual = num_past[chunks[at].request_id]
+            if actual != chunks[at].num_past_tokens:
+                chunks[at] = self._scheduler.rebase(chunks[at], actual)
+        view.grow([(request_id, past + new) for request_id, _, past, new, *_ in chunks])
 
     def _make_ready(self, chunks: Sequence[PlannedChunk]) -> None:
         """Have memory for the next steps lie ready while the device works on `chunks`."""
