@@ -69,7 +69,7 @@ def test_rows_to_come_are_counted(make_cache: MakeCache) -> None:
     """A prompt that has no row yet finds memory too."""
     cache = make_cache(budget_bytes=40 * PAGE)
     _parked(cache, 80)
-    assert make_ready(cache, [], 60, adopts=False)
+    assert make_ready(cache, [], 60, begins_empty=False)
     row = cache.open(row=1)
     assert MAPS == set(_calls_of(cache, lambda: row.append(60)))
 
@@ -79,7 +79,7 @@ def test_what_kernels_fetch_past_the_end_of_rows_to_come_is_counted(make_cache: 
     cache = make_cache(budget_bytes=40 * PAGE)
     _parked(cache, 80)
     cache.keep_resident(20)
-    assert make_ready(cache, [], 60, adopts=False)
+    assert make_ready(cache, [], 60, begins_empty=False)
     row = cache.open(row=1)
     assert MAPS == set(_calls_of(cache, lambda: row.append(60)))
 

@@ -100,7 +100,7 @@ def make_ready(
     wanted: Iterable[tuple[LiveRow, int]],
     num_new_tokens: int = 0,
     *,
-    adopts: bool = True,
+    begins_empty: bool = True,
     wait: bool = False,
 ) -> bool:
     """Have memory lie ready for a later `KVCache.grow`, which then makes no room: it only maps.
@@ -112,8 +112,8 @@ def make_ready(
         space: The cache.
         wanted: As for `KVCache.grow`. Sequences that are swapped out or moving are passed over.
         num_new_tokens: Tokens of a sequence that will begin meanwhile.
-        adopts: Whether that begins with nothing, so that a parked row's memory can be its own; else
-            it brings or shares memory, and those are what it has beyond.
+        begins_empty: Whether that begins with nothing, so that it can take over a parked row's
+            memory; else it brings or shares some, and those are what it has beyond.
         wait: Wait for fences; without it this never blocks.
 
     Returns:
@@ -126,7 +126,7 @@ def make_ready(
     changes = _plan(space, _targets(space, wanted))
     classes = [size_class for each in changes for size_class in each.classes]
     if num_new_tokens:
-        classes += _lacking_at_first(space, num_new_tokens, adopts=adopts)
+        classes += _lacking_at_first(space, num_new_tokens, begins_empty=begins_empty)
     return space.pool.make_ready(classes, wait=wait)
 
 
@@ -161,10 +161,10 @@ def _targets(space: RowSpace, wanted: Iterable[tuple[LiveRow, int]]) -> list[Tar
     ]
 
 
-def _lacking_at_first(space: RowSpace, num_tokens: int, *, adopts: bool) -> list[int]:
+def _lacking_at_first(space: RowSpace, num_tokens: int, *, begins_empty: bool) -> list[int]:
     """The size classes that a sequence will lack when it begins; see `make_ready`."""
     row: int | None = None
-    if adopts:
+    if begins_empty:
         try:
             with space.pool.lock:
                 row = choose_row(space, num_tokens)

@@ -108,14 +108,18 @@ class MemoryView:
             raise
 
     def make_ready(
-        self, wanted: Iterable[tuple[int, int]], num_new_tokens: int = 0, *, adopts: bool = True
+        self,
+        wanted: Iterable[tuple[int, int]],
+        num_new_tokens: int = 0,
+        *,
+        begins_empty: bool = True,
     ) -> bool:
         """Have what `grow` will be asked for next mapped, or lie ready; never blocks.
 
         Args:
             wanted: As for `grow`.
             num_new_tokens: Tokens of a request that begins or comes back meanwhile.
-            adopts: Whether that begins with nothing.
+            begins_empty: Whether that begins with nothing.
 
         Returns:
             Whether all of it lies ready.
@@ -128,7 +132,9 @@ class MemoryView:
         short = [(self._sequences[each], to) for each, to in self._short(wanted)]
         if not short and not num_new_tokens:
             return True
-        is_ready = is_ready_for_short = make_ready(self.cache, short, num_new_tokens, adopts=adopts)
+        is_ready = is_ready_for_short = make_ready(
+            self.cache, short, num_new_tokens, begins_empty=begins_empty
+        )
         if not is_ready and short and num_new_tokens:
             # What is too much for all need not be for who runs.
             is_ready_for_short = make_ready(self.cache, short)

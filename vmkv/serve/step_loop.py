@@ -258,8 +258,8 @@ class StepLoop:
         is_ready, num_in_vain = False, self._num_in_vain
         if num_in_vain < _TRIES_MAX or num_in_vain % _TRIES_MAX == 0:
             try:
-                wanted, num_new, adopts = self._scheduler.upcoming(chunks, self._view)
-                is_ready = self._view.make_ready(wanted, num_new, adopts=adopts)
+                wanted, num_new, begins_empty = self._scheduler.upcoming(chunks, self._view)
+                is_ready = self._view.make_ready(wanted, num_new, begins_empty=begins_empty)
             except DriverError:
                 # Nobody lacks anything yet, and nobody has lost anything. Whether a request ends
                 # with it is for the growth to say that cannot do without, which tries again.
