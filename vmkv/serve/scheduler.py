@@ -219,18 +219,15 @@ class Scheduler:
         ]
         is_cut = len(wanted) < len(chunks)  # A prompt goes on: the step was full.
         if not is_cut and queue.has_free_slot:
-            return (
-                wanted,
-                0,
-                False,
-            )  # Whoever waits could have begun, and lacks more than a step's memory.
+            # Whoever waits could have begun, and lacks more than a step's memory.
+            return wanted, 0, False
         first = queue.first_waiting
         if not is_cut and first is None:
             return wanted, 0, False
         num_tokens = self.capacity.max_num_batched_tokens
-        begun = [request for request in queue.running if request.num_left > 1] if is_cut else []
+        begun = [request for request in queue.running if request.num_left > 1]
         left = self.capacity.prompt_tokens_beside(len(wanted), num_tokens, begun, queue)
-        for request in begun:
+        for request in begun if is_cut else ():
             num_new = self.capacity.chunk_tokens(request, left)
             left -= num_new
             wanted.append((request.request_id, request.num_computed + num_new))
