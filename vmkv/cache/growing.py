@@ -147,7 +147,8 @@ def grow_ahead(space: RowSpace, wanted: Iterable[tuple[LiveRow, int]]) -> None:
     begun = [each for each in wanted if each[0].num_tokens]
     changes = _plan(space, _targets(space, begun))
     is_in_use = space.pool.reclaimer.has_retired_in
-    changes = [each for each in changes if not is_in_use([each.addresses])]
+    if is_in_use([each.addresses for each in changes]):
+        changes = [each for each in changes if not is_in_use([each.addresses])]
     with suppress(OutOfPagesError):
         _map(space, changes, space.pool.acquire)
 

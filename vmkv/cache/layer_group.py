@@ -15,7 +15,7 @@ import torch
 from .. import _native
 from ..backend import Access
 from ..errors import InternalError
-from ..memory import ExtentPool, Mapping, PageTable, RecordedFence
+from ..memory import ExtentPool, PageTable, RecordedFence
 from ..units import div_ceil
 from .fp8 import LayerScales, Scales
 from .geometry import Geometry
@@ -254,12 +254,6 @@ class LayerGroup:
     def retire_front(self, row: int, num_tokens: int, fence: RecordedFence) -> None:
         """Retire what no query at position `num_tokens` or later can see."""
         self.table.retire_front(row, self.first_needed_page(num_tokens), fence)
-
-    def behind(self, row: int, num_tokens: int) -> list[Mapping]:
-        """The mappings of `row` that hold nothing of its first `num_tokens` tokens."""
-        first_page = self.geometry.pages_for(num_tokens)
-        mappings = self.table.overlapping(row, first_page, self.table.row_pages)
-        return [mapping for mapping in mappings if mapping.first_page >= first_page]
 
     def retire_from(self, row: int, num_tokens: int, fence: RecordedFence) -> None:
         """Retire the extents that hold nothing of the first `num_tokens` tokens of `row`."""
