@@ -21,11 +21,11 @@ def ends_of(groups: Sequence[LayerGroup], row: int) -> Gives:
     pinned_token = -1
     for group in groups:
         page_bytes, token_bytes = group.geometry.page_bytes, group.geometry.token_bytes
-        for mapping in group.table.rows[row].mappings:
-            token = mapping.first_page * page_bytes // token_bytes  # As `token_at` says.
-            ends.append((token, mapping.extent))
-            if mapping.num_pins:
-                pinned_token = max(pinned_token, token)
+        mappings = group.table.rows[row].mappings
+        # As `token_at` says; dozens of a row, of dozens of rows for a plan where memory is short.
+        ends += [(each.first_page * page_bytes // token_bytes, each.extent) for each in mappings]
+        for pin in [each.first_page for each in mappings if each.num_pins]:
+            pinned_token = max(pinned_token, pin * page_bytes // token_bytes)
     if pinned_token >= 0:
         ends = [each for each in ends if each[0] > pinned_token]
     ends.sort(key=itemgetter(0), reverse=True)
@@ -68,7 +68,7 @@ def victim_of(
     for _, extent in gives():
         if extent.is_freeable:
             freeable_bytes += extent.num_bytes
-        elif extent.num_live_mappings > 1 and extent.is_of_budget:
+        elif extent.is_of_budget and extent.num_live_mappings > 1:
             shared.append(extent)
     return Victim(
         last_used=last_used,

@@ -28,6 +28,7 @@ class Extent(References):
         num_bytes: Its size.
         handle: The driver's name for it.
         location: Where its memory lies.
+        is_of_budget: Whether it is device memory of this pool's: neither the host's, nor imported.
         tenant: For whom it was last written; None for nobody in particular.
         contents: What it was last written as: see `PageTable`.
         is_dirty: Whether it may hold anything but zeros.
@@ -40,6 +41,7 @@ class Extent(References):
         "handle",
         "id",
         "is_dirty",
+        "is_of_budget",
         "is_recyclable",
         "location",
         "num_bytes",
@@ -62,6 +64,7 @@ class Extent(References):
         self.num_bytes = num_bytes
         self.handle = handle
         self.location = location
+        self.is_of_budget = location is MemoryLocation.DEVICE and id >= 0
         self.tenant: object = None
         self.contents: object = None
         self.is_dirty = False
@@ -74,13 +77,8 @@ class Extent(References):
 
     @property
     def is_freeable(self) -> bool:
-        """Whether device memory becomes free where the one mapping of it is retired."""
-        return self.num_live_mappings == 1 and self.is_of_budget and not self.num_owners
-
-    @property
-    def is_of_budget(self) -> bool:
-        """Whether it is device memory of this pool's: neither the host's, nor imported."""
-        return self.location is MemoryLocation.DEVICE and self.id >= 0
+        """Of one that is mapped: whether device memory becomes free where that is retired."""
+        return self.is_of_budget and not self.is_needed_by_several
 
     def __repr__(self) -> str:
         return (
