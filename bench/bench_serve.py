@@ -34,9 +34,10 @@ threads) over 10 s of wall time, in which the main thread sleeps; memory is what
 say that the device has given. Then W0 comes again, some of its prefixes still there.
 
 Rivals. vLLM 0.26.0 (FlashAttention-3, compiled, CUDA graphs, prefix cache off), with `--vllm-json`
-as `vllm_workloads.py` has just measured it on the same machine. Published figures, measured on the
-same kind of machine with the same prompts and not in this run: otherwise vLLM's, transformers 5.17
-`generate_batch` (paged flash-attn 2), and `generate` on the left-padded batch (flash-attn 2).
+as `vllm_workloads.py` has just measured it on the same machine, with weights drawn alike. Published
+figures, measured on the same kind of machine with the same prompts and not in this run: otherwise
+vLLM's, transformers 5.17 `generate_batch` (paged flash-attn 2), and `generate` on the left-padded
+batch (flash-attn 2).
 
 Not measured. Arrivals over time and the HTTP server, which `bench_live` has; sampling, several
 devices.

@@ -3,9 +3,12 @@
     python bench/vllm_workloads.py SECONDS.json [W0 …] [--kv-cache-dtype fp8]
     python bench/bench_serve.py --vllm-json SECONDS.json
 
-Run by an interpreter that has vLLM and this checkout. The model is Llama-3-8B's shape with vLLM's
-own random weights. A workload is run as often as `bench_serve` runs it, and the best time counts:
-the first may have to compile.
+Run by an interpreter that has vLLM and this checkout. The model is Llama-3-8B's shape with random
+weights as transformers makes them, which `bench_serve` has: what a product takes depends on its
+numbers. vLLM's own dummy weights are at most 0.001, those of norms among them, so that keys and
+values in eight bits are all zero; products with zeros need less power, and a GPU at its limit of
+power is faster. `--dummy-weights` leaves them. A workload is run as often as `bench_serve` runs it,
+and the best time counts: the first may have to compile.
 """
 
 from __future__ import annotations
@@ -18,10 +21,24 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import torch
 from bench_generate import llama_config
 from bench_serve import MAX_NUM_SEQS, MAX_TOKENS, WORKLOADS
 from common import VLLM_ENVIRONMENT
+from transformers import LlamaConfig
+
+
+@torch.inference_mode()
+def initialise(model: Any) -> None:
+    """Give a model the random weights that transformers gives a Llama."""
+    deviation = LlamaConfig().initializer_range
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.normal_(0, deviation)
+        else:
+            parameter.fill_(1)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,10 +48,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", metavar="W0", help="workloads (default: all)")
     parser.add_argument("--kv-cache-dtype", default="auto", help="vLLM's option of that name")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="likewise")
+    parser.add_argument("--dummy-weights", action="store_true", help="vLLM's own, of 0.001")
     arguments = parser.parse_args(argv)
     os.environ.update(VLLM_ENVIRONMENT)
     if arguments.tensor_parallel_size == 1:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # A function, to our workers.
     from vllm import LLM, SamplingParams
 
     config = llama_config(smoke=False)
@@ -53,6 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             kv_cache_dtype=arguments.kv_cache_dtype,
             tensor_parallel_size=arguments.tensor_parallel_size,
         )
+        if not arguments.dummy_weights:
+            llm.apply_model(initialise)
         for workload in WORKLOADS:
             if arguments.names and workload.name not in arguments.names:
                 continue
