@@ -34,7 +34,7 @@ def choose_row(space: RowSpace, num_tokens: int) -> int:
     giving_way = _giving_way(space, num_tokens)
 
     def is_wanted(row: int) -> bool:
-        return row not in giving_way and space.prefixes.num_recorded(row) > 0
+        return row not in giving_way and space.prefixes.has_recorded(row)
 
     return space.rows.choose(num_tokens, space.adoptable_tokens, is_wanted)
 
@@ -46,9 +46,7 @@ def _giving_way(space: RowSpace, num_tokens: int) -> Collection[int]:
     """
     pool = space.pool
     end_tokens = num_tokens + space.overread_tokens
-    stats = pool.stats()
-    kept_bytes = stats.budget_bytes // _KEPT_DIVISOR
-    missing_bytes = kept_bytes - (stats.budget_bytes - stats.created_bytes + stats.free_bytes)
+    missing_bytes = pool.budget_bytes // _KEPT_DIVISOR - pool.available_bytes
     for group in space.groups:
         geometry = group.geometry
         pages = geometry.pages_for(min(end_tokens, geometry.row_tokens))

@@ -35,6 +35,7 @@ from .reorder import reorder
 from .row_space import RowSpace
 from .sequence import Sequence
 from .stats import CacheStats, collect_stats
+from .victims import check_own_bytes
 
 
 class KVCache(RowSpace):
@@ -349,6 +350,8 @@ class KVCache(RowSpace):
         for group in self.groups:
             for row in range(self.max_sequences):
                 group.table.check_writable(row)
+        for row in self.rows.parked():
+            check_own_bytes(self.groups, row)
         for sequence in self.live_sequences():
             for group in self.groups:
                 group.check_row(sequence.row, sequence.num_tokens, self.overread_tokens)

@@ -232,6 +232,10 @@ class PrefixIndex:
         content = self._contents.get(row)
         return 0 if content is None else content.num_tokens
 
+    def has_recorded(self, row: int) -> bool:
+        """Whether that is any."""
+        return row in self._contents  # Without tokens nothing is kept there.
+
     def token_ids(self, row: int) -> list[int]:
         """The tokens that `row` is known to hold."""
         content = self._contents.get(row)

@@ -24,7 +24,7 @@ from .layer_group import LayerGroup
 from .prefix import PrefixIndex
 from .rows import Rows
 from .stats import SharingStats
-from .victims import ends_of, victim_of
+from .victims import ends_of, own_bytes, victim_of
 from .views import stream_getter, torch_device
 
 Live = TypeVar("Live", bound="LiveRow")
@@ -425,6 +425,7 @@ class RowSpace:
         return victim_of(
             partial(ends_of, self.groups, row),
             partial(self.retire_parked, row),
+            freeable_bytes=own_bytes(self.groups, row),
             last_used=self.rows.last_used(row),
             num_hits=self.prefixes.hits_of(row),
             num_prefix_tokens=self.prefixes.num_recorded(row),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from operator import itemgetter
 
+from ..errors import InternalError
 from ..memory import Extent, Victim
 from .layer_group import LayerGroup
 
@@ -32,10 +33,35 @@ def ends_of(groups: Sequence[LayerGroup], row: int) -> Gives:
     return ends
 
 
+def own_bytes(groups: Sequence[LayerGroup], row: int) -> int | None:
+    """What a parked row holds, if all of it is the row's alone; else None.
+
+    Told without a look at extents, of which there are dozens: a plan asks this of a dozen rows.
+    What is pinned is counted as well, and passed over when it is to go.
+    """
+    num_bytes = 0
+    for group in groups:
+        pages = group.table.rows[row]
+        if pages.shared_end_page:  # A parked row's own memory is the device's: see `drop_spilled`.
+            return None
+        num_bytes += pages.num_pages * group.geometry.page_bytes
+    return num_bytes
+
+
+def check_own_bytes(groups: Sequence[LayerGroup], row: int) -> None:
+    """Hold `own_bytes` of a parked row against its extents; raise `InternalError` if it lies."""
+    told = own_bytes(groups, row)
+    mapped = [each.extent for group in groups for each in group.table.rows[row].mappings]
+    counted = sum(extent.num_bytes for extent in mapped if extent.is_freeable)
+    if told is not None and told != counted:
+        raise InternalError(f"row {row} tells {told} bytes of its own, its extents {counted}")
+
+
 def victim_of(
     gives: Callable[[], Gives],
     retire: Callable[[int], None],
     *,
+    freeable_bytes: int | None = None,
     last_used: int,
     num_hits: int = 0,
     num_prefix_tokens: int = 0,
@@ -45,6 +71,7 @@ def victim_of(
     Args:
         gives: Says what it could give up, as things are when it is called.
         retire: Retires what the row holds from so many tokens on.
+        freeable_bytes: What of that would become free; None if that is not known at sight.
         last_used: When it was parked, or last matched.
         num_hits: How often a sequence has started from it.
         num_prefix_tokens: Tokens of it that a new sequence could start from.
@@ -64,12 +91,14 @@ def victim_of(
     def give_up(extents: Collection[Extent]) -> None:
         retire(min(first_token for first_token, extent in gives() if extent in extents))
 
-    freeable_bytes, shared = 0, []
-    for _, extent in gives():
-        if extent.is_freeable:
-            freeable_bytes += extent.num_bytes
-        elif extent.is_of_budget and extent.num_live_mappings > 1:
-            shared.append(extent)
+    shared: list[Extent] = []
+    if freeable_bytes is None:
+        freeable_bytes = 0
+        for _, extent in gives():
+            if extent.is_freeable:
+                freeable_bytes += extent.num_bytes
+            elif extent.is_of_budget and extent.num_live_mappings > 1:
+                shared.append(extent)
     return Victim(
         last_used=last_used,
         freeable_bytes=freeable_bytes,

@@ -358,6 +358,11 @@ class ExtentPool:
             self._shelf(location).set_budget(budget_bytes)
 
     @property
+    def budget_bytes(self) -> int:
+        """What it may create on the device; see `set_budget`."""
+        return self._shelf(_DEVICE).budget_bytes
+
+    @property
     def available_bytes(self) -> int:
         """What `acquire` could still supply by the device's budget, free extents included."""
         with self.lock:  # Else it would miss what the lock's holder has in hands.
