@@ -218,9 +218,6 @@ class Scheduler:
             if samples
         ]
         is_cut = len(wanted) < len(chunks)  # A prompt goes on: the step was full.
-        if not is_cut and queue.has_free_slot:
-            # Whoever waits could have begun, and lacks more than a step's memory.
-            return wanted, 0, False
         first = queue.first_waiting
         if not is_cut and first is None:
             return wanted, 0, False

@@ -34,8 +34,8 @@ from .scheduler import Scheduler
 _LOG = logging.getLogger(__name__)
 #: How often a step is planned anew, with ever less memory, before a request has to fail.
 _ATTEMPTS_MAX = 12
-#: What waits for the device is ready after two steps. Where nothing was so many times running, it
-#: is tried once in so many steps: each time costs a look at all that could give way.
+#: What waits for the device is ready after two steps. Where not all was so many times running, it
+#: is tried once in so many steps for who is to begin: that costs a look at all that could give way.
 _TRIES_MAX = 8
 
 
@@ -256,15 +256,16 @@ class StepLoop:
     def _make_ready(self, chunks: Sequence[PlannedChunk]) -> None:
         """Have memory for the next steps lie ready while the device works on `chunks`."""
         is_ready, num_in_vain = False, self._num_in_vain
-        if num_in_vain < _TRIES_MAX or num_in_vain % _TRIES_MAX == 0:
-            try:
-                wanted, num_new, begins_empty = self._scheduler.upcoming(chunks, self._view)
-                is_ready = self._view.make_ready(wanted, num_new, begins_empty=begins_empty)
-            except DriverError:
-                # Nobody lacks anything yet, and nobody has lost anything. Whether a request ends
-                # with it is for the growth to say that cannot do without, which tries again.
-                _LOG.debug("no memory could be made ready", exc_info=True)
-        self._num_in_vain = 0 if is_ready else num_in_vain + 1
+        is_tried = num_in_vain < _TRIES_MAX or num_in_vain % _TRIES_MAX == 0
+        try:
+            wanted, num_new, begins_empty = self._scheduler.upcoming(chunks, self._view)
+            num_new = num_new if is_tried else 0
+            is_ready = self._view.make_ready(wanted, num_new, begins_empty=begins_empty)
+        except DriverError:
+            # Nobody lacks anything yet, and nobody has lost anything. Whether a request ends
+            # with it is for the growth to say that cannot do without, which tries again.
+            _LOG.debug("no memory could be made ready", exc_info=True)
+        self._num_in_vain = 0 if is_ready and is_tried else num_in_vain + 1
 
     def _give_up(self, plan: StepPlan, chunks: Sequence[PlannedChunk]) -> None:
         """A plan could not be carried out: who was to begin waits again."""
