@@ -33,23 +33,23 @@ class Target(NamedTuple):
 def grow(space: RowSpace, wanted: Iterable[tuple[LiveRow, int]]) -> None:
     """See `KVCache.grow`."""
     space.check_open()
-    targets = list(wanted)
+    targets, max_tokens = list(wanted), space.max_tokens
     for sequence, num_tokens in targets:
         sequence.check_open()
         if sequence.cache is not space:
             raise ConfigError(f"{sequence} is of another cache")
-        if num_tokens > space.max_tokens:
+        if num_tokens > max_tokens:
             raise SequenceFullError(
                 f"the sequence in row {sequence.row} would hold {num_tokens} tokens; rows of this "
-                f"cache end at max_tokens={space.max_tokens}: make it with a larger one",
-                max_tokens=space.max_tokens,
+                f"cache end at max_tokens={max_tokens}: make it with a larger one",
+                max_tokens=max_tokens,
             )
     space.note_stream()
     short = space.short(targets)
     if short:
         _make_writable(space, _longest(short), targets)
     if not space.keeps_past:
-        retire_behind_windows(space, [sequence for sequence, _ in targets])
+        retire_behind_windows(space, (sequence for sequence, _ in targets))
     for sequence, num_tokens in targets:
         if num_tokens > sequence.num_tokens:
             sequence.num_tokens = num_tokens

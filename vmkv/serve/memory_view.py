@@ -97,12 +97,11 @@ class MemoryView:
         Raises:
             OutOfPagesError, DriverError: None has changed.
         """
-        targets = list(wanted)
-        next_step = self._num_steps + 1
-        for request_id, _ in targets:  # First: where growing fails, it may have copied already.
-            self._last_steps[request_id] = next_step
+        targets, sequences = list(wanted), self._sequences
+        # First: where growing fails, it may have copied already.
+        self._last_steps.update(dict.fromkeys([each for each, _ in targets], self._num_steps + 1))
         try:
-            self.cache.grow([(self._sequences[each], to) for each, to in targets])
+            self.cache.grow([(sequences[each], to) for each, to in targets])
         except BaseException:
             self._room_tokens.clear()
             raise
@@ -315,7 +314,7 @@ class MemoryView:
     @property
     def total_pages(self) -> int:
         """See `CacheView`."""
-        return self.cache.pool.stats().budget_bytes // self.page_bytes
+        return self.cache.pool.budget_bytes // self.page_bytes
 
     def free_pages(self) -> int:
         """See `CacheView`."""

@@ -11,6 +11,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from ..errors import ConfigError, shown
@@ -132,7 +133,7 @@ class SamplingParams:
             or self.frequency_penalty != 0
         )
 
-    @property
+    @cached_property
     def needs_host_tokens(self) -> bool:
         """Whether the next token cannot be computed before the host has seen the last one."""
         return bool(self.logits_processors)

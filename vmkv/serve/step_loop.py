@@ -251,7 +251,7 @@ class StepLoop:
             actual = num_past[chunks[at].request_id]
             if actual != chunks[at].num_past_tokens:
                 chunks[at] = self._scheduler.rebase(chunks[at], actual)
-        view.grow([(request_id, past + new) for request_id, _, past, new, *_ in chunks])
+        view.grow([(request_id, past + new) for request_id, _, past, new, _, _ in chunks])
 
     def _make_ready(self, chunks: Sequence[PlannedChunk]) -> None:
         """Have memory for the next steps lie ready while the device works on `chunks`."""
