@@ -7,7 +7,7 @@ create others and map these is to pay the driver for what is in its place alread
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Set
 from itertools import islice
 
 from ..memory import LeastRecentlyUsed
@@ -31,15 +31,11 @@ def choose_row(space: RowSpace, num_tokens: int) -> int:
 
     Cost: a look at each parked row, and at the extents of a few where memory is short.
     """
-    giving_way = _giving_way(space, num_tokens)
-
-    def is_wanted(row: int) -> bool:
-        return row not in giving_way and space.prefixes.has_recorded(row)
-
-    return space.rows.choose(num_tokens, space.adoptable_tokens, is_wanted)
+    wanted = space.prefixes.recorded - _giving_way(space, num_tokens)
+    return space.rows.choose(num_tokens, space.adoptable_tokens, wanted)
 
 
-def _giving_way(space: RowSpace, num_tokens: int) -> Collection[int]:
+def _giving_way(space: RowSpace, num_tokens: int) -> Set[int]:
     """The parked rows that eviction would take for a sequence of so many tokens, the first ones.
 
     None where caches share the pool: whose rows go first then, eviction says.
@@ -52,7 +48,7 @@ def _giving_way(space: RowSpace, num_tokens: int) -> Collection[int]:
         pages = geometry.pages_for(min(end_tokens, geometry.row_tokens))
         missing_bytes += pages * geometry.page_bytes
     if missing_bytes <= 0 or not pool.pressure.is_of(space.victims):
-        return ()
+        return frozenset()
     found: set[int] = set()
     for row in _first_to_go(space):
         num_kept = space.resident_tokens(row)

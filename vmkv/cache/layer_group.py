@@ -194,10 +194,10 @@ class LayerGroup:
         pages = self.table.rows[row]
         if pages.first_page:
             return 0
-        shared_end = pages.shared_end_page
-        for mapping in self.table.overlapping(row, 0, shared_end):
-            if mapping.extent.is_shared:
-                return self.token_at(mapping.first_page)
+        if pages.shared_end_page:  # Else nothing is shared: every newcomer asks many rows.
+            for mapping in self.table.overlapping(row, 0, pages.shared_end_page):
+                if mapping.extent.is_shared:
+                    return self.token_at(mapping.first_page)
         return self.resident_tokens(row)
 
     def token_at(self, page: int) -> int:

@@ -21,7 +21,7 @@ import ctypes
 import hashlib
 import sys
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -232,9 +232,10 @@ class PrefixIndex:
         content = self._contents.get(row)
         return 0 if content is None else content.num_tokens
 
-    def has_recorded(self, row: int) -> bool:
-        """Whether that is any."""
-        return row in self._contents  # Without tokens nothing is kept there.
+    @property
+    def recorded(self) -> Set[int]:
+        """The rows of which that is any."""
+        return self._contents.keys()  # Without tokens nothing is kept there.
 
     def token_ids(self, row: int) -> list[int]:
         """The tokens that `row` is known to hold."""

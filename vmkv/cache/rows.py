@@ -11,7 +11,7 @@ holds a *prefix* others may want is adopted by a stranger last.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 
 from ..errors import ConfigError, OutOfAddressSpaceError
 
@@ -60,18 +60,18 @@ class Rows:
         self,
         num_tokens: int,
         adoptable_tokens: Callable[[int], int],
-        has_prefix: Callable[[int], int | bool] = lambda row: False,
+        with_prefix: Container[int] = (),
     ) -> int:
         """The row for a sequence of about `num_tokens` that starts from nothing, not taken yet.
 
-        Of the parked rows that hold no prefix, the smallest that is large enough, else the
+        Of the parked rows that are not `with_prefix`, the smallest that is large enough, else the
         largest, which then grows; else the first empty one; else the one whose prefix was used
         longest ago.
 
         Raises:
             OutOfAddressSpaceError: Every row is live.
         """
-        plain = [row for row in self._parked if not has_prefix(row)]
+        plain = [row for row in self._parked if row not in with_prefix]
         sizes = {row: adoptable_tokens(row) for row in plain}
         fitting = [row for row in plain if sizes[row] >= max(1, num_tokens)]
         if fitting:

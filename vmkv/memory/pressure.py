@@ -10,15 +10,13 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 from weakref import WeakMethod
 
 from .extent import Extent
 
 
-@dataclass(frozen=True)
-class Victim:
+class Victim(NamedTuple):
     """Memory that could be given back.
 
     Its facts are those of the moment it was named at; `evict` looks again, since those before it
