@@ -57,6 +57,7 @@ class Running:
         watch: What the engine did.
         model: The model.
         server: What serves it.
+        clients: Closes every client before the server ends.
     """
 
     url: str
@@ -65,6 +66,7 @@ class Running:
     watch: Watch
     model: Any
     server: Server
+    clients: contextlib.ExitStack
 
     @property
     def service(self) -> Service:
@@ -93,7 +95,7 @@ class Running:
         """OpenAI's client, one of its own, that never tries twice."""
         openai = pytest.importorskip("openai")
         options = {"api_key": "none", "max_retries": 0, "timeout": 60, **options}
-        return openai.OpenAI(base_url=f"{self.url}/v1", **options)
+        return self.clients.enter_context(openai.OpenAI(base_url=f"{self.url}/v1", **options))
 
 
 @contextlib.contextmanager
@@ -119,7 +121,8 @@ def running(
         metrics,
     )
     with serving(app, drain_timeout_s) as (url, server):
-        yield Running(url, app, engine, watch, tiny_llama(), server)
+        with contextlib.ExitStack() as clients:
+            yield Running(url, app, engine, watch, tiny_llama(), server, clients)
         watch.wait(lambda: len(watch.finished) == len(watch.added), "the end of every request")
         if not engine.cache.is_closed:
             engine.cache.check()
