@@ -73,7 +73,10 @@ class PageTable:
 
     def overlapping(self, row: int, first_page: int, end_page: int) -> list[Mapping]:
         """The mappings of `row` that reach into `[first_page, end_page)`, in order."""
-        mappings = self.rows[row].mappings
+        pages = self.rows[row]
+        mappings = pages.mappings
+        if not mappings or (first_page <= mappings[0].first_page and pages.end_page <= end_page):
+            return list(mappings)
         # The last that does not begin behind `first_page`: the others before end before it, too.
         start = max(0, bisect_right(mappings, first_page, key=_FIRST_PAGE) - 1)
         end = bisect_left(mappings, end_page, start, key=_FIRST_PAGE)
