@@ -200,6 +200,7 @@ class KVCache(RowSpace):
 
         Cost: a copy of what the beams have written since they parted; the first time, extents
             are mapped instead of copied, which waits for the device once.
+        Ordering: behind what the current stream and others were given so far.
         """
         reorder(self, sequences, sources)
 

@@ -31,6 +31,7 @@ def reorder(space: RowSpace, beams: Sequence[LiveRow], sources: Sequence[int]) -
         return
     space.note_stream()
     pool, stream, num_tokens = space.pool, space.current_stream(), beams[0].num_tokens
+    pool.backend.join_streams(stream)
     tenants = {beam.row: beam.tenant for beam in beams}
     moves = [
         move for group in space.groups for move in _plan(space, group, rows, num_tokens, tenants)

@@ -146,7 +146,8 @@ class Sequence:
             DriverError: Likewise; or, if the last steps failed, it is moving or swapped out. It is
                 whole in any case, and `swap_in` brings it back.
 
-        Ordering: behind what the current stream was given so far, beside what it is given next.
+        Ordering: behind what the current stream and others were given so far, beside what they
+            are given next.
         """
         self.check_open()
         transfer = self._transfer = begin_swap_out(self)
@@ -188,6 +189,7 @@ class Sequence:
             In every case the sequence is as it was.
 
         Cost: a copy over the bus and a wait for the device.
+        Ordering: behind what the current stream and others were given so far.
         """
         self.check_open()
         return spill(self, _checked(num_bytes))

@@ -71,6 +71,8 @@ def _relocate(space: RowSpace, sequence: LiveRow, chosen: _Chosen, location: Mem
     space.note_stream()
     if not chosen:
         return 0
+    stream = space.current_stream()
+    space.pool.backend.join_streams(stream)
     changes = [
         RowChange(
             group.table,
@@ -87,5 +89,5 @@ def _relocate(space: RowSpace, sequence: LiveRow, chosen: _Chosen, location: Mem
     reads = [mapping for _, mapping in chosen]
     moved_bytes = sum(mapping.extent.num_bytes for mapping in reads)
     with change(space.pool, changes, reads=reads, acquire=acquire) as made:
-        made.map(space.current_stream())
+        made.map(stream)
     return moved_bytes

@@ -228,7 +228,7 @@ def begin_swap_out(sequence: LiveRow) -> Transfer:
         swapped = Swapped(sequence.row, moved, staging)
         try:
             side = space.side_stream()
-            backend.stream_wait(side, space.current_stream())
+            backend.join_streams(side)
             for each in moved:
                 placement = Placement(0, each.staging_page, [each.extent])
                 backend.execute(staging.ops_to_map(placement, Access.READ_WRITE))
