@@ -1,66 +1,220 @@
-"""Several streams: whatever copies what rows hold waits for all of them first."""
+"""Several streams: what is copied, or written over, waits for what others were given before.
+
+Played on a device that does what each stream was told as late as it may, and draws whose turn it
+is. A wait that is missing shows in one draw or another, as content that is another's.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.device import Device
+from helpers.pool_play import PAGE, add_layers, cost_model
+from helpers.stamped_rows import History, StampedRows
 from helpers.stamps import append
 
-from vmkv import ExtentPool, HostBackend, KVCache, Sequence
-from vmkv.cache.cost import CostModel
-from vmkv.units import KiB
+from vmkv import ExtentPool, KVCache, Sequence
 
-PAGE = 4 * KiB
-COPIES = CostModel(map_us=1e9)
-
-
-@pytest.fixture
-def beams(host: HostBackend, make_cache: Callable[..., KVCache]) -> list[Sequence]:
-    """Two sequences of ten tokens in a cache that may use host memory."""
-    pool = ExtentPool(
-        host, 64 * PAGE, host_budget_bytes=64 * PAGE, page_bytes=PAGE, close_when_unused=True
-    )
-    cache = make_cache(pool, cost_model=COPIES)
-    beams = [cache.open(), cache.open()]
-    for beam in beams:
-        append(beam, range(10))
-    return beams
+#: Numbers that no new stream gets.
+_FIRST, _SECOND, _THIRD = 101, 201, 301
+_ALIASES, _COPIES = 0, 1000  # From how many pages on an extent is mapped again.
 
 
-@pytest.mark.parametrize(
-    "copy",
-    [
-        lambda beams, path: beams[0].fork(),
-        lambda beams, path: beams[0].cache.reorder(beams, [1, 0]),
-        lambda beams, path: beams[0].swap_out(),
-        lambda beams, path: beams[0].swap_out(wait=False),
-        lambda beams, path: beams[0].spill(PAGE),
-        lambda beams, path: beams[0].save(path),
-    ],
-    ids=["fork", "reorder", "swap out", "begin to swap out", "spill", "save"],
-)
-def test_copies_wait_for_every_stream(
-    beams: list[Sequence],
-    copy: Callable[[list[Sequence], Path], Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+class _Play:
+    """A cache of one group, an eighth of a page a token, on a late device."""
+
+    def __init__(self, seed: int, alias_pages: int):
+        self.device = Device(PAGE, is_late=True, seed=seed)
+        pool = ExtentPool(
+            self.device, 100 * PAGE, host_budget_bytes=100 * PAGE, close_when_unused=True
+        )
+        self.cache = KVCache(
+            pool, max_tokens=96, max_sequences=3, cost_model=cost_model(alias_pages)
+        )
+        add_layers(self.cache, 0, 1, 32, None)
+        self.cache.current_stream = self.device.current_stream
+        self.rows = StampedRows(self.cache, self.device)
+        self.histories: dict[Sequence, History] = {}
+        self.kept: list[object] = []
+
+    def on(self, stream: int) -> None:
+        """From now on the current stream is another one."""
+        self.device.stream = stream
+
+    def open(self, num_tokens: int, first: int = 0) -> Sequence:
+        sequence = self.cache.open()
+        self.histories[sequence] = History()
+        self.write(sequence, num_tokens, first)
+        return sequence
+
+    def write(self, sequence: Sequence, num_tokens: int, first: int = 0) -> None:
+        """Append tokens, and have the current stream write them."""
+        start = sequence.num_tokens
+        before = self.histories[sequence].tokens[:start]
+        known = History([*before, *range(first, first + num_tokens)])
+        sequence.append(num_tokens)
+        claim = self.rows.claim("a kernel", sequence.row, start, len(known))
+        row = sequence.row
+        self.device.submit(lambda: self.rows.write("a kernel", row, known, start, claim))
+        self.histories[sequence] = known
+
+    def read(self, sequence: Sequence) -> None:
+        """Have the current stream look at all that a sequence holds."""
+        row, known = sequence.row, self.histories[sequence]
+        self.device.submit(lambda: self.rows.compare("a kernel", row, known, [0]))
+
+    def close(self) -> None:
+        self.device.run_some()
+        for sequence in self.cache.live_sequences():
+            sequence.close()
+        self.rows.close()
+        self.device.close()
+
+
+@pytest.fixture(params=range(6))
+def make_play(request: pytest.FixtureRequest) -> Iterator[Callable[[int], _Play]]:
+    """Makes a play, whose draws differ from one parameter to the next."""
+    with ExitStack() as stack:
+
+        def make(alias_pages: int) -> _Play:
+            play = _Play(request.param, alias_pages)
+            stack.callback(play.close)
+            return play
+
+        yield make
+
+
+@pytest.mark.parametrize("alias_pages", [_ALIASES, _COPIES], ids=["alias", "copy"])
+def test_fork_of_what_another_stream_writes(
+    make_play: Callable[[int], _Play], alias_pages: int
 ) -> None:
-    """On another stream somebody may be writing what is read, or reading what is overwritten."""
-    backend = beams[0].cache.pool.backend
+    play = make_play(alias_pages)
+    play.on(_FIRST)
+    source = play.open(30)
+    play.on(_SECOND)
+    fork = source.fork()
+    play.histories[fork] = play.histories[source]
+    play.read(fork)
+
+
+@pytest.mark.parametrize("alias_pages", [_ALIASES, _COPIES], ids=["alias", "copy"])
+def test_source_writes_over_what_another_stream_forks(
+    make_play: Callable[[int], _Play], alias_pages: int
+) -> None:
+    """As who forks by a prompt's beginning does, whom the source's owner does not know."""
+    play = make_play(alias_pages)
+    play.on(_FIRST)
+    source = play.open(30)
+    play.on(_SECOND)
+    fork = source.fork()
+    play.histories[fork] = play.histories[source]
+    play.on(_FIRST)
+    source.truncate(5)
+    play.write(source, 25, first=100)
+    play.read(source)
+    play.on(_SECOND)
+    play.read(fork)
+
+
+def test_source_writes_over_what_a_fork_that_ended_read(make_play: Callable[[int], _Play]) -> None:
+    play = make_play(_ALIASES)
+    play.on(_FIRST)
+    source = play.open(32)
+    play.on(_SECOND)
+    fork = source.fork()
+    play.histories[fork] = play.histories[source]
+    play.on(_FIRST)
+    source.truncate(5)
+    play.on(_SECOND)
+    play.read(fork)
+    fork.close()
+    play.on(_FIRST)
+    with play.cache.pool.lock:
+        play.cache.retire_parked(fork.row, 0)  # It gives way, which waits for nothing.
+    play.write(source, 25, first=100)
+    play.read(source)
+
+
+def test_newcomer_in_a_row_that_another_stream_reads(make_play: Callable[[int], _Play]) -> None:
+    play = make_play(_COPIES)
+    play.on(_FIRST)
+    first = play.open(30)
+    play.read(first)
+    first.close()
+    play.on(_SECOND)
+    play.read(play.open(30, first=100))
+
+
+@pytest.mark.parametrize("alias_pages", [_ALIASES, _COPIES], ids=["alias", "copy"])
+def test_beams_that_other_streams_write_are_reordered(
+    make_play: Callable[[int], _Play], alias_pages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reorder = sys.modules["vmkv.cache.reorder"]
+    through_buffer = reorder._through_buffer
+
+    def kept(*args: Any) -> Any:
+        copies, buffer = through_buffer(*args)
+        play.kept.append(buffer)  # As torch keeps those of a GPU until the copies are through.
+        return copies, buffer
+
+    monkeypatch.setattr(reorder, "_through_buffer", kept)
+    play = make_play(alias_pages)
+    beams = []
+    for stream in (_FIRST, _SECOND):
+        play.on(stream)
+        beams.append(play.open(30, first=stream))
+        play.read(beams[-1])
+    play.on(_THIRD)
+    play.cache.reorder(beams, [1, 0])
+    first, second = beams
+    play.histories |= {first: play.histories[second], second: play.histories[first]}
+    for beam in beams:
+        play.read(beam)
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_swap_of_what_another_stream_writes(make_play: Callable[[int], _Play], wait: bool) -> None:
+    play = make_play(_COPIES)
+    play.on(_FIRST)
+    sequence = play.open(30)
+    play.on(_SECOND)
+    transfer = sequence.swap_out(wait=wait)
+    if transfer is not None:
+        transfer.finish()
+    play.open(30, first=100)  # Takes the memory that was freed.
+    sequence.swap_in()
+    play.read(sequence)
+
+
+def test_spilling_what_another_stream_writes(make_play: Callable[[int], _Play]) -> None:
+    play = make_play(_COPIES)
+    play.on(_FIRST)
+    sequence = play.open(10)
+    for _ in range(5):
+        play.write(sequence, 10)
+    play.on(_SECOND)
+    assert sequence.spill(PAGE)
+    play.read(sequence)
+    play.on(_FIRST)
+    play.read(sequence)
+    play.on(_SECOND)
+    assert sequence.unspill()
+    play.read(sequence)
+
+
+def test_saving_waits_for_every_stream(
+    cache: KVCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is written to a file is read from the host's memory, which is never late."""
     joined: list[int] = []
-    copied: list[int] = []
-    copy_many = backend.copy_many
-
-    def noted(ops: Any, stream: int) -> None:
-        if ops:
-            assert stream in joined, f"a copy on stream {stream}, which has not joined the others"
-            copied.append(stream)
-        copy_many(ops, stream)
-
-    monkeypatch.setattr(backend, "join_streams", joined.append)
-    monkeypatch.setattr(backend, "copy_many", noted)
-    copy(beams, tmp_path / "saved")
-    assert copied
+    monkeypatch.setattr(cache.pool.backend, "join_streams", joined.append)
+    sequence = cache.open(10)
+    append(sequence, range(10))
+    joined.clear()
+    sequence.save(tmp_path / "saved")
+    assert [cache.current_stream()] == joined

@@ -1,16 +1,19 @@
 """A device on the host that can be late, and that knows what its memory management unit permits.
 
 `HostBackend` carries everything out at once, so nothing is ever under way when memory is taken
-back, and what touches memory that is not there ends the process. `Device` does what it is told in
-the order in which it was told, copies and fills included, but as late as it may: when somebody
-waits for a fence, or for a step's result. And it looks before it touches: where a GPU would stop
-with an illegal access, it raises `IllegalAccessError`, which a test can report and shrink.
+back, and what touches memory that is not there ends the process. `Device` does what it is told as
+late as it may, copies and fills included: when somebody waits for a fence, or for a step's result.
+What one stream is told it does in order; which of two streams is first is drawn, unless one was
+told to wait for the other. And it looks before it touches: where a GPU would stop with an illegal
+access, it raises `IllegalAccessError`, which a test can report and shrink.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import random
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from vmkv import HostBackend, _native
 from vmkv.backend import Access, AccessOp, CopyOp, Fence, MapOp, Op
@@ -25,77 +28,149 @@ class IllegalAccessError(AssertionError):
     """Work touched memory that is not mapped, or wrote where it may only read."""
 
 
-class QueueFence(Fence):
-    """A point in a device's queue."""
+class Place(NamedTuple):
+    """A piece of work: the `number`-th of a stream, from 1 on."""
 
-    def __init__(self, device: Device, end: int):
+    stream: int
+    number: int
+
+
+class _Stream:
+    """What one stream was told, as far as it has not run, and how much has."""
+
+    def __init__(self) -> None:
+        self.works: deque[Callable[[], None]] = deque()
+        self.num_done = 0
+
+    @property
+    def num_submitted(self) -> int:
+        return self.num_done + len(self.works)
+
+
+class QueueFence(Fence):
+    """A point in each of a device's streams."""
+
+    def __init__(self, device: Device, ends: list[Place]):
         self._device = device
-        self._end = end
+        self._ends = ends
 
     def has_passed(self) -> bool:
-        return self._device.num_done >= self._end
+        return all(map(self._device.has_done, self._ends))
 
     def wait(self) -> None:
-        self._device.run_until(self._end)
+        self._device.run_until(*self._ends)
 
 
 class Device(HostBackend):
-    """A host backend with one queue of work.
+    """A host backend with streams of work.
 
     Args:
         granularity_bytes: See `HostBackend`.
-        is_late: Work waits in the queue until somebody waits for it. Otherwise it runs at once.
+        is_late: Work waits in its stream until somebody waits for it. Otherwise it runs at once.
+        seed: Of the draws.
 
     Attributes:
-        num_submitted: Pieces of work so far.
-        num_done: Those of them that have run.
+        stream: The one that callers work on now; what a cache over it must say is current.
+        num_done: Pieces of work that have run, of all streams.
         violations: What went wrong, in words; whoever caught the error, it is here as well.
     """
 
-    def __init__(self, granularity_bytes: int, *, is_late: bool):
+    def __init__(self, granularity_bytes: int, *, is_late: bool, seed: int = 0):
         super().__init__(granularity_bytes)
         self._is_late = is_late
-        self._queue: deque[Callable[[], None]] = deque()
+        self._streams: defaultdict[int, _Stream] = defaultdict(_Stream)
+        self._noted: set[int] = set()
+        self._draw = random.Random(seed)
         # Of each mapped page, the handle behind it and what may be done there.
         self._pages: dict[int, tuple[int, Access]] = {}
         self._arena = self._next_address = _native.host_reserve(_ARENA_BYTES, granularity_bytes)
-        self.num_submitted = 0
+        self.stream = 0
         self.num_done = 0
         self.violations: list[str] = []
 
-    # ---- the queue ------------------------------------------------------------------------
+    # ---- streams --------------------------------------------------------------------------
 
-    def submit(self, work: Callable[[], None]) -> int:
-        """Have `work` done after all that was submitted before; returns its place."""
-        self.num_submitted += 1
-        self._queue.append(work)
+    def current_stream(self) -> int:
+        return self.stream
+
+    def submit(self, work: Callable[[], None], stream: int | None = None) -> Place:
+        """Have `work` done after all that a stream, or the current one, was given before."""
+        stream = self.stream if stream is None else stream
+        self._streams[stream].works.append(work)
+        place = self._end_of(stream)
         if not self._is_late:
-            self.run_until(self.num_submitted)
-        return self.num_submitted
+            self.run_until(place)
+        return place
 
-    def run_until(self, place: int) -> None:
-        """Do everything up to `place`."""
-        while self.num_done < place:
-            self.num_done += 1  # First: what fails is over as well.
-            self._queue.popleft()()
+    def has_done(self, place: Place) -> bool:
+        return self._streams[place.stream].num_done >= place.number
+
+    def run_until(self, *places: Place) -> None:
+        """Do all up to these places, and what that has to wait for."""
+        for place in self._draw.sample(places, len(places)):
+            while not self.has_done(place):
+                self._run_next(place.stream)
+
+    def run_some(self, num_works: int | None = None) -> None:
+        """Do some of what is left, or all of it."""
+        while num_works is None or num_works > 0:
+            busy = [stream for stream, each in self._streams.items() if each.works]
+            if not busy:
+                break
+            self._run_next(self._draw.choice(busy))
+            num_works = None if num_works is None else num_works - 1
+
+    def _run_next(self, stream: int) -> None:
+        self.num_done += 1  # First: what fails is over as well.
+        its = self._streams[stream]
+        work = its.works.popleft()
+        its.num_done += 1
+        work()
+
+    def _end_of(self, stream: int) -> Place:
+        return Place(stream, self._streams[stream].num_submitted)
+
+    def note_stream(self, stream: int) -> None:
+        self._noted.add(stream)
 
     def record_fence(self) -> Fence:
         self.calls["record_fence"] += 1
-        return QueueFence(self, self.num_submitted)
+        return QueueFence(self, [self._end_of(stream) for stream in sorted(self._noted)])
+
+    def join_streams(self, stream: int) -> None:
+        for other in sorted(self._noted - {stream}):
+            self._wait_for(stream, other)
+
+    def stream_wait(self, stream: int, other: int) -> None:
+        super().stream_wait(stream, other)
+        self._wait_for(stream, other)
+
+    def _wait_for(self, stream: int, other: int) -> None:
+        place = self._end_of(other)
+        if not self.has_done(place):
+            self.submit(lambda: self.run_until(place), stream)
+
+    def new_stream(self) -> int:
+        stream = super().new_stream()
+        self.note_stream(stream)
+        return stream
 
     def stream_destroy(self, stream: int) -> None:
-        self.run_until(self.num_submitted)
+        self.run_until(self._end_of(stream))
         super().stream_destroy(stream)
+        self._noted.discard(stream)
+
+    # ---- data -----------------------------------------------------------------------------
 
     def copy(self, destination: Address, source: Address, num_bytes: int, stream: int) -> None:
-        self.submit(lambda: self._copy_now(destination, source, num_bytes, stream))
+        self.submit(lambda: self._copy_now(destination, source, num_bytes, stream), stream)
 
     def copy_many(self, ops: Sequence[CopyOp], stream: int) -> None:
         for op in ops:
             self.copy(op.destination, op.source, op.num_bytes, stream)
 
     def fill(self, address: Address, num_bytes: int, byte: int, stream: int) -> None:
-        self.submit(lambda: self._fill_now(address, num_bytes, byte, stream))
+        self.submit(lambda: self._fill_now(address, num_bytes, byte, stream), stream)
 
     def _copy_now(self, destination: int, source: int, num_bytes: int, stream: int) -> None:
         self.check_access("a copy reads", source, num_bytes, Access.READ)
@@ -133,7 +208,7 @@ class Device(HostBackend):
 
     def close(self) -> None:
         """Free the arena, whatever is in it: where a test has failed, nothing touches it again."""
-        self._queue.clear()
+        self._streams.clear()
         if self._arena:
             _native.host_free(self._arena, _ARENA_BYTES)
             self._arena = 0
@@ -161,11 +236,13 @@ class Device(HostBackend):
         ]
 
     def check_access(self, what: str, address: int, num_bytes: int, access: Access) -> None:
-        """Raise where the range cannot be accessed so.
+        """Raise where the range cannot be accessed so, if it is the device's to give out.
 
         Raises:
             IllegalAccessError: It is in `violations` as well.
         """
+        if not self._arena <= address < self._arena + _ARENA_BYTES:
+            return  # Torch's own.
         first = address - address % self.granularity_bytes
         for page in range(first, address + num_bytes, self.granularity_bytes):
             held = self._pages.get(page)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -27,7 +28,9 @@ from vmkv.serve.preemption import PreemptionCosts
 #: More steps than a token takes, computed again after a few preemptions and all.
 _STEPS_PER_TOKEN_MAX = 10
 _SAID_MAX = 60
-_GUESTS_MAX = 2
+#: Guests work beside the engine and each other, and what looks at content beside all.
+_GUESTS_STREAMS = ((1 << 20) + 1, (1 << 20) + 2)
+_CHECKS_STREAM = (1 << 20) + 3
 
 
 @dataclass(frozen=True)
@@ -121,6 +124,7 @@ class EnginePlay(PoolPlay):
             self.abandon()
             raise
         self.cache = self.engine.cache
+        self.device.note_stream(_CHECKS_STREAM)
         self.guests: list[Guest] = []
         self.asked: list[Asked] = []
         self.said: list[list[int]] = []
@@ -142,6 +146,7 @@ class EnginePlay(PoolPlay):
                 first = at * shape.layers_per_group
                 add_layers(cache, first, shape.layers_per_group, shape.head_dim, window)
             cache.keep_resident(shape.overread_tokens)
+            cache.current_stream = self.device.current_stream
             made["rows"] = StampedRows(cache, self.device, UNDERREAD_TOKENS)
             return made["rows"]
 
@@ -259,13 +264,14 @@ class EnginePlay(PoolPlay):
 
     def guest_open(self, prompt: list[int]) -> None:
         """Somebody opens a sequence beside the engine's."""
-        if len(self.guests) < _GUESTS_MAX:
-            with self._doing(f"guest_open({prompt})"):
+        stream = self._idle_stream()
+        if stream is not None:
+            with self._doing(f"guest_open({prompt})", stream):
                 try:
                     sequence = self.cache.open(prompt=prompt)
                 except CapacityError:
                     return
-                guest = Guest(sequence, History(prompt[: sequence.num_tokens]))
+                guest = Guest(sequence, History(prompt[: sequence.num_tokens]), stream)
                 self.guests.append(guest)
                 self._guest_write(guest, prompt[sequence.num_tokens :])
 
@@ -273,27 +279,40 @@ class EnginePlay(PoolPlay):
         """It grows, and says so."""
         guest = self._guest(pick)
         if guest is not None and guest.sequence.is_resident:
-            with self._doing(f"guest_append({pick}, {num_tokens})"):
+            with self._doing(f"guest_append({pick}, {num_tokens})", guest.stream):
                 self._guest_write(guest, [1 + at % (VOCABULARY - 1) for at in range(num_tokens)])
 
-    def guest_fork(self, pick: int, num_tokens: int) -> None:
-        """It is forked, where its memory is there."""
+    def guest_truncate(self, pick: int, num_tokens: int) -> None:
+        """It goes back, and will write other tokens where some were."""
         guest = self._guest(pick)
-        if guest is not None and len(self.guests) < _GUESTS_MAX:
+        if guest is not None and guest.sequence.is_resident:
+            num_tokens = min(num_tokens, len(guest.history))
+            with self._doing(f"guest_truncate({pick}, {num_tokens})", guest.stream):
+                try:
+                    guest.sequence.truncate(num_tokens)
+                except ConfigError:
+                    return  # A window has passed.
+                guest.history = History(guest.history.tokens[:num_tokens])
+
+    def guest_fork(self, pick: int, num_tokens: int) -> None:
+        """It is forked, where its memory is there, on another stream than its own."""
+        guest, stream = self._guest(pick), self._idle_stream()
+        if guest is not None and stream is not None:
             tokens = guest.history.tokens[:num_tokens]
-            with self._doing(f"guest_fork({pick}, {num_tokens})"):
+            with self._doing(f"guest_fork({pick}, {num_tokens})", stream):
                 try:
                     fork = guest.sequence.fork(len(tokens))
                 except (CapacityError, ConfigError):
                     return
-                self.guests.append(Guest(fork, History(tokens)))
+                self.guests.append(Guest(fork, History(tokens), stream))
 
     def guest_swap(self, pick: int, wait: bool) -> None:
-        """It goes to host memory, or comes back; or it stops on its way."""
+        """It goes to host memory, on any stream, or comes back; or it stops on its way."""
         guest = self._guest(pick)
         if guest is not None:
             sequence = guest.sequence
-            with self._doing(f"guest_swap({pick}, {wait})"):
+            stream = 0 if sequence.is_resident else guest.stream
+            with self._doing(f"guest_swap({pick}, {wait})", stream):
                 try:
                     if sequence.is_resident:
                         sequence.swap_out(wait=wait)
@@ -311,6 +330,10 @@ class EnginePlay(PoolPlay):
             with self._doing(f"guest_close({pick})"):
                 guest.sequence.close()
                 self.guests.remove(guest)
+
+    def _idle_stream(self) -> int | None:
+        busy = [guest.stream for guest in self.guests]
+        return next((each for each in _GUESTS_STREAMS if each not in busy), None)
 
     def _guest(self, pick: int) -> Guest | None:
         return self.guests[pick % len(self.guests)] if self.guests else None
@@ -387,25 +410,34 @@ class EnginePlay(PoolPlay):
             assert had_mishap, f"{asked.handle} ended by {error!r}"
 
     def _check_recorded(self) -> None:
-        """Whatever can be found as a prefix is what it says, in live rows and parked ones."""
+        """Whatever can be found as a prefix is what it says, in live rows and parked ones.
+
+        Of live rows on the stream that works on them, of others behind all streams.
+        """
+        self.device.join_streams(_CHECKS_STREAM)
+        streams = {guest.sequence.row: guest.stream for guest in self.guests}
         for row in range(self.cache.max_sequences):
             tokens = self.cache.prefixes.token_ids(row)
             sequence = self.cache.live.get(row)
             if not tokens or (sequence is not None and sequence.swapped is not None):
                 continue
-            self._check_prefix(row, tokens, sequence)
+            stream = _CHECKS_STREAM if sequence is None else streams.get(row, 0)
+            self._check_prefix(row, tokens, sequence, stream)
         for guest in self.guests:
             if guest.sequence.is_resident:
-                row, tokens = guest.sequence.row, guest.history.tokens
-                self._check_row("a guest", row, tokens, self.rows.firsts_mapped(row, len(tokens)))
+                self._check_guest(guest)
 
-    def _check_row(self, what: str, row: int, tokens: list[int], firsts: list[int]) -> None:
-        """In the order of the device's work, so that what is under way counts as done."""
-        history = History(tokens)
+    def _check_guest(self, guest: Guest) -> None:
+        """In the order of its stream's work, so that what is under way counts as done."""
+        row, history = guest.sequence.row, History(guest.history.tokens)
+        firsts = self.rows.firsts_mapped(row, len(history))
         with noted():
-            self.device.submit(lambda: self.rows.compare(what, row, history, firsts))
+            work = partial(self.rows.compare, "a guest", row, history, firsts)
+            self.device.submit(work, guest.stream)
 
-    def _check_prefix(self, row: int, tokens: list[int], sequence: Sequence_ | None) -> None:
+    def _check_prefix(
+        self, row: int, tokens: list[int], sequence: Sequence_ | None, stream: int
+    ) -> None:
         """Likewise, but of a row that nobody uses, or that the `sequence` may soon not use.
 
         What gives way once that has ended need not wait for this.
@@ -432,7 +464,7 @@ class EnginePlay(PoolPlay):
             self.rows.compare("a prefix", row, history, [max(first, *starts) for first in firsts])
 
         with noted():
-            self.device.submit(compare)
+            self.device.submit(compare, stream)
 
     def _note_available(self) -> None:
         """What a request could have if it were alone, now."""

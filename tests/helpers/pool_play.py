@@ -24,14 +24,17 @@ PAGE = 4 * KiB
 UNDERREAD_TOKENS = 5
 BLOCK_TOKENS = 4
 _OTHER_TOKENS = 64
+#: Works beside all others. Numbers that no new stream gets.
+_OTHERS_STREAM = 1 << 20
 
 
 @dataclass(eq=False)
 class Guest:
-    """A sequence that nobody but the play has."""
+    """A sequence that nobody but the play has, and the stream that works on it."""
 
     sequence: Sequence
     history: History
+    stream: int
 
 
 class PoolPlay:
@@ -89,7 +92,7 @@ class PoolPlay:
 
     def other_append(self, num_tokens: int, is_new: bool) -> None:
         """Another cache on the pool takes memory."""
-        with self._doing(f"other_append({num_tokens}, {is_new})"):
+        with self._doing(f"other_append({num_tokens}, {is_new})", _OTHERS_STREAM):
             if self._other is None:
                 cache = KVCache(self.pool, max_tokens=64, max_sequences=2, cost_model=cost_model(0))
                 try:
@@ -97,16 +100,18 @@ class PoolPlay:
                 except BaseException:
                     cache.close()
                     raise
+                cache.current_stream = self.device.current_stream
                 self._other = StampedRows(cache, self.device)
             if is_new and len(self._other_sequences) < 2:
-                self._other_sequences.append(Guest(self._other.cache.open(), History()))
+                sequence = self._other.cache.open()
+                self._other_sequences.append(Guest(sequence, History(), _OTHERS_STREAM))
             if self._other_sequences:
                 guest = self._other_sequences[-1]
                 self._append(self._other, guest, [1] * min(num_tokens, 64 - len(guest.history)))
 
     def other_close(self, is_all: bool) -> None:
         """Its sequences end, or the whole cache does."""
-        with self._doing(f"other_close({is_all})"):
+        with self._doing(f"other_close({is_all})", _OTHERS_STREAM):
             if self._other_sequences:
                 self._other_sequences[0].sequence.close()
                 self._other_sequences.pop(0)
@@ -120,8 +125,7 @@ class PoolPlay:
     def catch_up(self, num_works: int) -> None:
         """The device gets some of its work done."""
         with self._doing(f"catch_up({num_works})"), noted():
-            place = min(self.device.num_submitted, self.device.num_done + num_works)
-            self.device.run_until(place)
+            self.device.run_some(num_works)
 
     # ---- trouble --------------------------------------------------------------------------
 
@@ -131,14 +135,17 @@ class PoolPlay:
         self.backend.arm(fail_at, is_out_of_memory=is_out_of_memory)
 
     @contextmanager
-    def _doing(self, what: str) -> Iterator[None]:
+    def _doing(self, what: str, stream: int = 0) -> Iterator[None]:
         """Something that may fail where a driver call was to, and after which all must hold."""
         self._log(what)
+        self.device.stream = stream
         try:
             yield
         except DriverError:
             if not self._end_fault():
                 raise
+        finally:
+            self.device.stream = 0
         self._end_fault()
         self._note_available()
         self.check()

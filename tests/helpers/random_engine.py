@@ -84,11 +84,17 @@ def _some_pages(draw: random.Random, play: EnginePlay) -> int:
 
 
 def _guest(draw: random.Random, play: EnginePlay) -> None:
+    for _ in range(draw.choice([1, 1, 1, 6])):  # Often in a row: its stream is behind then.
+        _guest_once(draw, play)
+
+
+def _guest_once(draw: random.Random, play: EnginePlay) -> None:
     pick = draw.randrange(4)
     draw.choice(
         [
             lambda: play.guest_open(_random_prompt(draw, play)),
             lambda: play.guest_append(pick, draw.randint(0, 20)),
+            lambda: play.guest_truncate(pick, draw.randint(0, 60)),
             lambda: play.guest_fork(pick, draw.randint(0, 60)),
             lambda: play.guest_swap(pick, draw.random() < 0.5),
             lambda: play.guest_swap(pick, draw.random() < 0.5),

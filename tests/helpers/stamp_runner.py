@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from helpers.device import Place
 from helpers.stamped_rows import Claim, History, StampedRows, mixed
 
 from vmkv.serve.params import SamplingParams
@@ -73,7 +74,7 @@ class _Step:
     chunks: Sequence[tuple[_Slot, Piece, Claim]]
     error: Exception | None = None
     token_ids: list[int] = field(default_factory=list)
-    place: int = 0
+    place: Place | None = None
     is_read: bool = False
 
     def run(self) -> None:
@@ -87,9 +88,11 @@ class _Step:
 
     @property
     def has_ended(self) -> bool:
-        return self.runner.rows.device.num_done >= self.place
+        assert self.place is not None
+        return self.runner.rows.device.has_done(self.place)
 
     def wait(self) -> None:
+        assert self.place is not None
         self.runner.rows.device.run_until(self.place)
         if self.error is not None:
             raise self.error
@@ -154,7 +157,7 @@ class StampRunner:
         return step
 
     def close(self) -> None:
-        self.rows.device.run_until(self.rows.device.num_submitted)
+        self.rows.device.run_some()
 
     def compute(self, slot: _Slot, chunk: Piece, claim: Claim) -> None:
         """What a model does with one chunk: read what is before, write what is new."""

@@ -401,7 +401,7 @@ OPERATIONS = {
         {"record_fence", "mem_unmap", "mem_map", "mem_set_access"},
     ),
     "append at a watermark": (_append_at_a_watermark, {"record_fence", "mem_unmap", "mem_release"}),
-    "truncate": (_truncate, {"record_fence"}),
+    "truncate": (_truncate, {"join_streams", "record_fence"}),
     "close a sequence": (_close_sequence, {"record_fence"}),
     "adopt": (_adopt, {"join_streams"}),
     "trim": (_trim, {"record_fence", "mem_unmap", "mem_release"}),

@@ -67,6 +67,9 @@ class Sequence:
             ConfigError: The sequence holds fewer, or they have left the window of a
                 sliding-window layer. The sequence is unchanged.
             ClosedError: The sequence or its cache is closed.
+            DriverError: The sequence is unchanged.
+
+        Ordering: what the current stream is given next waits for what others were given so far.
         """
         self.cache.check_open()
         self.check_open()
@@ -76,6 +79,9 @@ class Sequence:
                 f"{num_tokens} to keep"
             )
         self.cache.check_keeps(self.row, num_tokens, "go back to")
+        if num_tokens < self.num_tokens:
+            # A fork on another stream may still be copying what will be written over.
+            self.cache.pool.backend.join_streams(self.cache.current_stream())
         if not num_tokens:
             self.cache.begin_anew(self.row)
             self.cache.note_used(self.row)
