@@ -74,7 +74,9 @@ memory = operations(
 guests = operations(
     guest_append=(picks, st.integers(0, 20)),
     guest_fork=(picks, lengths),
+    guest_truncate=(picks, st.integers(0, 60)),
     guest_swap=(picks, st.booleans()),
+    guest_spill=(picks, st.integers(0, 5)),
     guest_close=(picks,),
 )
 trouble = operations(
