@@ -141,6 +141,31 @@ def test_steps_shrink_when_activations_do_not_fit(
     assert alone.outputs[0].token_ids == handles[-1].output().outputs[0].token_ids
 
 
+def test_who_cannot_go_back_after_a_failed_step_is_computed_again(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver refuses to wait for who may still copy what would be written over."""
+    model = copy.deepcopy(tiny_model("llama"))
+    engine = make_engine(model)
+    wanted = prompts(4)
+    handles = [engine.add(prompt, GREEDY) for prompt in wanted]
+    refused: list[int] = []
+
+    def refuse(stream: int) -> None:
+        refused.append(stream)
+        raise DriverError("join_streams", 1, "REFUSED", "for once")
+
+    too_much = torch.OutOfMemoryError("CUDA out of memory")
+    with failing(model, at_call(3, too_much)), monkeypatch.context() as patch:
+        patch.setattr(engine.cache.pool.backend, "join_streams", refuse)
+        for _ in range(4):
+            engine.step()
+    assert refused
+    run(engine)
+    for prompt, handle in zip(wanted, handles, strict=True):
+        assert reference(prompt) == list(handle.output().outputs[0].token_ids)
+
+
 def test_requests_end_when_not_even_a_token_fits(make_engine: MakeEngine) -> None:
     """Each with the error that torch raised."""
     model = copy.deepcopy(tiny_model("llama"))

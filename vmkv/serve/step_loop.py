@@ -357,7 +357,7 @@ class StepLoop:
     def _shrink(self, chunk: PlannedChunk) -> None:
         try:
             self._view.shrink(chunk.request_id, chunk.num_past_tokens)
-        except ConfigError:  # A window has moved on: nothing of the row is of use.
+        except (ConfigError, DriverError):  # A window has moved on, say: the row is of no use.
             self._view.end(chunk.request_id, keep=False)
             self._scheduler.requeue(chunk.request_id, PreemptionMethod.RECOMPUTE)
 
