@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers.device import Device
 from helpers.pool_play import PAGE, add_layers, cost_model
 from helpers.stamped_rows import History, StampedRows
 from helpers.stamps import append
 
 from vmkv import ExtentPool, KVCache, Sequence
+from vmkv.units import MiB
 
 #: Numbers that no new stream gets.
 _FIRST, _SECOND, _THIRD = 101, 201, 301
@@ -218,3 +220,24 @@ def test_saving_waits_for_every_stream(
     joined.clear()
     sequence.save(tmp_path / "saved")
     assert [cache.current_stream()] == joined
+
+
+@pytest.mark.gpu
+def test_source_writes_over_what_another_stream_of_a_gpu_forks() -> None:
+    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+    with KVCache("cuda:0", max_tokens=1024, max_sequences=2, budget_bytes=64 * MiB) as cache:
+        cache.add_layers(range(4), num_kv_heads=8, head_dim=128, dtype=torch.float16)
+        source = cache.open()
+        with torch.cuda.stream(first):
+            source.append(100)
+            source.keys(1).fill_(1)
+        with torch.cuda.stream(second):
+            torch.cuda._sleep(200_000_000)  # The copy is late.
+            fork = source.fork()
+            assert cache.stats().sharing.copied_bytes
+        with torch.cuda.stream(first):
+            source.truncate(10)
+            source.append(90)
+            source.keys(1).fill_(2)
+        torch.cuda.synchronize()
+        assert [1, 2] == [each.keys(1).unique().item() for each in (fork, source)]
