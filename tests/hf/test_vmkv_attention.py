@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from helpers import survey
 from helpers.tiny_models import (
     VERSION,
     VOCABULARY,
@@ -36,10 +37,11 @@ from transformers import AttentionInterface, DynamicCache, StaticCache, masking_
 from transformers.masking_utils import AttentionMaskInterface
 
 import vmkv.hf
-from vmkv import ConfigError
+from vmkv import ConfigError, VMKVCache
 from vmkv.attention import AttentionBatch, AttentionSpec, get, register, registry
 from vmkv.hf import attention as hf_attention
 from vmkv.hf import compat
+from vmkv.units import MiB
 
 NewCache = Callable[..., Any]
 
@@ -726,3 +728,39 @@ def test_the_explicit_mask_is_what_its_words_say(
         is_seen = other <= position and bool(padding[row, other])
         is_seen &= window is None or other > position - window
         assert is_seen == bool(mask[row, 0, at, other])
+
+
+def _surveyed(family: str) -> Any:
+    if family not in transformers.CONFIG_MAPPING:
+        pytest.skip("this release of transformers does not have it")
+    return survey.model_of(family)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "diffllama",  # Attends twice, to values that it has put together anew.
+        "moshi",  # Its configuration names a window, and its mask has none.
+    ],
+)
+def test_what_a_model_attends_to_is_what_it_passes(family: str) -> None:
+    """Not what the rows or the configuration say, where the model has it otherwise."""
+    model = _surveyed(family)
+    ids = torch.randint(3, 100, (1, 24), generator=torch.Generator().manual_seed(0))
+    options = {"max_new_tokens": 20, "do_sample": False}
+    wanted = model.generate(ids, **options)
+    model.set_attn_implementation("vmkv")
+    with VMKVCache(model.config, budget_bytes=64 * MiB) as cache:
+        assert torch.equal(wanted, model.generate(ids, past_key_values=cache, **options))
+
+
+def test_values_in_eight_bits_that_a_model_changes_are_refused() -> None:
+    """Their scale would not be known; nothing is computed from other values than the model's."""
+    model = _surveyed("diffllama")
+    model.set_attn_implementation("vmkv")
+    ids = torch.randint(3, 100, (1, 9), generator=torch.Generator().manual_seed(0))
+    with (
+        VMKVCache(model.config, budget_bytes=64 * MiB, kv_dtype="fp8") as cache,
+        pytest.raises(ConfigError, match="values in eight bits have been changed"),
+    ):
+        model.generate(ids, past_key_values=cache, max_new_tokens=2, do_sample=False)

@@ -89,6 +89,8 @@ def vmkv_attention(
     recipe: _Recipe | None = getattr(attention_mask, "_vmkv_recipe", None)
     bias = kwargs.get("position_bias")
     layer = layer_behind(key)
+    if layer is not layer_behind(value):
+        layer = None
     if layer is not None and causal and not dropout and bias is None:
         in_place = _in_place(
             layer, query, key, value, attention_mask, recipe, scale, sliding_window, softcap, s_aux
@@ -124,6 +126,10 @@ def _in_place(
     batch = layer.attention_batch(query.shape[2], padding)
     if batch is None:
         return None
+    sees_all = recipe is not None and recipe.window is None and sliding_window is None
+    kept_tokens = layer.window_tokens
+    if sees_all and kept_tokens is not None and query.shape[2] > 1 and key.shape[2] > kept_tokens:
+        return None  # More of what `update` returned than the layer's configuration says.
     # Some models tell their window to the mask alone.
     windows = (sliding_window, None if recipe is None else recipe.window, layer.window_tokens)
     window = min((each for each in windows if each is not None), default=None)
@@ -158,8 +164,8 @@ def _decoded(layer: VirtualLayer | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values that came in eight bits, for attention that cannot read those."""
     if layer is None:
         raise ConfigError(
-            "keys in eight bits have been changed on their way to attention, which then cannot "
-            'tell their scale; use another attention than "vmkv" with this model, or leave '
+            "keys or values in eight bits have been changed on their way to attention, which then "
+            'cannot tell their scale; use another attention than "vmkv" with this model, or leave '
             'kv_dtype at "auto"'
         )
     return layer.decoded()

@@ -125,7 +125,8 @@ class VirtualLayer:
         if step.is_fp8 and not self._store.attends_in_place:
             _say_that_it_decodes()
             keys, values = step.decoded(index, self.dtype)
-        keys._vmkv_layer = self._tag  # type: ignore[attr-defined]
+        for each in (keys, values):  # A model may change either on its way to attention.
+            each._vmkv_layer = self._tag  # type: ignore[attr-defined]
         return keys, values
 
     def decoded(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -389,9 +390,9 @@ def _say_that_it_decodes() -> None:
     )
 
 
-def layer_behind(keys: torch.Tensor) -> VirtualLayer | None:
-    """The layer whose `update` returned just this tensor, or None."""
-    tag = getattr(keys, "_vmkv_layer", None)
+def layer_behind(tensor: torch.Tensor) -> VirtualLayer | None:
+    """The layer whose `update` returned just this tensor, as keys or as values, or None."""
+    tag = getattr(tensor, "_vmkv_layer", None)
     layer: VirtualLayer | None = None if tag is None else tag()
     return layer
 
