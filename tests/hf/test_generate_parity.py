@@ -209,6 +209,25 @@ def test_encoder_decoder_model_refuses_a_single_cache(new_cache: NewCache) -> No
         generate(model, prompt("t5"), cache)
 
 
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_decoder_with_fewer_layers_than_its_encoder(num_beams: int) -> None:
+    """ByT5's proportions: what T5 calls its number of layers is the encoder's."""
+    from vmkv import VMKVCache
+
+    config = copy.deepcopy(tiny_config("t5"))
+    config.num_layers = config.num_hidden_layers = 3
+    config.num_decoder_layers = 1
+    torch.manual_seed(0)
+    model = transformers.AutoModelForSeq2SeqLM.from_config(config).eval()
+    inputs = prompt("t5", batch_size=2)
+    options = {**inputs, "max_new_tokens": 9, "do_sample": False, "num_beams": num_beams}
+    pair = VMKVCache.for_encoder_decoder(config, budget_bytes=64 << 20)
+    with pair.self_attention_cache, pair.cross_attention_cache:
+        assert 1 == len(pair.self_attention_cache.layers)
+        said = model.generate(**options, past_key_values=pair)
+        assert model.generate(**options).tolist() == said.tolist()
+
+
 # ---- rollback: assisted decoding and prompt lookup --------------------------------------------
 
 

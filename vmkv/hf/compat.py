@@ -116,6 +116,9 @@ def default_cache(config: Any) -> DynamicCache:
             f"cannot tell the layers of {type(config).__name__} ({reason}); pass the configuration "
             "of a model with a key-value cache"
         )
+    if getattr(config, "is_encoder_decoder", False):
+        # What T5 calls its number of layers is the encoder's.
+        del cache.layers[getattr(config, "num_decoder_layers", None) or len(cache.layers) :]
     return cache
 
 
