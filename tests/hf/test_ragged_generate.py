@@ -743,3 +743,14 @@ def test_out_of_memory_before_any_attention_is_said_as_it_is() -> None:
     model.get_input_embeddings().register_forward_hook(full)
     with pytest.raises(torch.OutOfMemoryError, match="played"):
         vmkv.generate(model, [[1, 2, 3], [4, 5]], max_new_tokens=2)
+
+
+def test_a_cache_of_another_kind_is_refused() -> None:
+    """By its name, and with the name of what is wanted."""
+    model, its_error = tiny_model("llama"), r"VMKVCache cannot be .* pass a RaggedCache"
+    ids, options = torch.tensor([[1, 2, 3]]), {"custom_generate": vmkv.ragged_generate}
+    with vmkv.VMKVCache(model.config, budget_bytes=1 << 20) as cache:
+        with pytest.raises(ConfigError, match=its_error):
+            vmkv.generate(model, ids.tolist(), max_new_tokens=2, cache=cache)
+        with pytest.raises(ConfigError, match=its_error):
+            model.generate(ids, max_new_tokens=2, vmkv_cache=cache, **options)

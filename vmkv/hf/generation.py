@@ -212,6 +212,10 @@ def _generate(
         streamer: Likewise.
         max_num_batched_tokens: Likewise.
     """
+    if not isinstance(memory, RaggedCache | Settings):
+        raise ConfigError(
+            f"a {type(memory).__name__} cannot be the cache of vmkv.generate: pass a RaggedCache"
+        )
     settings = memory.store.settings if isinstance(memory, RaggedCache) else memory
     proof = prove(model, settings.attention_backend)
     check_length(model.config, state.max_tokens)
