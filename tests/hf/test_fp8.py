@@ -41,7 +41,10 @@ def _cache(name: str, **options: Any) -> VMKVCache:
 
 def _rounded_cache(name: str, scales: KVScales | None = None) -> Any:
     """Transformers' cache, of numbers in eight bits."""
-    cache = dynamic_cache(tiny_config(name))
+    return _rounded(dynamic_cache(tiny_config(name)), scales)
+
+
+def _rounded(cache: Any, scales: KVScales | None = None) -> Any:
     for index, layer in enumerate(cache.layers):
         of_layer = None if scales is None else scales.layers[index]
         layer.update = _rounding(layer.update, of_layer)
@@ -357,3 +360,16 @@ def test_files_that_are_nothing(tmp_path: Path, data: bytes) -> None:
     path.write_bytes(data)
     with pytest.raises(ConfigError, match="holds no scales of keys and values"):
         KVScales.load(path)
+
+
+@pytest.mark.parametrize("name", ["t5", "whisper"])
+def test_what_attends_to_an_encoder_stays_in_the_models_type(name: str) -> None:
+    """These models read its keys themselves; what the decoder says is in eight bits."""
+    model = tiny_model(name)
+    pair = VMKVCache.for_encoder_decoder(model.config, budget_bytes=64 * MiB, kv_dtype="fp8")
+    with pair.self_attention_cache as own, pair.cross_attention_cache as cross:
+        said = generate(model, prompt(name), pair)
+        assert [FP8, torch.float32] == [each.layers[0].keys.dtype for each in (own, cross)]
+        expected = dynamic_cache(model.config)
+        _rounded(expected.self_attention_cache)
+        assert generate(model, prompt(name), expected).tolist() == said.tolist()

@@ -25,6 +25,8 @@ from .kv_scales import KVScales
 from .layers import VirtualLayer, VMKVFullLayer, VMKVSlidingLayer, past_is_lost
 from .store import LayerKind, Settings, Store
 
+_EIGHT_BIT_OPTIONS = ("kv_dtype", "kv_scales", "skip_layers")
+
 
 class VMKVCache(DynamicCache):  # type: ignore[misc]
     """A transformers cache that grows by mapping pages instead of copying.
@@ -130,11 +132,15 @@ class VMKVCache(DynamicCache):  # type: ignore[misc]
     def for_encoder_decoder(cls, config: Any, **options: Any) -> EncoderDecoderCache:
         """The pair of caches that an encoder-decoder model wants, both in virtual memory.
 
+        What attends to the encoder stays in the model's type, whatever `kv_dtype`: models read
+        those keys and values themselves.
+
         Args:
             config: The model's configuration.
             options: As for `VMKVCache`.
         """
-        return EncoderDecoderCache(cls(config, **options), cls(config, **options))
+        plain = {name: each for name, each in options.items() if name not in _EIGHT_BIT_OPTIONS}
+        return EncoderDecoderCache(cls(config, **options), cls(config, **plain))
 
     # ---- steps that the layers do not see --------------------------------------------------
 
