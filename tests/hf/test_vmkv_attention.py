@@ -756,6 +756,8 @@ def test_what_a_model_attends_to_is_what_it_passes(family: str) -> None:
 
 def test_values_in_eight_bits_that_a_model_changes_are_refused() -> None:
     """Their scale would not be known; nothing is computed from other values than the model's."""
+    if VERSION < (5, 0):
+        pytest.skip("there its attention is one of three of its own")
     model = _surveyed("diffllama")
     model.set_attn_implementation("vmkv")
     ids = torch.randint(3, 100, (1, 9), generator=torch.Generator().manual_seed(0))
