@@ -1,7 +1,7 @@
 """Imports point left only, and everything up to `memory` is free of torch.
 
-    errors, units <- _native <- backend <- memory <- cache <- viz <- attention <- step <- hf
-        <- parallel <- serve <- cli
+    errors, units, interrupts <- _native <- backend <- memory <- cache <- viz <- attention <- step
+        <- hf <- parallel <- serve <- cli
 
 An import inside a function or under TYPE_CHECKING counts like any other: a circle that only types
 see is still one in the reader's head. Within a package, too, no module imports itself by way of
@@ -19,8 +19,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1] / "vmkv"
 LAYERS = [
-    *("errors", "units", "_native", "backend", "memory", "cache", "viz", "attention", "step"),
-    *("hf", "parallel", "serve", "cli"),
+    *("errors", "units", "interrupts", "_native", "backend", "memory", "cache", "viz"),
+    *("attention", "step", "hf", "parallel", "serve", "cli"),
 ]
 TORCH_FREE = {*LAYERS[: LAYERS.index("cache")], "testing"}
 FILES = sorted(ROOT.rglob("*.py"))

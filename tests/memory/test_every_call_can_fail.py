@@ -4,6 +4,8 @@ For each operation: the first call fails, then the second, and so on to the last
 user can see is as before, the books balance (I1-I9), the operation succeeds when repeated, and
 closing leaves nothing behind. This covers the failures that systems of this kind ship most.
 
+Interrupts come as SIGINT, at some bytecode offsets of each operation (all: see `STRIDE`).
+
 Faults are single; a driver that goes on failing is not played here.
 """
 
@@ -12,14 +14,18 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers.faulty_cache import PAGE, FaultyCache
+from helpers.interrupts import interrupted, offsets
 
-from vmkv import BackendUsage, HostBackend, Sequence
+from vmkv import BackendUsage, HostBackend, KVCache, Sequence
 from vmkv.backend.host import HostFence
 from vmkv.cache import layer_group, make_ready
 from vmkv.cache.cost import CostModel
+from vmkv.errors import CapacityError
 from vmkv.testing import FaultInjectingBackend, Scenario, check_every_call_can_fail
 
 
@@ -490,3 +496,72 @@ def test_every_wait_can_be_interrupted(operation: str, monkeypatch: pytest.Monke
         assert BackendUsage() == host.usage()
     assert interrupted_at > 1
     scenario.close()
+
+
+# ---- interrupts ---------------------------------------------------------------------------
+
+
+def _save(backend: Any, path: Path) -> Scenario:
+    state = FaultyCache(backend, window_tokens=40)
+    sequence = state.say(98)
+    return state.scenario(lambda: sequence.save(path))
+
+
+def _load(backend: Any, path: Path) -> Scenario:
+    state = FaultyCache(backend)
+    state.say(98).save(path)
+    return state.scenario(lambda: state.sequences.append(state.cache.load(path)))
+
+
+def _close_lost(cache: KVCache, known: set[int]) -> None:
+    """Close sequences that an interrupted caller did not get; they are listed."""
+    for sequence in [] if cache.is_closed else cache.sequences:
+        if id(sequence) not in known:
+            sequence.close()
+
+
+@pytest.mark.parametrize("name", [*OPERATIONS, "save", "load"])
+def test_an_operation_can_be_interrupted_at_any_offset(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It has happened then, or it has not."""
+    monkeypatch.setattr(layer_group, "UNDERREAD_TOKENS", 0)  # So that short windows move.
+    files = {"save": _save, "load": _load}
+
+    def make() -> tuple[HostBackend, Scenario]:
+        host: Any = HostBackend(PAGE)
+        path = tmp_path / "sequence"
+        return host, files[name](host, path) if name in files else OPERATIONS[name][0](host)
+
+    _, scenario = make()
+    before = scenario.observe()
+    scenario.operation()
+    after = scenario.observe()
+    scenario.close()
+    for at in offsets(name):
+        host, scenario = make()
+        cache: KVCache = scenario.check.__self__  # type: ignore[attr-defined]
+        known = {id(each) for each in cache.sequences}
+        is_sent, is_interrupted = interrupted(scenario.operation, at)
+        assert is_sent == is_interrupted
+        scenario.check()
+        if is_interrupted:
+            _close_lost(cache, known)
+            seen = scenario.observe()
+            assert seen in (before, after), f"half done after SIGINT at offset {at}"
+            if seen == before:
+                scenario.operation()
+                scenario.check()
+        if not cache.is_closed:
+            try:
+                with_one_more = cache.open()
+                with_one_more.append(1)
+                with_one_more.close()
+            except CapacityError:
+                pass  # Other sequences have every row, or all memory.
+            cache.check()
+        scenario.close()
+        assert BackendUsage() == host.usage(), f"after SIGINT at offset {at}"
+        host.close()
+        if not is_sent:
+            break

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from .. import _native
 from ..errors import DriverError, OutOfAddressSpaceError
+from ..interrupts import uninterrupted
 from ..units import Address, Handle, KiB, format_bytes
 from .base import (
     Backend,
@@ -66,6 +67,7 @@ class BookedBackend(Backend):
 
     # ---- mappings -------------------------------------------------------------------------
 
+    @uninterrupted
     def run_until_failure(self, ops: Sequence[Op]) -> tuple[int, DriverError | None]:
         """See `Backend.run_until_failure`."""
         with self._lock:
@@ -73,16 +75,21 @@ class BookedBackend(Backend):
             leaving: set[int] = set()
             plan: list[bytes] = []
             books, native_handles = self._books, self._native_handles
-            for op in ops:
-                why = books.why_not(op, leaving)
-                if why is not None:
-                    refusal = self._refusal(primitive_of(op), f"{op}: {why}")
-                    break
-                if isinstance(op, MapOp):
-                    plan.append(pack(op, native_handles.get(op.handle, op.handle)))
-                    books.note(op)
-                else:
-                    plan.append(pack(op))
+            try:
+                for op in ops:
+                    why = books.why_not(op, leaving)
+                    if why is not None:
+                        refusal = self._refusal(primitive_of(op), f"{op}: {why}")
+                        break
+                    if isinstance(op, MapOp):
+                        plan.append(pack(op, native_handles.get(op.handle, op.handle)))
+                        books.note(op)
+                    else:
+                        plan.append(pack(op))
+            except BaseException:
+                for op in reversed(ops[: len(plan)]):
+                    books.unnote(op)
+                raise
             num_legal = len(plan)
             calls = self._native_calls
             num_done, status, *_ = _native.execute(
@@ -111,6 +118,7 @@ class BookedBackend(Backend):
 
     # ---- address ranges -------------------------------------------------------------------
 
+    @uninterrupted
     def address_reserve(self, num_bytes: int) -> Address:
         """See `Backend.address_reserve`. Cost: about 6 µs on a GPU, whatever the size."""
         self.calls["address_reserve"] += 1
@@ -129,6 +137,7 @@ class BookedBackend(Backend):
             self._books.reserve(address, num_bytes)
         return Address(address)
 
+    @uninterrupted
     def address_free(self, address: Address, num_bytes: int) -> None:
         """See `Backend.address_free`."""
         self.calls["address_free"] += 1
@@ -141,6 +150,7 @@ class BookedBackend(Backend):
 
     # ---- physical memory ------------------------------------------------------------------
 
+    @uninterrupted
     def mem_release(self, handle: Handle) -> None:
         """See `Backend.mem_release`."""
         self.calls["mem_release"] += 1

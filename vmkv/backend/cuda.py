@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..errors import ConfigError, CudaDriverError
+from ..interrupts import uninterrupted
 from ..units import Address, Handle, format_bytes
 from .base import Fence, MemoryLocation
 from .booked import BookedBackend, NativeCalls, describe
@@ -156,6 +157,7 @@ class CudaBackend(BookedBackend):
     def _descriptor_type(self) -> Any:
         return self._driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
+    @uninterrupted
     def mem_create(
         self,
         num_bytes: int,
@@ -177,6 +179,7 @@ class CudaBackend(BookedBackend):
             )
         return handle
 
+    @uninterrupted
     def mem_export(self, handle: Handle) -> int:
         """See `Backend.mem_export`."""
         self.calls["mem_export"] += 1
@@ -188,6 +191,7 @@ class CudaBackend(BookedBackend):
             allocation.is_exported = True
         return fd
 
+    @uninterrupted
     def mem_import(self, fd: int, num_bytes: int) -> Handle:
         """See `Backend.mem_import`. Cost: some 100 µs, most of it to find out the size."""
         self.calls["mem_import"] += 1
@@ -248,6 +252,7 @@ class CudaBackend(BookedBackend):
             with self._stream_lock:
                 self._streams.add(stream)
 
+    @uninterrupted
     def record_fence(self) -> Fence:
         """See `Backend.record_fence`. Cost: one event per noted stream, about 2 µs each."""
         self.calls["record_fence"] += 1
@@ -286,6 +291,7 @@ class CudaBackend(BookedBackend):
             # The wait holds what it needs of the event: it can be used again at once.
             self.recycle_event(event)
 
+    @uninterrupted
     def new_stream(self) -> int:
         """See `Backend.new_stream`. It does not wait for the legacy default stream either."""
         self.calls["new_stream"] += 1
@@ -297,6 +303,7 @@ class CudaBackend(BookedBackend):
             self._books.streams.add(stream)
         return stream
 
+    @uninterrupted
     def stream_destroy(self, stream: int) -> None:
         """See `Backend.stream_destroy`."""
         self.calls["stream_destroy"] += 1

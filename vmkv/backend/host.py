@@ -19,6 +19,7 @@ import os
 
 from .. import _native
 from ..errors import ConfigError, HostDriverError
+from ..interrupts import uninterrupted
 from ..units import Address, Handle, KiB, MiB, format_bytes, is_power_of_two
 from . import host_files
 from .base import Fence, MemoryLocation
@@ -100,6 +101,7 @@ class HostBackend(BookedBackend):
 
     # ---- physical memory ------------------------------------------------------------------
 
+    @uninterrupted
     def mem_create(
         self,
         num_bytes: int,
@@ -147,6 +149,7 @@ class HostBackend(BookedBackend):
                 raise self._system_error("mem_release", error, "cannot punch a hole") from error
         del self._books.allocations[handle]
 
+    @uninterrupted
     def mem_export(self, handle: Handle) -> int:
         """See `Backend.mem_export`. The descriptor is for reading only."""
         self.calls["mem_export"] += 1
@@ -159,6 +162,7 @@ class HostBackend(BookedBackend):
             allocation.is_exported = True
         return fd
 
+    @uninterrupted
     def mem_import(self, fd: int, num_bytes: int) -> Handle:
         """See `Backend.mem_import`. All imports count as `MemoryLocation.DEVICE`."""
         self.calls["mem_import"] += 1
@@ -195,6 +199,7 @@ class HostBackend(BookedBackend):
     def join_streams(self, stream: int) -> None:
         """Nothing to order: the host works synchronously."""
 
+    @uninterrupted
     def new_stream(self) -> int:
         """A number only: the host works synchronously."""
         self.calls["new_stream"] += 1
@@ -203,6 +208,7 @@ class HostBackend(BookedBackend):
             self._books.streams.add(self._num_streams)
             return self._num_streams
 
+    @uninterrupted
     def stream_destroy(self, stream: int) -> None:
         """Forget the number."""
         self.calls["stream_destroy"] += 1

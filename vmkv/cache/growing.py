@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from ..errors import ConfigError, OutOfAddressSpaceError, OutOfPagesError, SequenceFullError
+from ..interrupts import uninterrupted
 from ..memory import Extent, RowChange, Scrub, change, size_classes
 from ..memory import Mapping as Placed
 from .adopting import choose_row
@@ -47,7 +48,21 @@ def grow(space: RowSpace, wanted: Iterable[tuple[LiveRow, int]]) -> None:
     space.note_stream()
     short = space.short(targets)
     if short:
-        _make_writable(space, _longest(short), targets)
+        _map_and_lengthen(space, _longest(short), targets)
+    else:
+        _lengthen(space, targets)
+
+
+@uninterrupted
+def _map_and_lengthen(
+    space: RowSpace, short: Mapping[LiveRow, int], targets: Sequence[tuple[LiveRow, int]]
+) -> None:
+    _make_writable(space, short, targets)
+    _lengthen(space, targets)
+
+
+def _lengthen(space: RowSpace, targets: Iterable[tuple[LiveRow, int]]) -> None:
+    """Set the lengths of sequences whose memory is there."""
     if not space.keeps_past:
         retire_behind_windows(space, (sequence for sequence, _ in targets))
     for sequence, num_tokens in targets:
@@ -95,6 +110,7 @@ def _unshare(space: RowSpace, sequence: LiveRow) -> None:
             space.sharing.copied_on_write_bytes += copied
 
 
+@uninterrupted
 def make_ready(
     space: RowSpace,
     wanted: Iterable[tuple[LiveRow, int]],
@@ -130,6 +146,7 @@ def make_ready(
     return space.pool.make_ready(classes, wait=wait)
 
 
+@uninterrupted
 def grow_ahead(space: RowSpace, wanted: Iterable[tuple[LiveRow, int]]) -> None:
     """Map what sequences will need, so that a later `KVCache.grow` finds it done; never blocks.
 
@@ -315,7 +332,12 @@ def retire_behind_windows(space: RowSpace, sequences: Iterable[LiveRow] | None =
     """Retire what no later query of these sequences (or all) can see."""
     concerned = space.live_sequences() if sequences is None else sequences
     for group, row, num_tokens in _behind_windows(space, concerned):
-        group.retire_front(row, num_tokens, space.pool.reclaimer.new_fence())
+        _retire_front(space, group, row, num_tokens)
+
+
+@uninterrupted
+def _retire_front(space: RowSpace, group: LayerGroup, row: int, num_tokens: int) -> None:
+    group.retire_front(row, num_tokens, space.pool.reclaimer.new_fence())
 
 
 def _behind_windows(

@@ -20,6 +20,7 @@ from typing import cast
 import torch
 
 from ..errors import InternalError
+from ..interrupts import uninterrupted
 from ..memory import check_pool
 from .adopting import choose_row
 from .beginning import begin_with_prefix
@@ -65,6 +66,7 @@ class KVCache(RowSpace):
 
     # ---- layers ---------------------------------------------------------------------------
 
+    @uninterrupted
     def add_layers(
         self,
         layers: Iterable[int],
@@ -107,6 +109,7 @@ class KVCache(RowSpace):
         )
         return add_layers(self, list(layers), shape, dtype, window_tokens, num_past_tokens, scales)
 
+    @uninterrupted
     def drop_layers(self, layers: Iterable[int]) -> None:
         """Forget layers that were added but never written.
 
@@ -114,6 +117,7 @@ class KVCache(RowSpace):
         """
         drop_layers(self, layers)
 
+    @uninterrupted
     def compact(self) -> bool:
         """Close the gaps that `drop_layers` left, by moving the groups that have any.
 
@@ -127,6 +131,7 @@ class KVCache(RowSpace):
 
     # ---- sequences ------------------------------------------------------------------------
 
+    @uninterrupted
     def open(
         self,
         num_tokens: int = 0,
@@ -169,6 +174,7 @@ class KVCache(RowSpace):
             self.take(row, 0, tenant)
             return Sequence(self, row, 0, tenant)
 
+    @uninterrupted
     def fork(self, source: Sequence, num_tokens: int, *, row: int | None = None) -> Sequence:
         """See `Sequence.fork`. `source` may be of another cache of the same pool and layers."""
         return Sequence(self, fork(self, source, num_tokens, row), num_tokens, source.tenant)
@@ -183,6 +189,7 @@ class KVCache(RowSpace):
             sequence.record(token_ids)
         return sequence
 
+    @uninterrupted
     def reorder(self, sequences: List_[Sequence], sources: List_[int]) -> None:
         """Let each sequence go on from another one: the step of a beam search.
 
@@ -225,6 +232,7 @@ class KVCache(RowSpace):
         """What a fork of `sequence` at `num_tokens` takes from the pool. Changes nothing."""
         return pages_to_fork(self, sequence.row, num_tokens)
 
+    @uninterrupted
     def keep_resident(self, overread_tokens: int) -> None:
         """Have `overread_tokens` past every sequence's length mapped, now and from now on.
 
@@ -240,6 +248,7 @@ class KVCache(RowSpace):
 
     # ---- from elsewhere -------------------------------------------------------------------
 
+    @uninterrupted
     def load(self, path: str | os.PathLike[str], *, tenant: str | None = None) -> Sequence:
         """A sequence as `Sequence.save` wrote it, with the tokens that were recorded.
 
@@ -260,6 +269,7 @@ class KVCache(RowSpace):
         """
         return self._restored(*load(self, path, tenant), tenant)
 
+    @uninterrupted
     def import_prefix(
         self,
         socket_path: str | os.PathLike[str],
@@ -298,6 +308,7 @@ class KVCache(RowSpace):
 
     # ---- memory ---------------------------------------------------------------------------
 
+    @uninterrupted
     def make_room(self, num_bytes: int) -> int:
         """Have `num_bytes` more that sequences could grow by, as far as this cache can.
 
@@ -314,6 +325,7 @@ class KVCache(RowSpace):
             self.pool.reclaimer.wait()
         return self.pool.available_bytes - before_bytes
 
+    @uninterrupted
     def trim(self, num_bytes: int | None = None) -> int:
         """Give `num_bytes` at least back to the device, or all that no live sequence needs.
 
@@ -366,6 +378,7 @@ class KVCache(RowSpace):
 
     # ---- end ------------------------------------------------------------------------------
 
+    @uninterrupted
     def close(self) -> None:
         """Wait for submitted work, unmap everything, and let the pool go. Idempotent.
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 from ..errors import ConfigError
+from ..interrupts import interruptible
 from ..units import MiB
 from .portable import Claims
 
@@ -61,7 +62,7 @@ def write(
     for tensor, parts in zip(tensors, contents, strict=True):
         digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
         for part in parts:
-            digest.update(part)
+            interruptible(digest.update, part)
             file.write(part)
         digests[tensor.name] = digest.hexdigest()
     file.seek(0)
@@ -191,7 +192,7 @@ class SavedFile:
         for at in range(start, end, max(1, len(buffer))):
             part = buffer[: end - at]
             self._read(part, self._data_start + at)
-            digest.update(part)
+            interruptible(digest.update, part)
             yield len(part)
         self._check_digest(name, digest.hexdigest())
 

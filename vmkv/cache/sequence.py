@@ -9,6 +9,7 @@ from collections.abc import Sequence as List_
 import torch
 
 from ..errors import ClosedError, ConfigError
+from ..interrupts import uninterrupted
 from .disk import save
 from .forking import fork
 from .growing import grow
@@ -60,6 +61,7 @@ class Sequence:
         """
         grow(self.cache, [(self, self.num_tokens + _checked(num_tokens))])
 
+    @uninterrupted
     def truncate(self, num_tokens: int) -> None:
         """Forget all but the first `num_tokens` tokens; their memory stays for new ones.
 
@@ -89,6 +91,7 @@ class Sequence:
             self.cache.prefixes.truncate(self.row, num_tokens)
         self.num_tokens = num_tokens
 
+    @uninterrupted
     def fork(self, num_tokens: int | None = None) -> Sequence:
         """A second sequence that begins with the first `num_tokens` tokens of this one (or all).
 
@@ -109,6 +112,7 @@ class Sequence:
         num_tokens = self.num_tokens if num_tokens is None else _checked(num_tokens)
         return Sequence(self.cache, fork(self.cache, self, num_tokens), num_tokens, self.tenant)
 
+    @uninterrupted
     def record(self, token_ids: List_[int]) -> None:
         """Say which tokens have been appended and computed, so that others can begin with them.
 
@@ -133,6 +137,7 @@ class Sequence:
 
     # ---- host memory ----------------------------------------------------------------------
 
+    @uninterrupted
     def swap_out(self, *, wait: bool = True) -> Transfer | None:
         """Move the sequence to host memory; it keeps its row, its addresses and its length.
 
@@ -161,6 +166,7 @@ class Sequence:
             transfer.finish()
         return self.transfer
 
+    @uninterrupted
     def swap_in(self) -> None:
         """Bring the sequence back, to the same addresses. Nothing happens if it is resident.
 
@@ -180,6 +186,7 @@ class Sequence:
             swap_in(self, self.swapped)
         self._transfer = None
 
+    @uninterrupted
     def spill(self, num_bytes: int) -> int:
         """Move the oldest extents to host memory, `num_bytes` at least, where kernels read them.
 
@@ -200,6 +207,7 @@ class Sequence:
         self.check_open()
         return spill(self, _checked(num_bytes))
 
+    @uninterrupted
     def unspill(self) -> int:
         """Bring back what was spilled; returns the bytes moved. Raises what `spill` does."""
         self.check_open()
@@ -207,6 +215,7 @@ class Sequence:
 
     # ---- other processes ------------------------------------------------------------------
 
+    @uninterrupted
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the sequence to a file, from which `KVCache.load` restores it in any process.
 
@@ -225,6 +234,7 @@ class Sequence:
         with self.cache.pinned_row(self.row):  # First: from here on it stays where it is.
             save(self, self.swapped, path)
 
+    @uninterrupted
     def export(
         self,
         socket_path: str | os.PathLike[str],
@@ -309,6 +319,7 @@ class Sequence:
         self.check_open()
         return self.cache.values(layer)[self.row, : self.num_tokens]
 
+    @uninterrupted
     def close(self, *, idle_since: int | None = None) -> None:
         """End the sequence; its row is parked for the next one. Idempotent.
 

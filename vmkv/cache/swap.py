@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from ..backend import Access, Fence, MemoryLocation
 from ..errors import ConfigError
+from ..interrupts import uninterrupted
 from ..memory import (
     Extent,
     Mapping,
@@ -142,6 +143,7 @@ class Transfer:
         """Whether the copies are through. Never blocks."""
         return self._fence.has_passed()
 
+    @uninterrupted
     def finish(self) -> None:
         """Wait until the sequence is swapped out and its device memory free. Idempotent.
 
@@ -154,6 +156,7 @@ class Transfer:
             (start, Address(start + extent.num_bytes)) for start, extent in ends
         )
 
+    @uninterrupted
     def cancel(self) -> None:
         """Leave the sequence where it is; its copy is dropped.
 

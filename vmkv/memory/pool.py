@@ -23,6 +23,7 @@ from contextlib import suppress
 from .._native import count_references
 from ..backend import Backend, MemoryLocation
 from ..errors import ClosedError, ConfigError, DriverError, OutOfPagesError
+from ..interrupts import uninterrupted
 from ..units import Handle, MiB, is_power_of_two
 from .closer import Closer
 from .extent import Extent
@@ -135,12 +136,14 @@ class ExtentPool:
         self._num_users = 0
         self._is_closed = False
 
+    @uninterrupted
     def attach(self) -> None:
         """Count one more user, who will `detach`."""
         with self.lock:
             self._check_open()
             self._num_users += 1
 
+    @uninterrupted
     def detach(self) -> None:
         """Count one user less; the last one may close the pool (see `close_when_unused`)."""
         with self.lock:
@@ -154,6 +157,7 @@ class ExtentPool:
 
     # ---- acquiring ------------------------------------------------------------------------
 
+    @uninterrupted
     def acquire(
         self, size_classes: Sequence[int], location: MemoryLocation = _DEVICE
     ) -> list[Extent]:
@@ -180,6 +184,7 @@ class ExtentPool:
         count_references(granted, 0, 0, 1)
         return granted
 
+    @uninterrupted
     def acquire_or_evict(
         self, size_classes: Sequence[int], location: MemoryLocation = _DEVICE
     ) -> list[Extent]:
@@ -203,6 +208,7 @@ class ExtentPool:
                 if not (self.make_room(missing_bytes) if is_device else self.reclaimer.wait()):
                     raise
 
+    @uninterrupted
     def disown(self, extents: Sequence[Extent]) -> None:
         """Drop the ownership that `acquire` (or `own`) gave; an unneeded extent becomes free.
 
@@ -216,6 +222,7 @@ class ExtentPool:
         """Keep `extents`, which somebody holds, alive until `disown`. Takes no lock."""
         count_references(extents, 0, 0, 1)
 
+    @uninterrupted
     def import_extent(self, handle: Handle, num_bytes: int) -> Extent:
         """An extent of memory that another process made, with one owner.
 
@@ -248,6 +255,7 @@ class ExtentPool:
                 if keep_bytes is not None:
                     shelf.release_free(shelf.free_bytes - keep_bytes)
 
+    @uninterrupted
     def trim(self, num_bytes: int | None = None, location: MemoryLocation = _DEVICE) -> int:
         """Give free memory back to the device: `num_bytes` at least, or all of it.
 
@@ -262,6 +270,7 @@ class ExtentPool:
             shelf = self._shelf(location)
             return shelf.release_free(shelf.free_bytes if num_bytes is None else num_bytes)
 
+    @uninterrupted
     def give_back(self, num_bytes: int | None = None) -> int:
         """Return device memory that no live sequence needs: `num_bytes` at least, or all of it.
 
@@ -272,6 +281,7 @@ class ExtentPool:
         self.make_room((stats.created_bytes if num_bytes is None else num_bytes) - stats.free_bytes)
         return self.trim(num_bytes)
 
+    @uninterrupted
     def make_room(self, num_bytes: int, only: Callable[[], Iterable[Victim]] | None = None) -> bool:
         """Have what `acquire` can supply become `num_bytes` more, or as much as can be had.
 
@@ -291,6 +301,7 @@ class ExtentPool:
                         break
         return self.available_bytes > start_bytes
 
+    @uninterrupted
     def make_ready(self, size_classes: Sequence[int], *, wait: bool = False) -> bool:
         """Have free extents of these classes lie ready: an `acquire` of them then only pops.
 
@@ -339,6 +350,7 @@ class ExtentPool:
 
     # ---- budget and books -----------------------------------------------------------------
 
+    @uninterrupted
     def set_budget(self, budget_bytes: int, location: MemoryLocation = _DEVICE) -> None:
         """Change the budget while running; free memory above it goes back at once.
 
@@ -413,6 +425,7 @@ class ExtentPool:
 
     # ---- end ------------------------------------------------------------------------------
 
+    @uninterrupted
     def close(self) -> None:
         """Wait for all fences, give everything back to the device, and close the backend.
 

@@ -28,6 +28,7 @@ from operator import is_
 from .._native import count_references
 from ..backend import Backend, Fence, UnmapOp
 from ..errors import DriverError
+from ..interrupts import uninterrupted
 from ..units import Address
 from .extent import Extent
 
@@ -202,6 +203,7 @@ class Reclaimer:
         with self._lock:
             return self._batches[0].fence if self._batches else None
 
+    @uninterrupted
     def _reclaim(self, may_unmap: Callable[[Fence], bool]) -> int:
         num_bytes = 0
         with self._lock:
@@ -239,6 +241,7 @@ class Reclaimer:
         with self._lock:
             self._idle_reservations.append((address, num_bytes, has_views))
 
+    @uninterrupted
     def free_idle_reservations(self) -> None:
         """Free those of the idle reservations that no tensor points into any more.
 

@@ -26,6 +26,7 @@ from ..cache import KVCache
 from ..errors import CapacityError, ClosedError, ConfigError, DriverError
 from ..hf import KVScales
 from ..hf.kv_format import KVFormat, SkipLayers
+from ..interrupts import uninterrupted
 from ..memory import ExtentPool
 from ..units import GiB, format_bytes
 from .handle import RequestHandle
@@ -173,6 +174,7 @@ class Engine:
         """Prompt and output of a request at most, by row and budget."""
         return self._view.fitting_tokens()
 
+    @uninterrupted
     def add(
         self,
         prompt: str | Sequence[int],
@@ -257,11 +259,13 @@ class Engine:
                 self._observer.request_added(request.request_id, len(request.prompt_token_ids))
         return handle
 
+    @uninterrupted
     def cancel(self, handle: RequestHandle) -> None:
         """End a request where it is; it keeps the tokens it has. Idempotent."""
         for request in handle.requests:
             self._loop.end(request, FinishReason.CANCELLED)
 
+    @uninterrupted
     def finish(self, handle: RequestHandle, sample: int) -> None:
         """End a sample of a request where it is, as if at a stop token. Idempotent.
 
@@ -269,6 +273,7 @@ class Engine:
         """
         self._loop.end(handle.requests[sample], FinishReason.STOP)
 
+    @uninterrupted
     def cancel_all(self, error: Exception | None = None) -> None:
         """End every request; with `error`, as failed by it."""
         if error is not None:
@@ -317,6 +322,7 @@ class Engine:
         self._check_open()
         return self._loop.has_work and self._loop.step()
 
+    @uninterrupted
     def fall_idle(self, is_wanted: Callable[[], bool] = lambda: False) -> None:
         """Give memory above the watermark back, and tell the observer that nothing is left to do.
 
@@ -392,7 +398,7 @@ class Engine:
         handles: list[RequestHandle] = []
         try:
             for prompt, its in zip(several, each, strict=True):
-                handles.append(self.add(prompt, its, priority))
+                self._add_to(handles, prompt, its, priority)
             while not all(handle.is_finished for handle in handles):
                 self.step()
         except BaseException:
@@ -400,6 +406,11 @@ class Engine:
                 self.cancel(handle)
             raise
         return [handle.output() for handle in handles]
+
+    @uninterrupted
+    def _add_to(self, handles: list[RequestHandle], *request: Any) -> None:
+        """`add`; an interrupt finds the handle in the list."""
+        handles.append(self.add(*request))
 
     def when_lost(self, call: Callable[[], None]) -> None:
         """Have something called, from any thread, when a part of the engine has ended."""
@@ -411,6 +422,7 @@ class Engine:
 
     # ---- end ------------------------------------------------------------------------------
 
+    @uninterrupted
     def close(self) -> None:
         """Cancel what is under way, and free everything. Idempotent."""
         if self._is_closed:

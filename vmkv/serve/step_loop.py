@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from ..errors import CapacityError, ConfigError, DriverError, OutOfPagesError
+from ..interrupts import interruptible, uninterrupted
 from ..step import Piece
 from ..units import div_ceil
 from .failures import is_out_of_memory, log_and_release, missing_bytes
@@ -138,8 +139,11 @@ class StepLoop:
 
     # ---- a step ---------------------------------------------------------------------------
 
+    @uninterrupted
     def step(self) -> bool:
         """Submit one step, and read the one before; returns whether there is more to do.
+
+        An interrupt (SIGINT) comes while the runner submits, or at the end of the step.
 
         Raises:
             DriverError: It failed in what no request is to blame for; see `end_all`, or go on.
@@ -286,7 +290,8 @@ class StepLoop:
                     if chunk.request_id in self._to_set:
                         self._set_slot(chunk)
             with self._view.submitting(chunks):
-                pending = self._runner.submit([self._piece(chunk) for chunk in chunks])
+                pieces = [self._piece(chunk) for chunk in chunks]
+                pending = interruptible(self._runner.submit, pieces)
         except BaseException as error:  # noqa: BLE001  # ends who is to blame, or is raised again
             self._recover(chunks, error)
             return None
@@ -401,7 +406,7 @@ class StepLoop:
         while len(self._pending) > num_left:
             step = self._pending[0]
             try:
-                self._pace.wait(step)  # Where an interrupt comes, mostly.
+                self._pace.wait(step)
                 result = step.pending.result()
             except Exception as error:  # noqa: BLE001  # the requests of the step end with it
                 self._pending.popleft()

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 
 from ...backend import Backend
 from ...errors import ClosedError, ConfigError, VMKVError
+from ...interrupts import uninterrupted
 from ...memory import Extent, ExtentPool, MappedRows, Mapping, protect
 from ...units import Handle
 from ..row_space import LiveRow
@@ -232,6 +233,7 @@ class PrefixExporter:
 
     # ---- end ------------------------------------------------------------------------------
 
+    @uninterrupted
     def close(self) -> None:
         """Serve nobody any more, and give up what was shared. Idempotent.
 

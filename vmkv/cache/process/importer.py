@@ -10,6 +10,7 @@ from itertools import islice
 
 from ...backend import Access
 from ...errors import ConfigError
+from ...interrupts import interruptible
 from ...memory import Extent, ExtentPool, Mapping, RowChange, change
 from ..growing import Target, map_rows
 from ..row_space import RowSpace
@@ -56,7 +57,7 @@ def _connected(path: str, timeout_s: float) -> Channel:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.settimeout(timeout_s)
-        connection.connect(path)
+        interruptible(connection.connect, path)
         return Channel(connection, timeout_s)
     except BaseException as error:
         connection.close()

@@ -26,6 +26,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from ...errors import ConfigError
+from ...interrupts import interruptible
 
 VERSION = 1
 #: The offer of a million tokens, with an extent for each 16 of them, is 9 MiB.
@@ -131,7 +132,8 @@ class Channel:
         while len(data) < num_bytes:
             with self._waiting():
                 # What comes with it is closed by the kernel, as nobody asked for it.
-                new = self._connection.recv(min(_READ_BYTES, num_bytes - len(data)))
+                num_wanted = min(_READ_BYTES, num_bytes - len(data))
+                new = interruptible(self._connection.recv, num_wanted)
             if not new:
                 raise self._gone()
             data += new

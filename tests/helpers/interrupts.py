@@ -1,0 +1,91 @@
+"""SIGINT at a chosen bytecode offset: the signal itself, not an exception in its place.
+
+Python runs a signal's handler between two instructions. Here it is raised while one is traced, so
+the handler runs there, and what it raises appears in the traced code, as if by chance.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import sys
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import vmkv
+
+ROOT = Path(vmkv.__file__).parent
+#: The code that changes the books.
+BOOKS = tuple(str(ROOT / each) for each in ("backend", "memory", "cache", "interrupts.py"))
+#: How many offsets apart tests try. With 1 an operation takes minutes: raise the time limit too.
+STRIDE = int(os.environ.get("VMKV_INTERRUPT_STRIDE", "997"))
+
+
+def offsets(name: str) -> Iterator[int]:
+    """The offsets that a test tries of the operation `name`, each of which begins elsewhere."""
+    return itertools.count(zlib.crc32(name.encode()) % STRIDE, STRIDE)
+
+
+def interrupted(
+    function: Callable[[], object], at: int, *, skipped_calls: int | None = None
+) -> tuple[bool, bool]:
+    """Call `function`, with one SIGINT before the `at`-th bytecode of this package.
+
+    Args:
+        function: What is called.
+        at: Counted from 0.
+        skipped_calls: Count the bytecodes that are executed after so many calls, in all of the
+            package. By default count every offset of a function under `BOOKS` once.
+
+    Returns:
+        Whether SIGINT was sent, and whether the call was interrupted.
+    """
+    seen: set[tuple[CodeType, int]] = set()
+    under = BOOKS if skipped_calls is None else (str(ROOT),)
+    num_calls, num_left, is_sent = skipped_calls or 0, at, False
+
+    def trace_opcode(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal num_left, is_sent
+        if event == "opcode" and not is_sent:
+            if skipped_calls is None:
+                place = frame.f_code, frame.f_lasti
+                if place in seen:
+                    return trace_opcode
+                seen.add(place)
+            if not num_left:
+                is_sent = True
+                sys.settrace(None)
+                signal.raise_signal(signal.SIGINT)
+            num_left -= 1
+        return trace_opcode
+
+    def trace_call(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal num_calls
+        if is_sent or not frame.f_code.co_filename.startswith(under):
+            return None
+        num_calls -= 1
+        if num_calls >= 0:
+            return None
+        caller: FrameType | None = frame
+        while caller is not None and caller.f_trace is None:  # What goes on when this returns.
+            if caller.f_code.co_filename.startswith(under):
+                caller.f_trace, caller.f_trace_opcodes = trace_opcode, True
+            caller = caller.f_back
+        return trace_opcode
+
+    before, handler = sys.gettrace(), signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        sys.settrace(trace_call)
+        function()
+        return is_sent, False
+    except KeyboardInterrupt as interrupt:
+        interrupt.__traceback__ = None  # Its frames hold views of caches.
+        return is_sent, True
+    finally:
+        sys.settrace(before)
+        its = signal.signal(signal.SIGINT, handler)
+        assert its is signal.default_int_handler

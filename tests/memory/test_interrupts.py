@@ -1,0 +1,190 @@
+"""SIGINT comes at any bytecode offset of a pool and a backend, and the books stay true.
+
+What caches do is in `test_every_call_can_fail.py`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import signal
+from collections.abc import Callable, Iterator
+
+import pytest
+from helpers.faulty_cache import PAGE, FaultyCache
+from helpers.interrupts import interrupted, offsets
+
+from vmkv import BackendUsage, ExtentPool, HostBackend
+from vmkv.backend import Access, AccessOp, MapOp, Op, UnmapOp
+from vmkv.backend.books import Books
+from vmkv.interrupts import interruptible, uninterrupted
+from vmkv.units import Address
+
+
+def test_a_pool_can_be_interrupted_at_any_offset() -> None:
+    """Acquire, disown, convert and trim: who was not given extents finds them owned."""
+    for at in offsets("pool"):
+        host = HostBackend(PAGE)
+        pool = ExtentPool(host, 16 * PAGE)
+
+        def use(pool: ExtentPool = pool) -> None:
+            pool.disown(pool.acquire([0, 1, 2]))
+            pool.disown(pool.acquire([3]))  # Of memory that was in smaller extents.
+            pool.make_ready([0, 0])
+            pool.set_budget(8 * PAGE)
+            pool.trim()
+
+        is_sent, is_interrupted = interrupted(use, at)
+        assert is_sent == is_interrupted
+        pool.disown([each for each in pool.extents() if each.num_owners])
+        stats = pool.stats()
+        assert (0, 0) == (stats.resident_bytes, stats.retired_bytes)
+        assert stats.created_bytes == host.usage().physical_bytes == host.file_bytes()
+        use()
+        pool.close()
+        assert BackendUsage() == host.usage()
+        if not is_sent:
+            break
+
+
+def test_a_backend_can_be_interrupted_at_any_offset() -> None:
+    """Its books say what is there."""
+    for at in offsets("backend"):
+        host = HostBackend(PAGE)
+        address = host.address_reserve(4 * PAGE)
+        its = [Address(address + each * PAGE) for each in range(3)]
+
+        def use(host: HostBackend = host, its: list[Address] = its) -> None:
+            handles = [host.mem_create(PAGE) for _ in its]
+            host.execute(
+                [MapOp(at, PAGE, handle) for at, handle in zip(its, handles, strict=True)]
+                + [AccessOp(its[0], 3 * PAGE, Access.READ_WRITE)]
+            )
+            host.execute([UnmapOp(its[0], 3 * PAGE)])
+            for handle in handles:
+                host.mem_release(handle)
+
+        is_sent, is_interrupted = interrupted(use, at)
+        assert is_sent == is_interrupted
+        usage = host.usage()
+        assert usage.physical_bytes == host.file_bytes()
+        if usage.num_mappings:
+            host.execute([UnmapOp(its[0], usage.mapped_bytes)])
+        for handle in list(host._books.allocations):
+            host.mem_release(handle)
+        use()
+        host.address_free(address, 4 * PAGE)
+        assert BackendUsage() == host.usage()
+        assert 0 == host.file_bytes()
+        if not is_sent:
+            break
+
+
+def test_an_exception_within_a_batch_leaves_the_books_true(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever raises it: no mapping is booked that was not given to the driver."""
+    state = FaultyCache(HostBackend(PAGE), window_tokens=40)  # type: ignore[arg-type]
+    sequence = state.begin(98)
+    real, num_maps = Books.why_not, itertools.count(1)
+
+    def why_not(books: Books, op: Op, leaving: set[int]) -> str | None:
+        if isinstance(op, MapOp) and next(num_maps) == 3:
+            raise KeyboardInterrupt
+        return real(books, op, leaving)
+
+    monkeypatch.setattr(Books, "why_not", why_not)
+    with pytest.raises(KeyboardInterrupt):
+        sequence.fork()
+    state.cache.check()
+    sequence.fork()
+    state.cache.check()
+    state.close_cache()
+
+
+# ---- what may be relied on ----------------------------------------------------------------
+
+
+@pytest.fixture
+def default_handler() -> Iterator[None]:
+    """Test runners may ignore SIGINT in the processes that they start."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def _notes(happened: list[str], *, interrupts: bool) -> Callable[[], None]:
+    @uninterrupted
+    def inner() -> None:
+        signal.raise_signal(signal.SIGINT)
+        happened.append("inner")
+
+    @uninterrupted
+    def outer() -> None:
+        inner()
+        happened.append("outer")
+        if interrupts:
+            interruptible(happened.append, "never")
+
+    return outer
+
+
+@pytest.mark.usefixtures("default_handler")
+@pytest.mark.parametrize("interrupts", [False, True])
+def test_an_interrupt_waits_for_the_outermost_operation(interrupts: bool) -> None:
+    """Or for what within it may be interrupted."""
+    happened: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        _notes(happened, interrupts=interrupts)()
+    assert ["inner", "outer"] == happened
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.usefixtures("default_handler")
+def test_what_may_be_interrupted_may_hold_interrupts_back() -> None:
+    happened: list[str] = []
+
+    @uninterrupted
+    def outermost() -> None:
+        try:
+            interruptible(_notes(happened, interrupts=False))
+        finally:
+            signal.raise_signal(signal.SIGINT)
+            happened.append("outermost")
+
+    with pytest.raises(KeyboardInterrupt):
+        outermost()
+    assert ["inner", "outer", "outermost"] == happened
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.usefixtures("default_handler")
+def test_a_handler_that_raises_nothing_runs_late() -> None:
+    """As that of a server: what was made is the caller's, and the handler stays."""
+    happened: list[str] = []
+
+    def handler(number: int, frame: object) -> None:
+        happened.append("handler")
+
+    signal.signal(signal.SIGINT, handler)
+    _notes(happened, interrupts=True)()
+    assert ["inner", "outer", "handler", "never"] == happened
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+@pytest.mark.usefixtures("default_handler")
+def test_a_sequence_that_nobody_gets_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one that its caller gets is not, because the handler raises nothing."""
+    state = FaultyCache(HostBackend(PAGE))  # type: ignore[arg-type]
+    cache = state.cache
+    monkeypatch.setattr(cache, "note_stream", lambda: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        cache.open()
+    assert not cache.sequences
+    signal.signal(signal.SIGINT, lambda number, frame: None)
+    assert [cache.open()] == cache.sequences
+    cache.close()
+
+
+@pytest.mark.usefixtures("default_handler")
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.SIG_DFL])
+def test_what_the_system_does_with_an_interrupt_stays(handler: signal.Handlers) -> None:
+    signal.signal(signal.SIGINT, handler)
+    assert uninterrupted(lambda: signal.getsignal(signal.SIGINT))() is handler

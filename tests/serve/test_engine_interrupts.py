@@ -1,0 +1,93 @@
+"""SIGINT comes at random bytecodes of engines that generate, and they go on rightly.
+
+Deterministic: the time is a number of calls and of bytecodes. By default a few interrupts come;
+`VMKV_INTERRUPTS=2000` has many come, of other seeds: half an hour.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from helpers.interrupts import interrupted
+from helpers.tiny_models import VOCABULARY
+
+from vmkv.serve import Engine, RequestHandle, SamplingParams
+from vmkv.serve.preemption import PreemptionCosts
+from vmkv.units import KiB, MiB
+
+_NUM_INTERRUPTS = int(os.environ.get("VMKV_INTERRUPTS", "40"))
+_NUM_ENGINES = max(4, _NUM_INTERRUPTS // 20)
+_SHAPES: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("llama", {"budget_bytes": 4 * MiB}),
+    # Requests are preempted: some are swapped, some computed again.
+    ("llama", {"budget_bytes": 56 * KiB, "host_budget_bytes": MiB}),
+    ("llama", {"budget_bytes": 56 * KiB, "watermark_bytes": 0}),
+    ("mistral", {"budget_bytes": 96 * KiB, "host_budget_bytes": MiB, "deterministic": True}),
+)
+_PARAMS = (
+    SamplingParams(temperature=0, max_tokens=12),
+    SamplingParams(temperature=0.7, seed=3, max_tokens=20),
+    SamplingParams(temperature=0.7, seed=4, max_tokens=8, n=2, presence_penalty=0.5),
+)
+
+
+def _requests(draw: random.Random) -> list[tuple[list[int], SamplingParams]]:
+    start = [draw.randrange(3, VOCABULARY) for _ in range(8)]  # Some share a prefix.
+    requests = []
+    for _ in range(5):
+        rest = [draw.randrange(3, VOCABULARY) for _ in range(draw.randint(2, 20))]
+        requests.append((draw.choice([start, []]) + rest, draw.choice(_PARAMS)))
+    return requests
+
+
+def _said(handle: RequestHandle) -> list[list[int]]:
+    return [list(each.token_ids) for each in handle.output().outputs]
+
+
+def _run(engine: Engine) -> None:
+    while engine.has_unfinished:
+        engine.step()
+
+
+@pytest.mark.parametrize("number", range(_NUM_ENGINES))
+def test_an_engine_can_be_interrupted_anywhere(
+    number: int, make_engine: Callable[..., Engine]
+) -> None:
+    """Requests go on, `generate` cancels its own, and all say what they say undisturbed."""
+    draw = random.Random(number)
+    name, options = _SHAPES[number % len(_SHAPES)]
+    costs = PreemptionCosts(flops_per_s=1.0 if number % 3 else 1e18)
+    engine = make_engine(name, preemption_costs=costs, **options)
+    requests = _requests(draw)
+    prompts, params = zip(*requests, strict=True)
+    fresh = make_engine(name, deterministic=options.get("deterministic", False))
+    wanted = [
+        [list(each.token_ids) for each in output.outputs]
+        for output in fresh.generate(list(prompts), list(params))
+    ]
+    num_interrupts = 0
+
+    def interrupt(function: Callable[[], object], calls_max: int) -> bool:
+        nonlocal num_interrupts
+        at, calls = draw.randrange(300), draw.randrange(calls_max)
+        is_sent, is_interrupted = interrupted(function, at, skipped_calls=calls)
+        assert is_sent == is_interrupted
+        num_interrupts += is_sent
+        engine.cache.check()
+        engine._scheduler.check()
+        return is_interrupted
+
+    while num_interrupts < _NUM_INTERRUPTS / _NUM_ENGINES:
+        handles = [engine.add(*request) for request in requests]
+        while interrupt(lambda: _run(engine), 3000):
+            pass
+        assert wanted == [_said(handle) for handle in handles]
+        interrupt(lambda: engine.generate(list(prompts), list(params)), 5000)
+        _run(engine)
+        assert not engine._handles
+    [output] = engine.generate([prompts[0]], params[0])
+    assert wanted[0] == [list(each.token_ids) for each in output.outputs]
