@@ -54,9 +54,12 @@ class Engine:
         tokenizer: Its tokenizer, for prompts and outputs that are text.
         max_num_seqs: Requests that run at once at most.
         max_num_batched_tokens: Tokens of a step at most; longer prompts take several steps.
-        max_num_mixed_tokens: Tokens of a step at most that decodes and computes prompts, twice as
-            many for half of a long one, unless more prompt tokens are left than
-            `max_num_batched_tokens`; no bound by default, which suits requests that come together.
+        max_num_mixed_tokens: Tokens of a mixed step at most. A mixed step decodes and computes
+            prompts; the tokens of both count. Twice as many tokens are allowed where they hold half
+            of the next prompt. Every running request decodes all the same, and prompts get half of
+            the bound at least, so many decoding requests may exceed it. The bound does not apply
+            while more prompt tokens are left than `max_num_batched_tokens`. No bound by default,
+            which suits requests that come together.
         max_tokens: Prompt and output of a request at most; by default what the model was made for.
         budget_bytes: Physical memory for keys and values; by default 0.9 of what is free now.
         host_budget_bytes: Host memory for requests that are preempted; 0 to compute them again.

@@ -52,10 +52,8 @@ class Scheduler:
         max_num_batched_tokens: Tokens of a step at most.
         aging_steps: By how many steps one level of priority lets a request overtake.
         costs: What decides between swapping and computing again.
-        max_num_mixed_tokens: Tokens of a step at most that decodes and computes prompts, unless
-            more of the latter are left than `max_num_batched_tokens`. Half of it at least is for
-            prompts, and up to twice as much where that is half of the next one. None for no such
-            bound; with fixed chunks there is none.
+        max_num_mixed_tokens: Tokens of a mixed step at most: see `Engine`. None for no such bound;
+            with fixed chunks there is none.
         fixed_chunks: Cut every prompt at multiples of a fixed length and nowhere else, and compute
             again what was generated one token at a time, as it was: what a request computes then
             never depends on the others.
