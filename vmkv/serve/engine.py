@@ -69,7 +69,10 @@ class Engine:
         attention_backend, kv_dtype, kv_scales, skip_layers: See `VMKVCache`.
         runner: "eager"; "graphs" for compiled layers and CUDA graphs; "auto" for those on CUDA.
         runner_options: For "graphs", a `RunnerOptions`.
-        pool: Physical memory to share with other caches; it has a budget of its own.
+        pool: Physical memory to share with other caches and engines; it has a budget of its own.
+            Engines over one pool preempt each other's requests in one order of arrival and
+            priority, so a request that fits the pool alone waits rather than fails. It fails with
+            an `OutOfPagesError` if for 100 steps no memory comes free and no engine makes progress.
         preemption_costs: What the machine can do; by default an H200 and the model's own size.
         aging_steps: By how many steps one level of priority lets a request overtake.
         watermark_bytes: Device memory that the pool keeps when no request is left, free memory

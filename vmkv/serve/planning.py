@@ -9,7 +9,7 @@ from ..cache.geometry import check_positive
 from ..errors import ConfigError
 from ..units import div_ceil
 from .cache_view import CacheView
-from .plan import PlannedChunk, Preemption, PreemptionMethod, StepPlan
+from .plan import PlannedChunk, Preemption, StepPlan
 from .preemption import PreemptionCosts
 from .request import Request, RequestState
 from .request_queue import RequestQueue
@@ -153,6 +153,7 @@ class StepPlanning:
         max_begun: How many may begin or come back.
         looks_for_surplus: Whether who waits may have what those who run hold beyond their length.
             That costs a look at each of them, and mostly they are about to need it.
+        outranked_by: The rank behind which requests get no pages; see `Scheduler.plan`.
     """
 
     def __init__(
@@ -165,6 +166,7 @@ class StepPlanning:
         withheld_pages: int,
         max_begun: int,
         looks_for_surplus: bool,
+        outranked_by: tuple[int, int] | None = None,
     ):
         self._queue = queue
         self._capacity = capacity
@@ -175,6 +177,7 @@ class StepPlanning:
         self._evictable_pages = 0  # Those that were asked for so far.
         self._has_counted_evictable = self._has_counted_surplus = False  # All of them.
         self._looks_for_surplus = looks_for_surplus
+        self._outranked_by = outranked_by
         self._running = [(request, request.num_left) for request in queue.running]
         begun = [request for request, num_left in self._running if num_left > 1]
         # What each lacks until all of it is computed: who decodes, in this step.
@@ -223,6 +226,8 @@ class StepPlanning:
         while self._max_begun and not self._is_short and self._queue.has_free_slot:
             waiting = self._queue.first_waiting
             if waiting is None or (request is not None and waiting.rank > request.rank):
+                break
+            if self._outranked_by is not None and waiting.rank > self._outranked_by:
                 break
             # Who does not fit now will not in this plan, and nobody behind it may pass.
             self._max_begun = self._max_begun - 1 if self._admit(waiting) else 0
@@ -273,6 +278,8 @@ class StepPlanning:
     def _make_room(self, request: Request, num_pages: int) -> bool:
         """Take pages for a request, of those ranked behind it if need be; whether it has them."""
         self._promised_pages -= num_pages  # This is its turn.
+        if num_pages and self._outranked_by is not None and request.rank > self._outranked_by:
+            return False
         while not self._has_free(num_pages):
             self._is_short = True
             victim = self._queue.running[-1]
@@ -283,14 +290,10 @@ class StepPlanning:
         return True
 
     def _preempt(self, victim: Request) -> None:
-        view, request_id = self._view, victim.request_id
-        pages = view.held_pages(request_id)
-        method = PreemptionMethod.RECOMPUTE
-        if view.can_swap(request_id):
-            method = self._costs.cheaper(victim.num_computed, pages, view.page_bytes)
-        self._queue.requeue(victim, method.leaves)
-        self._free_pages += pages
-        self._preempted.append(Preemption(request_id, method))
+        preemption = self._costs.preemption(victim, self._view)
+        self._queue.requeue(victim, preemption.method.leaves)
+        self._free_pages += self._view.held_pages(victim.request_id)
+        self._preempted.append(preemption)
 
     def _has_free(self, num_pages: int, *, looks_for_surplus: bool = True) -> bool:
         missing_pages = num_pages - self._free_pages
