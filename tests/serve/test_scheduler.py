@@ -174,8 +174,10 @@ class Trace:
 
     def step(self, *, fails: bool = False) -> StepPlan:
         self.num_steps += 1
+        most_mixed_tokens = self.most_mixed_tokens()
         plan = self.scheduler.plan(self.view)
         self.scheduler.check()
+        assert most_mixed_tokens is None or plan.num_tokens <= most_mixed_tokens
         if fails:
             self.give_up(plan)
             plan = StepPlan()
@@ -189,6 +191,23 @@ class Trace:
         for chunk in unread:
             self.read(chunk)
         return plan
+
+    def most_mixed_tokens(self) -> int | None:
+        """Tokens of the next step, as documented; None where `max_num_mixed_tokens` does not apply."""
+        capacity, requests = self.scheduler.capacity, self.scheduler.requests.values()
+        bound = capacity.max_num_mixed_tokens
+        running = [each for each in requests if each.state is RequestState.RUNNING]
+        num_decodes = sum(each.num_left == 1 for each in running)
+        prompts = [each.num_left for each in requests if each not in running or each.num_left > 1]
+        if bound is None or capacity.fixed_chunks or not num_decodes:
+            return None
+        if sum(prompts) > capacity.max_num_batched_tokens:
+            return None
+        # Twice the bound is for a request of which more than the bound is half.
+        is_long = any(
+            each.num_tokens > 2 * (bound - num_decodes) for each in requests if each.num_left != 1
+        )
+        return max((1 + is_long) * bound, num_decodes + (bound + 1) // 2)
 
     def give_up(self, plan: StepPlan) -> None:
         """As the engine does when a growth fails: what was preempted stays so."""
@@ -377,15 +396,15 @@ def test_short_prompts_overtake_long_ones() -> None:
     trace.step()
     prompts = {1: 40, 2: 3, 3: 6, 4: 12, 5: 3}
     trace.add(1, Arrival(0, 40, 20, 99, 0, None, False))  # Four steps.
-    assert {1: 20} == _prompt_tokens(trace, prompts)
+    assert {1: 19} == _prompt_tokens(trace, prompts)
     for request_id in (2, 3, 4):
         trace.add(request_id, Arrival(0, prompts[request_id], 20, 99, 0, None, False))
     assert {2: 3, 3: 6} == _prompt_tokens(trace, prompts)
     assert {4: 7} == _prompt_tokens(trace, prompts)
     trace.add(5, Arrival(0, 3, 20, 99, 0, None, False))
     assert {4: 5, 1: 2} == _prompt_tokens(trace, prompts)
-    assert {1: 18} == _prompt_tokens(trace, prompts), "the last came too late to overtake it"
-    assert {5: 3} == _prompt_tokens(trace, prompts)
+    assert {1: 16} == _prompt_tokens(trace, prompts), "the last came too late to overtake it"
+    assert {1: 3, 5: 3} == _prompt_tokens(trace, prompts)
 
 
 def test_a_long_prompt_is_overtaken_for_as_many_steps_as_it_takes() -> None:
@@ -411,10 +430,10 @@ def test_who_cannot_begin_slows_nobody_down() -> None:
     trace.step()
     prompts = {1: 60, 2: 3}
     trace.add(1, Arrival(0, 60, 5, 99, 0, None, False))
-    assert {1: 20} == _prompt_tokens(trace, prompts)
+    assert {1: 19} == _prompt_tokens(trace, prompts)
     trace.add(2, Arrival(0, 3, 5, 99, 0, None, False))
-    assert {1: 20} == _prompt_tokens(trace, prompts)
-    assert {1: 20} == _prompt_tokens(trace, prompts)
+    assert {1: 19} == _prompt_tokens(trace, prompts)
+    assert {1: 19} == _prompt_tokens(trace, prompts)
 
 
 @pytest.mark.parametrize("priority", [-1, 0])
@@ -532,8 +551,19 @@ def test_prompts_get_on_however_many_decode() -> None:
     trace.step()
     trace.add(6, Arrival(0, 8, 4, 99, 0, None, False))
     sizes = [{c.request_id: c.num_new_tokens for c in trace.step().chunks} for _ in range(2)]
-    assert [4] * 2 == [each[6] for each in sizes]
+    assert [2] * 2 == [each[6] for each in sizes]
     assert all(each[request_id] == 1 for each in sizes for request_id in range(6))
+
+
+def test_decoding_requests_count_in_a_mixed_step() -> None:
+    """A long prompt beside more decoding requests than the bound: half of the bound is added."""
+    trace = Trace(Scheduler(16, 2048, max_num_mixed_tokens=8), ModelView(1000, 4))
+    for request_id in range(12):
+        trace.add(request_id, Arrival(0, 2, 60, 99, 0, None, False))
+    trace.step()
+    trace.add(12, Arrival(0, 297, 4, 99, 0, None, False))
+    sizes = [trace.step().num_tokens for _ in range(10)]
+    assert [12 + 4] * 10 == sizes
 
 
 @pytest.mark.parametrize(
@@ -542,8 +572,9 @@ def test_prompts_get_on_however_many_decode() -> None:
         ([5], [5]),
         ([16], [8, 8]),
         ([20], [10, 10]),
-        ([36], [18, 18]),
-        ([50], [18, 18, 14]),  # Twice the bound at most.
+        ([34], [17, 17]),
+        ([36], [17, 17, 2]),  # Twice the bound at most, with the one that decodes.
+        ([50], [17, 17, 16]),
         ([3, 20], [8, 10, 5]),  # The rest of the bound is the next one's, and then half of that.
         ([20, 3], [8, 10, 5]),  # Likewise: the shorter one goes first.
         ([4, 3, 2, 2], [8, 3]),

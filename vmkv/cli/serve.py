@@ -73,8 +73,9 @@ def add_parser(commands: Commands) -> None:
         "--max-num-mixed-tokens",
         type=count,
         default=1024,
-        help="tokens in a step that decodes and computes prompts, unless more of those are left "
-        "than a step takes, and twice as many for half of a long one; 0 for no such bound",
+        help="tokens in a step that decodes and computes prompts, both counted; twice as many for "
+        "half of a long prompt; all running requests decode and prompts get half of this anyway; "
+        "no bound while more prompt tokens are left than --max-num-batched-tokens; 0 for none",
     )
     add("--max-model-tokens", type=positive_int, help="prompt and output; by default the model's")
     add("--memory", type=positive_gib, metavar="GiB", help="for keys and values; by default all")

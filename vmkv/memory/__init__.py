@@ -2,8 +2,9 @@
 
 `extent.py` what is owned; `pool.py` by whom; `shelf.py` where it comes from, within which budget;
 `page_table.py` where it is mapped, `mapping.py` what it says of it; `change.py` what stays while it
-is read; `reclaim.py` when it may go, `leaving.py` for good; `pressure.py` who gives way; `scrub.py`
-what is left in it; `submitted.py` what steps write; `invariants.py` what always holds.
+is read; `reclaim.py` when it may go, `leaving.py` for good; `pressure.py` which parked rows give
+memory back, `arbiter.py` which engine preempts a request; `scrub.py` what is left in it;
+`submitted.py` what steps write; `invariants.py` what always holds.
 """
 
 from .access import make_writable as make_writable

@@ -25,6 +25,7 @@ from ..backend import Backend, MemoryLocation
 from ..errors import ClosedError, ConfigError, DriverError, OutOfPagesError
 from ..interrupts import uninterrupted
 from ..units import Handle, MiB, is_power_of_two
+from .arbiter import Arbiter
 from .closer import Closer
 from .extent import Extent
 from .leaving import Leaving
@@ -68,6 +69,7 @@ class ExtentPool:
         lock: Guards everything in the pool but the free lists and the extents' references, and
             which rows of its caches are parked.
         pressure: Who gives memory back when it is short.
+        arbiter: Has engines preempt requests for each other's.
         reclaimer: Unmaps what is retired.
         closer: Closes what nobody uses any more.
         submitted: What submitted steps write, where checks are on; else None.
@@ -127,6 +129,7 @@ class ExtentPool:
         self._leaving = Leaving(backend, lambda e: self._shelf(e.location).release_unlisted(e))
         self.page_tables: list[MappedRows] = []
         self.pressure = Pressure(policy)
+        self.arbiter = Arbiter(self.lock)
         self.reclaimer = Reclaimer(backend, self.lock, self._recycle, self.pressure.tick)
         self.closer = Closer(self.reclaimer, self.lock)
         if checks is None:

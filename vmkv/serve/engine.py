@@ -55,9 +55,12 @@ class Engine:
         tokenizer: Its tokenizer, for prompts and outputs that are text.
         max_num_seqs: Requests that run at once at most.
         max_num_batched_tokens: Tokens of a step at most; longer prompts take several steps.
-        max_num_mixed_tokens: Tokens of a step at most that decodes and computes prompts, twice as
-            many for half of a long one, unless more prompt tokens are left than
-            `max_num_batched_tokens`; no bound by default, which suits requests that come together.
+        max_num_mixed_tokens: Tokens of a mixed step at most. A mixed step decodes and computes
+            prompts; the tokens of both count. Twice as many tokens are allowed where they hold half
+            of the next prompt. Every running request decodes all the same, and prompts get half of
+            the bound at least, so many decoding requests may exceed it. The bound does not apply
+            while more prompt tokens are left than `max_num_batched_tokens`. No bound by default,
+            which suits requests that come together.
         max_tokens: Prompt and output of a request at most; by default what the model was made for.
         budget_bytes: Physical memory for keys and values; by default 0.9 of what is free now.
         host_budget_bytes: Host memory for requests that are preempted; 0 to compute them again.
@@ -67,7 +70,10 @@ class Engine:
         attention_backend, kv_dtype, kv_scales, skip_layers: See `VMKVCache`.
         runner: "eager"; "graphs" for compiled layers and CUDA graphs; "auto" for those on CUDA.
         runner_options: For "graphs", a `RunnerOptions`.
-        pool: Physical memory to share with other caches; it has a budget of its own.
+        pool: Physical memory to share with other caches and engines; it has a budget of its own.
+            Engines over one pool preempt each other's requests in one order of arrival and
+            priority, so a request that fits the pool alone waits rather than fails. It fails with
+            an `OutOfPagesError` if for 100 steps no memory comes free and no engine makes progress.
         preemption_costs: What the machine can do; by default an H200 and the model's own size.
         aging_steps: By how many steps one level of priority lets a request overtake.
         watermark_bytes: Device memory that the pool keeps when no request is left, free memory

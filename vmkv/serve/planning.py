@@ -9,7 +9,7 @@ from ..cache.geometry import check_positive
 from ..errors import ConfigError
 from ..units import div_ceil
 from .cache_view import CacheView
-from .plan import PlannedChunk, Preemption, PreemptionMethod, StepPlan
+from .plan import PlannedChunk, Preemption, StepPlan
 from .preemption import PreemptionCosts
 from .request import Request, RequestState
 from .request_queue import RequestQueue
@@ -61,12 +61,12 @@ class Capacity:
     def prompt_tokens_beside(
         self, num_decodes: int, num_tokens: int, begun: Sequence[Request], queue: RequestQueue
     ) -> int:
-        """Prompt tokens of a step that decodes as well.
+        """Prompt tokens of a step, at most; `max_num_mixed_tokens` bounds a step that decodes.
 
         Args:
-            num_decodes: For how many.
+            num_decodes: Requests that decode in the step.
             num_tokens: Tokens of the step at most.
-            begun: Who runs and has more to compute than a token.
+            begun: Running requests with more than one token to compute.
             queue: All requests.
         """
         left, most = num_tokens - num_decodes, self.max_num_mixed_tokens
@@ -77,7 +77,8 @@ class Capacity:
         waiting = queue.first_waiting if queue.has_free_slot else None
         next_ones = [each for each in (*begun[:1], waiting) if each is not None]
         first = min(next_ones, key=lambda each: each.rank, default=None)
-        return min(left, max(most - num_decodes, (most + 1) // 2, _part_of(first, most)))
+        half = min(_half_of_prompt(first), 2 * most - num_decodes)
+        return min(left, max(most - num_decodes, half, div_ceil(most, 2)))
 
     def mixed_steps(self, num_tokens: int) -> int:
         """About how many steps a prompt takes beside decoding, where those have a bound; else 0.
@@ -97,14 +98,13 @@ class Capacity:
         return left < 0
 
 
-def _part_of(first: Request | None, most: int) -> int:
-    """Half of the prompt that is next, so that a step beside decoding takes it far.
+def _half_of_prompt(first: Request | None) -> int:
+    """Tokens that compute half of the next prompt, or the rest of it.
 
-    In many small parts it waits for everybody's next token with each: in halves first tokens come
-    3 to 7 % sooner at the 99th percentile, as played. Twice `most` at most, which
-    bounds how long others wait.
+    A prompt in many small parts waits for the next tokens of all decoding requests with each part.
+    In halves first tokens come 3 to 7 % sooner at the 99th percentile, as played.
     """
-    return 0 if first is None else min(first.num_left, div_ceil(first.num_tokens, 2), 2 * most)
+    return 0 if first is None else min(first.num_left, div_ceil(first.num_tokens, 2))
 
 
 def take(request: Request, num_new_tokens: int, num_left: int) -> PlannedChunk:
@@ -153,6 +153,7 @@ class StepPlanning:
         max_begun: How many may begin or come back.
         looks_for_surplus: Whether who waits may have what those who run hold beyond their length.
             That costs a look at each of them, and mostly they are about to need it.
+        outranked_by: The rank behind which requests get no pages; see `Scheduler.plan`.
     """
 
     def __init__(
@@ -165,6 +166,7 @@ class StepPlanning:
         withheld_pages: int,
         max_begun: int,
         looks_for_surplus: bool,
+        outranked_by: tuple[int, int] | None = None,
     ):
         self._queue = queue
         self._capacity = capacity
@@ -175,6 +177,7 @@ class StepPlanning:
         self._evictable_pages = 0  # Those that were asked for so far.
         self._has_counted_evictable = self._has_counted_surplus = False  # All of them.
         self._looks_for_surplus = looks_for_surplus
+        self._outranked_by = outranked_by
         self._running = [(request, request.num_left) for request in queue.running]
         begun = [request for request, num_left in self._running if num_left > 1]
         # What each lacks until all of it is computed: who decodes, in this step.
@@ -223,6 +226,8 @@ class StepPlanning:
         while self._max_begun and not self._is_short and self._queue.has_free_slot:
             waiting = self._queue.first_waiting
             if waiting is None or (request is not None and waiting.rank > request.rank):
+                break
+            if self._outranked_by is not None and waiting.rank > self._outranked_by:
                 break
             # Who does not fit now will not in this plan, and nobody behind it may pass.
             self._max_begun = self._max_begun - 1 if self._admit(waiting) else 0
@@ -273,6 +278,8 @@ class StepPlanning:
     def _make_room(self, request: Request, num_pages: int) -> bool:
         """Take pages for a request, of those ranked behind it if need be; whether it has them."""
         self._promised_pages -= num_pages  # This is its turn.
+        if num_pages and self._outranked_by is not None and request.rank > self._outranked_by:
+            return False
         while not self._has_free(num_pages):
             self._is_short = True
             victim = self._queue.running[-1]
@@ -283,14 +290,10 @@ class StepPlanning:
         return True
 
     def _preempt(self, victim: Request) -> None:
-        view, request_id = self._view, victim.request_id
-        pages = view.held_pages(request_id)
-        method = PreemptionMethod.RECOMPUTE
-        if view.can_swap(request_id):
-            method = self._costs.cheaper(victim.num_computed, pages, view.page_bytes)
-        self._queue.requeue(victim, method.leaves)
-        self._free_pages += pages
-        self._preempted.append(Preemption(request_id, method))
+        preemption = self._costs.preemption(victim, self._view)
+        self._queue.requeue(victim, preemption.method.leaves)
+        self._free_pages += self._view.held_pages(victim.request_id)
+        self._preempted.append(preemption)
 
     def _has_free(self, num_pages: int, *, looks_for_surplus: bool = True) -> bool:
         missing_pages = num_pages - self._free_pages

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import ConfigError
-from .plan import PreemptionMethod
+from .cache_view import CacheView
+from .plan import Preemption, PreemptionMethod
+from .request import Request
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,14 @@ class PreemptionCosts:
     def recompute_s(self, num_tokens: int, num_pages: int) -> float:
         """Seconds to compute so many tokens again, attention's share neglected."""
         return num_tokens * self.flops_per_token / self.flops_per_s + num_pages * self.mapping_s
+
+    def preemption(self, victim: Request, view: CacheView) -> Preemption:
+        """How a running request is preempted: swapped out if it can be and that costs less."""
+        method, request_id = PreemptionMethod.RECOMPUTE, victim.request_id
+        if view.can_swap(request_id):
+            pages = view.held_pages(request_id)
+            method = self.cheaper(victim.num_computed, pages, view.page_bytes)
+        return Preemption(request_id, method)
 
     def cheaper(self, num_tokens: int, num_pages: int, page_bytes: int) -> PreemptionMethod:
         """What costs less for a request of `num_tokens` in `num_pages`."""

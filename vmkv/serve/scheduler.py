@@ -32,7 +32,7 @@ from collections.abc import Mapping, Sequence
 from ..cache.geometry import check_positive
 from ..errors import ConfigError
 from .cache_view import CacheView
-from .plan import PlannedChunk, PreemptionMethod, StepPlan
+from .plan import PlannedChunk, Preemption, PreemptionMethod, StepPlan
 from .planning import Capacity, StepPlanning, look_up, take, untake
 from .preemption import PreemptionCosts
 from .request import Request, RequestState
@@ -52,10 +52,8 @@ class Scheduler:
         max_num_batched_tokens: Tokens of a step at most.
         aging_steps: By how many steps one level of priority lets a request overtake.
         costs: What decides between swapping and computing again.
-        max_num_mixed_tokens: Tokens of a step at most that decodes and computes prompts, unless
-            more of the latter are left than `max_num_batched_tokens`. Half of it at least is for
-            prompts, and up to twice as much where that is half of the next one. None for no such
-            bound; with fixed chunks there is none.
+        max_num_mixed_tokens: Tokens of a mixed step at most: see `Engine`. None for no such bound;
+            with fixed chunks there is none.
         fixed_chunks: Cut every prompt at multiples of a fixed length and nowhere else, and compute
             again what was generated one token at a time, as it was: what a request computes then
             never depends on the others.
@@ -89,8 +87,16 @@ class Scheduler:
 
     # ---- requests -------------------------------------------------------------------------
 
-    def add(self, request: Request, view: CacheView) -> None:
+    def add(
+        self, request: Request, view: CacheView, arrival: tuple[int, int] | None = None
+    ) -> None:
         """A request arrives, with a number above all those before.
+
+        Args:
+            request: The request.
+            view: The cache.
+            arrival: Step and number of the arrival where several engines share an order; by default
+                this scheduler's own step, and the number of the request.
 
         Raises:
             ConfigError: The prompt is empty or leaves no room for a token, or the request would
@@ -108,8 +114,9 @@ class Scheduler:
                 f"a request of {most} tokens (prompt and max_tokens) needs {needed} "
                 f"pages and the whole cache has {total}; shorten it, or raise the budget"
             )
-        place = self._num_steps + request.priority * self._aging_steps
-        request.rank = (place + self.capacity.mixed_steps(num_prompt), request.request_id)
+        step, number = arrival or (self._num_steps, request.request_id)
+        place = step + request.priority * self._aging_steps
+        request.rank = (place + self.capacity.mixed_steps(num_prompt), number)
         self._queue.add(request)
 
     def finish(self, request_id: int) -> None:
@@ -142,6 +149,12 @@ class Scheduler:
         return self._queue.running[0] if self._queue.running else self._queue.first_waiting
 
     @property
+    def last_rank(self) -> tuple[int, int] | None:
+        """The rank of the running request ranked last, if one runs. Called from any thread."""
+        last = self._queue.running[-1:]
+        return last[0].rank if last else None
+
+    @property
     def last_swapped(self) -> Request | None:
         """The request in host memory that comes back last."""
         requests = self._queue.requests.values()
@@ -168,6 +181,7 @@ class Scheduler:
         max_num_batched_tokens: int | None = None,
         withheld_pages: int = 0,
         max_begun: int | None = None,
+        outranked_by: tuple[int, int] | None = None,
     ) -> StepPlan:
         """Decide a step, on the assumption that it will be carried out.
 
@@ -176,6 +190,8 @@ class Scheduler:
             max_num_batched_tokens: Fewer tokens than usual, after the device ran out of memory.
             withheld_pages: Pages that the view counts and that turned out not to be there.
             max_begun: How many may begin or come back; by default all that fit.
+            outranked_by: The rank of a request of another engine; those ranked behind it get no
+                pages.
 
         Returns:
             What to do. If it cannot be done after all: `undo` its chunks, `requeue` what could not
@@ -192,7 +208,15 @@ class Scheduler:
             withheld_pages,
             self.capacity.max_num_seqs if max_begun is None else max_begun,
             looks_for_surplus=self.num_running <= _LOOK_STEPS or not self._num_steps % _LOOK_STEPS,
+            outranked_by=outranked_by,
         ).plan()
+
+    def preempt_last(self, view: CacheView) -> Preemption:
+        """Have the running request ranked last wait again; there must be one. Between plans."""
+        victim = self._queue.running[-1]
+        preemption = self._costs.preemption(victim, view)
+        self._queue.requeue(victim, preemption.method.leaves)
+        return preemption
 
     def upcoming(
         self, chunks: Sequence[PlannedChunk], view: CacheView

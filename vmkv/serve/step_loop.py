@@ -21,13 +21,14 @@ from collections.abc import Callable, Sequence
 
 from ..errors import CapacityError, ConfigError, DriverError, OutOfPagesError
 from ..interrupts import interruptible, uninterrupted
+from ..memory.arbiter import PATIENCE_STEPS, Borrower
 from ..step import Piece
 from ..units import div_ceil
 from .failures import is_out_of_memory, log_and_release, missing_bytes
 from .memory_view import MemoryView
 from .observer import EngineObserver, StepRecord
 from .pace import Pace, SubmittedStep
-from .plan import PlannedChunk, PreemptionMethod, StepPlan
+from .plan import PlannedChunk, Preemption, PreemptionMethod, StepPlan
 from .request import FinishReason, Request, TokenLogprobs
 from .runner import Runner, SlotError, StepResult
 from .scheduler import Scheduler
@@ -81,6 +82,8 @@ class StepLoop:
         self._withheld_pages = 0
         self._num_in_vain = 0  # Steps since which no memory could be made ready.
         self._pace = Pace()
+        self._arbiter = view.cache.pool.arbiter
+        self._borrower = Borrower(self._arbiter, lambda: scheduler.last_rank, self._give_way)
         self.num_failed_steps = 0  #: See `Engine.num_failed_steps`.
 
     @property
@@ -103,7 +106,7 @@ class StepLoop:
         Raises:
             ConfigError: It can never be served. Nothing changed.
         """
-        self._scheduler.add(request, self._view)
+        self._scheduler.add(request, self._view, self._arbiter.arrival())
         self._view.add(request, leader_id)
 
     def end(
@@ -125,6 +128,7 @@ class StepLoop:
         if request.request_id not in self._requests:
             return
         self._scheduler.finish(request.request_id)
+        self._borrower.withdraw()  # If its claim was for another request, it claims again.
         self._to_set.discard(request.request_id)
         self._view.end(request.request_id, keep=keep)
         self._view.remove(request.request_id)
@@ -148,6 +152,13 @@ class StepLoop:
         Raises:
             DriverError: It failed in what no request is to blame for; see `end_all`, or go on.
         """
+        self._borrower.begin_step()
+        try:
+            return self._step()
+        finally:
+            self._borrower.end_step()
+
+    def _step(self) -> bool:
         record = StepRecord(time.perf_counter())
         try:
             self._view.close_ended()  # Before the plan: it counts on their memory.
@@ -175,11 +186,14 @@ class StepLoop:
         was_short, num_begun, max_begun = False, 0, None
         for _ in range(_ATTEMPTS_MAX):
             start_s = time.perf_counter()
+            self._arbiter.num_steps += 1
+            outranked_by = self._borrower.outranked_by()
             plan = self._scheduler.plan(
                 self._view,
                 max_num_batched_tokens=self._token_limit,
                 withheld_pages=self._withheld_pages,
                 max_begun=max_begun,
+                outranked_by=outranked_by,
             )
             record.plan_s += time.perf_counter() - start_s
             start_s, fence_waited_s = time.perf_counter(), self._view.fence_waited_s
@@ -219,7 +233,8 @@ class StepLoop:
                 before = self._pending[-1] if self._pending else None
                 begins = bool(plan.admitted or plan.resumed)
                 self._pace.submitted(submitted, before, record.start_s, begins=begins)
-                self._make_ready(chunks)
+                if outranked_by is None:
+                    self._make_ready(chunks)
                 record.ready_s += time.perf_counter() - submitted.submitted_s
             return submitted, plan
         return None, StepPlan()
@@ -236,12 +251,8 @@ class StepLoop:
         """
         view = self._view
         self._to_set.update(plan.resumed, plan.admitted)
-        for request_id, method in plan.preempted:
-            self._requests[request_id].num_preemptions += 1
-            if method is PreemptionMethod.SWAP and view.swap_out(request_id):
-                continue
-            self._scheduler.drop_swapped(request_id)
-            view.end(request_id)
+        for preemption in plan.preempted:
+            self._preempt(preemption)
         for request_id in plan.resumed:
             view.swap_in(request_id)
         num_past = {}
@@ -256,6 +267,18 @@ class StepLoop:
             if actual != chunks[at].num_past_tokens:
                 chunks[at] = self._scheduler.rebase(chunks[at], actual)
         view.grow([(request_id, past + new) for request_id, _, past, new, _, _ in chunks])
+
+    def _preempt(self, preemption: Preemption) -> None:
+        request_id, method = preemption
+        self._requests[request_id].num_preemptions += 1
+        if method is PreemptionMethod.SWAP and self._view.swap_out(request_id):
+            return
+        self._scheduler.drop_swapped(request_id)
+        self._view.end(request_id)
+
+    def _give_way(self) -> None:
+        """Preempt the running request ranked last, for a request of another engine."""
+        self._preempt(self._scheduler.preempt_last(self._view))
 
     def _make_ready(self, chunks: Sequence[PlannedChunk]) -> None:
         """Have memory for the next steps lie ready while the device works on `chunks`."""
@@ -296,6 +319,7 @@ class StepLoop:
             self._recover(chunks, error)
             return None
         self._shortage = None  # That is past.
+        self._borrower.note_submitted()
         self._view.note_computed(chunks)
         if self._token_limit is not None:
             # Slowly: each attempt that fails costs a step.
@@ -373,26 +397,28 @@ class StepLoop:
                 self.end(request, FinishReason.ERROR, error, keep=False)
 
     def _unblock(self) -> None:
-        """Nothing runs and nothing can begin: whatever is in the way of the first in order goes.
+        """Make room where nothing runs and nothing can begin; see `vmkv/memory/arbiter.py`.
 
-        Steps become as large as usual again; who waits in host memory, and still holds what it
-        shares here, is to be computed again, the last in order first. If all of that has gone,
-        the first in order ends, so that others may go on.
+        Steps become as large as usual again; requests of other engines over the pool are preempted;
+        then requests in host memory, which still hold shared pages, are to be computed again, the
+        last first. If none of that helps, the first request fails, so that others may go on.
         """
         if self._token_limit is not None:
             self._token_limit = None
+            return
+        request = self._scheduler.first
+        if request is None or self._borrower.claim(request.rank):
             return
         swapped = self._scheduler.last_swapped
         if swapped is not None:
             self._scheduler.drop_swapped(swapped.request_id)
             self._view.end(swapped.request_id)
             return
-        request = self._scheduler.first
-        if request is None:
-            return
         error = self._shortage or OutOfPagesError(
             "the request does not fit: the budget was lowered, or other users of the pool hold its "
-            "memory; raise it, or close them",
+            f"memory, and in {PATIENCE_STEPS} steps no engine over the pool gave any up: such a "
+            "user is a cache, or an engine that another thread no longer steps; raise the budget, "
+            "or close them",
             needed_bytes=0,
             free_bytes=self._view.free_pages() * self._view.page_bytes,
             retired_bytes=0,

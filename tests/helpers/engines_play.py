@@ -1,0 +1,228 @@
+"""Several busy engines over one small pool, at random, with content as the oracle.
+
+Every request fits the pool alone, so every one that is not cancelled has to finish, with the tokens
+that it gets from an engine alone.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from helpers.pool_play import UNDERREAD_TOKENS, PoolPlay, add_layers, cost_model
+from helpers.stamp_runner import VOCABULARY, StampRunner, answer
+from helpers.stamped_rows import StampedRows
+
+from vmkv import ExtentPool, KVCache, SamplingParams
+from vmkv.errors import ConfigError
+from vmkv.serve import Engine, FinishReason, RequestHandle, engine
+from vmkv.serve.preemption import PreemptionCosts
+
+_MAX_TOKENS = 96
+#: Steps of an engine alone, for each token left: it waits for other engines at most so often.
+_STEPS_PER_TOKEN_MAX = 300
+
+
+@dataclass
+class Busy:
+    """One engine, and the stream that its steps run on."""
+
+    engine: Engine
+    stream: int
+
+
+class EnginesPlay(PoolPlay):
+    """Several engines over one pool.
+
+    Args:
+        draw: The source of every choice.
+        num_engines: How many.
+
+    Attributes:
+        num_finished: Requests that finished with the right tokens.
+        num_preemptions: How often those were preempted.
+    """
+
+    def __init__(self, draw: random.Random, num_engines: int):
+        self._draw = draw
+        super().__init__(
+            draw.choice([14, 20, 30]), draw.choice([0, 8]), is_late=draw.random() < 0.5
+        )
+        self._engines: list[Busy] = []
+        self._asked: list[tuple[Busy, RequestHandle]] = []
+        self.num_finished = self.num_preemptions = self.num_steps = 0
+        for stream in range(1, num_engines + 1):
+            self._engines.append(Busy(self._make_engine(), stream))
+
+    def _make_engine(self) -> Engine:
+        draw, made = self._draw, {}
+        swaps, is_alike = draw.random() < 0.5, draw.random() < 0.7
+
+        def open_rows(_: object, pool: ExtentPool, max_num_seqs: int, *__: object) -> StampedRows:
+            cache = KVCache(
+                pool,
+                max_tokens=_MAX_TOKENS,
+                max_sequences=2 * max_num_seqs + 2,
+                cost_model=cost_model(0),
+            )
+            add_layers(cache, 0, 1, 32 if is_alike else 64, None)
+            cache.current_stream = self.device.current_stream
+            made["rows"] = StampedRows(cache, self.device, UNDERREAD_TOKENS)
+            return made["rows"]
+
+        def make_runner(*_: object, **__: object) -> StampRunner:
+            return StampRunner(made["rows"])
+
+        with (
+            mock.patch.object(engine, "open_rows", open_rows),
+            mock.patch.object(engine, "make_runner", make_runner),
+        ):
+            return Engine(
+                _model(),
+                max_num_seqs=draw.choice([1, 2, 4]),
+                max_num_batched_tokens=draw.choice([8, 16, 64]),
+                max_num_mixed_tokens=draw.choice([None, 6]),
+                max_tokens=_MAX_TOKENS,
+                prefix_caching=draw.random() < 0.7,
+                pool=self.pool,
+                preemption_costs=PreemptionCosts(flops_per_s=1.0 if swaps else 1e30),
+                aging_steps=8,
+                seed=0,
+            )
+
+    # ---- actions --------------------------------------------------------------------------
+
+    def operate(self) -> None:
+        """Do one thing at random."""
+        draw = self._draw
+        busy = draw.choice(self._engines)
+        name = draw.choices(["step", "add", "cancel", "drain"], [60, 25, 3, 0.3])[0]
+        if name == "step":
+            self.step(busy, draw.choice([1, 1, 2, 5, 20]))
+        elif name == "add":
+            self.add(busy)
+        elif name == "cancel" and self._asked:
+            owner, handle = draw.choice(self._asked)
+            with self._doing(f"cancel {handle}", owner.stream):
+                handle.cancel()
+        elif name == "drain":
+            self.drain(busy)
+
+    def add(self, busy: Busy) -> None:
+        """Add a request that fits the pool alone."""
+        draw = self._draw
+        length = draw.choice([draw.randint(1, 8), draw.randint(1, 90)])
+        prompt = [draw.randrange(1, VOCABULARY) for _ in range(length)]
+        if draw.random() < 0.3:
+            prompt = [1] * length  # A prefix of others.
+        params = SamplingParams(
+            n=draw.choice([1, 1, 1, 2]),
+            temperature=0,
+            max_tokens=draw.choice([1, draw.randint(1, 20), draw.randint(1, 60)]),
+            ignore_eos=draw.random() < 0.7,
+        )
+        if len(self._asked) >= 12:
+            return
+        with self._doing(f"add {length} {params.max_tokens}", busy.stream):
+            try:
+                handle = busy.engine.add(prompt, params, draw.choice([0, 0, 0, -1, 1]))
+            except ConfigError:
+                return  # It does not fit the pool alone.
+            self._asked.append((busy, handle))
+
+    def step(self, busy: Busy, num_steps: int = 1) -> None:
+        """Run steps of one engine."""
+        for _ in range(num_steps):
+            with self._doing(f"step of engine {busy.stream}", busy.stream):
+                self.num_steps += busy.engine.has_unfinished
+                busy.engine.step()
+
+    def drain(self, busy: Busy) -> None:
+        """Run one engine until nothing is left to do, while the others are not stepped."""
+        num_tokens = sum(
+            len(each.prompt_token_ids) + (each.params.max_tokens or 0)
+            for owner, handle in self._asked
+            if owner is busy
+            for each in handle.requests
+        )
+        for _ in range(100 + _STEPS_PER_TOKEN_MAX * num_tokens):
+            if not busy.engine.has_unfinished:
+                return
+            self.step(busy)
+        raise AssertionError(f"the engine does not come to an end: {busy.engine!r}")
+
+    def drain_all(self) -> None:
+        """Run all engines in turn until nothing is left to do."""
+        for _ in range(20_000):
+            if not any(each.engine.has_unfinished for each in self._engines):
+                return
+            for each in self._engines:
+                self.step(each, self._draw.choice([1, 1, 3]))
+        raise AssertionError(f"the engines do not come to an end: {self._engines}")
+
+    # ---- what must hold -------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Check the books, and the requests that have finished."""
+        super().check()
+        for busy in self._engines:
+            busy.engine._scheduler.check()
+            busy.engine.cache.check()
+        for each in [each for each in self._asked if each[1].is_finished]:
+            self._asked.remove(each)
+            for request in each[1].requests:
+                self._check_outcome(request)
+
+    def _check_outcome(self, request: Any) -> None:
+        said, params = request.output_token_ids, request.params
+        wanted = answer(request.prompt_token_ids, params, params.max_tokens or 0)
+        if request.finish_reason is FinishReason.CANCELLED:
+            assert wanted[: len(said)] == said
+            return
+        assert request.finish_reason is not FinishReason.ERROR, f"failed: {request.error}"
+        assert wanted == said
+        self.num_finished += 1
+        self.num_preemptions += request.num_preemptions
+
+    def _caches(self) -> Iterator[KVCache]:
+        yield from super()._caches()
+        yield from (each.engine.cache for each in getattr(self, "_engines", ()))
+
+    def close(self) -> None:
+        """End everything; nothing may be left."""
+        self.drain_all()
+        assert not self._asked
+        for busy in self._engines:
+            busy.engine.close()
+        self._engines.clear()
+        super().close()
+
+
+def play(seed: int, num_engines: int, num_steps: int) -> EnginesPlay:
+    """Play an episode of so many steps; returns it for its figures."""
+    playing = EnginesPlay(random.Random(seed), num_engines)
+    try:
+        while playing.num_steps < num_steps:
+            playing.operate()
+        playing.close()
+    except BaseException:
+        playing.abandon()
+        raise
+    return playing
+
+
+def _model() -> Any:
+    """What an engine asks of a model besides running it."""
+    embedding = torch.nn.Embedding(VOCABULARY, 1)
+    return SimpleNamespace(
+        training=False,
+        config=SimpleNamespace(is_encoder_decoder=False, eos_token_id=0),
+        generation_config=SimpleNamespace(eos_token_id=0),
+        get_input_embeddings=lambda: embedding,
+        get_output_embeddings=lambda: embedding,
+    )

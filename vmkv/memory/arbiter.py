@@ -1,0 +1,152 @@
+"""Arbitration between engines over one pool: a running request of one is preempted for another's.
+
+Ranks are one order for all engines over a pool. An engine that can run nothing claims memory for
+its first request. The running request ranked last of all other engines is preempted for it, if it
+is ranked behind: at once if its engine is between steps in the same thread, else when that engine
+begins its next step. While the claim stands, requests ranked behind it take no pages in any other
+engine. So the first request of all makes progress, and no two engines preempt each other in turn.
+
+An engine counts the steps in which it can run nothing and no other engine makes progress. After
+`PATIENCE_STEPS` it may preempt any request of an engine between steps in its thread, since nobody
+runs that engine, and it no longer respects claims. If nothing can be preempted, its request fails.
+Where an engine of another thread has running requests, each counted step waits for it for 20 ms.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from weakref import WeakSet
+
+Rank = tuple[int, int]
+PATIENCE_STEPS = 100
+_WAIT_S = 0.02
+
+
+class Arbiter:
+    """The engines over one pool.
+
+    Args:
+        lock: The pool's.
+
+    Attributes:
+        num_steps: Steps that all engines have planned.
+    """
+
+    def __init__(self, lock: threading.RLock):
+        self.lock = lock
+        self.num_steps = 0
+        self.changed = threading.Condition(lock)
+        self.num_changes = 0  # Steps submitted and requests preempted, by all engines.
+        self.borrowers: WeakSet[Borrower] = WeakSet()
+        self._numbers = itertools.count()
+
+    def arrival(self) -> Rank:
+        """The place of a request that arrives now, before priorities."""
+        return self.num_steps, next(self._numbers)
+
+
+class Borrower:
+    """One engine over a pool. Its own thread calls all methods.
+
+    Args:
+        arbiter: The pool's.
+        last_rank: Returns the rank of the engine's running request that is ranked last, if there is
+            one. Called from any thread.
+        give_way: Preempts that request. Called between steps, from the engine's thread.
+    """
+
+    def __init__(
+        self,
+        arbiter: Arbiter,
+        last_rank: Callable[[], Rank | None],
+        give_way: Callable[[], None],
+    ):
+        self._arbiter = arbiter
+        self._last_rank = last_rank
+        self._give_way = give_way
+        self._claim: tuple[Rank, int] | None = None  # The rank, and the step it was made in.
+        self._is_asked = False
+        self._is_stepping = False
+        self._thread_id = 0  # The thread of the last step.
+        self._num_stuck = 0
+        self._num_changes_seen = 0
+        with arbiter.lock:
+            arbiter.borrowers.add(self)
+
+    def begin_step(self) -> None:
+        """A step begins: preempt a request if another engine has asked for it."""
+        with self._arbiter.lock:
+            self._thread_id, self._is_stepping = threading.get_ident(), True
+            is_asked, self._is_asked = self._is_asked, False
+            rank, last = self.outranked_by(), self._last_rank()
+            if is_asked and rank is not None and last is not None and last > rank:
+                self._preempt()
+
+    def end_step(self) -> None:
+        """The step has ended."""
+        with self._arbiter.lock:
+            self._is_stepping = False
+            self._arbiter.changed.notify_all()
+
+    def outranked_by(self) -> Rank | None:
+        """The first claim of another engine; requests ranked behind it take no pages."""
+        if self._num_stuck >= PATIENCE_STEPS:
+            return None
+        with self._arbiter.lock:
+            # An engine that is not stepped any more does not renew its claim.
+            since = self._arbiter.num_steps - PATIENCE_STEPS
+            claims = [each._claim for each in self._others() if each._claim is not None]
+            return min((rank for rank, step in claims if step >= since), default=None)
+
+    def note_submitted(self) -> None:
+        """The engine has submitted a step: it needs no claim."""
+        self.withdraw()
+        self._num_stuck = 0
+        self._arbiter.num_changes += 1
+
+    def withdraw(self) -> None:
+        """Drop the claim, if there is one."""
+        self._claim = None
+
+    def claim(self, rank: Rank) -> bool:
+        """Claim memory for the request of this rank: the engine can run nothing.
+
+        Returns whether to try again. If not, no memory came free for `PATIENCE_STEPS` such steps.
+        """
+        arbiter, here = self._arbiter, threading.get_ident()
+        with arbiter.lock:
+            self._claim = rank, arbiter.num_steps
+            self._is_stepping = False  # Other engines need not wait for this one.
+            is_patient = self._num_stuck < PATIENCE_STEPS
+            victim, victim_rank, is_elsewhere = None, rank, False
+            for each in self._others():
+                last = each._last_rank()
+                is_here = each._thread_id == here
+                is_elsewhere |= last is not None and not is_here
+                is_idle = is_here and not each._is_stepping
+                if last is None or not (last > rank if is_patient else is_idle):
+                    continue
+                if victim is None or last > victim_rank:
+                    victim, victim_rank = each, last
+            if victim is not None and victim._thread_id == here and not victim._is_stepping:
+                victim._preempt()
+                return True
+            if victim is not None:
+                victim._is_asked = True
+            if arbiter.num_changes == self._num_changes_seen and not any(
+                each._is_stepping and each._thread_id != here for each in self._others()
+            ):
+                self._num_stuck += 1
+            self._num_changes_seen = arbiter.num_changes
+            if is_elsewhere and is_patient:
+                arbiter.changed.wait(_WAIT_S)
+            return is_patient
+
+    def _preempt(self) -> None:
+        self._give_way()
+        self._arbiter.num_changes += 1
+
+    def _others(self) -> list[Borrower]:
+        return [each for each in self._arbiter.borrowers if each is not self]
