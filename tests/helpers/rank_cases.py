@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import os
 import random
 import threading
@@ -15,6 +16,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from helpers import tiny_models
 from helpers.tiny_models import kernel_model, tiny_model
 
@@ -27,9 +29,11 @@ from vmkv.parallel import Ranks, TensorParallel, localise, one_shot
 from vmkv.parallel.collectives import all_reduce, norm_of_sum
 from vmkv.parallel.loading import load
 from vmkv.serve import FinishReason, lockstep
+from vmkv.serve.handle import RequestHandle
 from vmkv.serve.parallel_engine import ParallelEngine
 from vmkv.serve.preemption import PreemptionCosts
-from vmkv.serve.runner import RunnerOptions
+from vmkv.serve.runner import RunnerOptions, SlotError
+from vmkv.serve.sampler import Sampler
 from vmkv.step import norms_of_sums
 from vmkv.units import Handle, KiB, MiB
 
@@ -281,6 +285,39 @@ def runs_out_of_memory(group: TensorParallel) -> None:
         assert device.num_refused
 
 
+class LeastLikely:
+    """A logits processor that fails on one rank at some number of tokens; on no rank with -1."""
+
+    def __init__(self, failing_rank: int, num_tokens: int):
+        self._failing_rank = failing_rank
+        self._num_tokens = num_tokens
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if input_ids.shape[1] >= self._num_tokens and dist.get_rank() == self._failing_rank:
+            raise ZeroDivisionError("on this rank alone")
+        return -scores
+
+
+@contextlib.contextmanager
+def slots_without_memory(group: TensorParallel, periods: tuple[int, int]) -> Iterator[list[int]]:
+    """Rank i has no memory to count a slot's tokens once in `periods[i]` times; 0 for never.
+
+    Yields the numbers of the calls that failed on this rank.
+    """
+    own, calls, period = Sampler._count_tokens, itertools.count(1), periods[group.rank]
+    failures: list[int] = []
+
+    def count_tokens(self: Sampler, *arguments: Any) -> None:
+        number = next(calls)
+        if period and not number % period:
+            failures.append(number)
+            raise torch.OutOfMemoryError("no memory on this rank alone")
+        own(self, *arguments)
+
+    with mock.patch.object(Sampler, "_count_tokens", count_tokens):
+        yield failures
+
+
 class _LateDevice(HostBackend):
     """A device behind its host, whose work is never seen to be done unless it is waited for."""
 
@@ -336,34 +373,39 @@ def is_slow(fifo: str, group: TensorParallel) -> None:
 # ---- what rank 0 is asked for --------------------------------------------------------------------
 
 
-def obeys(seed: int, group: TensorParallel) -> None:
-    """Whatever rank 0 is asked for, the ranks stay together: each step compares their books."""
+def obeys(seed: int, num_actions: int, group: TensorParallel) -> None:
+    """Random requests, ends and faults of single ranks; each step compares the ranks' books."""
     watermark_bytes = 8 * PAGE_BYTES
     options = {**SMALL, "host_budget_bytes": 64 * KiB, "watermark_bytes": watermark_bytes}
     options["budget_bytes"] = 40 * PAGE_BYTES
-    with engine_on(group, copy.deepcopy(tiny_model("gemma2")), **options) as engine:
+    device = SmallerDevice(32 * PAGE_BYTES) if group.rank else None
+    model = copy.deepcopy(tiny_model("gemma2"))
+    with slots_without_memory(group, (7, 5)), engine_on(group, model, device, **options) as engine:
         if engine is None:
+            assert device is not None
+            assert device.num_refused or num_actions < 1000
             return
         choices = random.Random(seed)
-        handles = []
-        for _ in range(35):
+        handles: list[RequestHandle] = []
+        for _ in range(num_actions):
             what = choices.random()
-            if what < 0.3:
+            if what < 0.25:
                 prompt = [*TRAFFIC[0][: choices.randrange(2, 48)], choices.randrange(3, 99)]
-                params = SamplingParams(
-                    n=choices.randrange(1, 3), max_tokens=choices.randrange(1, 60)
-                )
+                params = _any_params(choices)
                 with contextlib.suppress(ConfigError):  # The budget may be too small by now.
                     handles.append(engine.add(prompt, params, choices.randrange(-1, 2)))
-            elif what < 0.4 and handles:
-                engine.cancel(choices.choice(handles))
+            elif what < 0.3 and handles:
+                engine.cancel(choices.choice(handles[-8:]))
+            elif what < 0.42 and handles:
+                handle = choices.choice(handles[-8:])
+                engine.finish(handle, choices.randrange(len(handle.requests)))
             elif what < 0.45:
                 with contextlib.suppress(ConfigError):
                     engine.set_budget(choices.randrange(20, 60) * PAGE_BYTES)
-            elif what < 0.5:
+            elif what < 0.48:
                 with refused(ConfigError, "no room"):
                     engine.add([1] * 200)
-            elif what < 0.55:
+            elif what < 0.5:
                 while engine.advance():
                     pass
                 wanted = iter([False, True])
@@ -374,8 +416,81 @@ def obeys(seed: int, group: TensorParallel) -> None:
             engine.step()
         engine.fall_idle()
         assert engine.cache.pool.stats().created_bytes <= watermark_bytes
-        reasons = {request.finish_reason for each in handles for request in each.requests}
-        assert {FinishReason.LENGTH, FinishReason.CANCELLED} == reasons
+        assert not engine.num_failed_steps
+        requests = [request for each in handles for request in each.requests]
+        for request in requests:
+            if request.finish_reason is FinishReason.ERROR:
+                # A step of one token has no smaller one to try without memory.
+                error = request.error
+                assert isinstance(error, SlotError | torch.OutOfMemoryError), repr(error)
+        reasons = {request.finish_reason for request in requests}
+        assert {FinishReason.LENGTH, FinishReason.CANCELLED, FinishReason.STOP} <= reasons
+
+
+def _any_params(choices: random.Random) -> SamplingParams:
+    """Samples, penalties, bans, log-probabilities and processors, or none of them."""
+    options: dict[str, Any] = {"n": choices.randrange(1, 5), "max_tokens": choices.randrange(1, 60)}
+    if choices.random() < 0.4:
+        name = choices.choice(["frequency_penalty", "presence_penalty", "repetition_penalty"])
+        options[name] = choices.choice([0.5, 1.5])
+    if choices.random() < 0.2:
+        options["stop_token_ids"] = tuple(choices.sample(range(90), choices.randrange(1, 6)))
+        options["min_tokens"] = choices.randrange(options["max_tokens"])
+    if choices.random() < 0.2:
+        options["logprobs"] = choices.randrange(4)
+    if choices.random() < 0.15:
+        failing_rank, num_tokens = choices.randrange(-1, 2), choices.randrange(2, 100)
+        options["logits_processors"] = (LeastLikely(failing_rank, num_tokens),)
+    return SamplingParams(**options)
+
+
+def ends_samples(what: str, group: TensorParallel) -> None:
+    """The first sample of a request ends before the others do; then those are ended."""
+    expected = None if group.rank else alone("llama", PROMPTS[:1], GREEDY)
+    with engine_on(group, copy.deepcopy(tiny_model("llama")), **ROOMY) as engine:
+        if engine is None:
+            return
+        handle = engine.add(PROMPTS[2], SamplingParams(n=2, seed=1, max_tokens=150))
+        for _ in range(4):
+            engine.step()
+        engine.finish(handle, 0)
+        engine.step()
+        other = engine.add(PROMPTS[0], GREEDY)
+        engine.step()
+        if what == "finish":
+            engine.finish(handle, 1)
+        else:
+            engine.cancel(handle)
+        assert handle.is_finished
+        while engine.has_unfinished:
+            engine.step()
+        assert expected == said([other.output()])
+
+
+def lacks_slot_memory(failing_rank: int, group: TensorParallel) -> None:
+    """One rank has no memory to set a slot; all ranks try again, and say the same."""
+    expected = None if group.rank else alone("llama", TRAFFIC, PARAMS)
+    periods = (2, 0) if failing_rank == 0 else (0, 2)
+    with (
+        slots_without_memory(group, periods) as failures,
+        engine_on(group, copy.deepcopy(tiny_model("llama")), **SMALL) as engine,
+    ):
+        if engine is not None:
+            assert expected == said(engine.generate(TRAFFIC, PARAMS))
+        assert bool(failures) == (group.rank == failing_rank)
+
+
+def has_a_processor_that_fails(failing_rank: int, group: TensorParallel) -> None:
+    """A logits processor fails on one rank: its request ends on all, and no other does."""
+    expected = None if group.rank else alone("llama", PROMPTS[:1], GREEDY)
+    processor = LeastLikely(failing_rank, len(PROMPTS[2]) + 4)
+    params = SamplingParams(temperature=0, max_tokens=30, logits_processors=(processor,))
+    with engine_on(group, copy.deepcopy(tiny_model("llama")), **ROOMY) as engine:
+        if engine is not None:
+            outputs = engine.generate([PROMPTS[0], PROMPTS[2]], [GREEDY, params])
+            assert expected == said(outputs[:1])
+            assert 4 == len(outputs[1].outputs[0].token_ids)
+            assert isinstance(outputs[1].error, SlotError)
 
 
 def is_not_asked(group: TensorParallel) -> None:

@@ -6,13 +6,18 @@ import asyncio
 import multiprocessing
 import os
 import re
+import signal
 import subprocess
 import sys
+import threading
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers import rank_cases as cases
 from helpers.hosted import hosted
 from helpers.tiny_models import VERSION
@@ -50,6 +55,76 @@ def test_a_rank_that_is_killed_ends_all_with_one_error() -> None:
     """Everybody who asks hears of it, at once; nothing is left behind."""
     with pytest.raises(RankError, match=KILLED):
         _serve_and_lose_a_rank()
+    assert not multiprocessing.active_children()
+
+
+def _idle_and_lose_a_rank() -> None:
+    model = partial(cases.tiny_part, "llama")
+    lost = threading.Event()
+    with open_parallel_engine(model, 2, device_type="cpu", **cases.ROOMY) as engine:
+        engine.when_lost(lost.set)
+        handles = [engine.add([5, 6, 7], SamplingParams(n=2, max_tokens=190)) for _ in range(2)]
+        for _ in range(5):
+            engine.step()
+        (other,) = multiprocessing.active_children()
+        cases.end_process(other.pid)
+        assert lost.wait(60.0)
+        with pytest.raises(RankError, match=KILLED):
+            engine.step()
+        for handle in handles:
+            assert handle.is_finished
+            assert isinstance(handle.output().error, RankError)
+        assert not engine.has_unfinished
+
+
+def test_a_rank_that_is_killed_between_steps_ends_all_requests() -> None:
+    """The next step ends them with the rank's error."""
+    _idle_and_lose_a_rank()
+
+
+def _serve_and_stop_a_rank() -> None:
+    model = partial(cases.tiny_part, "llama")
+    with open_parallel_engine(model, 2, device_type="cpu", timeout_s=20, **cases.ROOMY) as engine:
+        handle = engine.add([5, 6, 7], SamplingParams(max_tokens=190))
+        for _ in range(5):
+            engine.step()
+        for group in (
+            dist.group.WORLD,
+            engine._ranks._agreement,
+            engine._ranks._control,
+        ):  # The start had more time.
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), group)
+        (other,) = multiprocessing.active_children()
+        os.kill(other.pid, signal.SIGSTOP)
+        list(handle)
+
+
+def test_a_rank_that_hangs_is_named() -> None:
+    """Not the rank that has waited for it, nor a source file of gloo's."""
+    with pytest.raises(RankError) as raised:
+        _serve_and_stop_a_rank()
+    assert "rank 1 of 2 did not answer within 20 s" == str(raised.value)
+    assert not multiprocessing.active_children()
+
+
+def _interrupt_a_step() -> None:
+    model = partial(cases.tiny_part, "llama")
+    with open_parallel_engine(model, 2, device_type="cpu", **cases.ROOMY) as engine:
+        handle = engine.add([5, 6, 7], SamplingParams(max_tokens=190))
+        engine.step()
+        with (
+            mock.patch.object(engine._view, "grow", side_effect=KeyboardInterrupt),
+            pytest.raises(KeyboardInterrupt),
+        ):
+            engine.step()
+        assert handle.is_finished
+        with pytest.raises(RankError, match="rank 0 of 2 has ended: a step was interrupted"):
+            engine.step()
+
+
+def test_an_interrupt_in_a_step_ends_all() -> None:
+    """Other ranks may wait for the step's rest; nobody waits until the time limit."""
+    _interrupt_a_step()
     assert not multiprocessing.active_children()
 
 

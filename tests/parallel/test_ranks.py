@@ -87,8 +87,30 @@ def test_a_slow_rank_is_waited_for(pair: cases.Pair, tmp_path: Path) -> None:
 
 
 def test_ranks_stay_together_whatever_is_asked(pair: cases.Pair) -> None:
-    """Requests, ends, budgets, refusals and idleness, in any order."""
-    pair.run(partial(cases.obeys, 1))
+    """Requests, ends of single samples, budgets, refusals, idleness and faults, in any order."""
+    pair.run(partial(cases.obeys, 1, 250))
+
+
+@pytest.mark.parametrize("what", ["finish", "cancel"])
+def test_samples_end_after_the_first_one(pair: cases.Pair, what: str) -> None:
+    """On every rank, although the first sample has ended."""
+    pair.run(partial(cases.ends_samples, what))
+
+
+@pytest.mark.parametrize("failing_rank", [0, 1])
+def test_all_try_again_where_one_has_no_memory_for_a_slot(
+    pair: cases.Pair, failing_rank: int
+) -> None:
+    """No rank waits for another one until the time limit."""
+    pair.run(partial(cases.lacks_slot_memory, failing_rank))
+
+
+@pytest.mark.parametrize("failing_rank", [0, 1])
+def test_a_processor_that_fails_on_one_rank_ends_its_request(
+    pair: cases.Pair, failing_rank: int
+) -> None:
+    """On all ranks; other requests go on."""
+    pair.run(partial(cases.has_a_processor_that_fails, failing_rank))
 
 
 def test_only_rank_0_is_asked(pair: cases.Pair) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.generation import logits_process as hf
 
-from vmkv.errors import ConfigError
+from vmkv.errors import CapacityError, ConfigError
 from vmkv.serve.params import SamplingParams
 from vmkv.serve.random import gumbel_noise, row_keys
 from vmkv.serve.sampler import Sampler, _likeliest
@@ -294,6 +294,21 @@ class Operators(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
         self.names.add(func.overloadpacket.__name__)
         return func(*args, **(kwargs or {}))
+
+
+def test_a_slot_with_penalties_allocates_no_table() -> None:
+    """The token counts of all slots are there from the start."""
+    sampler = Sampler(8, VOCABULARY, "cpu")
+    with Operators() as operators:
+        sampler.set_slot(0, SamplingParams(repetition_penalty=1.5, seed=0), PROMPT, [4])
+    assert "index_add_" in operators.names
+    assert "zeros" not in operators.names
+
+
+def test_token_counts_that_do_not_fit_name_the_option() -> None:
+    """At the start, and not when the first request with penalties comes."""
+    with pytest.raises(CapacityError, match=r"need 36\.38 TiB on cpu .*; lower max_num_seqs"):
+        Sampler(7, 10**12, "cpu")
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,13 @@ limit; both are the end of all of them, since each has a part of every layer.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import pickle
+import re
 import socket
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -27,7 +30,13 @@ from . import collectives
 from .one_shot import OneShotSums
 
 _LOG = logging.getLogger(__name__)
-#: Who waits for commands waits for as long as nobody has any.
+#: Key in the store of a rank that has failed.
+_FAILED = "vmkv/failed/{}"
+#: Time for all ranks that wait for the same rank to fail, and how often to look.
+_NOTICE_S, _POLL_S = 1.0, 0.01
+#: The source file that gloo's messages begin with.
+_GLOO_FILE = re.compile(r"\[(enforce fail at )?\S+:\d+\] ")
+#: Time limit of ranks that wait for commands.
 _FOREVER = timedelta(days=3650)
 
 
@@ -80,12 +89,16 @@ class TensorParallel:
         self.failure: RankError | None = None
         self.on_loss: Callable[[], None] | None = None
         self._sums: OneShotSums | None = None
+        self._timeout_s = timeout_s
+        c10d: Any = dist.distributed_c10d
+        self._store = c10d._get_default_store()
         self._explain = explain
+        limit = timedelta(seconds=timeout_s)
         try:
-            self._agreement: Any = dist.new_group(
-                backend="gloo", timeout=timedelta(seconds=timeout_s)
-            )
-            self._control: Any = dist.new_group(backend="gloo", timeout=_FOREVER)
+            self._agreement: Any = dist.new_group(backend="gloo", timeout=limit)
+            # Rank 0 sends, which waits for a rank that is not ready to receive.
+            control_limit = _FOREVER if self.rank else limit
+            self._control: Any = dist.new_group(backend="gloo", timeout=control_limit)
         except RuntimeError as error:
             raise self.fail(error) from error
         self._sums = self._open_sums(timeout_s) if dist.get_backend() == "nccl" else None
@@ -214,7 +227,7 @@ class TensorParallel:
         self._call(lambda: dist.broadcast(head, 0, group=self._control))
         num_bytes, is_step, theirs = head.tolist()
         if theirs != checksum:
-            raise self.fail("its tokens differ from rank 0's: the ranks have lost step")
+            raise self.fail("its tokens, memory or requests differ from rank 0's")
         if not num_bytes:
             return Message(None, bool(is_step))
         body = torch.zeros(num_bytes, dtype=torch.uint8)
@@ -241,21 +254,23 @@ class TensorParallel:
     def check(self) -> None:
         """Raise the `RankError` that the ranks have ended with, if they have."""
         if self.failure is None and (reason := self.stuck()) is not None:
-            self.fail(reason)
+            self.failure = RankError(reason)
         if self.failure is not None:
             raise self.failure
 
     def stuck(self) -> str | None:
-        """Why kernels wait for another rank no longer; None while they do. From any thread."""
+        """The ranks that a kernel has waited for in vain, if one has. From any thread."""
         sums = self._sums
-        return None if sums is None else sums.failure()
+        return self._unanswered() if sums is not None and sums.has_given_up() else None
 
     def fail(self, reason: str | BaseException) -> RankError:
         """The ranks have ended; returns the error to raise. The first reason stays."""
         if self.failure is None:
             if isinstance(reason, BaseException):
-                reason = self._explained(reason)
-            self.failure = RankError(f"rank {self.rank} of {self.size} has ended: {reason}")
+                text = self._explained(reason)
+            else:
+                text = f"rank {self.rank} of {self.size} has ended: {reason}"
+            self.failure = RankError(text)
         return self.failure
 
     def lose(self, reason: str) -> None:
@@ -278,8 +293,32 @@ class TensorParallel:
             sums.close()
 
     def _explained(self, error: BaseException) -> str:
+        text = one_line(error)
+        is_collective = _GLOO_FILE.match(text) is not None
+        text = _GLOO_FILE.sub("", text)
+        if "timed out" in text.lower():
+            return self._unanswered()
+        self._note_failure()
         known = None if self._explain is None else self._explain()
-        return known or one_line(error)
+        which = "another rank" if is_collective else f"rank {self.rank} of {self.size}"
+        return known or f"{which} has ended: {text}"
+
+    def _note_failure(self) -> None:
+        """Let the other ranks know that this one answers: it has failed too."""
+        with contextlib.suppress(RuntimeError):  # The store may have ended with a rank.
+            self._store.set(_FAILED.format(self.rank), "")
+
+    def _unanswered(self) -> str:
+        """The ranks that do not answer: a moment after the time limit they have not failed."""
+        self._note_failure()
+        deadline_s = time.monotonic() + _NOTICE_S
+        silent = [rank for rank in range(self.size) if rank != self.rank]
+        with contextlib.suppress(RuntimeError):
+            while silent and time.monotonic() < deadline_s:
+                time.sleep(_POLL_S)
+                silent = [each for each in silent if not self._store.check([_FAILED.format(each)])]
+        which = " and ".join(f"rank {each}" for each in silent) or "a rank"
+        return f"{which} of {self.size} did not answer within {self._timeout_s:g} s"
 
     def _call(self, collective: Callable[[], object]) -> None:
         self.check()

@@ -145,11 +145,9 @@ class OneShotSums:
         """Have kernels that wait, wait no more; what they add is worth nothing. From any thread."""
         self._given_up.fill_(1)
 
-    def failure(self) -> str | None:
-        """Why sums are worth nothing any more: a kernel has given up. From any thread."""
-        if not int(self._given_up):
-            return None
-        return f"another rank's part of a sum has not come within {self._patience_ns / 1e9:g} s"
+    def has_given_up(self) -> bool:
+        """Whether a kernel has waited too long for another rank's part. From any thread."""
+        return bool(int(self._given_up))
 
 
 def has_rows(part: torch.Tensor) -> bool:

@@ -53,7 +53,8 @@ class Engine:
     Args:
         model: A causal language model, in eval mode, on one device.
         tokenizer: Its tokenizer, for prompts and outputs that are text.
-        max_num_seqs: Requests that run at once at most.
+        max_num_seqs: Requests that run at once at most. Each takes 5 bytes of device memory for
+            each token of the vocabulary, from the start.
         max_num_batched_tokens: Tokens of a step at most; longer prompts take several steps.
         max_num_mixed_tokens: Tokens of a mixed step at most. A mixed step decodes and computes
             prompts; the tokens of both count. Twice as many tokens are allowed where they hold half
@@ -90,6 +91,7 @@ class Engine:
     Raises:
         ConfigError: The model cannot be served, or an argument is impossible.
         OutOfPagesError: The budget does not hold one token.
+        CapacityError: The device has no memory for `max_num_seqs` requests; lower it.
     """
 
     def __init__(

@@ -3,9 +3,10 @@
 Rank 0 is asked. What it is asked for changes its scheduler and cache at once, and goes to the
 other ranks before the next step, in the same order, so that they come to the same state. A step
 itself needs no message but a few numbers, since everybody plans it from lengths and pages alone.
-What is not the same by itself is made so: the capacity, the cost model, and the seeds at the start;
-what the driver says, by `AgreedBackend`; which graphs are of use, by agreement. What goes wrong on
-one rank alone ends all of them, but for a lack of memory for keys and values, which all share.
+The ranks agree on the rest: the capacity, the cost model, the seeds and the graphs at the start;
+the driver's answers (`AgreedBackend`); a lack of memory for keys and values or for a slot, after
+which all ranks plan a smaller step; a failure of a logits processor, which ends its request on all
+ranks. Any other failure on one rank ends all of them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import zlib
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from ..backend import Backend, MemoryLocation, open_backend
 from ..errors import ConfigError
 from ..memory import ExtentPool
@@ -21,6 +24,8 @@ from ..parallel import TensorParallel
 from ..parallel.agreed_backend import AgreedBackend, StepClock
 from ..parallel.group import Message
 from ..step import Piece
+from .failures import is_out_of_memory
+from .params import SamplingParams
 from .runner import PendingStep, Runner, SlotError, StepResult
 
 Command = tuple[Any, ...]
@@ -32,6 +37,9 @@ class Lockstep:
 
     Args:
         group: The ranks.
+
+    Attributes:
+        num_requests: Unfinished requests after the last step, the same on all ranks.
     """
 
     def __init__(self, group: TensorParallel):
@@ -40,6 +48,7 @@ class Lockstep:
         self._commands: list[Command] = []
         self._checksum = 0
         self._pool: ExtentPool | None = None
+        self.num_requests = 0
 
     # ---- the start ------------------------------------------------------------------------
 
@@ -113,29 +122,60 @@ class Lockstep:
         self._checksum = zlib.crc32(tokens.encode(), self._checksum)
 
     def _state(self) -> int:
-        """A checksum of what was sampled and of what the pool holds."""
+        """A checksum of the sampled tokens, the pool's books and the number of requests."""
         if self._pool is None:
             return self._checksum
         stats = self._pool.stats()
-        books = f"{stats.budget_bytes},{stats.created_bytes},{stats.free_bytes}"
+        books = f"{stats.budget_bytes},{stats.created_bytes},{stats.free_bytes},{self.num_requests}"
         return zlib.crc32(books.encode(), self._checksum)
 
 
 class _LockstepRunner:
-    """Implements `Runner`: a step's failure is all ranks'."""
+    """Implements `Runner`: a failure on one rank is a failure on all ranks."""
 
     def __init__(self, runner: Runner, lockstep: Lockstep):
         self._runner = runner
-        self.set_slot, self.close = runner.set_slot, runner.close
+        self.close = runner.close
         self._lockstep = lockstep
+        # Whether slots were set since the last step, and the first one's lack of memory.
+        self._has_set = False
+        self._shortage: Exception | None = None
+
+    def set_slot(
+        self,
+        slot: int,
+        params: SamplingParams,
+        prompt_token_ids: Sequence[int],
+        output_token_ids: Sequence[int] = (),
+    ) -> None:
+        """See `Runner`. If a rank has no memory for it, `submit` fails on all ranks."""
+        self._has_set = True
+        try:
+            self._runner.set_slot(slot, params, prompt_token_ids, output_token_ids)
+        except ConfigError:
+            # The parameters are refused on every rank. All slots of the step are set again.
+            self._has_set, self._shortage = False, None
+            raise
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise self._lockstep.group.fail(error) from error
+            self._shortage = self._shortage or error
+
+    def _agree_on_slots(self) -> None:
+        """Raise the lack of memory of one rank on all of them."""
+        has_set, shortage = self._has_set, self._shortage
+        self._has_set, self._shortage = False, None
+        if has_set and self._lockstep.group.max(int(shortage is not None)):
+            raise shortage or torch.OutOfMemoryError("another rank has no memory left for a slot")
 
     def submit(self, pieces: Sequence[Piece]) -> PendingStep:
-        """See `Runner`."""
+        """See `Runner`. Cost: some 100 µs more after `set_slot`, for the ranks to agree."""
         self._lockstep.group.check()
+        self._agree_on_slots()
         try:
             pending = self._runner.submit(pieces)
         except (SlotError, ConfigError):
-            raise  # It is the request's, and everybody's.
+            raise  # All ranks raise it: see `HostTokens.process`.
         except Exception as error:
             raise self._lockstep.group.fail(error) from error
         return _LockstepStep(pending, self._lockstep.submitted(), self._lockstep)

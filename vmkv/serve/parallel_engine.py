@@ -131,7 +131,7 @@ class ParallelEngine(Engine):
     def cancel(self, handle: RequestHandle) -> None:
         """See `Engine.cancel`."""
         if not handle.is_finished:
-            self._note("cancel", handle.request_id)
+            self._note("cancel", _unfinished_id(handle))
             super().cancel(handle)
 
     def cancel_all(self, error: Exception | None = None) -> None:
@@ -143,7 +143,7 @@ class ParallelEngine(Engine):
     def finish(self, handle: RequestHandle, sample: int) -> None:
         """See `Engine.finish`."""
         if not handle.is_finished:
-            self._note("finish", handle.request_id, sample)
+            self._note("finish", _unfinished_id(handle), sample)
             super().finish(handle, sample)
 
     def set_budget(self, budget_bytes: int) -> None:
@@ -169,16 +169,26 @@ class ParallelEngine(Engine):
             ClosedError: The engine is closed.
             RankError: A rank has ended, and every request with it.
         """
-        self._check_asked()
-        if not self._loop.has_work:
-            return False
         try:
+            self._check_asked()
+            if not self._loop.has_work:
+                return False
             self._lockstep.flush(is_step=True)
-            more = self._loop.step()
+            more = self._run_step()
             self._ranks.check()
         except RankError as error:
             super().cancel_all(error)
             raise
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                # An interrupt: the other ranks may wait for this one in the middle of the step.
+                super().cancel_all(self._ranks.fail("a step was interrupted"))
+            raise
+        return more
+
+    def _run_step(self) -> bool:
+        more = self._loop.step()
+        self._lockstep.num_requests = len(self._scheduler.requests)
         return more
 
     def fall_idle(self, is_wanted: Callable[[], bool] = lambda: False) -> None:
@@ -207,6 +217,8 @@ class ParallelEngine(Engine):
                 self._lockstep.flush()
         except RankError as error:
             _LOG.error("%s", error)
+        if self._ranks.failure is not None:
+            super().cancel_all(self._ranks.failure)
         super().close()
 
     def _note(self, *command: Any) -> None:
@@ -240,7 +252,7 @@ class ParallelEngine(Engine):
                 for name, *arguments in commands:
                     self._obey(name, arguments)
                 if is_step:
-                    self._loop.step()
+                    self._run_step()
         finally:
             self.close()
 
@@ -257,12 +269,17 @@ class ParallelEngine(Engine):
                 self._loop.end_all(RuntimeError(*arguments))
             elif name == "close":
                 super().close()
-            elif name == "finish" and arguments[0] in self._handles:
+            elif name == "finish":
                 super().finish(self._handles[arguments[0]], arguments[1])
-            elif name == "cancel" and arguments[0] in self._handles:
+            elif name == "cancel":
                 super().cancel(self._handles[arguments[0]])
         except (ConfigError, CapacityError) as error:
             _LOG.debug("%s is refused: %s", name, error)
+
+
+def _unfinished_id(handle: RequestHandle) -> int:
+    """The number of an unfinished sample: every rank finds the handle by it."""
+    return next(each.request_id for each in handle.requests if not each.is_finished)
 
 
 def check_options(options: Mapping[str, Any]) -> None:

@@ -20,8 +20,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ..errors import ConfigError
+from ..errors import CapacityError, ConfigError
 from ..step.logits import likeliest
+from ..units import format_bytes
+from .failures import is_out_of_memory
 from .params import SamplingParams
 from .random import gumbel_noise, row_keys
 
@@ -88,6 +90,10 @@ class Sampler:
         device: Where logits are.
         compiled: Compile the draw from the whole vocabulary, which is some thirty launches over
             it otherwise. Compiles at first use.
+
+    Raises:
+        CapacityError: The device has no memory for the token counts: 5 bytes for each token of
+            the vocabulary in each slot. Lower `max_num_seqs`.
     """
 
     def __init__(
@@ -110,9 +116,8 @@ class Sampler:
         self._demanding: set[int] = set()  # Slots that want more than the likeliest token.
         #: Per slot its float and its integer parameters with its count, as the device takes them.
         self._staged: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        # Made when a slot first needs them: 5 bytes and 8 times so many per slot.
-        self._token_counts: torch.Tensor | None = None
-        self._in_prompt: torch.Tensor | None = None
+        # For penalties. Allocated now: the cache's budget is fitted to what is left.
+        self._in_prompt, self._token_counts = _token_tables(slots, vocab_size, self.device)
         self._is_compiled = compiled
         self._draw_from_all = _draw_from_all
         if compiled:
@@ -212,7 +217,6 @@ class Sampler:
         scores = self._adjusted(scores.float(), slots, needs)
         tokens = self._choose(scores, slots, needs)
         if needs.penalties:
-            assert self._token_counts is not None  # A slot with penalties has made them.
             ones = torch.ones_like(tokens, dtype=torch.int32)
             self._token_counts.index_put_((slots, tokens), ones, accumulate=True)
         self._counts[slots] += 1
@@ -250,8 +254,6 @@ class Sampler:
     def _adjusted(self, scores: torch.Tensor, slots: torch.Tensor, needs: _Needs) -> torch.Tensor:
         """Penalties, then bans; `scores` are changed where they are the caller's copy."""
         if needs.penalties:
-            assert self._token_counts is not None  # A slot with penalties has made them.
-            assert self._in_prompt is not None
             floats = self._floats[slots]
             counts = self._token_counts[slots]
             is_in_output = counts > 0
@@ -334,11 +336,6 @@ class Sampler:
         self._staged.clear()
 
     def _count_tokens(self, slot: int, prompt: Sequence[int], output: Sequence[int]) -> None:
-        if self._token_counts is None:
-            shape = (len(self._needs), self.vocab_size)
-            self._in_prompt = torch.zeros(shape, dtype=torch.bool, device=self.device)
-            self._token_counts = torch.zeros(shape, dtype=torch.int32, device=self.device)
-        assert self._in_prompt is not None  # Made together.
         counts, in_prompt = self._token_counts[slot].zero_(), self._in_prompt[slot].zero_()
         # An embedding may have more rows than there are logits; such tokens are never said.
         known = [each for each in prompt if each < self.vocab_size]
@@ -358,6 +355,23 @@ class Sampler:
             width = len(token_ids)
         padded = [*token_ids, *([token_ids[0]] * (width - len(token_ids)))]
         self._banned[slot] = torch.tensor(padded).to(self.device, non_blocking=True)
+
+
+def _token_tables(
+    slots: int, vocab_size: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`[slots, vocab_size]`: whether a token is in the prompt, and how often it was sampled."""
+    try:
+        in_prompt = torch.zeros(slots, vocab_size, dtype=torch.bool, device=device)
+        return in_prompt, torch.zeros(slots, vocab_size, dtype=torch.int32, device=device)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise CapacityError(
+            f"the sampler's token counts need {format_bytes(5 * slots * vocab_size)} on {device} "
+            f"(5 bytes for each of {vocab_size} tokens in {slots} slots), which are not free; "
+            "lower max_num_seqs"
+        ) from error
 
 
 def _clamped(value: float, bounds: tuple[float, float]) -> float:

@@ -12,7 +12,7 @@ from ..served_rows import ServedRows, fit_budget
 from .base import Runner
 from .model_runner import ModelRunner, RunnerOptions
 
-#: Of the device's memory, what is left to what is made later: token counts, other users' kernels.
+#: Fraction of the device's memory that the budget leaves free, for kernels that load later.
 _SPARE_FRACTION = 0.02
 
 
@@ -60,10 +60,9 @@ def make_runner(
         options=options,
         deterministic=deterministic,
     )
-    if kind == "eager":
-        return cast("Runner", options.wrap(runner))
     try:
-        runner.warm_up()
+        if kind == "graphs":
+            runner.warm_up()
         if rows.cache.device.type == "cuda":
             total_bytes = torch.cuda.get_device_properties(rows.cache.device).total_memory
             fit_budget(rows.cache.pool, int(total_bytes * _SPARE_FRACTION))

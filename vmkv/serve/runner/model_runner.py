@@ -114,7 +114,7 @@ class ModelRunner:
         self.sampler = Sampler(
             max_num_seqs, vocab_size, self._device, compiled=self._is_cuda and compiles
         )
-        self._host_tokens = HostTokens()
+        self._host_tokens = HostTokens(self._options.agree)
         self._wanted_logprobs: dict[int, int | None] = {}
         check_free(model)
         with contextlib.ExitStack() as undo:
