@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 import uuid
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ...errors import LostError
 from ..params import SamplingParams
-from ..request import RequestOutput, joined
-from .choices import Form, Progress
+from ..request import RequestOutput
+from .choices import SLICE_LOGPROBS, Delta, Form, Progress, WholeChoice, encoded
 from .errors import ApiError, refused
 from .limits import Gate
 from .prompts import Prompt, Prompts
@@ -55,31 +57,32 @@ class Answer:
     wants_usage: bool
     wants_running_usage: bool
 
-    async def whole(self) -> dict[str, Any]:
-        """The answer in one piece. Computed once more where who computed it is gone.
+    async def whole(self) -> deque[bytes | bytearray]:
+        """The answer as JSON, in parts. Computed once more if its replica is lost.
 
-        Raises `ApiError`: there is none.
+        Raises `ApiError`: the request failed.
         """
         try:
             return await self._whole()
         except ApiError as error:
             if not isinstance(error.__cause__, LostError):
                 raise
-            return await self._whole()  # Nobody has seen any of it.
+            return await self._whole()  # Nothing was sent.
 
-    async def _whole(self) -> dict[str, Any]:
+    async def _whole(self) -> deque[bytes | bytearray]:
         progress = self._new_progress()
-        found: list[list[RequestOutput]] = [[] for _ in self.prompts]
-        async with contextlib.aclosing(self._outputs()) as outputs:
-            async for at, output in outputs:
-                found[at].append(output)
-        choices = [
-            self.form.whole(delta)
-            for at, each in enumerate(found)
-            for delta in progress.advance(at, joined(each))
-        ]
-        head = self._head(self.form.whole_object)
-        return {**head, "choices": choices, "usage": progress.usage()}
+        choices = deque(WholeChoice(self.form) for _ in range(len(self.prompts) * self.params.n))
+        async with contextlib.aclosing(self._deltas(progress)) as deltas:
+            async for delta in deltas:
+                choices[delta.index].add(delta)
+        head = encoded(self._head(self.form.whole_object))
+        parts: deque[bytes | bytearray] = deque([head[:-1] + b',"choices":['])
+        while choices:
+            parts.extend(choices.popleft().parts())
+            parts.append(b"," if choices else b'],"usage":')
+            await asyncio.sleep(0)
+        parts.append(encoded(progress.usage()) + b"}")
+        return parts
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The answer as server-sent events.
@@ -92,13 +95,12 @@ class Answer:
         tail: dict[str, Any] = {"usage": None} if self.wants_usage else {}
         has_begun = False
         try:
-            async with contextlib.aclosing(self._outputs()) as outputs:
-                async for at, output in outputs:
-                    for delta in progress.advance(at, output):
-                        if self.wants_running_usage:
-                            tail["usage"] = progress.usage()
-                        yield event({**head, "choices": [self.form.chunk(delta)], **tail})
-                        has_begun = True
+            async with contextlib.aclosing(self._deltas(progress)) as deltas:
+                async for delta in deltas:
+                    if self.wants_running_usage:
+                        tail["usage"] = progress.usage()
+                    yield event({**head, "choices": [self.form.chunk(delta)], **tail})
+                    has_begun = True
         except ApiError as error:
             if not has_begun:
                 raise
@@ -107,6 +109,18 @@ class Answer:
             if self.wants_usage:
                 yield event({**head, "choices": [], "usage": progress.usage()})
         yield DONE
+
+    async def _deltas(self, progress: Progress) -> AsyncGenerator[Delta, None]:
+        """The deltas of all outputs; the event loop gets its turn between slices of them."""
+        num_logprobs = 0
+        async with contextlib.aclosing(self._outputs()) as outputs:
+            async for at, output in outputs:
+                for delta in progress.advance(at, output):
+                    num_logprobs += delta.num_logprobs
+                    if num_logprobs > SLICE_LOGPROBS:
+                        num_logprobs = delta.num_logprobs
+                        await asyncio.sleep(0)
+                    yield delta
 
     async def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """The engine's outputs with the number of their prompt, from behind the gate."""

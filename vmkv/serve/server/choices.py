@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..request import CompletionOutput, FinishReason, RequestOutput, TokenLogprobs
 from .errors import ApiError, failed
 from .tokens import Tokens
 
+#: Log-probabilities that are encoded at most before the event loop gets a turn: a few ms.
+SLICE_LOGPROBS = 1024
+
 
 @dataclass(frozen=True)
 class Delta:
-    """What is new in one choice.
+    """New tokens of one choice, at most `SLICE_LOGPROBS` log-probabilities of them.
 
     Attributes:
         index: The choice.
@@ -30,6 +34,11 @@ class Delta:
     logprobs: Sequence[TokenLogprobs] | None
     offset: int
     finish_reason: str | None
+
+    @property
+    def num_logprobs(self) -> int:
+        """Log-probabilities, those of chosen tokens included."""
+        return sum(1 + len(each.top) for each in self.logprobs or ())
 
 
 class _Sent:
@@ -59,7 +68,7 @@ class Progress:
         self._cached_tokens = [0] * num_prompts
 
     def advance(self, prompt_index: int, output: RequestOutput) -> Iterator[Delta]:
-        """What there is to say about `output`, which is new of its prompt.
+        """The deltas of `output`, the next output of its prompt.
 
         Raises `ApiError`: a sample ended in an error.
         """
@@ -67,22 +76,35 @@ class Progress:
         self._cached_tokens[prompt_index] = output.num_cached_tokens
         for sample in output.outputs:
             check_sample(sample, output.error)
-            delta = self._advance_sample(prompt_index * self._num_samples + sample.index, sample)
-            if delta is not None:
-                yield delta
+            index = prompt_index * self._num_samples + sample.index
+            yield from self._advance_sample(index, sample)
 
-    def _advance_sample(self, index: int, sample: CompletionOutput) -> Delta | None:
+    def _advance_sample(self, index: int, sample: CompletionOutput) -> Iterator[Delta]:
         sent = self._sent[index]
         sent.num_tokens += len(sample.token_ids)
         if sent.has_ended or not (sample.text or sample.logprobs or sample.is_finished):
-            return None
+            return
         finish_reason = str(sample.finish_reason) if sample.finish_reason is not None else None
-        delta = Delta(
-            index, not sent.has_begun, sample.text, sample.logprobs, sent.offset, finish_reason
-        )
-        for each in sample.logprobs or ():
-            sent.offset += len(self._tokens[each.token_id].text)
-        sent.has_begun, sent.has_ended = True, sample.is_finished
+        entries, text = sample.logprobs, sample.text
+        most = max((1 + len(each.top) for each in entries or ()), default=1)
+        num_entries = max(1, SLICE_LOGPROBS // most)
+        while entries is not None and len(entries) > num_entries:
+            yield self._delta(index, text, entries[:num_entries], None)
+            entries, text = entries[num_entries:], ""
+        yield self._delta(index, text, entries, finish_reason)
+        sent.has_ended = sample.is_finished
+
+    def _delta(
+        self,
+        index: int,
+        text: str,
+        entries: Sequence[TokenLogprobs] | None,
+        finish_reason: str | None,
+    ) -> Delta:
+        sent = self._sent[index]
+        delta = Delta(index, not sent.has_begun, text, entries, sent.offset, finish_reason)
+        sent.offset += sum(len(self._tokens[each.token_id].text) for each in entries or ())
+        sent.has_begun = True
         return delta
 
     def usage(self) -> dict[str, Any]:
@@ -109,6 +131,56 @@ def check_sample(sample: CompletionOutput, error: Exception | None) -> None:
         )
 
 
+def encoded(value: Any) -> bytes:
+    """JSON as starlette's `JSONResponse` encodes it."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+
+
+class WholeChoice:
+    """One choice of a whole answer. Log-probabilities are kept encoded.
+
+    Args:
+        form: The form of the answer.
+    """
+
+    def __init__(self, form: Form):
+        self._form = form
+        self._texts: list[str] = []
+        self._last: Delta | None = None
+        # The members of the choice's `logprobs`; None before the first.
+        self._logprobs: dict[str, bytearray] | None = None
+
+    def add(self, delta: Delta) -> None:
+        """Append a delta."""
+        self._texts.append(delta.text)
+        self._last = replace(delta, logprobs=None)
+        new = self._form.logprobs(delta)
+        if new is None:
+            return
+        if self._logprobs is None:
+            self._logprobs = {name: bytearray(encoded(value)) for name, value in new.items()}
+            return
+        for name, value in new.items():
+            if value:  # A list that continues: its opening bracket replaces the closing one.
+                known = self._logprobs[name]
+                known[-1:] = (b"," if len(known) > 2 else b"") + encoded(value)[1:]
+
+    def parts(self) -> Iterator[bytes | bytearray]:
+        """The choice as JSON, in parts. At least one delta was added."""
+        assert self._last is not None
+        choice = self._form.whole(replace(self._last, text="".join(self._texts)))
+        for at, (name, value) in enumerate(choice.items()):
+            yield (b"," if at else b"{") + encoded(name) + b":"
+            if name == "logprobs" and self._logprobs is not None:
+                for number, (member, values) in enumerate(self._logprobs.items()):
+                    yield (b"," if number else b"{") + encoded(member) + b":"
+                    yield values
+                yield b"}"
+            else:
+                yield encoded(value)
+        yield b"}"
+
+
 class CompletionForm:
     """The answer of `/v1/completions`."""
 
@@ -123,7 +195,7 @@ class CompletionForm:
         return {
             "index": delta.index,
             "text": delta.text,
-            "logprobs": self._logprobs(delta),
+            "logprobs": self.logprobs(delta),
             "finish_reason": delta.finish_reason,
         }
 
@@ -131,7 +203,8 @@ class CompletionForm:
         """A choice of a chunk: looks the same."""
         return self.whole(delta)
 
-    def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
+    def logprobs(self, delta: Delta) -> dict[str, Any] | None:
+        """The log-probabilities of a choice; None where they were not asked for."""
         if delta.logprobs is None:
             return None
         tokens = [self._tokens[each.token_id].text for each in delta.logprobs]
@@ -165,7 +238,7 @@ class ChatForm:
         return {
             "index": delta.index,
             "message": {"role": "assistant", "content": delta.text, "refusal": None},
-            "logprobs": self._logprobs(delta),
+            "logprobs": self.logprobs(delta),
             "finish_reason": delta.finish_reason,
         }
 
@@ -177,11 +250,12 @@ class ChatForm:
         return {
             "index": delta.index,
             "delta": content,
-            "logprobs": self._logprobs(delta),
+            "logprobs": self.logprobs(delta),
             "finish_reason": delta.finish_reason,
         }
 
-    def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
+    def logprobs(self, delta: Delta) -> dict[str, Any] | None:
+        """The log-probabilities of a choice; None where they were not asked for."""
         if delta.logprobs is None:
             return None
         return {

@@ -39,6 +39,9 @@ class Limits:
         max_samples: Samples of one request, over all its prompts (400).
         max_prompts: Prompts of one request (400).
         max_logprobs: Alternatives per token (400).
+        max_answer_logprobs: Log-probabilities of one answer: samples x tokens x (alternatives + 1)
+            (400); as many as one sample may have if that is more. Kept until the answer is sent,
+            some 30 bytes each of a completion and 60 of a chat.
         max_stops: Stop texts of one request (400).
         max_stop_chars: Characters of a stop text (400).
         max_stop_tokens: Stop tokens of one request (400).
@@ -64,6 +67,7 @@ class Limits:
     max_samples: int = 128
     max_prompts: int = 128
     max_logprobs: int = 20
+    max_answer_logprobs: int = 1 << 22
     max_stops: int = 4
     max_stop_chars: int = 1000
     max_stop_tokens: int = 128

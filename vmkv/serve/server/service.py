@@ -19,7 +19,7 @@ from .prompts import Prompt, Prompts
 from .protocol import ServerMetrics, StreamingEngine
 from .reading import Reader
 from .schema import ChatRequest, CompletionRequest, Sampling, TokenizeRequest
-from .streaming import EventStream, until_disconnect
+from .streaming import EventStream, WholeBody, until_disconnect
 from .tokens import Tokens
 from .uploads import Uploads
 
@@ -136,6 +136,7 @@ class Service:
                 "n",
             )
         params = self._params(body, most_tokens, logprobs)
+        self._check_logprobs(num_samples, params)
         for prompt in prompts:
             self._prompts.check(prompt)
             if isinstance(prompt, Sequence):
@@ -157,7 +158,8 @@ class Service:
         )
         if body.stream:
             return EventStream(answer.events(), self.limits.send_timeout_s)
-        return JSONResponse(await until_disconnect(request.receive, answer.whole()))
+        parts = await until_disconnect(request.receive, answer.whole())
+        return WholeBody(parts, self.limits.send_timeout_s)
 
     def _params(
         self, body: Sampling, most_tokens: int | None, logprobs: int | None
@@ -168,6 +170,23 @@ class Service:
             # Its messages begin `name=value`.
             name = str(error).partition("=")[0]
             raise invalid(str(error), name if name in type(body).model_fields else None) from error
+
+    def _check_logprobs(self, num_samples: int, params: SamplingParams) -> None:
+        if params.logprobs is None:
+            return
+        most_tokens = self._max_model_tokens
+        num_tokens = min(params.max_tokens or most_tokens, most_tokens)
+        # One sample is served at any length.
+        of_one = most_tokens * (1 + self.limits.max_logprobs)
+        most = max(self.limits.max_answer_logprobs, of_one)
+        num_logprobs = num_samples * num_tokens * (1 + params.logprobs)
+        if num_logprobs > most:
+            raise invalid(
+                f"{num_samples} samples of up to {num_tokens} tokens with {1 + params.logprobs} "
+                f"log-probabilities each are {num_logprobs}; max_answer_logprobs={most} of this "
+                "server: ask for fewer samples (n), tokens (max_tokens) or log-probabilities",
+                "max_tokens",
+            )
 
     def _check_length(self, num_tokens: int, params: SamplingParams) -> None:
         if not num_tokens:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Sequence
 from typing import Any, TypeVar
 
@@ -22,6 +23,7 @@ T = TypeVar("T")
 
 #: nginx's status for a client that closed its connection; nobody reads it but the metrics.
 CLIENT_GONE = 499
+_PIECE_BYTES = 1 << 18
 
 
 class ClientGoneError(Exception):
@@ -91,20 +93,52 @@ class EventStream(Response):
                 return
             start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
             await send(start)
-            await self._send(send, first, more=True)
+            await _send_body(send, first, self._send_timeout_s)
             async for each in events:
-                await self._send(send, each, more=True)
-            await self._send(send, b"", more=False)
+                await _send_body(send, each, self._send_timeout_s)
+            await _send_body(send, b"", self._send_timeout_s, more=False)
 
-    async def _send(self, send: Send, body: bytes, *, more: bool) -> None:
-        message = {"type": "http.response.body", "body": body, "more_body": more}
-        try:
-            # Not `asyncio.wait_for`: before 3.12 it swallows a cancellation that comes just when
-            # the message was sent, and the work would go on for nobody.
-            with anyio.fail_after(self._send_timeout_s):
-                await send(message)
-        except (TimeoutError, OSError) as error:
-            raise ClientGoneError from error
+
+class WholeBody(Response):
+    """Sends JSON in pieces, and frees each when it is sent; other tasks run between them.
+
+    Args:
+        parts: The JSON; emptied.
+        send_timeout_s: How long a client may leave the socket full.
+    """
+
+    media_type = "application/json"
+
+    def __init__(self, parts: deque[bytes | bytearray], send_timeout_s: float):
+        super().__init__(headers={"Content-Length": str(sum(map(len, parts)))})
+        self._parts = parts
+        self._send_timeout_s = send_timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        piece = bytearray()
+        with contextlib.suppress(ClientGoneError):
+            while self._parts:
+                part = self._parts.popleft()
+                for at in range(0, len(part), _PIECE_BYTES):
+                    piece += part[at : at + _PIECE_BYTES]
+                    if len(piece) >= _PIECE_BYTES:
+                        await _send_body(send, bytes(piece), self._send_timeout_s)
+                        await asyncio.sleep(0)
+                        piece.clear()
+            await _send_body(send, bytes(piece), self._send_timeout_s, more=False)
+
+
+async def _send_body(send: Send, body: bytes, timeout_s: float, *, more: bool = True) -> None:
+    message = {"type": "http.response.body", "body": body, "more_body": more}
+    try:
+        # Not `asyncio.wait_for`: before 3.12 it swallows a cancellation that comes just when
+        # the message was sent, and the work would go on for nobody.
+        with anyio.fail_after(timeout_s):
+            await send(message)
+    except (TimeoutError, OSError) as error:
+        raise ClientGoneError from error
 
 
 def error_response(error: ApiError) -> JSONResponse:

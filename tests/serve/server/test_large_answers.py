@@ -1,0 +1,210 @@
+"""Large answers stop nobody: they are encoded and sent in slices, and bounded."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import deque
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+import httpx
+import pytest
+from helpers.serving import tiny_tokenizer
+
+from vmkv.serve import RequestOutput, SamplingParams
+from vmkv.serve.request import CompletionOutput, FinishReason, TokenLogprobs, joined
+from vmkv.serve.server import Limits, ServerOptions, create_app
+from vmkv.serve.server.choices import SLICE_LOGPROBS, ChatForm, CompletionForm, Delta
+from vmkv.serve.server.streaming import WholeBody
+from vmkv.serve.server.tokens import Tokens
+
+NUM_LOGPROBS = 20
+COMPLETION = {"model": "tiny", "prompt": [5, 6], "temperature": 1}
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "temperature": 1}
+
+
+class Count:
+    """Log-probabilities that were encoded since the event loop's last turn."""
+
+    now = 0
+    largest = 0
+    num_turns = 0
+
+
+class Counted(dict[int, float]):
+    """Log-probabilities that count when they are encoded."""
+
+    count: Count
+
+    def items(self) -> Any:
+        self.count.now += 1 + len(self)
+        return super().items()
+
+
+class StandIn:
+    """An engine whose outputs are given; a client that reads slowly gets much in one of them."""
+
+    failure = None
+
+    def __init__(self, num_tokens: Sequence[int]):
+        self._num_tokens = num_tokens
+        self.count = Count()
+        self.outputs: list[RequestOutput] = []
+
+    async def __aenter__(self) -> StandIn:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+    def _entry(self, at: int) -> TokenLogprobs:
+        top = Counted({5 + (at + each) % 300: -each - 1 / 3 for each in range(NUM_LOGPROBS)})
+        top.count = self.count
+        return TokenLogprobs(5 + at % 300, -1.5, top)
+
+    async def stream(
+        self, prompt: Sequence[int], params: SamplingParams, priority: int = 0
+    ) -> AsyncGenerator[RequestOutput, None]:
+        self.outputs = []
+        for number, count in enumerate(self._num_tokens, 1):
+            end = FinishReason.LENGTH if number == len(self._num_tokens) else None
+            samples = [
+                CompletionOutput(
+                    index,
+                    [5] * count,
+                    f'"{number} é\n' * (index != 1),
+                    None if params.logprobs is None else [self._entry(at) for at in range(count)],
+                    end,
+                )
+                for index in range(params.n)
+            ]
+            self.outputs.append(RequestOutput(0, None, prompt, samples))
+            yield self.outputs[-1]
+            await asyncio.sleep(0)
+
+
+async def _ask(engine: StandIn, path: str, body: dict[str, Any], limits: Limits) -> httpx.Response:
+    app = create_app(engine, tiny_tokenizer(), ServerOptions("tiny", 4096, limits))
+    count = engine.count
+
+    async def other_task() -> None:
+        while True:
+            count.largest, count.now = max(count.largest, count.now), 0
+            count.num_turns += 1
+            await asyncio.sleep(0)
+
+    other = asyncio.create_task(other_task())
+    try:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            return await client.post(path, json=body)
+    finally:
+        other.cancel()
+
+
+def ask(
+    engine: StandIn, body: dict[str, Any], limits: Limits | None = None
+) -> tuple[httpx.Response, Any]:
+    """The answer, and the form of it."""
+    path = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
+    form = (CompletionForm if "prompt" in body else ChatForm)(Tokens(tiny_tokenizer()))
+    return asyncio.run(_ask(engine, path, body, limits or Limits())), form
+
+
+def logprobs_of(body: dict[str, Any], number: int | None) -> dict[str, Any]:
+    """The request with log-probabilities."""
+    if "prompt" in body or number is None:
+        return body | {"logprobs": number}
+    return body | {"logprobs": True, "top_logprobs": number}
+
+
+@pytest.mark.parametrize("body", [COMPLETION, CHAT], ids=["completion", "chat"])
+@pytest.mark.parametrize("logprobs", [None, NUM_LOGPROBS])
+@pytest.mark.parametrize("num_tokens", [[0], [3], [1, 0, 2], [1, 500, 2]], ids=str)
+def test_whole_answers_are_what_one_piece_would_be(
+    body: dict[str, Any], logprobs: int | None, num_tokens: list[int]
+) -> None:
+    """To the byte, whatever the slices are."""
+    engine = StandIn(num_tokens)
+    answer, form = ask(engine, logprobs_of(body, logprobs) | {"n": 3})
+    assert 200 == answer.status_code
+    assert int(answer.headers["content-length"]) == len(answer.content)
+    assert "application/json" == answer.headers["content-type"]
+    choices = [
+        form.whole(Delta(each.index, True, each.text, each.logprobs, 0, "length"))
+        for each in joined(engine.outputs).outputs
+    ]
+    found = answer.json()
+    assert choices == found["choices"]
+    assert 3 * sum(num_tokens) == found["usage"]["completion_tokens"]
+    again = json.dumps(found | {"choices": choices}, ensure_ascii=False, separators=(",", ":"))
+    assert again.encode() == answer.content
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("body", [COMPLETION, CHAT], ids=["completion", "chat"])
+def test_other_tasks_run_between_slices(body: dict[str, Any], stream: bool) -> None:
+    """However much comes in one output."""
+    engine = StandIn([1000, 1, 1, 700])
+    answer, _ = ask(engine, logprobs_of(body, NUM_LOGPROBS) | {"n": 4, "stream": stream})
+    assert 200 == answer.status_code
+    assert engine.count.largest <= SLICE_LOGPROBS
+    assert engine.count.num_turns > 4 * 1702 * (1 + NUM_LOGPROBS) // SLICE_LOGPROBS
+    if stream:
+        lines = [line[6:] for line in answer.text.split("\n\n")[:-2]]
+        ends = [each["choices"][0] for each in map(json.loads, lines)]
+        assert 4 == sum(each["finish_reason"] is not None for each in ends)
+        name = "tokens" if "prompt" in body else "content"
+        assert 4 * 1702 == sum(len(each["logprobs"][name]) for each in ends)
+
+
+@pytest.mark.parametrize("body", [COMPLETION, CHAT], ids=["completion", "chat"])
+def test_log_probabilities_of_an_answer_are_bounded(body: dict[str, Any]) -> None:
+    """Before the engine hears of it; the error says what to change."""
+    engine = StandIn([3])
+    limits = Limits(max_answer_logprobs=100_000)
+    for options in ({"n": 128}, {"n": 100, "max_tokens": 48}, {"n": 2}):
+        many = logprobs_of(body, NUM_LOGPROBS) | {"max_tokens": 4000} | options
+        answer, _ = ask(engine, many, limits)
+        assert 400 == answer.status_code
+        error = answer.json()["error"]
+        assert "max_tokens" == error["param"]
+        assert "max_answer_logprobs=" in error["message"]
+        assert "(n), tokens (max_tokens) or log-probabilities" in error["message"]
+    assert not engine.outputs
+    for options in (
+        {"n": 128, "max_tokens": 4000},
+        logprobs_of({}, None) | {"n": 128, "max_tokens": 4000},
+    ):
+        assert 200 == ask(engine, body | options, limits)[0].status_code
+    for number, options in ((NUM_LOGPROBS, {"max_tokens": 4000}), (0, {"n": 20})):
+        few = logprobs_of(body, number) | options
+        assert 200 == ask(engine, {"max_tokens": 4000} | few, limits)[0].status_code
+
+
+def test_large_bodies_are_sent_in_pieces() -> None:
+    """Other tasks run between them, and what was sent is freed."""
+    parts = deque([b"a", bytearray(b"b" * (3 << 20)), b"c"])
+    sent, num_turns = [], 0
+
+    async def send(message: Any) -> None:
+        sent.append((message.get("body", b""), num_turns, len(parts)))
+
+    async def run() -> None:
+        async def other_task() -> None:
+            nonlocal num_turns
+            while True:
+                num_turns += 1
+                await asyncio.sleep(0)
+
+        other = asyncio.create_task(other_task())
+        await WholeBody(parts, 60.0)({}, None, send)  # type: ignore[arg-type]
+        other.cancel()
+
+    asyncio.run(run())
+    assert b"a" + b"b" * (3 << 20) + b"c" == b"".join(body for body, *_ in sent)
+    assert max(len(body) for body, *_ in sent) <= 1 << 19
+    turns = [turn for body, turn, _ in sent[1:]]
+    assert sorted(set(turns)) == turns
+    assert not parts
