@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import openai
 import pytest
 from helpers.serving import serving
 
@@ -107,6 +106,7 @@ def test_requests_that_are_swapped(real: Any, prompts: list[list[int]]) -> None:
 
 def test_chat_over_http(real: Any) -> None:
     """OpenAI's client gets the text that transformers makes of the same conversation."""
+    openai = pytest.importorskip("openai")
     question = real.questions[2]
     messages: Any = [{"role": "user", "content": question}]
     expected = real.text(real.expected(real.chat(question)))
