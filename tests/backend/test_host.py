@@ -118,19 +118,6 @@ def test_host_memory_goes_back_to_the_kernel(host: HostBackend) -> None:
     host.address_free(address, num_bytes)
 
 
-def test_host_file_holds_what_the_books_say(backend: HostBackend) -> None:
-    """`usage().physical_bytes` is not a guess: the kernel's count of blocks is the same."""
-    if not isinstance(backend, HostBackend):
-        pytest.skip("only the host's memory is a file")
-    handles = [backend.mem_create(num * backend.granularity_bytes) for num in (1, 2, 1)]
-    assert backend.usage().physical_bytes == backend.file_bytes()
-    backend.mem_release(handles.pop(1))
-    assert backend.usage().physical_bytes == backend.file_bytes()
-    for handle in handles:
-        backend.mem_release(handle)
-    assert 0 == backend.file_bytes()
-
-
 def test_host_reservation_costs_no_memory(host: HostBackend) -> None:
     """A terabyte of addresses is free."""
     before = _shared_resident_bytes()
@@ -153,18 +140,6 @@ def test_host_handles_are_never_reissued(host: HostBackend) -> None:
         with pytest.raises(HostDriverError, match="not live"):
             host.mem_map(address, 4 * KiB, stale)
     host.address_free(address, 4 * KiB)
-
-
-def test_host_released_handle_cannot_be_mapped_again(host: HostBackend) -> None:
-    """Released memory lives for its mappings only."""
-    address = host.address_reserve(8 * KiB)
-    handle = host.mem_create(4 * KiB)
-    host.mem_map(address, 4 * KiB, handle)
-    host.mem_release(handle)
-    with pytest.raises(HostDriverError, match="not live"):
-        host.mem_map(Address(address + 4 * KiB), 4 * KiB, handle)
-    host.mem_unmap(address, 4 * KiB)
-    host.address_free(address, 8 * KiB)
 
 
 @pytest.mark.parametrize("num_bytes", [-4096, 0, 1, 4095, 4097])

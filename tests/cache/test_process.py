@@ -338,27 +338,6 @@ def test_prefix_is_cut_to_whole_extents(
     assert_holds(sequence, range(340))
 
 
-def test_layer_groups_are_cut_alike(
-    no_underread: None, make_shareable: MakeCache, path: str
-) -> None:
-    """A window's extents are small and a full group's large: the shortest run decides."""
-    source = make_shareable(windows=(20, 90))
-    target = make_shareable(windows=(20, 90))
-    sequence = source.open()
-    source.keeps_past = True
-    append(sequence, range(209))
-    with sequence.export(path) as exporter:
-        restored = _imported(exporter, target)
-        assert 204 <= restored.num_tokens <= 208
-    length = restored.num_tokens
-    assert_holds(restored, range(length))
-    for step in range(length, 260):
-        append(restored, [step])
-        assert_holds(restored, range(step + 1))
-    with pytest.raises(ConfigError, match="no longer holds"):
-        restored.truncate(100)
-
-
 def test_what_was_never_written_is_not_offered(
     no_underread: None, make_shareable: MakeCache, path: str, tmp_path: Path
 ) -> None:
@@ -481,26 +460,6 @@ def test_imported_row_is_parked_adopted_and_given_up(make_shareable: MakeCache, 
     assert_holds(stranger, range(700, 750))
     target.pool.reclaimer.wait()
     assert [] == target.pool.imported_extents()
-
-
-def test_importing_sequence_is_swapped_and_saved(
-    make_shareable: MakeCache, path: str, tmp_path: Path
-) -> None:
-    """What it imported stays; its own goes to the host and back, or all of it to a file."""
-    source = make_shareable()
-    target = make_shareable(pool={"host_budget_bytes": 1024 * KiB})
-    sequence = source.open()
-    append(sequence, range(128))
-    with sequence.export(path) as exporter:
-        restored = _imported(exporter, target)
-    append(restored, range(500, 550))
-    wanted = [*range(128), *range(500, 550)]
-    restored.swap_out()
-    assert 52 * KiB == target.stats().host_bytes
-    restored.save(tmp_path / "kv")
-    restored.swap_in()
-    assert_holds(restored, wanted)
-    assert_holds(source.load(tmp_path / "kv"), wanted)
 
 
 def test_exporter_outlives_sequence_and_cache(make_shareable: MakeCache, path: str) -> None:

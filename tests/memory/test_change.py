@@ -111,52 +111,6 @@ def test_exchange_puts_other_extents_behind_the_same_addresses(pool: ExtentPool)
     assert 2 * PAGE == pool.stats().free_bytes, "what was replaced is free again"
 
 
-def test_two_rows_take_over_each_others(pool: ExtentPool) -> None:
-    """A swap is one exchange of both: neither is lost on the way."""
-    table = _table(pool, [1, 0], [0, 1])
-    first, second = _mappings(table, 0), _mappings(table, 1)
-    exchange(
-        pool,
-        [
-            Exchange(table, 0, 0, first, _read_only(second)),
-            Exchange(table, 1, 0, second, _read_only(first)),
-        ],
-    )
-    check_pool(pool)
-    assert ([17, 18, 19], [1, 2, 3]) == (_reads(table, 0), _reads(table, 1))
-    assert 0 == pool.stats().free_bytes
-
-
-def test_exchange_may_shorten_a_run(pool: ExtentPool) -> None:
-    """At its end, fewer pages may come back than went."""
-    table = _table(pool, [0, 1, 1])
-    (fresh,) = pool.acquire([0])
-    old = _mappings(table, 0, 1)
-    exchange(pool, [Exchange(table, 0, 1, old, [(fresh, Access.READ_WRITE)])])
-    pool.disown([fresh])
-    check_pool(pool)
-    assert 2 == table.rows[0].end_page
-    write_bytes(pool.backend, table.page_address(0, 1), b"z" * PAGE)
-    assert [1, ord("z")] == _reads(table, 0)
-
-
-def test_exchange_may_lengthen_a_run(pool: ExtentPool) -> None:
-    """Nothing old, and new extents where the run ends; also where pages were retired from."""
-    table = _table(pool, [0, 0, 0], [1])
-    table.retire_back(0, 1, pool.reclaimer.new_fence())
-    new = _read_only(_mappings(table, 1))
-    exchange(pool, [Exchange(table, 0, 1, [], new)])
-    check_pool(pool)
-    assert [1, 17, 18] == _reads(table, 0)
-
-
-def test_exchange_of_nothing_is_nothing(pool: ExtentPool) -> None:
-    """No exchanges, no harm."""
-    table = _table(pool, [0, 1])
-    exchange(pool, [])
-    assert [1, 2, 3] == _reads(table, 0)
-
-
 def test_one_access_call_for_each_run_of_equal_access(pool: ExtentPool) -> None:
     """Read-only ones come first, then what is the row's own."""
     table = _table(pool, [1, 1], [0, 0])
@@ -191,16 +145,6 @@ def test_nothing_is_unmapped_before_the_device_is_done(
     assert passed
     assert all(passed)
     assert [17, 18, 19] == _reads(table, 0)
-
-
-def test_old_extents_outlive_the_exchange_where_others_need_them(pool: ExtentPool) -> None:
-    """A fork that maps what was replaced reads on."""
-    table = _table(pool, [1], [1], [])
-    shared = _mappings(table, 0)
-    _map(table, 2, [mapping.extent for mapping in shared], Access.READ)
-    exchange(pool, [Exchange(table, 0, 0, shared, _read_only(_mappings(table, 1)))])
-    check_pool(pool)
-    assert ([17, 18], [1, 2]) == (_reads(table, 0), _reads(table, 2))
 
 
 def test_books_that_disagree_are_an_internal_error(pool: ExtentPool) -> None:

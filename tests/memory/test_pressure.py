@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 import pytest
 
-from vmkv import ConfigError, ExtentPool, HostBackend, InternalError, OutOfPagesError
+from vmkv import ExtentPool, HostBackend, InternalError, OutOfPagesError
 from vmkv.backend import Access
 from vmkv.memory import Extent, PageTable, Placement, Pressure, Victim, pinned
 from vmkv.units import KiB
@@ -276,19 +276,6 @@ def test_acquire_or_evict_takes_from_victims(make_pool: MakePool) -> None:
         pool.acquire_or_evict([2])
     assert 4 == rows.num_pages[0]
     pool.disown(extents)
-
-
-def test_budget_is_lowered_by_eviction(make_pool: MakePool) -> None:
-    """As far as victims go."""
-    pool = make_pool(16)
-    rows = _Sharers(pool, [0, 1, 2, 3], [0, 1, 4, 5], [6, 7])
-    rows.live = {2}
-    pool.set_budget(4 * PAGE)
-    assert 4 * PAGE >= pool.stats().created_bytes
-    with pytest.raises(ConfigError, match="8 KiB in use"):
-        pool.set_budget(PAGE)
-    assert 4 * PAGE == pool.stats().budget_bytes
-    assert 2 == rows.num_pages[2]
 
 
 # ---- what somebody reads ------------------------------------------------------------------
