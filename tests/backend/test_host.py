@@ -209,34 +209,6 @@ def test_host_undoes_a_batch_when_the_kernel_refuses_access(host: HostBackend) -
     host.address_free(address, 2 * page)
 
 
-# ---- fences -------------------------------------------------------------------------------
-
-
-def test_host_fences_pass_at_once_unless_held(host: HostBackend) -> None:
-    """The host works synchronously, so nothing is ever pending by itself."""
-    assert host.record_fence().has_passed()
-
-
-def test_host_held_fences_pass_when_told(host: HostBackend) -> None:
-    """Between hold and pass the host plays a busy device; earlier fences are past already."""
-    early = host.record_fence()
-    host.hold_fences()
-    held = [host.record_fence() for _ in range(2)]
-    assert [True, False, False] == [each.has_passed() for each in (early, *held)]
-    host.pass_fences()
-    assert [True, True] == [each.has_passed() for each in held]
-    assert host.record_fence().has_passed()
-
-
-def test_host_waiting_passes_a_fence_and_those_before_it(host: HostBackend) -> None:
-    """Work ends in the order of its submission."""
-    host.hold_fences()
-    first, second, third = (host.record_fence() for _ in range(3))
-    second.wait()
-    assert [True, True, False] == [each.has_passed() for each in (first, second, third)]
-    host.pass_fences()
-
-
 # ---- life ---------------------------------------------------------------------------------
 
 

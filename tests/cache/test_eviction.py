@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as List_
-from pathlib import Path
 
 import pytest
 import torch
 from helpers.stamps import append, assert_holds
 
-from vmkv import ConfigError, ExtentPool, HostBackend, KVCache, OutOfPagesError, Sequence
+from vmkv import ExtentPool, HostBackend, KVCache, OutOfPagesError, Sequence
 from vmkv.cache.cost import CostModel
 from vmkv.memory import Victim
 from vmkv.units import KiB
@@ -186,22 +185,6 @@ def test_moving_sequence_that_a_prompt_begins_like_is_read_where_it_is(
     assert_holds(second, said[: second.num_tokens])
     first.swap_in()
     assert_holds(first, said)
-
-
-def test_saving_reads_a_moving_sequence_where_it_is(make_cache: MakeCache, tmp_path: Path) -> None:
-    """A budget that is lowered meanwhile takes what it can, and not that."""
-    cache = make_cache(budget_bytes=64 * PAGE, host_budget_bytes=64 * PAGE)
-    sequence = _say(cache, range(100))
-    sequence.swap_out(wait=False)
-    with cache.pinned_row(sequence.row):
-        with pytest.raises(ConfigError, match="in use"):
-            cache.pool.set_budget(10 * PAGE)
-        assert sequence.transfer is not None
-        sequence.save(tmp_path / "sequence")
-    cache.pool.set_budget(10 * PAGE)
-    assert sequence.swapped is not None
-    cache.pool.set_budget(64 * PAGE)
-    assert_holds(cache.load(tmp_path / "sequence"), range(100))
 
 
 # ---- a refusal is the last word -----------------------------------------------------------

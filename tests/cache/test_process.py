@@ -33,8 +33,6 @@ from vmkv import (
     ExtentPool,
     HostBackend,
     KVCache,
-    OutOfAddressSpaceError,
-    OutOfPagesError,
 )
 from vmkv.backend import Access, BackendUsage
 from vmkv.cache.process import PrefixExporter, importer, protocol
@@ -153,18 +151,6 @@ sys.stdin.readline()
 cache.check()
 cache.close()
 """
-_IMPORTER = """
-cache = make_cache(sys.argv[1])
-sequence = cache.import_prefix(sys.argv[2])
-assert_holds(sequence, range(100))
-fork = sequence.fork(60)
-append(fork, range(500, 505))
-append(sequence, range(700, 720))
-assert_holds(fork, [*range(60), *range(500, 505)])
-assert_holds(sequence, [*range(100), *range(700, 720)])
-cache.check()
-cache.close()
-"""
 _WRITER = """
 cache = make_cache(sys.argv[1])
 sequence = cache.import_prefix(sys.argv[2])
@@ -270,17 +256,6 @@ def test_exporter_goes_on_while_others_read(device: str, path: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
-def test_several_processes_import_at_once(device: str, path: str) -> None:
-    """The exporter serves them side by side."""
-    with _exporting(device, path):
-        children = [_start(_IMPORTER, device, path) for _ in range(3)]
-        for child in children:
-            _, errors = child.communicate(timeout=120)
-            assert 0 == child.returncode, errors
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("device", DEVICES)
 def test_importers_write_is_a_fault(device: str, path: str) -> None:
     """The hardware refuses it, and whoever else reads sees nothing of the attempt."""
     with _same_cache(device) as cache, _exporting(device, path):
@@ -338,25 +313,6 @@ def test_prefix_is_cut_to_whole_extents(
     assert_holds(sequence, range(340))
 
 
-def test_what_was_never_written_is_not_offered(
-    no_underread: None, make_shareable: MakeCache, path: str, tmp_path: Path
-) -> None:
-    """A page can begin before what it holds: an importer may not go back there either."""
-    options = {"windows": (20,), "pool": {"page_bytes": 4 * PAGE}}
-    origin = make_shareable(windows=(20,)).open()
-    append(origin, range(107))
-    origin.save(tmp_path / "kv")
-    source = make_shareable(**options).load(tmp_path / "kv")
-    append(source, range(107, 112))
-    with source.export(path) as exporter:
-        restored = _imported(exporter, make_shareable(**options))
-    assert_holds(restored, range(112))
-    restored.truncate(107)
-    for sequence in (source, restored):
-        with pytest.raises(ConfigError, match="no longer holds"):
-            sequence.truncate(100)
-
-
 def test_row_of_one_import_takes_the_next(make_shareable: MakeCache, path: str) -> None:
     """What the row held before is unmapped first."""
     source, target = make_shareable(), make_shareable(max_sequences=1)
@@ -368,20 +324,6 @@ def test_row_of_one_import_takes_the_next(make_shareable: MakeCache, path: str) 
             assert_holds(restored, range(64))
             restored.close()
     assert 1 == len(target.pool.imported_extents())
-
-
-def test_window_that_has_passed_is_said_to_have(
-    no_underread: None, make_shareable: MakeCache, path: str
-) -> None:
-    """What a shorter prefix would see is gone, so it is refused; nothing is frozen."""
-    cache = make_shareable(windows=(20,))
-    sequence = cache.open()
-    for _ in range(30):
-        append(sequence, range(8))
-    with pytest.raises(ConfigError, match="no longer holds"):
-        sequence.export(path, 100)
-    assert not os.path.exists(path)
-    assert all(extent.is_recyclable for extent in cache.pool.extents())
 
 
 def test_token_rows_that_straddle_pages(path: str) -> None:
@@ -1009,38 +951,6 @@ def test_more_extents_than_one_message_carries(make_shareable: MakeCache, path: 
     with sequence.export(path) as exporter:
         assert len(exporter._handles) > protocol.BATCH
         assert_holds(_imported(exporter, target), range(320))
-
-
-def test_importer_out_of_rows_or_memory(
-    sequence: Any, make_shareable: MakeCache, path: str
-) -> None:
-    """Nothing is held, and the next attempt succeeds when there is room again."""
-    cache = make_shareable(max_sequences=2, pool={"budget_bytes": 6 * PAGE})
-    first, second = cache.open(), cache.open()
-    with sequence.export(path) as exporter:
-        exporter.start()
-        before = _books(cache)
-        with pytest.raises(OutOfAddressSpaceError, match="rows"):
-            cache.import_prefix(path)
-        assert before[:-1] == _books(cache)[:-1]  # The exporter's thread may not be done.
-        second.close()
-        append(first, range(16))
-        cache.keep_resident(8)  # Kernels fetch past the length: two more pages of its own.
-        with pytest.raises(OutOfPagesError, match="needs"):
-            cache.import_prefix(path)
-        assert [] == _imported_after_failure(cache)
-        assert_holds(first, range(16))
-        first.close()
-        restored = cache.import_prefix(path)
-    assert_holds(restored, range(36))
-    with pytest.raises(OutOfPagesError):
-        restored.append(100)
-    assert_holds(restored, range(36))
-
-
-def _imported_after_failure(cache: KVCache) -> object:
-    _books(cache)
-    return cache.pool.imported_extents()
 
 
 def test_row_too_short_is_refused(sequence: Any, make_shareable: MakeCache, path: str) -> None:

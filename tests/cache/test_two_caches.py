@@ -17,7 +17,6 @@ from helpers.stamps import append, assert_holds
 from vmkv import ConfigError, ExtentPool, HostBackend, KVCache, OutOfPagesError, Sequence
 from vmkv.cache import kv_cache
 from vmkv.cache.cost import CostModel
-from vmkv.cache.prefix_tree import PrefixTree
 from vmkv.memory import PageTable, check_pool
 from vmkv.units import KiB
 
@@ -41,37 +40,6 @@ def _say(cache: KVCache, tokens: range) -> Sequence:
 
 def _end(cache: KVCache, tokens: range) -> None:
     _say(cache, tokens).close()
-
-
-def test_idle_cache_gives_way(pool: ExtentPool, make_cache: MakeCache) -> None:
-    """All memory is one cache's, parked; the other one has it as soon as it needs it."""
-    first, second = make_cache(pool), make_cache(pool)
-    _end(first, range(4 * 60))
-    live = second.open()
-    append(live, range(4 * 50))
-    assert (200 * KiB, 0) == (second.stats().used_bytes, first.stats().used_bytes)
-    assert first.stats().resident_bytes <= 14 * PAGE
-    live.close()
-    back = first.open()
-    append(back, range(1000, 1000 + 4 * 50))
-    assert_holds(back, range(1000, 1000 + 4 * 50))
-    assert second.stats().resident_bytes <= 14 * PAGE
-    check_pool(pool)
-
-
-def test_whoever_was_used_longest_ago_gives_way(pool: ExtentPool, make_cache: MakeCache) -> None:
-    """The clock is the pool's, not the cache's."""
-    first, second = make_cache(pool, cost_model=ALIASES), make_cache(pool, cost_model=ALIASES)
-    _end(first, range(4 * 16))
-    _end(second, range(4 * 16))
-    hit = first.open(prompt=[*range(64), 5])  # Used again, after the other one's.
-    hit.close()
-    live = second.open(row=3)
-    append(live, range(4 * 40))
-    assert 0 == second.stats().parked_bytes
-    assert 16 * PAGE == first.stats().parked_bytes
-    append(live, range(4 * 20))
-    assert first.stats().parked_bytes < 16 * PAGE
 
 
 # ---- many threads -------------------------------------------------------------------------
@@ -162,39 +130,6 @@ class _Worker:
                 assert_holds(sequence, stamps)
         while self.live:
             self.close()
-
-
-@pytest.mark.parametrize("change", ["record", "truncate", "reorder", "close", "swap"])
-def test_index_is_changed_under_the_pools_lock(
-    pool: ExtentPool, make_cache: MakeCache, change: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another cache's thread may evict a parked row, and its prefix, at any moment."""
-    cache = make_cache(pool)
-    sequences = [_say(cache, range(at, at + 64)) for at in (0, 1000)]
-    was_held: list[bool] = []
-    for name in ("extend", "cut", "move", "lose"):
-        method = getattr(PrefixTree, name)
-
-        def watched(*arguments: Any, _method: Callable[..., None] = method) -> None:
-            was_held.append(pool.lock._is_owned())
-            _method(*arguments)
-
-        monkeypatch.setattr(PrefixTree, name, watched)
-    if change == "record":
-        append(sequences[0], range(64, 80))
-        sequences[0].record(range(64, 80))
-    elif change == "truncate":
-        sequences[0].truncate(10)
-    elif change == "reorder":
-        cache.reorder(sequences, [1, 0])
-    elif change == "close":
-        sequences[0].close()
-        cache.open(prompt=range(64))
-    else:
-        sequences[0].swap_out()
-        sequences[0].swap_in()
-    assert was_held
-    assert all(was_held)
 
 
 @pytest.mark.parametrize("use", ["make", "stats", "close", "compact"])

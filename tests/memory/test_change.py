@@ -17,8 +17,6 @@ from vmkv.errors import DriverError
 from vmkv.memory import Extent, Mapping, PageTable, Placement, RowChange, change, check_pool
 from vmkv.testing import (
     FaultInjectingBackend,
-    Scenario,
-    check_every_call_can_fail,
     read_bytes,
     write_bytes,
 )
@@ -155,63 +153,6 @@ def test_books_that_disagree_are_an_internal_error(pool: ExtentPool) -> None:
 
 
 # ---- failing driver calls -----------------------------------------------------------------
-
-
-class _State:
-    """Three rows that rotate, and one that gets fresh memory, over a backend that fails."""
-
-    def __init__(self, backend: FaultInjectingBackend):
-        self.pool = ExtentPool(backend, 64 * PAGE)
-        self.table = _table(self.pool, [1, 0], [0, 1], [2], [0, 0])
-
-    def operation(self) -> None:
-        pool, table = self.pool, self.table
-        rows = [_mappings(table, row) for row in range(4)]
-        fresh = pool.acquire([0])
-        try:
-            exchange(
-                pool,
-                [
-                    Exchange(table, 0, 0, rows[0], _read_only(rows[1])),
-                    Exchange(table, 1, 0, rows[1], _read_only(rows[2])),
-                    Exchange(table, 2, 0, rows[2], _read_only(rows[0])),
-                    Exchange(table, 3, 1, rows[3][1:], [(fresh[0], Access.READ_WRITE)]),
-                ],
-            )
-        finally:
-            pool.disown(fresh)
-
-    def observe(self) -> object:
-        return [
-            (
-                _reads(self.table, row),
-                [
-                    (mapping.first_page, id(mapping.extent), mapping.access)
-                    for mapping in self.table.rows[row].mappings
-                ],
-            )
-            for row in range(4)
-        ]
-
-    def close(self) -> None:
-        self.table.close(lambda: False)
-        self.pool.close()
-
-
-@pytest.mark.parametrize("is_out_of_memory", [False, True], ids=["broken", "full"])
-def test_every_call_of_an_exchange_can_fail(is_out_of_memory: bool) -> None:
-    """The old comes back where it was, with the access it had: also what was unmapped already."""
-
-    def make_scenario(backend: FaultInjectingBackend) -> Scenario:
-        state = _State(backend)
-        return Scenario(state.operation, state.observe, lambda: check_pool(state.pool), state.close)
-
-    struck = check_every_call_can_fail(
-        lambda: HostBackend(PAGE), make_scenario, is_out_of_memory=is_out_of_memory
-    )
-    assert {"record_fence", "mem_unmap", "mem_map", "mem_set_access"} <= set(struck)
-    assert struck.count("mem_unmap") > 1
-    assert struck.count("mem_map") > 3
 
 
 def test_failure_and_failure_to_undo_it_is_said(
