@@ -22,6 +22,9 @@ from hypothesis import HealthCheck, settings
 from vmkv import Backend, BackendUsage, HostBackend, open_backend
 from vmkv.units import KiB, MiB
 
+# Pytest rewrites 30,000 lines of tests, for longer than it collects them, unless it may keep that.
+sys.dont_write_bytecode = False
+
 # What every submitted step writes is checked in every test.
 os.environ["VMKV_CHECKS"] = "1"
 

@@ -28,17 +28,17 @@ def test_files_of_the_tour_are_there() -> None:
     assert [] == sorted({name for name in named if named.count(name) > 1})
 
 
-@pytest.mark.parametrize(
-    "path",
-    [*DOCUMENTS, *FILES],
-    ids=lambda path: str(path.relative_to(ROOT)),
-)
-def test_files_that_are_named_are_there(path: Path) -> None:
-    """By their path from the root or from vmkv, or by their name in some package."""
+def test_files_that_are_named_are_there() -> None:
+    """A file is named by its path from the root or from vmkv, or from a package."""
     packages = [each.parent for each in (ROOT / "vmkv").rglob("__init__.py")]
     folders = [ROOT, ROOT / "vmkv", ROOT / "bench", *packages]
-    named = set(_FILE.findall(path.read_text()))
-    assert [] == [name for name in named if not any((each / name).is_file() for each in folders)]
+    named = {
+        (str(path.relative_to(ROOT)), name)
+        for path in (*DOCUMENTS, *FILES)
+        for name in _FILE.findall(path.read_text())
+    }
+    found = {name for _, name in named if any((each / name).is_file() for each in folders)}
+    assert [] == sorted(each for each in named if each[1] not in found)
 
 
 def _anchors(text: str) -> set[str]:
@@ -47,16 +47,16 @@ def _anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w-]", "", each.lower().replace(" ", "-")) for each in headings}
 
 
-@pytest.mark.parametrize("path", [*DOCUMENTS, ROOT / "bench/README.md"], ids=lambda path: path.name)
-def test_links_lead_somewhere(path: Path) -> None:
-    """To a file that is there, and a heading in it."""
+def test_links_lead_somewhere() -> None:
+    """A link names a file that is there, and a heading in it."""
     broken = []
-    for name, anchor in _LINK.findall(path.read_text()):
-        if name.startswith("http"):
-            continue
-        target = path.parent / name if name else path
-        if not target.exists() or (anchor and anchor not in _anchors(target.read_text())):
-            broken.append(f"{name}#{anchor}")
+    for path in (*DOCUMENTS, ROOT / "bench/README.md"):
+        for name, anchor in _LINK.findall(path.read_text()):
+            target = path.parent / name if name else path
+            if name.startswith("http"):
+                continue
+            if not target.exists() or (anchor and anchor not in _anchors(target.read_text())):
+                broken.append(f"{path.name}: {name}#{anchor}")
     assert [] == broken
 
 

@@ -12,7 +12,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import matplotlib.image
 import numpy as np
 import pytest
 import tokenizers
@@ -118,7 +117,9 @@ def check_lines(output: str, key_lines: list[str]) -> None:
 
 def check_plot(path: Path) -> None:
     """The plot is there, of a size to read, and the curves of both caches are in it."""
-    pixels = matplotlib.image.imread(path)[..., :3]
+    from matplotlib.image import imread
+
+    pixels = imread(path)[..., :3]
     height, width, _ = pixels.shape
     assert height > 500
     assert width > 800

@@ -3,9 +3,9 @@
     errors, units, interrupts <- _native <- backend <- memory <- cache <- viz <- attention <- step
         <- hf <- parallel <- serve <- cli
 
-An import inside a function or under TYPE_CHECKING counts like any other: a circle that only types
-see is still one in the reader's head. Within a package, too, no module imports itself by way of
-others.
+An import inside a function counts like any other, and across packages so does one under
+TYPE_CHECKING. No module imports itself by way of others; within one package, imports under
+TYPE_CHECKING do not count for that.
 """
 
 from __future__ import annotations
@@ -38,10 +38,14 @@ HOMES_OF = {
 }
 
 
-def imports(path: Path, root: Path = ROOT) -> Iterator[str]:
-    """The dotted names that a file imports, relative ones made absolute."""
+def imports(path: Path, root: Path = ROOT, *, with_types: bool = True) -> Iterator[str]:
+    """Yield the dotted names that a file imports, relative ones made absolute."""
     package = path.relative_to(root.parent).parts[:-1]
-    for node in ast.walk(ast.parse(path.read_text())):
+    tree = ast.parse(path.read_text())
+    for node in [] if with_types else [*ast.walk(tree)]:
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            node.body.clear()
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -80,10 +84,9 @@ def violations(path: Path, root: Path = ROOT) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_point_left(path: Path) -> None:
-    """No file imports from its right, nor the test kit, nor a stranger outside its home."""
-    assert [] == violations(path)
+def test_imports_point_left() -> None:
+    """No file imports from its right, nor the test kit, nor a third party outside its home."""
+    assert [] == [(module_of(path), name) for path in FILES for name in violations(path)]
 
 
 def test_every_package_has_a_place_in_the_order() -> None:
@@ -130,10 +133,15 @@ def circles(root: Path = ROOT) -> list[set[str]]:
             name = name.rpartition(".")[0]
         return name
 
-    imported = {
-        module: {home(name) for name in imports(path, root)} - {"", module}
-        for module, path in paths.items()
-    }
+    def package(module: str) -> str:
+        return ".".join(module.split(".")[:2])
+
+    imported = {}
+    for module, path in paths.items():
+        always = {home(name) for name in imports(path, root, with_types=False)}
+        for_types = {home(name) for name in imports(path, root)}
+        others = {name for name in for_types if package(name) != package(module)}
+        imported[module] = (always | others) - {"", module}
     return knots(imported)
 
 
@@ -175,7 +183,7 @@ def test_no_bench_imports_itself_by_way_of_others() -> None:
         "from . import pool",
         "from .pool import Pool",
         "def f():\n    import vmkv.memory.pool",
-        "if TYPE_CHECKING:\n    from ..memory.pool import Pool",
+        "if TYPE_CHECKING:\n    pass\nelse:\n    from ..memory.pool import Pool",
     ],
 )
 def test_circles_are_found(tmp_path: Path, way_back: str) -> None:
@@ -195,14 +203,30 @@ def test_circles_are_found(tmp_path: Path, way_back: str) -> None:
     assert [knot] == circles(tmp_path / "vmkv")
 
 
-def test_a_line_of_imports_is_no_circle(tmp_path: Path) -> None:
-    """Nor is a package that names what its modules define."""
-    package = tmp_path / "vmkv" / "memory"
-    package.mkdir(parents=True)
-    (package / "__init__.py").write_text("from .pool import Pool")
-    (package / "pool.py").write_text("from .extent import Extent")
-    (package / "extent.py").write_text("import os")
-    assert [] == circles(tmp_path / "vmkv")
+@pytest.mark.parametrize(
+    ("file", "text", "is_circle"),
+    [
+        ("memory/extent.py", "import os", False),
+        ("memory/extent.py", "if TYPE_CHECKING:\n    from .pool import Pool", False),
+        ("cache/rows.py", "if typing.TYPE_CHECKING:\n    from ..memory.pool import Pool", True),
+    ],
+)
+def test_types_make_a_circle_only_across_packages(
+    tmp_path: Path, file: str, text: str, is_circle: bool
+) -> None:
+    """A line of imports is none either, nor a package that names what its modules define."""
+    texts = {
+        "memory/__init__.py": "from .pool import Pool",
+        "memory/pool.py": "from .extent import Extent\nfrom ..cache import rows",
+        "memory/extent.py": "",
+        "cache/rows.py": "",
+        file: text,
+    }
+    for name, each in texts.items():
+        path = tmp_path / "vmkv" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(each)
+    assert is_circle == bool(circles(tmp_path / "vmkv"))
 
 
 def test_memory_runs_without_torch(

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import matplotlib.image
 import numpy as np
 import pytest
 import torch
@@ -226,9 +225,15 @@ def test_groups_that_look_alike_are_drawn_once() -> None:
 # ---- picture ------------------------------------------------------------------------------
 
 
+def _pixels(path: Path) -> np.ndarray:
+    from matplotlib.image import imread  # Loading it takes half a second of every collection.
+
+    return imread(path)[..., :3]
+
+
 def count(path: Path, colour: tuple[int, int, int]) -> int:
-    """Pixels of a colour."""
-    pixels = matplotlib.image.imread(path)[..., :3]
+    """Count the pixels of a colour."""
+    pixels = _pixels(path)
     return int((np.abs(pixels - np.array(colour) / 255).sum(axis=-1) < 0.02).sum())
 
 
@@ -238,7 +243,7 @@ def test_picture_shows_shared_extents_in_one_colour(cache: KVCache, tmp_path: Pa
     source = cache.open()
     source.append(8 * PAGE_TOKENS)
     draw(cache, path)
-    height, width, _ = matplotlib.image.imread(path).shape
+    height, width, _ = _pixels(path).shape
     assert (height > 150, width > 1000) == (True, True)
     own = count(path, GREY)
     assert own > 0.05 * width * height
@@ -246,7 +251,7 @@ def test_picture_shows_shared_extents_in_one_colour(cache: KVCache, tmp_path: Pa
 
     source.fork().append(8 * PAGE_TOKENS)
     draw(page_map(cache), str(path))
-    pixels = matplotlib.image.imread(path)[..., :3]
+    pixels = _pixels(path)
     is_blue = np.abs(pixels - np.array(BLUE) / 255).sum(axis=-1) < 0.02
     lines = np.flatnonzero(is_blue.sum(axis=1) > width // 4)
     gaps = np.flatnonzero(np.diff(lines) > 1)

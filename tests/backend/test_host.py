@@ -118,19 +118,6 @@ def test_host_memory_goes_back_to_the_kernel(host: HostBackend) -> None:
     host.address_free(address, num_bytes)
 
 
-def test_host_file_holds_what_the_books_say(backend: HostBackend) -> None:
-    """`usage().physical_bytes` is not a guess: the kernel's count of blocks is the same."""
-    if not isinstance(backend, HostBackend):
-        pytest.skip("only the host's memory is a file")
-    handles = [backend.mem_create(num * backend.granularity_bytes) for num in (1, 2, 1)]
-    assert backend.usage().physical_bytes == backend.file_bytes()
-    backend.mem_release(handles.pop(1))
-    assert backend.usage().physical_bytes == backend.file_bytes()
-    for handle in handles:
-        backend.mem_release(handle)
-    assert 0 == backend.file_bytes()
-
-
 def test_host_reservation_costs_no_memory(host: HostBackend) -> None:
     """A terabyte of addresses is free."""
     before = _shared_resident_bytes()
@@ -153,18 +140,6 @@ def test_host_handles_are_never_reissued(host: HostBackend) -> None:
         with pytest.raises(HostDriverError, match="not live"):
             host.mem_map(address, 4 * KiB, stale)
     host.address_free(address, 4 * KiB)
-
-
-def test_host_released_handle_cannot_be_mapped_again(host: HostBackend) -> None:
-    """Released memory lives for its mappings only."""
-    address = host.address_reserve(8 * KiB)
-    handle = host.mem_create(4 * KiB)
-    host.mem_map(address, 4 * KiB, handle)
-    host.mem_release(handle)
-    with pytest.raises(HostDriverError, match="not live"):
-        host.mem_map(Address(address + 4 * KiB), 4 * KiB, handle)
-    host.mem_unmap(address, 4 * KiB)
-    host.address_free(address, 8 * KiB)
 
 
 @pytest.mark.parametrize("num_bytes", [-4096, 0, 1, 4095, 4097])
@@ -232,34 +207,6 @@ def test_host_undoes_a_batch_when_the_kernel_refuses_access(host: HostBackend) -
     for handle in handles:
         host.mem_release(handle)
     host.address_free(address, 2 * page)
-
-
-# ---- fences -------------------------------------------------------------------------------
-
-
-def test_host_fences_pass_at_once_unless_held(host: HostBackend) -> None:
-    """The host works synchronously, so nothing is ever pending by itself."""
-    assert host.record_fence().has_passed()
-
-
-def test_host_held_fences_pass_when_told(host: HostBackend) -> None:
-    """Between hold and pass the host plays a busy device; earlier fences are past already."""
-    early = host.record_fence()
-    host.hold_fences()
-    held = [host.record_fence() for _ in range(2)]
-    assert [True, False, False] == [each.has_passed() for each in (early, *held)]
-    host.pass_fences()
-    assert [True, True] == [each.has_passed() for each in held]
-    assert host.record_fence().has_passed()
-
-
-def test_host_waiting_passes_a_fence_and_those_before_it(host: HostBackend) -> None:
-    """Work ends in the order of its submission."""
-    host.hold_fences()
-    first, second, third = (host.record_fence() for _ in range(3))
-    second.wait()
-    assert [True, True, False] == [each.has_passed() for each in (first, second, third)]
-    host.pass_fences()
 
 
 # ---- life ---------------------------------------------------------------------------------

@@ -248,27 +248,6 @@ def test_shared_memory_goes_back_with_its_last_holder(host: HostBackend) -> None
     host.address_free(address, 4 * KiB)
 
 
-def test_host_files_tell_the_locations_apart(backend: Backend) -> None:
-    """The kernel's count of blocks is the books', for both locations, shareable or not."""
-    if not isinstance(backend, HostBackend):
-        pytest.skip("only the host's memory is a file")
-    size = backend.granularity_bytes
-    handles = [
-        backend.mem_create(num_pages * size, location, shareable=shareable)
-        for num_pages, (location, shareable) in enumerate(
-            ((location, shareable) for location in MemoryLocation for shareable in (False, True)),
-            start=1,
-        )
-    ]
-    usage = backend.usage()
-    assert (3 * size, 7 * size) == (usage.physical_bytes, usage.host_bytes)
-    assert usage.physical_bytes == backend.file_bytes()
-    assert usage.host_bytes == backend.file_bytes(MemoryLocation.HOST)
-    for handle in handles:
-        backend.mem_release(handle)
-    assert [0, 0] == [backend.file_bytes(location) for location in MemoryLocation]
-
-
 def test_running_out_of_descriptors_says_how_to_get_more(run_python: RunPython) -> None:
     """Each shareable handle is a file; a process has 1,024 by default. Nothing is left behind."""
     child = run_python(

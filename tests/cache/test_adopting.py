@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as List_
 
-import pytest
 from helpers.stamps import append, assert_holds
 
 from vmkv import ExtentPool, HostBackend, KVCache
@@ -127,19 +126,3 @@ def test_whom_the_policy_spares_is_spared(host: HostBackend, make_cache: MakeCac
     row, calls = _begun(cache, 60)
     assert (1, Counter()) == (row, calls)
     assert [80, 0, 80] == _known(cache)
-
-
-@pytest.mark.parametrize("num_tokens", [4, 80, 300])
-def test_whatever_the_length_newcomers_hold_what_they_write(
-    make_cache: MakeCache, num_tokens: int
-) -> None:
-    """One after the other, each over what the ones before have left."""
-    cache = make_cache(budget_bytes=90 * PAGE, max_sequences=6)
-    for at in range(12):
-        tokens = range(1000 * at, 1000 * at + num_tokens)
-        sequence = cache.open(num_tokens, prompt=[*tokens])
-        append(sequence, tokens)
-        sequence.record(tokens)
-        assert_holds(sequence, tokens)
-        sequence.close()
-        cache.check()

@@ -12,11 +12,10 @@ import sys
 from collections.abc import Callable
 
 import pytest
-import torch
 from helpers import warm_python
 from helpers.stamps import append, assert_holds
 
-from vmkv import ExtentPool, HostBackend, KVCache, OutOfPagesError
+from vmkv import ExtentPool, HostBackend, KVCache
 from vmkv.backend import Access
 from vmkv.cache.cost import CostModel
 from vmkv.units import KiB
@@ -142,30 +141,6 @@ def test_by_default_the_parent_keeps_its_right(cache: KVCache) -> None:
 # ---- writing to what was shared -----------------------------------------------------------
 
 
-@pytest.mark.parametrize("keep", [1, 3, 4, 33, 63, 64, 65, 95, 96, 97])
-@pytest.mark.parametrize("writer", ["parent", "fork"])
-@pytest.mark.parametrize("mode", ["cache", "strict"])
-def test_append_after_truncating_into_what_is_shared_copies(
-    request: pytest.FixtureRequest, mode: str, writer: str, keep: int
-) -> None:
-    """The other one still reads what it read, whoever writes; both go on at their addresses."""
-    cache = request.getfixturevalue(mode)
-    parent = cache.open()
-    append(parent, range(98))
-    fork = parent.fork()
-    mine, other = (parent, fork) if writer == "parent" else (fork, parent)
-    address = mine.keys(0).data_ptr()
-    mine.truncate(keep)
-    append(mine, range(500, 560))
-    cache.check()
-    assert_holds(mine, [*range(keep), *range(500, 560)])
-    assert_holds(other, range(98))
-    assert address == mine.keys(0).data_ptr()
-    append(other, range(700, 720))
-    assert_holds(other, [*range(98), *range(700, 720)])
-    assert_holds(mine, [*range(keep), *range(500, 560)])
-
-
 def test_only_what_is_kept_is_copied(cache: KVCache) -> None:
     """98 tokens are extents of 16, 8 and 1 pages; the second is shared and keeps 6 tokens."""
     parent = cache.open()
@@ -174,19 +149,6 @@ def test_only_what_is_kept_is_copied(cache: KVCache) -> None:
     parent.truncate(70)
     append(parent, range(500, 502))
     assert 6 * KiB == cache.stats().sharing.copied_on_write_bytes
-
-
-@pytest.mark.parametrize("keep", [64, 96])
-def test_nothing_is_copied_at_the_end_of_an_extent(cache: KVCache, keep: int) -> None:
-    """What lies behind is given up to those who share it."""
-    parent = cache.open()
-    append(parent, range(98))
-    fork = parent.fork()
-    parent.truncate(keep)
-    append(parent, range(500, 520))
-    assert 0 == cache.stats().sharing.copied_on_write_bytes
-    assert_holds(parent, [*range(keep), *range(500, 520)])
-    assert_holds(fork, range(98))
 
 
 def test_a_second_append_copies_nothing(cache: KVCache) -> None:
@@ -239,56 +201,7 @@ def test_writing_what_was_shared_is_ordered_behind_every_stream(
     assert 1 == len(joined), "nothing is shared any more"
 
 
-def test_windows_are_copied_as_well(make_cache: MakeCache) -> None:
-    """Each group copies what it shares, as far as its window sees."""
-    cache = make_cache(windows=(30,), cost_model=ALIASES)
-    parent = cache.open()
-    for start in range(0, 110, 10):
-        append(parent, range(start, start + 10))
-    fork = parent.fork()
-    parent.truncate(107)
-    append(parent, range(500, 520))
-    fork.truncate(109)
-    append(fork, range(600, 620))
-    cache.check()
-    assert_holds(parent, [*range(107), *range(500, 520)])
-    assert_holds(fork, [*range(109), *range(600, 620)])
-
-
 # ---- when memory is short -----------------------------------------------------------------
-
-
-def test_parked_rows_give_way_to_a_copy(make_cache: MakeCache) -> None:
-    """As they do to any other growth."""
-    cache = make_cache(budget_bytes=50 * PAGE, cost_model=ALIASES)
-    parent, ended = cache.open(), cache.open()
-    append(parent, range(100))
-    fork = parent.fork()
-    append(ended, range(600, 690))
-    ended.close()
-    parent.truncate(50)
-    append(parent, range(500, 504))
-    assert_holds(parent, [*range(50), *range(500, 504)])
-    assert_holds(fork, range(100))
-
-
-def test_no_memory_for_a_copy_changes_nothing(make_cache: MakeCache) -> None:
-    """Neither holds less; with room, the same call succeeds."""
-    cache = make_cache(budget_bytes=28 * PAGE, cost_model=ALIASES)
-    parent, other = cache.open(), cache.open()
-    append(parent, range(100))
-    append(other, range(700, 712))
-    fork = parent.fork()
-    fork.truncate(50)
-    with pytest.raises(OutOfPagesError):
-        fork.append(1)
-    cache.check()
-    assert_holds(fork, range(50))
-    assert_holds(parent, range(100))
-    cache.pool.set_budget(60 * PAGE)
-    append(fork, range(500, 501))
-    assert_holds(fork, [*range(50), 500])
-    assert_holds(parent, range(100))
 
 
 def test_nothing_appended_is_nothing_copied(cache: KVCache) -> None:
@@ -301,39 +214,3 @@ def test_nothing_appended_is_nothing_copied(cache: KVCache) -> None:
     parent.append(0)
     cache.grow([(parent, 60)])
     assert before == (cache.stats().driver_calls, cache.stats().sharing)
-
-
-def test_trimming_a_truncated_parent_leaves_its_shared_extent_shared(
-    make_cache: MakeCache,
-) -> None:
-    """An extent that reaches into what was kept stays mapped, and shared: writing it copies."""
-    cache = make_cache(cost_model=CostModel(map_us=0, unmap_us=0))
-    parent = cache.open()
-    parent.append(64)
-    parent.keys(0)[:] = 1.0
-    fork = parent.fork()
-    parent.truncate(40)
-    cache.trim()
-    parent.append(20)
-    parent.keys(0)[40:] = 7.0
-    assert torch.equal(torch.ones(64, 2, 32), fork.keys(0))
-    cache.check()
-
-
-def test_a_prefix_evicted_to_the_middle_of_an_alias_can_be_adopted(make_cache: MakeCache) -> None:
-    """What is left of a parked fork is read-only, and copied where its heir writes."""
-    cache = make_cache(cost_model=CostModel(map_us=0, unmap_us=0))
-    parent = cache.open()
-    parent.append(64)
-    parent.keys(0)[:] = 1.0
-    fork = parent.fork()
-    fork.record(list(range(64)))
-    fork.close()
-    cache.retire_parked(fork.row, 48)
-    heir = cache.open(prompt=[*range(48), 99])
-    assert 48 == heir.num_cached_tokens
-    heir.append(20)
-    heir.keys(0)[48:] = 7.0
-    assert torch.equal(torch.ones(64, 2, 32), parent.keys(0))
-    assert torch.equal(torch.ones(48, 2, 32), heir.keys(0)[:48])
-    cache.check()

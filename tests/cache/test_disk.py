@@ -30,17 +30,13 @@ from vmkv import (
     ExtentPool,
     HostBackend,
     KVCache,
-    OutOfAddressSpaceError,
-    OutOfPagesError,
     Sequence,
 )
 from vmkv.cache import disk, saved_file
-from vmkv.cache.cost import CostModel
 from vmkv.cache.whole_file import whole_file
 from vmkv.testing import FaultInjectingBackend, Scenario, check_every_call_can_fail
 from vmkv.units import KiB
 
-ALIASES = CostModel(map_us=0, unmap_us=0)
 MakeCache = Callable[..., KVCache]
 
 
@@ -73,32 +69,6 @@ def _books(cache: KVCache) -> object:
 
 
 # ---- what comes back ----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("windows", [(), (1,), (20, 90)])
-@pytest.mark.parametrize("num_tokens", [0, 1, 4, 31, 333])
-def test_load_restores_what_was_saved(
-    no_underread: None,
-    small_chunks: None,
-    make_cache: MakeCache,
-    tmp_path: Path,
-    windows: tuple[int, ...],
-    num_tokens: int,
-) -> None:
-    """Every token that a query can see, in every group; the source is left as it was."""
-    cache = make_cache(windows=windows)
-    sequence = _filled(cache, num_tokens)
-    sequence.save(tmp_path / "kv")
-    assert_holds(sequence, range(num_tokens))
-    restored = cache.load(tmp_path / "kv")
-    assert_holds(restored, range(num_tokens))
-    assert num_tokens == restored.num_tokens == restored.num_cached_tokens
-    sequence.close()
-    append(restored, range(500, 520))
-    fork = restored.fork()
-    append(restored, range(600, 603))
-    assert_holds(restored, [*range(num_tokens), *range(500, 520), *range(600, 603)])
-    assert_holds(fork, [*range(num_tokens), *range(500, 520)])
 
 
 def test_restored_sequence_is_found_as_a_prefix(make_cache: MakeCache, tmp_path: Path) -> None:
@@ -218,36 +188,6 @@ def test_disk_runs_on_every_backend(backend: Backend, tmp_path: Path) -> None:
 # ---- where a sequence's memory can be -----------------------------------------------------
 
 
-@pytest.mark.parametrize("windows", [(), (20,)])
-@pytest.mark.parametrize("num_shared", [0, 4, 150, 333])
-def test_swapped_out_sequence_is_saved_whole(
-    no_underread: None,
-    small_chunks: None,
-    host: HostBackend,
-    make_cache: MakeCache,
-    tmp_path: Path,
-    windows: tuple[int, ...],
-    num_shared: int,
-) -> None:
-    """What it shares is still in device memory, the rest in the host's; a file has both."""
-    pool = ExtentPool(host, 4096 * KiB, host_budget_bytes=2048 * KiB, close_when_unused=True)
-    cache = make_cache(pool, windows=windows, cost_model=ALIASES)
-    source = cache.open()
-    cache.keeps_past = True
-    append(source, range(333))
-    sequence = source.fork(num_shared)
-    append(sequence, range(500, 540))
-    wanted = [*range(num_shared), *range(500, 540)]
-    sequence.swap_out()
-    before = _books(cache)
-    sequence.save(tmp_path / "kv")
-    assert before == _books(cache)
-    assert_holds(cache.load(tmp_path / "kv"), wanted)
-    sequence.swap_in()
-    assert_holds(sequence, wanted)
-    sequence.close()
-
-
 def test_moving_sequence_stays_while_it_is_saved(
     host: HostBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -267,18 +207,6 @@ def test_moving_sequence_stays_while_it_is_saved(
     sequence.save(tmp_path / "again")
     assert (tmp_path / "kv").read_bytes() == (tmp_path / "again").read_bytes()
     cache.close()
-
-
-def test_spilled_sequence_is_saved_whole(
-    make_cache: MakeCache, host: HostBackend, tmp_path: Path
-) -> None:
-    """Some extents lie in host memory, at their place."""
-    pool = ExtentPool(host, 4096 * KiB, host_budget_bytes=2048 * KiB, close_when_unused=True)
-    cache = make_cache(pool)
-    sequence = _filled(cache, 333)
-    assert sequence.spill(100 * KiB)
-    sequence.save(tmp_path / "kv")
-    assert_holds(cache.load(tmp_path / "kv"), range(333))
 
 
 # ---- the file -----------------------------------------------------------------------------
@@ -750,26 +678,6 @@ def test_other_geometry_is_refused(
 # ---- no room ------------------------------------------------------------------------------
 
 
-def test_load_without_memory_or_row_leaves_no_sequence(
-    make_cache: MakeCache, tmp_path: Path
-) -> None:
-    """And succeeds when there is some again; parked rows give way."""
-    _filled(make_cache(HostBackend(4 * KiB)), 100).save(tmp_path / "kv")
-    cache = make_cache(budget_bytes=40 * 4 * KiB, max_sequences=2)
-    held = _filled(cache, 80)
-    with pytest.raises(OutOfPagesError, match="needs"):
-        cache.load(tmp_path / "kv")
-    assert_holds(held, range(80))
-    assert [1, 1] == [cache.stats().num_sequences, len(cache.rows.live)]
-    cache.check()
-    other = cache.open()
-    with pytest.raises(OutOfAddressSpaceError, match="rows"):
-        cache.load(tmp_path / "kv")
-    other.close()
-    held.close()
-    assert_holds(cache.load(tmp_path / "kv"), range(100))
-
-
 def _world(backend: FaultInjectingBackend) -> tuple[KVCache, Sequence]:
     budget = 128 * backend.granularity_bytes
     pool = ExtentPool(backend, budget, host_budget_bytes=budget, close_when_unused=True)
@@ -834,16 +742,6 @@ def test_every_driver_call_of_save_can_fail(
     struck = check_every_call_can_fail(lambda: HostBackend(4 * KiB), scenario)
     assert {"copy"} <= set(struck)
     assert "mem_map" not in struck, "swapped memory is mapped already"
-
-
-def test_an_empty_sequence_that_is_swapped_out_can_be_saved(tmp_path: Path) -> None:
-    """It is a file without tokens."""
-    cache, _ = _world(HostBackend(4 * KiB))
-    empty = cache.open()
-    empty.swap_out()
-    empty.save(tmp_path / "kv")
-    assert 0 == cache.load(tmp_path / "kv").num_tokens
-    cache.close()
 
 
 def test_disk_that_is_full_leaves_the_older_file(

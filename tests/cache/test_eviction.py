@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as List_
-from pathlib import Path
 
 import pytest
 import torch
 from helpers.stamps import append, assert_holds
 
-from vmkv import ConfigError, ExtentPool, HostBackend, KVCache, OutOfPagesError, Sequence
+from vmkv import ExtentPool, HostBackend, KVCache, OutOfPagesError, Sequence
 from vmkv.cache.cost import CostModel
 from vmkv.memory import Victim
 from vmkv.units import KiB
@@ -63,24 +62,6 @@ def test_least_recently_used_goes_first(make_cache: MakeCache) -> None:
     cache.check()
 
 
-def test_what_is_left_of_an_evicted_prefix_is_what_it_was(make_cache: MakeCache) -> None:
-    """Its end went to somebody else; a new sequence begins with the rest."""
-    cache = make_cache(budget_bytes=29 * PAGE, cost_model=ALIASES)
-    _say(cache, range(100)).close()
-    live = cache.open(row=1)
-    append(live, range(5000, 5020))
-    hit = cache.open(prompt=[*range(100), 7])
-    assert 96 == hit.num_cached_tokens  # The page of tokens 96 to 99 went.
-    with pytest.raises(OutOfPagesError):
-        live.append(1)
-    assert_holds(hit, range(96))
-    hit.close()
-    append(live, range(5200, 5204))
-    hit = cache.open(prompt=[*range(100), 7])
-    assert 64 == hit.num_cached_tokens
-    assert_holds(hit, range(64))
-
-
 def test_a_hit_is_a_use(make_cache: MakeCache) -> None:
     """The row that was started from is spared, although it was parked first."""
     cache = make_cache(budget_bytes=60 * PAGE, cost_model=ALIASES, max_sequences=5)
@@ -125,21 +106,6 @@ def test_groups_give_way_together(make_cache: MakeCache) -> None:
 # ---- what is spared -----------------------------------------------------------------------
 
 
-def test_what_a_live_sequence_needs_is_never_taken(make_cache: MakeCache) -> None:
-    """Not from live rows, and not through parked rows that share with them."""
-    cache = make_cache(budget_bytes=40 * PAGE, cost_model=ALIASES)
-    source = _say(cache, range(100))
-    fork = source.fork()
-    source.close()
-    other = cache.open()
-    with pytest.raises(OutOfPagesError):
-        other.append(4 * 20)
-    cache.check()
-    assert_holds(fork, range(100))
-    append(other, range(5000, 5000 + 4 * 15))  # All but the 25 pages of the fork.
-    assert_holds(fork, range(100))
-
-
 def test_shared_extents_free_nothing_and_are_spared(make_cache: MakeCache) -> None:
     """The parked row keeps what a live one holds anyway, and can still be started from."""
     cache = make_cache(budget_bytes=40 * PAGE, cost_model=ALIASES, max_sequences=6)
@@ -169,31 +135,6 @@ def test_what_only_parked_rows_share_can_be_evicted(make_cache: MakeCache) -> No
     assert 40 * PAGE == cache.stats().resident_bytes
 
 
-def test_a_prefix_that_many_shared_goes_at_last(make_cache: MakeCache) -> None:
-    """64 requests have ended; their common prompt goes after their own tails, and is freed."""
-    cache = make_cache(
-        max_sequences=41, max_tokens=1000, budget_bytes=254 * PAGE, cost_model=ALIASES
-    )
-    system = list(range(256))
-    requests = []
-    for at in range(1, 41):
-        prompt = [*system, *range(1000 * at, 1000 * at + 16)]
-        requests.append(cache.open(prompt=prompt))
-        append(requests[-1], prompt[requests[-1].num_tokens :])
-        requests[-1].record(prompt[requests[-1].num_cached_tokens :])
-    assert (64 + 40 * 4) * PAGE == cache.stats().resident_bytes
-    for sequence in requests:
-        sequence.close()
-    live = cache.open(row=40)
-    append(live, range(4 * 100))
-    assert 256 == _found(cache, [*system, 9])
-    append(live, range(4 * 100))
-    assert 0 < _found(cache, [*system, 9]) < 256
-    hit = cache.open(prompt=[*system, 9])
-    assert_holds(hit, range(hit.num_cached_tokens))
-    assert_holds(live, [*range(4 * 100), *range(4 * 100)])
-
-
 @pytest.mark.parametrize("num_pages", [1, 5, 16, 25, 26])
 def test_trim_of_some_bytes_frees_what_parked_rows_share(
     make_cache: MakeCache, num_pages: int
@@ -206,19 +147,6 @@ def test_trim_of_some_bytes_frees_what_parked_rows_share(
     fork.close()
     assert cache.trim(num_pages * PAGE) >= num_pages * PAGE
     cache.check()
-
-
-def test_source_of_a_prefix_is_not_taken_to_make_room_for_its_copy(
-    make_cache: MakeCache,
-) -> None:
-    """A parked row that a prompt begins like, and memory for the copy only from that row."""
-    cache = make_cache(budget_bytes=31 * PAGE, cost_model=CostModel(map_us=1e9))
-    _say(cache, range(124)).close()  # 16 + 8 + 4 + 2 + 1 pages.
-    hit = cache.open(prompt=[*range(60), 999])  # 12 pages to copy; 15 lie behind them.
-    assert 48 == hit.num_cached_tokens
-    cache.check()
-    assert_holds(hit, range(48))
-    assert 48 <= _found(cache, range(124))
 
 
 # ---- what a change in progress reads ------------------------------------------------------
@@ -257,38 +185,6 @@ def test_moving_sequence_that_a_prompt_begins_like_is_read_where_it_is(
     assert_holds(second, said[: second.num_tokens])
     first.swap_in()
     assert_holds(first, said)
-
-
-def test_moving_sequence_gives_way_to_others_than_those_who_read_it(make_cache: MakeCache) -> None:
-    """What is mapped again stays; when the copy is made, the rest goes."""
-    cache = make_cache(budget_bytes=40 * PAGE, host_budget_bytes=64 * PAGE, cost_model=ALIASES)
-    said = list(range(100))
-    first = _say(cache, said)
-    first.swap_out(wait=False)
-    second = cache.open(prompt=[*said[:64], 7])
-    assert 64 == second.num_cached_tokens
-    append(second, range(1000, 1000 + 4 * 20))
-    assert first.transfer is None
-    assert_holds(second, [*said[:64], *range(1000, 1000 + 4 * 20)])
-    second.close()
-    first.swap_in()
-    assert_holds(first, said)
-
-
-def test_saving_reads_a_moving_sequence_where_it_is(make_cache: MakeCache, tmp_path: Path) -> None:
-    """A budget that is lowered meanwhile takes what it can, and not that."""
-    cache = make_cache(budget_bytes=64 * PAGE, host_budget_bytes=64 * PAGE)
-    sequence = _say(cache, range(100))
-    sequence.swap_out(wait=False)
-    with cache.pinned_row(sequence.row):
-        with pytest.raises(ConfigError, match="in use"):
-            cache.pool.set_budget(10 * PAGE)
-        assert sequence.transfer is not None
-        sequence.save(tmp_path / "sequence")
-    cache.pool.set_budget(10 * PAGE)
-    assert sequence.swapped is not None
-    cache.pool.set_budget(64 * PAGE)
-    assert_holds(cache.load(tmp_path / "sequence"), range(100))
 
 
 # ---- a refusal is the last word -----------------------------------------------------------
@@ -417,28 +313,6 @@ def test_users_policy_decides(host: HostBackend, make_cache: MakeCache) -> None:
 
 
 # ---- budgets while running ----------------------------------------------------------------
-
-
-def test_lower_budget_evicts_what_is_parked(make_cache: MakeCache) -> None:
-    """Down to what live sequences hold, and not below; nothing is lost either way."""
-    cache = make_cache(budget_bytes=200 * PAGE, cost_model=ALIASES)
-    live = _say(cache, range(100))
-    fork = live.fork()
-    _say(cache, range(1000, 1100)).close()
-    pool = cache.pool
-    pool.set_budget(30 * PAGE)
-    cache.check()
-    assert pool.stats().created_bytes <= 30 * PAGE
-    with pytest.raises(ConfigError, match="in use; close or trim sequences first"):
-        pool.set_budget(24 * PAGE)
-    assert 30 * PAGE == pool.stats().budget_bytes
-    assert_holds(live, range(100))
-    assert_holds(fork, range(100))
-    with pytest.raises(OutOfPagesError):
-        live.append(4 * 10)
-    pool.set_budget(100 * PAGE)
-    append(live, range(5000, 5040))
-    assert_holds(live, [*range(100), *range(5000, 5040)])
 
 
 @pytest.mark.parametrize("shared", [False, True])

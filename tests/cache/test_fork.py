@@ -6,7 +6,6 @@ memory/test_every_call_can_fail.py's, histories machines/test_cache_machine.py's
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,21 +15,16 @@ from helpers.stamps import append, assert_holds
 
 from vmkv import (
     Backend,
-    ClosedError,
     ConfigError,
     ExtentPool,
     HostBackend,
     KVCache,
-    OutOfAddressSpaceError,
-    OutOfPagesError,
 )
-from vmkv.backend import Access
 from vmkv.cache.cost import CostModel
 from vmkv.units import KiB, MiB
 
 PAGE = 4 * KiB
 ALIASES = CostModel(map_us=0, unmap_us=0)  # However small an extent, it is mapped again.
-COPIES = CostModel(map_us=1e9)
 MakeCache = Callable[..., KVCache]
 
 
@@ -41,17 +35,6 @@ def cache(make_cache: MakeCache) -> KVCache:
 
 
 # ---- what a fork shares -------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("num_tokens", [1, 3, 4, 5, 63, 64, 65, 100])
-def test_fork_holds_what_its_source_held(cache: KVCache, num_tokens: int) -> None:
-    """Wherever the extents end: before, at and behind the fork."""
-    source = cache.open()
-    append(source, range(100))
-    fork = source.fork(num_tokens)
-    cache.check()
-    assert_holds(fork, range(num_tokens))
-    assert_holds(source, range(100))
 
 
 def test_fork_shares_whole_extents_and_copies_the_tail(cache: KVCache) -> None:
@@ -69,40 +52,6 @@ def test_fork_shares_whole_extents_and_copies_the_tail(cache: KVCache) -> None:
     assert [True, True, False] == [
         my.extent is their.extent for my, their in zip(mine, theirs, strict=True)
     ]
-
-
-def test_fork_at_the_end_of_an_extent_copies_nothing(cache: KVCache) -> None:
-    """Nothing is written twice that can be mapped twice."""
-    source = cache.open()
-    append(source, range(96))
-    before = cache.pool.stats().created_bytes
-    fork = source.fork()
-    assert (before, 0) == (cache.pool.stats().created_bytes, cache.stats().sharing.copied_bytes)
-    append(fork, range(500, 510))
-    append(source, range(600, 610))
-    assert_holds(fork, [*range(96), *range(500, 510)])
-    assert_holds(source, [*range(96), *range(600, 610)])
-
-
-def test_shared_extents_are_read_only_for_the_fork(cache: KVCache) -> None:
-    """In the books; that the hardware agrees is test_copy_on_write.py's."""
-    source = cache.open()
-    append(source, range(98))
-    fork = source.fork()
-    accesses = [each.access for each in cache.groups[0].table.rows[fork.row].mappings]
-    assert [Access.READ, Access.READ, Access.READ_WRITE] == accesses
-
-
-def test_fork_is_contiguous_at_addresses_of_its_own(cache: KVCache) -> None:
-    """A kernel is told a row and a length, and sees a plain tensor."""
-    source = cache.open()
-    append(source, range(98))
-    addresses = source.keys(0).data_ptr()
-    fork = source.fork()
-    assert source.keys(0).stride() == fork.keys(0).stride()
-    distance = fork.keys(0).data_ptr() - source.keys(0).data_ptr()
-    assert (fork.row - source.row) * cache.groups[0].geometry.row_bytes == distance
-    assert addresses == source.keys(0).data_ptr()
 
 
 def test_fork_of_nothing_is_an_empty_sequence(cache: KVCache) -> None:
@@ -127,21 +76,6 @@ def test_fork_before_layers_are_known(host: HostBackend) -> None:
         cache.check()
         assert [5, 5] == [source.num_tokens, fork.num_tokens]
         assert 0 == cache.stats().shared_bytes
-
-
-@pytest.mark.usefixtures("no_underread")
-def test_fork_takes_all_groups_along(make_cache: MakeCache) -> None:
-    """A window shows what it saw, as far as the next query can see."""
-    cache = make_cache(windows=(9, 40), cost_model=ALIASES)
-    source = cache.open()
-    for start in range(0, 120, 5):
-        append(source, range(start, start + 5))
-    fork = source.fork()
-    cache.check()
-    append(fork, range(700, 730))
-    append(source, range(800, 830))
-    assert_holds(fork, [*range(120), *range(700, 730)])
-    assert_holds(source, [*range(120), *range(800, 830)])
 
 
 def test_fork_keeps_tokens_past_its_length_resident(cache: KVCache) -> None:
@@ -204,73 +138,7 @@ def test_chain_of_forks_shares_one_extent(make_cache: MakeCache) -> None:
     assert 12 == cache.groups[0].table.rows[0].mappings[0].extent.num_live_mappings
 
 
-@pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
-@pytest.mark.parametrize("protects_shared", [False, True])
-def test_tree_may_end_in_any_order(
-    host: HostBackend, make_cache: MakeCache, order: tuple[int, ...], protects_shared: bool
-) -> None:
-    """A root, two children and a grandchild: who is left reads and writes as before."""
-    pool = ExtentPool(host, 1000 * PAGE, protects_shared=protects_shared, close_when_unused=True)
-    cache = make_cache(pool, cost_model=ALIASES)
-    root = cache.open()
-    append(root, range(70))
-    children = [root.fork(), root.fork(40)]
-    tree = [root, *children, children[0].fork(66)]
-    wanted = [list(range(n)) for n in (70, 70, 40, 66)]
-    for at, gone in enumerate(order):
-        tree[gone].close()
-        if at % 2:
-            cache.trim()
-        cache.check()
-        for each in order[at + 1 :]:
-            new = [10_000 * (each + 1) + 100 * at + i for i in range(7)]
-            append(tree[each], new)
-            wanted[each] += new
-            assert_holds(tree[each], wanted[each])
-    cache.trim()
-    assert 0 == cache.pool.stats().created_bytes
-
-
-def test_memory_goes_with_the_last_that_shares_it(cache: KVCache) -> None:
-    """Closing the source gives nothing of the fork's back; closing both gives everything."""
-    source = cache.open()
-    append(source, range(96))
-    fork = source.fork()
-    source.close()
-    assert 0 == cache.trim()
-    assert_holds(fork, range(96))
-    fork.close()
-    assert 24 * PAGE == cache.trim()
-
-
-def test_row_that_others_started_from_is_adopted_without_harm(cache: KVCache) -> None:
-    """Its next sequence writes memory of its own, in the same addresses."""
-    source = cache.open()
-    append(source, range(98))
-    fork = source.fork()
-    source.close()
-    stranger = cache.open(row=source.row)
-    append(stranger, range(900, 998))
-    assert_holds(fork, range(98))
-    assert_holds(stranger, range(900, 998))
-
-
 # ---- alias or copy ------------------------------------------------------------------------
-
-
-def test_cost_model_may_prefer_a_copy(make_cache: MakeCache) -> None:
-    """Where mapping costs more than it saves, a fork is a copy; the stats say so."""
-    cache = make_cache(cost_model=COPIES)
-    source = cache.open()
-    append(source, range(98))
-    fork = source.fork()
-    sharing = cache.stats().sharing
-    assert (0, 98 * KiB, 0) == (
-        sharing.aliased_bytes,
-        sharing.copied_bytes,
-        cache.stats().shared_bytes,
-    )
-    assert_holds(fork, range(98))
 
 
 def test_small_extents_at_the_end_are_copied_with_the_tail(make_cache: MakeCache) -> None:
@@ -295,20 +163,6 @@ def test_an_h200_aliases_what_a_fork_keeps() -> None:
 # ---- what is refused ----------------------------------------------------------------------
 
 
-def test_fork_of_a_closed_sequence_is_refused(cache: KVCache) -> None:
-    """Also when its cache is closed, and nothing is taken."""
-    sequence = cache.open()
-    append(sequence, range(10))
-    sequence.close()
-    with pytest.raises(ClosedError, match="row 0 is closed"):
-        sequence.fork()
-    assert 0 == cache.stats().num_sequences
-    other = cache.open()
-    cache.close()
-    with pytest.raises(ClosedError):
-        other.fork()
-
-
 @pytest.mark.parametrize("num_tokens", [-1, 1.0, "3", True])
 def test_fork_wants_an_integer_from_zero(cache: KVCache, num_tokens: Any) -> None:
     """A clear error, no sequence."""
@@ -327,47 +181,6 @@ def test_fork_of_more_than_there_is_is_refused(cache: KVCache) -> None:
         sequence.fork(11)
     assert 1 == cache.stats().num_sequences
     assert_holds(sequence, range(10))
-
-
-@pytest.mark.usefixtures("no_underread")
-def test_fork_before_a_window_is_refused(make_cache: MakeCache) -> None:
-    """What a fork would see and the window has let go of cannot be had any more."""
-    cache = make_cache(windows=(9,), cost_model=ALIASES)
-    source = cache.open()
-    for start in range(0, 100, 5):
-        append(source, range(start, start + 5))
-    with pytest.raises(ConfigError, match="sliding-window layer no longer holds"):
-        source.fork(40)
-    assert_holds(source, range(100))
-    assert_holds(source.fork(100), range(100))
-
-
-def test_fork_without_a_row_left_is_refused(cache: KVCache) -> None:
-    """Every row is live: out of addresses, and the source goes on."""
-    source = cache.open()
-    append(source, range(30))
-    for _ in range(3):
-        source.fork()
-    with pytest.raises(OutOfAddressSpaceError, match="all 4 rows"):
-        source.fork()
-    append(source, range(30, 40))
-    assert_holds(source, range(40))
-
-
-def test_fork_without_memory_for_its_tail_is_refused(make_cache: MakeCache) -> None:
-    """Nothing is taken; after something ended, the same call succeeds."""
-    cache = make_cache(budget_bytes=26 * PAGE, cost_model=ALIASES)
-    source, other = cache.open(), cache.open()
-    append(source, range(98))
-    append(other, range(500, 504))
-    with pytest.raises(OutOfPagesError) as caught:
-        source.fork()
-    assert (PAGE, 0) == (caught.value.needed_bytes, caught.value.free_bytes)
-    assert 2 == cache.stats().num_sequences
-    cache.check()
-    assert_holds(source, range(98))
-    other.close()
-    assert_holds(source.fork(), range(98))
 
 
 # ---- between two caches over one pool -----------------------------------------------------

@@ -15,8 +15,6 @@ from vmkv import (
     ExtentPool,
     HostBackend,
     KVCache,
-    OutOfAddressSpaceError,
-    OutOfPagesError,
 )
 from vmkv.backend import MemoryLocation
 from vmkv.errors import InternalError
@@ -122,41 +120,6 @@ def test_layers_added_late_get_the_length_there_is(cache: KVCache) -> None:
     assert (50, 2, 32) == tuple(sequence.keys(9).shape)
 
 
-def test_layers_that_do_not_fit_change_nothing(make_cache: MakeCache) -> None:
-    """Out of pages while adding: no layer, no reservation, no mapping more than before."""
-    cache = make_cache(budget_bytes=12 * PAGE)
-    sequence = cache.open()
-    sequence.append(40)
-    before = cache.pool.backend.usage()
-    with pytest.raises(OutOfPagesError):
-        cache.add_layers([9], **LAYER)
-    after = cache.pool.backend.usage()
-    assert (before.num_reservations, before.num_mappings) == (
-        after.num_reservations,
-        after.num_mappings,
-    )
-    with pytest.raises(ConfigError, match="layer 9 was not added"):
-        sequence.keys(9)
-
-
-def test_layers_without_addresses_change_nothing(host: HostBackend) -> None:
-    """Of several groups one finds no addresses: the others go back."""
-
-    class _FewAddresses(HostBackend):
-        def address_reserve(self, num_bytes: int) -> Any:
-            if self.usage().num_reservations == 2:
-                raise OutOfAddressSpaceError("no more", needed_bytes=num_bytes)
-            return super().address_reserve(num_bytes)
-
-    backend = _FewAddresses(PAGE)
-    cache = KVCache(backend, max_tokens=64, max_sequences=2, budget_bytes=64 * PAGE)
-    with pytest.raises(OutOfAddressSpaceError):
-        cache.add_layers(range(3), **LAYER)
-    assert (0, []) == (backend.usage().num_reservations, cache.groups)
-    cache.add_layers(range(2), **LAYER)
-    cache.close()
-
-
 def test_dropped_layers_are_forgotten(make_cache: MakeCache) -> None:
     """A group with none left goes; the rest keep their bytes."""
     cache = make_cache(windows=(8,))
@@ -218,12 +181,6 @@ def test_cache_refuses_what_is_no_positive_integer(
     options: dict[str, Any] = {"max_tokens": 8, "max_sequences": 1, "budget_bytes": PAGE}
     with pytest.raises(ConfigError, match=f"{name}={value!r} must be a positive integer"):
         KVCache(host, **{**options, name: value})
-
-
-def test_budget_below_a_page_is_refused(host: HostBackend) -> None:
-    """One page is the least a cache can hold."""
-    with pytest.raises(ConfigError, match=f"{PAGE}"):
-        KVCache(host, max_tokens=8, max_sequences=1, budget_bytes=PAGE - 1)
 
 
 def test_shared_pool_has_its_own_budget(host: HostBackend) -> None:
@@ -309,20 +266,6 @@ def test_closed_cache_says_so(cache: KVCache) -> None:
             use()
 
 
-def test_close_gives_everything_back(make_cache: MakeCache, host: HostBackend) -> None:
-    """Live, parked and windowed, whatever was there."""
-    cache = make_cache(windows=(8,))
-    for num_tokens in (100, 3, 40):
-        cache.open().append(num_tokens)
-    cache.open(row=3).close()
-    cache.close()
-    assert (0, 0, 0) == (
-        host.usage().num_handles,
-        host.usage().num_mappings,
-        host.usage().num_reservations,
-    )
-
-
 def test_close_waits_for_the_device(make_cache: MakeCache, host: HostBackend) -> None:
     """Work that was submitted may still read; its fence is waited for."""
     cache = make_cache()
@@ -334,30 +277,6 @@ def test_close_waits_for_the_device(make_cache: MakeCache, host: HostBackend) ->
 
 
 # ---- one pool, several caches -------------------------------------------------------------
-
-
-def test_two_caches_share_one_budget(make_cache: MakeCache, host: HostBackend) -> None:
-    """What one gives up the other can take; neither sees the other's bytes."""
-    pool = ExtentPool(host, 20 * PAGE)
-    first, second = make_cache(pool), make_cache(pool)
-    mine, yours = first.open(), second.open()
-    mine.append(40)
-    mine.keys(0)[:] = 1
-    yours.append(40)
-    yours.keys(0)[:] = 2
-    with pytest.raises(OutOfPagesError):
-        yours.append(4)
-    assert {1.0} == set(mine.keys(0).flatten().tolist())
-    mine.truncate(0)
-    first.trim()
-    yours.append(4)
-    assert {2.0} == set(yours.keys(0)[:40].flatten().tolist())
-    first.close()
-    assert 11 * PAGE == pool.stats().resident_bytes
-    with pytest.raises(ConfigError, match="users of this pool"):
-        pool.close()
-    second.close()
-    pool.close()
 
 
 def test_cache_on_a_shared_pool_leaves_it_open(make_cache: MakeCache, host: HostBackend) -> None:

@@ -19,7 +19,7 @@ import pytest
 import torch
 from helpers.stamps import append, assert_holds
 
-from vmkv import ConfigError, HostBackend, KVCache, OutOfAddressSpaceError, Sequence
+from vmkv import ConfigError, KVCache, Sequence
 from vmkv.cache.cost import CostModel
 from vmkv.cache.prefix import BLOCK_TOKENS, PrefixIndex
 from vmkv.cache.prefix_tree import PrefixTree
@@ -81,130 +81,6 @@ def test_hashes_are_the_same_in_every_process(seed: str) -> None:
     parent = hashlib.blake2b(b"vmkv prefix 1", digest_size=16).digest()
     block = struct.pack("<16q", *(7 * at - 3 for at in range(16)))
     assert hashlib.blake2b(parent + block, digest_size=16).hexdigest() == hashes[0]
-
-
-def test_index_finds_the_longest_first() -> None:
-    """Then every shorter one, with all rows that hold it."""
-    index = PrefixIndex()
-    index.record(0, range(64))
-    index.record(1, [*range(40), 999, *range(30)])
-    found = [(match.num_tokens, {*match.rows}) for match in index.matches(range(100))]
-    assert [(64, {0}), (48, {0}), (32, {0, 1}), (16, {0, 1})] == found
-    assert [] == list(index.matches(range(1, 100)))
-    assert [] == list(index.matches(range(15)))
-
-
-def test_index_does_not_mind_in_which_pieces_tokens_come() -> None:
-    """A prompt at once or token by token: the same blocks."""
-    at_once, one_by_one = PrefixIndex(), PrefixIndex()
-    at_once.record(0, range(100))
-    for token in range(100):
-        one_by_one.record(0, [token])
-    assert at_once.hashes(0) == one_by_one.hashes(0)
-    assert list(range(100)) == one_by_one.token_ids(0)
-
-
-def test_blocks_are_chained() -> None:
-    """The same block after another beginning is another block."""
-    index = PrefixIndex()
-    index.record(0, [*range(16), *range(100, 116)])
-    index.record(1, [*range(50, 66), *range(100, 116)])
-    assert 4 == len({*index.hashes(0), *index.hashes(1)})
-
-
-@pytest.mark.parametrize("num_tokens", [0, 1, 15, 16, 17, 31, 32, 99, 100, 101])
-def test_index_forgets_what_a_row_no_longer_holds(num_tokens: int) -> None:
-    """And only that; recording goes on from there."""
-    index = PrefixIndex()
-    index.record(0, range(100))
-    index.truncate(0, num_tokens)
-    kept = min(100, num_tokens)
-    longest = max((match.num_tokens for match in index.matches(range(100))), default=0)
-    assert (kept, kept // 16 * 16) == (index.num_recorded(0), longest)
-    index.record(0, range(kept, 200))
-    assert [192] == [match.num_tokens for match in index.matches(range(200))][:1]
-    index.truncate(0)
-    assert ([], [], 0) == (list(index.matches(range(200))), index.hashes(0), index.hits_of(0))
-
-
-def test_rows_are_found_by_where_they_are() -> None:
-    """Parked ones and live ones each for themselves, the last one first; others not at all."""
-    index = PrefixIndex()
-    for row in range(5):
-        index.record(row, range(40))
-    index.park(1)
-    index.park(0)
-    index.hide(3)
-    (match, shorter) = index.matches(range(40))
-    assert ([0, 1], [4, 2]) == ([*match.parked], [*match.live])
-    assert ([0, 1, 4, 2], 32) == ([*shorter.rows], match.num_tokens)
-    index.take(1)
-    assert ([0], [1, 4, 2]) == ([*match.parked], [*match.live])
-    for row in (0, 1, 2, 4):
-        index.hide(row)
-    assert [] == list(index.matches(range(40)))
-    index.take(3)
-    index.truncate(3, 20)
-    assert [(16, [3])] == [(each.num_tokens, [*each.rows]) for each in index.matches(range(40))]
-
-
-def test_match_sees_rows_end_and_join_meanwhile() -> None:
-    """Where a run of blocks is split, joined with the next one, or gone and back."""
-    index = PrefixIndex()
-    index.record(0, range(64))
-    index.record(1, range(64))
-    match = next(index.matches(range(48)))
-    index.truncate(1, 48)
-    assert {0, 1} == {*match.live}
-    match = next(index.matches(range(48)))
-    index.truncate(1)
-    index.park(0)
-    assert ([0], []) == ([*match.parked], [*match.live])
-    match = next(index.matches(range(48)))
-    index.truncate(0)
-    index.record(2, range(48))
-    assert [2] == [*match.rows]
-
-
-@pytest.mark.parametrize("num_tokens", [0, 1, 16, 17, 32, 33, 48, 49, 64, 65, 100])
-@pytest.mark.parametrize("is_away", [False, True])
-def test_beginnings_that_are_lost_are_not_found(num_tokens: int, is_away: bool) -> None:
-    """Longer ones are, and those of other rows; and nothing is left of a row that goes."""
-    index = PrefixIndex()
-    index.record(0, range(64))
-    index.lose_short(0, num_tokens)
-    index.lose_short(0, num_tokens // 2)  # What is lost stays lost.
-    if is_away:
-        index.hide(0)
-        assert [] == list(index.matches(range(64)))
-        index.take(0)
-    wanted = [each for each in (64, 48, 32, 16) if each >= num_tokens]
-    assert wanted == [match.num_tokens for match in index.matches(range(64))]
-    index.record(1, range(32))
-    longest = next(index.matches(range(64))).num_tokens
-    assert max([32, *wanted]) == longest
-    index.truncate(0, 24)
-    index.record(0, range(24, 64))
-    assert 64 == next(index.matches(range(64))).num_tokens
-    index.truncate(0)
-    index.truncate(1)
-    assert [] == list(index.matches(range(64)))
-    index.record(0, range(64))
-    assert [64, 48, 32, 16] == [match.num_tokens for match in index.matches(range(64))]
-
-
-def test_copies_are_made_at_once_and_are_their_tenants() -> None:
-    """Two rows change places; who is another tenant's is found by that one alone."""
-    index = PrefixIndex()
-    index.record(0, range(40), "a")
-    index.record(1, range(100, 120), "a")
-    index.copy([(1, 0, "a"), (0, 1, "b"), (2, 3, None)], 36)
-    assert (list(range(100, 120)), list(range(36))) == (index.token_ids(0), index.token_ids(1))
-    assert [] == list(index.matches(range(40), "a"))
-    assert [32, 16] == [match.num_tokens for match in index.matches(range(40), "b")]
-    assert [(16, [0])] == [
-        (match.num_tokens, [*match.rows]) for match in index.matches(range(100, 120), "a")
-    ]
 
 
 @pytest.mark.parametrize(
@@ -305,39 +181,6 @@ def test_parked_row_whose_boundary_is_shared_is_aliased_instead(cache: KVCache) 
     cache.check()
 
 
-@pytest.mark.parametrize("num_turns", [5])
-def test_conversation_goes_on_in_its_row(cache: KVCache, num_turns: int) -> None:
-    """Turn after turn: all that was said is there, and adopting costs nothing."""
-    said: list[int] = []
-    rows, cached = [], []
-    for turn in range(num_turns):
-        prompt = said + [1000 * turn + at for at in range(30)]
-        before = cache.stats().driver_calls
-        sequence = cache.open(prompt=prompt)
-        if turn:
-            assert before == cache.stats().driver_calls
-        cached.append(sequence.num_cached_tokens)
-        rows.append(sequence.row)
-        assert_holds(sequence, prompt[: sequence.num_cached_tokens])
-        said = prompt + [1000 * turn + 500 + at for at in range(20)]
-        append(sequence, said[sequence.num_cached_tokens :])
-        sequence.record(said[sequence.num_cached_tokens :])
-        sequence.close()
-    assert [0, 48, 96, 144, 192] == cached
-    assert 1 == len(set(rows))
-
-
-def test_many_requests_share_a_system_prompt(make_cache: MakeCache) -> None:
-    """64 requests: the prompt once, and each its own tail."""
-    cache = make_cache(max_sequences=64, budget_bytes=100 * 1024 * KiB, cost_model=ALIASES)
-    system = list(range(256))
-    requests = [_say(cache, [*system, *range(1000 * at, 1000 * at + 20)]) for at in range(1, 65)]
-    for at, request in enumerate(requests, start=1):
-        assert_holds(request, [*system, *range(1000 * at, 1000 * at + 20)])
-    assert (64 + 64 * 5) * PAGE == cache.stats().resident_bytes
-    assert [0] + [256] * 63 == [each.num_cached_tokens for each in requests]
-
-
 @pytest.mark.parametrize("num_live", [0, 30])
 def test_finding_costs_the_same_however_many_hold_it(
     make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch, num_live: int
@@ -403,28 +246,6 @@ def test_last_token_is_never_found(cache: KVCache) -> None:
     assert 48 == cache.open(prompt=range(64)).num_cached_tokens
 
 
-def test_beginning_of_another_prompt_is_found(cache: KVCache) -> None:
-    """As far as whole blocks agree."""
-    _say(cache, range(98))
-    hit = cache.open(prompt=[*range(50), *range(700, 750)])
-    assert 48 == hit.num_cached_tokens
-    append(hit, [48, 49, *range(700, 750)])
-    assert_holds(hit, [*range(50), *range(700, 750)])
-
-
-def test_fork_is_found_as_its_source_is(cache: KVCache) -> None:
-    """It begins with the same tokens, and records its own."""
-    source = _say(cache, range(64))
-    fork = source.fork(40)
-    append(fork, range(500, 540))
-    fork.record(range(500, 540))
-    source.close()
-    cache.trim()
-    hit = cache.open(prompt=[*range(40), *range(500, 540), 9])
-    assert 80 == hit.num_cached_tokens
-    assert_holds(hit, [*range(40), *range(500, 540)])
-
-
 # ---- misses -------------------------------------------------------------------------------
 
 
@@ -471,26 +292,6 @@ def test_what_is_not_recorded_is_not_found(cache: KVCache) -> None:
     assert 32 == cache.open(prompt=range(98)).num_cached_tokens
 
 
-def test_truncated_tokens_are_not_found(cache: KVCache) -> None:
-    """Neither before nor after others took their place."""
-    sequence = _say(cache, range(98))
-    sequence.truncate(40)
-    assert 32 == cache.open(prompt=range(98)).num_cached_tokens
-    append(sequence, range(600, 650))
-    sequence.record(range(600, 650))
-    hit = cache.open(prompt=[*range(40), *range(600, 650)])
-    assert 80 == hit.num_cached_tokens
-    assert_holds(hit, [*range(40), *range(600, 640)])
-
-
-def test_adopted_row_no_longer_offers_what_it_held(cache: KVCache) -> None:
-    """Who begins from nothing in a parked row overwrites it."""
-    _say(cache, range(98)).close()
-    sequence = cache.open(row=0)
-    append(sequence, range(700, 798))
-    assert 0 == cache.open(prompt=range(98)).num_cached_tokens
-
-
 def test_strangers_adopt_rows_without_a_prefix_first(cache: KVCache) -> None:
     """A prefix is worth more than a row that merely is mapped."""
     said = _say(cache, range(98))
@@ -501,14 +302,6 @@ def test_strangers_adopt_rows_without_a_prefix_first(cache: KVCache) -> None:
     assert plain.row == cache.open(98).row
     assert 2 == cache.open(98).row  # Empty.
     assert (said.row, 96) == (cache.open(prompt=range(98)).row, 96)
-
-
-def test_trimmed_prefix_is_gone(cache: KVCache) -> None:
-    """A hit on it would read what is not there."""
-    _say(cache, range(98)).close()
-    cache.trim()
-    assert 0 == cache.open(prompt=range(98)).num_cached_tokens
-    cache.check()
 
 
 # ---- sliding windows ----------------------------------------------------------------------
@@ -538,18 +331,6 @@ def test_window_limits_a_match(make_cache: MakeCache, ends: bool) -> None:
     assert_holds(hit, [*range(98), *range(500, 540)])
 
 
-@pytest.mark.usefixtures("no_underread")
-def test_prompt_shorter_than_the_window_is_found(make_cache: MakeCache) -> None:
-    """As long as nothing has left."""
-    cache = make_cache(windows=(60,), cost_model=ALIASES)
-    source = _say_by_steps(cache, range(50))
-    hit = cache.open(prompt=[*range(40), 700])
-    assert 32 == hit.num_cached_tokens
-    append(source, range(50, 90))
-    append(hit, range(600, 690))
-    assert_holds(hit, [*range(32), *range(600, 690)])
-
-
 # ---- what is refused ----------------------------------------------------------------------
 
 
@@ -571,15 +352,6 @@ def test_prompt_that_is_none_is_refused(cache: KVCache, prompt: Any) -> None:
     assert 0 == cache.stats().num_sequences
 
 
-def test_no_row_left_is_said(cache: KVCache) -> None:
-    """A prefix does not help where every row is live."""
-    _say(cache, range(98))
-    for _ in range(3):
-        cache.open()
-    with pytest.raises(OutOfAddressSpaceError, match="all 4 rows"):
-        cache.open(prompt=range(98))
-
-
 def test_last_parked_row_serves_a_prompt_whatever_it_holds(make_cache: MakeCache) -> None:
     """It cannot be aliased, as there is no other row to alias it in; it can be taken over."""
     cache = make_cache(max_sequences=2, cost_model=ALIASES)
@@ -587,17 +359,6 @@ def test_last_parked_row_serves_a_prompt_whatever_it_holds(make_cache: MakeCache
     _say(cache, range(300)).close()
     sequence = cache.open(prompt=[*range(40), 999])
     assert_holds(sequence, range(sequence.num_cached_tokens))
-
-
-def test_no_memory_for_the_tail_of_a_prefix_is_no_reason_to_fail(
-    host: HostBackend, make_cache: MakeCache
-) -> None:
-    """Only a parked row holds memory: a prompt that begins as it does gets some of it."""
-    cache = make_cache(budget_bytes=25 * PAGE, cost_model=CostModel(map_us=1e9))
-    _say(cache, range(100)).close()
-    sequence = cache.open(prompt=[*range(48), 999])
-    append(sequence, range(sequence.num_cached_tokens, 90))
-    assert_holds(sequence, range(90))
 
 
 def test_block_is_as_long_as_documented() -> None:

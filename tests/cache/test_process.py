@@ -33,8 +33,6 @@ from vmkv import (
     ExtentPool,
     HostBackend,
     KVCache,
-    OutOfAddressSpaceError,
-    OutOfPagesError,
 )
 from vmkv.backend import Access, BackendUsage
 from vmkv.cache.process import PrefixExporter, importer, protocol
@@ -153,18 +151,6 @@ sys.stdin.readline()
 cache.check()
 cache.close()
 """
-_IMPORTER = """
-cache = make_cache(sys.argv[1])
-sequence = cache.import_prefix(sys.argv[2])
-assert_holds(sequence, range(100))
-fork = sequence.fork(60)
-append(fork, range(500, 505))
-append(sequence, range(700, 720))
-assert_holds(fork, [*range(60), *range(500, 505)])
-assert_holds(sequence, [*range(100), *range(700, 720)])
-cache.check()
-cache.close()
-"""
 _WRITER = """
 cache = make_cache(sys.argv[1])
 sequence = cache.import_prefix(sys.argv[2])
@@ -270,17 +256,6 @@ def test_exporter_goes_on_while_others_read(device: str, path: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
-def test_several_processes_import_at_once(device: str, path: str) -> None:
-    """The exporter serves them side by side."""
-    with _exporting(device, path):
-        children = [_start(_IMPORTER, device, path) for _ in range(3)]
-        for child in children:
-            _, errors = child.communicate(timeout=120)
-            assert 0 == child.returncode, errors
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("device", DEVICES)
 def test_importers_write_is_a_fault(device: str, path: str) -> None:
     """The hardware refuses it, and whoever else reads sees nothing of the attempt."""
     with _same_cache(device) as cache, _exporting(device, path):
@@ -338,46 +313,6 @@ def test_prefix_is_cut_to_whole_extents(
     assert_holds(sequence, range(340))
 
 
-def test_layer_groups_are_cut_alike(
-    no_underread: None, make_shareable: MakeCache, path: str
-) -> None:
-    """A window's extents are small and a full group's large: the shortest run decides."""
-    source = make_shareable(windows=(20, 90))
-    target = make_shareable(windows=(20, 90))
-    sequence = source.open()
-    source.keeps_past = True
-    append(sequence, range(209))
-    with sequence.export(path) as exporter:
-        restored = _imported(exporter, target)
-        assert 204 <= restored.num_tokens <= 208
-    length = restored.num_tokens
-    assert_holds(restored, range(length))
-    for step in range(length, 260):
-        append(restored, [step])
-        assert_holds(restored, range(step + 1))
-    with pytest.raises(ConfigError, match="no longer holds"):
-        restored.truncate(100)
-
-
-def test_what_was_never_written_is_not_offered(
-    no_underread: None, make_shareable: MakeCache, path: str, tmp_path: Path
-) -> None:
-    """A page can begin before what it holds: an importer may not go back there either."""
-    options = {"windows": (20,), "pool": {"page_bytes": 4 * PAGE}}
-    origin = make_shareable(windows=(20,)).open()
-    append(origin, range(107))
-    origin.save(tmp_path / "kv")
-    source = make_shareable(**options).load(tmp_path / "kv")
-    append(source, range(107, 112))
-    with source.export(path) as exporter:
-        restored = _imported(exporter, make_shareable(**options))
-    assert_holds(restored, range(112))
-    restored.truncate(107)
-    for sequence in (source, restored):
-        with pytest.raises(ConfigError, match="no longer holds"):
-            sequence.truncate(100)
-
-
 def test_row_of_one_import_takes_the_next(make_shareable: MakeCache, path: str) -> None:
     """What the row held before is unmapped first."""
     source, target = make_shareable(), make_shareable(max_sequences=1)
@@ -389,20 +324,6 @@ def test_row_of_one_import_takes_the_next(make_shareable: MakeCache, path: str) 
             assert_holds(restored, range(64))
             restored.close()
     assert 1 == len(target.pool.imported_extents())
-
-
-def test_window_that_has_passed_is_said_to_have(
-    no_underread: None, make_shareable: MakeCache, path: str
-) -> None:
-    """What a shorter prefix would see is gone, so it is refused; nothing is frozen."""
-    cache = make_shareable(windows=(20,))
-    sequence = cache.open()
-    for _ in range(30):
-        append(sequence, range(8))
-    with pytest.raises(ConfigError, match="no longer holds"):
-        sequence.export(path, 100)
-    assert not os.path.exists(path)
-    assert all(extent.is_recyclable for extent in cache.pool.extents())
 
 
 def test_token_rows_that_straddle_pages(path: str) -> None:
@@ -481,26 +402,6 @@ def test_imported_row_is_parked_adopted_and_given_up(make_shareable: MakeCache, 
     assert_holds(stranger, range(700, 750))
     target.pool.reclaimer.wait()
     assert [] == target.pool.imported_extents()
-
-
-def test_importing_sequence_is_swapped_and_saved(
-    make_shareable: MakeCache, path: str, tmp_path: Path
-) -> None:
-    """What it imported stays; its own goes to the host and back, or all of it to a file."""
-    source = make_shareable()
-    target = make_shareable(pool={"host_budget_bytes": 1024 * KiB})
-    sequence = source.open()
-    append(sequence, range(128))
-    with sequence.export(path) as exporter:
-        restored = _imported(exporter, target)
-    append(restored, range(500, 550))
-    wanted = [*range(128), *range(500, 550)]
-    restored.swap_out()
-    assert 52 * KiB == target.stats().host_bytes
-    restored.save(tmp_path / "kv")
-    restored.swap_in()
-    assert_holds(restored, wanted)
-    assert_holds(source.load(tmp_path / "kv"), wanted)
 
 
 def test_exporter_outlives_sequence_and_cache(make_shareable: MakeCache, path: str) -> None:
@@ -1050,38 +951,6 @@ def test_more_extents_than_one_message_carries(make_shareable: MakeCache, path: 
     with sequence.export(path) as exporter:
         assert len(exporter._handles) > protocol.BATCH
         assert_holds(_imported(exporter, target), range(320))
-
-
-def test_importer_out_of_rows_or_memory(
-    sequence: Any, make_shareable: MakeCache, path: str
-) -> None:
-    """Nothing is held, and the next attempt succeeds when there is room again."""
-    cache = make_shareable(max_sequences=2, pool={"budget_bytes": 6 * PAGE})
-    first, second = cache.open(), cache.open()
-    with sequence.export(path) as exporter:
-        exporter.start()
-        before = _books(cache)
-        with pytest.raises(OutOfAddressSpaceError, match="rows"):
-            cache.import_prefix(path)
-        assert before[:-1] == _books(cache)[:-1]  # The exporter's thread may not be done.
-        second.close()
-        append(first, range(16))
-        cache.keep_resident(8)  # Kernels fetch past the length: two more pages of its own.
-        with pytest.raises(OutOfPagesError, match="needs"):
-            cache.import_prefix(path)
-        assert [] == _imported_after_failure(cache)
-        assert_holds(first, range(16))
-        first.close()
-        restored = cache.import_prefix(path)
-    assert_holds(restored, range(36))
-    with pytest.raises(OutOfPagesError):
-        restored.append(100)
-    assert_holds(restored, range(36))
-
-
-def _imported_after_failure(cache: KVCache) -> object:
-    _books(cache)
-    return cache.pool.imported_extents()
 
 
 def test_row_too_short_is_refused(sequence: Any, make_shareable: MakeCache, path: str) -> None:

@@ -5,7 +5,6 @@ Told by the calls that reach the driver. How parked rows give way is test_evicti
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from collections.abc import Callable
 from unittest import mock
@@ -296,45 +295,6 @@ def test_what_a_growth_that_failed_has_filled_is_not_idle(
     live.append(80)
     assert [0, 0, 40, 0] == _pages(cache)
     assert passed < host.last_passed_fence
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_growing_under_pressure_maps_and_does_nothing_else(
-    host: HostBackend, make_cache: MakeCache, seed: int
-) -> None:
-    """Sequences come and go in a quarter of the memory they would like; the device runs behind."""
-    choose = random.Random(seed)
-    cache = make_cache(budget_bytes=250 * PAGE, max_sequences=40)
-    running: list[tuple[Sequence, int]] = []
-    host.hold_fences()
-    fences: list[int] = []
-    late: Counter[str] = Counter()
-    num_grown = 0
-    for _ in range(300):
-        fences.append(host._last_fence)
-        if len(fences) > 1:  # The device is one step behind.
-            host.last_passed_fence = max(host.last_passed_fence, fences.pop(0))
-        while len(running) < 4:
-            prompt = [choose.randrange(1000) for _ in range(choose.choice([40, 64, 130]))]
-            sequence = cache.open(len(prompt), prompt=prompt)
-            running.append((sequence, len(prompt) + choose.randrange(10, 100)))
-            sequence.append(len(prompt) - sequence.num_tokens)
-            sequence.record(prompt[cache.prefixes.num_recorded(sequence.row) :])
-            fences = [host._last_fence]
-        wanted = [(sequence, sequence.num_tokens + 1) for sequence, _ in running]
-        is_ready = make_ready(cache, wanted)
-        calls = _calls_of(cache, lambda wanted=wanted: cache.grow(wanted))
-        if is_ready:
-            late += calls
-            num_grown += calls["mem_map"]
-        for sequence, end in tuple(running):
-            if sequence.num_tokens >= end:
-                sequence.close()
-                running.remove((sequence, end))
-    assert num_grown > 100
-    assert set(late) <= MAPS
-    cache.check()
-    host.pass_fences()
 
 
 def test_what_would_go_back_to_the_device_at_once_is_left_there(

@@ -21,7 +21,6 @@ from vmkv import (
     ExtentPool,
     HostBackend,
     KVCache,
-    OutOfPagesError,
     Sequence,
 )
 from vmkv.cache.cost import CostModel
@@ -87,24 +86,6 @@ def test_every_order_of_three(
     beams.check()
 
 
-@pytest.mark.parametrize("protects_shared", [False, True])
-@pytest.mark.parametrize("cost", [None, ALIASES, COPIES], ids=["default", "alias", "copy"])
-def test_beam_search(
-    host: HostBackend, make_cache: MakeCache, cost: CostModel | None, protects_shared: bool
-) -> None:
-    """Forked from one prompt, reordered at each of many steps, as a search would."""
-    pool = ExtentPool(host, 2000 * PAGE, protects_shared=protects_shared, close_when_unused=True)
-    beams = _Beams(make_cache(pool, cost_model=cost), 4, 98, forked=True)
-    generator = torch.Generator().manual_seed(4)
-    for _ in range(60):
-        beams.step()
-        beams.reorder(torch.randint(0, 4, (4,), generator=generator).tolist())
-    for sequence in beams.sequences:
-        sequence.close()
-    beams.cache.trim()
-    assert 0 == pool.stats().created_bytes
-
-
 @pytest.mark.usefixtures("no_underread")
 @pytest.mark.parametrize("cost", [ALIASES, COPIES], ids=["alias", "copy"])
 def test_beams_of_windowed_layers(make_cache: MakeCache, cost: CostModel) -> None:
@@ -158,17 +139,6 @@ def test_first_reordering_aliases_and_later_ones_copy(make_cache: MakeCache) -> 
     assert {"copy"} == changed
 
 
-def test_memory_of_beams_is_the_prompt_and_tails(make_cache: MakeCache) -> None:
-    """However often they are reordered."""
-    cache = make_cache(cost_model=ALIASES)
-    beams = _Beams(cache, 4, 320, forked=True)
-    generator = torch.Generator().manual_seed(6)
-    for _ in range(40):
-        beams.step()
-        beams.reorder(torch.randint(0, 4, (4,), generator=generator).tolist())
-    assert cache.stats().resident_bytes <= (80 + 4 * 11) * PAGE
-
-
 @pytest.mark.parametrize("sources", [[0, 1, 2], []])
 def test_reordering_nothing_does_nothing(make_cache: MakeCache, sources: list[int]) -> None:
     """Each from itself, or nobody."""
@@ -180,29 +150,7 @@ def test_reordering_nothing_does_nothing(make_cache: MakeCache, sources: list[in
     beams.check()
 
 
-def test_reordering_empty_sequences_does_nothing(make_cache: MakeCache) -> None:
-    """Beams before their prompt."""
-    cache = make_cache(cost_model=ALIASES)
-    sequences = [cache.open() for _ in range(2)]
-    cache.reorder(sequences, [1, 0])
-    append(sequences[0], range(5))
-    assert_holds(sequences[0], range(5))
-
-
 # ---- what others know and hold ------------------------------------------------------------
-
-
-def test_reordered_rows_are_not_found_by_what_they_held(make_cache: MakeCache) -> None:
-    """A row that took over another one's tokens has lost its own."""
-    cache = make_cache(cost_model=ALIASES)
-    beams = _Beams(cache, 2, 64, forked=False)
-    for sequence, stamps in zip(beams.sequences, beams.wanted, strict=True):
-        sequence.record(stamps)
-    own = list(beams.wanted[1])
-    beams.reorder([0, 0])
-    assert 0 == cache.open(prompt=[*own, 5]).num_cached_tokens
-    hit = cache.open(prompt=[*beams.wanted[0], 5])
-    assert_holds(hit, beams.wanted[0])
 
 
 @pytest.mark.parametrize("sources", [[1, 0, 2], [1, 1, 0], [2, 0, 1], [0, 0, 0]])
@@ -278,24 +226,6 @@ def test_beams_that_could_not_move_keep_their_records(
     assert {"mem_unmap", "mem_map"} <= set(struck) if cost is ALIASES else struck == ["copy"] * 3
 
 
-def test_beams_without_memory_keep_their_records(make_cache: MakeCache) -> None:
-    """A refusal changes nothing, this neither."""
-    cache = make_cache(budget_bytes=48 * PAGE, cost_model=ALIASES)
-    beams = _Beams(cache, 2, 64, forked=True)
-    for sequence, stamps in zip(beams.sequences, beams.wanted, strict=True):
-        sequence.record(stamps[sequence.num_recorded :])
-    beams.step(60)
-    fork = beams.sequences[1].fork()
-    cache.cost_model = COPIES
-    cache.pool.trim()
-    cache.pool.set_budget(cache.pool.stats().created_bytes)
-    with pytest.raises(OutOfPagesError):
-        cache.reorder(beams.sequences, [0, 0])
-    assert [64, 64] == [each.num_recorded for each in beams.sequences]
-    fork.close()
-    assert 0 == fork.num_recorded
-
-
 def test_beams_whose_copy_failed_are_not_found_by_what_they_held(
     host: HostBackend, make_cache: MakeCache
 ) -> None:
@@ -315,71 +245,6 @@ def test_beams_whose_copy_failed_are_not_found_by_what_they_held(
         hit = cache.open(prompt=[*stamps, 5])
         found = (hit.keys(0)[:, 0, 0] / 16).tolist()
         assert stamps[: hit.num_tokens] == found
-
-
-def test_forks_of_beams_keep_what_they_had(make_cache: MakeCache) -> None:
-    """Who shares with a row that is reordered reads on as before."""
-    cache = make_cache(cost_model=ALIASES)
-    beams = _Beams(cache, 2, 70, forked=False)
-    wanted = list(beams.wanted[1])
-    fork = beams.sequences[1].fork()
-    beams.reorder([0, 0])
-    beams.step(10)
-    beams.check()
-    assert_holds(fork, wanted)
-
-
-def test_truncated_beams_are_reordered(make_cache: MakeCache) -> None:
-    """Rollback, into what they share, and another order."""
-    cache = make_cache(cost_model=ALIASES)
-    beams = _Beams(cache, 3, 98, forked=True)
-    beams.step(20)
-    for sequence, stamps in zip(beams.sequences, beams.wanted, strict=True):
-        sequence.truncate(70)
-        del stamps[70:]
-    beams.reorder([1, 2, 0])
-    beams.step(20)
-    beams.reorder([2, 2, 1])
-    beams.step(20)
-    beams.check()
-
-
-# ---- when memory is short -----------------------------------------------------------------
-
-
-def test_parked_rows_give_way_to_beams(make_cache: MakeCache) -> None:
-    """As they do to any other growth."""
-    cache = make_cache(budget_bytes=64 * PAGE, cost_model=ALIASES)
-    beams = _Beams(cache, 2, 66, forked=True)
-    beams.step(4)  # Both have their tails behind 16 shared pages.
-    filler = cache.open()
-    append(filler, range(4 * 40))
-    filler.close()
-    for sequence, stamps in zip(beams.sequences, beams.wanted, strict=True):
-        sequence.truncate(60)
-        del stamps[60:]
-    before = cache.stats().parked_bytes
-    beams.step(3)  # Into what they share: a copy each.
-    beams.reorder([1, 0])
-    assert before > cache.stats().parked_bytes
-    beams.check()
-
-
-def test_without_memory_nothing_changes(make_cache: MakeCache) -> None:
-    """Shared tails of a target would have to be replaced, and there is nothing to replace them."""
-    cache = make_cache(budget_bytes=50 * PAGE, cost_model=COPIES, max_tokens=100)
-    alias = cache.cost_model
-    cache.cost_model = ALIASES
-    beams = _Beams(cache, 2, 96, forked=False)
-    fork = beams.sequences[1].fork()
-    cache.cost_model = alias
-    with pytest.raises(OutOfPagesError):
-        cache.reorder(beams.sequences, [0, 0])
-    beams.check()
-    assert_holds(fork, beams.wanted[1])
-    fork.close()
-    cache.trim()
-    beams.reorder([0, 0])
 
 
 # ---- what is refused ----------------------------------------------------------------------

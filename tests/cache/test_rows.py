@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,24 +27,6 @@ def _parked(sizes: Sequence[int], num_empty: int = 0) -> tuple[Rows, Callable[[i
 
 
 # ---- the choice ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("sizes", "num_tokens", "row"),
-    [
-        ([0, 64, 128], 50, 1),  # vAttention took the first inactive slot, though it held nothing.
-        ([0, 128, 64], 50, 2),
-        ([16, 0, 0], 50, 0),  # None is large enough: the largest, which then grows.
-        ([16, 48, 32], 50, 1),
-        ([64, 50, 51], 50, 1),
-        ([128, 64, 64], 50, 1),  # Of equals the one parked longest ago.
-        ([0, 0], 50, 0),
-    ],
-)
-def test_choose_takes_the_best_fit(sizes: list[int], num_tokens: int, row: int) -> None:
-    """The smallest that is large enough, else the largest."""
-    rows, size_of = _parked(sizes, num_empty=1)
-    assert row == rows.choose(num_tokens, size_of)
 
 
 @given(st.lists(st.integers(0, 200), min_size=1, max_size=8), st.integers(1, 200))
@@ -89,19 +70,6 @@ def test_taking_what_is_not_free_is_refused(row: int) -> None:
     assert {0} == rows.live
 
 
-def test_rows_go_round() -> None:
-    """A row is empty, live, parked, live again, parked, and empty at last."""
-    rows = Rows(2)
-    rows.take(1)
-    assert ({1}, False) == (rows.live, rows.is_parked(1))
-    rows.park(1)
-    assert (set(), [1]) == (rows.live, list(rows.parked()))
-    rows.take(1)
-    rows.park(1)
-    rows.empty(1)
-    assert ([], 0) == (list(rows.parked()), rows.choose(1, lambda row: 0))
-
-
 # ---- adoption, through the cache ----------------------------------------------------------
 
 
@@ -120,36 +88,6 @@ def test_adoption_costs_no_driver_call(cache: KVCache) -> None:
     assert before == dict(cache.stats().driver_calls)
 
 
-def test_adopted_row_grows_from_what_it_has(cache: KVCache) -> None:
-    """A longer sequence pays for the difference only."""
-    sequence = cache.open()
-    sequence.append(40)
-    sequence.close()
-    sequence = cache.open(48)
-    sequence.append(48)
-    assert 12 * PAGE == cache.stats().resident_bytes
-
-
-def test_sequence_adopts_the_row_that_fits(cache: KVCache) -> None:
-    """Not the first one that ended, nor an empty one."""
-    sequences = [cache.open() for _ in range(4)]
-    for sequence, num_tokens in zip(sequences, (0, 200, 40, 8), strict=True):
-        sequence.append(num_tokens)
-    for sequence in sequences:
-        sequence.close()
-    assert [2, 1, 3] == [cache.open(num_tokens).row for num_tokens in (30, 30, 30)]
-
-
-def test_adopted_row_shows_nothing_of_its_past(cache: KVCache) -> None:
-    """A new sequence is empty; what it appends it writes itself."""
-    sequence = cache.open()
-    sequence.append(40)
-    sequence.keys(0)[:] = 9
-    sequence.close()
-    sequence = cache.open(40)
-    assert (0, 0) == (sequence.num_tokens, sequence.keys(0).numel())
-
-
 def test_open_takes_just_the_row_that_is_named(cache: KVCache) -> None:
     """For callers that number rows themselves; a live one is refused and stays."""
     sequence = cache.open(row=2)
@@ -159,37 +97,6 @@ def test_open_takes_just_the_row_that_is_named(cache: KVCache) -> None:
         with pytest.raises(ConfigError, match=f"row {row} of 4"):
             cache.open(row=row)
     assert (3, 1) == (sequence.num_tokens, cache.stats().num_sequences)
-
-
-def test_parked_rows_give_way_when_memory_is_short(make_cache: MakeCache) -> None:
-    """The oldest goes first, and no more of them than needed."""
-    cache = make_cache(budget_bytes=30 * PAGE)
-    sequences = [cache.open() for _ in range(4)]
-    for sequence in sequences[:3]:
-        sequence.append(40)
-        sequence.keys(0)[:] = sequence.row
-    sequences[0].close()
-    sequences[1].close()
-    sequences[3].append(20)
-    stats = cache.stats()
-    assert (10 * PAGE, 15 * PAGE) == (stats.parked_bytes, stats.resident_bytes - stats.parked_bytes)
-    assert torch.equal(torch.full((40, 2, 32), 2.0), sequences[2].keys(0))
-    assert 1 == cache.open(40).row
-
-
-def test_trim_gives_parked_rows_back(cache: KVCache) -> None:
-    """Live sequences keep what they use, to the byte they hold."""
-    live, ended = cache.open(), cache.open()
-    for sequence in (live, ended):
-        sequence.append(40)
-        sequence.keys(0)[:] = 5
-    live.truncate(10)
-    ended.close()
-    given = cache.trim()
-    stats = cache.stats()
-    assert (0, 0, 0) == (stats.parked_bytes, stats.free_bytes, stats.retired_bytes)
-    assert stats.resident_bytes == cache.pool.backend.usage().physical_bytes == 20 * PAGE - given
-    assert torch.equal(torch.full((10, 2, 32), 5.0), live.keys(0))
 
 
 def test_trim_of_some_bytes_spares_the_youngest(cache: KVCache) -> None:

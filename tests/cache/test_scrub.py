@@ -14,8 +14,6 @@ from helpers.stamps import append, assert_holds
 
 from vmkv import Backend, ConfigError, ExtentPool, HostBackend, KVCache, Sequence
 from vmkv.cache.cost import CostModel
-from vmkv.errors import DriverError
-from vmkv.testing import FaultInjectingBackend
 from vmkv.units import KiB
 
 PAGE = 4 * KiB
@@ -301,34 +299,6 @@ def test_compacted_layers_belong_to_the_tenant(host: HostBackend) -> None:
         stranger = cache.open(30)
         stranger.append(30)
         assert not _contents(stranger).any()
-
-
-def test_adoption_that_fails_midway_does_not_offer_what_it_overwrote(host: HostBackend) -> None:
-    """A parked row that was half scrubbed holds less of a prefix than it did."""
-    faulty = FaultInjectingBackend(host)
-    pool = ExtentPool(faulty, 400 * PAGE, scrub="always", close_when_unused=True)
-    with KVCache(pool, max_tokens=400, max_sequences=2, layers_per_group=2) as cache:
-        cache.add_layers(range(2), num_kv_heads=2, head_dim=32, dtype=torch.float32)
-        sequence = cache.open()
-        append(sequence, range(200))  # 32 + 16 + 2 pages.
-        sequence.record(range(200))
-        sequence.close()
-        prompt = [*range(128), *range(900, 920)]
-        before = host.calls["fill"]
-        cache.open(prompt=prompt).close()
-        assert host.calls["fill"] - before == 2, "nothing to fail midway"
-        again = cache.open(row=1)
-        append(again, range(200))
-        again.record(range(200))
-        again.close()
-        cache.retire_parked(0, 0)
-        faulty.arm(3)  # Joining streams, and a fill, succeed.
-        with pytest.raises(DriverError, match="fill"):
-            cache.open(prompt=prompt)
-        faulty.arm(0)
-        cache.check()
-        hit = cache.open(prompt=[*range(200), 5])
-        assert list(range(hit.num_tokens)) == (hit.keys(0)[:, 0, 0] / 16).tolist()
 
 
 def test_unknown_mode_is_refused(host: HostBackend) -> None:

@@ -13,9 +13,6 @@ from vmkv import (
     ClosedError,
     ConfigError,
     KVCache,
-    OutOfAddressSpaceError,
-    OutOfPagesError,
-    SequenceFullError,
 )
 from vmkv.units import KiB
 
@@ -31,17 +28,6 @@ def test_append_makes_room_of_exactly_that_length(cache: KVCache) -> None:
         sequence.keys(0)[-num_tokens or 0 :] = 1
     assert 64 == sequence.num_tokens
     assert [(64, 2, 32)] * 2 == [tuple(sequence.keys(0).shape), tuple(sequence.values(1).shape)]
-
-
-def test_append_keeps_tokens_where_they_are(cache: KVCache) -> None:
-    """A pointer to a token is good until the sequence ends."""
-    sequence = cache.open()
-    sequence.append(5)
-    sequence.keys(1)[:] = 7
-    before = sequence.keys(1).data_ptr()
-    sequence.append(300)
-    assert before == sequence.keys(1).data_ptr()
-    assert torch.equal(torch.full((5, 2, 32), 7.0), sequence.keys(1)[:5])
 
 
 def test_append_nothing_does_nothing(cache: KVCache) -> None:
@@ -70,19 +56,6 @@ def test_new_prompt_is_one_access_call(cache: KVCache) -> None:
     assert (5, 1) == (calls["mem_map"], calls["mem_set_access"])
 
 
-def test_sequences_do_not_share_bytes(cache: KVCache) -> None:
-    """Each layer of each sequence is its own memory."""
-    sequences = [cache.open() for _ in range(3)]
-    tensors = []
-    for sequence in sequences:
-        sequence.append(9)
-        tensors += [sequence.keys(0), sequence.values(0), sequence.keys(1), sequence.values(1)]
-    for at, tensor in enumerate(tensors):
-        tensor[:] = at
-    for at, tensor in enumerate(tensors):
-        assert torch.equal(torch.full((9, 2, 32), float(at)), tensor)
-
-
 def test_append_runs_on_every_backend(backend: Backend) -> None:
     """Grow, write, read, close, on each kind of memory."""
     cache = KVCache(
@@ -105,34 +78,6 @@ def test_append_runs_on_every_backend(backend: Backend) -> None:
 # ---- the end of a row, and of memory ------------------------------------------------------
 
 
-def test_sequence_may_fill_its_row(cache: KVCache) -> None:
-    """`max_tokens` fit; one more is `SequenceFullError` and changes nothing."""
-    sequence = cache.open()
-    sequence.append(399)
-    sequence.append(1)
-    with pytest.raises(SequenceFullError, match="max_tokens=400") as caught:
-        sequence.append(1)
-    assert (400, 400) == (caught.value.max_tokens, sequence.num_tokens)
-    sequence.keys(0)[:] = 1
-
-
-def test_out_of_pages_leaves_the_sequence_usable_at_its_old_length(make_cache: MakeCache) -> None:
-    """Exhaustion is an answer: the content stays, and a smaller wish succeeds."""
-    cache = make_cache(budget_bytes=10 * PAGE)
-    sequence = cache.open()
-    sequence.append(30)
-    sequence.keys(0)[:] = 3
-    with pytest.raises(OutOfPagesError) as caught:
-        sequence.append(20)
-    assert 5 * PAGE == caught.value.needed_bytes
-    assert 30 == sequence.num_tokens
-    assert torch.equal(torch.full((30, 2, 32), 3.0), sequence.keys(0))
-    cache.check()
-    sequence.append(10)
-    sequence.keys(0)[30:] = 4
-    assert 40 == sequence.num_tokens
-
-
 def test_tail_growth_is_modest_when_memory_is_short(make_cache: MakeCache) -> None:
     """Where the growth quantum does not fit, a single page will do."""
     cache = make_cache(budget_bytes=130 * PAGE, max_tokens=2000)
@@ -140,15 +85,6 @@ def test_tail_growth_is_modest_when_memory_is_short(make_cache: MakeCache) -> No
     sequence.append(129 * 4)
     sequence.append(4)  # The quantum would be two pages; one is left.
     assert 130 * PAGE == cache.stats().resident_bytes
-
-
-def test_all_rows_live_is_said_before_anything_happens(cache: KVCache) -> None:
-    """As many sequences as rows; the next one waits until one is closed."""
-    sequences = [cache.open() for _ in range(4)]
-    with pytest.raises(OutOfAddressSpaceError, match="all 4 rows"):
-        cache.open()
-    sequences[2].close()
-    assert 2 == cache.open().row
 
 
 # ---- truncate -----------------------------------------------------------------------------
@@ -164,15 +100,6 @@ def test_truncate_keeps_the_front_and_the_memory(cache: KVCache) -> None:
     sequence.append(25)
     assert (45, before) == (sequence.num_tokens, dict(cache.stats().driver_calls))
     assert torch.equal(torch.arange(20.0), sequence.keys(0)[:20, 0, 0])
-
-
-def test_truncate_to_the_same_length_is_nothing(cache: KVCache) -> None:
-    """Also at zero."""
-    sequence = cache.open()
-    sequence.truncate(0)
-    sequence.append(5)
-    sequence.truncate(5)
-    assert 5 == sequence.num_tokens
 
 
 def test_truncate_cannot_lengthen(cache: KVCache) -> None:
@@ -198,19 +125,6 @@ def test_lengths_are_integers_from_zero(cache: KVCache, call: str, num_tokens: A
 # ---- growing many at once -----------------------------------------------------------------
 
 
-def test_grow_is_one_transaction(make_cache: MakeCache) -> None:
-    """When the last sequence does not fit, the first has not grown either."""
-    cache = make_cache(budget_bytes=12 * PAGE)
-    first, second = cache.open(), cache.open()
-    cache.grow([(first, 8), (second, 8)])
-    before = cache.stats().resident_bytes
-    with pytest.raises(OutOfPagesError):
-        cache.grow([(first, 12), (second, 60)])
-    assert (8, 8, before) == (first.num_tokens, second.num_tokens, cache.stats().resident_bytes)
-    cache.grow([(first, 24), (second, 24)])
-    assert 12 * PAGE == cache.stats().resident_bytes
-
-
 def test_grow_leaves_longer_sequences_alone(cache: KVCache) -> None:
     """A target below the length is met already."""
     first, second = cache.open(), cache.open()
@@ -226,15 +140,6 @@ def test_grow_refuses_another_caches_sequences(make_cache: MakeCache) -> None:
         mine.cache.grow([(mine, 5), (others, 9)])
     assert (0, 0) == (mine.num_tokens, others.num_tokens)
     assert 0 == mine.cache.stats().resident_bytes
-
-
-def test_fork_of_less_than_nothing_is_refused(cache: KVCache) -> None:
-    """As is one of more than there is."""
-    sequence = cache.open()
-    sequence.append(5)
-    for num_tokens in (-3, 6):
-        with pytest.raises(ConfigError, match=f"cannot be forked at {num_tokens} tokens"):
-            cache.fork(sequence, num_tokens)
 
 
 def test_grow_names_a_sequence_twice(cache: KVCache) -> None:

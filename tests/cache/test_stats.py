@@ -48,17 +48,6 @@ def test_stats_count_live_parked_and_free(cache: KVCache) -> None:
 
 
 @pytest.mark.usefixtures("no_underread")
-def test_stats_reserved_resident_used_descend(make_cache: MakeCache) -> None:
-    """Reserved >= resident >= used, at every length, with and without windows."""
-    cache = make_cache(windows=(9, 64))
-    sequence = cache.open()
-    for _ in range(130):
-        sequence.append(3)
-        stats = cache.stats()
-        assert stats.reserved_bytes >= stats.resident_bytes >= stats.used_bytes > 0
-
-
-@pytest.mark.usefixtures("no_underread")
 def test_stats_used_is_at_most_resident_after_the_window_moved(make_cache: MakeCache) -> None:
     """Also at once after what the window has passed is let go."""
     cache = make_cache(windows=(5,))

@@ -92,19 +92,6 @@ def make_play(request: pytest.FixtureRequest) -> Iterator[Callable[[int], _Play]
 
 
 @pytest.mark.parametrize("alias_pages", [_ALIASES, _COPIES], ids=["alias", "copy"])
-def test_fork_of_what_another_stream_writes(
-    make_play: Callable[[int], _Play], alias_pages: int
-) -> None:
-    play = make_play(alias_pages)
-    play.on(_FIRST)
-    source = play.open(30)
-    play.on(_SECOND)
-    fork = source.fork()
-    play.histories[fork] = play.histories[source]
-    play.read(fork)
-
-
-@pytest.mark.parametrize("alias_pages", [_ALIASES, _COPIES], ids=["alias", "copy"])
 def test_source_writes_over_what_another_stream_forks(
     make_play: Callable[[int], _Play], alias_pages: int
 ) -> None:
@@ -177,36 +164,6 @@ def test_beams_that_other_streams_write_are_reordered(
     play.histories |= {first: play.histories[second], second: play.histories[first]}
     for beam in beams:
         play.read(beam)
-
-
-@pytest.mark.parametrize("wait", [True, False])
-def test_swap_of_what_another_stream_writes(make_play: Callable[[int], _Play], wait: bool) -> None:
-    play = make_play(_COPIES)
-    play.on(_FIRST)
-    sequence = play.open(30)
-    play.on(_SECOND)
-    transfer = sequence.swap_out(wait=wait)
-    if transfer is not None:
-        transfer.finish()
-    play.open(30, first=100)  # Takes the memory that was freed.
-    sequence.swap_in()
-    play.read(sequence)
-
-
-def test_spilling_what_another_stream_writes(make_play: Callable[[int], _Play]) -> None:
-    play = make_play(_COPIES)
-    play.on(_FIRST)
-    sequence = play.open(10)
-    for _ in range(5):
-        play.write(sequence, 10)
-    play.on(_SECOND)
-    assert sequence.spill(PAGE)
-    play.read(sequence)
-    play.on(_FIRST)
-    play.read(sequence)
-    play.on(_SECOND)
-    assert sequence.unspill()
-    play.read(sequence)
 
 
 def test_saving_waits_for_every_stream(

@@ -11,8 +11,6 @@ from helpers.stamps import append, assert_holds
 from vmkv import ClosedError, ConfigError, ExtentPool, HostBackend, KVCache, OutOfPagesError
 from vmkv.backend import MemoryLocation
 from vmkv.cache.cost import CostModel
-from vmkv.errors import DriverError
-from vmkv.testing import FaultInjectingBackend
 from vmkv.units import KiB, MiB
 
 PAGE = 4 * KiB
@@ -62,19 +60,6 @@ def test_what_comes_back_is_what_went_at_its_addresses(
     assert 0 == _host_bytes(cache)
 
 
-def test_what_is_swapped_in_goes_on(cache: KVCache) -> None:
-    """Appending, forking and swapping out again work as before."""
-    sequence = cache.open()
-    append(sequence, range(30))
-    for at in range(30, 60, 10):
-        sequence.swap_out()
-        sequence.swap_in()
-        append(sequence, range(at, at + 10))
-    fork = sequence.fork()
-    sequence.close()
-    assert_holds(fork, range(60))
-
-
 def test_what_comes_back_has_what_is_kept_past_its_length_by_then(cache: KVCache) -> None:
     """Also if nobody asked for that when it went; and not while it goes."""
     sequence = cache.open()
@@ -88,22 +73,6 @@ def test_what_comes_back_has_what_is_kept_past_its_length_by_then(cache: KVCache
     sequence.swap_in()
     cache.check()
     assert_holds(sequence, range(40))
-
-
-def test_others_use_the_memory_meanwhile(cache: KVCache) -> None:
-    """That is what it is for: two sequences that do not fit together take turns."""
-    first, second = cache.open(), cache.open()
-    append(first, range(250))
-    with pytest.raises(OutOfPagesError):
-        second.append(200)
-    first.swap_out()
-    append(second, range(1000, 1250))
-    with pytest.raises(OutOfPagesError):
-        first.swap_in()
-    assert not first.is_resident
-    second.close()
-    first.swap_in()
-    assert_holds(first, range(250))
 
 
 def test_what_is_shared_stays(cache: KVCache) -> None:
@@ -122,25 +91,6 @@ def test_what_is_shared_stays(cache: KVCache) -> None:
     assert_holds(fork, [*range(64), *range(100, 108)])
 
 
-def test_swapping_in_what_is_resident_is_nothing(cache: KVCache) -> None:
-    """So that a caller need not ask."""
-    sequence = cache.open()
-    append(sequence, range(9))
-    calls = dict(cache.pool.backend.calls)
-    sequence.swap_in()
-    assert calls == dict(cache.pool.backend.calls)
-
-
-def test_an_empty_sequence_can_be_swapped(cache: KVCache) -> None:
-    """It has nothing to move."""
-    sequence = cache.open()
-    sequence.swap_out()
-    assert not sequence.is_resident
-    sequence.swap_in()
-    append(sequence, range(3))
-    assert_holds(sequence, range(3))
-
-
 def test_stats_count_what_moved(cache: KVCache) -> None:
     """In bytes of tokens, both ways."""
     sequence = cache.open()
@@ -154,20 +104,6 @@ def test_stats_count_what_moved(cache: KVCache) -> None:
 
 
 # ---- moving -------------------------------------------------------------------------------
-
-
-def test_a_move_can_be_cancelled(cache: KVCache) -> None:
-    """The sequence is resident, whole, and the copy is dropped."""
-    sequence = cache.open()
-    append(sequence, range(50))
-    sequence.swap_out(wait=False)
-    assert not sequence.is_resident
-    sequence.swap_in()
-    assert sequence.is_resident
-    assert_holds(sequence, range(50))
-    cache.pool.reclaimer.wait()
-    assert 0 == _host_bytes(cache)
-    assert 0 == cache.stats().sharing.swapped_out_bytes
 
 
 def test_a_transfer_can_be_cancelled_until_it_has_left(cache: KVCache) -> None:
@@ -184,45 +120,6 @@ def test_a_transfer_can_be_cancelled_until_it_has_left(cache: KVCache) -> None:
     cache.check()
     sequence.swap_in()
     assert_holds(sequence, range(50))
-
-
-@pytest.mark.parametrize("call", ["swap_out", "finish", "swap_in"])
-def test_a_failure_at_the_end_loses_nothing(
-    host: HostBackend, make_cache: MakeCache, call: str
-) -> None:
-    """Whichever driver call fails on the way, the sequence comes back with what it held."""
-    struck = set()
-    for fail_at in range(1, 60):
-        backend = FaultInjectingBackend(host)
-        pool = ExtentPool(
-            backend, 100 * PAGE, host_budget_bytes=100 * PAGE, close_when_unused=False
-        )
-        cache = make_cache(pool, windows=(40,))
-        sequence = cache.open()
-        append(sequence, range(70))
-        transfer = None if call == "swap_out" else sequence.swap_out(wait=call == "swap_in")
-        backend.arm(fail_at)
-        try:
-            if call == "finish":
-                transfer.finish()
-            else:
-                getattr(sequence, call)()
-        except DriverError:
-            struck.add(backend.failed_call)
-        has_struck = backend.failed_call is not None
-        backend.arm(0)
-        cache.check()
-        sequence.swap_in()
-        cache.check()
-        assert_holds(sequence, range(70))
-        cache.close()
-        pool.closer.close_left()
-        pool.reclaimer.free_idle_reservations()
-        pool.trim()
-        pool.trim(location=MemoryLocation.HOST)
-        if not has_struck:
-            break
-    assert struck >= {"record_fence", "mem_unmap" if call != "swap_in" else "copy"}
 
 
 def test_memory_that_is_moving_serves_whoever_is_short(
@@ -378,31 +275,6 @@ def test_spilling_takes_what_there_is(cache: KVCache) -> None:
     fork = sequence.fork(64)
     assert 0 == sequence.spill(PAGE) or not sequence.cache.groups[0].table.rows[0].shared_end_page
     assert_holds(fork, range(64))
-
-
-def test_a_spilled_sequence_forks_swaps_and_closes(cache: KVCache) -> None:
-    """Where its memory lies makes no difference; a new sequence never gets the slow kind."""
-    sequence = cache.open()
-    append(sequence, range(100))
-    sequence.spill(10 * PAGE)
-    fork = sequence.fork()
-    append(fork, range(100, 104))
-    assert_holds(fork, range(104))
-    fork.close()
-    sequence.swap_out()
-    sequence.swap_in()
-    assert_holds(sequence, range(100))
-    sequence.spill(10 * PAGE)
-    sequence.close()
-    heir = cache.open()
-    append(heir, range(7, 90))
-    locations = {
-        mapping.extent.location
-        for group in cache.groups
-        for mapping in group.table.rows[heir.row].mappings
-    }
-    assert {MemoryLocation.DEVICE} == locations
-    assert_holds(heir, range(7, 90))
 
 
 def test_host_memory_goes_with_the_last_that_lives(cache: KVCache) -> None:

@@ -17,7 +17,6 @@ from helpers.stamps import append, assert_holds
 from vmkv import ConfigError, ExtentPool, HostBackend, KVCache, OutOfPagesError, Sequence
 from vmkv.cache import kv_cache
 from vmkv.cache.cost import CostModel
-from vmkv.cache.prefix_tree import PrefixTree
 from vmkv.memory import PageTable, check_pool
 from vmkv.units import KiB
 
@@ -41,101 +40,6 @@ def _say(cache: KVCache, tokens: range) -> Sequence:
 
 def _end(cache: KVCache, tokens: range) -> None:
     _say(cache, tokens).close()
-
-
-def test_idle_cache_gives_way(pool: ExtentPool, make_cache: MakeCache) -> None:
-    """All memory is one cache's, parked; the other one has it as soon as it needs it."""
-    first, second = make_cache(pool), make_cache(pool)
-    _end(first, range(4 * 60))
-    live = second.open()
-    append(live, range(4 * 50))
-    assert (200 * KiB, 0) == (second.stats().used_bytes, first.stats().used_bytes)
-    assert first.stats().resident_bytes <= 14 * PAGE
-    live.close()
-    back = first.open()
-    append(back, range(1000, 1000 + 4 * 50))
-    assert_holds(back, range(1000, 1000 + 4 * 50))
-    assert second.stats().resident_bytes <= 14 * PAGE
-    check_pool(pool)
-
-
-def test_whoever_was_used_longest_ago_gives_way(pool: ExtentPool, make_cache: MakeCache) -> None:
-    """The clock is the pool's, not the cache's."""
-    first, second = make_cache(pool, cost_model=ALIASES), make_cache(pool, cost_model=ALIASES)
-    _end(first, range(4 * 16))
-    _end(second, range(4 * 16))
-    hit = first.open(prompt=[*range(64), 5])  # Used again, after the other one's.
-    hit.close()
-    live = second.open(row=3)
-    append(live, range(4 * 40))
-    assert 0 == second.stats().parked_bytes
-    assert 16 * PAGE == first.stats().parked_bytes
-    append(live, range(4 * 20))
-    assert first.stats().parked_bytes < 16 * PAGE
-
-
-def test_live_sequences_of_the_other_cache_are_never_taken(
-    pool: ExtentPool, make_cache: MakeCache
-) -> None:
-    """Exhaustion names the pool's figures, and both go on."""
-    first, second = make_cache(pool), make_cache(pool)
-    mine, theirs = first.open(), second.open()
-    append(mine, range(4 * 40))
-    with pytest.raises(OutOfPagesError, match="close or trim sequences"):
-        theirs.append(4 * 25)
-    append(theirs, range(500, 500 + 4 * 24))
-    for sequence, stamps in ((mine, range(4 * 40)), (theirs, range(500, 500 + 4 * 24))):
-        assert_holds(sequence, stamps)
-    check_pool(pool)
-
-
-def test_closed_cache_has_nothing_to_give(pool: ExtentPool, make_cache: MakeCache) -> None:
-    """Nor is it asked."""
-    first, second = make_cache(pool), make_cache(pool)
-    _end(first, range(4 * 60))
-    first.close()
-    live = second.open()
-    append(live, range(4 * 64))
-    assert_holds(live, range(4 * 64))
-
-
-def test_caches_of_different_layers_share_a_pool(host: HostBackend) -> None:
-    """Extents are pages: what was one model's keys becomes another's."""
-    pool = ExtentPool(host, 64 * PAGE, close_when_unused=True)
-    small = KVCache(pool, max_tokens=400, max_sequences=2)
-    small.add_layers([0], num_kv_heads=1, head_dim=16, dtype=torch.float32)
-    large = KVCache(pool, max_tokens=40, max_sequences=2)
-    large.add_layers(range(3), num_kv_heads=4, head_dim=64, dtype=torch.float32)
-    for _ in range(3):
-        for cache, num_tokens in ((small, 400), (large, 39)):
-            sequence = cache.open()
-            append(sequence, range(num_tokens))
-            assert_holds(sequence, range(num_tokens))
-            sequence.close()
-    check_pool(pool)
-    small.close()
-    large.close()
-
-
-def test_budget_follows_the_load(pool: ExtentPool, make_cache: MakeCache) -> None:
-    """Up and down while both run; too low is refused, and nothing is lost."""
-    first, second = make_cache(pool, cost_model=ALIASES), make_cache(pool, cost_model=ALIASES)
-    mine, theirs = _say(first, range(4 * 20)), _say(second, range(900, 900 + 4 * 10))
-    _end(first, range(2000, 2000 + 4 * 20))
-    pool.set_budget(40 * PAGE)
-    assert pool.stats().created_bytes <= 40 * PAGE
-    with pytest.raises(ConfigError, match="in use; close or trim"):
-        pool.set_budget(29 * PAGE)
-    pool.set_budget(30 * PAGE)
-    for sequence in (mine, theirs):
-        with pytest.raises(OutOfPagesError):
-            sequence.append(4)
-    pool.set_budget(32 * PAGE)
-    append(mine, range(80, 84))
-    append(theirs, range(940, 944))
-    assert_holds(mine, range(84))
-    assert_holds(theirs, range(900, 944))
-    check_pool(pool)
 
 
 # ---- many threads -------------------------------------------------------------------------
@@ -226,39 +130,6 @@ class _Worker:
                 assert_holds(sequence, stamps)
         while self.live:
             self.close()
-
-
-@pytest.mark.parametrize("change", ["record", "truncate", "reorder", "close", "swap"])
-def test_index_is_changed_under_the_pools_lock(
-    pool: ExtentPool, make_cache: MakeCache, change: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another cache's thread may evict a parked row, and its prefix, at any moment."""
-    cache = make_cache(pool)
-    sequences = [_say(cache, range(at, at + 64)) for at in (0, 1000)]
-    was_held: list[bool] = []
-    for name in ("extend", "cut", "move", "lose"):
-        method = getattr(PrefixTree, name)
-
-        def watched(*arguments: Any, _method: Callable[..., None] = method) -> None:
-            was_held.append(pool.lock._is_owned())
-            _method(*arguments)
-
-        monkeypatch.setattr(PrefixTree, name, watched)
-    if change == "record":
-        append(sequences[0], range(64, 80))
-        sequences[0].record(range(64, 80))
-    elif change == "truncate":
-        sequences[0].truncate(10)
-    elif change == "reorder":
-        cache.reorder(sequences, [1, 0])
-    elif change == "close":
-        sequences[0].close()
-        cache.open(prompt=range(64))
-    else:
-        sequences[0].swap_out()
-        sequences[0].swap_in()
-    assert was_held
-    assert all(was_held)
 
 
 @pytest.mark.parametrize("use", ["make", "stats", "close", "compact"])

@@ -36,19 +36,6 @@ LLAMA_8B = {
     "max_position_embeddings": 131072,
     "dtype": "bfloat16",
 }
-GEMMA3 = {
-    "model_type": "gemma3_text",
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 100,
-    "max_position_embeddings": 8192,
-    "sliding_window": 512,
-    "dtype": "float16",
-}
 #: As published: what is cached of a token, by hand, is below.
 DEEPSEEK_V3 = {
     "model_type": "deepseek_v3",
@@ -66,29 +53,6 @@ DEEPSEEK_V3 = {
     "max_position_embeddings": 163840,
     "dtype": "bfloat16",
     "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
-}
-FALCON_7B = {
-    "model_type": "falcon",
-    "hidden_size": 4544,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 71,
-    "multi_query": True,
-    "new_decoder_architecture": False,
-    "alibi": False,
-    "dtype": "bfloat16",
-}
-FALCON_H1 = {
-    "model_type": "falcon_h1",
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "mamba_d_ssm": 64,
-    "mamba_n_heads": 4,
-    "vocab_size": 100,
-    "dtype": "bfloat16",
 }
 #: DynamicCache keeps the expanded keys and values of latent attention before.
 CACHES_LATENTS = tuple(int(part) for part in transformers.__version__.split(".")[:2]) >= (5, 23)
@@ -189,51 +153,6 @@ def test_eight_bits_are_half(write) -> None:
 def test_types_are_those_of_a_cache() -> None:
     """What the command takes and what a cache does are the same names."""
     assert arguments.KV_DTYPES == kv_format.KV_DTYPES
-
-
-def test_windows_are_planned_apart(write) -> None:
-    """Sliding layers keep their window; the others everything."""
-    shape = model_shape(load_config(write(GEMMA3)))
-    assert [(None, 1), (512, 5)] == [(k.window_tokens, k.num_layers) for k in shape.kinds]
-    _, record = planned(write(GEMMA3), "--context", "8k")
-    full, sliding = record["kinds"]
-    assert 8192 == full["kept_tokens"]
-    assert 511 == sliding["kept_tokens"]
-    assert sliding["token_bytes"] == 5 * full["token_bytes"]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not CACHES_LATENTS, reason="this transformers caches them expanded")
-def test_latent_attention_is_planned_as_it_is_cached(write) -> None:
-    """DeepSeek-V3, whole: 61 layers of 512 compressed elements and 64 of the rotary key."""
-    (kind,) = model_shape(load_config(write(DEEPSEEK_V3))).kinds
-    assert LayerKind(61, LayerShape(1, 512, 1, 64, 2), None) == kind
-    assert 61 * (512 + 64) * 2 == 70_272 == kind.cached_token_bytes
-
-
-def test_multi_query_heads_are_planned_once(write) -> None:
-    """Falcon-7B: 71 query heads share one key and one value of 64 elements."""
-    (kind,) = model_shape(load_config(write(FALCON_7B))).kinds
-    assert 32 * 2 * 64 * 2 == 8192 == kind.cached_token_bytes
-
-
-@pytest.mark.skipif(not CACHES_LATENTS, reason="this transformers has a cache of its own for it")
-def test_layers_left_to_transformers_are_planned_as_they_are(write) -> None:
-    """Falcon-H1 attends beside its state spaces: both count, and neither is paged."""
-    path = write(FALCON_H1)
-    status, record = planned(path, "--context", "1000", "--share-prefix", "500")
-    (kind,) = record["kinds"]
-    token_bytes = 3 * 2 * 2 * 16 * 2
-    assert (0, token_bytes, False) == (status, kind["token_bytes"], kind["kind"]["is_paged"])
-    state_bytes = record["model"]["state_bytes"]
-    assert state_bytes > 0
-    sequence = record["sequence"]
-    assert 1000 * token_bytes + state_bytes == sequence["used_bytes"] == sequence["vmkv_bytes"]
-    assert 0 == sequence["shared_bytes"]
-    out = io.StringIO()
-    assert 0 == main(["plan", path, "--context", "1000"], out)
-    assert "which vmkv neither pages nor shares" in out.getvalue()
-    assert "States of fixed size take" in out.getvalue()
 
 
 def test_weights_are_counted_unless_they_are_quantized(write) -> None:

@@ -121,17 +121,6 @@ def test_update_returns_views_of_exact_length_without_copy(
         assert layer.keys[1, 1, 7, 3] == 77.0, "what update returned is not the cache's memory"
 
 
-def test_update_of_one_layer_leaves_the_others(new_cache: NewCache) -> None:
-    """Neighbours in a token row do not overwrite each other."""
-    config = tiny_config("llama")
-    expected, cache = dynamic_cache(config), new_cache(config, layers_per_group=8)
-    for seed, num_tokens in enumerate((3, 1, 9, 1, 1, 30)):
-        theirs, ours = (_append(each, num_tokens, seed=seed) for each in (expected, cache))
-        for their, our in zip(theirs, ours, strict=True):
-            assert all(map(torch.equal, their, our))
-    assert_same_contents(expected, cache)
-
-
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
 def test_mask_sizes_are_those_of_the_next_update(name: str, new_cache: NewCache) -> None:
     """`get_mask_sizes` before an update tells the length that the update returns, as HF's."""
@@ -162,17 +151,6 @@ def test_update_accepts_what_releases_pass_along(new_cache: NewCache) -> None:
     cache = new_cache(tiny_config("llama"))
     keys, values = _tensors(1, 4, 0), _tensors(1, 4, 1)
     returned = cache.layers[0].update(keys, values, {"cache_position": torch.arange(4)}, extra=1)
-    assert torch.equal(keys, returned[0])
-    assert torch.equal(values, returned[1])
-
-
-def test_update_takes_strided_tensors(new_cache: NewCache) -> None:
-    """Keys as models give them, transposed from `[batch, tokens, heads, dim]`, arrive intact."""
-    cache = new_cache(tiny_config("llama"))
-    keys, values = (_tensors(2, HEADS, seed).transpose(1, 2).contiguous() for seed in (0, 1))
-    keys, values = keys.transpose(1, 2), values.transpose(1, 2)
-    assert not keys.is_contiguous()
-    returned = cache.update(keys, values, 0)
     assert torch.equal(keys, returned[0])
     assert torch.equal(values, returned[1])
 
@@ -269,14 +247,6 @@ def test_indexing_shows_what_dynamic_cache_shows(new_cache: NewCache) -> None:
         assert all(map(torch.equal, theirs, ours))
 
 
-def test_keys_and_values_are_none_before_the_first_update(new_cache: NewCache) -> None:
-    """An unused layer has no keys, as transformers' layers have none."""
-    layer = new_cache(tiny_config("llama")).layers[0]
-    assert layer.keys is None
-    assert layer.values is None
-    assert not layer.is_initialized
-
-
 def test_keys_cannot_be_replaced_by_another_tensor(new_cache: NewCache) -> None:
     """Assigning keys is refused, except None, which transformers uses to forget."""
     cache = new_cache(tiny_config("llama"))
@@ -291,23 +261,6 @@ def test_keys_cannot_be_replaced_by_another_tensor(new_cache: NewCache) -> None:
 
 
 # ---- crop -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("argument", [-1, -3, -10, -12, 0])
-def test_crop_forgets_the_last_tokens(argument: int, new_cache: NewCache) -> None:
-    """Negative arguments remove tokens as DynamicCache does, and the next update follows on."""
-    if argument == 0 and VERSION < (5, 0):
-        pytest.skip("before 5.x crop(0) empties a cache: test_crop_to_a_length has it")
-    config = tiny_config("llama")
-    expected, cache = dynamic_cache(config), new_cache(config)
-    for each in (expected, cache):
-        _append(each, 12)
-        each.crop(argument)
-    assert 12 + argument == cache.get_seq_length()
-    assert_same_contents(expected, cache)
-    for each in (expected, cache):
-        _append(each, 2, seed=5)
-    assert_same_contents(expected, cache)
 
 
 @pytest.mark.parametrize("argument", [0, 5, 12, 50])
@@ -337,68 +290,6 @@ def test_crop_accepts_a_tensor_as_transformers_passes_it(new_cache: NewCache) ->
     _append(cache, 40, seed=1)
     assert type(cache.get_seq_length(1)) is int
     assert cache.get_seq_length(1) == 44
-
-
-def test_crop_before_the_first_update_does_nothing(new_cache: NewCache) -> None:
-    """Rolling back an empty cache is no error."""
-    cache = new_cache(tiny_config("llama"))
-    cache.crop(-1)
-    assert cache.get_seq_length() == 0
-
-
-def test_crop_within_the_window_needs_no_recording(new_cache: NewCache) -> None:
-    """While a sliding layer's window is not full, it can be rolled back on every release."""
-    config = tiny_config("mistral")
-    expected, cache = dynamic_cache(config), new_cache(config)
-    for each in (expected, cache):
-        _append(each, WINDOW - 1)
-        each.crop(-3)
-        _append(each, 2, seed=1)
-    assert_same_contents(expected, cache)
-
-
-@pytest.mark.parametrize("name", ["mistral", "gemma2"])
-def test_crop_beyond_the_window_without_recording_is_refused(
-    name: str, new_cache: NewCache
-) -> None:
-    """What a sliding layer has let go cannot come back: the release's error, nothing changed."""
-    config = tiny_config(name)
-    expected, cache = dynamic_cache(config), new_cache(config)
-    for each in (expected, cache):
-        _append(each, WINDOW + 4)
-    before = contents(cache)
-    with pytest.raises((ValueError, RuntimeError)) as theirs:
-        expected.crop(-2)
-    with pytest.raises(theirs.type, match="window"):
-        cache.crop(-2)
-    for old, new in zip(before, contents(cache), strict=True):
-        assert all(map(torch.equal, old, new))
-    assert [WINDOW + 4] * len(cache) == [cache.get_seq_length(i) for i in range(len(cache))]
-
-
-@pytest.mark.skipif(not RECORDS_PAST, reason="this release cannot record a window's past")
-@pytest.mark.parametrize("name", ["mistral", "gemma2"])
-@pytest.mark.parametrize("steps", [[(3, -2)], [(5, -5), (1, 0)], [(9, -1), (4, -4), (20, -7)]])
-def test_crop_of_a_recording_window_matches_dynamic_cache(
-    name: str, steps: list[tuple[int, int]], new_cache: NewCache
-) -> None:
-    """With past recording on, tokens beyond the window are undone as DynamicCache undoes them."""
-    config = tiny_config(name)
-    expected, cache = dynamic_cache(config), new_cache(config)
-    for each in (expected, cache):
-        each.activate_past_recording()
-        _append(each, WINDOW + 2)
-        each.crop(0)
-    assert_same_contents(expected, cache)
-    for seed, (num_tokens, argument) in enumerate(steps, 1):
-        theirs, ours = (_append(each, num_tokens, seed=seed) for each in (expected, cache))
-        for their, our in zip(theirs, ours, strict=True):
-            assert all(map(torch.equal, their, our))
-        assert_same_contents(expected, cache)
-        expected.crop(argument)
-        cache.crop(argument)
-        assert_same_contents(expected, cache)
-        assert expected.get_seq_length() == cache.get_seq_length()
 
 
 @pytest.mark.skipif(not RECORDS_PAST, reason="this release cannot record a window's past")
@@ -639,34 +530,6 @@ def test_reset_allows_another_shape_and_dtype(new_cache: NewCache) -> None:
     assert torch.equal(keys + 1, returned[1])
 
 
-def test_a_smaller_batch_after_all_was_undone_has_only_its_own_rows(new_cache: NewCache) -> None:
-    """What a larger one had is parked, and does not grow with it."""
-    config = tiny_config("llama")
-    expected, cache = dynamic_cache(config), new_cache(config)
-    _append(cache, 100, batch_size=8)
-    cache.crop(-100)
-    assert cache.stats().num_sequences == 0
-    for each in (expected, cache):
-        _append(each, 300, batch_size=2)
-    assert _used_bytes(cache, 2) == cache.stats().used_bytes
-    assert_same_contents(expected, cache)
-
-
-def test_select_parks_the_memory_of_dropped_entries(new_cache: NewCache) -> None:
-    """A smaller batch uses less, and what it no longer needs waits for the next entry."""
-    cache = new_cache(tiny_config("llama"))
-    _append(cache, 640, batch_size=4)
-    before = cache.stats()
-    cache.batch_select_indices(torch.tensor([2]))
-    after = cache.stats()
-    assert before.used_bytes == 4 * after.used_bytes
-    assert after.parked_bytes > 0
-    cache.batch_repeat_interleave(4)  # Forks, which need none of it.
-    repeated = cache.stats()
-    assert repeated.resident_bytes < before.resident_bytes
-    assert repeated.shared_bytes > 0
-
-
 # ---- encoder-decoder --------------------------------------------------------------------------
 
 
@@ -680,19 +543,6 @@ def test_encoder_decoder_pair_is_two_virtual_caches(new_cache: NewCache) -> None
     assert cache.cross_attention_cache.layers[0].keys.shape == (2, 4, 13, 8)
     cache.crop(-2)
     assert cache.get_seq_length() == 4
-
-
-def test_encoder_decoder_pair_follows_the_batch(new_cache: NewCache) -> None:
-    """Both parts are repeated, selected and reordered together."""
-    model = tiny_model("t5")
-    inputs = prompt("t5", batch_size=2)
-    caches = dynamic_cache(model.config), new_cache(model.config)
-    for cache in caches:
-        generate(model, inputs, cache, max_new_tokens=6)
-        cache.batch_repeat_interleave(3)
-        cache.reorder_cache(torch.tensor([5, 4, 3, 2, 1, 0]))
-        cache.batch_select_indices(torch.tensor([1, 3]))
-    assert_same_contents(*caches)
 
 
 # ---- refusals ---------------------------------------------------------------------------------
@@ -961,20 +811,6 @@ def test_exhausted_budget_while_the_batch_grows_changes_nothing() -> None:
     assert BackendUsage() == backend.usage()
 
 
-def test_exhausted_budget_is_met_by_a_whole_model() -> None:
-    """A prompt too long for the budget raises through `generate`; a shorter one then works."""
-    model = tiny_model("llama")
-    backend = HostBackend(4 * KiB)
-    with VMKVCache(model.config, backend=backend, budget_bytes=12 * 4 * KiB) as cache:
-        with pytest.raises(OutOfPagesError):
-            generate(model, prompt("llama", num_tokens=400), cache)
-        cache.reset()
-        inputs = prompt("llama")
-        expected = generate(model, inputs, dynamic_cache(model.config))
-        assert expected.tolist() == generate(model, inputs, cache).tolist()
-    assert BackendUsage() == backend.usage()
-
-
 @pytest.mark.parametrize("layer", [0, 2])
 def test_max_tokens_exceeded_leaves_the_sequence_usable(layer: int, new_cache: NewCache) -> None:
     """The row ends where it was told to; tokens up to there still fit."""
@@ -1014,22 +850,6 @@ def test_deepcopy_has_memory_of_its_own(name: str, new_cache: NewCache) -> None:
         del layer
     assert cache.get_seq_length() == 21
     _append(cache, 1, seed=5)
-
-
-@pytest.mark.skipif(not RECORDS_PAST, reason="this release cannot record a window's past")
-def test_deepcopy_goes_on_recording_the_past(new_cache: NewCache) -> None:
-    """A copy of a recording cache can be rolled back beyond its window like the original."""
-    config = tiny_config("gemma2")
-    expected, cache = dynamic_cache(config), new_cache(config)
-    for each in (expected, cache):
-        each.activate_past_recording()
-        _append(each, WINDOW + 5)
-        each.crop(0)
-    with copy.deepcopy(cache) as twin:
-        for each in (expected, twin):
-            _append(each, 6, seed=1)
-            each.crop(-5)
-        assert_same_contents(expected, twin)
 
 
 def test_deepcopy_costs_what_is_used_not_what_is_reserved(new_cache: NewCache) -> None:
@@ -1091,15 +911,6 @@ def test_use_after_close_is_refused(use: str, new_cache: NewCache) -> None:
     cache.close()
     cache.close()
     assert cache.is_closed
-    with pytest.raises(ClosedError):
-        _USES[use](cache)
-
-
-@pytest.mark.parametrize("use", ["update", "crop", "reset", "deepcopy"])
-def test_use_after_close_is_refused_for_an_unused_cache(use: str, new_cache: NewCache) -> None:
-    """A cache that was closed before its first update is closed as well."""
-    cache = new_cache(tiny_config("gemma2"))
-    cache.close()
     with pytest.raises(ClosedError):
         _USES[use](cache)
 
@@ -1169,50 +980,3 @@ def test_unclosed_cache_that_was_never_used_holds_nothing() -> None:
         gc.collect()
     assert BackendUsage() == backend.usage()
     backend.close()
-
-
-def test_closed_cache_does_not_warn(new_cache: NewCache) -> None:
-    """A cache that was closed is dropped in silence (warnings are errors here)."""
-    cache = VMKVCache(tiny_config("llama"), backend=HostBackend(4 * KiB))
-    _append(cache, 3)
-    cache.close()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        del cache
-        gc.collect()
-    assert not [each for each in caught if each.category is ResourceWarning]
-
-
-# ---- statistics -------------------------------------------------------------------------------
-
-
-def test_stats_add_up(new_cache: NewCache) -> None:
-    """Used within resident within reserved; the numbers are those of the tokens."""
-    cache = new_cache(tiny_config("llama"))
-    empty = cache.stats()
-    assert 0 == empty.used_bytes == empty.resident_bytes == empty.reserved_bytes
-    _append(cache, 50)
-    stats = cache.stats()
-    token_bytes = 3 * 2 * HEADS * WIDTH * 4  # layers * (K and V) * heads * width * float32
-    assert 2 * 50 * token_bytes == stats.used_bytes
-    assert stats.used_bytes <= stats.resident_bytes <= stats.reserved_bytes
-    assert stats.parked_bytes == 0
-    assert stats.num_sequences == 2
-    assert stats.driver_calls["mem_create"] > 0
-    assert stats.driver_calls["mem_map"] > 0
-    with pytest.raises(AttributeError):
-        stats.used_bytes = 0
-
-
-def test_trim_gives_parked_memory_back(new_cache: NewCache) -> None:
-    """`trim` returns what no token needs, and the cache goes on afterwards."""
-    cache = new_cache(tiny_config("llama"))
-    _append(cache, 200)
-    cache.reset()
-    parked_bytes = cache.stats().parked_bytes
-    assert parked_bytes > 0
-    assert parked_bytes <= cache.trim()
-    assert cache.stats().resident_bytes == 0
-    _append(cache, 20)
-    assert cache.get_seq_length() == 20
-    cache.check()

@@ -21,7 +21,6 @@ from helpers.recorded import SYNCS, recorded
 from helpers.tiny_models import (
     VERSION,
     VOCABULARY,
-    assert_same_contents,
     dynamic_cache,
     forward,
     generate,
@@ -36,11 +35,10 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import _disable_current_modes
 
 import vmkv
-from vmkv import ClosedError, ConfigError, HostBackend, OutOfPagesError, VMKVCache
+from vmkv import ClosedError, ConfigError, VMKVCache
 from vmkv.attention import get
 from vmkv.step.graphs import StepGraphs
 from vmkv.step.joined_layers import SiblingLinear
-from vmkv.units import KiB
 
 NewCache = Callable[..., Any]
 NEW_TOKENS = 20
@@ -265,26 +263,6 @@ def test_captured_steps_mix_with_any_other_use_of_the_cache(
     for theirs, ours in zip(reference.layers, cache.layers, strict=True):
         torch.testing.assert_close(theirs.keys, ours.keys, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(theirs.values, ours.values, atol=1e-4, rtol=1e-4)
-
-
-def test_a_cache_serves_one_call_after_another(
-    captured: Callable[..., Any], new_cache: NewCache
-) -> None:
-    """After a reset, with more rows and fewer, and going on from what it holds."""
-    model, capture = captured()
-    plain = tiny_model("llama")
-    cache = new_cache(model.config, max_batch_size=4)
-    for kind in ("padded", "one", "three", "padded"):
-        cache.reset()
-        inputs = INPUTS[kind]()
-        expected = generate(plain, inputs, dynamic_cache(plain.config))
-        assert expected.tolist() == generate(model, inputs, cache).tolist()
-    more = {"input_ids": torch.cat([expected, _tokens(3, 3)], 1)}
-    more["attention_mask"] = torch.ones_like(more["input_ids"])
-    more["attention_mask"][:, : inputs["attention_mask"].shape[1]] = inputs["attention_mask"]
-    expected = generate(plain, more, dynamic_cache(plain.config))
-    assert expected.tolist() == generate(model, more, cache).tolist()
-    assert 5 * (NEW_TOKENS - 1) == capture.num_steps
 
 
 def test_layers_of_other_shapes_are_found_where_they_are_moved(
@@ -606,43 +584,6 @@ def test_steps_read_nothing_back(
     assert 8 == capture.num_steps
 
 
-def test_memory_is_that_of_the_model_itself(captured: Callable[..., Any]) -> None:
-    """The same pages, and the same driver calls to get them."""
-    model, capture = captured()
-    inputs, options = left_padded_prompt(), {"max_new_tokens": 60}
-    stats = []
-    for each in (tiny_model("llama"), model):
-        with VMKVCache(each.config) as cache:
-            generate(each, inputs, cache, **options)
-            stats.append(cache.stats())
-    assert 59 == capture.num_steps
-    expected, actual = stats
-    assert expected.resident_bytes == actual.resident_bytes
-    assert expected.driver_calls["mem_map"] == actual.driver_calls["mem_map"]
-
-
-def test_growth_that_fails_changes_nothing(
-    captured: Callable[..., Any], new_cache: NewCache
-) -> None:
-    """Out of pages: as from the model itself, and the cache goes on when there are some."""
-    model, capture = captured()
-    memory = {"backend": HostBackend(4 * KiB), "budget_bytes": 24 * KiB}
-    cache = new_cache(model.config, max_tokens=512, **memory)
-    _step(model, cache, _tokens(5))
-    num_tokens = 64  # That is what two pages of a layer hold.
-    for at in range(5, num_tokens):
-        _step(model, cache, _tokens(1, seed=at))
-    assert num_tokens - 5 == capture.num_steps
-    with pytest.raises(OutOfPagesError):
-        _step(model, cache, _tokens(1))
-    assert num_tokens - 5 == capture.num_steps
-    assert [num_tokens] * len(cache.layers) == [each.get_seq_length() for each in cache.layers]
-    cache.check()
-    cache.crop(-2)
-    _step(model, cache, _tokens(1))
-    assert num_tokens - 1 == cache.get_seq_length()
-
-
 # ---- the end ----------------------------------------------------------------------------------
 
 
@@ -717,16 +658,3 @@ def test_parameters_that_moved_are_noticed(
     expected = generate(model, inputs, dynamic_cache(model.config))
     assert expected.tolist() == generate(model, inputs, cache).tolist()
     assert known.is_closed
-
-
-def test_contents_are_those_that_the_model_itself_leaves(
-    captured: Callable[..., Any], new_cache: NewCache
-) -> None:
-    """Bit by bit, before the first attention has rounded."""
-    model, _ = captured("mistral")
-    plain, inputs = tiny_model("mistral"), left_padded_prompt()
-    expected, actual = dynamic_cache(plain.config), new_cache(model.config)
-    generate(plain, inputs, expected)
-    generate(model, inputs, actual)
-    del expected.layers[1:], actual.layers[1:]
-    assert_same_contents(expected, actual)

@@ -127,20 +127,6 @@ def test_left_padding_matches_dynamic_cache(
     _assert_same_bits(name, expected_cache, cache)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_generate_with_default_memory_matches_dynamic_cache(name: str) -> None:
-    """With nothing but the config given, as in the README, the tokens are the same."""
-    model = _served(name)
-    inputs = prompt(name)
-    expected = generate(model, inputs, dynamic_cache(model.config))
-    cache = make_cache(model.config)
-    try:
-        assert expected.tolist() == generate(model, inputs, cache).tolist()
-    finally:
-        for part in parts_of(cache):
-            part.close()
-
-
 @pytest.mark.parametrize("attention", ["eager", "sdpa", "vmkv"])
 def test_generate_under_autocast_matches_dynamic_cache(attention: str, new_cache: NewCache) -> None:
     """Of weights in float32 keys come in float32, after rotary embeddings, and values do not."""
@@ -153,21 +139,6 @@ def test_generate_under_autocast_matches_dynamic_cache(attention: str, new_cache
     assert logits[0].isfinite().all()
     for theirs, ours in zip(logits[:3], logits[3:], strict=True):
         torch.testing.assert_close(ours, theirs, atol=0.05, rtol=0.01)
-
-
-@pytest.mark.parametrize("layers_per_group", [1, 2, 64])
-@pytest.mark.parametrize("name", ["llama", "gemma2", "deepseek_v3", "gemma3n"])
-def test_layers_per_group_does_not_change_tokens(
-    name: str, layers_per_group: int, new_cache: NewCache
-) -> None:
-    """Interleaving layers in a token row, as on a GPU, gives the same tokens and contents."""
-    model = _served(name)
-    inputs = prompt(name, batch_size=2)
-    expected_cache = dynamic_cache(model.config)
-    cache = new_cache(model.config, layers_per_group=layers_per_group)
-    expected = generate(model, inputs, expected_cache, num_beams=4)
-    assert expected.tolist() == generate(model, inputs, cache, num_beams=4).tolist()
-    _assert_same_bits(name, expected_cache, cache)
 
 
 @pytest.mark.parametrize("name", DECODERS)
@@ -285,36 +256,6 @@ def test_assisted_decoding_matches_dynamic_cache(
     )
 
 
-@pytest.mark.parametrize("name", ROLLBACK_MODELS)
-def test_assisted_decoding_within_the_window_matches_dynamic_cache(
-    name: str, new_cache: NewCache
-) -> None:
-    """As long as no window is full, rollback works on every release."""
-    model = tiny_model(name)
-    _assert_same_rollback(
-        model,
-        prompt(name, num_tokens=2),
-        new_cache,
-        assistant_model=tiny_model("llama", seed=5),  # Of another mind: it is always wrong.
-        max_new_tokens=5,
-    )
-
-
-@pytest.mark.parametrize("name", ROLLBACK_MODELS)
-def test_prompt_lookup_matches_dynamic_cache(name: str, new_cache: NewCache) -> None:
-    """Guesses looked up in the prompt give the same tokens."""
-    tokens = prompt(name, num_tokens=5)["input_ids"].repeat(1, 3)
-    inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
-    _assert_same_rollback(
-        tiny_model(name),
-        inputs,
-        new_cache,
-        prompt_lookup_num_tokens=3,
-        max_new_tokens=30,
-        eos_token_id=VOCABULARY,  # Never said; 4.57 cannot look up without one.
-    )
-
-
 # ---- caches that live longer than one call ----------------------------------------------------
 
 
@@ -345,85 +286,6 @@ def test_prefilled_cache_matches_dynamic_cache(name: str, new_cache: NewCache) -
             forward(model, tokens[:, :11], cache)
         results.append(generate(model, _prompt_of(tokens), cache).tolist())
     assert results[0] == results[1]
-
-
-@pytest.mark.parametrize("name", DECODERS)
-def test_deepcopy_of_a_prefilled_cache_continues_independently(
-    name: str, new_cache: NewCache
-) -> None:
-    """Two continuations of copies of one prefix neither disturb each other nor the prefix."""
-    model = _served(name)
-    prefix = prompt(name, num_tokens=12)["input_ids"]
-    endings = [prompt(name, num_tokens=n, seed=n)["input_ids"] for n in (4, 6)]
-    expected_prefix, cached_prefix = dynamic_cache(model.config), new_cache(model.config)
-    with torch.no_grad():
-        forward(model, prefix, expected_prefix)
-        forward(model, prefix, cached_prefix)
-    before = contents(cached_prefix)
-    copies = []
-    for ending in endings:
-        inputs = _prompt_of(torch.cat([prefix, ending], dim=1))
-        expected_cache = copy.deepcopy(expected_prefix)
-        copies.append(copy.deepcopy(cached_prefix))
-        assert (
-            generate(model, inputs, expected_cache).tolist()
-            == generate(model, inputs, copies[-1]).tolist()
-        )
-        _assert_same_bits(name, expected_cache, copies[-1])
-    after = contents(cached_prefix)
-    for old, new in zip(before, after, strict=True):
-        assert old is None or all(map(torch.equal, old, new))
-    for each in copies:
-        each.close()
-
-
-@pytest.mark.parametrize("name", DECODERS)
-def test_second_turn_matches_dynamic_cache(name: str, new_cache: NewCache) -> None:
-    """The cache of one answer, with more tokens behind it, serves the next one."""
-    model = _served(name)
-    results = []
-    for cache in (dynamic_cache(model.config), new_cache(model.config)):
-        tokens = prompt(name, batch_size=2)["input_ids"]
-        for turn in range(3):
-            answer = generate(model, _prompt_of(tokens), cache, max_new_tokens=7)
-            question = prompt(name, batch_size=2, num_tokens=5, seed=turn)["input_ids"]
-            tokens = torch.cat([answer, question], dim=1)
-        results.append(tokens.tolist())
-    assert results[0] == results[1]
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma2", "deepseek_v3"])
-def test_prefilled_cache_repeated_for_several_sequences_matches_dynamic_cache(
-    name: str, new_cache: NewCache
-) -> None:
-    """A prefix of batch one, repeated by hand, serves several returned sequences."""
-    model = _served(name)
-    tokens = prompt(name, num_tokens=17)["input_ids"]
-    results = []
-    for cache in (dynamic_cache(model.config), new_cache(model.config)):
-        with torch.no_grad():
-            forward(model, tokens[:, :11], cache)
-        cache.batch_repeat_interleave(4)
-        output = generate(model, _prompt_of(tokens), cache, do_sample=True, num_return_sequences=4)
-        results.append(output.tolist())
-    assert results[0] == results[1]
-    assert len({tuple(row) for row in results[0]}) > 1
-
-
-@pytest.mark.parametrize("name", DECODERS)
-def test_reset_cache_serves_another_batch(name: str, new_cache: NewCache) -> None:
-    """After `reset` a cache is as good as new, for a batch of another size too."""
-    model = _served(name)
-    cache = new_cache(model.config)
-    # transformers' linear layers keep their batch size over a reset (5.23: zero_() in place).
-    batch_sizes = (2, 2, 2) if name == "qwen3_next" else (2, 1, 4)
-    for batch_size, num_tokens in zip(batch_sizes, (13, 20, 5), strict=True):
-        inputs = prompt(name, batch_size=batch_size, num_tokens=num_tokens)
-        expected_cache = dynamic_cache(model.config)
-        expected = generate(model, inputs, expected_cache)
-        assert expected.tolist() == generate(model, inputs, cache).tolist()
-        _assert_same_bits(name, expected_cache, cache)
-        cache.reset()
 
 
 @pytest.mark.parametrize("name", ENCODER_DECODER)

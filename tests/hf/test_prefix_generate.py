@@ -29,7 +29,6 @@ from vmkv import (
     ConfigError,
     ExtentPool,
     HostBackend,
-    OutOfPagesError,
     RaggedCache,
 )
 from vmkv.cache.prefix import BLOCK_TOKENS
@@ -354,20 +353,6 @@ def test_custom_generate_takes_a_cache(new_cache: NewCache) -> None:
     assert sum(map(len, PROMPTS)) == _num_prefilled(sizes, len(PROMPTS))
 
 
-@pytest.mark.parametrize(
-    "options", [{"repetition_penalty": 1.7}, {"no_repeat_ngram_size": 2}, {"max_new_tokens": 1}]
-)
-def test_settings_mean_what_they_mean_without_a_cache(
-    options: dict[str, Any], new_cache: NewCache
-) -> None:
-    """Processors see whole prompts, found or computed; one token is no special case."""
-    model = tiny_model("llama")
-    cache = new_cache(model)
-    expected = [_alone(model, prompt, **options) for prompt in PROMPTS]
-    for _ in range(2):
-        assert expected == _generate(model, PROMPTS, cache=cache, **options)
-
-
 def test_sequences_end_early_and_are_found_as_far_as_they_got(new_cache: NewCache) -> None:
     """An end-of-sequence token parks a row in mid-decode, with what it has said."""
     model = tiny_model("llama")
@@ -407,42 +392,6 @@ def test_a_streamer_gets_all_of_a_prompt_that_was_found(new_cache: NewCache) -> 
         assert expected == streamer.got
 
 
-# ---- too little room ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
-def test_a_small_budget_evicts_and_stays_right(name: str) -> None:
-    """Twenty prompts, of which memory holds some: old rows give way, whatever is found is right."""
-    model = tiny_model(name)
-    backend = HostBackend(4 * KiB)
-    pool = ExtentPool(backend, 160 * 4 * KiB)  # Three long prompts.
-    prompts = [_tokens(150, seed) + _tokens(20, 9) for seed in range(10)]
-    expected = [_alone(model, prompt) for prompt in prompts]
-    with RaggedCache(model.config, pool=pool) as cache:
-        for turn in (0, 1, 1, 0, 2, 3, 4, 3, 5, 6, 7, 8, 9, 9, 0, 1, 2):
-            assert [expected[turn]] == _generate(model, [prompts[turn]], cache=cache)
-            cache.check()
-        stats = cache.stats()
-        assert stats.num_prefix_hits >= 3
-        assert stats.num_prefix_misses >= 10
-        assert pool.stats().resident_bytes <= 160 * 4 * KiB
-    pool.close()
-    assert BackendUsage() == backend.usage()
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
-@pytest.mark.parametrize("num_rows", [1, 2, 5])
-def test_a_call_may_take_every_row(name: str, num_rows: int, new_cache: NewCache) -> None:
-    """Where there are no rows to keep anything in, what is found is lost, and nothing else."""
-    model = tiny_model(name)
-    cache = new_cache(model, max_batch_size=num_rows)
-    prompts = [SYSTEM[:40] + _tokens(60, seed) for seed in range(num_rows)]
-    others = [SYSTEM[:40] + _tokens(60, 10 + seed) for seed in range(num_rows)]
-    for each in (prompts, others, others, [others[-1] + [5]], prompts):
-        _assert_exact(model, each, cache=cache)
-        cache.check()
-
-
 # ---- errors on the way --------------------------------------------------------------------------
 
 
@@ -478,25 +427,6 @@ def test_an_error_ends_the_sequences_and_leaves_the_cache(name: str, new_cache: 
     if cache.has_windows:  # Some have passed the end of a last whole block.
         known = len(PROMPTS) * SHARED_TOKENS
     assert sum(map(len, PROMPTS)) - known >= _num_prefilled(sizes, len(PROMPTS))
-
-
-@pytest.mark.parametrize("max_num_batched_tokens", [8192, 64])
-def test_too_small_a_budget_is_an_error_that_leaves_the_cache(max_num_batched_tokens: int) -> None:
-    """In the first pass, when nothing is bound yet, and in later ones; then less still fits."""
-    model = tiny_model("llama")
-    backend = HostBackend(4 * KiB)
-    pool = ExtentPool(backend, 30 * 4 * KiB)
-    with RaggedCache(model.config, pool=pool) as cache:
-        for _ in range(2):
-            prompts = [_tokens(200, seed) for seed in range(8)]
-            options = {"max_num_batched_tokens": max_num_batched_tokens}
-            with pytest.raises(OutOfPagesError):
-                _generate(model, prompts, cache=cache, **options)
-            assert cache.stats().num_sequences == 0
-            cache.check()
-            _assert_exact(model, [STRANGER, STRANGER], cache=cache)
-    pool.close()
-    assert BackendUsage() == backend.usage()
 
 
 def test_nothing_from_before_a_trim_is_found(new_cache: NewCache) -> None:

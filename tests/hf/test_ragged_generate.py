@@ -36,7 +36,6 @@ from transformers.generation.streamers import BaseStreamer
 import vmkv
 from vmkv import BackendUsage, ConfigError, ExtentPool, HostBackend, OutOfPagesError
 from vmkv.hf import generation
-from vmkv.step import row_attention
 from vmkv.units import KiB, MiB
 
 FAMILIES = (
@@ -129,16 +128,6 @@ def test_a_model_that_attends_through_vmkv_already_is_left_so(pool: ExtentPool) 
     assert model.config._attn_implementation == "vmkv"
 
 
-def test_a_second_call_reuses_memory_but_not_its_contents(pool: ExtentPool) -> None:
-    """Other prompts over the first call's dirty pages, and other models, are exact too."""
-    others = _prompts(3, 25, 8, seed=5)
-    for name in ("llama", "gemma2", "llama"):
-        model = tiny_model(name)
-        assert _expected(name) == _generate(model, PROMPTS, pool)
-        expected = [_alone(model, prompt) for prompt in others]
-        assert expected == _generate(model, others, pool, max_num_batched_tokens=5)
-
-
 # ---- rows that end early ------------------------------------------------------------------------
 
 
@@ -211,44 +200,6 @@ def test_a_row_is_free_as_soon_as_its_sequence_ends(
         assert after.used_bytes < before.used_bytes
         assert after.resident_bytes == before.resident_bytes
     assert cache.ends[-1][2].num_sequences == cache.ends[-1][2].used_bytes == 0
-
-
-@pytest.fixture
-def no_faults(watched: list[_Watched], monkeypatch: pytest.MonkeyPatch) -> None:
-    """An append to pages that are not mapped fails the test, rather than the process."""
-
-    def append(*arguments: Any) -> None:
-        if not watched:  # The proof has a cache of its own.
-            ragged_append(*arguments)
-            return
-        (core,) = watched[-1].store.cores
-        for row, first, end, num_tokens, _ in arguments[4].spans:
-            for group in core.groups:
-                pages, geometry = group.table.rows[row], group.geometry
-                first_page = geometry.pages_for(num_tokens - (end - first) + 1) - 1
-                if first_page < pages.first_page or pages.end_page < geometry.pages_for(num_tokens):
-                    # Without a traceback, which would print (and so read) the tensors.
-                    pytest.fail("written where nothing is mapped", pytrace=False)
-        ragged_append(*arguments)
-
-    ragged_append = row_attention.append
-    monkeypatch.setattr(row_attention, "append", append)
-
-
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_oss"])
-@pytest.mark.parametrize("max_num_batched_tokens", [8192, 70])
-def test_prompts_of_many_pages_are_exact(
-    name: str,
-    max_num_batched_tokens: int,
-    pool: ExtentPool,
-    no_faults: None,
-) -> None:
-    """Prompts that span pages, most of which leave the window, are written and read right."""
-    model = tiny_model(name)
-    prompts = _prompts(300, 3, 150, seed=4)
-    expected = [_alone(model, prompt) for prompt in prompts]
-    options = {"max_num_batched_tokens": max_num_batched_tokens}
-    assert expected == _generate(model, prompts, pool, **options)
 
 
 def test_only_real_tokens_are_resident(pool: ExtentPool, watched: list[_Watched]) -> None:
@@ -327,37 +278,6 @@ class _Forbids(LogitsProcessor):
         return scores
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"repetition_penalty": 1.7},
-        {"no_repeat_ngram_size": 1},
-        {"bad_words_ids": [[5], [7, 8], [15]]},
-        {"suppress_tokens": list(range(10, 60))},
-        {"begin_suppress_tokens": list(range(50))},
-        {"forced_eos_token_id": 9},
-        {"sequence_bias": [[[5], 6.0], [[15, 9], -8.0]]},
-    ],
-    ids=lambda options: next(iter(options)),
-)
-def test_logits_processors_are_honoured(options: dict[str, Any], pool: ExtentPool) -> None:
-    """Each setting changes some prompt's tokens, and to what they are alone."""
-    model = tiny_model("llama")
-    expected = [_alone(model, prompt, **options) for prompt in PROMPTS]
-    assert expected != _expected("llama"), "the setting does nothing: the test proves nothing"
-    assert expected == _generate(model, PROMPTS, pool, **options)
-
-
-def test_min_new_tokens_is_honoured_while_others_end(pool: ExtentPool) -> None:
-    """No sequence ends before its minimum, though it would have."""
-    model = tiny_model("llama")
-    ends, lengths = _ends_early("llama")
-    options = {"eos_token_id": ends, "min_new_tokens": 5}
-    assert min(lengths) < 5
-    expected = [_alone(model, prompt, **options) for prompt in PROMPTS]
-    assert expected == _generate(model, PROMPTS, pool, **options)
-
-
 def test_a_custom_logits_processor_sees_the_whole_batch(pool: ExtentPool) -> None:
     """It is called with every row, ended ones included, because it may keep state per row."""
     model = tiny_model("llama")
@@ -413,32 +333,6 @@ def test_stopping_criteria_end_each_row_on_its_own(
 # ---- sampling -----------------------------------------------------------------------------------
 
 
-def test_seeded_sampling_is_reproducible(pool: ExtentPool) -> None:
-    """The same seed gives the same tokens, another one others."""
-    model = tiny_model("llama")
-    drawn = []
-    for seed in (1, 1, 2):
-        torch.manual_seed(seed)
-        drawn.append(_generate(model, PROMPTS, pool, do_sample=True, temperature=2.0))
-    assert drawn[0] == drawn[1] != drawn[2]
-
-
-def test_sampled_tokens_are_among_the_top_k(pool: ExtentPool) -> None:
-    """Every sampled token is one of the k likeliest after what came before it."""
-    model = tiny_model("gemma2")
-    torch.manual_seed(0)
-    drawn = _generate(model, PROMPTS, pool, do_sample=True, top_k=3, temperature=5.0)
-    ranks = Counter()
-    for tokens, prompt in zip(drawn, PROMPTS, strict=True):
-        with torch.no_grad():
-            logits = model(torch.tensor([tokens]), use_cache=False).logits[0]
-        for at in range(len(prompt), len(tokens)):
-            likeliest = logits[at - 1].topk(3).indices.tolist()
-            assert tokens[at] in likeliest
-            ranks[likeliest.index(tokens[at])] += 1
-    assert set(ranks) == {0, 1, 2}
-
-
 def test_sampled_tokens_follow_the_models_distribution(pool: ExtentPool) -> None:
     """Over 1,000 rows of one prompt, frequencies are within four deviations of softmax."""
     model, count = tiny_model("llama"), 1000
@@ -476,15 +370,6 @@ class _Collects(BaseStreamer):
 
     def end(self) -> None:
         self.num_ends += 1
-
-
-def test_a_streamer_gets_every_new_token(pool: ExtentPool) -> None:
-    """Tokens come one by one, each once and in order, and then the end."""
-    model, streamer = tiny_model("llama"), _Collects()
-    _generate(model, PROMPTS[:1], pool, streamer=streamer)
-    new = [[token] for token in _expected("llama")[0][len(PROMPTS[0]) :]]
-    assert new == streamer.got[-NEW_TOKENS:]
-    assert streamer.num_ends == 1
 
 
 def test_a_streamer_gets_what_transformers_gives_it(pool: ExtentPool) -> None:
@@ -683,29 +568,6 @@ def test_too_small_a_budget_is_an_error_that_gives_everything_back(
     assert _expected("llama")[:2] == _generate(model, PROMPTS[:2], pool)
     pool.close()
     assert BackendUsage() == backend.usage()
-
-
-class _Fails(LogitsProcessor):
-    """Raises in its third step."""
-
-    def __init__(self) -> None:
-        self.num_calls = 0
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.num_calls += 1
-        if self.num_calls == 3:
-            raise ZeroDivisionError
-        return scores
-
-
-def test_an_error_of_the_callers_gives_everything_back(pool: ExtentPool) -> None:
-    """Whatever is raised in the loop leaves neither memory nor the attention behind."""
-    model = tiny_model("llama")
-    with pytest.raises(ZeroDivisionError):
-        _generate(model, PROMPTS, pool, logits_processor=LogitsProcessorList([_Fails()]))
-    assert model.config._attn_implementation == "eager"
-    assert pool.stats().resident_bytes == 0
-    assert _expected("llama") == _generate(model, PROMPTS, pool)
 
 
 def test_every_part_of_a_model_attends_as_before_afterwards(pool: ExtentPool) -> None:

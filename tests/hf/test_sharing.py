@@ -18,11 +18,9 @@ from helpers.tiny_models import (
     tiny_model,
 )
 
-from vmkv import ConfigError, HostBackend
-from vmkv.units import KiB
+from vmkv import ConfigError
 
 NewCache = Callable[..., Any]
-PAGE = 4 * KiB
 
 
 def _append(caches: list[Any], num_tokens: int, *, batch_size: int, seed: int = 0) -> None:
@@ -90,26 +88,6 @@ def test_repeated_entries_are_forks(new_cache: NewCache) -> None:
     assert_same_contents(expected, cache)
 
 
-def test_crop_into_what_is_shared_and_go_on(new_cache: NewCache) -> None:
-    """Copy-on-write below transformers: what a twin still sees is not overwritten."""
-    cache, expected = new_cache(tiny_config("llama")), dynamic_cache(tiny_config("llama"))
-    _append([cache, expected], 3200, batch_size=2)
-    with copy.deepcopy(cache) as twin:
-        unchanged = copy.deepcopy(expected)
-        assert twin.stats().sharing.num_forks == 2
-        for each in (cache, expected):
-            each.crop(-1700)
-        _append([cache, expected], 20, batch_size=2, seed=3)
-        assert_same_contents(expected, cache)
-        assert_same_contents(unchanged, twin)
-        for each in (twin, unchanged):
-            each.crop(-900)
-        _append([twin, unchanged], 5, batch_size=2, seed=4)
-        assert_same_contents(unchanged, twin)
-        assert_same_contents(expected, cache)
-        cache.check()
-
-
 @torch.no_grad()
 def test_a_prompt_cache_serves_many_continuations(new_cache: NewCache) -> None:
     """As transformers documents how to reuse a prompt: a copy of its cache for each."""
@@ -130,19 +108,6 @@ def test_a_prompt_cache_serves_many_continuations(new_cache: NewCache) -> None:
             assert twin.stats().sharing.copied_bytes < 0.2 * one
 
 
-def test_the_pool_holds_a_prompt_once_for_all_copies(new_cache: NewCache) -> None:
-    """Six copies of a prompt of 3200 tokens take one prompt and six tails."""
-    cache = new_cache(tiny_config("llama"))
-    _append([cache], 3200, batch_size=1)
-    pool = cache._store.cores[0].pool
-    one = pool.stats().resident_bytes
-    twins = [copy.deepcopy(cache) for _ in range(6)]
-    assert pool.stats().resident_bytes < 1.5 * one
-    for twin in twins:
-        twin.close()
-    assert pool.stats().resident_bytes == one
-
-
 @pytest.mark.parametrize("method", ["reorder_cache", "batch_select_indices"])
 def test_one_layer_cannot_be_rearranged(method: str, new_cache: NewCache) -> None:
     """All layers of an entry lie in one row; the error says whom to ask."""
@@ -151,21 +116,3 @@ def test_one_layer_cannot_be_rearranged(method: str, new_cache: NewCache) -> Non
     with pytest.raises(ConfigError, match="call it on the cache"):
         getattr(cache.layers[0], method)(torch.tensor([1, 0]))
     cache.check()
-
-
-def test_reorder_without_memory_for_the_boundary_changes_nothing() -> None:
-    """Out of pages in a step of a beam search: the beams are as they were."""
-    from helpers.tiny_models import make_cache
-
-    backend = HostBackend(PAGE)
-    config = tiny_config("llama")
-    cache = make_cache(config, backend=backend, budget_bytes=4096 * PAGE)
-    expected = dynamic_cache(config)
-    _append([cache, expected], 10, batch_size=3)
-    pool = cache._store.cores[0].pool
-    pool.set_budget(pool.stats().created_bytes)
-    for each in (cache, expected):
-        each.reorder_cache(torch.tensor([2, 2, 0]))
-    assert_same_contents(expected, cache)
-    cache.check()
-    cache.close()

@@ -203,17 +203,6 @@ def test_assisted_decoding_matches_eager(name: str, means: str, new_cache: NewCa
     assert _expected(name, "alone", "greedy") == actual.tolist()
 
 
-def test_cropping_by_a_tensor_leaves_a_length_that_is_an_int(new_cache: NewCache) -> None:
-    """Assisted decoding of 5.17 crops by a tensor; lengths stay integers, known on the host."""
-    model = tiny_model("llama", "vmkv")
-    cache = new_cache(model.config)
-    with torch.no_grad():
-        forward(model, _unpadded()["input_ids"], cache)
-    cache.crop(torch.tensor(-2))
-    assert type(cache.get_seq_length()) is int
-    assert cache.get_seq_length() == 11
-
-
 @pytest.mark.parametrize("kind", ["padded", "unpadded"])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
 def test_prefill_in_chunks_matches_eager(name: str, kind: str, new_cache: NewCache) -> None:

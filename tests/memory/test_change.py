@@ -17,8 +17,6 @@ from vmkv.errors import DriverError
 from vmkv.memory import Extent, Mapping, PageTable, Placement, RowChange, change, check_pool
 from vmkv.testing import (
     FaultInjectingBackend,
-    Scenario,
-    check_every_call_can_fail,
     read_bytes,
     write_bytes,
 )
@@ -111,52 +109,6 @@ def test_exchange_puts_other_extents_behind_the_same_addresses(pool: ExtentPool)
     assert 2 * PAGE == pool.stats().free_bytes, "what was replaced is free again"
 
 
-def test_two_rows_take_over_each_others(pool: ExtentPool) -> None:
-    """A swap is one exchange of both: neither is lost on the way."""
-    table = _table(pool, [1, 0], [0, 1])
-    first, second = _mappings(table, 0), _mappings(table, 1)
-    exchange(
-        pool,
-        [
-            Exchange(table, 0, 0, first, _read_only(second)),
-            Exchange(table, 1, 0, second, _read_only(first)),
-        ],
-    )
-    check_pool(pool)
-    assert ([17, 18, 19], [1, 2, 3]) == (_reads(table, 0), _reads(table, 1))
-    assert 0 == pool.stats().free_bytes
-
-
-def test_exchange_may_shorten_a_run(pool: ExtentPool) -> None:
-    """At its end, fewer pages may come back than went."""
-    table = _table(pool, [0, 1, 1])
-    (fresh,) = pool.acquire([0])
-    old = _mappings(table, 0, 1)
-    exchange(pool, [Exchange(table, 0, 1, old, [(fresh, Access.READ_WRITE)])])
-    pool.disown([fresh])
-    check_pool(pool)
-    assert 2 == table.rows[0].end_page
-    write_bytes(pool.backend, table.page_address(0, 1), b"z" * PAGE)
-    assert [1, ord("z")] == _reads(table, 0)
-
-
-def test_exchange_may_lengthen_a_run(pool: ExtentPool) -> None:
-    """Nothing old, and new extents where the run ends; also where pages were retired from."""
-    table = _table(pool, [0, 0, 0], [1])
-    table.retire_back(0, 1, pool.reclaimer.new_fence())
-    new = _read_only(_mappings(table, 1))
-    exchange(pool, [Exchange(table, 0, 1, [], new)])
-    check_pool(pool)
-    assert [1, 17, 18] == _reads(table, 0)
-
-
-def test_exchange_of_nothing_is_nothing(pool: ExtentPool) -> None:
-    """No exchanges, no harm."""
-    table = _table(pool, [0, 1])
-    exchange(pool, [])
-    assert [1, 2, 3] == _reads(table, 0)
-
-
 def test_one_access_call_for_each_run_of_equal_access(pool: ExtentPool) -> None:
     """Read-only ones come first, then what is the row's own."""
     table = _table(pool, [1, 1], [0, 0])
@@ -193,16 +145,6 @@ def test_nothing_is_unmapped_before_the_device_is_done(
     assert [17, 18, 19] == _reads(table, 0)
 
 
-def test_old_extents_outlive_the_exchange_where_others_need_them(pool: ExtentPool) -> None:
-    """A fork that maps what was replaced reads on."""
-    table = _table(pool, [1], [1], [])
-    shared = _mappings(table, 0)
-    _map(table, 2, [mapping.extent for mapping in shared], Access.READ)
-    exchange(pool, [Exchange(table, 0, 0, shared, _read_only(_mappings(table, 1)))])
-    check_pool(pool)
-    assert ([17, 18], [1, 2]) == (_reads(table, 0), _reads(table, 2))
-
-
 def test_books_that_disagree_are_an_internal_error(pool: ExtentPool) -> None:
     """An exchange of what the row does not hold is our bug, and says so."""
     table = _table(pool, [0, 0], [0])
@@ -211,63 +153,6 @@ def test_books_that_disagree_are_an_internal_error(pool: ExtentPool) -> None:
 
 
 # ---- failing driver calls -----------------------------------------------------------------
-
-
-class _State:
-    """Three rows that rotate, and one that gets fresh memory, over a backend that fails."""
-
-    def __init__(self, backend: FaultInjectingBackend):
-        self.pool = ExtentPool(backend, 64 * PAGE)
-        self.table = _table(self.pool, [1, 0], [0, 1], [2], [0, 0])
-
-    def operation(self) -> None:
-        pool, table = self.pool, self.table
-        rows = [_mappings(table, row) for row in range(4)]
-        fresh = pool.acquire([0])
-        try:
-            exchange(
-                pool,
-                [
-                    Exchange(table, 0, 0, rows[0], _read_only(rows[1])),
-                    Exchange(table, 1, 0, rows[1], _read_only(rows[2])),
-                    Exchange(table, 2, 0, rows[2], _read_only(rows[0])),
-                    Exchange(table, 3, 1, rows[3][1:], [(fresh[0], Access.READ_WRITE)]),
-                ],
-            )
-        finally:
-            pool.disown(fresh)
-
-    def observe(self) -> object:
-        return [
-            (
-                _reads(self.table, row),
-                [
-                    (mapping.first_page, id(mapping.extent), mapping.access)
-                    for mapping in self.table.rows[row].mappings
-                ],
-            )
-            for row in range(4)
-        ]
-
-    def close(self) -> None:
-        self.table.close(lambda: False)
-        self.pool.close()
-
-
-@pytest.mark.parametrize("is_out_of_memory", [False, True], ids=["broken", "full"])
-def test_every_call_of_an_exchange_can_fail(is_out_of_memory: bool) -> None:
-    """The old comes back where it was, with the access it had: also what was unmapped already."""
-
-    def make_scenario(backend: FaultInjectingBackend) -> Scenario:
-        state = _State(backend)
-        return Scenario(state.operation, state.observe, lambda: check_pool(state.pool), state.close)
-
-    struck = check_every_call_can_fail(
-        lambda: HostBackend(PAGE), make_scenario, is_out_of_memory=is_out_of_memory
-    )
-    assert {"record_fence", "mem_unmap", "mem_map", "mem_set_access"} <= set(struck)
-    assert struck.count("mem_unmap") > 1
-    assert struck.count("mem_map") > 3
 
 
 def test_failure_and_failure_to_undo_it_is_said(

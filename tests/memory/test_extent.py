@@ -11,16 +11,6 @@ from vmkv.memory import Extent, size_classes
 from vmkv.units import Handle
 
 
-def test_size_classes_example_of_the_docstring() -> None:
-    """37 pages with 32-page extents at most are 32 + 4 + 1."""
-    assert [5, 2, 0] == list(size_classes(37, 5))
-
-
-def test_size_classes_of_nothing_is_nothing() -> None:
-    """Zero pages need no extent."""
-    assert [] == list(size_classes(0, 5))
-
-
 @given(st.integers(0, 5000), st.integers(0, 6))
 def test_size_classes_cover_exactly_and_descend(num_pages: int, largest_class: int) -> None:
     """The extents are exactly the pages, largest first, none too large."""

@@ -8,8 +8,7 @@ import pytest
 
 from vmkv import ExtentPool, HostBackend, InternalError, OutOfAddressSpaceError
 from vmkv.backend import Access, AccessOp, MapOp
-from vmkv.memory import PageTable, Placement, RowPages, check_pool
-from vmkv.testing import read_bytes, write_bytes
+from vmkv.memory import PageTable, Placement
 from vmkv.units import KiB
 
 PAGE = 4 * KiB
@@ -41,12 +40,6 @@ def test_table_larger_than_the_address_space_is_refused(pool: ExtentPool) -> Non
     assert [] == pool.page_tables
 
 
-def test_empty_row_has_an_empty_run() -> None:
-    """Everything is zero where nothing is mapped."""
-    pages = RowPages()
-    assert (0, 0, 0) == (pages.first_page, pages.end_page, pages.num_pages)
-
-
 def test_placement_is_one_access_for_its_run(pool: ExtentPool) -> None:
     """Extents of mixed size lie one after the other; access is granted once, to all."""
     table = PageTable(pool, num_rows=2, row_pages=8)
@@ -60,14 +53,6 @@ def test_placement_is_one_access_for_its_run(pool: ExtentPool) -> None:
         AccessOp(start, 5 * PAGE, Access.READ),
     ] == ops
     pool.disown(extents)
-
-
-def test_mappings_hold_their_extents(pool: ExtentPool) -> None:
-    """After the owner lets go the mapping alone keeps the memory."""
-    table = PageTable(pool, num_rows=1, row_pages=8)
-    _map(table, 0, 2, 0)
-    assert (0, 5) == (pool.stats().free_bytes, table.rows[0].num_pages)
-    check_pool(pool)
 
 
 @pytest.mark.parametrize("classes", [(), (0,), (1, 0, 2, 0)])
@@ -100,37 +85,6 @@ def test_row_grows_at_its_end_only(pool: ExtentPool) -> None:
     with pytest.raises(InternalError, match="ends at page 2, not at 3"):
         table.note_mapped(Placement(0, 3, extents), Access.READ_WRITE)
     pool.disown(extents)
-
-
-def test_retire_back_takes_whole_extents_only(pool: ExtentPool) -> None:
-    """An extent that begins before the page stays, for it is mapped whole."""
-    table = PageTable(pool, num_rows=1, row_pages=8)
-    _map(table, 0, 1, 1, 0)
-    table.retire_back(0, 3, pool.reclaimer.new_fence())
-    assert 4 == table.rows[0].end_page
-    pool.reclaimer.poll()
-    assert PAGE == pool.stats().free_bytes
-
-
-def test_retire_front_takes_whole_extents_only(pool: ExtentPool) -> None:
-    """An extent that the window still touches stays."""
-    table = PageTable(pool, num_rows=1, row_pages=8)
-    _map(table, 0, 1, 1, 0)
-    table.retire_front(0, 3, pool.reclaimer.new_fence())
-    assert (2, 5) == (table.rows[0].first_page, table.rows[0].end_page)
-    pool.reclaimer.poll()
-    assert 2 * PAGE == pool.stats().free_bytes
-
-
-def test_rows_are_separate_memory(pool: ExtentPool) -> None:
-    """What is written in one row appears in no other."""
-    table = PageTable(pool, num_rows=2, row_pages=2)
-    for row in range(2):
-        _map(table, row, 1)
-        write_bytes(pool.backend, table.page_address(row, 0), bytes([row + 1]) * 2 * PAGE)
-    for row in range(2):
-        data = read_bytes(pool.backend, table.page_address(row, 0), 2 * PAGE)
-        assert bytes([row + 1]) * 2 * PAGE == data
 
 
 def test_close_gives_everything_back(host: HostBackend, make_pool: MakePool) -> None:

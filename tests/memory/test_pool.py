@@ -6,8 +6,6 @@ machines/test_pool_machine.py's.
 
 from __future__ import annotations
 
-import random
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -51,65 +49,11 @@ def test_acquire_nothing_gives_nothing(pool: ExtentPool) -> None:
     assert 0 == pool.backend.calls["mem_create"]
 
 
-def test_acquire_reuses_free_extents_of_the_class(pool: ExtentPool) -> None:
-    """A steady state creates nothing."""
-    for _ in range(5):
-        extents = pool.acquire([1, 0, 1])
-        check_pool(pool)
-        pool.disown(extents)
-    assert 3 == pool.backend.calls["mem_create"]
-    assert 0 == pool.backend.calls["mem_release"]
-
-
-def test_acquire_spends_the_budget_to_the_last_page(make_pool: MakePool) -> None:
-    """Exactly the budget fits; one page more is `OutOfPagesError` and changes nothing."""
-    pool = make_pool(7)
-    extents = pool.acquire([2, 1, 0])
-    before = pool.stats()
-    with pytest.raises(OutOfPagesError) as caught:
-        pool.acquire([0])
-    error = caught.value
-    assert (PAGE, 0, 0) == (error.needed_bytes, error.free_bytes, error.retired_bytes)
-    assert before == pool.stats()
-    pool.disown(extents)
-
-
-def test_acquire_is_all_or_nothing(make_pool: MakePool) -> None:
-    """Half of what was asked for is never kept, whether reused or created."""
-    pool = make_pool(8)
-    held = pool.acquire([0, 0, 0, 0])
-    pool.disown(held[2:])
-    before = pool.stats()
-    with pytest.raises(OutOfPagesError) as caught:
-        pool.acquire([0, 0, 2, 0])  # 7 pages: two are free, four may be created.
-    assert (7 * PAGE, 6 * PAGE) == (caught.value.needed_bytes, caught.value.free_bytes)
-    assert before == pool.stats()
-    assert 2 == pool.count_free(0)
-    check_pool(pool)
-    pool.disown(held[:2])
-
-
 def test_out_of_pages_is_a_memory_error_that_says_what_to_do(make_pool: MakePool) -> None:
     """Generic code can catch it; a person can act on it."""
     pool = make_pool(1)
     with pytest.raises(MemoryError, match=r"needs 8 KiB, 4 KiB left .*raise budget_bytes"):
         pool.acquire([1])
-
-
-@pytest.mark.parametrize(
-    ("free_classes", "wanted"), [([3], [0] * 8), ([0] * 8, [3]), ([2, 2], [1, 1, 2])]
-)
-def test_acquire_converts_between_classes(
-    make_pool: MakePool, free_classes: list[int], wanted: list[int]
-) -> None:
-    """Free memory of one class serves any other: the pool cannot fragment."""
-    pool = make_pool(8)
-    pool.disown(pool.acquire(free_classes))
-    assert 8 * PAGE == pool.stats().free_bytes
-    extents = pool.acquire(wanted)
-    assert 8 * PAGE == pool.stats().resident_bytes
-    check_pool(pool)
-    pool.disown(extents)
 
 
 def test_conversion_releases_no_more_than_needed(make_pool: MakePool) -> None:
@@ -128,16 +72,6 @@ def test_ids_of_released_extents_are_used_again(make_pool: MakePool) -> None:
         pool.disown(pool.acquire([0]))
         pool.trim()
     assert [] == pool.extents()
-
-
-def test_owners_keep_an_extent(pool: ExtentPool) -> None:
-    """An extent is free when its last owner lets go, not before."""
-    extents = pool.acquire([0])
-    pool.own(extents)
-    pool.disown(extents)
-    assert 0 == pool.count_free(0)
-    pool.disown(extents)
-    assert 1 == pool.count_free(0)
 
 
 # ---- a full device ------------------------------------------------------------------------
@@ -200,16 +134,6 @@ def test_pressure_is_announced_once_before_the_second_attempt() -> None:
 # ---- giving back --------------------------------------------------------------------------
 
 
-def test_trim_gives_everything_free_back(pool: ExtentPool) -> None:
-    """After `trim` only what is in use exists."""
-    held = pool.acquire([0])
-    pool.disown(pool.acquire([3, 1]))
-    assert 10 * PAGE == pool.trim()
-    assert PAGE == pool.backend.usage().physical_bytes
-    assert 0 == pool.trim()
-    pool.disown(held)
-
-
 def test_trim_of_some_bytes_gives_back_at_least_those(pool: ExtentPool) -> None:
     """Extents go whole, so it may be more."""
     pool.disown(pool.acquire([2, 2, 0]))
@@ -231,18 +155,6 @@ def test_keep_free_bytes_is_a_watermark(
 # ---- the budget ---------------------------------------------------------------------------
 
 
-def test_budget_can_grow_and_then_serves_more(make_pool: MakePool) -> None:
-    """A raised limit takes effect at once (a bug of the field: it did not)."""
-    pool = make_pool(2)
-    held = pool.acquire([1])
-    with pytest.raises(OutOfPagesError):
-        pool.acquire([0])
-    pool.set_budget(3 * PAGE)
-    held += pool.acquire([0])
-    assert 3 * PAGE == pool.stats().resident_bytes
-    pool.disown(held)
-
-
 def test_budget_can_grow_manifold(make_pool: MakePool) -> None:
     """A pool that began small has as many extents, of single pages, as its budget holds later."""
     pool = make_pool(2)
@@ -251,37 +163,6 @@ def test_budget_can_grow_manifold(make_pool: MakePool) -> None:
     assert 0 == pool.available_bytes
     pool.disown(held)
     check_pool(pool)
-
-
-def test_budget_restored_after_shrinking_serves_again(make_pool: MakePool) -> None:
-    """Down and up again is where limits get stuck."""
-    pool = make_pool(8)
-    pool.disown(pool.acquire([3]))
-    pool.set_budget(2 * PAGE)
-    assert 0 == pool.stats().created_bytes
-    with pytest.raises(OutOfPagesError):
-        pool.acquire([2])
-    pool.set_budget(8 * PAGE)
-    pool.disown(pool.acquire([3]))
-
-
-def test_budget_below_what_is_in_use_is_refused(pool: ExtentPool) -> None:
-    """The caller closes sequences first; nothing changed, no unsigned number wrapped."""
-    held = pool.acquire([2])
-    before = pool.stats()
-    with pytest.raises(ConfigError, match=r"below the 16 KiB in use"):
-        pool.set_budget(3 * PAGE)
-    assert before == pool.stats()
-    assert 60 * PAGE == pool.available_bytes
-    pool.disown(held)
-
-
-def test_budget_of_exactly_what_is_in_use_leaves_nothing(pool: ExtentPool) -> None:
-    """Available memory ends at zero."""
-    held = pool.acquire([2])
-    pool.set_budget(4 * PAGE)
-    assert 0 == pool.available_bytes
-    pool.disown(held)
 
 
 # ---- bad input ----------------------------------------------------------------------------
@@ -364,48 +245,3 @@ def test_pool_closes_with_its_last_user(host: HostBackend) -> None:
     pool.detach()
     with pytest.raises(ClosedError):
         pool.acquire([0])
-
-
-# ---- threads ------------------------------------------------------------------------------
-
-
-def test_eight_threads_share_one_pool(make_pool: MakePool) -> None:
-    """No extent is given twice, nothing is lost, and the budget holds, under contention."""
-    pool = make_pool(32)
-    owners: dict[int, int] = {}
-    guard = threading.Lock()
-    failures: list[BaseException] = []
-    start = threading.Barrier(8)
-
-    def work(number: int) -> None:
-        choose = random.Random(number)
-        try:
-            start.wait()
-            for _ in range(60):
-                wanted = [choose.randrange(3) for _ in range(choose.randrange(1, 4))]
-                try:
-                    extents = pool.acquire(wanted)
-                except OutOfPagesError:
-                    continue
-                with guard:
-                    for extent in extents:
-                        assert extent.handle not in owners, "one handle for two threads"
-                        owners[extent.handle] = number
-                assert pool.backend.usage().physical_bytes <= 32 * PAGE
-                with guard:
-                    for extent in extents:
-                        del owners[extent.handle]
-                pool.disown(extents)
-        except BaseException as error:
-            failures.append(error)
-            raise
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [] == failures
-    check_pool(pool)
-    stats = pool.stats()
-    assert stats.created_bytes == stats.free_bytes

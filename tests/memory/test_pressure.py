@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 import pytest
 
-from vmkv import ConfigError, ExtentPool, HostBackend, InternalError, OutOfPagesError
+from vmkv import ExtentPool, HostBackend, InternalError, OutOfPagesError
 from vmkv.backend import Access
 from vmkv.memory import Extent, PageTable, Placement, Pressure, Victim, pinned
 from vmkv.units import KiB
@@ -107,30 +107,6 @@ def test_clock_only_goes_forward() -> None:
     assert sorted(set(times)) == times
 
 
-class _LargestFirst:
-    def order(self, victims: Sequence[Victim]) -> Iterable[Victim]:
-        return sorted(victims, key=lambda victim: -victim.freeable_bytes)
-
-
-class _SparesTheSmall:
-    def order(self, victims: Sequence[Victim]) -> Iterable[Victim]:
-        return (victim for victim in victims if victim.freeable_bytes >= 7)
-
-
-def test_policy_orders_and_spares() -> None:
-    """An object of the user's; what it leaves out is never taken."""
-    source = _Source(5, 7, 9)
-    pressure = Pressure(_LargestFirst())
-    pressure.add_source(source.victims)
-    pressure.evict(10)
-    assert [(2, 9), (1, 1)] == source.taken
-    source = _Source(5, 7, 9)
-    pressure.policy = _SparesTheSmall()  # May be replaced while running.
-    pressure.add_source(source.victims)
-    assert 16 == pressure.evict(99)
-    assert [5, 0, 0] == source.left
-
-
 # ---- what only victims share --------------------------------------------------------------
 
 
@@ -184,53 +160,6 @@ class _Sharers:
         return [pages.num_pages for pages in self.table.rows]
 
 
-def test_shared_between_victims_is_freed_when_the_last_lets_go(make_pool: MakePool) -> None:
-    """First what each has alone; then the older ones let go, and the last is taken by extents."""
-    pool = make_pool(64)
-    rows = _Sharers(pool, [0, 1, 2, 3], [0, 1, 2, 4, 5], [0, 1])
-    assert 3 * PAGE == pool.pressure.evict(3 * PAGE)
-    assert [3, 3, 2] == rows.num_pages
-    assert PAGE == pool.pressure.evict(PAGE)
-    assert [0, 2, 2] == rows.num_pages
-    assert 2 * PAGE == pool.pressure.evict(99 * PAGE)
-    assert [0, 0, 0] == rows.num_pages
-    pool.reclaimer.wait()
-    assert 6 * PAGE == pool.stats().free_bytes
-
-
-def test_shared_with_somebody_live_is_spared(make_pool: MakePool) -> None:
-    """Letting go of it would free nothing."""
-    pool = make_pool(64)
-    rows = _Sharers(pool, [0, 1, 2], [0, 1, 3], [0, 1, 4])
-    rows.live = {2}
-    assert 2 * PAGE == pool.pressure.evict(99 * PAGE)
-    assert [2, 2, 3] == rows.num_pages
-
-
-def test_shared_and_owned_is_spared(make_pool: MakePool) -> None:
-    """Somebody is about to map it again."""
-    pool = make_pool(64)
-    rows = _Sharers(pool, [0, 1], [0, 1])
-    pool.own([rows.extents[0]])
-    assert PAGE == pool.pressure.evict(99 * PAGE)
-    assert [1, 1] == rows.num_pages
-    pool.disown([rows.extents[0]])
-    assert PAGE == pool.pressure.evict(99 * PAGE)
-
-
-class _SparesRowOne:
-    def order(self, victims: Sequence[Victim]) -> Iterable[Victim]:
-        return [victim for victim in victims if victim.last_used != 1]
-
-
-def test_shared_with_one_that_the_policy_spares_is_spared(make_pool: MakePool) -> None:
-    """It is never taken, so what it shares cannot be freed."""
-    pool = make_pool(64, policy=_SparesRowOne())
-    rows = _Sharers(pool, [0, 1, 2], [0, 1, 3], [4])
-    assert 2 * PAGE == pool.pressure.evict(99 * PAGE)
-    assert [2, 3, 0] == rows.num_pages
-
-
 # ---- making room --------------------------------------------------------------------------
 
 
@@ -276,19 +205,6 @@ def test_acquire_or_evict_takes_from_victims(make_pool: MakePool) -> None:
         pool.acquire_or_evict([2])
     assert 4 == rows.num_pages[0]
     pool.disown(extents)
-
-
-def test_budget_is_lowered_by_eviction(make_pool: MakePool) -> None:
-    """As far as victims go."""
-    pool = make_pool(16)
-    rows = _Sharers(pool, [0, 1, 2, 3], [0, 1, 4, 5], [6, 7])
-    rows.live = {2}
-    pool.set_budget(4 * PAGE)
-    assert 4 * PAGE >= pool.stats().created_bytes
-    with pytest.raises(ConfigError, match="8 KiB in use"):
-        pool.set_budget(PAGE)
-    assert 4 * PAGE == pool.stats().budget_bytes
-    assert 2 == rows.num_pages[2]
 
 
 # ---- what somebody reads ------------------------------------------------------------------

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 from helpers.one_row import table_of
 
-from vmkv import ExtentPool, HostBackend, OutOfPagesError
+from vmkv import ExtentPool, HostBackend
 from vmkv.backend import Access
 from vmkv.errors import DriverError
 from vmkv.memory import PageTable, Placement, RetiredMapping, check_pool
@@ -54,62 +54,6 @@ def test_retired_mapping_stays_readable_until_its_fence(
     assert 3 * PAGE == pool.reclaimer.poll()
 
 
-def test_retired_extent_is_not_reissued_before_its_fence(
-    host: HostBackend, make_pool: MakePool
-) -> None:
-    """I7: with all memory retired the pool is exhausted, and says what is coming."""
-    pool = make_pool(4)
-    table = _table(pool, 2)
-    handle = table.rows[0].mappings[0].extent.handle
-    host.hold_fences()
-    _retire_all(table)
-    with pytest.raises(OutOfPagesError) as caught:
-        pool.acquire([2])
-    assert (0, 4 * PAGE) == (caught.value.free_bytes, caught.value.retired_bytes)
-    host.pass_fences()
-    pool.reclaimer.poll()
-    extents = pool.acquire([2])
-    assert [handle] == [extent.handle for extent in extents]
-    pool.disown(extents)
-
-
-def test_states_add_up_at_every_step(host: HostBackend, make_pool: MakePool) -> None:
-    """I1: resident, then retired, then free; created does not change."""
-    pool = make_pool(8)
-    table = _table(pool, 1)
-    states = []
-
-    def note() -> None:
-        stats = pool.stats()
-        states.append((stats.resident_bytes, stats.retired_bytes, stats.free_bytes))
-        check_pool(pool)
-
-    note()
-    host.hold_fences()
-    _retire_all(table)
-    note()
-    host.pass_fences()
-    pool.reclaimer.poll()
-    note()
-    assert [(2 * PAGE, 0, 0), (0, 2 * PAGE, 0), (0, 0, 2 * PAGE)] == states
-
-
-def test_fences_pass_in_the_order_of_retiring(host: HostBackend, make_pool: MakePool) -> None:
-    """What was retired first goes first, as far as the device has come."""
-    pool = make_pool(8)
-    table = _table(pool, 0, 0, 0)
-    host.hold_fences()
-    fences = []
-    for page in (2, 1, 0):
-        fences.append(pool.reclaimer.new_fence())
-        table.retire_back(0, page, fences[-1])
-    fences[1].wait()
-    assert 2 * PAGE == pool.reclaimer.poll()
-    left = [mapping.address for mapping in pool.reclaimer.retired_mappings()]
-    assert [table.page_address(0, 0)] == left
-    host.pass_fences()
-
-
 def test_mapping_shared_with_a_live_one_frees_nothing_yet(pool: ExtentPool) -> None:
     """An extent with a second place stays resident while that place lives."""
     table = _table(pool, 0)
@@ -125,18 +69,6 @@ def test_mapping_shared_with_a_live_one_frees_nothing_yet(pool: ExtentPool) -> N
     pool.reclaimer.poll()
     assert (PAGE, 0) == (pool.stats().resident_bytes, pool.stats().free_bytes)
     assert bytes([1]) * PAGE == read_bytes(pool.backend, other.page_address(0, 0), PAGE)
-
-
-def test_owned_extent_survives_its_last_mapping(pool: ExtentPool) -> None:
-    """Unmapping is not releasing."""
-    table = _table(pool, 0)
-    extent = table.rows[0].mappings[0].extent
-    pool.own([extent])
-    _retire_all(table)
-    pool.reclaimer.poll()
-    assert (0, PAGE) == (pool.stats().free_bytes, pool.stats().resident_bytes)
-    pool.disown([extent])
-    assert PAGE == pool.stats().free_bytes
 
 
 def test_neighbours_are_unmapped_in_one_call(pool: ExtentPool) -> None:
@@ -230,19 +162,6 @@ def test_as_many_fences_as_anybody_records_are_remembered_in_bounds(
 
 
 # ---- waiting ------------------------------------------------------------------------------
-
-
-def test_wait_unmaps_everything(host: HostBackend, make_pool: MakePool) -> None:
-    """It waits for the fences it needs, and for no other work."""
-    pool = make_pool(8)
-    table = _table(pool, 0, 1)
-    host.hold_fences()
-    _retire_all(table)
-    later = host.record_fence()
-    assert 3 * PAGE == pool.reclaimer.wait()
-    assert [] == pool.reclaimer.retired_mappings()
-    assert not later.has_passed()
-    host.pass_fences()
 
 
 def test_wait_for_some_bytes_stops_early(host: HostBackend, make_pool: MakePool) -> None:

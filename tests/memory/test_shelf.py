@@ -89,45 +89,11 @@ def test_taken_extents_are_counted_free_only_when_put_back(make_shelf: MakeShelf
     _empty(shelf)
 
 
-def test_free_extents_of_other_classes_make_room(make_shelf: MakeShelf) -> None:
-    """A budget of free large extents still gives small ones: the shelf cannot fragment."""
-    shelf = make_shelf(8)
-    shelf.put_back(shelf.take([3]))
-    small = shelf.take([0] * 8)
-    assert 8 * PAGE == shelf.created_bytes
-    shelf.put_back(small)
-    large = shelf.take([2, 2])
-    assert 8 * PAGE == shelf.created_bytes
-    shelf.put_back(large)
-    _empty(shelf)
-
-
-def test_refusal_puts_back_what_was_taken(make_shelf: MakeShelf) -> None:
-    """All or nothing; the message names the budget to raise."""
-    shelf = make_shelf(4)
-    shelf.put_back(shelf.take([1, 0]))
-    with pytest.raises(OutOfPagesError, match=r"needs 20 KiB, 16 KiB left .*raise budget_bytes"):
-        shelf.take([1, 0, 1])
-    assert (3 * PAGE, 3 * PAGE) == (shelf.created_bytes, shelf.free_bytes)
-    _empty(shelf)
-
-
 def test_host_budget_is_named(make_shelf: MakeShelf) -> None:
     """A sequence that cannot be swapped out says which budget was too small."""
     shelf = make_shelf(2, HOST)
     with pytest.raises(OutOfPagesError, match=r"of a host memory budget.*raise host_budget_bytes"):
         shelf.take([2])
-
-
-def test_ids_of_released_extents_are_used_again(make_shelf: MakeShelf) -> None:
-    """However often memory is created and released, there are as many ids as extents."""
-    shelf = make_shelf(4)
-    for _ in range(5000):
-        (extent,) = shelf.take([0])
-        shelf.put_back([extent])
-        shelf.release_free(PAGE)
-    assert 0 == extent.id
-    assert [] == shelf.extents()
 
 
 def test_release_takes_the_largest_first(make_shelf: MakeShelf) -> None:
@@ -167,58 +133,6 @@ def test_unlisted_release_that_fails_leaves_the_extent_to_its_caller(
     assert (PAGE, 0, 0) == (shelf.created_bytes, shelf.free_bytes, shelf.count_free(0))
     shelf.release_unlisted(extent)
     assert 0 == shelf.created_bytes
-
-
-def test_full_device_is_asked_again_after_giving_back(
-    host: HostBackend, make_shelf: MakeShelf
-) -> None:
-    """Others are told to let go, free extents go back, and then it is tried once more."""
-    told: list[int] = []
-    faulty = FaultInjectingBackend(host)
-    shelf = make_shelf(8, backend=faulty, on_pressure=lambda: told.append(shelf.free_bytes))
-    shelf.put_back(shelf.take([2]))
-    faulty.arm(1, is_out_of_memory=True)
-    (small,) = shelf.take([0])
-    faulty.arm(0)
-    assert ([4 * PAGE], PAGE, 0) == (told, shelf.created_bytes, shelf.free_bytes)
-    shelf.put_back([small])
-    _empty(shelf)
-
-
-def test_device_that_stays_full_is_out_of_pages(
-    host: HostBackend, make_shelf: MakeShelf, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not a broken driver: the caller may retry after closing something."""
-    shelf = make_shelf(8)
-
-    def refuse(*_: object, **__: object) -> int:
-        raise DriverError("mem_create", 2, "FULL", is_out_of_memory=True)
-
-    monkeypatch.setattr(host, "mem_create", refuse)
-    with pytest.raises(OutOfPagesError, match="host has no more memory to give"):
-        shelf.take([0])
-    assert 0 == shelf.created_bytes
-
-
-@pytest.mark.parametrize("location", MemoryLocation)
-def test_budget_may_change_down_to_what_is_in_use(
-    make_shelf: MakeShelf, location: MemoryLocation
-) -> None:
-    """Free memory above it goes at once; below what is taken it stays as it was."""
-    shelf = make_shelf(16, location)
-    taken, free = shelf.take([2, 3])
-    shelf.put_back([free])
-    shelf.set_budget(5 * PAGE)
-    assert (5 * PAGE, 4 * PAGE, 0) == (
-        shelf.budget_bytes,
-        shelf.created_bytes,
-        shelf.free_bytes,
-    )
-    with pytest.raises(ConfigError, match="below the 16 KiB in use"):
-        shelf.set_budget(3 * PAGE)
-    assert 5 * PAGE == shelf.budget_bytes
-    shelf.put_back([taken])
-    _empty(shelf)
 
 
 # ---- two shelves in one pool --------------------------------------------------------------

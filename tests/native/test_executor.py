@@ -67,41 +67,6 @@ def can_read(address):
         os.close(writer)
 
 
-def can_write(address):
-    """True when a store to this address would not fault; if so, a zero is stored."""
-    zeros = os.open("/dev/zero", os.O_RDONLY)
-    try:
-        return libc.read(zeros, address, 1) == 1
-    finally:
-        os.close(zeros)
-
-
-def test_map_gives_no_access_until_it_is_set(base, fd):
-    """A mapping alone cannot be read; each access level allows exactly what it names."""
-    assert run((MAP, base, PAGE, handle(fd)))[:2] == (1, 0)
-    assert (can_read(base), can_write(base)) == (False, False)
-    for flags, wanted in [
-        (READ, (True, False)),
-        (READ_WRITE, (True, True)),
-        (NO_ACCESS, (False, False)),
-    ]:
-        assert run((SET_ACCESS, base, PAGE, flags))[:2] == (1, 0)
-        assert wanted == (can_read(base), can_write(base))
-
-
-def test_map_shows_the_bytes_that_the_handle_names(base, fd):
-    """The handle's offset selects the page of the file, at any address."""
-    result = run(
-        (MAP, base, PAGE, handle(fd, 5 * PAGE)),
-        (MAP, base + PAGE, 2 * PAGE, handle(fd, PAGE)),
-        (SET_ACCESS, base, 3 * PAGE, READ),
-    )
-    assert result[:2] == (3, 0)
-    assert bytes([6]) * PAGE + bytes([2]) * PAGE + bytes([3]) * PAGE == ctypes.string_at(
-        base, 3 * PAGE
-    )
-
-
 def test_map_reaches_offsets_beyond_four_gib(base):
     """The handle keeps all bits of the offset."""
     file_offset = 5 * 2**40
@@ -113,31 +78,6 @@ def test_map_reaches_offsets_beyond_four_gib(base):
         assert ctypes.string_at(base, 3) == b"far"
     finally:
         os.close(descriptor)
-
-
-def test_two_addresses_alias_one_page(base, fd):
-    """What is written through one mapping is read through another, read-only, one."""
-    alias = base + 4 * PAGE
-    result = run(
-        (MAP, base, PAGE, handle(fd)),
-        (MAP, alias, PAGE, handle(fd)),
-        (SET_ACCESS, base, PAGE, READ_WRITE),
-        (SET_ACCESS, alias, PAGE, READ),
-    )
-    assert result[:2] == (4, 0)
-    ctypes.memmove(base, b"seen", 4)
-    assert ctypes.string_at(alias, 4) == b"seen"
-    assert (can_read(alias), can_write(alias)) == (True, False)
-
-
-def test_unmap_keeps_the_reservation_and_the_bytes(base, fd):
-    """Unmapping takes the access away, not the addresses; the page comes back as it was."""
-    run((MAP, base, PAGE, handle(fd)), (SET_ACCESS, base, PAGE, READ_WRITE))
-    ctypes.memmove(base, b"kept", 4)
-    assert run((UNMAP, base, PAGE, 0))[:2] == (1, 0)
-    assert not can_read(base)
-    run((MAP, base, PAGE, handle(fd)), (SET_ACCESS, base, PAGE, READ))
-    assert ctypes.string_at(base, 4) == b"kept"
 
 
 def test_a_closed_file_stays_mapped(base):

@@ -7,7 +7,6 @@ Not covered: capacities whose arrays do not fit in memory.
 """
 
 import resource
-import threading
 
 import pytest
 from hypothesis import settings
@@ -18,38 +17,6 @@ from vmkv import _native as native
 
 CAPACITY = 12
 NUM_CLASSES = 3
-
-
-def test_bump_issues_every_id_once_in_order():
-    """Fresh ids are 0, 1, 2, ... and then None, for good."""
-    free_list = native.FreeList(3, 1)
-    assert [free_list.bump() for _ in range(5)] == [0, 1, 2, None, None]
-    assert free_list.num_issued == 3
-
-
-def test_pop_returns_the_last_id_pushed():
-    """A class is a stack when one thread uses it."""
-    free_list = native.FreeList(4, 1)
-    for extent_id in [free_list.bump() for _ in range(4)]:
-        free_list.push(0, extent_id)
-    assert [free_list.pop(0) for _ in range(5)] == [3, 2, 1, 0, None]
-
-
-def test_classes_are_separate():
-    """An id is popped from the class it was pushed to and from no other."""
-    free_list = native.FreeList(4, 64)
-    free_list.push(63, free_list.bump())
-    assert free_list.pop(0) is None
-    assert (free_list.count(0), free_list.count(63)) == (0, 1)
-    assert free_list.pop(63) == 0
-
-
-def test_an_id_may_change_class():
-    """An id that is out can be pushed to another class than it came from."""
-    free_list = native.FreeList(1, 2)
-    free_list.push(0, free_list.bump())
-    free_list.push(1, free_list.pop(0))
-    assert (free_list.pop(0), free_list.pop(1)) == (None, 0)
 
 
 def test_properties_report_what_was_asked_for():
@@ -118,26 +85,6 @@ def test_push_refuses_an_id_beyond_the_capacity(extent_id):
         native.FreeList(CAPACITY, NUM_CLASSES).push(0, extent_id)
 
 
-def test_push_refuses_an_id_never_issued():
-    """An id that bump has not given out cannot be given back."""
-    free_list = native.FreeList(CAPACITY, NUM_CLASSES)
-    free_list.bump()
-    with pytest.raises(ValueError, match=r"extent 1 was never issued: bump\(\) gave out 1 of 12"):
-        free_list.push(0, 1)
-    assert free_list.count(0) == 0
-
-
-def test_push_refuses_an_id_that_is_free_already():
-    """Pushing twice fails in the same class and in another, and leaves one copy on the list."""
-    free_list = native.FreeList(CAPACITY, NUM_CLASSES)
-    free_list.push(0, free_list.bump())
-    for size_class in range(NUM_CLASSES):
-        with pytest.raises(ValueError, match=r"extent 0 was pushed twice"):
-            free_list.push(size_class, 0)
-    assert [free_list.count(size_class) for size_class in range(NUM_CLASSES)] == [1, 0, 0]
-    assert (free_list.pop(0), free_list.pop(0)) == (0, None)
-
-
 def test_methods_refuse_wrong_types():
     """Neither a float nor a missing argument is taken for an id."""
     free_list = native.FreeList(CAPACITY, NUM_CLASSES)
@@ -149,53 +96,6 @@ def test_methods_refuse_wrong_types():
         free_list.pop("0")
     with pytest.raises(TypeError):
         native.FreeList(CAPACITY)
-
-
-def test_take_of_many_gives_all_or_puts_all_back():
-    """However many: what is taken comes in the order asked, what is put back lies as it lay."""
-    free_list = native.FreeList(300, 2)
-    for _ in range(300):
-        free_list.push(0, free_list.bump())
-    assert free_list.take([0] * 300 + [1]) is None
-    assert list(range(299, -1, -1)) == free_list.take((0,) * 300)
-    assert free_list.take([]) == []
-    with pytest.raises(TypeError):
-        free_list.take(["0"])
-
-
-def test_python_threads_share_the_list_without_loss():
-    """Threads that take and give back ids never hold one twice, and none is lost."""
-    num_threads, num_rounds = 4, 2000
-    free_list = native.FreeList(2 * num_threads, NUM_CLASSES)
-    owners = [threading.Lock() for _ in range(free_list.capacity)]
-    clashes = []
-
-    def work(number):
-        for i in range(num_rounds):
-            size_class = (number + i) % NUM_CLASSES
-            extent_id = free_list.pop(size_class)
-            if extent_id is None:
-                extent_id = free_list.bump()
-            if extent_id is None:
-                continue
-            if not owners[extent_id].acquire(blocking=False):
-                clashes.append(extent_id)
-                return
-            owners[extent_id].release()
-            free_list.push((size_class + 1) % NUM_CLASSES, extent_id)
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(num_threads)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert clashes == []
-    listed = [
-        extent_id
-        for c in range(NUM_CLASSES)
-        for extent_id in iter(lambda c=c: free_list.pop(c), None)
-    ]
-    assert list(range(free_list.num_issued)) == sorted(listed)
 
 
 def test_lists_do_not_leak():

@@ -6,15 +6,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import openai
 import pytest
-from helpers.serving import serving
 
 from vmkv import Engine, ExtentPool, HostBackend, SamplingParams
-from vmkv.serve import AsyncEngine
-from vmkv.serve.metrics import Metrics
 from vmkv.serve.preemption import PreemptionCosts
-from vmkv.serve.server import ServerOptions, create_app
 from vmkv.units import KiB, MiB
 
 pytestmark = [pytest.mark.real_weights, pytest.mark.slow]
@@ -75,22 +70,6 @@ def test_requests_that_begin_alike(real: Any) -> None:
     assert stats.num_prefix_hit_tokens > 3 * 80
 
 
-def test_several_samples_of_a_prompt(real: Any, prompts: list[list[int]]) -> None:
-    """The likeliest tokens are everybody's; drawn ones are as if asked for one by one."""
-    expected = real.expected(prompts[1], 8)
-    drawn = {"temperature": 0.9, "top_p": 0.95, "max_tokens": 8}
-    with _engine(real) as engine:
-        two = engine.generate([prompts[1]], SamplingParams(temperature=0, max_tokens=8, n=2))
-        assert [expected, expected] == [list(each.token_ids) for each in two[0].outputs]
-        both = engine.generate([prompts[1]], SamplingParams(seed=5, n=2, **drawn))[0].outputs
-        singly = [
-            engine.generate([prompts[1]], SamplingParams(seed=seed, **drawn))[0].outputs[0]
-            for seed in (5, 6)
-        ]
-    assert [list(each.token_ids) for each in singly] == [list(each.token_ids) for each in both]
-    assert len({each.text for each in both}) == 2, "this tests nothing"
-
-
 def test_requests_that_are_swapped(real: Any, prompts: list[list[int]]) -> None:
     """With memory for two of them, they take turns, by way of the host's."""
     expected = [real.expected(prompt) for prompt in prompts]
@@ -103,22 +82,3 @@ def test_requests_that_are_swapped(real: Any, prompts: list[list[int]]) -> None:
     ) as engine:
         assert expected == _tokens(engine, prompts)
         assert engine.cache.stats().sharing.swapped_in_bytes > 0
-
-
-def test_chat_over_http(real: Any) -> None:
-    """OpenAI's client gets the text that transformers makes of the same conversation."""
-    question = real.questions[2]
-    messages: Any = [{"role": "user", "content": question}]
-    expected = real.text(real.expected(real.chat(question)))
-    with _engine(real) as engine:
-        metrics = Metrics()
-        metrics.bind_pages(engine.cache.pool.page_bytes)
-        app = create_app(AsyncEngine(engine), real.tokenizer, ServerOptions("real", 58), metrics)
-        with serving(app) as (url, _):
-            client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
-            asked = {"model": "real", "messages": messages, "temperature": 0, "max_tokens": 16}
-            whole = client.chat.completions.create(**asked)
-            pieces = list(client.chat.completions.create(stream=True, **asked))
-    assert expected == whole.choices[0].message.content
-    assert expected == "".join(each.choices[0].delta.content or "" for each in pieces)
-    assert "length" == whole.choices[0].finish_reason == pieces[-1].choices[0].finish_reason

@@ -350,42 +350,6 @@ def test_who_leaves_before_the_turn_comes_costs_nothing(
     assert [[1], [3]] == added
 
 
-@pytest.mark.slow
-def test_two_hundred_clients_with_a_thousand_requests(
-    make_engine: MakeEngine, serving: Serving
-) -> None:
-    """Random requests, a third of whose clients leave at a random moment, in scarce memory."""
-    draw = random.Random(3)
-    wanted = prompts(1000, seed=3)
-
-    async def client(engine: Any, mine: list[list[int]]) -> int:
-        num_finished = 0
-        for prompt in mine:
-            params = SamplingParams(seed=draw.randrange(99), max_tokens=draw.randint(1, 12))
-            patience = draw.randint(1, 6) if draw.random() < 0.3 else 10**6
-            num_tokens = 0
-            stream = engine.stream(prompt, params, priority=draw.randint(-1, 1))
-            async for output in stream:
-                patience -= 1
-                num_tokens += len(output.outputs[0].token_ids)
-                if output.is_finished:
-                    assert params.max_tokens == num_tokens
-                    num_finished += 1
-                if not patience:
-                    break
-            await stream.aclose()
-        return num_finished
-
-    async def main() -> list[int]:
-        engine = make_engine(max_num_seqs=16, max_num_batched_tokens=64, budget_bytes=1 << 20)
-        async with serving(engine) as it:
-            return await asyncio.gather(
-                *(client(it, wanted[at::200]) for at in range(200)),
-            )
-
-    assert 1000 >= sum(asyncio.run(main())) >= 600
-
-
 def test_an_engine_that_hangs_is_a_failure_until_it_goes_on(
     make_engine: MakeEngine, serving: Serving
 ) -> None:

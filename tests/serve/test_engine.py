@@ -14,15 +14,14 @@ from helpers.tiny_models import VOCABULARY, tiny_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
-from transformers import PreTrainedTokenizerFast, RepetitionPenaltyLogitsProcessor
+from transformers import PreTrainedTokenizerFast
 
 from vmkv import ClosedError, ConfigError, OutOfPagesError
 from vmkv.attention.reference import ReferenceBackend
 from vmkv.serve import Engine, FinishReason, SamplingParams
 from vmkv.serve.observer import RequestRecord, StepRecord
-from vmkv.serve.preemption import PreemptionCosts
 from vmkv.serve.runner import RunnerOptions
-from vmkv.units import KiB, MiB
+from vmkv.units import KiB
 
 MakeEngine = Callable[..., Engine]
 MODELS = ["llama", "qwen3", "mistral", "gemma3", "gpt_oss", "mixtral"]
@@ -85,21 +84,6 @@ def test_rows_are_read_with_the_kernel_that_was_named(
     assert num_calls
 
 
-def test_arrivals_at_any_time_change_nothing(make_engine: MakeEngine) -> None:
-    """Requests that come while others run, some more urgent, are served all the same."""
-    engine = make_engine(max_num_seqs=3)
-    draw = random.Random(7)
-    wanted = prompts(12, seed=2)
-    handles = []
-    while len(handles) < len(wanted) or engine.has_unfinished:
-        if len(handles) < len(wanted) and draw.random() < 0.4:
-            prompt = wanted[len(handles)]
-            handles.append(engine.add(prompt, GREEDY, priority=draw.randint(-1, 1)))
-        engine.step()
-    for prompt, handle in zip(wanted, handles, strict=True):
-        assert reference("llama", prompt) == list(handle.output().outputs[0].token_ids)
-
-
 def smallest_budget(make_engine: MakeEngine, name: str, num_tokens: int) -> int:
     """The least memory, in pages, in which one request of `num_tokens` fits."""
     low, high = 1, 2048
@@ -111,31 +95,6 @@ def smallest_budget(make_engine: MakeEngine, name: str, num_tokens: int) -> int:
             fits = False
         low, high = (low, middle) if fits else (middle + 1, high)
     return low
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("swaps", [False, True])
-def test_preempted_requests_say_the_same(make_engine: MakeEngine, name: str, swaps: bool) -> None:
-    """With memory for a few of them, requests give way, come back, and nothing is lost."""
-    wanted = prompts(8, longest=30, seed=1)
-    engine = make_engine(
-        name,
-        budget_bytes=smallest_budget(make_engine, name, 56) * 2 * 4 * KiB,
-        host_budget_bytes=8 * MiB if swaps else 0,
-        prefix_caching=False,
-        max_num_seqs=6,
-        preemption_costs=PreemptionCosts(flops_per_s=1.0),  # Moving is cheaper than that.
-    )
-    params = SamplingParams(temperature=0, max_tokens=25)
-    handles = [engine.add(prompt, params) for prompt in wanted]
-    while not all(handle.is_finished for handle in handles):
-        engine.step()
-        engine.cache.check()
-    for prompt, handle in zip(wanted, handles, strict=True):
-        assert reference(name, prompt, 25) == list(handle.output().outputs[0].token_ids)
-    assert sum(handle.requests[0].num_preemptions for handle in handles)
-    assert swaps == bool(engine.cache.stats().sharing.swapped_out_bytes)
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "top_p": 0.9, "top_k": 20}], ids=str)
@@ -262,20 +221,6 @@ def test_logprobs_are_the_models_where_logits_are_processed(make_engine: MakeEng
         assert 7 == given.token_id
         torch.testing.assert_close(torch.tensor(given.logprob), row[7])
         assert row.topk(2).indices.tolist() == list(given.top)
-
-
-def test_logits_processors_see_their_own_tokens(make_engine: MakeEngine) -> None:
-    """Processors of transformers do what they do in transformers, beside requests without any."""
-    wanted = prompts(6, seed=9)
-    processed = SamplingParams(
-        temperature=0, max_tokens=10, logits_processors=[RepetitionPenaltyLogitsProcessor(1.7)]
-    )
-    outputs = tokens(make_engine(), wanted, [processed, GREEDY] * 3)
-    for at, (prompt, said) in enumerate(zip(wanted, outputs, strict=True)):
-        options = {} if at % 2 else {"repetition_penalty": 1.7}
-        assert reference("llama", prompt, **options) == said
-    ours = SamplingParams(temperature=0, max_tokens=10, repetition_penalty=1.7)
-    assert outputs[::2] == tokens(make_engine(), wanted[::2], ours)
 
 
 @pytest.mark.parametrize("prefix_caching", [False, True])

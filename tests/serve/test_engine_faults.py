@@ -21,7 +21,7 @@ from helpers.tiny_models import VOCABULARY, tiny_model
 
 from vmkv import HostBackend
 from vmkv.errors import ConfigError, DriverError
-from vmkv.serve import Engine, FinishReason, RequestHandle, SamplingParams
+from vmkv.serve import Engine, FinishReason, SamplingParams
 from vmkv.serve.preemption import PreemptionCosts
 from vmkv.serve.runner.pending import PendingTokens
 from vmkv.testing.faults import FaultInjectingBackend
@@ -311,39 +311,6 @@ def test_a_failing_tokenizer_ends_the_request(make_engine: MakeEngine) -> None:
     assert 4 == len(handle.output().outputs[0].token_ids)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(8))
-def test_a_storm_of_cancellations(make_engine: MakeEngine, seed: int) -> None:
-    """Requests are cancelled at any point, under memory pressure, swapped or not."""
-    draw = random.Random(seed)
-    engine = make_engine(
-        budget_bytes=(24 + 12 * (seed % 3)) * 4 * KiB,
-        host_budget_bytes=MiB * (seed % 2),
-        preemption_costs=PreemptionCosts(flops_per_s=1.0),
-        max_num_seqs=5,
-    )
-    wanted = prompts(40, seed=seed // 4)
-    handles: list[tuple[list[int], RequestHandle]] = []
-    while len(handles) < len(wanted) or engine.has_unfinished:
-        while len(handles) < len(wanted) and draw.random() < 0.7:
-            prompt = wanted[len(handles)]
-            params = SamplingParams(temperature=0, max_tokens=20, n=draw.choice([1, 1, 2]))
-            handles.append((prompt, engine.add(prompt, params, draw.randint(-1, 1))))
-        for _, handle in handles:
-            if draw.random() < 0.02:
-                handle.cancel()
-        engine.step()
-        engine.cache.check()
-    reasons = set()
-    for prompt, handle in handles:
-        for completion in handle.output().outputs:
-            reasons.add(completion.finish_reason)
-            said = list(completion.token_ids)
-            assert reference(prompt, 20)[: len(said)] == said
-            assert completion.finish_reason is FinishReason.CANCELLED or len(said) == 20
-    assert {FinishReason.CANCELLED, FinishReason.LENGTH} == reasons
-
-
 def test_a_budget_that_goes_too_low_is_named_as_the_reason(make_engine: MakeEngine) -> None:
     """The request keeps what it has said; what fits is served."""
     engine = make_engine()
@@ -377,51 +344,6 @@ def test_cancelling_is_idempotent_and_keeps_tokens(make_engine: MakeEngine) -> N
     cancelled = FinishReason.CANCELLED
     assert [cancelled, cancelled, FinishReason.LENGTH] == [each.finish_reason for each in outputs]
     check_serves(engine)
-
-
-def _fault_run(make_engine: MakeEngine, fail_at: int, *, is_out_of_memory: bool) -> int:
-    """Serve under pressure while the `fail_at`-th driver call fails; how many there were."""
-    backend = FaultInjectingBackend(HostBackend(4 * KiB))
-    engine = make_engine(
-        backend=backend,
-        budget_bytes=30 * 4 * KiB,
-        host_budget_bytes=MiB,
-        preemption_costs=PreemptionCosts(flops_per_s=1.0),
-    )
-    wanted = prompts(6, seed=5)
-    backend.arm(fail_at, is_out_of_memory=is_out_of_memory)
-    params = SamplingParams(temperature=0, max_tokens=20)
-    handles = [engine.add(prompt, params) for prompt in wanted]
-    for _ in range(5000):
-        if not engine.has_unfinished:
-            break
-        try:
-            engine.step()
-        except DriverError as error:
-            # Not a step's own call: what a background engine does then.
-            engine.cancel_all(error)
-    num_calls = backend.num_calls
-    backend.arm(0)
-    for prompt, handle in zip(wanted, handles, strict=True):
-        output = handle.output()
-        said = list(output.outputs[0].token_ids)
-        assert reference(prompt, 20)[: len(said)] == said
-        if output.outputs[0].finish_reason is FinishReason.ERROR:
-            assert isinstance(output.error, (DriverError, MemoryError))
-        else:
-            assert len(said) == 20
-    check_serves(engine)
-    return num_calls
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("is_out_of_memory", [False, True])
-def test_every_driver_call_can_fail(make_engine: MakeEngine, is_out_of_memory: bool) -> None:
-    """One after the other, with a stride that meets every kind of call."""
-    num_calls = _fault_run(make_engine, 0, is_out_of_memory=False)
-    assert num_calls > 50
-    for fail_at in range(1, num_calls, 7):
-        _fault_run(make_engine, fail_at, is_out_of_memory=is_out_of_memory)
 
 
 def test_what_could_not_be_closed_is_closed_for_who_needs_its_memory(

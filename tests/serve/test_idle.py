@@ -165,39 +165,6 @@ def test_a_negative_watermark_is_refused(make_engine: MakeEngine) -> None:
         make_engine(watermark_bytes=-1)
 
 
-@pytest.mark.parametrize("is_out_of_memory", [False, True])
-def test_any_driver_call_may_fail_meanwhile(
-    make_engine: MakeEngine, caplog: pytest.LogCaptureFixture, is_out_of_memory: bool
-) -> None:
-    """It is logged, nothing is lost, and the next time gives the rest back."""
-    failed = set()
-    for fail_at in range(1, 200):
-        faulty = FaultInjectingBackend(HostBackend(4 * KiB))
-        engine = make_engine(backend=faulty, watermark_bytes=8 * KiB)
-        wanted = prompts(3)
-        handles = [engine.add(prompt, GREEDY) for prompt in wanted]
-        while engine.advance():
-            pass
-        faulty.arm(fail_at, is_out_of_memory=is_out_of_memory)
-        caplog.clear()
-        engine.fall_idle()
-        call = faulty.failed_call
-        faulty.arm(0)
-        if call is not None:
-            failed.add(call)
-            assert call in caplog.text
-        for prompt, handle in zip(wanted, handles, strict=True):
-            check_output(prompt, handle.output())
-        engine.cache.check()
-        check_burst(engine)
-        assert physical_bytes(engine) <= 8 * KiB
-        if call is None:
-            break
-    else:
-        raise AssertionError("there is no end to the calls")
-    assert {"mem_unmap", "mem_release"} <= failed
-
-
 # ---- an engine in a thread --------------------------------------------------------------------
 
 
@@ -286,26 +253,6 @@ def test_an_idle_thread_never_wakes_up(
     # How often depends on how far it has got when a command comes.
     assert 20 >= waits.num_wakeups >= 1
     assert 3 == watch.num_idle  # After each request, and not before the first.
-
-
-def test_an_idle_thread_gives_memory_back(make_engine: MakeEngine) -> None:
-    """After each burst, by itself."""
-    watch = Watch()
-    engine = make_engine(observer=watch, watermark_bytes=16 * KiB)
-
-    async def main() -> None:
-        it = AsyncEngine(engine)
-        for seed in range(2):
-            wanted = prompts(6, seed)
-            outputs = await asyncio.gather(*(last(it.stream(each, GREEDY)) for each in wanted))
-            for prompt, output in zip(wanted, outputs, strict=True):
-                check_output(prompt, output)
-            await watch.wait()
-            assert physical_bytes(engine) <= 16 * KiB
-            engine.cache.check()
-        await shut_down(it)
-
-    run(main())
 
 
 class ReleasesSlowly(HostBackend):

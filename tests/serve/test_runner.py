@@ -484,26 +484,6 @@ def test_layers_that_somebody_has_wrapped_are_not_compiled() -> None:
     assert of_layer is layer.forward
 
 
-def test_sampled_tokens_do_not_depend_on_the_mixture() -> None:
-    """Seeded requests say the same alone and among others, whatever the steps look like."""
-    model = model_named("qwen3")
-    prompts = prompts_of((4, 11, 23, 6, 9))
-    many = [
-        SamplingParams(temperature=1.2, seed=at, top_k=20 * (at % 2), max_tokens=8)
-        for at in range(5)
-    ]
-    said = []
-    with cache_for(model) as cache:
-        runner = ModelRunner(model, cache, max_num_seqs=SLOTS, max_num_batched_tokens=64)
-        for step_tokens, together in ((64, False), (7, True), (20, True)):
-            requests = [Request(*each) for each in zip(prompts, many, strict=True)]
-            for group in [requests] if together else [[each] for each in requests]:
-                serve(runner, cache, group, step_tokens=step_tokens)
-            said.append([request.said for request in requests])
-        runner.close()
-    assert said[0] == said[1] == said[2]
-
-
 def test_results_come_in_the_order_of_the_chunks() -> None:
     """Chunks are packed by kind, and some do not sample."""
     model = model_named("llama")

@@ -5,8 +5,6 @@ Sampling itself is tested where it is done; here, that each option arrives.
 
 from __future__ import annotations
 
-import random
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -252,28 +250,3 @@ def test_penalties_arrive(server) -> None:
         answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
         assert 200 == answer.status_code, answer.text
         assert plain.choices[0].text != answer.json()["choices"][0]["text"], name
-
-
-def test_many_clients_at_once(server) -> None:
-    """200 requests of 40 clients, of all lengths: each gets its own answer."""
-    generator = random.Random(0)
-    texts = [" ".join(generator.choices(" ".join(TEXT).split(), k=k)) for k in range(2, 22)]
-    wanted = {text: expected_text(server, text, 10) for text in texts}
-
-    def client(number: int) -> None:
-        chosen = random.Random(number)
-        with server.client() as mine:
-            for text in chosen.choices(texts, k=5):
-                if chosen.random() < 0.5:
-                    answer = mine.completions.create(prompt=text, max_tokens=10, **GREEDY)
-                    found = answer.choices[0].text
-                else:
-                    stream = mine.completions.create(
-                        prompt=text, max_tokens=10, stream=True, **GREEDY
-                    )
-                    found = "".join(piece.choices[0].text for piece in stream)
-                assert wanted[text] == found
-
-    with ThreadPoolExecutor(40) as pool:
-        for done in [pool.submit(client, number) for number in range(40)]:
-            done.result()

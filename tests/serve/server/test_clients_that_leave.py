@@ -100,34 +100,6 @@ def test_a_client_that_never_reads(run_server) -> None:
         wait_for_cancellations(server, 1)
 
 
-def test_a_storm_of_leaving_clients(run_server) -> None:
-    """Forty clients that leave at different moments; the books balance, and one is served."""
-    with run_server() as server:
-
-        def leave(number: int) -> None:
-            body = request(
-                "/v1/completions", LONG | {"stream": number % 2 == 0, "n": 1 + number % 3}
-            )
-            with socket.create_connection(server.address) as client:
-                client.settimeout(60)
-                client.sendall(body[: len(body) // 2] if number % 5 == 0 else body)
-                if number % 4 == 0 and number % 5:
-                    client.recv(100)
-
-        threads = [threading.Thread(target=leave, args=(number,)) for number in range(40)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        answer = httpx.post(f"{server.url}/v1/completions", json=SHORT, timeout=120)
-        assert 200 == answer.status_code
-        watch = server.watch
-        watch.wait(lambda: len(watch.finished) == len(watch.added), "the end of every request")
-        server.engine.cache.check()
-        ends = [each.finish_reason for each in watch.finished if each.num_output_tokens > 3]
-        assert {"cancelled"} >= set(ends), "somebody left, and the work for them went on"
-
-
 def test_draining_refuses(run_server) -> None:
     """New requests get 503 and health says so; what is under way goes on to its end."""
     with run_server() as server, httpx.Client(base_url=server.url) as kept:

@@ -16,8 +16,6 @@ from helpers.serving import MAX_TOKENS, TEXT
 
 from vmkv.serve.server import Limits
 
-openai = pytest.importorskip("openai")
-
 NUM_CLIENTS = 200
 REQUESTS_EACH = 5
 WORDS = " ".join(TEXT).split()
@@ -70,6 +68,8 @@ def random_request(generator: random.Random) -> dict[str, Any]:
 
 async def one(client: Any, generator: random.Random) -> str:
     """Send one request, perhaps leave early; what came of it."""
+    import openai
+
     request = random_request(generator)
     leaves_after = generator.choice([None, None, None, 0, 1, 3])
     try:
@@ -102,6 +102,7 @@ async def one(client: Any, generator: random.Random) -> str:
 
 def test_a_thousand_requests(run_server) -> None:
     """Everybody is dealt with, most are answered, and one more is served."""
+    openai = pytest.importorskip("openai")
 
     async def client(server: Any, number: int) -> Counter[str]:
         generator = random.Random(number)
