@@ -53,7 +53,7 @@ class HostTokens:
             The same tensor, or a changed copy of it.
 
         Raises:
-            SlotError: A processor failed, here or on another rank; all ranks raise it.
+            VMKVError: A processor failed here or on another rank; all ranks raise a `SlotError`.
 
         Cost: an agreement of the ranks, some 100 µs, where a slot has processors.
         """
@@ -75,6 +75,6 @@ class HostTokens:
                     break
         agreed_at = self._agree(failed_at)
         if agreed_at >= 0:
-            error = failure if agreed_at == failed_at else None
-            raise SlotError(slots[agreed_at], error or RuntimeError("on another rank")) from error
+            cause = failure if agreed_at == failed_at else None
+            raise SlotError(slots[agreed_at], cause or RuntimeError("on another rank")) from cause
         return processed
