@@ -193,7 +193,7 @@ class Trace:
         return plan
 
     def most_mixed_tokens(self) -> int | None:
-        """Tokens of the next step, as documented; None where `max_num_mixed_tokens` does not apply."""
+        """Tokens of the next step, as documented; None where there is no such bound."""
         capacity, requests = self.scheduler.capacity, self.scheduler.requests.values()
         bound = capacity.max_num_mixed_tokens
         running = [each for each in requests if each.state is RequestState.RUNNING]
