@@ -153,46 +153,6 @@ def test_random_tokens_lose_nothing(ids: list[int], data: st.DataObject) -> None
         assert after.startswith(before)
 
 
-@pytest.mark.parametrize("includes", [False, True])
-@pytest.mark.parametrize("stop", ["END", "t. E", "mat. END of", "on", ". "])
-def test_stop_texts_are_found_across_tokens(stop: str, includes: bool) -> None:
-    """The output is cut at the stop text, however tokens divide it, and never shown beyond."""
-    tokenizer = TOKENIZERS["byte-level"]
-    text = " sat on the mat. END of the story"
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    detokenizer, texts = _run(
-        tokenizer,
-        tokenizer.encode("the cat"),
-        ids,
-        stop=["zzz", stop],
-        include_stop_str_in_output=includes,
-    )
-    expected = text[: text.index(stop) + (len(stop) if includes else 0)]
-    assert stop == detokenizer.stop
-    assert expected == detokenizer.text
-    assert all(expected.startswith(each) for each in texts)
-    detokenizer.finish()
-    assert expected == detokenizer.text
-
-
-def test_the_first_of_several_stop_texts_counts() -> None:
-    """By where it begins; a text that completes two at once is cut at the earlier one."""
-    tokenizer = TOKENIZERS["byte-level"]
-    ids = tokenizer.encode("a mat. END", add_special_tokens=False)
-    detokenizer, _ = _run(tokenizer, [], ids, stop=["at. EN", "N", "mat. EN"])
-    assert ("mat. EN", "a ") == (detokenizer.stop, detokenizer.text)
-
-
-def test_what_may_begin_a_stop_text_is_held_back() -> None:
-    """And is shown when it turns out not to, or at the end."""
-    tokenizer = TOKENIZERS["byte-level"]
-    ids = [tokenizer.encode(each, add_special_tokens=False)[0] for each in "aENxEN"]
-    detokenizer, texts = _run(tokenizer, [], ids, stop="END")
-    assert ["a", "a", "a", "aENx", "aENx", "aENx"] == texts
-    detokenizer.finish()
-    assert "aENxEN" == detokenizer.text
-
-
 def test_what_waited_at_the_end_is_text_and_no_stop() -> None:
     """Or text would be missing from an output that ended by its length."""
     tokenizer = TOKENIZERS["byte-level"]
