@@ -40,12 +40,6 @@ from vmkv.units import KiB
 MakeCache = Callable[..., KVCache]
 
 
-@pytest.fixture
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies go through a buffer that ends in the middle of tokens."""
-    monkeypatch.setattr(disk, "_CHUNK_BYTES", 1000)
-
-
 def _filled(cache: KVCache, num_tokens: int, *, first: int = 0) -> Sequence:
     """A sequence of stamps, recorded as tokens."""
     sequence = cache.open()
@@ -109,18 +103,6 @@ def test_pages_may_differ(
     # What a window let go of is not there to go back to.
     with pytest.raises(ConfigError, match="no longer") if windows else nullcontext():
         restored.truncate(100)
-
-
-def test_token_rows_need_not_divide_pages(tmp_path: Path, small_chunks: None) -> None:
-    """Rows of 384 bytes over pages of 4096: tokens straddle pages."""
-    with KVCache("host", max_tokens=500, max_sequences=2, budget_bytes=4096 * KiB) as cache:
-        cache.add_layers([0, 5], num_kv_heads=3, head_dim=16, dtype=torch.float32)
-        sequence = _filled(cache, 417)
-        sequence.save(tmp_path / "kv")
-        sequence.close()
-        cache.trim()
-        assert_holds(cache.load(tmp_path / "kv"), range(417))
-        cache.check()
 
 
 _LOADER = """

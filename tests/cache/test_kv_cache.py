@@ -110,16 +110,6 @@ def test_layers_may_differ_in_shape(cache: KVCache) -> None:
     assert cache.place(40) == (cache.groups[1], 0)
 
 
-def test_layers_added_late_get_the_length_there_is(cache: KVCache) -> None:
-    """Sequences that are open already have memory in them."""
-    sequence = cache.open()
-    sequence.append(50)
-    cache.add_layers([9], **LAYER)
-    sequence.keys(9)[:] = 2
-    cache.check()
-    assert (50, 2, 32) == tuple(sequence.keys(9).shape)
-
-
 def test_dropped_layers_are_forgotten(make_cache: MakeCache) -> None:
     """A group with none left goes; the rest keep their bytes."""
     cache = make_cache(windows=(8,))
@@ -131,25 +121,6 @@ def test_dropped_layers_are_forgotten(make_cache: MakeCache) -> None:
     assert {4.0} == set(sequence.keys(1).flatten().tolist())
     with pytest.raises(ConfigError, match=r"layer 0 was not added; there are \[1\]"):
         sequence.keys(0)
-
-
-def test_compacting_moves_content_and_closes_gaps(cache: KVCache) -> None:
-    """The kept layer's token row is its own alone; every byte is where its layer is."""
-    first, second = cache.open(), cache.open()
-    for sequence, num_tokens in ((first, 50), (second, 7)):
-        sequence.append(num_tokens)
-        sequence.keys(1)[:] = torch.arange(float(num_tokens))[:, None, None] + sequence.row
-        sequence.values(1)[:] = -sequence.row - 1
-    cache.drop_layers([0])
-    assert cache.compact()
-    assert not cache.compact()
-    cache.check()
-    group, at = cache.place(1)
-    assert (1, 0, 512) == (group.geometry.num_layers, at, group.geometry.token_bytes)
-    for sequence in (first, second):
-        wanted = torch.arange(float(sequence.num_tokens)) + sequence.row
-        assert torch.equal(wanted, sequence.keys(1)[:, 1, 5])
-        assert {-sequence.row - 1.0} == set(sequence.values(1).flatten().tolist())
 
 
 def test_layers_go_without_a_wait_for_the_device(make_cache: MakeCache, host: HostBackend) -> None:

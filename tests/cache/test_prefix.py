@@ -25,7 +25,6 @@ from vmkv.cache.prefix import BLOCK_TOKENS, PrefixIndex
 from vmkv.cache.prefix_tree import PrefixTree
 from vmkv.units import KiB
 
-PAGE = 4 * KiB
 ALIASES = CostModel(map_us=0, unmap_us=0)
 MakeCache = Callable[..., KVCache]
 
@@ -229,17 +228,6 @@ def test_rows_whose_window_has_passed_are_asked_once(
     assert_holds(hit, said[:256])
 
 
-def test_swapped_sequences_are_found_when_they_are_back(make_cache: MakeCache) -> None:
-    """Not before, and what is recorded of them meanwhile stays."""
-    cache = make_cache(host_budget_bytes=64 * PAGE, cost_model=ALIASES)
-    source = _say(cache, range(64))
-    source.swap_out()
-    assert (64, 0) == (source.num_recorded, cache.open(prompt=[*range(64), 7]).num_cached_tokens)
-    source.swap_in()
-    hit = cache.open(prompt=[*range(64), 7])
-    assert_holds(hit, range(64))
-
-
 def test_last_token_is_never_found(cache: KVCache) -> None:
     """Something must be computed for there to be logits."""
     _say(cache, range(64)).close()
@@ -350,15 +338,6 @@ def test_prompt_that_is_none_is_refused(cache: KVCache, prompt: Any) -> None:
     with pytest.raises(ConfigError, match="token ids must be integers"):
         cache.open(prompt=prompt)
     assert 0 == cache.stats().num_sequences
-
-
-def test_last_parked_row_serves_a_prompt_whatever_it_holds(make_cache: MakeCache) -> None:
-    """It cannot be aliased, as there is no other row to alias it in; it can be taken over."""
-    cache = make_cache(max_sequences=2, cost_model=ALIASES)
-    cache.open()
-    _say(cache, range(300)).close()
-    sequence = cache.open(prompt=[*range(40), 999])
-    assert_holds(sequence, range(sequence.num_cached_tokens))
 
 
 def test_block_is_as_long_as_documented() -> None:

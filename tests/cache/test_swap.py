@@ -34,32 +34,6 @@ def _host_bytes(cache: KVCache) -> int:
 # ---- out and in ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_tokens", [1, 4, 5, 103])
-@pytest.mark.parametrize("wait", [True, False])
-def test_what_comes_back_is_what_went_at_its_addresses(
-    cache: KVCache, num_tokens: int, wait: bool
-) -> None:
-    """A view taken before is right again afterwards; meanwhile the device memory is free."""
-    sequence = cache.open()
-    append(sequence, range(num_tokens))
-    view, content = sequence.keys(0), sequence.keys(0).clone()
-    before = cache.pool.stats()
-    transfer = sequence.swap_out(wait=wait)
-    if transfer is not None:
-        assert transfer.has_arrived()
-        transfer.finish()
-        transfer.finish()  # Once more is nothing.
-    assert cache.pool.stats().resident_bytes < before.resident_bytes
-    assert _host_bytes(cache) > 0
-    cache.check()
-    sequence.swap_in()
-    assert view.data_ptr() == sequence.keys(0).data_ptr()
-    assert torch.equal(content, view)
-    assert_holds(sequence, range(num_tokens))
-    cache.pool.reclaimer.wait()
-    assert 0 == _host_bytes(cache)
-
-
 def test_what_comes_back_has_what_is_kept_past_its_length_by_then(cache: KVCache) -> None:
     """Also if nobody asked for that when it went; and not while it goes."""
     sequence = cache.open()
@@ -104,22 +78,6 @@ def test_stats_count_what_moved(cache: KVCache) -> None:
 
 
 # ---- moving -------------------------------------------------------------------------------
-
-
-def test_a_transfer_can_be_cancelled_until_it_has_left(cache: KVCache) -> None:
-    """By itself, too; afterwards the way back is another one."""
-    sequence = cache.open()
-    append(sequence, range(50))
-    transfer = sequence.swap_out(wait=False)
-    transfer.cancel()
-    assert_holds(sequence, range(50))
-    transfer = sequence.swap_out(wait=False)
-    transfer.finish()
-    with pytest.raises(ConfigError, match=r"swap_in\(\) brings it back"):
-        transfer.cancel()
-    cache.check()
-    sequence.swap_in()
-    assert_holds(sequence, range(50))
 
 
 def test_memory_that_is_moving_serves_whoever_is_short(

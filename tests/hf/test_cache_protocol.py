@@ -793,24 +793,6 @@ def test_exhausted_budget_leaves_every_sequence_at_its_length(name: str) -> None
     assert BackendUsage() == backend.usage()
 
 
-def test_exhausted_budget_while_the_batch_grows_changes_nothing() -> None:
-    """Repeating a batch beyond the budget fails as a whole: no layer has the larger batch."""
-    config = tiny_config("llama")
-    expected = dynamic_cache(config)
-    backend = HostBackend(4 * KiB)
-    with VMKVCache(config, backend=backend, budget_bytes=24 * 4 * KiB) as cache:
-        _append(expected, 60)
-        _append(cache, 60)
-        with pytest.raises(OutOfPagesError):
-            cache.batch_repeat_interleave(16)
-        assert_same_contents(expected, cache)
-        cache.check()
-        for each in (expected, cache):
-            _append(each, 1, seed=2)
-        assert_same_contents(expected, cache)
-    assert BackendUsage() == backend.usage()
-
-
 @pytest.mark.parametrize("layer", [0, 2])
 def test_max_tokens_exceeded_leaves_the_sequence_usable(layer: int, new_cache: NewCache) -> None:
     """The row ends where it was told to; tokens up to there still fit."""

@@ -259,10 +259,6 @@ def test_assisted_decoding_matches_dynamic_cache(
 # ---- caches that live longer than one call ----------------------------------------------------
 
 
-def _prompt_of(tokens: torch.Tensor) -> dict[str, Any]:
-    return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
-
-
 @pytest.mark.parametrize("name", DECODERS)
 def test_chunked_prefill_matches_dynamic_cache(name: str, new_cache: NewCache) -> None:
     """A prompt fed in chunks by `prefill_chunk_size` gives the same tokens and contents."""
@@ -273,19 +269,6 @@ def test_chunked_prefill_matches_dynamic_cache(name: str, new_cache: NewCache) -
     actual = generate(model, inputs, cache, prefill_chunk_size=5)
     assert expected.tolist() == actual.tolist()
     _assert_same_bits(name, expected_cache, cache)
-
-
-@pytest.mark.parametrize("name", DECODERS)
-def test_prefilled_cache_matches_dynamic_cache(name: str, new_cache: NewCache) -> None:
-    """A prefix computed before is continued by `generate` as if it were part of the call."""
-    model = _served(name)
-    tokens = prompt(name, batch_size=2, num_tokens=17)["input_ids"]
-    results = []
-    for cache in (dynamic_cache(model.config), new_cache(model.config)):
-        with torch.no_grad():
-            forward(model, tokens[:, :11], cache)
-        results.append(generate(model, _prompt_of(tokens), cache).tolist())
-    assert results[0] == results[1]
 
 
 @pytest.mark.parametrize("name", ENCODER_DECODER)

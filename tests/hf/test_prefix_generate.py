@@ -293,21 +293,6 @@ def test_what_was_found_is_in_the_stats(new_cache: NewCache) -> None:
     assert stats.num_prefix_hit_tokens == (len(PROMPTS) - 1) * SHARED_TOKENS + whole
 
 
-def test_tenants_do_not_share(new_cache: NewCache) -> None:
-    """Neither prompts nor what was said; each finds its own."""
-    model = tiny_model("llama")
-    cache = new_cache(model)
-    for tenant in ("a", "b", None):
-        with _passes(model) as sizes:
-            _generate(model, PROMPTS[:1], cache=cache, tenant=tenant)
-        assert len(PROMPTS[0]) == _num_prefilled(sizes, 1)
-    for tenant in ("a", "b", None):
-        expected = _alone(model, PROMPTS[1])
-        with _passes(model) as sizes:
-            assert [expected] == _generate(model, PROMPTS[1:2], cache=cache, tenant=tenant)
-        assert len(PROMPTS[1]) - SHARED_TOKENS == _num_prefilled(sizes, 1)
-
-
 def test_another_tenant_never_gets_old_bytes() -> None:
     """The scrubbing of the pool knows whose the rows are, in the first pass as well."""
     model = tiny_model("llama")

@@ -76,29 +76,6 @@ def test_acquiring_and_giving_back_never_wait_for_the_lock(pool: ExtentPool) -> 
     check_pool(pool)
 
 
-def test_books_balance_at_any_moment_while_extents_change_hands(pool: ExtentPool) -> None:
-    """Who reads statistics meanwhile sees parts that add up, and none below zero."""
-    free = [size_class for size_class in range(3) for _ in range(3 * NUM_THREADS)]
-    pool.set_budget(100 * PAGE)
-    pool.disown(pool.acquire(free))
-    is_done = threading.Event()
-
-    def work(choose: random.Random) -> None:
-        owners: dict[int, int] = {}
-        while not is_done.is_set():
-            _hand_over(pool, choose, owners)
-
-    with _threads(work):
-        for _ in range(300):
-            stats = pool.stats()
-            assert 84 * PAGE == stats.created_bytes
-            assert 0 <= min(stats.free_bytes, stats.resident_bytes)
-            assert stats.created_bytes == stats.free_bytes + stats.resident_bytes
-            assert 16 * PAGE <= pool.available_bytes <= 100 * PAGE
-        is_done.set()
-    assert 84 * PAGE == pool.stats().free_bytes
-
-
 class _Parked:
     """Rows that nobody needs: what `pressure` may take."""
 

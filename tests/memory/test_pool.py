@@ -29,26 +29,6 @@ MakePool = Callable[..., ExtentPool]
 # ---- acquiring ----------------------------------------------------------------------------
 
 
-def test_acquire_gives_one_extent_per_class_with_one_owner(pool: ExtentPool) -> None:
-    """What was asked for, in the order asked."""
-    extents = pool.acquire([2, 0, 1])
-    assert [4, 1, 2] == [extent.num_pages for extent in extents]
-    assert [1, 1, 1] == [extent.num_owners for extent in extents]
-    stats = pool.stats()
-    assert (7 * PAGE, 7 * PAGE, 0) == (
-        stats.created_bytes,
-        stats.resident_bytes,
-        stats.free_bytes,
-    )
-    pool.disown(extents)
-
-
-def test_acquire_nothing_gives_nothing(pool: ExtentPool) -> None:
-    """Zero classes are no call and no error."""
-    assert [] == pool.acquire([])
-    assert 0 == pool.backend.calls["mem_create"]
-
-
 def test_out_of_pages_is_a_memory_error_that_says_what_to_do(make_pool: MakePool) -> None:
     """Generic code can catch it; a person can act on it."""
     pool = make_pool(1)
@@ -132,13 +112,6 @@ def test_pressure_is_announced_once_before_the_second_attempt() -> None:
 
 
 # ---- giving back --------------------------------------------------------------------------
-
-
-def test_trim_of_some_bytes_gives_back_at_least_those(pool: ExtentPool) -> None:
-    """Extents go whole, so it may be more."""
-    pool.disown(pool.acquire([2, 2, 0]))
-    assert 4 * PAGE == pool.trim(PAGE)
-    assert 5 * PAGE == pool.stats().free_bytes
 
 
 @pytest.mark.parametrize(("keep_pages", "left_pages"), [(0, 0), (3, 3), (100, 12)])

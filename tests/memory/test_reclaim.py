@@ -54,23 +54,6 @@ def test_retired_mapping_stays_readable_until_its_fence(
     assert 3 * PAGE == pool.reclaimer.poll()
 
 
-def test_mapping_shared_with_a_live_one_frees_nothing_yet(pool: ExtentPool) -> None:
-    """An extent with a second place stays resident while that place lives."""
-    table = _table(pool, 0)
-    other = PageTable(pool, num_rows=1, row_pages=1)
-    extent = table.rows[0].mappings[0].extent
-    placement = Placement(0, 0, [extent])
-    table.rows[0].mappings[0].access = Access.READ  # A shared extent is writable nowhere.
-    pool.backend.mem_set_access(table.page_address(0, 0), PAGE, Access.READ)
-    pool.backend.execute(other.ops_to_map(placement, Access.READ))
-    other.note_mapped(placement, Access.READ)
-    check_pool(pool)
-    _retire_all(table)
-    pool.reclaimer.poll()
-    assert (PAGE, 0) == (pool.stats().resident_bytes, pool.stats().free_bytes)
-    assert bytes([1]) * PAGE == read_bytes(pool.backend, other.page_address(0, 0), PAGE)
-
-
 def test_neighbours_are_unmapped_in_one_call(pool: ExtentPool) -> None:
     """A run costs one call, a hole a second one."""
     table = _table(pool, 0, 1, 0, 0, 0)
