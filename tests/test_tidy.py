@@ -18,7 +18,7 @@ PYTHON = sorted((ROOT / "vmkv").rglob("*.py"))
 SOURCES = sorted(
     path for ending in ("py", "pyi", "c", "h") for path in (ROOT / "vmkv").rglob(f"*.{ending}")
 )
-FILE_LINES_MAX = 450
+FILE_LINES_MAX = 700
 FUNCTION_LINES_MAX = 80
 COLUMNS_MAX = 100
 # Words that mean two things, or nothing, and what to say instead.
