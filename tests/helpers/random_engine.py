@@ -180,6 +180,10 @@ class RandomEngine:
         """Steps submitted so far."""
         return self.play.runner.num_steps
 
+    def end(self) -> None:
+        """Close everything; nothing may be left."""
+        self.play.close()
+
     def operate(self) -> None:
         """Do one thing."""
         weights = self._weights

@@ -85,6 +85,10 @@ class RandomGenerate:
         """Passes through the model so far."""
         return self.play.num_steps
 
+    def end(self) -> None:
+        """Close everything; nothing may be left."""
+        self.play.close()
+
     def operate(self) -> None:
         """Do one thing."""
         weights = self._weights

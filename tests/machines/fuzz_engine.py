@@ -4,10 +4,10 @@
     python tests/machines/fuzz_engine.py --seconds 600 --jobs 2
     python tests/machines/fuzz_engine.py --seed 4711 --episodes 1 --verbose      # one again
 
-An episode is an engine, or a `RaggedCache`, of a random shape and some hundred operations on it,
-all drawn from its seed (see `helpers.random_engine`). Each is played in a process of its own, so
-that one that ends by a signal is a failure with a seed like any other. Runs until a failure, unless
-told to go on.
+An episode is an engine, a `RaggedCache`, or several engines over one model, and some hundred
+operations on it, all drawn from its seed (see `helpers.random_engine`). Each is played in a process
+of its own, so that one that ends by a signal is a failure with a seed like any other. Runs until a
+failure, unless told to go on.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from helpers.random_engine import RandomEngine, RandomModelEngine
 from helpers.random_generate import RandomGenerate
+from helpers.shared_model_play import RandomSharedModel
 
 from vmkv.errors import CapacityError, ConfigError
 
@@ -41,10 +42,11 @@ _TIMEOUT_S = 120
 
 # ---- what an episode does ---------------------------------------------------------------------
 
-PLAYS: dict[str, type[RandomEngine] | type[RandomGenerate]] = {
+PLAYS: dict[str, type[RandomEngine | RandomGenerate | RandomSharedModel]] = {
     "engine": RandomEngine,
     "model": RandomModelEngine,
     "generate": RandomGenerate,
+    "shared": RandomSharedModel,
 }
 
 
@@ -71,7 +73,7 @@ def play_episode(
     try:
         for _ in range(num_operations):
             episode.operate()
-        episode.play.close()
+        episode.end()
     finally:
         trace([f"{episode.shape}", *episode.play.trace])
     return episode.num_steps

@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
+from vmkv import Engine
 from vmkv.attention import AttentionSpec, why_not
 from vmkv.cache import KVCache
 from vmkv.cache.fp8 import FP8
@@ -363,3 +364,33 @@ def test_rows_in_eight_bits_are_captured(narrow, exact) -> None:
 def test_rows_in_eight_bits_say_the_same_again(narrow) -> None:
     """After others have used the memory: rows and scales of one are no other's."""
     assert narrow.say(PROMPTS, GREEDY, 12) == narrow.say(PROMPTS, GREEDY, 12)
+
+
+@pytest.mark.parametrize("runner", ["eager", "graphs"])
+def test_engines_over_one_model_end_in_any_order(runner: str) -> None:
+    """Prompts longer than captured steps run through the model itself, and stay right."""
+    model = make_model(torch.bfloat16, "sdpa")
+    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 2048, "budget_bytes": 2**28}
+    options = RunnerOptions(compile_layers=False, max_graph_tokens=64, show_progress=False)
+    params = SamplingParams(temperature=0, max_tokens=12)
+    prompts = [prompt(300, 1), prompt(40, 2)]
+
+    def make() -> Engine:
+        its = {} if runner == "eager" else {"runner_options": options}
+        return Engine(model, max_tokens=512, runner=runner, **sizes, **its)
+
+    def said(engine: Engine) -> list[list[int]]:
+        outputs = engine.generate(prompts, params)
+        return [list(each.outputs[0].token_ids) for each in outputs]
+
+    first = make()
+    wanted = said(first)
+    second = make()
+    first.close()
+    assert wanted == said(second)
+    model.model.layers[1].train()
+    assert [[], []] == said(second)
+    model.eval()
+    assert wanted == said(second)
+    second.close()
+    assert model.config._attn_implementation == "sdpa"

@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from ..cache.fp8 import FP8
 from ..errors import ConfigError
-from ..step.interface import attending_through, register_attention
+from ..step.interface import PACKED, attending_through, register_attention
 from . import compat
 from .layers import VirtualLayer, layer_behind
 from .unservable import UnservableError
@@ -281,10 +281,10 @@ def _plain(
 
 def register() -> None:
     """Make `"vmkv"` known to transformers, as attention and as mask. Idempotent."""
-    register_attention("vmkv", vmkv_attention, vmkv_mask)
+    register_attention(PACKED, vmkv_attention, vmkv_mask)
 
 
 def attending_in_place(model: Any) -> contextlib.AbstractContextManager[None]:
     """While this lasts, the model attends through `"vmkv"`."""
     register()
-    return attending_through(model, "vmkv")
+    return attending_through(model, PACKED)

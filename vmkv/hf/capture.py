@@ -26,7 +26,7 @@ from ..step.stepper import has_hooks
 from . import compat
 from .cache import VMKVCache
 from .captured_steps import CapturedSteps
-from .proof import prove
+from .proof import Proof, prove
 from .store import Store
 
 _LOG = logging.getLogger(__name__)
@@ -54,7 +54,9 @@ def capture_decoding(
     uncaptured.
 
     What the model's code does is seen when a step is captured: after changing it, `close` and call
-    this again. Parameters that move are noticed with the next prompt.
+    this again. While a part of the model is in training mode, or after another attention
+    implementation was set or the model was converted, the model itself computes its steps, until
+    the next prompt.
 
     Args:
         model: A transformers causal language model. It is changed in place: its `forward`.
@@ -197,7 +199,7 @@ class CapturedDecoding:
             return None
         steps = self._steps(model, cache, known, step.token_ids)
         num_past_tokens = cache.get_seq_length()
-        if steps is None or not _fit(step, num_past_tokens):
+        if steps is None or not steps.is_current or not _fit(step, num_past_tokens):
             return None
         if not steps.takes(step.mask, num_past_tokens, cache._store.num_batches):
             return None
@@ -230,7 +232,7 @@ class CapturedDecoding:
         if not known.is_checked:
             known.is_checked = True
             known.runs_plainly = has_hooks(model) or _is_divided_or_adapted(model)
-            if steps is not None and not steps.has_weights_of(model):
+            if steps is not None and not (steps.is_current and steps.has_weights_of(model)):
                 steps.close()
         if known.runs_plainly or store.cores[0].device != token_ids.device:
             return None
@@ -238,8 +240,9 @@ class CapturedDecoding:
             if steps is not None:
                 steps.close()
             known.steps = steps = None
-            known.runs_plainly = not self._is_proven(model, store)
-            if not known.runs_plainly:
+            proof = self._proof(model, store)
+            known.runs_plainly = proof is None
+            if proof is not None:
                 known.steps = steps = CapturedSteps(
                     model,
                     store,
@@ -247,6 +250,7 @@ class CapturedDecoding:
                     known.logits,
                     self.layers,
                     self._stream_on(token_ids.device),
+                    proof.calls,
                 )
         return steps
 
@@ -257,12 +261,12 @@ class CapturedDecoding:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         return self._stream
 
-    def _is_proven(self, model: Any, store: Store) -> bool:
-        """Whether packed steps are known to serve the model, and its cache."""
+    def _proof(self, model: Any, store: Store) -> Proof | None:
+        """The model's proof, if packed steps serve the model and its cache."""
         backend, device = store.settings.attention_backend, store.cores[0].device
         if (backend, device) in self._unproven:
-            return False
-        reason = None
+            return None
+        reason = proof = None
         try:
             proof = prove(model, backend)
         except (ConfigError, CapacityError, torch.OutOfMemoryError) as error:
@@ -272,12 +276,12 @@ class CapturedDecoding:
                 reason = "its steps wait for the device"
         if reason is not None:
             self._unproven.add((backend, device))
-        elif not store.looks_like(proof.signatures):
+        elif proof is not None and not store.looks_like(proof.signatures):
             reason = "it caches something else than the keys and values it attends to"
         if reason is not None and reason not in self.refusals:
             self.refusals.append(reason)
             _LOG.warning("decode steps of %s are not captured: %s", type(model).__name__, reason)
-        return reason is None
+        return proof if reason is None else None
 
 
 class _Forward:

@@ -18,7 +18,7 @@ from ..errors import CapacityError, ConfigError, one_line
 from ..step import Stepper
 from ..step.batch_graphs import Bucket
 from ..step.compiled_layers import CompiledLayers
-from ..step.interface import refusing_waits
+from ..step.interface import chosen_attention, refusing_waits
 from .attention import attending_in_place
 from .padding import LeftPadding
 from .store import Store
@@ -36,6 +36,7 @@ class CapturedSteps:
         batch_size: B.
         layers: The model's layers, compiled and standing aside; None where they run as they are.
         stream: What to capture on; see `GraphSpace`.
+        calls: See `Proof`.
 
     Attributes:
         batch_size: B.
@@ -50,6 +51,7 @@ class CapturedSteps:
         logits: torch.Tensor,
         layers: CompiledLayers | None = None,
         stream: torch.cuda.Stream | None = None,
+        calls: tuple[int, ...] | None = None,
     ):
         (core,) = store.cores
         self.batch_size = batch_size
@@ -66,11 +68,13 @@ class CapturedSteps:
                 batch_size,
                 attention_backend=store.settings.attention_backend,
                 layers=layers,
+                calls=calls,
             )
             self._graphs = self._stepper.make_batch_graphs(logits.shape[-1], logits.dtype, stream)
         self._num_runs: Counter[Bucket] = Counter()
         self._refused: set[Bucket] = set()
         self._weights = _addresses(model)
+        self._attention = chosen_attention(model)
         self._padding: LeftPadding | None = None
         # Where the next step would be if nothing else happened to the batch, and whether this one
         # was declined for its mask.
@@ -84,6 +88,18 @@ class CapturedSteps:
             not self.is_closed
             and self.batch_size == batch_size
             and self._num_layouts == store.num_layouts
+        )
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the model is what it was at first, by the look of `ModelGuard`.
+
+        False also while it attends otherwise, by its user's choice: what that computes is for the
+        model to say.
+        """
+        return (
+            self._stepper.guard.is_as_captured()
+            and chosen_attention(self._model) == self._attention
         )
 
     def has_weights_of(self, model: Any) -> bool:

@@ -77,7 +77,8 @@ def generate(
 
     Raises:
         ConfigError: No prompts, an empty one, a way of decoding that needs more than one
-            sequence per prompt, or a cache of another model.
+            sequence per prompt, or a cache of another model. The model is in training mode, or
+            changes on the way (how it attends, its type or device).
         ClosedError: The cache is closed.
         OutOfPagesError: All sequences together do not fit the budget.
         Whatever is raised, the sequences of this call have ended, and `cache` can be used.
@@ -236,6 +237,7 @@ def _generate(
             len(prompts),
             attention_backend=settings.attention_backend,
             layers=layers,
+            calls=proof.calls,
         )
         stack.enter_context(contextlib.closing(stepper))
         stack.enter_context(

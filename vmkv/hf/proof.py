@@ -27,7 +27,7 @@ import torch
 
 from ..cache import Sequence as Row
 from ..step import Piece, Stepper, attending_through
-from ..step.interface import attention_settings, refusing_waits
+from ..step.interface import PACKED, chosen_attention, refusing_waits
 from ..step.piece import packing_order
 from . import compat
 from .attention import attending_in_place
@@ -67,11 +67,14 @@ class Proof(NamedTuple):
 
     Attributes:
         signatures: What keys and values of each layer look like.
+        calls: The layers whose attention a packed pass calls, in ascending order, each as often as
+            it is called.
         never_waits: Whether its decode steps never wait for the device, so that they may be
             captured.
     """
 
     signatures: Mapping[int, Signature]
+    calls: tuple[int, ...]
     never_waits: bool
 
 
@@ -141,11 +144,11 @@ def _check_passes(model: Any, kinds: Sequence[LayerKind], attention_backend: str
     for attempt in range(_NUM_ATTEMPTS):
         plain = _plain_pass(model, _token_ids(model, attempt))
         signatures = signatures or layer_signatures(model, kinds, plain.token_ids[:2])
-        never_waits, differences = _packed_passes(
+        calls, never_waits, differences = _packed_passes(
             model, kinds, signatures, attention_backend, plain
         )
         if not differences:
-            return Proof(signatures, never_waits)
+            return Proof(signatures, calls, never_waits)
     raise UnservableError(_why_different(model, max(differences)))
 
 
@@ -174,9 +177,9 @@ def _plain_pass(model: Any, token_ids: torch.Tensor) -> _PlainPass:
         if hidden.shape[:2] == token_ids.shape:
             inputs.append(hidden.flatten(0, 1).clone())
 
-    before = attention_settings(model, "vmkv")[0]
-    # One that attends through "vmkv" already is compared with what transformers does.
-    reference = "eager" if before == "vmkv" else before
+    chosen = chosen_attention(model)
+    # A model that attends through "vmkv" already is compared with what transformers does.
+    reference = "eager" if chosen == PACKED else chosen
     with attending_through(model, reference), _before_layers(model, keep):
         try:
             output = model(input_ids=token_ids, use_cache=False, return_dict=True)
@@ -192,11 +195,11 @@ def _packed_passes(
     signatures: Mapping[int, Signature],
     attention_backend: str | None,
     plain: _PlainPass,
-) -> tuple[bool, list[_Difference]]:
+) -> tuple[tuple[int, ...], bool, list[_Difference]]:
     """Run the packed passes over the same tokens, in a cache of their own.
 
     Returns:
-        Whether its decode steps never wait for the device, and what differs.
+        `Proof.calls`, whether its decode steps never wait for the device, and what differs.
     """
     settings = Settings(
         compat.text_config(model.config),
@@ -214,13 +217,15 @@ def _packed_passes(
         rows = [[core.open(row=at) for at in range(_NUM_SEQUENCES)] for core in memory.cores]
         stepper = Stepper(model, memory.cores, _NUM_SEQUENCES, attention_backend=attention_backend)
         with contextlib.closing(stepper):
+            stepper.calls = None
             for pieces in _PASSES:
                 packed = [pieces[at] for at in packing_order(pieces)]
                 for core, sequences in zip(memory.cores, rows, strict=True):
                     core.grow((sequences[each.row], each.num_tokens) for each in packed)
                 differences += _packed_pass(model, stepper, packed, plain, eps)
             never_waits = not differences and _never_waits(stepper, rows)
-    return never_waits, differences
+            calls = stepper.calls
+    return calls or (), never_waits, differences
 
 
 def _never_waits(stepper: Stepper, rows: Sequence[Sequence[Row]]) -> bool:

@@ -44,6 +44,7 @@ class ServedRows:
 
     Attributes:
         cache: Where they are.
+        calls: See `Proof`.
 
     Raises:
         ConfigError: The model cannot be served: see `prove`; or it is spread over several devices.
@@ -64,7 +65,7 @@ class ServedRows:
                 "the engine serves decoder-only models; use model.generate with "
                 "past_key_values=VMKVCache.for_encoder_decoder(config)"
             )
-        signatures = prove(model, attention_backend).signatures
+        signatures, self.calls, _ = prove(model, attention_backend)
         if max_tokens is not None:
             check_length(model.config, max_tokens)
         _check_one_device(signatures)

@@ -379,7 +379,7 @@ class StepLoop:
             if fewer:
                 self._token_limit = fewer
                 return
-        else:
+        elif not isinstance(error, ConfigError):  # The caller's to fix: a model that has changed.
             self.num_failed_steps += 1
         self._fail([chunk.request_id for chunk in chunks], error)
 

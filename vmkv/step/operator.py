@@ -21,6 +21,7 @@ import torch
 
 from ..errors import ClosedError, ConfigError
 from .interface import attending_through, register_attention
+from .model_guard import numbered_layers
 from .row_attention import RowAttention
 
 IMPLEMENTATION = "vmkv_rows"
@@ -119,7 +120,7 @@ def attending(model: Any, attention: RowAttention) -> Iterator[None]:
         ConfigError: Another stepper has the model, or no layer says which one it is.
     """
     check_free(model)
-    layers = list(_layers(model))
+    layers = list(numbered_layers(model))
     if not layers:
         raise ConfigError("no layer of this model says which one it is (layer_idx)")
     register_attention(IMPLEMENTATION, rows_attention, _no_mask)
@@ -142,18 +143,10 @@ def check_free(model: Any) -> None:
     Raises:
         ConfigError: They do.
     """
-    for module, _ in _layers(model):
+    for module, _ in numbered_layers(model):
         place = vars(module).get(_PLACE)
         if place is not None and int(place[0]) in _SERVING:
             raise ConfigError("this model is served by another runner already; close that first")
-
-
-def _layers(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, int]]:
-    """Modules that say which layer they are; decoder layers among them, which is harmless."""
-    for module in model.modules():
-        layer = getattr(module, "layer_idx", None)
-        if isinstance(layer, int):
-            yield module, layer
 
 
 def _no_mask(**_: Any) -> None:

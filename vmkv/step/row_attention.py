@@ -128,6 +128,7 @@ class RowAttention:
 
     Attributes:
         steps: The step that the next forward pass is, as each device sees it; None between steps.
+        called: Layers that have attended, in order, until somebody clears it.
     """
 
     def __init__(
@@ -153,6 +154,7 @@ class RowAttention:
         self._kernels: dict[tuple[int, AttentionSpec], _Kernels] = {}
         self._side: torch.cuda.Stream | None = None
         self.steps: Mapping[torch.device, StepParts | TiledParts] | None = None
+        self.called: list[int] = []
 
     def attend(
         self,
@@ -185,6 +187,7 @@ class RowAttention:
         """
         if self.steps is None:
             raise InternalError("attention was asked for outside a step")
+        self.called.append(layer)
         cache, device, keys, values, scales, layer_window = self._layers[layer]
         step = self.steps[device]
         window = layer_window if window is None else window

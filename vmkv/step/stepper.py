@@ -22,14 +22,16 @@ from typing import Any
 import torch
 
 from ..cache import KVCache
-from ..errors import CapacityError, ConfigError
+from ..errors import CapacityError, ConfigError, VMKVError
 from . import operator
 from .batch_graphs import BatchGraphs
 from .compiled_layers import CompiledLayers
 from .decode_graphs import DecodeGraphs
-from .graphs import GraphSpace, Scratch
+from .graphs import GraphSpace, Key, Scratch, StepGraphs
+from .interface import PACKED, has_users
 from .logits import HeadInParts, StepLogits
 from .mixed_graphs import MixedGraphs
+from .model_guard import ModelGuard
 from .packing import pack
 from .piece import Piece, packing_order
 from .row_attention import RowAttention, row_capacities
@@ -44,7 +46,7 @@ class Stepper:
 
     Args:
         model: A transformers causal language model that has proven itself. Unless its layers are
-            compiled, it attends through an implementation that hands `vmkv_batch` on.
+            compiled, it attends through "vmkv", which hands `vmkv_batch` on.
         caches: One for each device of the model.
         num_slots: Pieces of a step at most.
         attention_backend: The kernel for rows; see `RowAttention`.
@@ -52,19 +54,24 @@ class Stepper:
         compile_with: Compile the layers with this backend of `torch.compile`; None for not at all.
         layers: Layers that are compiled already, for several steppers in turn: steps run within
             `attending`, and between them the model is as before.
+        calls: The layers whose attention the model calls in each pass, in ascending order, each as
+            often as its proof found; by default each layer of the caches once.
 
     Attributes:
         model: See above.
         caches: Likewise.
         device: Where its tokens go.
         uses_operator: Whether the stepper makes the model attend by itself.
+        calls: See above; None to take those of the next pass.
+        guard: Whether the model is what it was when the stepper was made.
         last_tokens: `[num_slots + 1] int64`, the token that was chosen last in each slot.
         decode_graphs: Captured steps of one token each; None where there are none.
         mixed_graphs: Captured steps with prompts; likewise.
 
     Raises:
         ConfigError: A cache has no layers, or the layers cannot be compiled, or another stepper
-            runs them compiled. The model is as before.
+            runs them compiled, or with `compile_with` anybody attends through the model already.
+            The model is as before.
     """
 
     def __init__(
@@ -77,6 +84,7 @@ class Stepper:
         preferred_backend: str | None = None,
         compile_with: str | None = None,
         layers: CompiledLayers | None = None,
+        calls: tuple[int, ...] | None = None,
     ):
         if not all(cache.layers for cache in caches):
             raise ConfigError("the cache holds no layers yet: add the model's first")
@@ -86,6 +94,9 @@ class Stepper:
         self._is_cuda = self.device.type == "cuda"
         self.num_slots = num_slots
         self.last_tokens = torch.zeros(num_slots + 1, dtype=torch.int64, device=self.device)
+        self.calls: tuple[int, ...] | None = calls
+        if calls is None:
+            self.calls = tuple(sorted(layer for cache in caches for layer in cache.layers))
         self._attention = RowAttention(caches, attention_backend, preferred_backend)
         # Four dimensions: transformers hands such a mask on as it is, and ours ignores it.
         self._mask = torch.empty((1, 1, 1, 1), dtype=torch.bool, device=self.device)
@@ -106,9 +117,15 @@ class Stepper:
                 self._mask._vmkv_placeholder = True  # type: ignore[attr-defined]
                 self._keywords["vmkv_batch"] = _ByKeyword(self._attention)
             elif compile_with is not None:
+                if has_users(model):
+                    raise ConfigError(
+                        "this model is served already, and its layers cannot be compiled "
+                        "meanwhile: close what serves it first, or leave compile_layers out"
+                    )
                 undo.enter_context(operator.attending(model, self._attention))
-                self._layers = CompiledLayers(model, backend=compile_with)
-                undo.callback(self._layers.close)
+                self._layers = undo.enter_context(_compiled(model, compile_with))
+            name = operator.IMPLEMENTATION if self.uses_operator else PACKED
+            self.guard = ModelGuard(model, name)
             self._undo = undo.pop_all()
 
     @contextlib.contextmanager
@@ -137,6 +154,9 @@ class Stepper:
             rows_elsewhere: For each cache but the first, the rows of the pieces there.
 
         Raises:
+            ConfigError: The model has changed since the stepper was made: how it attends, its mode,
+                its type or device, or where the parameters of a captured step lie. Nothing of the
+                step counts. Once the model is what it was, steps run again.
             OutOfPagesError: There is no memory for what a kernel fetches past the rows' ends.
             Exception: What the model raises. Keys and values of the new tokens may have been
                 written; the same step again writes the same.
@@ -155,10 +175,15 @@ class Stepper:
         elif self.mixed_graphs is not None:
             mixed_bucket = self.mixed_graphs.key(packed)
             if mixed_bucket is not None:
-                self.mixed_graphs.replay(mixed_bucket, self.mixed_graphs.fill(mixed_bucket, packed))
+                integers = self.mixed_graphs.fill(mixed_bucket, packed)
+                self._replay(self.mixed_graphs, mixed_bucket, integers)
                 return self._replayed(range(len(sampling)), sampling)
         elsewhere = [[rows[at] for at in order] for rows in rows_elsewhere]
         return StepLogits(self.run_eagerly(packed, elsewhere), sampling)
+
+    def _replay(self, graphs: StepGraphs[Key], key: Key, integers: torch.Tensor) -> None:
+        self.guard.check(is_fixed=True)
+        graphs.replay(key, integers)
 
     def _replayed(self, kept: Sequence[int], sampling: Sequence[int]) -> StepLogits:
         """The logits at `kept` that a graph has left."""
@@ -209,16 +234,36 @@ class Stepper:
     def _forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor | None
     ) -> torch.Tensor:
-        """Logits `[kept, vocabulary]` of packed tokens `[T]`; of all of them by default."""
-        output = self.model(
-            input_ids=token_ids[None],
-            position_ids=positions[None],
-            attention_mask=self._mask,
-            use_cache=False,
-            logits_to_keep=0 if keep is None else keep,
-            return_dict=True,
-            **self._keywords,
-        )
+        """Logits `[kept, vocabulary]` of packed tokens `[T]`; of all of them by default.
+
+        Raises:
+            ConfigError: The model has changed, or it did not attend as its proof found.
+        """
+        self.guard.check(is_fixed=self.uses_operator)
+        called = self._attention.called
+        called.clear()
+        try:
+            output = self.model(
+                input_ids=token_ids[None],
+                position_ids=positions[None],
+                attention_mask=self._mask,
+                use_cache=False,
+                logits_to_keep=0 if keep is None else keep,
+                return_dict=True,
+                **self._keywords,
+            )
+        except VMKVError:
+            raise
+        except Exception as error:
+            change = self.guard.change()
+            if change is None:
+                raise
+            raise ConfigError(change) from error
+        calls = tuple(sorted(called))
+        if self.calls is None:
+            self.calls = calls
+        elif calls != self.calls:
+            raise ConfigError(self.guard.change() or _other_calls(calls, self.calls))
         return kept_logits(output, keep)
 
     # ---- captures -------------------------------------------------------------------------
@@ -352,7 +397,7 @@ class Stepper:
             return None
         bucket = graphs.key(len(packed), max(piece.num_tokens for piece in packed))
         if self._num_runs is None or bucket in graphs.captured:
-            graphs.replay(bucket, graphs.fill(bucket, packed))
+            self._replay(graphs, bucket, graphs.fill(bucket, packed))
         elif not self._captured_by_now(graphs, bucket, packed, self._num_runs):
             return None
         kept = [at for at, piece in enumerate(packed) if piece.samples]
@@ -386,7 +431,7 @@ class Stepper:
             _LOG.info("%s cannot be captured as CUDA graphs: %s", graphs.name, error)
             self._uncapturable.add(bucket)
             return False
-        graphs.replay(bucket, graphs.fill(bucket, packed))
+        self._replay(graphs, bucket, graphs.fill(bucket, packed))
         return True
 
     def run_layers_plainly(self) -> bool:
@@ -413,6 +458,26 @@ class Stepper:
 def has_hooks(model: torch.nn.Module) -> bool:
     """Whether somebody hooked into a module is to be called in every step."""
     return any(each._forward_hooks or each._forward_pre_hooks for each in model.modules())
+
+
+def _other_calls(called: Sequence[int], proven: Sequence[int]) -> str:
+    now, before = Counter(called), Counter(proven)
+    layer = next(each for each in sorted(now | before) if now[each] != before[each])
+    return (
+        f"in a step, layer {layer} of the model attended {now[layer]} times instead of "
+        f"{before[layer]}: its attention or its code has been changed; undo that, or close the "
+        "engine or cache that serves the model and make it anew"
+    )
+
+
+@contextlib.contextmanager
+def _compiled(model: Any, backend: str) -> Iterator[CompiledLayers]:
+    """The layers compiled; a generator, which ends with its stepper also where nobody closes it."""
+    layers = CompiledLayers(model, backend=backend)
+    try:
+        yield layers
+    finally:
+        layers.close()
 
 
 class _ByKeyword:

@@ -57,6 +57,7 @@ def make_runner(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         attention_backend=attention_backend,
+        calls=rows.calls,
         options=options,
         deterministic=deterministic,
     )

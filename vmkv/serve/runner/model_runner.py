@@ -78,6 +78,7 @@ class ModelRunner:
         attention_backend: The kernel for rows; by default, where steps are captured, flash3 if it
             can serve a layer, which keeps a tile of every row resident for its over-read; or else
             what `select` takes.
+        calls: See `Stepper`.
         options: See there.
         deterministic: Run every chunk by itself.
 
@@ -98,6 +99,7 @@ class ModelRunner:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         attention_backend: str | None = None,
+        calls: tuple[int, ...] | None = None,
         options: RunnerOptions | None = None,
         deterministic: bool = False,
     ):
@@ -118,7 +120,9 @@ class ModelRunner:
         self._wanted_logprobs: dict[int, int | None] = {}
         check_free(model)
         with contextlib.ExitStack() as undo:
-            self.stepper = self._make_stepper(cache, max_num_seqs, attention_backend, compiles)
+            self.stepper = self._make_stepper(
+                cache, max_num_seqs, compiles, attention_backend=attention_backend, calls=calls
+            )
             undo.callback(self.stepper.close)
             if not self.stepper.uses_operator:
                 undo.enter_context(attending_in_place(model))
@@ -133,27 +137,19 @@ class ModelRunner:
         return self._is_cuda if choice is None else choice
 
     def _make_stepper(
-        self, cache: KVCache, max_num_seqs: int, attention_backend: str | None, compiles: bool
+        self, cache: KVCache, max_num_seqs: int, compiles: bool, **its: Any
     ) -> Stepper:
         options = self._options
-        backends: dict[str, Any] = {
-            "attention_backend": attention_backend,
-            "preferred_backend": _PREFERRED_BACKEND if self._wants(options.capture) else None,
-        }
+        its["preferred_backend"] = _PREFERRED_BACKEND if self._wants(options.capture) else None
         if compiles:
             try:
-                return Stepper(
-                    self._model,
-                    [cache],
-                    max_num_seqs,
-                    compile_with=options.compile_backend,
-                    **backends,
-                )
+                backend = options.compile_backend
+                return Stepper(self._model, [cache], max_num_seqs, compile_with=backend, **its)
             except ConfigError as error:
                 if options.compile_layers:
                     raise
                 _LOG.warning("%s", error)
-        return Stepper(self._model, [cache], max_num_seqs, **backends)
+        return Stepper(self._model, [cache], max_num_seqs, **its)
 
     # ---- steps ----------------------------------------------------------------------------
 

@@ -1,0 +1,385 @@
+"""Several users of one model: they end in any order, and each notices when the model changes."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from helpers.shared_model_play import KINDS, SharedModelPlay
+from helpers.tiny_models import tiny_model
+from transformers import AttentionInterface
+
+import vmkv
+from vmkv import Engine, SamplingParams, VMKVCache
+from vmkv.errors import ConfigError
+from vmkv.hf.attention import attending_in_place, vmkv_attention
+from vmkv.hf.proof import prove
+from vmkv.serve.runner import RunnerOptions
+from vmkv.step import Stepper, attending_through
+from vmkv.step.interface import has_users
+
+PROMPT, GREEDY = list(range(5, 30)), SamplingParams(temperature=0, max_tokens=8)
+EAGER: dict[str, Any] = {"runner": "eager"}
+CAPTURED: dict[str, Any] = {
+    "runner": "graphs",
+    "runner_options": RunnerOptions(
+        compile_layers=False, capture=True, max_graph_tokens=8, show_progress=False
+    ),
+}
+COMPILED: dict[str, Any] = {
+    "runner": "graphs",
+    "runner_options": RunnerOptions(
+        compile_layers=True, compile_backend="eager", capture=False, show_progress=False
+    ),
+}
+RUNNERS = pytest.mark.parametrize(
+    "options", [EAGER, CAPTURED, COMPILED], ids=["eager", "captured", "compiled"]
+)
+
+
+@pytest.fixture
+def model() -> Any:
+    """A model of the test's own, whose weights bfloat16 holds exactly."""
+    return copy.deepcopy(tiny_model("llama", "sdpa")).to(torch.bfloat16).to(torch.float32)
+
+
+@pytest.fixture
+def make(model: Any) -> Iterator[Callable[..., Engine]]:
+    """Makes engines over the model."""
+    engines: list[Engine] = []
+
+    def engine(options: dict[str, Any]) -> Engine:
+        sizes: dict[str, Any] = {"max_num_seqs": 2, "max_num_batched_tokens": 32}
+        engines.append(Engine(model, max_tokens=100, budget_bytes=8 << 20, **sizes, **options))
+        return engines[-1]
+
+    yield engine
+    for each in engines:
+        each.close()
+
+
+def expected(model: Any) -> list[int]:
+    """What transformers says after the prompt, with an untouched copy."""
+    untouched = copy.deepcopy(model)
+    untouched.set_attn_implementation("sdpa")
+    ids = torch.tensor([PROMPT])
+    options = {"attention_mask": torch.ones_like(ids), "do_sample": False}
+    said: list[int] = untouched.generate(ids, max_new_tokens=8, **options)[
+        0, len(PROMPT) :
+    ].tolist()
+    return said
+
+
+def said_by(engine: Engine) -> list[int]:
+    (output,) = engine.generate(PROMPT, GREEDY)
+    return list(output.outputs[0].token_ids)
+
+
+def refused_by(engine: Engine) -> ConfigError:
+    """The error of a request, which has no token."""
+    handle = engine.add(PROMPT, GREEDY)
+    while not handle.is_finished:
+        engine.step()
+    (request,) = handle.requests
+    assert [] == list(request.output_token_ids)
+    assert isinstance(request.error, ConfigError)
+    return request.error
+
+
+@pytest.mark.parametrize("options", [EAGER, CAPTURED], ids=["eager", "captured"])
+def test_engines_over_one_model_end_in_any_order(
+    model: Any, make: Callable[..., Engine], options: dict[str, Any]
+) -> None:
+    """Closing the first leaves the second right, and the last restores what the first found."""
+    wanted = expected(model)
+    first, second = make(EAGER), make(options)
+    assert wanted == said_by(second)
+    first.close()
+    assert wanted == said_by(second)
+    third = make(EAGER)
+    second.close()
+    assert wanted == said_by(third)
+    third.close()
+    assert "sdpa" == model.config._attn_implementation
+    assert not has_users(model)
+
+
+@pytest.mark.filterwarnings("ignore:a KVCache was never closed")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_collected_engine_leaves_the_next_one_right(
+    model: Any, make: Callable[..., Engine]
+) -> None:
+    """A notebook's cell that is run twice."""
+    wanted = expected(model)
+    engine = Engine(model, max_num_seqs=2, max_num_batched_tokens=32, max_tokens=100)
+    engine = make(EAGER)
+    gc.collect()
+    assert wanted == said_by(engine)
+    engine.close()
+    assert "sdpa" == model.config._attn_implementation
+
+
+def test_caches_and_calls_over_one_model_end_in_any_order(
+    model: Any, make: Callable[..., Engine]
+) -> None:
+    """A user that begins before an engine and ends before it; and a call while one lives."""
+    wanted = expected(model)
+    with attending_in_place(model):
+        engine = make(EAGER)
+    assert wanted == said_by(engine)
+    assert wanted == vmkv.generate(model, [PROMPT], max_new_tokens=8)[0][len(PROMPT) :]
+    assert wanted == said_by(engine)
+    with attending_through(model, "sdpa"):
+        assert "sdpa" == model.config._attn_implementation
+    assert wanted == said_by(engine)
+
+
+def test_models_that_share_a_configuration_share_its_users(
+    model: Any, make: Callable[..., Engine]
+) -> None:
+    """Their attention is one setting."""
+    wanted, other = expected(model), copy.deepcopy(model)
+    other.config = model.config
+    for module in other.modules():
+        if hasattr(module, "config"):
+            module.config = model.config
+    engine = make(EAGER)
+    Engine(other, max_num_seqs=2, max_num_batched_tokens=32, max_tokens=100).close()
+    assert wanted == said_by(engine)
+
+
+def test_the_choice_of_the_models_user_stays(model: Any, make: Callable[..., Engine]) -> None:
+    """An implementation that is set while an engine lives is not undone at its end."""
+    engine = make(EAGER)
+    model.set_attn_implementation("eager")
+    engine.close()
+    assert "eager" == model.config._attn_implementation
+
+
+@pytest.mark.parametrize("options", [EAGER, CAPTURED], ids=["eager", "captured"])
+def test_layers_are_compiled_for_one_engine_alone(
+    model: Any, make: Callable[..., Engine], options: dict[str, Any]
+) -> None:
+    """A second one is refused, whichever came first, and the first stays right."""
+    wanted = expected(model)
+    first = make(options)
+    with pytest.raises(ConfigError, match="close what serves it first"):
+        make(COMPILED)
+    assert wanted == said_by(first)
+    first.close()
+    compiled = make(COMPILED)
+    with pytest.raises(ConfigError, match="another runner"):
+        make(options)
+    assert wanted == said_by(compiled)
+
+
+@pytest.mark.filterwarnings("ignore:a KVCache was never closed")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_collected_engine_leaves_no_compiled_layers(model: Any) -> None:
+    """The model runs as before, and can be compiled again."""
+    attributes = [set(vars(each)) for each in model.modules()]
+    for _ in range(2):
+        engine = Engine(
+            model, max_num_seqs=2, max_num_batched_tokens=32, max_tokens=100, **COMPILED
+        )
+        del engine
+        gc.collect()
+        assert attributes == [set(vars(each)) for each in model.modules()]
+        assert "sdpa" == model.config._attn_implementation
+
+
+# ---- a model that changes ---------------------------------------------------------------------
+
+
+@RUNNERS
+def test_another_attention_is_noticed(
+    model: Any, make: Callable[..., Engine], options: dict[str, Any]
+) -> None:
+    """The request ends with an error that says what to call, and the engine goes on after that."""
+    wanted, engine = expected(model), make(options)
+    serving = model.config._attn_implementation
+    model.set_attn_implementation("sdpa")
+    assert f"set_attn_implementation({serving!r})" in str(refused_by(engine))
+    model.set_attn_implementation(serving)
+    assert wanted == said_by(engine)
+    assert 0 == engine.num_failed_steps
+
+
+@RUNNERS
+@pytest.mark.parametrize("part", ["", "model.layers.2", "model.layers.0.self_attn", "model.norm"])
+def test_training_mode_is_noticed(
+    model: Any, make: Callable[..., Engine], options: dict[str, Any], part: str
+) -> None:
+    """Of the model or of a part of it, which the error names."""
+    wanted, engine = expected(model), make(options)
+    model.get_submodule(part).train()
+    assert f"{part} is in training mode" in str(refused_by(engine))
+    model.eval()
+    assert wanted == said_by(engine)
+
+
+@RUNNERS
+def test_a_conversion_is_noticed(
+    model: Any, make: Callable[..., Engine], options: dict[str, Any]
+) -> None:
+    """Steps run again once the model is back; captured and compiled ones need a new engine."""
+    wanted, engine = expected(model), make(options)
+    model.to(torch.bfloat16)
+    assert "bfloat16" in str(refused_by(engine))
+    model.to(torch.float32)
+    if options is EAGER:
+        assert wanted == said_by(engine)
+        return
+    error = str(refused_by(engine)) if options is COMPILED else str(_decode_error(engine))
+    assert "moved" in error
+    engine.close()
+    assert wanted == said_by(make(options))
+
+
+def _decode_error(engine: Engine) -> Exception | None:
+    """The error of a request whose prompt is no captured step."""
+    handle = engine.add(PROMPT, GREEDY)
+    while not handle.is_finished:
+        engine.step()
+    (request,) = handle.requests
+    assert 1 == len(request.output_token_ids)
+    return request.error
+
+
+@pytest.mark.parametrize("options", [EAGER, CAPTURED], ids=["eager", "captured"])
+def test_tokens_of_steps_before_a_change_are_kept(
+    model: Any, make: Callable[..., Engine], options: dict[str, Any]
+) -> None:
+    """A step that was launched before the change was checked then, and its token is right."""
+    wanted, engine = expected(model), make(options)
+    handle = engine.add(PROMPT, GREEDY)
+    for _ in range(3):
+        engine.step()
+    model.layers_are_training = None  # An attribute of the user's own changes nothing.
+    engine.step()
+    model.model.layers[1].train()
+    while not handle.is_finished:
+        engine.step()
+    (request,) = handle.requests
+    assert isinstance(request.error, ConfigError)
+    said = list(request.output_token_ids)
+    assert len(said) >= 3
+    assert wanted[: len(said)] == said
+
+
+def test_a_layer_that_does_not_attend_is_noticed(model: Any, make: Callable[..., Engine]) -> None:
+    """Also where the configuration says nothing of it."""
+    wanted, engine = expected(model), make(EAGER)
+    attention = model.model.layers[1].self_attn
+    attention.forward = lambda hidden_states, **_: (hidden_states, None)
+    assert "layer 1 of the model attended 0 times" in str(refused_by(engine))
+    del attention.forward
+    assert wanted == said_by(engine)
+
+
+def test_an_error_of_a_part_that_was_converted_is_explained(
+    model: Any, make: Callable[..., Engine]
+) -> None:
+    """A part between the parameters that each step looks at fails in the model."""
+    wanted, engine = expected(model), make(EAGER)
+    model.model.layers[1].mlp.to(torch.bfloat16)
+    assert "model.layers.1.mlp" in str(refused_by(engine))
+    model.to(torch.float32)
+    assert wanted == said_by(engine)
+
+
+@pytest.mark.parametrize("change", ["train", "attention"])
+def test_ragged_generation_notices_a_change_on_the_way(model: Any, change: str) -> None:
+    """No token is returned, and the next call is right."""
+    wanted = expected(model)
+
+    def processor(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if input_ids.shape[1] == len(PROMPT) + 3:
+            if change == "train":
+                model.model.layers[0].train()
+            else:
+                model.set_attn_implementation("sdpa")
+        return scores
+
+    with pytest.raises(ConfigError, match=r"training mode|set_attn_implementation"):
+        vmkv.generate(model, [PROMPT], max_new_tokens=8, logits_processor=[processor])
+    model.eval()
+    assert "sdpa" == model.config._attn_implementation
+    assert wanted == vmkv.generate(model, [PROMPT], max_new_tokens=8)[0][len(PROMPT) :]
+
+
+def test_captured_generation_leaves_a_changed_model_to_itself(model: Any) -> None:
+    """A step of a model that has changed is no replay: the model computes it, as it is then."""
+    wanted, ids = expected(model), torch.tensor([PROMPT])
+    cache, changes = VMKVCache(model.config), list[Callable[[], Any]]()
+    options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 8}
+
+    def processor(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if input_ids.shape[1] == len(PROMPT) + 3:
+            changes[-1]()
+        return scores
+
+    with vmkv.capture_decoding(model) as captured:
+        for change, num_captured in (
+            (lambda: None, 7),
+            (lambda: model.model.layers[0].train(), 3),
+            (lambda: model.eval() and model.set_attn_implementation("eager"), 0),
+            (lambda: model.to(torch.bfloat16).to(torch.float32), 3),
+        ):
+            changes.append(change)
+            cache.reset()
+            before = captured.num_steps
+            output = model.generate(
+                ids, past_key_values=cache, logits_processor=[processor], **options
+            )
+            assert wanted == output[0, len(PROMPT) :].tolist()
+            assert num_captured == captured.num_steps - before
+    cache.close()
+
+
+def test_a_proof_counts_the_calls_of_each_layer(model: Any) -> None:
+    """A step that calls the attention of a layer more often than that is refused."""
+    assert (0, 1, 2) == prove(model).calls
+
+    def twice(*args: Any, **kwargs: Any) -> Any:
+        vmkv_attention(*args, **kwargs)
+        return vmkv_attention(*args, **kwargs)
+
+    with Engine(model, max_num_seqs=2, max_num_batched_tokens=32, max_tokens=100) as engine:
+        AttentionInterface.register("vmkv", twice)
+        try:
+            assert "attended 2 times instead of 1" in str(refused_by(engine))
+        finally:
+            AttentionInterface.register("vmkv", vmkv_attention)
+
+
+def test_a_stepper_of_its_own_counts_each_layer_once(model: Any) -> None:
+    """What is expected without a proof."""
+    with Engine(model, max_num_seqs=2, max_num_batched_tokens=32, max_tokens=100) as engine:
+        stepper = Stepper(model, [engine.cache], 2)
+        assert (0, 1, 2) == stepper.calls
+        stepper.close()
+
+
+@pytest.mark.filterwarnings("ignore:a KVCache was never closed")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_play_of_several_engines_runs(kind: str) -> None:
+    """What the machine and the fuzzer play, once by hand."""
+    play = SharedModelPlay()
+    for _ in range(2):
+        play.make(kind)
+    play.add(0, PROMPT, 5)
+    play.step(0, 3)
+    play.drop(0, collect=True)
+    play.make(kind)
+    play.add(0, PROMPT, 5)
+    play.train("model.layers.1", mode=True)
+    play.step(0, 20)
+    play.end()
+    assert play.num_right
+    assert play.num_refused

@@ -1,0 +1,133 @@
+"""Whether a model still is what its steps were proven, compiled or captured with.
+
+A model belongs to its user, who may set another attention implementation, train it or convert it
+between two steps. A step over such a model would compute wrong tokens in silence, so each step
+checks first.
+
+A check is to take about 10 us for 32 layers, so not everything is looked at:
+
+  training     each module but linear layers and embeddings, which compute the same in both modes
+  type, place  the first and the last parameter; what lies between fails in the model, and the
+               error is then explained by a look at all
+  memory       for captured and compiled steps alone: the first parameter of each attention layer,
+               the model's first and its last
+
+So a captured step does not see that a module beside attention was converted by itself, that a
+parameter was replaced by another object, or that a value was changed in place, which it reads.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from itertools import islice
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ..errors import ConfigError
+from .interface import text_config
+from .joined_layers import SiblingLinear
+
+_SAME_IN_BOTH_MODES = (torch.nn.Linear, SiblingLinear, torch.nn.Embedding)
+#: The property's own name costs a microsecond and more: configurations intercept each look-up.
+_ATTENTION = "_attn_implementation_internal"
+_is_training = operator.itemgetter("training")
+
+
+class ModelGuard:
+    """Remembers a model as it is now.
+
+    Args:
+        model: The model, in any mode.
+        attention: The attention implementation that its steps need.
+    """
+
+    def __init__(self, model: torch.nn.Module, attention: str):
+        self._model = model
+        self._attention = attention
+        self._config = vars(text_config(model))
+        self._modes = [
+            vars(each)
+            for each in model.modules()
+            if type(each) not in _SAME_IN_BOTH_MODES and "training" in vars(each)
+        ]
+        parameters = list(model.parameters())
+        self._first, self._last = parameters[0], parameters[-1]
+        self._kinds = self._kinds_now()
+        self._all_kinds = {id(each): (each.dtype, each.device) for each in parameters}
+        looked_at = {id(each): each for each in (self._first, self._last)}
+        for module, _ in numbered_layers(model):
+            looked_at.update((id(each), each) for each in islice(module.parameters(), 1))
+        # Weak: the memory of a parameter that is converted is free, and its number not used again.
+        self._looked_at = list(looked_at.values())
+        self._storages = [
+            StorageWeakRef(each.untyped_storage())  # type: ignore[no-untyped-call]  # torch's own
+            for each in self._looked_at
+        ]
+        self._numbers = self._numbers_now()
+
+    def check(self, *, is_fixed: bool = False) -> None:
+        """Refuse a step of a model that has changed.
+
+        Args:
+            is_fixed: Whether the step reads the parameters where they were at first.
+
+        Raises:
+            ConfigError: The model has changed; the message says in what, and what to do.
+        """
+        if (
+            self._config.get(_ATTENTION, self._attention) != self._attention
+            or any(map(_is_training, self._modes))
+            or self._kinds_now() != self._kinds
+            or (is_fixed and self._numbers_now() != self._numbers)
+        ):
+            raise ConfigError(self.change() or _MOVED)
+
+    def is_as_captured(self) -> bool:
+        """Whether a captured step still computes what the model does, however that attends."""
+        return not any(map(_is_training, self._modes)) and self._numbers_now() == self._numbers
+
+    def change(self) -> str | None:
+        """What has changed, by a look at all modules and parameters; None for nothing seen."""
+        now = self._config.get(_ATTENTION, self._attention)
+        if now != self._attention:
+            return (
+                f"the model's attention implementation is {now!r} now, and steps need "
+                f"{self._attention!r}: call model.set_attn_implementation({self._attention!r}), "
+                "or close the engine or cache that serves the model and make it anew"
+            )
+        for name, module in self._model.named_modules():
+            if module.training and type(module) not in _SAME_IN_BOTH_MODES:
+                what = f"the model's {name}" if name else "the model"
+                return f"{what} is in training mode; call model.eval() first"
+        for name, parameter in self._model.named_parameters():
+            now, before = (parameter.dtype, parameter.device), self._all_kinds.get(id(parameter))
+            if before is not None and now != before:
+                return (
+                    f"the model's {name} is {now[0]} on {now[1]} now, and was {before[0]} on "
+                    f"{before[1]}: convert the model back, or close the engine or cache that "
+                    "serves it and make it anew"
+                )
+        return None
+
+    def _kinds_now(self) -> tuple[object, ...]:
+        first, last = self._first, self._last
+        return first.dtype, last.dtype, first.device, last.device
+
+    def _numbers_now(self) -> list[int]:
+        return [each.untyped_storage()._cdata for each in self._looked_at]
+
+
+_MOVED = (
+    "the model's parameters have moved since its steps were captured or compiled: close the engine "
+    "or cache that serves the model and make it anew"
+)
+
+
+def numbered_layers(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, int]]:
+    """Modules that say which layer they are; decoder layers among them, which is harmless."""
+    for module in model.modules():
+        layer = getattr(module, "layer_idx", None)
+        if isinstance(layer, int):
+            yield module, layer
