@@ -116,6 +116,26 @@ def test_many_streams_at_once(make_engine: MakeEngine, serving: Serving) -> None
         assert all(output.outputs[0].token_ids for output in outputs)
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_what_samples_share_is_not_cached(
+    make_engine: MakeEngine, serving: Serving, name: str
+) -> None:
+    """Of a new prompt nothing is reported as cached, however its samples begin."""
+    params = SamplingParams(n=3, temperature=0, max_tokens=4)
+    prompt, ended = list(range(3, 43)), Idleness()
+
+    async def main() -> tuple[list[RequestOutput], RequestOutput]:
+        async with serving(make_engine(name, observer=ended)) as engine:
+            first = [each async for each in engine.stream(prompt, params)]
+            return first, await last(engine.stream(prompt, params))
+
+    first, again = run(main())
+    assert {0} == {each.num_cached_tokens for each in first}
+    cached = 32 if name == "llama" else again.num_cached_tokens
+    assert cached == again.num_cached_tokens
+    assert [0, 0, 0, 0, 0, cached] == sorted(each.num_cached_tokens for each in ended.ended)
+
+
 def test_planning_waits_no_longer_than_it_may(
     make_engine: MakeEngine, serving: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -293,6 +293,7 @@ def test_samples_of_one_prompt_share_it(make_engine: MakeEngine, prefix_caching:
     assert len({each.token_ids for each in output.outputs}) > 1
     assert seen.num_prefill_tokens == (len(prompt) + 2 if prefix_caching else 3 * len(prompt))
     assert prefix_caching == bool(engine.cache.stats().sharing.num_forks)
+    assert 0 == output.num_cached_tokens
 
 
 class Seen:

@@ -126,7 +126,8 @@ class _Stream:
 
     def update(self, update: Update) -> bool:
         """See `_Sample`."""
-        self._num_cached_tokens = update.num_cached_tokens
+        if not update.sample:
+            self._num_cached_tokens = update.num_cached_tokens
         self.has_news.set()
         return self._samples[update.sample].update(update)
 

@@ -78,11 +78,12 @@ class MemoryView:
         leader = self._leader(request_id)
         if leader is not None:
             sequence = leader.fork(len(request.prompt_token_ids) - 1)
-            sequence.num_cached_tokens = sequence.num_tokens
         elif self._prefix_caching:
             sequence = self.cache.open(len(tokens) + 1, prompt=tokens)
         else:
             sequence = self.cache.open(len(tokens) + 1)
+        if request_id not in self._leaders and not request.num_preemptions:
+            request.num_cached_tokens = sequence.num_tokens
         self._sequences[request_id] = sequence
         self._computed_tokens[request_id] = sequence.num_tokens
         return sequence.num_tokens
