@@ -136,6 +136,21 @@ def test_what_samples_share_is_not_cached(
     assert [0, 0, 0, 0, 0, cached] == sorted(each.num_cached_tokens for each in ended.ended)
 
 
+def test_streams_of_tenants_share_no_prefix(make_engine: MakeEngine, serving: Serving) -> None:
+    """The tenant arrives at the engine; anything but a name is refused here."""
+
+    async def main() -> list[int]:
+        async with serving(make_engine()) as engine:
+            with pytest.raises(ConfigError, match="tenant=7 must be a string"):
+                await last(engine.stream([1, 2, 3], GREEDY, tenant=7))
+            return [
+                (await last(engine.stream([5] * 40, GREEDY, tenant=each))).num_cached_tokens
+                for each in ("a", "b", None, "a")
+            ]
+
+    assert [0, 0, 0, 32] == run(main())
+
+
 def test_planning_waits_no_longer_than_it_may(
     make_engine: MakeEngine, serving: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -345,10 +360,10 @@ def test_who_leaves_before_the_turn_comes_costs_nothing(
     added: list[Any] = []
     real, may_go_on = engine.add, threading.Event()
 
-    def add(prompt: Any, *arguments: Any) -> Any:
+    def add(prompt: Any, *arguments: Any, **options: Any) -> Any:
         added.append(list(prompt))
         assert may_go_on.wait(PATIENCE_S)
-        return real(prompt, *arguments)
+        return real(prompt, *arguments, **options)
 
     engine.add = add  # type: ignore[method-assign]
 

@@ -136,6 +136,7 @@ class Request:
         finish_reason: Why it has ended; None before.
         stop_reason: What it stopped at.
         error: What went wrong.
+        tenant: The owner of its keys and values; see `KVCache.open`.
         num_cached_tokens: Prompt tokens found in the prefix cache; 0 for every sample of a prompt
             but the first.
         num_preemptions: How often it gave way to others.
@@ -153,6 +154,7 @@ class Request:
     params: SamplingParams
     priority: int = 0
     max_total_tokens: int = 0
+    tenant: str | None = None
     output_token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
