@@ -23,6 +23,7 @@ HOMES = {
     "adopt": ("vmkv/cache/",),
     "offload": ("vmkv/hf/layers.py",),
     "clone": ("vmkv/step/compiled_layers.py",),
+    "salt": ("vmkv/serve/server/keys.py", "vmkv/serve/server/schema.py"),  # `cache_salt` is vLLM's.
 }
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+")
 

@@ -15,7 +15,8 @@ import pytest
 
 from vmkv import ConfigError
 from vmkv.cli.doctor import Finding, attention_summary, environment, examine
-from vmkv.cli.main import main
+from vmkv.cli.main import main, make_parser
+from vmkv.cli.serve import server_options
 from vmkv.serve.server.keys import read_api_keys
 
 
@@ -150,6 +151,13 @@ def test_keys_come_from_a_file_or_the_environment(tmp_path: Path) -> None:
     file.write_text(" # nobody yet\n")
     with pytest.raises(ConfigError, match="holds no key"):
         read_api_keys(file, None)
+
+
+def test_keys_share_prefixes_where_the_server_is_told_so() -> None:
+    """By default they do not."""
+    for options, expected in (([], False), (["--share-prefixes"], True)):
+        parsed = make_parser().parse_args(["serve", "model", *options])
+        assert expected == server_options(parsed)(100).share_prefixes
 
 
 def test_help_needs_nothing_heavy() -> None:

@@ -153,7 +153,26 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1},
 }
 
-
+_NONE_SHARED = {**_SHARED_LAYERS, "num_kv_shared_layers": 0}
+#: Configurations that the survey tries besides each family's own: a model type, and what it wants.
+_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma4 (no shared layers)": ("gemma4", {"text_config": _NONE_SHARED}),
+    "gemma4_text (no shared layers)": ("gemma4_text", _NONE_SHARED),
+    "gemma4_text (no shared layers, keys as values, experts)": (
+        "gemma4_text",
+        {
+            **_NONE_SHARED,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "enable_moe_block": True,
+            "num_experts": _EXPERTS,
+            "top_k_experts": 2,
+            "moe_intermediate_size": _INNER,
+        },
+    ),
+    "qwen3_vl (text prompts)": ("qwen3_vl", {}),
+    "qwen3_vl_moe (text prompts)": ("qwen3_vl_moe", {}),
+}
 #: Families that `AutoModelForCausalLM` lists, but does not build here from a configuration.
 UNBUILDABLE = {
     "gemma3n": "its vision tower needs the package timm",
@@ -169,16 +188,22 @@ def causal_families() -> list[str]:
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def tiny_config(model_type: str) -> PretrainedConfig:
-    """A fresh configuration of the family, small enough to build and run in milliseconds.
+def surveyed() -> list[str]:
+    """The rows of MODELS.md: every causal family, and some further configurations; sorted."""
+    return sorted([*causal_families(), *_VARIANTS])
+
+
+def tiny_config(name: str) -> PretrainedConfig:
+    """A fresh configuration of a row of `surveyed`, small enough to build and run in milliseconds.
 
     Raises:
         ValueError: The family is one of `UNBUILDABLE`.
     """
-    if model_type in UNBUILDABLE:
-        raise ValueError(f"{model_type}: {UNBUILDABLE[model_type]}")
+    if name in UNBUILDABLE:
+        raise ValueError(f"{name}: {UNBUILDABLE[name]}")
+    model_type, overrides = _VARIANTS.get(name, (name, _OVERRIDES.get(name, {})))
     config_class = CONFIG_MAPPING[model_type]
-    return config_class(**_small_fields(config_class, _OVERRIDES.get(model_type, {})))
+    return config_class(**_small_fields(config_class, overrides))
 
 
 @functools.cache

@@ -178,6 +178,9 @@ def serves(name: str, runner: str, host_bytes: int, group: TensorParallel) -> No
         again = engine.generate([TRAFFIC[1], TRAFFIC[3]], params)
         assert again[1].num_cached_tokens
         assert again[1].outputs[0].token_ids == outputs[3].outputs[0].token_ids[:5]
+        other = engine.generate([TRAFFIC[3]], params[0], tenant="other")
+        assert not other[0].num_cached_tokens
+        assert said(other) == said(again[1:])
 
 
 def compiles(backend: str, group: TensorParallel) -> None:

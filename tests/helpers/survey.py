@@ -17,7 +17,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import vmkv
 from vmkv.hf.unservable import UnservableError
@@ -41,6 +42,12 @@ tiny one with random weights, three prompts, and the tokens that `model.generate
 alone. *Served* is the same tokens; *refused* is an error that says why before anything runs, and
 what to use instead. Nothing else occurs. What decides is not this list, but what each model does
 when it is asked: see Note [A model proves itself] in [DESIGN.md](../../DESIGN.md).
+
+Some families are listed in several configurations. `vmkv.generate` and `Engine` refuse Gemma 4
+where layers share another layer's keys and values (`num_kv_shared_layers` above 0 in its
+`config.json`) and serve it otherwise, with keys as values and with experts as well. Qwen3-VL is
+served for text prompts where `AutoModelForImageTextToText` has loaded it; `vmkv serve` loads models
+with `AutoModelForCausalLM`, which does not know it.
 
 {counts}
 
@@ -76,11 +83,13 @@ def model_of(family: str) -> Any:
     """A tiny model of the family, in float32, whose tokens depend on all of its prompt.
 
     Raises:
-        ValueError: `AutoModelForCausalLM` does not build one.
+        ValueError: Transformers does not build one.
     """
     config = families.tiny_config(family)
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).eval().float()
+    is_causal = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    auto = AutoModelForCausalLM if is_causal else AutoModelForImageTextToText
+    model = auto.from_config(config).eval().float()
     redraw_weights(model, 0)
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
@@ -182,7 +191,7 @@ def _reason(error: Exception) -> str:
 def table() -> str:
     """MODELS.md, tried anew. Takes half a minute."""
     rows, tried = [], []
-    for family in families.causal_families():
+    for family in families.surveyed():
         tried.append(verdict(family))
         rows.append(tried[-1].row(family))
     return prologue(tried) + "".join(rows)

@@ -28,7 +28,7 @@ def _lines() -> dict[str, str]:
     return {row.split("|")[1].strip(): row for row in rows if row.startswith("| ")}
 
 
-@pytest.mark.parametrize("family", families.causal_families())
+@pytest.mark.parametrize("family", families.surveyed())
 def test_a_family_is_served_or_refused_as_the_table_says(family: str) -> None:
     """Never with other tokens, nor with an error of somebody else's."""
     verdict = survey.verdict(family)
@@ -40,7 +40,7 @@ def test_a_family_is_served_or_refused_as_the_table_says(family: str) -> None:
             assert "model.generate" in verdict.instead
 
 
-@pytest.mark.parametrize("family", families.causal_families())
+@pytest.mark.parametrize("family", families.surveyed())
 def test_a_family_proves_the_same_in_bfloat16(family: str) -> None:
     """Roundings hide no defect, and make none."""
     if survey.NOT_TRIED in _lines()[family]:
@@ -55,7 +55,7 @@ def test_a_family_proves_the_same_in_bfloat16(family: str) -> None:
 
 def test_the_table_lists_every_family_and_counts_them() -> None:
     """And none that is gone."""
-    assert [*_lines()] == ["family", "---", *families.causal_families()]
+    assert [*_lines()] == ["family", "---", *families.surveyed()]
     columns = [[cell.strip() for cell in row.split("|")] for row in [*_lines().values()][2:]]
     tried = [survey.Verdict(*row[2:6]) for row in columns]
     assert survey.TABLE.read_text().startswith(survey.prologue(tried))

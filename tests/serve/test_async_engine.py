@@ -116,6 +116,41 @@ def test_many_streams_at_once(make_engine: MakeEngine, serving: Serving) -> None
         assert all(output.outputs[0].token_ids for output in outputs)
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_what_samples_share_is_not_cached(
+    make_engine: MakeEngine, serving: Serving, name: str
+) -> None:
+    """Of a new prompt nothing is reported as cached, however its samples begin."""
+    params = SamplingParams(n=3, temperature=0, max_tokens=4)
+    prompt, ended = list(range(3, 43)), Idleness()
+
+    async def main() -> tuple[list[RequestOutput], RequestOutput]:
+        async with serving(make_engine(name, observer=ended)) as engine:
+            first = [each async for each in engine.stream(prompt, params)]
+            return first, await last(engine.stream(prompt, params))
+
+    first, again = run(main())
+    assert {0} == {each.num_cached_tokens for each in first}
+    cached = 32 if name == "llama" else again.num_cached_tokens
+    assert cached == again.num_cached_tokens
+    assert [0, 0, 0, 0, 0, cached] == sorted(each.num_cached_tokens for each in ended.ended)
+
+
+def test_streams_of_tenants_share_no_prefix(make_engine: MakeEngine, serving: Serving) -> None:
+    """The tenant arrives at the engine; anything but a name is refused here."""
+
+    async def main() -> list[int]:
+        async with serving(make_engine()) as engine:
+            with pytest.raises(ConfigError, match="tenant=7 must be a string"):
+                await last(engine.stream([1, 2, 3], GREEDY, tenant=7))
+            return [
+                (await last(engine.stream([5] * 40, GREEDY, tenant=each))).num_cached_tokens
+                for each in ("a", "b", None, "a")
+            ]
+
+    assert [0, 0, 0, 32] == run(main())
+
+
 def test_planning_waits_no_longer_than_it_may(
     make_engine: MakeEngine, serving: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -325,10 +360,10 @@ def test_who_leaves_before_the_turn_comes_costs_nothing(
     added: list[Any] = []
     real, may_go_on = engine.add, threading.Event()
 
-    def add(prompt: Any, *arguments: Any) -> Any:
+    def add(prompt: Any, *arguments: Any, **options: Any) -> Any:
         added.append(list(prompt))
         assert may_go_on.wait(PATIENCE_S)
-        return real(prompt, *arguments)
+        return real(prompt, *arguments, **options)
 
     engine.add = add  # type: ignore[method-assign]
 

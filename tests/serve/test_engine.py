@@ -238,6 +238,30 @@ def test_samples_of_one_prompt_share_it(make_engine: MakeEngine, prefix_caching:
     assert len({each.token_ids for each in output.outputs}) > 1
     assert seen.num_prefill_tokens == (len(prompt) + 2 if prefix_caching else 3 * len(prompt))
     assert prefix_caching == bool(engine.cache.stats().sharing.num_forks)
+    assert 0 == output.num_cached_tokens
+
+
+def test_tenants_share_no_prefix(make_engine: MakeEngine) -> None:
+    """Neither what is cached nor what another tenant's waiting request computes."""
+    prompt, tenants = list(range(3, 53)), ["a", "b", None]
+    params = dataclasses.replace(GREEDY, n=2)
+    engine = make_engine(max_num_seqs=8, observer=(seen := Seen()))
+    # Each tenant's second sample forks its first, and computes the last token.
+    for num_cached_tokens, num_computed in ((0, 50), (48, 2)):
+        num_before = seen.num_prefill_tokens
+        handles = [engine.add(prompt, params, tenant=each) for each in tenants]
+        while engine.has_unfinished:
+            engine.step()
+        outputs = [each.output() for each in handles]
+        assert [num_cached_tokens] * 3 == [each.num_cached_tokens for each in outputs]
+        assert seen.num_prefill_tokens - num_before == 3 * (num_computed + 1)
+        for output in outputs:
+            for each in output.outputs:
+                assert reference("llama", prompt) == list(each.token_ids)
+    [other] = engine.generate([prompt], GREEDY, tenant="c")
+    assert 0 == other.num_cached_tokens
+    with pytest.raises(ConfigError, match="tenant=7 must be a string"):
+        engine.add(prompt, tenant=7)
 
 
 class Seen:

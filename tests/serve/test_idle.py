@@ -289,9 +289,9 @@ def test_a_request_that_comes_meanwhile_is_served_first(
         posted = threading.Event()
         real_add = engine.add
 
-        def add(*arguments: Any) -> Any:
+        def add(*arguments: Any, **options: Any) -> Any:
             bytes_at_start.append(physical_bytes(engine))
-            return real_add(*arguments)
+            return real_add(*arguments, **options)
 
         wanted = prompts(6)
         backend.while_releasing = while_releasing

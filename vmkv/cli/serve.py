@@ -110,6 +110,11 @@ def add_parser(commands: Commands) -> None:
     add("--host", type=host, default="127.0.0.1", help="0.0.0.0 for every address of the machine")
     add("--port", type=port, default=8000, help="0 for any free one")
     add("--api-key-file", metavar="FILE", type=Path, help="one key per line, in UTF-8")
+    add(
+        "--share-prefixes",
+        action="store_true",
+        help="one prefix cache for all keys: usage tells each what others have sent",
+    )
     add("--protect-all", action="store_true", help="metrics and documentation need a key too")
     add("--cors-origin", action="append", default=[], metavar="URL", help="whose pages may ask")
     add("--max-body-mib", type=positive_mib, default=16, help="of a request")
@@ -412,6 +417,7 @@ def server_options(arguments: argparse.Namespace) -> Callable[[int], ServerOptio
         protects_everything=arguments.protect_all,
         cors_origins=arguments.cors_origin,
         chat_template=template,
+        share_prefixes=arguments.share_prefixes,
     )
 
 

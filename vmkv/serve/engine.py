@@ -35,7 +35,7 @@ from .observer import EngineObserver
 from .outcomes import Outcomes
 from .params import SamplingParams
 from .preemption import PreemptionCosts
-from .prompts import check_text, end_tokens, packed_prompt, resolve, vocabulary_sizes
+from .prompts import check_tenant, check_text, end_tokens, packed_prompt, resolve, vocabulary_sizes
 from .request import FinishReason, Request, RequestOutput
 from .runner.making import make_runner
 from .scheduler import Scheduler
@@ -188,6 +188,8 @@ class Engine:
         prompt: str | Sequence[int],
         params: SamplingParams | None = None,
         priority: int = 0,
+        *,
+        tenant: str | None = None,
     ) -> RequestHandle:
         """Accept a request.
 
@@ -195,6 +197,8 @@ class Engine:
             prompt: Token ids, or text where there is a tokenizer.
             params: What is wanted; `SamplingParams()` by default.
             priority: Lower runs first.
+            tenant: The owner of the request's keys and values: it begins with prefixes of the same
+                tenant only. None is a tenant of its own.
 
         Returns:
             What to follow and cancel it by.
@@ -210,6 +214,7 @@ class Engine:
         text = prompt if isinstance(prompt, str) else None
         tokens = packed_prompt(prompt, self.tokenizer, self._input_vocab_size)
         check_text(params, self.tokenizer)
+        check_tenant(tenant)
         max_total = longest = self.max_tokens
         if params.max_tokens is not None:
             max_total = min(longest, len(tokens) + params.max_tokens)
@@ -221,7 +226,8 @@ class Engine:
         requests: list[Request] = []
         try:
             for index in range(params.n):
-                requests.append(self._add_sample(tokens, params, priority, max_total, index))
+                request = self._add_sample(tokens, params, priority, max_total, index, tenant)
+                requests.append(request)
         except BaseException:
             for request in requests:
                 self._loop.end(request, FinishReason.CANCELLED)
@@ -235,12 +241,13 @@ class Engine:
         priority: int,
         max_total: int,
         index: int,
+        tenant: str | None,
     ) -> Request:
         """One of the samples of a prompt; those after the first wait for its prompt to fork it."""
         seed = params.seed if params.seed is not None else self._random.getrandbits(48)
         ends, num_tokens = self._outcomes.end_tokens, max_total - len(tokens)
         resolved = resolve(params, seed + index, ends, num_tokens, self._vocab_size)
-        request = Request(self._num_requests, tokens, resolved, priority, max_total)
+        request = Request(self._num_requests, tokens, resolved, priority, max_total, tenant)
         request.arrived_s = time.perf_counter()
         self._outcomes.begin(request)
         try:
@@ -382,6 +389,8 @@ class Engine:
         prompts: str | Sequence[int] | Sequence[str | Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         priority: int = 0,
+        *,
+        tenant: str | None = None,
     ) -> list[RequestOutput]:
         """Continue all prompts; as vLLM's `LLM.generate`.
 
@@ -389,6 +398,7 @@ class Engine:
             prompts: One prompt or several, each of token ids or text.
             params: For all of them, or one each.
             priority: Of all of them.
+            tenant: Of all of them; see `add`.
 
         Returns:
             One output per prompt, in order. One that failed says so: `finish_reason` is "error".
@@ -406,7 +416,7 @@ class Engine:
         handles: list[RequestHandle] = []
         try:
             for prompt, its in zip(several, each, strict=True):
-                self._add_to(handles, prompt, its, priority)
+                self._add_to(handles, prompt, its, priority, tenant)
             while not all(handle.is_finished for handle in handles):
                 self.step()
         except BaseException:
@@ -416,9 +426,16 @@ class Engine:
         return [handle.output() for handle in handles]
 
     @uninterrupted
-    def _add_to(self, handles: list[RequestHandle], *request: Any) -> None:
-        """`add`; an interrupt finds the handle in the list."""
-        handles.append(self.add(*request))
+    def _add_to(
+        self,
+        handles: list[RequestHandle],
+        prompt: str | Sequence[int],
+        params: SamplingParams | None,
+        priority: int,
+        tenant: str | None,
+    ) -> None:
+        """Add a request and its handle to `handles`, both or neither."""
+        handles.append(self.add(prompt, params, priority, tenant=tenant))
 
     def when_lost(self, call: Callable[[], None]) -> None:
         """Have something called, from any thread, when a part of the engine has ended."""

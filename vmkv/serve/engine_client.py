@@ -23,7 +23,7 @@ from .detokenize import Detokenizer
 from .engine_loop import FAILED_STEPS_MAX
 from .messages import Add, Cancel, Command, Finish, News, Stop, Update
 from .params import SamplingParams
-from .prompts import check_text, token_ids_of
+from .prompts import check_tenant, check_text, token_ids_of
 from .request import CompletionOutput, FinishReason, RequestOutput, TokenLogprobs
 
 if TYPE_CHECKING:
@@ -129,7 +129,8 @@ class _Stream:
 
     def update(self, update: Update) -> bool:
         """See `_Sample`."""
-        self._num_cached_tokens = update.num_cached_tokens
+        if not update.sample:
+            self._num_cached_tokens = update.num_cached_tokens
         self.has_news.set()
         return self._samples[update.sample].update(update)
 
@@ -184,6 +185,8 @@ class EngineClient(abc.ABC):
         prompt: str | Sequence[int],
         params: SamplingParams | None = None,
         priority: int = 0,
+        *,
+        tenant: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Outputs of one request as they grow, the last one finished.
 
@@ -195,6 +198,7 @@ class EngineClient(abc.ABC):
             prompt: As of `Engine.add`, as for the rest.
             params: Likewise.
             priority: Likewise.
+            tenant: Likewise.
 
         Raises:
             ConfigError: The request can never be served. Raised by the first iteration.
@@ -204,11 +208,13 @@ class EngineClient(abc.ABC):
         if self._is_stopping or self._death is not None:
             raise ClosedError(self._death or "the engine is shutting down: it takes no requests")
         params = params or SamplingParams()
+        check_tenant(tenant)
         key = next(self._new_keys)
         stream = _Stream(key, prompt, params, self._tokenizer)
         if not self.has_work:
             self._heard_s = self._clock()  # It had nothing to say before.
-        self._send(Add(key, stream.prompt, replace(params, stop=(), detokenize=False), priority))
+        params = replace(params, stop=(), detokenize=False)
+        self._send(Add(key, stream.prompt, params, priority, tenant))
         self._streams[key] = stream
         is_finished = False
         try:

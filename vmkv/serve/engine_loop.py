@@ -193,7 +193,8 @@ class EngineLoop:
             return
         self._to_add.discard(asked.key)
         try:
-            handle = self._engine.add(asked.prompt, asked.params, asked.priority)
+            prompt, params, priority = asked.prompt, asked.params, asked.priority
+            handle = self._engine.add(prompt, params, priority, tenant=asked.tenant)
         except Exception as error:  # noqa: BLE001  # the asking side's, which waits for it
             self._refused.append(Refused(asked.key, error))
             return

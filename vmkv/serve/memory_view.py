@@ -78,11 +78,11 @@ class MemoryView:
         leader = self._leader(request_id)
         if leader is not None:
             sequence = leader.fork(len(request.prompt_token_ids) - 1)
-            sequence.num_cached_tokens = sequence.num_tokens
-        elif self._prefix_caching:
-            sequence = self.cache.open(len(tokens) + 1, prompt=tokens)
         else:
-            sequence = self.cache.open(len(tokens) + 1)
+            prompt = tokens if self._prefix_caching else None
+            sequence = self.cache.open(len(tokens) + 1, prompt=prompt, tenant=request.tenant)
+        if request_id not in self._leaders and not request.num_preemptions:
+            request.num_cached_tokens = sequence.num_tokens
         self._sequences[request_id] = sequence
         self._computed_tokens[request_id] = sequence.num_tokens
         return sequence.num_tokens
@@ -408,7 +408,7 @@ class MemoryView:
             return 0
         tokens = request.tokens(0, self._num_known(request) - 1)
         with self.cache.pool.lock:
-            match = next(self.cache.prefixes.matches(tokens), None)
+            match = next(self.cache.prefixes.matches(tokens, request.tenant), None)
         return 0 if match is None else match.num_tokens
 
     def fitting_tokens(self) -> int:

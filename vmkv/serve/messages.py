@@ -19,6 +19,7 @@ class Add(NamedTuple):
     prompt: tuple[int, ...]
     params: SamplingParams
     priority: int
+    tenant: str | None
 
 
 class Cancel(NamedTuple):

@@ -33,6 +33,7 @@ from .handle import RequestHandle
 from .lockstep import Lockstep
 from .params import SamplingParams
 from .preemption import PreemptionCosts
+from .prompts import check_tenant
 from .runner import RunnerOptions
 from .served_rows import pool_beside
 
@@ -114,6 +115,8 @@ class ParallelEngine(Engine):
         prompt: str | Sequence[int],
         params: SamplingParams | None = None,
         priority: int = 0,
+        *,
+        tenant: str | None = None,
     ) -> RequestHandle:
         """See `Engine.add`.
 
@@ -122,11 +125,12 @@ class ParallelEngine(Engine):
             RankError: A rank has ended.
         """
         self._check_asked()
+        check_tenant(tenant)
         if params is not None and params.logits_processors:
             self._ranks.check_sendable(params)
         prompt = prompt.tolist() if hasattr(prompt, "tolist") else prompt
-        self._lockstep.note("add", prompt, params, priority)
-        return super().add(prompt, params, priority)
+        self._lockstep.note("add", prompt, params, priority, tenant)
+        return super().add(prompt, params, priority, tenant=tenant)
 
     def cancel(self, handle: RequestHandle) -> None:
         """See `Engine.cancel`."""
@@ -260,7 +264,8 @@ class ParallelEngine(Engine):
         """Do what rank 0 has done; what it was refused is refused here as well."""
         try:
             if name == "add":
-                super().add(*arguments)
+                *others, tenant = arguments
+                super().add(*others, tenant=tenant)
             elif name == "reclaim":
                 super()._reclaim(*arguments)
             elif name == "set_budget":

@@ -56,6 +56,16 @@ def packed_prompt(
     return memoryview(array("q", tokens).tobytes()).cast("q")
 
 
+def check_tenant(tenant: object) -> None:
+    """Refuse a tenant that is no name.
+
+    Raises:
+        ConfigError: It is neither a string nor None.
+    """
+    if not isinstance(tenant, str | None):
+        raise ConfigError(f"tenant={shown(tenant)} must be a string, or None")
+
+
 def check_text(params: SamplingParams, tokenizer: Any) -> None:
     """Check that stop texts can be found.
 

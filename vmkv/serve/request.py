@@ -82,7 +82,8 @@ class RequestOutput:
         prompt: The prompt's text, where it was text.
         prompt_token_ids: The prompt.
         outputs: One per sample, in order.
-        num_cached_tokens: Prompt tokens whose keys and values were found in the prefix cache.
+        num_cached_tokens: Prompt tokens whose keys and values were found in the prefix cache. The
+            samples share the prompt, which counts once: what they share among them is not cached.
         error: What went wrong, where `finish_reason` is "error".
     """
 
@@ -135,7 +136,9 @@ class Request:
         finish_reason: Why it has ended; None before.
         stop_reason: What it stopped at.
         error: What went wrong.
-        num_cached_tokens: Prompt tokens found in the prefix cache.
+        tenant: The owner of its keys and values; see `KVCache.open`.
+        num_cached_tokens: Prompt tokens found in the prefix cache; 0 for every sample of a prompt
+            but the first.
         num_preemptions: How often it gave way to others.
         arrived_s, started_s, first_token_s: When, by `time.perf_counter`; 0.0 before.
         rank: Who goes first: the smallest. Never changes; see `Scheduler`.
@@ -151,6 +154,7 @@ class Request:
     params: SamplingParams
     priority: int = 0
     max_total_tokens: int = 0
+    tenant: str | None = None
     output_token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)

@@ -260,7 +260,6 @@ class StepLoop:
             num_past[request_id] = view.begin(request_id)
             request = self._requests[request_id]
             if not request.num_preemptions:
-                request.num_cached_tokens = num_past[request_id]
                 request.started_s = request.started_s or time.perf_counter()
         for at in [at for at, chunk in enumerate(chunks) if chunk.request_id in num_past]:
             actual = num_past[chunks[at].request_id]

@@ -71,7 +71,7 @@ class Handle:
 
         return SimpleNamespace(results_async=results_async)
 
-    def _next(self, *_: Any) -> Response:
+    def _next(self, *_: Any, **options: Any) -> Response:
         self.num_calls += 1
         return self.responses[self.num_calls - 1]
 

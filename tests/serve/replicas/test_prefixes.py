@@ -54,6 +54,18 @@ def test_names_are_of_beginnings(num_tokens: int) -> None:
         assert names_of(other)[-1][1] != name
 
 
+def test_names_of_one_tenant_are_not_anothers() -> None:
+    """So that what is told of one tenant's prompt is expected of no other's."""
+    index, prompt = PrefixIndex(), list(range(64))
+    index.record(0, prompt, "a")
+    told = tell(index)
+    held = {
+        tenant: [tokens for tokens, name in names_of(prompt, tenant) if name in told]
+        for tenant in ("a", "b", None)
+    }
+    assert held == {"a": [16, 32, 48, 64], "b": [], None: []}
+
+
 @given(
     st.lists(
         st.one_of(

@@ -13,6 +13,7 @@ import pytest
 
 from vmkv import ClosedError, Engine, SamplingParams
 from vmkv.serve import joined
+from vmkv.serve.replicas.prefixes import HeldPrefixes, names_of, told_names
 from vmkv.serve.replicas.replica import EngineReplica
 
 MakeEngine = Callable[..., Engine]
@@ -41,6 +42,33 @@ def test_a_prompt_is_sent_once(make_engine: MakeEngine) -> None:
         whole = joined([first, *others])
         assert list(whole.prompt_token_ids) == prompt
         assert len(whole.outputs[0].token_ids) == 8
+
+    asyncio.run(main())
+
+
+def test_two_replicas_tell_tenants_apart(make_engine: MakeEngine) -> None:
+    """Each tells of a prompt for the tenant that sent it, and computes it for every other one."""
+    prompt, params = list(range(3, 67)), SamplingParams(max_tokens=1)
+
+    def held_tokens(replica: EngineReplica, tenant: str) -> int:
+        told = told_names(replica.record_routing_stats())
+        return max((each for each, name in names_of(prompt, tenant) if name in told), default=0)
+
+    async def main() -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            for tenant, other in (("a", "b"), ("b", "a")):
+                prefixes = HeldPrefixes()
+                engine = make_engine(observer=prefixes)
+                replica = await stack.enter_async_context(replica_of(engine))
+                replica._prefixes = prefixes
+                prefixes.bind(engine.cache.prefixes, engine.cache.pool.lock)
+                asked = [each async for each in replica.stream(prompt, params, tenant=tenant)]
+                assert 0 == asked[-1].num_cached_tokens
+                prefixes.idle(engine.cache)
+                assert (64, 0) == (held_tokens(replica, tenant), held_tokens(replica, other))
+                for whose, expected in ((other, 0), (tenant, 48)):
+                    asked = [each async for each in replica.stream(prompt, params, tenant=whose)]
+                    assert expected == asked[-1].num_cached_tokens
 
     asyncio.run(main())
 

@@ -67,6 +67,29 @@ def test_requests_go_where_their_beginning_is(running: Running) -> None:
     assert sorted(after[each] - before[each] for each in after) == [12, 12]
 
 
+def test_keys_share_no_prefix(running: Running) -> None:
+    """A request finds what was sent with its own key and salt, on whichever replica that is."""
+    from vmkv.serve.replicas.client import ReplicatedEngine
+    from vmkv.serve.replicas.metrics import ReplicaMetrics
+
+    keys, metrics = ["alice-key", "bob-key"], ReplicaMetrics()
+    engine = ReplicatedEngine(running.handle, metrics)
+    options = ServerOptions("tiny", MAX_TOKENS, api_keys=keys)
+    [prefix] = prompts(1, 160, seed=5)
+    found = []
+    with serving(create_app(engine, tiny_tokenizer(), options, metrics)) as (url, _):
+        for turn, (key, salt) in enumerate([*itertools.product(keys, (None, "salt"))] * 2):
+            body = {"model": "tiny", "prompt": [*prefix, 10 + turn], "max_tokens": 1}
+            answer = httpx.post(
+                f"{url}/v1/completions",
+                json=body | {"cache_salt": salt},
+                headers={"Authorization": f"Bearer {key}"},
+                timeout=120,
+            )
+            found.append(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+    assert found == [0] * 4 + [160] * 4
+
+
 def test_what_is_told_and_not_what_was_sent_decides(running: Running) -> None:
     """Who has sent nothing yet finds sixteen beginnings where they are, once that was told."""
     import ray

@@ -22,11 +22,11 @@ pytestmark = pytest.mark.ray
 PROMPT = list(range(10, 110))
 
 
-def told(*prompts: list[int]) -> dict[str, Any]:
+def told(*prompts: list[int], tenant: str | None = None) -> dict[str, Any]:
     """What a replica tells that holds these."""
     index, prefixes = PrefixIndex(), HeldPrefixes()
     for row, prompt in enumerate(prompts):
-        index.record(row, prompt)
+        index.record(row, prompt, tenant)
     prefixes.bind(index)
     prefixes.idle(None)
     return prefixes.stats
@@ -86,6 +86,16 @@ def test_what_was_just_sent_is_expected(router: Any) -> None:
     assert chosen(router, replicas, request("r3", [*PROMPT, 7])) == first
 
 
+def test_a_prefix_of_one_tenant_attracts_no_other(router: Any) -> None:
+    """Neither one that a replica tells, nor one that was just sent there."""
+    replicas = [Replica("a"), Replica("b", told(PROMPT, tenant="alice"))]
+    assert chosen(router, replicas, request("r1", PROMPT, tenant="bob")) == "a"
+    assert chosen(router, replicas, request("r2", PROMPT, tenant="alice")) == "b"
+    others = [Replica("c"), Replica("d")]
+    for at, (tenant, expected) in enumerate([("alice", "c"), ("bob", "d")] * 2):
+        assert chosen(router, others, request(f"s{at}", PROMPT, tenant=tenant)) == expected
+
+
 def test_the_replica_that_ray_took_instead_is_the_one_that_is_expected(router: Any) -> None:
     """Because the first had no place."""
     replicas = [Replica("a"), Replica("b")]
@@ -112,6 +122,7 @@ def test_queues_that_replicas_say_are_believed(router: Any) -> None:
         request("r", None),
         request("r"),
         request("r", prompt=PROMPT),
+        request("r", PROMPT, tenant=7),
         request("r", method="facts"),
         None,
     ],

@@ -60,7 +60,12 @@ class ReplicatedEngine:
         return facts
 
     async def stream(
-        self, prompt: Sequence[int], params: SamplingParams, priority: int = 0
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        priority: int = 0,
+        *,
+        tenant: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """See `StreamingEngine`. Where no replica is there, it waits for one.
 
@@ -74,7 +79,8 @@ class ReplicatedEngine:
         has_begun = False
         for num_left in range(_RERUNS_MAX, -1, -1):
             try:
-                async with contextlib.aclosing(self._ask(prompt, params, priority)) as outputs:
+                asked = self._ask(prompt, params, priority, tenant)
+                async with contextlib.aclosing(asked) as outputs:
                     async for output in outputs:
                         yield replace(output, prompt_token_ids=prompt)
                         has_begun = True
@@ -85,11 +91,11 @@ class ReplicatedEngine:
                 return
 
     async def _ask(
-        self, prompt: Sequence[int], params: SamplingParams, priority: int
+        self, prompt: Sequence[int], params: SamplingParams, priority: int, tenant: str | None
     ) -> AsyncGenerator[RequestOutput, None]:
         if self._is_stopping:
             raise ClosedError("the server is shutting down and takes no more requests")
-        response = self._handle.stream.remote(prompt, params, priority)
+        response = self._handle.stream.remote(prompt, params, priority, tenant=tenant)
         self._responses.add(response)
         self._all_done.clear()
         is_over = False

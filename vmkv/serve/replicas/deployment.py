@@ -47,10 +47,10 @@ def engine_deployment(routing: Routing | None = None, **options: Any) -> serve.D
     """Replicas of an engine, each with a model, memory and a prefix index of its own.
 
     Bound to a `MakeEngine`, and to a `silence_max_s` if that of `EngineReplica` does not suit, it
-    is an application whose handle has `stream(prompt, params, priority)` for whoever composes it:
-    `handle.options(stream=True).stream.remote([1, 2, 3])`, see `EngineReplica.stream`. Requests go
-    to the replica whose prefix index holds the longest beginning of their prompt, unless it has
-    much more to do than others; see `Routing`.
+    is an application whose handle has `stream(prompt, params, priority, tenant=…)` for whoever
+    composes it: `handle.options(stream=True).stream.remote([1, 2, 3])`, see `EngineReplica.stream`.
+    Requests go to the replica whose prefix index holds the longest beginning of their prompt for
+    their tenant, unless it has much more to do than others; see `Routing`.
 
     Args:
         routing: When a replica is passed over.

@@ -75,9 +75,11 @@ class EngineReplica:
         prompt: str | Sequence[int],
         params: SamplingParams | None = None,
         priority: int = 0,
+        *,
+        tenant: str | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """As of `AsyncEngine`, but that the first output alone holds the prompt: each is sent."""
-        outputs: Any = self._engine.stream(prompt, params or SamplingParams(), priority)
+        outputs: Any = self._engine.stream(prompt, params, priority, tenant=tenant)
         async with contextlib.aclosing(outputs):
             yield await anext(outputs)
             async for output in outputs:

@@ -23,7 +23,8 @@ _TURNS = 3
 class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types for us
     """Prefers the replica whose prefix index holds the longest beginning of a request.
 
-    Requests are calls of `stream(prompt, …)` with token ids; others go where there is least to do.
+    Requests are calls of `stream(prompt, …, tenant=…)` with token ids; others go where there is
+    least to do. A prefix of one tenant does not attract another's requests.
     """
 
     def initialize_state(self, **options: Any) -> None:
@@ -127,6 +128,6 @@ def _prompt_of(pending_request: PendingRequest | None) -> tuple[int, Names]:
     if isinstance(prompt, str):
         return 0, []  # Whose tokens only the engine knows.
     try:
-        return len(prompt), names_of(prompt)
-    except (ConfigError, TypeError):
+        return len(prompt), names_of(prompt, kwargs.get("tenant"))
+    except (AttributeError, ConfigError, TypeError):
         return 0, []  # The engine refuses it in words.

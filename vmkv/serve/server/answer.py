@@ -39,6 +39,7 @@ class Answer:
         encoded: Called when its prompts are tokens: what they came from is let go of.
         params: How to sample.
         priority: Lower runs first.
+        tenant: The owner of its prefixes.
         wants_usage: Whether a stream ends with the token counts.
         wants_running_usage: Whether its chunks carry those so far.
     """
@@ -54,6 +55,7 @@ class Answer:
     encoded: Callable[[], None]
     params: SamplingParams
     priority: int
+    tenant: str | None
     wants_usage: bool
     wants_running_usage: bool
 
@@ -128,7 +130,10 @@ class Answer:
             # Only now: what waits, or has left, costs no work.
             prompts = [await self._tokens(prompt) for prompt in self.prompts]
             self.encoded()
-            streams = [self.engine.stream(prompt, self.params, self.priority) for prompt in prompts]
+            streams = [
+                self.engine.stream(prompt, self.params, self.priority, tenant=self.tenant)
+                for prompt in prompts
+            ]
             try:
                 async with contextlib.aclosing(merged(streams)) as outputs:
                     async for each in outputs:

@@ -45,6 +45,7 @@ class ServerOptions:
         protects_everything: Whether `/metrics`, `/version` and the documentation need a key too.
         cors_origins: Whose pages browsers let ask, as `https://example.com`; `*` for everybody's.
         chat_template: Instead of the tokenizer's own.
+        share_prefixes: Whether requests begin with what was cached for other keys.
     """
 
     model_name: str
@@ -54,6 +55,7 @@ class ServerOptions:
     protects_everything: bool = False
     cors_origins: Sequence[str] = ()
     chat_template: str | None = None
+    share_prefixes: bool = False
 
 
 def create_app(
@@ -93,7 +95,7 @@ def create_app(
     app.add_middleware(
         Guard,
         service=service,
-        api_keys=ApiKeys(options.api_keys),
+        api_keys=ApiKeys(options.api_keys, share_prefixes=options.share_prefixes),
         protects_everything=options.protects_everything,
     )
     if options.cors_origins:

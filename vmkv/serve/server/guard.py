@@ -9,6 +9,7 @@ that nobody expected ends.
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -32,7 +33,8 @@ class Guard:
     """ASGI middleware: API keys, announced sizes, draining; and counts what passes.
 
     Args:
-        app: The routes. They find their `Upload` in `request.state.upload`.
+        app: The routes. They find their `Upload` in `request.state.upload`, and the digest of the
+            client's key in `request.state.api_key`.
         service: What they share.
         api_keys: Who may ask.
         protects_everything: Whether all but `/health` needs a key.
@@ -65,9 +67,10 @@ class Guard:
             await send(message)
 
         upload = Upload(self._service.uploads)
-        scope.setdefault("state", {})["upload"] = upload
+        state = scope.setdefault("state", {})
+        state["upload"] = upload
         try:
-            error = self._refusal(scope)
+            error = self._refusal(scope, state)
             if error is None:
                 await self._app(scope, receive, counted)
             else:
@@ -82,14 +85,15 @@ class Guard:
             counter = self._service.metrics.http_responses
             counter.labels(route, str(status or CLIENT_GONE)).inc()
 
-    def _refusal(self, scope: Scope) -> ApiError | None:
-        """Why the request is refused by its head alone."""
+    def _refusal(self, scope: Scope, state: dict[str, Any]) -> ApiError | None:
+        """Why the request is refused by its head alone; notes in `state` whose key it brings."""
         headers = Headers(scope=scope)
         path = scope["path"]
         if path not in self._open:
             # As bytes: what a header says in UTF-8 is something else in Latin-1.
             given = headers.get("authorization", "").encode("latin-1")
-            if not self._keys.accept(given):
+            state["api_key"] = self._keys.digest_of(given)
+            if state["api_key"] is None:
                 return wrong_key()
         if path not in _OPEN and self._service.is_draining:
             return draining()

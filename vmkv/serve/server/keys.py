@@ -1,4 +1,4 @@
-"""API keys: where they are read, and whether a request brings one of them.
+"""API keys: where they are read, whether a request brings one of them, and its tenant.
 
 Keys are compared as bytes of UTF-8: a header's text would be Latin-1.
 """
@@ -40,24 +40,42 @@ class ApiKeys:
 
     Args:
         keys: The keys; with none everybody is let in.
+        share_prefixes: Whether all keys are one tenant.
     """
 
-    def __init__(self, keys: Sequence[str]):
+    def __init__(self, keys: Sequence[str], *, share_prefixes: bool = False):
+        self._share_prefixes = share_prefixes
         self._digests = [
             # The environment's bytes that are no UTF-8 stand in it as half surrogate pairs.
             _digest(key.encode(errors="surrogateescape"))
             for key in keys
         ]
 
-    def accept(self, authorization: bytes) -> bool:
-        """Whether an `Authorization` header's value lets its bearer in."""
+    def digest_of(self, authorization: bytes) -> bytes | None:
+        """The digest of the key in an `Authorization` header's value; None for a wrong key.
+
+        Empty where there are no keys, or all of them share their prefixes.
+        """
         if not self._digests:
-            return True
+            return b""
         scheme, _, key = authorization.partition(b" ")
         given = _digest(key.strip())
         # Every key is compared, in constant time: how long it takes tells nothing.
         matches = [hmac.compare_digest(given, known) for known in self._digests]
-        return scheme.lower() == b"bearer" and any(matches)
+        if scheme.lower() != b"bearer" or not any(matches):
+            return None
+        return b"" if self._share_prefixes else given
+
+
+def tenant_of(key_digest: bytes, cache_salt: str | None) -> str | None:
+    """The tenant of requests with this key and salt; None for those with neither.
+
+    The engine, its replicas and their logs see this name only, never a key.
+    """
+    if not key_digest and cache_salt is None:
+        return None
+    salt = (cache_salt or "").encode(errors="surrogatepass")
+    return hashlib.blake2b(salt, key=key_digest, digest_size=16).hexdigest()
 
 
 def _digest(key: bytes) -> bytes:

@@ -15,7 +15,12 @@ class StreamingEngine(Protocol):
     """An engine that runs on its own and is asked from an event loop."""
 
     def stream(
-        self, prompt: Sequence[int], params: SamplingParams, priority: int = 0
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        priority: int = 0,
+        *,
+        tenant: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """What is new of a request, as it comes; closing the iterator cancels the request.
 

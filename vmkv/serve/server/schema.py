@@ -109,6 +109,7 @@ class Sampling(_Strict):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: int = 0
+    cache_salt: Annotated[str, Field(min_length=1)] | None = None
 
     @model_validator(mode="before")
     @classmethod

@@ -14,6 +14,7 @@ from ..params import SamplingParams
 from .answer import Answer
 from .choices import ChatForm, CompletionForm, Form
 from .errors import ApiError, invalid
+from .keys import tenant_of
 from .limits import Gate, Limits
 from .prompts import Prompt, Prompts
 from .protocol import ServerMetrics, StreamingEngine
@@ -153,6 +154,7 @@ class Service:
             encoded=request.state.upload.release,
             params=params,
             priority=body.priority,
+            tenant=tenant_of(request.state.api_key, body.cache_salt),
             wants_usage=body.wants_usage,
             wants_running_usage=body.wants_running_usage,
         )

@@ -1,0 +1,85 @@
+"""Each API key has a prefix cache of its own, and so has each `cache_salt`."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+import httpx
+import pytest
+from helpers.serving import TEXT
+
+from vmkv.serve.server.keys import ApiKeys, tenant_of
+
+KEYS = ["alice-key", "bob-key"]
+ALICE, BOB = KEYS
+PROMPT = " ".join(TEXT) * 4
+
+
+def cached(server: Any, key: str, path: str = "completions", **options: Any) -> int:
+    """How much of a prompt is reported as cached to a client with this key."""
+    prompt: dict[str, Any] = {"prompt": PROMPT}
+    if path == "chat/completions":
+        prompt = {"messages": [{"role": "user", "content": PROMPT}]}
+    answer = httpx.post(
+        f"{server.url}/v1/{path}",
+        json={"model": "tiny", "max_tokens": 1, **prompt, **options},
+        headers={"Authorization": f"Bearer {key}"},
+        timeout=60,
+    )
+    assert 200 == answer.status_code, answer.text
+    return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_a_key_finds_what_it_has_sent(run_server: Any, path: str) -> None:
+    """Nobody learns from `cached_tokens` what was sent with another key or another salt."""
+    with run_server(api_keys=KEYS) as server:
+        askers = [(key, salt) for key in KEYS for salt in (None, "salt", "pepper")]
+        for is_known in (False, True):
+            for key, salt in askers:
+                found = cached(server, key, path, cache_salt=salt)
+                assert is_known == bool(found), (key, salt)
+
+
+def test_keys_can_share_their_prefixes(run_server: Any) -> None:
+    """Then salts alone separate."""
+    with run_server(api_keys=KEYS, share_prefixes=True) as server:
+        assert 0 == cached(server, ALICE)
+        assert cached(server, BOB)
+        assert 0 == cached(server, ALICE, cache_salt="salt")
+        assert cached(server, BOB, cache_salt="salt")
+
+
+def test_salts_need_no_keys(server: Any) -> None:
+    """A server without keys has one tenant for each salt; an empty one is refused, as by vLLM."""
+    salt = secrets.token_hex()
+    assert [0, 0] == [cached(server, "any", cache_salt=salt + each) for each in "ab"]
+    assert cached(server, "any", cache_salt=salt + "a")
+    for wrong in ("", 7, ["salt"]):
+        body = {"model": "tiny", "prompt": "A row", "cache_salt": wrong}
+        answer = httpx.post(f"{server.url}/v1/completions", json=body)
+        assert (400, "cache_salt") == (answer.status_code, answer.json()["error"]["param"])
+
+
+def test_samples_of_a_new_prompt_are_not_cached(server: Any) -> None:
+    """However many there are, the prompt counts once."""
+    salt = secrets.token_hex()
+    options: dict[str, Any] = {"n": 3, "max_tokens": 4, "cache_salt": salt, "ignore_eos": True}
+    assert 0 == cached(server, "any", **options)
+    assert cached(server, "any", **options) == cached(server, "any", cache_salt=salt)
+
+
+def test_a_tenant_is_a_digest() -> None:
+    """Different for each pair of key and salt; no key goes beyond the server's front."""
+    keys = ApiKeys(KEYS)
+    digests = [keys.digest_of(f"Bearer {key}".encode()) for key in KEYS]
+    pairs = [(digest, salt) for digest in (b"", *digests) for salt in (None, "a", "b", "\ud800")]
+    tenants = [tenant_of(digest, salt) for digest, salt in pairs]
+    assert tenants[0] is None
+    assert len(pairs) == len(set(tenants))
+    assert not any(key in str(tenant) for key in KEYS for tenant in tenants)
+    assert [None, b""] == [
+        ApiKeys(KEYS, share_prefixes=True).digest_of(each)
+        for each in (b"Bearer x", b"Bearer bob-key")
+    ]
