@@ -88,7 +88,7 @@ def test_a_slow_rank_is_waited_for(pair: cases.Pair, tmp_path: Path) -> None:
 
 def test_ranks_stay_together_whatever_is_asked(pair: cases.Pair) -> None:
     """Requests, ends of single samples, budgets, refusals, idleness and faults, in any order."""
-    pair.run(partial(cases.obeys, 1, 250))
+    pair.run(partial(cases.obeys, 1, 120))
 
 
 @pytest.mark.parametrize("what", ["finish", "cancel"])
