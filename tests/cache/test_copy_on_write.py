@@ -201,9 +201,6 @@ def test_writing_what_was_shared_is_ordered_behind_every_stream(
     assert 1 == len(joined), "nothing is shared any more"
 
 
-# ---- when memory is short -----------------------------------------------------------------
-
-
 def test_nothing_appended_is_nothing_copied(cache: KVCache) -> None:
     """Appending 0 tokens, or growing to a length already reached, leaves what is shared alone."""
     parent = cache.open()

@@ -628,38 +628,25 @@ def test_model_in_training_mode_is_refused(new_cache: NewCache) -> None:
         forward(model, prompt("llama")["input_ids"], cache)
 
 
-def _changed(what: str) -> tuple[torch.Tensor, torch.Tensor]:
-    keys, values = _tensors(2, 1, 8), _tensors(2, 1, 9)
-    return {
-        "dtype": (keys.double(), values.double()),
-        "values' dtype": (keys, values.half()),
-        "heads": (keys[:, :1], values[:, :1]),
-        "width": (keys[..., :4], values[..., :4]),
-        "values' width": (keys, values[..., :4]),
-        "values' length": (keys, torch.cat([values, values], dim=-2)),
-        "smaller batch": (keys[:1], values[:1]),
-        "larger batch": (keys.repeat(2, 1, 1, 1), values.repeat(2, 1, 1, 1)),
-        "values' batch": (keys, values[:1]),
-        "device": (keys.to("meta"), values.to("meta")),
-        "values' device": (keys, values.to("meta")),
-        "rank": (keys[0], values[0]),
-    }[what]
+_Pair = tuple[torch.Tensor, torch.Tensor]
+_CHANGES: dict[str, Callable[[torch.Tensor, torch.Tensor], _Pair]] = {
+    "dtype": lambda keys, values: (keys.double(), values.double()),
+    "values' dtype": lambda keys, values: (keys, values.half()),
+    "heads": lambda keys, values: (keys[:, :1], values[:, :1]),
+    "width": lambda keys, values: (keys[..., :4], values[..., :4]),
+    "values' width": lambda keys, values: (keys, values[..., :4]),
+    "values' length": lambda keys, values: (keys, torch.cat([values, values], dim=-2)),
+    "smaller batch": lambda keys, values: (keys[:1], values[:1]),
+    "larger batch": lambda keys, values: (keys.repeat(2, 1, 1, 1), values.repeat(2, 1, 1, 1)),
+    "values' batch": lambda keys, values: (keys, values[:1]),
+    "device": lambda keys, values: (keys.to("meta"), values.to("meta")),
+    "values' device": lambda keys, values: (keys, values.to("meta")),
+    "rank": lambda keys, values: (keys[0], values[0]),
+}
 
 
-_CHANGES = [
-    "dtype",
-    "values' dtype",
-    "heads",
-    "width",
-    "values' width",
-    "values' length",
-    "smaller batch",
-    "larger batch",
-    "values' batch",
-    "device",
-    "values' device",
-    "rank",
-]
+def _changed(what: str) -> _Pair:
+    return _CHANGES[what](_tensors(2, 1, 8), _tensors(2, 1, 9))
 
 
 @pytest.mark.parametrize("layer", [0, 1])
