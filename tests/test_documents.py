@@ -47,7 +47,10 @@ def _anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w-]", "", each.lower().replace(" ", "-")) for each in headings}
 
 
-@pytest.mark.parametrize("path", [*DOCUMENTS, ROOT / "bench/README.md"], ids=lambda path: path.name)
+PAGES = [ROOT / "bench/README.md", *sorted((ROOT / "bench/results").glob("*.md"))]
+
+
+@pytest.mark.parametrize("path", [*DOCUMENTS, *PAGES], ids=lambda path: path.name)
 def test_links_lead_somewhere(path: Path) -> None:
     """To a file that is there, and a heading in it."""
     broken = []
