@@ -33,14 +33,12 @@ windows and soft caps (Gemma-2 is run without), backward, anything but bfloat16.
 
 from __future__ import annotations
 
-import argparse
-import gc
 import random
 import statistics
+import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from attention_layouts import (
@@ -53,11 +51,11 @@ from attention_layouts import (
     dense_rows,
     vm_layer_views,
 )
-from common import environment, write_result
-from report import Figure, print_figures
+from harness import HAS_GPU, Bench, Figure, Row, print_rows
+from models import DTYPE, reset_memory
 
+from vmkv import open_backend
 from vmkv.attention import AttentionBatch, AttentionSpec, get, why_not
-from vmkv.backend import open_backend
 
 REPEATS = 15
 PREFILL_REPEATS = 31  # clocks wander by 3 % under load
@@ -65,7 +63,6 @@ REPEAT_MS = 4.0  # about how long one timing lasts
 INPUT_BYTES = 256 * 2**20  # what a timing walks over, at least: five times the L2 cache
 KV_BYTES_MAX = 40 * 2**30  # of all layers; larger cases are skipped. All layouts: about 110 GiB
 INTERLEAVED_BYTES_MAX = 16 * 2**30  # the interleaved tensor is as large again
-DTYPE = torch.bfloat16
 
 SHAPES = [
     ModelShape("Llama-3-8B", 32, 32, 8, 128),
@@ -178,7 +175,7 @@ class Timer:
 
     def __init__(self, calls: list[Callable]) -> None:
         self._calls = calls
-        self._on_cuda = torch.cuda.is_available()
+        self._on_cuda = HAS_GPU
         for call in calls[:2]:
             call()
         one = self._elapsed(lambda: [call() for call in calls], len(calls))
@@ -219,47 +216,38 @@ class Timer:
 
 def layouts_of(shape: ModelShape, case: Case, kernels: list[str], vm_backend) -> list[Layout]:
     """Every layout of a case; the first is the dense tensor that ratios refer to."""
-    lengths, device = case.lengths(), _device()
+    lengths = case.lengths()
     per_layer = sum(lengths) * shape.layer_token_bytes(DTYPE)
     num_inputs = min(shape.layers, max(2, -(-INPUT_BYTES // per_layer)))
+    device = torch.device("cuda:0" if HAS_GPU else "cpu")
     common = {"num_inputs": num_inputs, "dtype": DTYPE}
     overread = max(get(name).overread_tokens(shape.dim) for name in kernels)
     made = [
         dense_rows(shape, lengths, skew_tokens=skew, device=device, **common)
         for skew in (0, SKEW_TOKENS)
     ]
-    if max(lengths) * len(lengths) * shape.layers * shape.layer_token_bytes(DTYPE) <= (
-        INTERLEAVED_BYTES_MAX
-    ):
+    padded_tokens = max(lengths) * len(lengths)
+    if padded_tokens * shape.layers * shape.layer_token_bytes(DTYPE) <= INTERLEAVED_BYTES_MAX:
         made.append(dense_interleaved(shape, lengths, device=device, **common))
     grouped = dict.fromkeys((shape.layers, min(8, shape.layers), 1))
-    made += [
-        vm_layer_views(
-            vm_backend,
-            shape,
-            lengths,
-            layers_per_group=layers,
-            overread_tokens=overread,
-            pad_bytes=pad_bytes,
-            **common,
-        )
-        for layers, pad_bytes in [(shape.layers, PAD_BYTES), *((layers, 0) for layers in grouped)]
-    ]
+    for layers, pad_bytes in [(shape.layers, PAD_BYTES), *((layers, 0) for layers in grouped)]:
+        options = {"layers_per_group": layers, "pad_bytes": pad_bytes, **common}
+        made.append(vm_layer_views(vm_backend, shape, lengths, overread_tokens=overread, **options))
     blocks = {size for name in kernels for size in BLOCKS.get(name, ())}
-    made += [
+    return made + [
         block_tables(shape, lengths, block_tokens=size, device=device, **common)
         for size in sorted(blocks)
     ]
-    return made
 
 
-def run_case(shape: ModelShape, case: Case, kernels: list[str], vm_backend) -> list[dict]:
+def run_case(shape: ModelShape, case: Case, kernels: list[str], vm_backend) -> list[Row]:
     """All kernels over all layouts; one result per pair."""
     layouts = layouts_of(shape, case, kernels, vm_backend)
-    query = torch.randn(
-        case.batch * case.queries, shape.query_heads, shape.dim, dtype=DTYPE, device=_device()
-    )
+    size = (case.batch * case.queries, shape.query_heads, shape.dim)
+    query = torch.randn(*size, dtype=DTYPE, device=layouts[0].inputs[0][0].device)
     read_bytes = sum(case.lengths()) * shape.layer_token_bytes(DTYPE)
+    what = {"shape": shape.name, "phase": case.phase, "batch": case.batch}
+    what |= {"queries": case.queries, "tokens": [case.shortest, case.longest]}
     results = []
     for kernel in kernels:
         timers = {}
@@ -280,74 +268,52 @@ def run_case(shape: ModelShape, case: Case, kernels: list[str], vm_backend) -> l
                 samples[name].append(timers[name].measure())
         for name, seconds in samples.items():
             ratios = [a / b for a, b in zip(seconds, samples["dense"], strict=True)]
-            results.append(
-                {
-                    "shape": shape.name,
-                    "phase": case.phase,
-                    "batch": case.batch,
-                    "queries": case.queries,
-                    "tokens": [case.shortest, case.longest],
-                    "kernel": kernel,
-                    "layout": name,
-                    "median_us": 1e6 * statistics.median(seconds),
-                    "iqr_us": 1e6 * _iqr(seconds),
-                    "ratio_to_dense": statistics.median(ratios),
-                    "ratio_iqr": _iqr(ratios),
-                    "read_tb_s": read_bytes / statistics.median(seconds) / 1e12
-                    if case.phase == "decode"
-                    else None,
-                }
-            )
+            median = statistics.median(seconds)
+            row = {**what, "kernel": kernel, "layout": name, "median_us": 1e6 * median}
+            row |= {"iqr_us": 1e6 * spread_of(seconds), "ratio_iqr": spread_of(ratios)}
+            row["ratio_to_dense"] = statistics.median(ratios)
+            row["read_tb_s"] = read_bytes / median / 1e12 if case.phase == "decode" else None
+            results.append(row)
         timers.clear()
     for layout in layouts:
         layout.close()
     return results
 
 
-def figures(results: list[dict]) -> list[Figure]:
+def figures(results: list[Row]) -> list[Figure]:
     """The few numbers that the prediction is about; those that were not measured are absent."""
-    by_key = {
-        (r["shape"], r["phase"], r["batch"], *r["tokens"], r["kernel"], r["layout"]): r
-        for r in results
-    }
     found = []
-    for layout, label in (("vmkv, +2 KiB", "padded"), ("dense, interleaved", "interleaved")):
+
+    def worst(phase: str, layout: str, name: str, label: str, bound: float | None) -> None:
         for kernel in KERNELS:
             ratios = [
-                r["ratio_to_dense"]
-                for r in results
-                if (r["phase"], r["kernel"], r["layout"]) == ("decode", kernel, layout)
+                row["ratio_to_dense"]
+                for row in results
+                if (row["phase"], row["kernel"], row["layout"]) == (phase, kernel, layout)
             ]
             if ratios:
-                what = f"decode with {kernel}, {layout} over a dense tensor, worst case"
+                what = f"{phase} with {kernel}, {label} over a dense tensor, worst case"
                 middle = f"median of {len(ratios)} cases: {statistics.median(ratios):.3f} ×"
-                name = f"decode_{kernel}_{label}"
-                found.append(Figure(name, what, max(ratios), "×", rival=middle))
-    for phase, bound in (("decode", 1.03), ("prefill", 1.01)):
-        for kernel in KERNELS:
-            ratios = [
-                r["ratio_to_dense"]
-                for r in results
-                if (r["phase"], r["kernel"], r["layout"]) == (phase, kernel, "vmkv, all layers")
-            ]
-            if ratios:
-                what = f"{phase} with {kernel}, vmkv rows over a dense tensor"
-                middle = f"median of {len(ratios)} cases: {statistics.median(ratios):.3f} ×"
-                name = f"{phase}_{kernel}_over_dense"
-                found.append(
-                    Figure(name, f"{what}, worst case", max(ratios), "×", bound, rival=middle)
-                )
-    llama = SHAPES[0].name
-    wide = by_key.get((llama, "decode", 64, 4096, 4096, "flash2", "vmkv, all layers"))
+                key = f"{phase}_{kernel}_{name}"
+                found.append(Figure(key, what, max(ratios), "×", bound, rival=middle))
+
+    worst("decode", "vmkv, +2 KiB", "padded", "vmkv, +2 KiB", None)
+    worst("decode", "dense, interleaved", "interleaved", "dense, interleaved", None)
+    worst("decode", "vmkv, all layers", "over_dense", "vmkv rows", 1.03)
+    worst("prefill", "vmkv, all layers", "over_dense", "vmkv rows", 1.01)
+    by_key = {
+        (row["phase"], row["batch"], *row["tokens"], row["kernel"], row["layout"]): row
+        for row in results
+        if row["shape"] == SHAPES[0].name
+    }
+    wide = by_key.get(("decode", 64, 4096, 4096, "flash2", "vmkv, all layers"))
     if wide is not None:
         what = "keys and values read in decode, flash2, batch 64, 4k"
         found.append(Figure("flash2_decode_tb_s", what, wide["read_tb_s"], "TB/s", at_least=3.6))
     for tokens in (8192, 32768):
-        case = (llama, "prefill", 1, tokens, tokens, "flash3")
-        ours, paged = (
-            by_key.get((*case, "vmkv, all layers")),
-            by_key.get((*case, "block table, 16")),
-        )
+        layouts = ("vmkv, all layers", "block table, 16")
+        case = ("prefill", 1, tokens, tokens, "flash3")
+        ours, paged = (by_key.get((*case, layout)) for layout in layouts)
         if ours is not None and paged is not None:
             gain = paged["median_us"] / ours["median_us"]
             what = f"prefill of {tokens:,}, flash3: a block table of 16 tokens over vmkv rows"
@@ -355,81 +321,45 @@ def figures(results: list[dict]) -> list[Figure]:
     return found
 
 
-def _iqr(values: list[float]) -> float:
+def spread_of(values: list[float]) -> float:
+    """The interquartile range."""
     low, _, high = statistics.quantiles(values, n=4)
     return high - low
 
 
-def _device() -> torch.device:
-    return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-
-
-def show(result: dict) -> None:
-    rate = f"{result['read_tb_s']:.2f} TB/s" if result["read_tb_s"] is not None else ""
-    print(
-        f"{result['shape']:18} {result['phase']:8} {result['batch']:4} x "
-        f"{result['queries']:5} / {result['tokens'][0]:5}-{result['tokens'][1]:5} "
-        f"{result['kernel']:7} {result['layout']:18} {result['median_us']:9.1f} us "
-        f"+- {result['iqr_us']:6.1f}  x {result['ratio_to_dense']:.3f}  {rate}"
-    )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--smoke", action="store_true", help="tiny, on any machine, no findings")
-    parser.add_argument("--json", type=Path, help="where to write the record")
-    parser.add_argument("--shape", action="append", help="only shapes whose name contains this")
-    parser.add_argument("--phase", help="only decode, prefill or chunk")
-    arguments = parser.parse_args()
-
-    on_cuda = torch.cuda.is_available()
-    shapes = [SMOKE_SHAPE] if arguments.smoke else SHAPES
-    cases = SMOKE_CASES if arguments.smoke else CASES
-    if arguments.shape:
-        shapes = [s for s in shapes if any(part in s.name for part in arguments.shape)]
-    vm_backend = open_backend("cuda:0" if on_cuda else "host")
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, show, write."""
+    bench = Bench("attention", __doc__)
+    bench.option("--shape", action="append", help="only shapes whose name contains this")
+    bench.option("--phase", help="only decode, prefill or chunk")
+    options = bench.parse(argv)
+    shapes = [SMOKE_SHAPE] if options.smoke else SHAPES
+    if options.shape:
+        shapes = [each for each in shapes if any(part in each.name for part in options.shape)]
+    vm_backend = open_backend("cuda:0" if HAS_GPU else "host")
     results, skipped = [], []
     for position, shape in enumerate(shapes):
-        spec = AttentionSpec(
-            _device().type, DTYPE, shape.query_heads, shape.kv_heads, shape.dim, shape.dim
-        )
+        device = "cuda" if HAS_GPU else "cpu"
+        sizes = (shape.query_heads, shape.kv_heads, shape.dim, shape.dim)
+        spec = AttentionSpec(device, DTYPE, *sizes)
         reasons = {name: why_not(name, spec) for name in KERNELS}
         kernels = [name for name in KERNELS if reasons[name] is None] or ["sdpa"]
         skipped += [f"{shape.name}, {name}: {why}" for name, why in reasons.items() if why]
-        for case in cases:
-            if case.first_shape_only and position:
-                continue
-            if arguments.phase not in (None, case.phase):
-                continue
+        for case in SMOKE_CASES if options.smoke else CASES:
             kv_bytes = sum(case.lengths()) * shape.layers * shape.layer_token_bytes(DTYPE)
+            if (case.first_shape_only and position) or options.phase not in (None, case.phase):
+                continue
             if kv_bytes > KV_BYTES_MAX:
                 skipped.append(f"{shape.name}, {case}: {kv_bytes / 2**30:.0f} GiB of keys, values")
                 continue
-            for result in run_case(shape, case, kernels, vm_backend):
-                results.append(result)
-                show(result)
-            gc.collect()
-            if on_cuda:
-                torch.cuda.empty_cache()
+            results += run_case(shape, case, kernels, vm_backend)
+            print_rows(results[-1:])
+            reset_memory()
     vm_backend.close()
-    for line in skipped:
-        print(f"skipped: {line}")
-    print_figures(figures(results))
-    record = {
-        "environment": environment(),
-        "smoke": arguments.smoke,
-        "constants": {
-            "repeats": REPEATS,
-            "prefill_repeats": PREFILL_REPEATS,
-            "dtype": str(DTYPE),
-            "input_bytes": INPUT_BYTES,
-        },
-        "figures": [{**asdict(each), "is_met": each.is_met} for each in figures(results)],
-        "results": results,
-        "skipped": skipped,
-    }
-    write_result("bench_attention", record, arguments.json)
+    constants = {"repeats": REPEATS, "prefill_repeats": PREFILL_REPEATS, "dtype": str(DTYPE)}
+    constants |= {"input_bytes": INPUT_BYTES, "skipped": skipped}
+    return bench.finish(results, figures(results), constants)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -29,7 +29,6 @@ random; `same_tokens_share` says how many agree with DynamicCache's).
 
 from __future__ import annotations
 
-import gc
 import sys
 import time
 from collections.abc import Sequence
@@ -37,20 +36,24 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from bench_generate import Clock, llama_config, make_model, reserved_bytes, synchronize
-from common import spread, write_result
-from report import Figure, Row, bench_parser, make_record, print_figures, print_rows
+from bench_generate import mark, step_times_ms
+from harness import Bench, Figure, Row, in_turns, paired_ratio, quartiles, synchronize
+from models import (
+    SEED,
+    created_bytes,
+    llama_config,
+    make_model,
+    random_prompts,
+    reserved_bytes,
+    reset_memory,
+)
 from transformers import LlamaForCausalLM
 from transformers.cache_utils import DynamicCache
 
 from vmkv import VMKVCache
 from vmkv.units import GiB
 
-SEED = 0
-ROUNDS = 3
 CACHES = ("VMKVCache", "DynamicCache")
-LOOK_EVERY = 16  # reorderings
-MEMORY_RATIO_MUST, TIME_RATIO_MUST = 0.35, 0.9
 
 
 @dataclass(frozen=True)
@@ -73,22 +76,20 @@ SMOKE = Case(2, 2, 24, 6, "sdpa")
 
 
 class Watch:
-    """Stands before a cache's `reorder_cache`, and looks at the cache after it."""
+    """Stands before a cache's `reorder_cache`, and looks at the cache after every 16th call."""
 
     def __init__(self, cache: Any):
         self.held_bytes: list[int] = []
-        self.clock = Clock()
-        self.num_calls = 0
+        self.marks: list = []
         self._cache = cache
         self._reorder = cache.reorder_cache
         cache.reorder_cache = self
 
     def __call__(self, beam_idx: torch.Tensor) -> None:
         self._reorder(beam_idx)
-        self.clock.mark()
-        if self.num_calls % LOOK_EVERY == 0:
+        if len(self.marks) % 16 == 0:
             self.look()
-        self.num_calls += 1
+        self.marks.append(mark())
 
     def look(self) -> None:
         """Note what keys and values hold now."""
@@ -102,46 +103,32 @@ class Watch:
 @torch.inference_mode()
 def run(model: LlamaForCausalLM, case: Case, cache_name: str) -> Row:
     """Search once; what it took."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    synchronize()
+    reset_memory()
     reserved_before = reserved_bytes()
-    generator = torch.Generator().manual_seed(SEED)
-    shape = (case.num_prompts, case.prompt_tokens)
-    ids = torch.randint(1, model.config.vocab_size, shape, generator=generator).to(model.device)
+    ids = random_prompts(model, case.num_prompts, case.prompt_tokens)
     is_ours = cache_name == "VMKVCache"
     cache = (VMKVCache if is_ours else DynamicCache)(config=model.config)
     watch = Watch(cache)
-
+    options = {"num_beams": case.num_beams, "do_sample": False, "eos_token_id": None}
+    options |= {"max_new_tokens": case.new_tokens, "min_new_tokens": case.new_tokens}
+    options |= {"pad_token_id": 0, "past_key_values": cache}
     synchronize()
     start = time.perf_counter()
-    tokens = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        num_beams=case.num_beams,
-        do_sample=False,
-        max_new_tokens=case.new_tokens,
-        min_new_tokens=case.new_tokens,
-        eos_token_id=None,
-        pad_token_id=0,
-        past_key_values=cache,
-    )
+    tokens = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
     synchronize()
-    seconds = time.perf_counter() - start
+    row: Row = {"seconds": time.perf_counter() - start}
 
     watch.look()
-    peak_bytes = reserved_bytes(peak=True) - reserved_before
-    row: Row = {"seconds": seconds, "held": watch.held_bytes, "steps_ms": watch.clock.steps_ms()}
-    row |= {"reorderings": watch.num_calls, "tokens": tokens[:, case.prompt_tokens :].cpu()}
+    row |= {"held": watch.held_bytes, "steps_ms": step_times_ms(watch.marks)}
+    row |= {"reorderings": len(watch.marks), "tokens": tokens[:, case.prompt_tokens :].cpu()}
+    row["peak_bytes"] = reserved_bytes(peak=True) - reserved_before
     if is_ours:
-        stats = cache.stats()
-        peak_bytes += stats.resident_bytes + stats.free_bytes + stats.retired_bytes
-        row |= {f"{name}_bytes": getattr(stats.sharing, f"{name}_bytes") for name in SHARED}
+        row["peak_bytes"] += created_bytes(cache)
+        sharing = cache.stats().sharing
+        row |= {f"{name}_bytes": getattr(sharing, f"{name}_bytes") for name in SHARED}
         cache.check()
         cache.close()
-    return row | {"peak_bytes": peak_bytes}
+    return row
 
 
 SHARED = ("aliased", "copied", "copied_on_write")
@@ -151,31 +138,20 @@ def measure(model: LlamaForCausalLM, case: Case, rounds: int) -> list[Row]:
     """The caches in turn; one row for each."""
     warmup = Case(case.num_prompts, case.num_beams, 16, 3, case.attention)
     runs: dict[str, list[Row]] = {name: [] for name in CACHES}
-    for name in CACHES:
-        run(model, warmup, name)
-    for at in range(rounds):
-        for name in CACHES if at % 2 == 0 else reversed(CACHES):
-            runs[name].append(run(model, case, name))
+    for name, at in in_turns(CACHES, rounds, warmup=1):
+        taken = run(model, case if at >= 0 else warmup, name)
+        runs[name] += [taken] if at >= 0 else []
     theirs = runs["DynamicCache"]
     rows = []
     for name, taken in runs.items():
         row: Row = {"case": case.name, "prompt_tokens": case.prompt_tokens, "cache": name}
         row |= {"new_tokens": case.new_tokens, "attention": case.attention}
-        values = spread([each["seconds"] for each in taken])
-        row |= {"seconds": values["median"]}
-        row |= {"seconds_q1": values["q1"], "seconds_q3": values["q3"]}
-        pairs = zip(taken, theirs, strict=True)
-        values = spread([mine["seconds"] / other["seconds"] for mine, other in pairs])
-        row["seconds_ratio"] = values["median"]
-        steps_ms = [step for each in taken for step in each["steps_ms"]]
-        values = spread(steps_ms)
-        row |= {"step_ms": values["median"]}
-        row |= {"step_ms_q1": values["q1"], "step_ms_q3": values["q3"]}
-        held = taken[0]["held"]
+        seconds, others = ([each["seconds"] for each in some] for some in (taken, theirs))
+        row |= {**quartiles("seconds", seconds), "seconds_ratio": paired_ratio(seconds, others)}
+        row |= quartiles("step_ms", [step for each in taken for step in each["steps_ms"]])
+        held, other = taken[0]["held"], theirs[0]["held"]
         row |= {"held_first_bytes": held[0], "held_last_bytes": held[-1]}
-        row["held_ratio"] = max(
-            mine / other for mine, other in zip(held, theirs[0]["held"], strict=True)
-        )
+        row["held_ratio"] = max(a / b for a, b in zip(held, other, strict=True))
         row["peak_bytes"] = max(each["peak_bytes"] for each in taken)
         row |= {f"{key}_bytes": taken[0].get(f"{key}_bytes") for key in SHARED}
         same = taken[0]["tokens"] == theirs[0]["tokens"]
@@ -184,57 +160,33 @@ def measure(model: LlamaForCausalLM, case: Case, rounds: int) -> list[Row]:
     return rows
 
 
-def promised(case: Case, rows: Sequence[Row], *, smoke: bool) -> list[Figure]:
-    """The figures of the issue, and the peak, which sharing comes too late for."""
+def promised(case: Case, rows: Sequence[Row]) -> list[Figure]:
+    """Memory and time of the search, and the peak, which sharing comes too late for."""
     ours, theirs = rows
     search = f"{case.name}, prompts of {case.prompt_tokens:,}, {case.new_tokens} new tokens"
+    memory = f"keys and values from the first reordering on, of DynamicCache's ({search})"
+    time_ = f"time of the search, relative to DynamicCache ({ours['seconds']:.3g} s)"
+    peak = "peak of everything over the weights; the prefill repeats the prompts in both"
+    held = f"DynamicCache: {theirs['held_last_bytes'] / GiB:.3g} GiB at the end"
+    taken = f"DynamicCache: {theirs['seconds']:.3g} s"
+    most = f"DynamicCache: {theirs['peak_bytes'] / GiB:.3g} GiB"
     return [
-        Figure(
-            "beams_memory_ratio",
-            f"keys and values from the first reordering on, of DynamicCache's ({search})",
-            ours["held_ratio"],
-            "×",
-            at_most=None if smoke else MEMORY_RATIO_MUST,
-            rival=f"DynamicCache: {theirs['held_last_bytes'] / GiB:.3g} GiB at the end",
-        ),
-        Figure(
-            "beams_time_ratio",
-            f"time of the search, relative to DynamicCache ({ours['seconds']:.3g} s)",
-            ours["seconds_ratio"],
-            "×",
-            at_most=None if smoke else TIME_RATIO_MUST,
-            rival=f"DynamicCache: {theirs['seconds']:.3g} s",
-        ),
-        Figure(
-            "beams_peak_gib",
-            "peak of everything over the weights; the prefill repeats the prompts in both",
-            ours["peak_bytes"] / GiB,
-            "GiB",
-            rival=f"DynamicCache: {theirs['peak_bytes'] / GiB:.3g} GiB",
-        ),
+        Figure("beams_memory_ratio", memory, ours["held_ratio"], "×", 0.35, rival=held),
+        Figure("beams_time_ratio", time_, ours["seconds_ratio"], "×", 0.9, rival=taken),
+        Figure("beams_peak_gib", peak, ours["peak_bytes"] / GiB, "GiB", rival=most),
     ]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, show, write."""
-    parser = bench_parser(__doc__)
-    parser.add_argument("--attention", default="flash_attention_2", help="for both, on a GPU")
-    options = parser.parse_args(argv)
-    smoke = options.smoke
-    if not smoke and not torch.cuda.is_available():
-        print("bench_beams needs a GPU; --smoke runs a tiny model anywhere", file=sys.stderr)
-        return 2
-    case = SMOKE if smoke else Case(8, 4, 4096, 128, options.attention)
-    model = make_model(llama_config(smoke=smoke), torch.device("cpu" if smoke else "cuda"))
+    bench = Bench("beams", __doc__, needs_gpu=True)
+    bench.option("--attention", default="flash_attention_2", help="for both, on a GPU")
+    options = bench.parse(argv)
+    case = SMOKE if options.smoke else Case(8, 4, 4096, 128, options.attention)
+    model = make_model(llama_config(smoke=options.smoke), options.device)
     model.set_attn_implementation(case.attention)
-    rows = measure(model, case, 2 if smoke else ROUNDS)
-    figures = promised(case, rows, smoke=smoke)
-    print_rows(rows)
-    print_figures(figures)
-    if options.json is not None or not smoke:
-        record = make_record(__doc__, rows, figures, {"seed": SEED, "smoke": smoke})
-        print("wrote", write_result("beams", record, options.json))
-    return 0
+    rows = measure(model, case, 2 if options.smoke else 3)
+    return bench.finish(rows, promised(case, rows), {"seed": SEED})
 
 
 if __name__ == "__main__":

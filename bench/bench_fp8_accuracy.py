@@ -39,15 +39,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import write_result
-from report import Figure, Row, bench_parser, make_record, print_figures, print_rows
+from harness import Bench, Figure, Row
+from models import llama_config, make_model, random_prompts
 
 from vmkv import VMKVCache, calibrate_kv_scales
 
-LENGTHS = (512, 1536)
-CHUNK_TOKENS = 256
-SMOKE_LENGTHS = (24, 48)
-SMOKE_CHUNK_TOKENS = 16
 SCRIPT = Path(__file__).parents[1] / "examples" / "real_model.py"
 LICENSES = Path("/usr/share/common-licenses")
 TEXTS = ("GPL-3", "Apache-2.0", "MPL-2.0")
@@ -70,22 +66,6 @@ def real_model(folder: str | None, device: str) -> tuple[Any, Any]:
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     return model.to(device).eval(), AutoTokenizer.from_pretrained(folder)
-
-
-def tiny_model() -> Any:
-    """Random weights, for a small run."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        hidden_size=64,
-        intermediate_size=96,
-        vocab_size=300,
-    )
-    return LlamaForCausalLM(config).eval()
 
 
 class Judge:
@@ -160,7 +140,7 @@ def measure(
     return rows
 
 
-def figures(rows: Sequence[Row], num_tokens: int, *, smoke: bool) -> list[Figure]:
+def figures(rows: Sequence[Row], num_tokens: int) -> list[Figure]:
     """Means over the texts."""
     made = []
     for name in FORMATS:
@@ -170,60 +150,45 @@ def figures(rows: Sequence[Row], num_tokens: int, *, smoke: bool) -> list[Figure
             ("divergence from unrounded keys and values", "kl", "nats", 0.025),
             ("perplexity, relative to theirs", "ppl_ratio", "×", 1.03),
         ):
-            made.append(
-                Figure(
-                    f"{key}_{column}_{num_tokens}",
-                    f"{name}: {what}, at {num_tokens:,} tokens",
-                    statistics.fmean(row[column] for row in chosen),
-                    unit,
-                    at_most=None if smoke else bound,
-                )
-            )
+            what = f"{name}: {what}, at {num_tokens:,} tokens"
+            got = statistics.fmean(row[column] for row in chosen)
+            made.append(Figure(f"{key}_{column}_{num_tokens}", what, got, unit, bound))
     return made
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and write the record."""
-    parser = bench_parser(__doc__)
-    parser.add_argument("--device", help="by default a GPU, where there is one")
-    parser.add_argument("--model", metavar="FOLDER", help="by default SmolLM2, from its package")
-    arguments = parser.parse_args(argv)
-    smoke = arguments.smoke
-    device = arguments.device or ("cuda" if torch.cuda.is_available() and not smoke else "cpu")
-    lengths, chunk_tokens = LENGTHS, CHUNK_TOKENS
-    models: dict[str, Any]
-    if smoke:
-        lengths, chunk_tokens = SMOKE_LENGTHS, SMOKE_CHUNK_TOKENS
-        model = tiny_model()
-        texts = {"noise": torch.randint(300, (1, lengths[-1] + 1))}
+    bench = Bench("fp8_accuracy", __doc__)
+    bench.option("--on", help="the device; by default a GPU, where there is one")
+    bench.option("--model", metavar="FOLDER", help="by default SmolLM2, from its package")
+    options = bench.parse(argv)
+    device = options.on or options.device.type
+    lengths, chunk_tokens = ((24, 48), 16) if options.smoke else ((512, 1536), 256)
+    if options.smoke:
+        model = make_model(llama_config(smoke=True), options.device).float()
+        texts = {"noise": random_prompts(model, 1, lengths[-1] + 1)}
         known = texts["noise"][0].tolist()
     else:
-        model, tokenizer = real_model(arguments.model, device)
+        model, tokenizer = real_model(options.model, device)
         texts = {}
         for name in filter(lambda name: (LICENSES / name).exists(), TEXTS):
             ids = tokenizer((LICENSES / name).read_text(), return_tensors="pt").input_ids
             texts[name] = ids[:, : max(lengths) + 1].to(device)
         known = tokenizer(CALIBRATION.read_text()).input_ids[:2048]
     exactly = "float32" if device == "cpu" else "bfloat16"
-    models = {exactly: model} | dict.fromkeys(FORMATS, model)
-    options: dict[str, dict[str, Any]] = {exactly: {}} | FORMATS
+    models: dict[str, Any] = {exactly: model} | dict.fromkeys(FORMATS, model)
+    formats: dict[str, dict[str, Any]] = {exactly: {}} | FORMATS
     scales = calibrate_kv_scales(model, [known])
-    options["fp8, scaled by head"] = {"kv_dtype": "fp8", "kv_scales": scales}
+    formats["fp8, scaled by head"] = {"kv_dtype": "fp8", "kv_scales": scales}
     if device == "cpu":
         models["bfloat16 model"] = copy.deepcopy(model).to(torch.bfloat16)
-        options["bfloat16 model"] = {}
+        formats["bfloat16 model"] = {}
     else:
         model.set_attn_implementation("vmkv")
-    rows = measure(models, options, texts, lengths, chunk_tokens)
+    rows = measure(models, formats, texts, lengths, chunk_tokens)
     largest = max(max(each.keys + each.values) for each in scales.layers) * 448 / 2
-    promised = figures(rows, lengths[-1], smoke=smoke)
-    print_rows(rows)
-    print_figures(promised)
-    if arguments.json is not None or not smoke:
-        constants = {"chunk_tokens": chunk_tokens, "largest_key_or_value": largest, "on": device}
-        record = make_record(__doc__, rows, promised, constants)
-        print("wrote", write_result("fp8_accuracy", record, arguments.json))
-    return 0
+    constants = {"chunk_tokens": chunk_tokens, "largest_key_or_value": largest, "on": device}
+    return bench.finish(rows, figures(rows, lengths[-1]), constants)
 
 
 if __name__ == "__main__":

@@ -32,25 +32,32 @@ are random; `same_tokens_share` says how many tokens agree with DynamicCache's).
 
 from __future__ import annotations
 
-import gc
+import itertools
 import os
+import statistics
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from common import spread, write_result
-from report import Figure, Row, bench_parser, make_record, print_figures, print_rows
-from transformers import LlamaConfig, LlamaForCausalLM
+from harness import HAS_GPU, Bench, Figure, Row, in_turns, print_rows, quartiles, synchronize
+from models import (
+    created_bytes,
+    free_device_bytes,
+    llama_config,
+    make_model,
+    random_prompts,
+    reserved_bytes,
+    reset_memory,
+    token_bytes_of,
+)
+from transformers import LlamaForCausalLM
 from transformers.cache_utils import DynamicCache, StaticCache
 
 from vmkv import VMKVCache
 
-CHUNK_TOKENS = 512
-DECODE_STEPS = 48
-SEED = 0
-DTYPE = torch.bfloat16
 ALLOCATOR_SLUG = "other_allocator"  # in names, where PYTORCH_CUDA_ALLOC_CONF is set
 
 
@@ -78,103 +85,37 @@ SMOKE_CASES = (Case("sdpa", 2, 24, ("DynamicCache", "VMKVCache", "StaticCache"))
 MUST = {"16x8192": (1.15, 1.0, 1.02), "32x8192": (1.10, 0.75, 1.02)}
 
 
-def llama_config(*, smoke: bool) -> LlamaConfig:
-    """Llama-3-8B's shape, or a tiny one."""
-    if smoke:
-        return LlamaConfig(
-            vocab_size=128,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=512,
-        )
-    return LlamaConfig(
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=16384,
-    )
-
-
-def make_model(config: LlamaConfig, device: torch.device) -> LlamaForCausalLM:
-    """Random weights, made where they stay and in the dtype they keep."""
-    torch.manual_seed(SEED)
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(DTYPE)
-    try:
-        with torch.device(device):
-            model = LlamaForCausalLM(config)
-    finally:
-        torch.set_default_dtype(default)
-    return model.eval().requires_grad_(requires_grad=False)
-
-
-def make_cache(name: str, model: LlamaForCausalLM, case: Case, num_tokens: int):
+def make_cache(name: str, model: LlamaForCausalLM, num_tokens: int) -> Any:
     """One of the caches, empty."""
-    if name == "VMKVCache":
-        return VMKVCache(config=model.config)
     if name == "StaticCache":
         return StaticCache(config=model.config, max_cache_len=num_tokens)
-    return DynamicCache(config=model.config)
+    return {"VMKVCache": VMKVCache, "DynamicCache": DynamicCache}[name](config=model.config)
 
 
-class Clock:
-    """Marks in time: CUDA events where there is a GPU, which do not stop it."""
-
-    def __init__(self) -> None:
-        self._on_gpu = torch.cuda.is_available()
-        self._marks: list = []
-
-    def mark(self) -> None:
-        if not self._on_gpu:
-            self._marks.append(time.perf_counter())
-            return
-        self._marks.append(torch.cuda.Event(enable_timing=True))
-        self._marks[-1].record()
-
-    def steps_ms(self) -> list[float]:
-        """Milliseconds between neighbouring marks; waits for the last."""
-        synchronize()
-        pairs = zip(self._marks, self._marks[1:], strict=False)
-        if self._on_gpu:
-            return [start.elapsed_time(end) for start, end in pairs]
-        return [1e3 * (end - start) for start, end in pairs]
+def mark() -> Any:
+    """A mark in time: a CUDA event where there is a GPU, which does not stop it."""
+    if not HAS_GPU:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
-def synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def free_device_bytes() -> int:
-    return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
-
-
-def reserved_bytes(*, peak: bool = False) -> int:
-    if not torch.cuda.is_available():
-        return 0
-    return torch.cuda.max_memory_reserved() if peak else torch.cuda.memory_reserved()
+def step_times_ms(at: list) -> list[float]:
+    """Milliseconds between neighbouring marks of `mark`; waits for the last."""
+    synchronize()
+    if HAS_GPU:
+        return [start.elapsed_time(end) for start, end in itertools.pairwise(at)]
+    return [1e3 * (end - start) for start, end in itertools.pairwise(at)]
 
 
 @torch.inference_mode()
 def run(model: LlamaForCausalLM, case: Case, cache_name: str, chunk: int, steps: int) -> Row:
     """One prefill and `steps` decode steps; what they took."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    synchronize()
+    reset_memory()
     reserved_before, free_before = reserved_bytes(), free_device_bytes()
-
-    generator = torch.Generator().manual_seed(SEED)
-    shape = (case.batch, case.prompt_tokens)
-    ids = torch.randint(model.config.vocab_size, shape, generator=generator).to(model.device)
-    cache = make_cache(cache_name, model, case, case.prompt_tokens + steps)
+    ids = random_prompts(model, case.batch, case.prompt_tokens)
+    cache = make_cache(cache_name, model, case.prompt_tokens + steps)
     options = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
 
     synchronize()
@@ -185,32 +126,29 @@ def run(model: LlamaForCausalLM, case: Case, cache_name: str, chunk: int, steps:
     prefill_s = time.perf_counter() - start
 
     token = logits[:, -1:].argmax(-1)
-    tokens, clock = [token], Clock()
-    clock.mark()
+    tokens, marks = [token], [mark()]
     start = time.perf_counter()
     for _ in range(steps):
         token = model(token, **options).logits[:, -1:].argmax(-1)
         tokens.append(token)
-        clock.mark()
+        marks.append(mark())
     synchronize()
     decode_ms = 1e3 * (time.perf_counter() - start) / steps
 
-    pool_bytes = 0
-    if cache_name == "VMKVCache":
-        stats = cache.stats()
-        pool_bytes = stats.resident_bytes + stats.free_bytes + stats.retired_bytes
+    is_ours = cache_name == "VMKVCache"
+    pool_bytes = created_bytes(cache) if is_ours else 0
     torch_bytes = reserved_bytes(peak=True) - reserved_before
     result = {
         "prefill_s": prefill_s,
         "decode_ms": decode_ms,
-        "steps_ms": clock.steps_ms(),
+        "steps_ms": step_times_ms(marks),
         "torch_bytes": torch_bytes,
         "vmkv_bytes": pool_bytes,
         "memory_bytes": torch_bytes + pool_bytes,
         "device_bytes": free_before - free_device_bytes(),
         "tokens": torch.cat(tokens, dim=1).cpu(),
     }
-    if cache_name == "VMKVCache":
+    if is_ours:
         cache.close()
     return result
 
@@ -221,30 +159,20 @@ def run_case(model: LlamaForCausalLM, case: Case, chunk: int, steps: int) -> lis
     warmup = Case(case.attention, case.batch, min(case.prompt_tokens, 2 * chunk))
     runs: dict[str, list[Row]] = {name: [] for name in case.caches}
     failures: dict[str, str] = {}
-    for name in case.caches:
-        run(model, warmup, name, chunk, 2)
-    for _ in range(case.rounds):
-        for name in case.caches:
-            try:
-                runs[name].append(run(model, case, name, chunk, steps))
-            except torch.OutOfMemoryError as error:  # DynamicCache at 32 x 8,192 is near it
-                failures[name] = str(error).partition(".")[0]
+    for name, at in in_turns(case.caches, case.rounds, warmup=1):
+        if at < 0:
+            run(model, warmup, name, chunk, 2)
+            continue
+        try:
+            runs[name].append(run(model, case, name, chunk, steps))
+        except torch.OutOfMemoryError as error:  # DynamicCache at 32 x 8,192 is near it
+            failures[name] = str(error).partition(".")[0]
 
-    config = model.config
-    head_dim = config.hidden_size // config.num_attention_heads
-    token_bytes = (
-        config.num_hidden_layers * 2 * config.num_key_value_heads * head_dim * DTYPE.itemsize
-    )
-    kv_bytes = case.batch * (case.prompt_tokens + steps) * token_bytes
+    kv_bytes = case.batch * (case.prompt_tokens + steps) * token_bytes_of(model.config)
+    what = {"attention": case.attention, "batch": case.batch, "prompt_tokens": case.prompt_tokens}
     rows = []
     for name, taken in runs.items():
-        row: Row = {
-            "attention": case.attention,
-            "batch": case.batch,
-            "prompt_tokens": case.prompt_tokens,
-            "cache": name,
-            "kv_bytes": kv_bytes,
-        }
+        row: Row = {**what, "cache": name, "kv_bytes": kv_bytes}
         if not taken:
             rows.append(row | {"failure": failures[name]})
             continue
@@ -252,14 +180,11 @@ def run_case(model: LlamaForCausalLM, case: Case, chunk: int, steps: int) -> lis
             row[key] = max(each[key] for each in taken)
         row["memory_ratio"] = row["memory_bytes"] / kv_bytes
         for key in ("decode_ms", "prefill_s"):
-            values = spread([each[key] for each in taken])
-            row |= {key: values["median"], f"{key}_q1": values["q1"], f"{key}_q3": values["q3"]}
+            row |= quartiles(key, [each[key] for each in taken])
             pairs = zip(taken, runs["DynamicCache"], strict=False)
             ratios = [mine[key] / theirs[key] for mine, theirs in pairs]
-            row[f"{key}_ratio"] = spread(ratios)["median"] if ratios else None
-        values = spread([step for each in taken for step in each["steps_ms"]])
-        row |= {"step_ms": values["median"], "step_ms_q1": values["q1"]}
-        row["step_ms_q3"] = values["q3"]
+            row[f"{key}_ratio"] = statistics.median(ratios) if ratios else None
+        row |= quartiles("step_ms", [step for each in taken for step in each["steps_ms"]])
         if runs["DynamicCache"]:
             same = taken[0]["tokens"] == runs["DynamicCache"][0]["tokens"]
             row["same_tokens_share"] = same.float().mean().item()
@@ -268,7 +193,7 @@ def run_case(model: LlamaForCausalLM, case: Case, chunk: int, steps: int) -> lis
 
 
 def promised(cases: Sequence[Case], rows: Sequence[Row], allocator: str) -> list[Figure]:
-    """The figures of the issue, for the cases that were run."""
+    """Memory, decode and prefill of the cases that were run, against DynamicCache."""
     by_key = {
         (row["attention"], row["batch"], row["prompt_tokens"], row["cache"]): row for row in rows
     }
@@ -284,62 +209,40 @@ def promised(cases: Sequence[Case], rows: Sequence[Row], allocator: str) -> list
         where = f"{case.attention}, {case.batch} × {case.prompt_tokens:,}"
         if allocator:
             suffix, where = f"{suffix}_{ALLOCATOR_SLUG}", f"{where}, {allocator}"
-        rival = theirs.get("failure")
-        figures.append(
-            Figure(
-                f"memory_ratio_{suffix}",
-                f"memory over weights, of the KV itself ({where})",
-                ours["memory_ratio"],
-                "×",
-                at_most=memory,
-                rival=f"DynamicCache: {rival or format(theirs['memory_ratio'], '.3g') + ' ×'}",
-            )
-        )
+        name, what = f"memory_ratio_{suffix}", f"memory over weights, of the KV itself ({where})"
+        rival = theirs.get("failure") or f"{theirs['memory_ratio']:.3g} ×"
+        got = ours["memory_ratio"]
+        figures.append(Figure(name, what, got, "×", memory, rival=f"DynamicCache: {rival}"))
         for key, what, unit, bound in (
             ("decode_ms", "a decode step", "ms", decode),
             ("prefill_s", "prefill", "s", prefill),
         ):
-            if ours[f"{key}_ratio"] is not None:
-                figures.append(
-                    Figure(
-                        f"{key.partition('_')[0]}_ratio_{suffix}",
-                        f"{what}, relative to DynamicCache ({where}; {ours[key]:.3g} {unit})",
-                        ours[f"{key}_ratio"],
-                        "×",
-                        at_most=bound,
-                        rival=f"DynamicCache: {theirs[key]:.3g} {unit}",
-                    )
-                )
+            got = ours[f"{key}_ratio"]
+            if got is not None:
+                name = f"{key.partition('_')[0]}_ratio_{suffix}"
+                what = f"{what}, relative to DynamicCache ({where}; {ours[key]:.3g} {unit})"
+                rival = f"DynamicCache: {theirs[key]:.3g} {unit}"
+                figures.append(Figure(name, what, got, "×", bound, rival=rival))
     return figures
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, show, write."""
-    parser = bench_parser(__doc__)
-    parser.add_argument("--sdpa", action="store_true", help="torch's attention as well")
-    options = parser.parse_args(argv)
+    allocator = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    name = f"generate_{ALLOCATOR_SLUG}" if allocator else "generate"
+    bench = Bench(name, __doc__, needs_gpu=True)
+    bench.option("--sdpa", action="store_true", help="torch's attention as well")
+    options = bench.parse(argv)
     cases = SMOKE_CASES if options.smoke else CASES + (SDPA_CASES if options.sdpa else ())
-    if not options.smoke and not torch.cuda.is_available():
-        print("bench_generate needs a GPU; --smoke runs a tiny model anywhere", file=sys.stderr)
-        return 2
-    device = torch.device("cpu" if options.smoke else "cuda")
-    chunk, steps = (8, 4) if options.smoke else (CHUNK_TOKENS, DECODE_STEPS)
-    model = make_model(llama_config(smoke=options.smoke), device)
+    chunk, steps = (8, 4) if options.smoke else (512, 48)
+    model = make_model(llama_config(smoke=options.smoke), options.device)
     rows = []
     for case in cases:
         rows += run_case(model, case, chunk, steps)
         print_rows(rows[-len(case.caches) :])
-    allocator = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     figures = promised(cases, rows, allocator)
-    print_figures(figures)
-    if options.json is not None or not options.smoke:
-        constants = {"chunk_tokens": chunk, "decode_steps": steps, "allocator": allocator}
-        if allocator:
-            rows = [{**row, "allocator": allocator} for row in rows]
-        name = f"generate_{ALLOCATOR_SLUG}" if allocator else "generate"
-        record = make_record(__doc__, rows, figures, constants) | {"bench": "generate"}
-        print("wrote", write_result(name, record, options.json))
-    return 0
+    constants = {"chunk_tokens": chunk, "decode_steps": steps, "allocator": allocator}
+    return bench.finish(rows, figures, constants)
 
 
 if __name__ == "__main__":

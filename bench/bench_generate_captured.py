@@ -36,7 +36,6 @@ Not measured. Padding, sampling, beams; attention kernels for prompts; quality (
 
 from __future__ import annotations
 
-import gc
 import itertools
 import sys
 import time
@@ -45,24 +44,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from bench_generate import llama_config, make_model, reserved_bytes, synchronize
-from common import spread, write_result
-from report import (
-    Figure,
-    Row,
-    bench_parser,
-    make_record,
-    on_gpu,
-    print_figures,
-    print_rows,
+from harness import HAS_GPU, Bench, Figure, Row, quartiles, seconds_of
+from models import (
+    created_bytes,
+    llama_config,
+    make_model,
+    random_prompts,
+    reserved_bytes,
+    reset_memory,
+    token_bytes_of,
 )
 from transformers import LlamaForCausalLM, StoppingCriteria, StoppingCriteriaList
 
 import vmkv
 from vmkv import VMKVCache
 from vmkv.units import GiB
-
-SEED = 0
 
 
 @dataclass(frozen=True)
@@ -107,10 +103,10 @@ class Steps(StoppingCriteria):
     """Notes when each token was chosen, and what memory it took to get there; stops nothing.
 
     Args:
-        cache: What holds keys and values outside of torch's memory; or None.
+        cache: A cache whose memory is not torch's, or None.
 
     Attributes:
-        at_s: When each was.
+        at_s: When each token was chosen.
         peak_bytes: The most that torch's memory and the cache's have come to together.
     """
 
@@ -118,7 +114,8 @@ class Steps(StoppingCriteria):
         self.at_s: list[float] = []
         self.peak_bytes = 0
         self._cache = cache
-        reset_peak()
+        self.look()
+        self.peak_bytes = 0
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
         self.at_s.append(time.perf_counter())
@@ -128,39 +125,23 @@ class Steps(StoppingCriteria):
 
     def look(self) -> None:
         """Count torch's peak since the last look, and what the cache has come to."""
-        peak_bytes = reserved_bytes(peak=True) + pool_bytes(self._cache)
-        self.peak_bytes = max(self.peak_bytes, peak_bytes)
-        reset_peak()
-
-
-def reset_peak() -> None:
-    """From here on, torch counts the peak of its memory anew."""
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-
-
-def pool_bytes(cache: VMKVCache | None) -> int:
-    """All that the cache's pool has created."""
-    if cache is None:
-        return 0
-    stats = cache.stats()
-    return stats.resident_bytes + stats.free_bytes + stats.retired_bytes
+        pool_bytes = 0 if self._cache is None else created_bytes(self._cache)
+        self.peak_bytes = max(self.peak_bytes, reserved_bytes(peak=True) + pool_bytes)
+        if HAS_GPU:
+            torch.cuda.reset_peak_memory_stats()
 
 
 def clean(model: LlamaForCausalLM) -> None:
-    """Drop what the way before has left: what it compiled, and its graphs.
+    """Drop what the way before has left: compiled code and graphs.
 
-    The model has run once before: with the first product torch takes a workspace, which it keeps,
-    and which is no way's.
+    The model runs once, because torch's first product takes a workspace that it keeps.
     """
     for name in ("_compiled_call", "_cache"):
         vars(model).pop(name, None)
     torch.compiler.reset()
     with torch.no_grad():
         model(torch.zeros((1, 1), dtype=torch.int64, device=model.device), use_cache=False)
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    reset_memory()
 
 
 def call(model: LlamaForCausalLM, way: Way, ids: torch.Tensor, num_tokens: int) -> Row:
@@ -171,31 +152,20 @@ def call(model: LlamaForCausalLM, way: Way, ids: torch.Tensor, num_tokens: int) 
         options["past_key_values"] = cache
     if way.chunk_tokens is not None:
         options["prefill_chunk_size"] = min(way.chunk_tokens, ids.shape[1] // 3)
+    options |= {"attention_mask": torch.ones_like(ids), "do_sample": False}
     steps = Steps(cache)
-    synchronize()
-    start_s = time.perf_counter()
-    output = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=num_tokens,
-        do_sample=False,
-        stopping_criteria=StoppingCriteriaList([steps]),
-        **options,
+    options["stopping_criteria"] = StoppingCriteriaList([steps])
+    outputs = []
+    call_s = seconds_of(
+        lambda: outputs.append(model.generate(ids, max_new_tokens=num_tokens, **options))
     )
-    synchronize()
-    call_s = time.perf_counter() - start_s
-    assert output.shape[1] == ids.shape[1] + num_tokens
+    assert outputs[0].shape[1] == ids.shape[1] + num_tokens
     steps.look()
-    vmkv_bytes = pool_bytes(cache)
+    row = {"call_s": call_s, "at_s": steps.at_s, "peak_bytes": steps.peak_bytes}
+    row["vmkv_bytes"] = 0 if cache is None else created_bytes(cache)
     if cache is not None:
         cache.close()
-    return {
-        "call_s": call_s,
-        "at_s": steps.at_s,
-        "peak_bytes": steps.peak_bytes,
-        "vmkv_bytes": vmkv_bytes,
-        "tokens": output[:, ids.shape[1] :].cpu(),
-    }
+    return row
 
 
 def run(model: LlamaForCausalLM, way: Way, batch: int, sizes: Sizes) -> Row:
@@ -204,9 +174,7 @@ def run(model: LlamaForCausalLM, way: Way, batch: int, sizes: Sizes) -> Row:
     # torch's attention repeats keys and values for each query head where a prompt goes on.
     model.set_attn_implementation("sdpa" if way.chunk_tokens is None else "vmkv")
     before_bytes = reserved_bytes()
-    generator = torch.Generator().manual_seed(SEED)
-    shape = (batch, sizes.prompt_tokens)
-    ids = torch.randint(model.config.vocab_size, shape, generator=generator).to(model.device)
+    ids = random_prompts(model, batch, sizes.prompt_tokens)
     num_tokens = sizes.new_tokens_eager if way.is_eager else sizes.new_tokens
     capture = None
     if way.captures:
@@ -215,20 +183,13 @@ def run(model: LlamaForCausalLM, way: Way, batch: int, sizes: Sizes) -> Row:
     try:
         first = call(model, way, ids, num_tokens)
         taken = call(model, way, ids, num_tokens)
-        captured_share = None
-        if capture is not None:
-            captured_share = capture.num_steps / (2 * (num_tokens - 1))
+        captured = capture and capture.num_steps / (2 * (num_tokens - 1))
     finally:
         if capture is not None:
             capture.close()
-    config = model.config
-    head_dim = config.hidden_size // config.num_attention_heads
-    token_bytes = config.num_hidden_layers * 2 * config.num_key_value_heads * head_dim
-    kv_bytes = batch * (sizes.prompt_tokens + num_tokens - 1) * token_bytes * model.dtype.itemsize
-    at_s = taken["at_s"]
-    steady_s = at_s[len(at_s) // 4 :]
+    kv_bytes = batch * (sizes.prompt_tokens + num_tokens - 1) * token_bytes_of(model.config)
+    steady_s = taken["at_s"][len(taken["at_s"]) // 4 :]
     single_ms = [1e3 * (end - start) for start, end in itertools.pairwise(steady_s)]
-    steps_ms = spread(single_ms)
     memory_bytes = taken["peak_bytes"] - before_bytes
     return {
         "way": way.name,
@@ -236,12 +197,10 @@ def run(model: LlamaForCausalLM, way: Way, batch: int, sizes: Sizes) -> Row:
         "prompt_tokens": sizes.prompt_tokens,
         "new_tokens": num_tokens,
         "decode_ms": 1e3 * (steady_s[-1] - steady_s[0]) / len(single_ms),
-        "step_ms": steps_ms["median"],
-        "step_ms_q1": steps_ms["q1"],
-        "step_ms_q3": steps_ms["q3"],
+        **quartiles("step_ms", single_ms),
         "call_s": taken["call_s"],
         "first_call_s": first["call_s"],
-        "captured_share": captured_share,
+        "captured_share": captured,
         "kv_bytes": kv_bytes,
         "vmkv_bytes": taken["vmkv_bytes"],
         "memory_bytes": memory_bytes,
@@ -250,7 +209,7 @@ def run(model: LlamaForCausalLM, way: Way, batch: int, sizes: Sizes) -> Row:
 
 
 def promised(rows: Sequence[Row]) -> list[Figure]:
-    """What was promised, of the batches and ways that were run."""
+    """Decode time and memory of the captured ways, against the compiled StaticCache."""
     by_key = {(row["batch"], row["way"]): row for row in rows}
     figures = []
     for batch in dict.fromkeys(row["batch"] for row in rows):
@@ -260,71 +219,40 @@ def promised(rows: Sequence[Row]) -> list[Figure]:
             ours = by_key.get((batch, way.name))
             if ours is None:
                 continue
-            has_bound = rival is not None and torch.cuda.is_available()
-            said = f"StaticCache, compiled: {rival['decode_ms']:.3g} ms" if rival else ""
-            figures.append(
-                Figure(
-                    f"generate_{slug}_ms_{batch}",
-                    f"a decode step of `model.generate`, {way.name.partition(', ')[2]} ({where})",
-                    ours["decode_ms"],
-                    "ms",
-                    at_most=rival["decode_ms"] if rival and has_bound else None,
-                    rival=said,
-                )
-            )
-            gib = f"StaticCache, compiled: {rival['memory_bytes'] / GiB:.3g} GiB" if rival else ""
-            figures.append(
-                Figure(
-                    f"generate_{slug}_memory_{batch}",
-                    f"memory over weights, {way.name.partition(', ')[2]} ({where})",
-                    ours["memory_bytes"] / GiB,
-                    "GiB",
-                    at_most=rival["memory_bytes"] / GiB if rival and has_bound else None,
-                    rival=gib,
-                )
-            )
+            how = way.name.partition(", ")[2]
+            for key, column, unit, of, what in (
+                ("ms", "decode_ms", "ms", 1, "a decode step of `model.generate`"),
+                ("memory", "memory_bytes", "GiB", GiB, "memory over weights"),
+            ):
+                bound = rival and rival[column] / of
+                said = f"{STATIC.name}: {bound:.3g} {unit}" if rival else ""
+                name, what = f"generate_{slug}_{key}_{batch}", f"{what}, {how} ({where})"
+                figures.append(Figure(name, what, ours[column] / of, unit, bound, rival=said))
         chunked = by_key.get((batch, CHUNKED.name))
         if chunked is not None:
-            figures.append(
-                Figure(
-                    f"generate_chunked_memory_{batch}",
-                    f"memory over weights, captured, prompt in chunks of {CHUNKED.chunk_tokens} "
-                    f"({where}), of the keys and values",
-                    chunked["memory_ratio"],
-                    "×",
-                    at_most=on_gpu(MEMORY_RULE),
-                )
-            )
+            how = f"captured, prompt in chunks of {CHUNKED.chunk_tokens}"
+            what = f"memory over weights, {how} ({where}), of the keys and values"
+            got = chunked["memory_ratio"]
+            figures.append(Figure(f"generate_chunked_memory_{batch}", what, got, "×", MEMORY_RULE))
     return figures
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, show, write; after each way, so that what was measured is kept."""
-    parser = bench_parser(__doc__)
-    parser.add_argument("--no-compile", action="store_true", help="without layers compiled")
-    parser.add_argument("--batches", type=int, nargs="+", help="rows of a batch; all by default")
-    options = parser.parse_args(argv)
-    if not options.smoke and not torch.cuda.is_available():
-        print("bench_generate_captured needs a GPU; --smoke runs anywhere", file=sys.stderr)
-        return 2
+    """Measure, show, write; after each way, so that an interrupted run keeps its rows."""
+    bench = Bench("generate_captured", __doc__, needs_gpu=True)
+    bench.option("--no-compile", action="store_true", help="without layers compiled")
+    bench.option("--batches", type=int, nargs="+", help="rows of a batch; all by default")
+    options = bench.parse(argv)
     sizes = SMOKE if options.smoke else Sizes()
-    device = torch.device("cpu" if options.smoke else "cuda")
-    model = make_model(llama_config(smoke=options.smoke), device)
+    model = make_model(llama_config(smoke=options.smoke), options.device)
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     rows: list[Row] = []
     for way in WAYS:
         if way is COMPILED and options.no_compile:
             continue
-        for batch in options.batches or sizes.batches:
-            rows.append(run(model, way, batch, sizes))
-            print_rows(rows[-1:])
-        if options.json is not None or not options.smoke:
-            record = make_record(__doc__, rows, promised(rows))
-            written = write_result("generate_captured", record, options.json)
-    print_figures(promised(rows))
-    if options.json is not None or not options.smoke:
-        print("wrote", written)
+        rows += [run(model, way, batch, sizes) for batch in options.batches or sizes.batches]
+        bench.finish(rows, promised(rows))
     return 0
 
 

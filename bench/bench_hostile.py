@@ -43,15 +43,14 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common import write_result
+from harness import ROOT, Bench, Figure, Row, print_rows
 from hostile_clients import Target, request
-from report import Figure, Row, bench_parser, make_record, print_figures, print_rows
 
-ROOT = Path(__file__).resolve().parents[1]
 NUM_HONEST = 8
 NEW_TOKENS = 1000
 SMOKE_NEW_TOKENS = 100
@@ -297,46 +296,30 @@ def figures_of(rows: list[Row], health_s: list[float], left: Row) -> list[Figure
         with_["gap_longest_ms"] / without["gap_longest_ms"]
         for with_, without in zip(hostile, alone, strict=True)
     ]
-    longest = max(row["gap_longest_ms"] for row in alone)
-    worst = max(row["gap_longest_ms"] for row in hostile)
+    longest, worst = (max(row["gap_longest_ms"] for row in some) for some in (alone, hostile))
     middle = hostile[len(hostile) // 2]
-    grown_bytes = hostile[-1]["resident_bytes"] - middle["resident_bytes"]
-    what = f"{left['num_hostile']} hostile requests of {left['num_kinds']} kinds"
-    return [
-        Figure(
-            "hostile_gap_ratio",
-            f"longest gap of {NUM_HONEST} honest streams beside {what}, of that without",
-            statistics.median(ratios),
-            "×",
-            at_most=3,
-            rival=f"{worst:.0f} ms at the longest; without {longest:.0f} ms",
-        ),
-        Figure(
-            "hostile_health_ms",
-            "/health meanwhile, 99th percentile",
-            1e3 * quantile(sorted(health_s), 0.99),
-            "ms",
-            at_most=100,
-            rival=f"without: {max(row['health_p99_ms'] for row in alone):.0f} ms at worst",
-        ),
-        Figure("hostile_hangs", "requests that hang, streams that break", left["hangs"], "", 0),
-        Figure(
-            "hostile_memory_mib",
-            "growth of resident memory over the second half",
-            grown_bytes / (1 << 20),
-            "MiB",
-            at_most=32,
-        ),
-    ]
+    grown_mib = (hostile[-1]["resident_bytes"] - middle["resident_bytes"]) / (1 << 20)
+    what = f"longest gap of {NUM_HONEST} honest streams beside {left['num_hostile']} hostile "
+    what += f"requests of {left['num_kinds']} kinds, of that without"
+    rival = f"{worst:.0f} ms at the longest; without {longest:.0f} ms"
+    ratio = statistics.median(ratios)
+    figures = [Figure("hostile_gap_ratio", what, ratio, "×", 3, rival=rival)]
+    what, got = "/health meanwhile, 99th percentile", 1e3 * quantile(sorted(health_s), 0.99)
+    rival = f"without: {max(row['health_p99_ms'] for row in alone):.0f} ms at worst"
+    figures.append(Figure("hostile_health_ms", what, got, "ms", 100, rival=rival))
+    what = "requests that hang, streams that break"
+    figures.append(Figure("hostile_hangs", what, left["hangs"], "", 0))
+    what = "growth of resident memory over the second half"
+    return [*figures, Figure("hostile_memory_mib", what, grown_mib, "MiB", 32)]
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run the bench."""
-    arguments = bench_parser(__doc__).parse_args(argv)
+    bench = Bench("hostile", __doc__)
+    smoke = bench.parse(argv).smoke
     sys.path.insert(0, str(ROOT / "tests"))
     from helpers.serving import save_tiny_model
 
-    smoke = arguments.smoke
     with tempfile.TemporaryDirectory() as folder:
         server = Server(save_tiny_model(Path(folder) / "model"), Path(folder) / "log")
         try:
@@ -348,13 +331,7 @@ def main(argv: list[str] | None = None) -> int:
             status = server.stop()
     left["exit_status"] = status
     print(left)
-    figures = figures_of(rows, health_s, left)
-    print_rows(rows)
-    print_figures(figures)
-    record = make_record(__doc__, rows, figures, left)
-    if arguments.json or not smoke:
-        print("wrote", write_result("hostile", record, arguments.json))
-    return 0 if status == 0 else 1
+    return bench.finish(rows, figures_of(rows, health_s, left), left) or int(status != 0)
 
 
 if __name__ == "__main__":

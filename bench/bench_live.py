@@ -2,8 +2,7 @@
 
 Question. Requests arrive by a Poisson process and are answered in streams. How long does a client
 wait for its first token, and between tokens, at 4, 12 and 24 arrivals a second, with 512 at once,
-and with a prefix that all prompts have? How much of it is the engine, and how much HTTP? And do
-clients that never read, or leave in the middle, cost the others anything?
+and with a prefix that all prompts have? How much of it is the engine, and how much HTTP?
 
 Prediction. A chat's prompt has 700 tokens on average and costs the device 23 us each, 16 ms; its
 answer has 190, and a decode step of 30 sequences takes 5.5 ms. A request comes in the middle of a
@@ -15,7 +14,7 @@ a half times that. HTTP costs an event 70 us of Python, 4,000 of them a second a
 that the engine wants too: 2 ms of TPOT, 5 ms of the first token. 512 at once: 361k prompt tokens
 are 8.3 s of the device, and 256 sequences decode in 16 ms: 6,000 tokens/s, first tokens after 5 s
 in the median. A prefix of 2,048 is mapped, 64 tokens are computed: a step of 7 ms, a first token
-after 15. Misbehaving clients: nothing that can be measured. (Written when the next step was planned
+after 15. (Written when the next step was planned
 as soon as one ran, on the lock of the HTTP side. Planned late, it saves a first token some 6 ms.)
 
 Method. Llama-3-8B's shape, random weights, bfloat16, saved with `save_pretrained` beside a
@@ -35,8 +34,8 @@ answer every second and leaves.
 Rivals. vLLM 0.26.0's `vllm.entrypoints.openai.api_server` as it comes, where it can be imported
 (`--vllm-path` names its folders).
 
-Not measured. Text prompts, sampling, stop texts, several samples, priorities, TLS, other machines'
-networks.
+Not measured. Clients that misbehave (bench_hostile), text prompts, sampling, stop texts, several
+samples, priorities, TLS, other machines' networks.
 """
 
 from __future__ import annotations
@@ -61,12 +60,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_generate import llama_config, make_model
-from common import VLLM_ENVIRONMENT, write_result
+from harness import HAS_GPU, VLLM_ENVIRONMENT, Bench, Figure, Row, environment
 from live_load import Load, Timing
-from report import Figure, Row, bench_parser, make_record, print_figures, print_rows
+from models import llama_config, make_model, reset_memory
 
-from vmkv.serve import Engine, SamplingParams
+from vmkv import Engine, SamplingParams
 from vmkv.serve.observer import EngineObserver, StepRecord
 
 HERE = Path(__file__).resolve().parent
@@ -81,8 +79,6 @@ VMKV, VLLM, ENGINE = "vmkv", "vLLM", "vmkv, engine alone"
 QUARTER = "vmkv, engine alone, a quarter of the memory"
 QUARTER_GIB = 24
 SERVERS = {"vmkv": VMKV, "vllm": VLLM, "engine": ENGINE, "quarter": QUARTER}
-#: Latencies that are promised, of all that a row has.
-PROMISED = ("ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms")
 
 
 def chat(rate_per_s: float, seconds: float) -> Load:
@@ -93,42 +89,24 @@ def chat(rate_per_s: float, seconds: float) -> Load:
 
 def loads_of(seconds: float) -> dict[str, Load]:
     """All loads, by the names that `--loads` knows."""
-    streams = Load("200 streams", 0, 200, 120_000, (128, 128, 128), (384, 384, 384), (0, 0))
-    prefix_s = min(20.0, seconds)
+    count = round(30 * min(20.0, seconds))
+    fixed = {"prompt_tokens": (64, 64, 64), "new_tokens": (64, 64, 64), "spreads": (0, 0)}
     return {
-        "chat4": chat(4, seconds),
-        "chat12": chat(12, seconds),
-        "chat24": chat(24, seconds),
+        **{f"chat{rate}": chat(rate, seconds) for rate in (4, 12, 24)},
         "burst": Load("chat, 512 at once", 0, 512, 120_000),
-        "prefix": Load(
-            "prefix of 2,048, 30/s",
-            30,
-            round(30 * prefix_s),
-            120_000,
-            (64, 64, 64),
-            (64, 64, 64),
-            (0, 0),
-            prefix_tokens=2048,
-        ),
-        "streams": streams,
-        "misbehaving": replace(streams, name="200 streams, two misbehave", misbehaving=True),
+        "prefix": Load("prefix of 2,048, 30/s", 30, count, 120_000, prefix_tokens=2048, **fixed),
     }
 
 
-#: What others are not asked: whether clients disturb each other is a question to this server.
-OURS_ONLY = ("streams", "misbehaving")
 ENGINE_LOADS = {ENGINE: ("chat24",), QUARTER: ("burst",)}
 
 
 def smoke_loads() -> dict[str, Load]:
     """The same, tiny."""
     small = Load("", 0, 6, 128, (4, 8, 24), (2, 4, 8), lead_s=0.2)
-    streams = replace(small, name="streams", prompt_tokens=(4, 4, 4), new_tokens=(16, 16, 16))
     return {
         "chat24": replace(small, name="chat 24/s", rate_per_s=24),
         "burst": replace(small, name="chat, at once"),
-        "streams": streams,
-        "misbehaving": replace(streams, name="streams, two misbehave", misbehaving=True),
     }
 
 
@@ -140,12 +118,10 @@ def save_model(folder: Path, *, smoke: bool) -> None:
     config = llama_config(smoke=smoke)
     config.bos_token_id, config.eos_token_id = 0, 1
     make_tokenizer(config.vocab_size).save_pretrained(folder)
-    model = make_model(config, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    model = make_model(config, torch.device("cuda" if HAS_GPU and not smoke else "cpu"))
     model.save_pretrained(folder)
     del model
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    reset_memory()
 
 
 def make_tokenizer(vocab_size: int) -> Any:
@@ -378,7 +354,7 @@ def engine_rows(server: str, folder: Path, loads: Iterable[Load], *, smoke: bool
     if server == QUARTER and not smoke:
         command += ["--memory", str(QUARTER_GIB)]
     arguments = make_parser().parse_args(command)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = "cuda" if HAS_GPU and not smoke else "cpu"
     model, steps, pauses = load_model(str(folder), device=device, dtype=None), Steps(), Pauses()
     with make_engine(arguments, model, steps) as engine:
         gc.collect()
@@ -445,133 +421,63 @@ def figures_of(rows: Sequence[Row]) -> list[Figure]:
     by_place = {(row["load"], row["server"]): row for row in rows}
     figures = []
     for (load, server), row in by_place.items():
-        if server != VMKV or "streams" in load or row["output_tokens_per_s"] is None:
+        if server != VMKV or row["output_tokens_per_s"] is None:
             continue
         theirs = by_place.get((load, VLLM), {})
         slug = "".join(letter if letter.isalnum() else "_" for letter in load)
-        for key in PROMISED:
-            what, share, _ = key.split("_")
-            bound = theirs.get(key)
-            figures.append(
-                Figure(
-                    f"live_{slug}_{key}",
-                    f"{load}: {what.upper()}, {share}",
-                    row[key],
-                    "ms",
-                    at_most=bound,
-                    rival="" if bound is None else f"vLLM {bound:.3g} ms",
-                )
-            )
+        for key in ("ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms"):
+            name, share, _ = key.split("_")
+            bound, what = theirs.get(key), f"{load}: {name.upper()}, {share}"
+            rival = "" if bound is None else f"vLLM {bound:.3g} ms"
+            figures.append(Figure(f"live_{slug}_{key}", what, row[key], "ms", bound, rival=rival))
         bound = theirs.get("output_tokens_per_s")
-        figures.append(
-            Figure(
-                f"live_{slug}_tokens_per_s",
-                f"{load}: output tokens",
-                row["output_tokens_per_s"],
-                "tokens/s",
-                at_least=bound,
-                rival="" if bound is None else f"vLLM {bound:,.0f} tokens/s",
-            )
-        )
-    ours = [row for row in rows if row["server"] != VLLM]
-    figures.append(
-        Figure(
-            "live_failed",
-            "requests that failed, of all loads",
-            sum(row["failed"] for row in ours),
-            "requests",
-            at_most=0,
-        )
-    )
-    return figures + quarter_figures(rows) + misbehaving_figures(rows)
-
-
-def quarter_figures(rows: Sequence[Row]) -> list[Figure]:
-    """What a step costs the host where memory is short."""
-    return [
-        Figure(
-            "live_quarter_plan_map_ms",
-            f"{row['load']}, with {QUARTER_GIB} GiB: planning and mapping of a step with prompt "
-            "tokens, median",
-            row["mixed_plan_map_p50_ms"],
-            "ms",
-            at_most=2.0 if torch.cuda.is_available() else None,
-        )
-        for row in rows
-        if row["server"] == QUARTER
-    ]
-
-
-def misbehaving_figures(rows: Sequence[Row]) -> list[Figure]:
-    """What clients cost others."""
-    gaps = {row["load"]: row["gap_p99_ms"] for row in rows if row["server"] == VMKV}
-    return [
-        Figure(
-            "live_misbehaving_gap_ratio",
-            f"longest gap (p99) of {load}, of that without them",
-            gaps[f"{load}, two misbehave"] / gap,
-            "×",
-            at_most=1.2 if torch.cuda.is_available() else None,
-            rival=f"without: {gap:.3g} ms",
-        )
-        for load, gap in gaps.items()
-        if f"{load}, two misbehave" in gaps
-    ]
-
-
-def record_of(rows: Sequence[Row], earlier: Row | None) -> Row:
-    """The record of `rows`, and of those of an `earlier` one that are not measured again.
-
-    Raises:
-        ValueError: The earlier one was measured somewhere else.
-    """
-    places = {(row["load"], row["server"]): row for row in (earlier or {"rows": []})["rows"]}
-    places |= {(row["load"], row["server"]): row for row in rows}
-    found = list(places.values())
-    record = make_record(__doc__, found, figures_of(found), CONSTANTS)
-    if earlier and earlier["environment"] != record["environment"]:
-        raise ValueError("--append: that was measured elsewhere, or of something else")
-    return record
+        name, what, got = f"live_{slug}_tokens_per_s", "output tokens", row["output_tokens_per_s"]
+        rival = "" if bound is None else f"vLLM {bound:,.0f} tokens/s"
+        figures.append(Figure(name, f"{load}: {what}", got, "tokens/s", None, bound, rival))
+    failed = sum(row["failed"] for row in rows if row["server"] != VLLM)
+    what = "requests that failed, of all loads"
+    figures.append(Figure("live_failed", what, failed, "requests", at_most=0))
+    for row in rows:
+        if row["server"] == QUARTER:
+            what = f"{row['load']}, with {QUARTER_GIB} GiB: planning and mapping of a step with "
+            what, got = f"{what}prompt tokens, median", row["mixed_plan_map_p50_ms"]
+            figures.append(Figure("live_quarter_plan_map_ms", what, got, "ms", 2.0))
+    return figures
 
 
 # ---- main -------------------------------------------------------------------------------------
 
 
 def server_rows(
-    server: str, folder: Path, loads: dict[str, Load], arguments: argparse.Namespace, *, smoke: bool
+    server: str, folder: Path, loads: dict[str, Load], options: argparse.Namespace
 ) -> Iterator[Row]:
     """All loads on one server."""
-    wanted = [each for name, each in loads.items() if server == VMKV or name not in OURS_ONLY]
-    if not wanted:
-        return
-    with serving(server, folder, arguments.logs, arguments.vllm_path, smoke=smoke) as url:
+    with serving(server, folder, options.logs, options.vllm_path, smoke=options.smoke) as url:
         # Other prompts than any load's: nothing is slower for the first ones.
-        apply(replace(wanted[0], name="warm-up", rate_per_s=0, num_requests=8), url)
-        for load in wanted:
+        first = next(iter(loads.values()))
+        apply(replace(first, name="warm-up", rate_per_s=0, num_requests=8), url)
+        for load in loads.values():
             yield row_of(load, server, apply(load, url))
 
 
-def rows_of(
-    folder: Path, loads: dict[str, Load], arguments: argparse.Namespace, *, smoke: bool
-) -> Iterator[Row]:
+def rows_of(folder: Path, loads: dict[str, Load], options: argparse.Namespace) -> Iterator[Row]:
     """All loads on all servers that were asked for."""
-    for name in arguments.servers:
+    for name in options.servers:
         server = SERVERS[name]
         if server in ENGINE_LOADS:
             wanted = [loads[each] for each in ENGINE_LOADS[server] if each in loads]
             if wanted:
-                yield from engine_rows(server, folder, wanted, smoke=smoke)
-        elif server == VMKV or (not smoke and has_vllm(arguments.vllm_path)):
-            yield from server_rows(server, folder, loads, arguments, smoke=smoke)
+                yield from engine_rows(server, folder, wanted, smoke=options.smoke)
+        elif server == VMKV or (not options.smoke and has_vllm(options.vllm_path)):
+            yield from server_rows(server, folder, loads, options)
         else:
             print("vLLM cannot be imported here: vmkv is measured alone")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, show, write."""
-    parser = bench_parser(__doc__)
-    names = list(loads_of(1.0))
-    add = parser.add_argument
+    bench = Bench("live", __doc__, needs_gpu=True)
+    names, add = list(loads_of(1.0)), bench.option
     add("--loads", nargs="+", choices=names, default=names, help="by default all")
     add("--servers", nargs="+", choices=SERVERS, default=list(SERVERS), help="by default all")
     add("--seconds", type=float, default=30.0, help="of each chat load")
@@ -579,32 +485,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--folder", type=Path, help="keeps the model; by default a temporary one")
     add("--vllm-path", help="PYTHONPATH of vLLM, where it is not installed")
     add("--logs", type=Path, help="a folder for what servers say")
-    arguments = parser.parse_args(argv)
-    if arguments.append and arguments.json is None:
-        parser.error("--append needs --json")
-    smoke = arguments.smoke or not torch.cuda.is_available()
-    loads = smoke_loads() if smoke else loads_of(arguments.seconds)
-    loads = {name: load for name, load in loads.items() if name in arguments.loads}
-    rows: list[Row] = []
-    target = arguments.json
-    earlier = json.loads(target.read_text()) if arguments.append else None
+    options = bench.parse(argv)
+    loads = smoke_loads() if options.smoke else loads_of(options.seconds)
+    loads = {name: load for name, load in loads.items() if name in options.loads}
+    places: dict[tuple[str, str], Row] = {}
+    if options.append:
+        if options.json is None:
+            bench.error("--append needs --json")
+        earlier = json.loads(options.json.read_text())
+        if earlier["environment"] != environment():
+            bench.error("--append: that was measured elsewhere, or of something else")
+        places = {(row["load"], row["server"]): row for row in earlier["rows"]}
     with tempfile.TemporaryDirectory() as temporary:
-        folder = arguments.folder or Path(temporary) / "model"
-        arguments.logs = arguments.logs or Path(temporary)
-        arguments.logs.mkdir(parents=True, exist_ok=True)
+        folder = options.folder or Path(temporary) / "model"
+        options.logs = options.logs or Path(temporary)
+        options.logs.mkdir(parents=True, exist_ok=True)
         if not (folder / "config.json").exists():
-            save_model(folder, smoke=smoke)
-        for row in rows_of(folder, loads, arguments, smoke=smoke):
-            print_rows([row])
-            sys.stdout.flush()
-            rows.append(row)
-            record = record_of(rows, earlier)
-            if target or not smoke:  # At once: whoever stops this keeps what there is.
-                target = write_result("live", record, target)
-    print_rows(record["rows"])
-    print_figures(figures_of(record["rows"]))
-    if target:
-        print("wrote", target)
+            save_model(folder, smoke=options.smoke)
+        for row in rows_of(folder, loads, options):
+            places[row["load"], row["server"]] = row
+            rows = list(places.values())  # Written at once: an interrupted run keeps what it has.
+            bench.finish(rows, figures_of(rows), CONSTANTS)
     return 0
 
 

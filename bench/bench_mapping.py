@@ -32,43 +32,31 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
-from common import spread, write_result
-from report import Figure, Row, bench_parser, make_record, on_gpu, print_figures, print_rows
+from harness import Bench, Figure, Row, in_turns, on_gpu, quartiles, synchronize
+from models import LLAMA_3_8B, CacheShape, close_cache, open_cache, open_pool
 
-from vmkv import HostBackend, KVCache, open_backend
 from vmkv.backend import Backend
-from vmkv.memory import ExtentPool
 from vmkv.units import KiB, MiB
 
 REPEATS = 11
 DECODE_REPEATS = 5
-DTYPE = torch.bfloat16
 TIMED = ("execute", "mem_create", "mem_release")
 COUNTED = ("mem_create", "mem_map", "mem_set_access", "mem_unmap", "mem_release")
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model's cache, and how much of it to use."""
+    """How much of a model's cache to use."""
 
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
+    shape: CacheShape
     prompt_tokens: int
     decode_from_tokens: int
     decode_to_tokens: int
-    host_granularity_bytes: int
-    is_for_host: bool = False
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of one token in all layers."""
-        return self.num_layers * 2 * self.num_kv_heads * self.head_dim * DTYPE.itemsize
+    page_bytes: int = 2 * MiB
 
 
-LLAMA_3_8B = Case(32, 8, 128, 8192, 1024, 32768, 2 * MiB)
-SMOKE = Case(4, 2, 16, 512, 64, 1024, 4 * KiB, is_for_host=True)
+LLAMA = Case(LLAMA_3_8B, 8192, 1024, 32768)
+SMOKE = Case(CacheShape("smoke", 4, 2, 16), 512, 64, 1024, 4 * KiB)
 
 
 @dataclass(frozen=True)
@@ -109,34 +97,24 @@ class DriverMeter:
 class Subject:
     """A cache of one variant, over a pool of its own."""
 
-    def __init__(self, case: Case, variant: Variant, budget_bytes: int):
-        use_gpu = torch.cuda.is_available() and not case.is_for_host
-        self.case = case
-        self.variant = variant
-        self.backend = (
-            open_backend("cuda:0") if use_gpu else HostBackend(case.host_granularity_bytes)
-        )
+    def __init__(self, case: Case, variant: Variant, budget_bytes: int, *, smoke: bool):
+        self.case, self.variant = case, variant
+        pool = open_pool(budget_bytes, smoke=smoke, page_bytes=case.page_bytes)
+        self.backend = pool.backend
         self.meter = DriverMeter(self.backend)
-        self.pool = ExtentPool(self.backend, budget_bytes)
         if variant.pages_only:
-            self.pool.largest_class = 0
-        self.cache = KVCache(
-            self.pool,
+            pool.largest_class = 0
+        self.cache = open_cache(
+            pool,
+            case.shape,
             max_tokens=max(case.prompt_tokens, case.decode_to_tokens),
             max_sequences=2,
-            layers_per_group=1 if variant.one_layer_a_page else case.num_layers,
-        )
-        self.cache.add_layers(
-            range(case.num_layers),
-            num_kv_heads=case.num_kv_heads,
-            head_dim=case.head_dim,
-            dtype=DTYPE,
+            layers_per_group=1 if variant.one_layer_a_page else case.shape.num_layers,
         )
 
     def measure(self, work: Callable[[], object]) -> Row:
-        """What `work` costs: driver and host microseconds, and calls."""
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        """Driver and host microseconds of `work`, and its driver calls."""
+        synchronize()
         calls = Counter(self.backend.calls)
         driver_seconds = self.meter.seconds
         start = time.perf_counter()
@@ -147,10 +125,6 @@ class Subject:
         made.subtract(calls)
         counted = {name: made[name] for name in COUNTED}
         return {"driver_us": driver_us, "host_us": host_us, "calls": made.total(), **counted}
-
-    def close(self) -> None:
-        self.cache.close()
-        self.pool.close()
 
 
 def prompt_samples(subject: Subject) -> dict[str, Row]:
@@ -212,113 +186,80 @@ def summarise(operation: str, per: str, variant: Variant, samples: Sequence[Row]
     row: Row = {"operation": operation, "per": per, "variant": variant.name}
     for name in ("driver_us", "host_us", "longest_step_us"):
         if name in samples[0]:
-            values = spread([sample[name] for sample in samples])
-            row |= {name: values["median"], f"{name}_q1": values["q1"], f"{name}_q3": values["q3"]}
-    last = samples[-1]
-    return row | {name: last[name] for name in ("calls", *COUNTED)} | {"repeats": len(samples)}
+            row |= quartiles(name, [sample[name] for sample in samples])
+    counts = {name: samples[-1][name] for name in ("calls", *COUNTED)}
+    return {**row, **counts, "repeats": len(samples)}
 
 
-def turns(subjects: Sequence[Subject], repeats: int, warmup: int = 1):
-    """Subjects in turn, a different one first each time; says whether the repeat counts."""
-    for repeat in range(repeats + warmup):
-        at = repeat % len(subjects)
-        for subject in (*subjects[at:], *subjects[:at]):
-            yield subject, repeat, repeat >= warmup
-
-
-def measure(case: Case, repeats: int, decode_repeats: int) -> list[Row]:
+def measure(case: Case, repeats: int, decode_repeats: int, *, smoke: bool) -> list[Row]:
     """All operations by all variants."""
-    rows = []
     samples: dict[tuple[str, Variant], list[Row]] = {}
-
-    roomy_bytes = 2 * max(case.prompt_tokens, case.decode_to_tokens) * case.token_bytes
-    subjects = [Subject(case, variant, roomy_bytes) for variant in VARIANTS]
-    for subject, _, counts in turns(subjects, repeats):
+    prompt_bytes = case.prompt_tokens * case.shape.token_bytes
+    decode_bytes = case.decode_to_tokens * case.shape.token_bytes
+    roomy_bytes = 2 * max(prompt_bytes, decode_bytes)
+    subjects = [Subject(case, variant, roomy_bytes, smoke=smoke) for variant in VARIANTS]
+    for subject, at in in_turns(subjects, repeats, warmup=1):
         for operation, sample in prompt_samples(subject).items():
-            if counts:
+            if at >= 0:
                 samples.setdefault((operation, subject.variant), []).append(sample)
     decode: dict[Variant, list[Row]] = {}
-    for subject, _, counts in turns(subjects, decode_repeats, warmup=0):
-        sample = decode_sample(subject)
-        if counts:
-            decode.setdefault(subject.variant, []).append(sample)
+    for subject, _ in in_turns(subjects, decode_repeats):
+        decode.setdefault(subject.variant, []).append(decode_sample(subject))
     for subject in subjects:
-        subject.close()
+        close_cache(subject.cache)
 
-    tight_bytes = case.prompt_tokens * case.token_bytes
-    subjects = [Subject(case, variant, tight_bytes) for variant in VARIANTS]
-    for subject, repeat, counts in turns(subjects, repeats, warmup=2):
-        sample = takeover_sample(subject, row=repeat % 2)
-        if counts:
+    subjects = [Subject(case, variant, prompt_bytes, smoke=smoke) for variant in VARIANTS]
+    for subject, at in in_turns(subjects, repeats, warmup=2):
+        sample = takeover_sample(subject, row=at % 2)
+        if at >= 0:
             key = ("taking over a parked row's memory", subject.variant)
             samples.setdefault(key, []).append(sample)
     for subject in subjects:
-        subject.close()
+        close_cache(subject.cache)
 
-    for operation in dict.fromkeys(operation for operation, _ in samples):
-        for variant in VARIANTS:
-            taken = samples[operation, variant]
-            rows.append(summarise(operation, "operation", variant, taken))
-    rows += [summarise("decode growth", "token", each, decode[each]) for each in VARIANTS]
-    return rows
+    rows = [
+        summarise(operation, "operation", variant, samples[operation, variant])
+        for operation in dict.fromkeys(operation for operation, _ in samples)
+        for variant in VARIANTS
+    ]
+    return rows + [summarise("decode growth", "token", each, decode[each]) for each in VARIANTS]
 
 
 def promised(rows: Sequence[Row]) -> list[Figure]:
-    """The three figures of the issue, and the worst step."""
+    """Cold mapping, adoption, growth, and the longest step."""
     by_key = {(row["operation"], row["variant"]): row for row in rows}
     ours, pages, layered = (variant.name for variant in VARIANTS)
     cold, cold_pages = by_key["cold mapping", ours], by_key["cold mapping", pages]
     adopted = by_key["adopting a parked row", ours]
     decode, decode_pages = by_key["decode growth", ours], by_key["decode growth", pages]
-    return [
-        Figure(
-            "cold_mapping_ms",
-            "driver time of mapping an 8,192-token prompt cold",
-            cold["driver_us"] / 1e3,
-            "ms",
-            at_most=on_gpu(2.0),
-            rival=f"{cold_pages['driver_us'] / 1e3:.1f} ms (2 MiB pages only)",
-        ),
-        Figure(
-            "adoption_calls",
-            "driver calls of a new sequence that adopts a parked row",
-            adopted["calls"],
-            "calls",
-            at_most=0,
-            rival=f"{cold['calls']} calls (mapping it cold)",
-        ),
-        Figure(
-            "decode_growth_us",
-            "driver time of growth per decoded token, 1k to 32k",
-            decode["driver_us"],
-            "µs",
-            at_most=on_gpu(1.0),
-            rival=f"{decode_pages['driver_us']:.2f} µs (2 MiB pages only)",
-        ),
-        Figure(
-            "decode_stall_us",
-            "longest driver time in one decode step",
-            decode["longest_step_us"],
-            "µs",
-            rival=f"{by_key['decode growth', layered]['longest_step_us']:.0f} µs (one layer a "
-            "page)",
-        ),
-    ]
+    stall = by_key["decode growth", layered]["longest_step_us"]
+    found = []
+
+    def add(name: str, what: str, got: float, unit: str, bound: float | None, rival: str) -> None:
+        found.append(Figure(name, what, got, unit, bound, rival=rival))
+
+    what = "driver time of mapping an 8,192-token prompt cold"
+    rival = f"{cold_pages['driver_us'] / 1e3:.1f} ms (2 MiB pages only)"
+    add("cold_mapping_ms", what, cold["driver_us"] / 1e3, "ms", on_gpu(2.0), rival)
+    what = "driver calls of a new sequence that adopts a parked row"
+    rival = f"{cold['calls']} calls (mapping it cold)"
+    add("adoption_calls", what, adopted["calls"], "calls", 0, rival)
+    what = "driver time of growth per decoded token, 1k to 32k"
+    rival = f"{decode_pages['driver_us']:.2f} µs (2 MiB pages only)"
+    add("decode_growth_us", what, decode["driver_us"], "µs", on_gpu(1.0), rival)
+    what, rival = "longest driver time in one decode step", f"{stall:.0f} µs (one layer a page)"
+    add("decode_stall_us", what, decode["longest_step_us"], "µs", None, rival)
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, show, write."""
-    options = bench_parser(__doc__).parse_args(argv)
-    case = SMOKE if options.smoke else LLAMA_3_8B
-    rows = measure(case, *((2, 1) if options.smoke else (REPEATS, DECODE_REPEATS)))
-    figures = promised(rows)
-    print_rows(rows)
-    print_figures(figures)
-    constants = {"prompt_tokens": case.prompt_tokens, "token_bytes": case.token_bytes}
-    if options.json is not None or not options.smoke:
-        record = make_record(__doc__, rows, figures, constants | {"smoke": options.smoke})
-        print("wrote", write_result("mapping", record, options.json))
-    return 0
+    bench = Bench("mapping", __doc__)
+    smoke = bench.parse(argv).smoke
+    case, repeats = (SMOKE, (2, 1)) if smoke else (LLAMA, (REPEATS, DECODE_REPEATS))
+    rows = measure(case, *repeats, smoke=smoke)
+    constants = {"prompt_tokens": case.prompt_tokens, "token_bytes": case.shape.token_bytes}
+    return bench.finish(rows, promised(rows), constants)
 
 
 if __name__ == "__main__":

@@ -33,22 +33,16 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
-from bench_generate import llama_config, make_model, synchronize
-from common import spread, write_result
-from report import Figure, Row, bench_parser, make_record, print_figures, print_rows
+from harness import Bench, Figure, Row, quartiles, seconds_of, synchronize
+from models import CacheShape, llama_config, make_model
+from transformers import LlamaForCausalLM
 
-from vmkv.cache import KVCache
-from vmkv.serve.params import SamplingParams
+from vmkv import KVCache, SamplingParams
 from vmkv.serve.runner import ModelRunner, RunnerOptions
 from vmkv.step import Piece
+from vmkv.units import GiB, MiB
 
-MAX_NUM_SEQS = 256
-MAX_NUM_BATCHED_TOKENS = 16384
-MAX_TOKENS = 16384
-DECODE_TOKENS = 1024
 REPEATS = 20
-BUDGET_BYTES = 48 * 2**30
 
 
 class Case(NamedTuple):
@@ -77,35 +71,32 @@ CASES = (
 SMOKE_CASES = (Case(20, 3), Case(5, 0))
 
 
-class Bench:
+class Steps:
     """A runner with sequences to make steps of.
 
     Args:
         model: The model.
         backend: The kernel for rows.
-        smoke: Tiny.
+        smoke: Whether it is a small run.
     """
 
-    def __init__(self, model, backend: str | None, *, smoke: bool):
+    def __init__(self, model: LlamaForCausalLM, backend: str | None, *, smoke: bool):
         config = model.config
-        self.decode_tokens = 9 if smoke else DECODE_TOKENS
+        self.decode_tokens = 9 if smoke else 1024
         self.cache = KVCache(
             "host" if smoke else "cuda:0",
-            max_tokens=256 if smoke else MAX_TOKENS,
-            max_sequences=MAX_NUM_SEQS + 2,
-            budget_bytes=2**27 if smoke else BUDGET_BYTES,
+            max_tokens=256 if smoke else 16384,
+            max_sequences=258,
+            budget_bytes=128 * MiB if smoke else 48 * GiB,
         )
-        self.cache.add_layers(
-            range(config.num_hidden_layers),
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=config.hidden_size // config.num_attention_heads,
-            dtype=next(model.parameters()).dtype,
-        )
+        head_dim = config.hidden_size // config.num_attention_heads
+        layers, heads = config.num_hidden_layers, config.num_key_value_heads
+        CacheShape("", layers, heads, head_dim).add_layers(self.cache)
         self.runner = ModelRunner(
             model,
             self.cache,
-            max_num_seqs=8 if smoke else MAX_NUM_SEQS,
-            max_num_batched_tokens=64 if smoke else MAX_NUM_BATCHED_TOKENS,
+            max_num_seqs=8 if smoke else 256,
+            max_num_batched_tokens=64 if smoke else 16384,
             attention_backend=backend,
             options=RunnerOptions(capture=True, show_progress=False),
         )
@@ -117,54 +108,43 @@ class Bench:
     def measure(self, case: Case) -> list[Row]:
         """A step's host and device time, launched one by one and as a graph."""
         greedy = SamplingParams(temperature=0)
-        chunks, rows = [], []
+        pieces, sequences = [], []
         for slot in range(case.num_decode + 1):
             decodes = slot < case.num_decode
             past = self.decode_tokens if decodes else case.num_past
             new = 1 if decodes else case.num_prompt
-            rows.append(self.cache.open())
-            self.cache.grow([(rows[-1], past + new)])
+            sequences.append(self.cache.open())
+            self.cache.grow([(sequences[-1], past + new)])
             self.runner.set_slot(slot, greedy, [1])
             ids = [7 + (slot + at) % 100 for at in range(new)]
-            chunks.append(Piece(slot, rows[-1].row, past, new, ids, samples=True))
-        ways = [self._run(chunks, captured=captured) for captured in (False, True)]
-        for row in rows:
-            row.close()
+            pieces.append(Piece(slot, sequences[-1].row, past, new, ids, samples=True))
+        ways = [self._run(pieces, captured=captured) for captured in (False, True)]
+        for sequence in sequences:
+            sequence.close()
         tokens = [way.pop("tokens") for way in ways]
-        same = sum(a == b for a, b in zip(*tokens, strict=True)) / len(chunks)
-        what = {
-            "prompt_tokens": case.num_prompt,
-            "past_tokens": case.num_past,
-            "decoding": case.num_decode,
-        }
+        same = sum(a == b for a, b in zip(*tokens, strict=True)) / len(pieces)
+        what = {"prompt_tokens": case.num_prompt, "past_tokens": case.num_past}
+        what["decoding"] = case.num_decode
         return [{**what, **way, "same_tokens_share": same} for way in ways]
 
-    def _run(self, chunks: list[Piece], *, captured: bool) -> Row:
+    def _run(self, pieces: list[Piece], *, captured: bool) -> Row:
         # As a step for which there is no bucket.
         self.runner.stepper.mixed_graphs = self.mixed_graphs if captured else None
-        tokens = self.runner.submit(chunks).result().token_ids
+        tokens = self.runner.submit(pieces).result().token_ids
         submit_ms = []
         for _ in range(REPEATS):
             synchronize()
             start = time.perf_counter()
-            pending = self.runner.submit(chunks)
+            pending = self.runner.submit(pieces)
             submit_ms.append(1e3 * (time.perf_counter() - start))
             pending.result()
-        synchronize()
-        start = time.perf_counter()
-        for _ in range(REPEATS):
-            self.runner.submit(chunks)
-        synchronize()
-        step_ms = 1e3 * (time.perf_counter() - start) / REPEATS
-        bucket = self.mixed_graphs.key(chunks) if captured and self.mixed_graphs else None
-        host = spread(submit_ms)
+        step_s = seconds_of(lambda: [self.runner.submit(pieces) for _ in range(REPEATS)])
+        bucket = self.mixed_graphs.key(pieces) if captured and self.mixed_graphs else None
         return {
             "way": "graph" if captured else "one by one",
             "bucket": None if bucket is None else f"{bucket.num_tokens}, {bucket.num_decode}",
-            "submit_ms": host["median"],
-            "submit_ms_q1": host["q1"],
-            "submit_ms_q3": host["q3"],
-            "step_ms": step_ms,
+            **quartiles("submit_ms", submit_ms),
+            "step_ms": 1e3 * step_s / REPEATS,
             "tokens": list(tokens),
         }
 
@@ -177,52 +157,28 @@ class Bench:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, show, write."""
-    parser = bench_parser(__doc__)
-    parser.add_argument("--backends", nargs="*", default=["flash3", "flash2", "torch"])
-    arguments = parser.parse_args(argv)
-    smoke = arguments.smoke or not torch.cuda.is_available()
-    device = torch.device("cpu" if smoke else "cuda")
-    model = make_model(llama_config(smoke=smoke), device)
-    cases = SMOKE_CASES if smoke else CASES
+    bench = Bench("mixed_step", __doc__, needs_gpu=True)
+    bench.option("--backends", nargs="*", default=["flash3", "flash2", "torch"])
+    options = bench.parse(argv)
+    smoke = options.smoke
+    model = make_model(llama_config(smoke=smoke), options.device)
     rows: list[Row] = []
     figures = []
-    for backend in [None] if smoke else arguments.backends:
-        bench = Bench(model, backend, smoke=smoke)
-        name = backend or "sdpa"
-        found = [row for case in cases for row in bench.measure(case)]
+    for backend in [None] if smoke else options.backends:
+        steps, name = Steps(model, backend, smoke=smoke), backend or "sdpa"
+        found = [row for case in (SMOKE_CASES if smoke else CASES) for row in steps.measure(case)]
         rows += [{"backend": name, **row} for row in found]
         theirs, mine = found[:2]
-        figures += [
-            Figure(
-                f"mixed_submit_ms_{name}",
-                f"{name}: host time to submit {mine['prompt_tokens']} prompt tokens and "
-                f"{mine['decoding']} that decode",
-                mine["submit_ms"],
-                "ms",
-                at_most=None if smoke else 2.0,
-                rival=f"one by one: {theirs['submit_ms']:.3g} ms",
-            ),
-            Figure(
-                f"mixed_warm_up_s_{name}",
-                f"{name}: warm-up (kernels after the first find what was compiled)",
-                bench.warm_up_s,
-                "s",
-                at_most=None if smoke else 45.0,
-            ),
-            Figure(
-                f"mixed_graph_bytes_{name}",
-                f"{name}: device memory that graphs hold",
-                bench.runner.graph_bytes / 2**30,
-                "GiB",
-            ),
-        ]
-        bench.close()
-    print_rows(rows)
-    print_figures(figures)
-    record = make_record(__doc__, rows, figures)
-    if arguments.json or not smoke:
-        print("wrote", write_result("mixed_step", record, arguments.json))
-    return 0
+        what = f"{name}: host time to submit {mine['prompt_tokens']} prompt tokens and "
+        what += f"{mine['decoding']} that decode"
+        rival, got = f"one by one: {theirs['submit_ms']:.3g} ms", mine["submit_ms"]
+        figures.append(Figure(f"mixed_submit_ms_{name}", what, got, "ms", 2.0, rival=rival))
+        what = f"{name}: warm-up (kernels after the first find what was compiled)"
+        figures.append(Figure(f"mixed_warm_up_s_{name}", what, steps.warm_up_s, "s", 45.0))
+        what, got = f"{name}: device memory that graphs hold", steps.runner.graph_bytes / GiB
+        figures.append(Figure(f"mixed_graph_bytes_{name}", what, got, "GiB"))
+        steps.close()
+    return bench.finish(rows, figures)
 
 
 if __name__ == "__main__":

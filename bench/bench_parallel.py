@@ -50,7 +50,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_generate import llama_config, make_model
 from bench_serve import (
     COPY_BYTES_PER_S,
     MAX_NUM_BATCHED_TOKENS,
@@ -60,8 +59,8 @@ from bench_serve import (
     Workload,
     serve,
 )
-from common import write_result
-from report import Figure, Row, bench_parser, make_record, on_gpu, print_figures, print_rows
+from harness import Bench, Figure, Row, print_rows
+from models import llama_config, make_model, reset_memory
 from transformers import LlamaConfig
 
 from vmkv import Engine, SamplingParams
@@ -89,19 +88,18 @@ NUM_SUMS = 100
 
 def make_part(smoke: bool, is_large: bool, group: TensorParallel | None = None) -> Any:
     """All weights, of which a rank keeps its part."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return make_model(config_of(smoke=smoke, is_large=is_large), torch.device(device))
+    device = torch.device("cpu" if smoke else "cuda")
+    return make_model(config_of(smoke=smoke, is_large=is_large), device)
 
 
 def config_of(*, smoke: bool, is_large: bool) -> LlamaConfig:
     """Llama-3-8B's shape, or so many layers of Llama-3-70B's as one GPU can make at once."""
-    config = llama_config(smoke=smoke)
-    if is_large:
-        config.num_hidden_layers = 3 if smoke else LARGE_LAYERS
-        if not smoke:
-            config.hidden_size, config.intermediate_size = 8192, 28672
-            config.num_attention_heads = 64
-    return config
+    if not is_large:
+        return llama_config(smoke=smoke)
+    if smoke:
+        return llama_config(smoke=True, num_hidden_layers=3)
+    sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64}
+    return llama_config(smoke=False, num_hidden_layers=LARGE_LAYERS, **sizes)
 
 
 def engine_options(*, smoke: bool) -> dict[str, Any]:
@@ -124,7 +122,7 @@ def engine_of(num_gpus: int, steps: Steps, *, smoke: bool, is_large: bool = Fals
         with Engine(make_part(smoke, is_large), observer=steps, **options) as engine:
             yield engine
         return
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = "cpu" if smoke else "cuda"
     with open_parallel_engine(
         partial(make_part, smoke, is_large),
         num_gpus,
@@ -190,16 +188,12 @@ def sum_rows(num_gpus: int) -> list[Row]:
     """What sums take."""
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "sums")
-        with Ranks(num_gpus, "cuda", partial(_sums, path), timeout_s=180.0) as ranks:
+        with Ranks(num_gpus, "cuda", partial(sums, path), timeout_s=180.0) as ranks:
             assert ranks.group is not None
             sums(path, ranks.group)
             ranks.wait(30.0)
         rows: list[Row] = json.loads(Path(path).read_text())
         return rows
-
-
-def _sums(path: str, group: TensorParallel) -> None:
-    sums(path, group)
 
 
 def measure(num_gpus: int, *, smoke: bool) -> tuple[list[Row], list[int]]:
@@ -255,102 +249,65 @@ def measure_large(num_gpus: int, *, smoke: bool) -> Row:
 
 def figures_of(rows: Sequence[Row], vllm_s: Mapping[str, float]) -> list[Figure]:
     """Two GPUs over one, and over vLLM's two."""
-    found = [
-        Figure(
-            f"parallel_{row['workload'].lower()}_over_vllm",
-            f"{row['workload']} on two GPUs: time over vLLM's",
-            row["seconds"] / vllm_s[row["workload"]],
-            "×",
-            at_most=on_gpu(1.0),
-            rival=f"vLLM: {vllm_s[row['workload']]:.4g} s",
-        )
-        for row in rows
-        if row["gpus"] == 2 and row["workload"] in vllm_s
-    ]
+    found = []
+
+    def add(name: str, what: str, got: float, bound: float, rival: str = "") -> None:
+        found.append(Figure(f"parallel_{name}", what, got, "×", bound, rival=rival))
+
+    for row in rows:
+        name = row["workload"]
+        if row["gpus"] == 2 and name in vllm_s:
+            what, rival = f"{name} on two GPUs: time over vLLM's", f"vLLM: {vllm_s[name]:.4g} s"
+            add(f"{name.lower()}_over_vllm", what, row["seconds"] / vllm_s[name], 1.0, rival)
     bounds = {"decode 1": 0.7, "decode 32": 0.65, "W1": 0.625, "W4": 0.625}
     for name, bound in bounds.items():
-        what = "decode_step_ms" if name.startswith("decode") else "seconds"
-        of = {row["gpus"]: row.get(what) for row in rows if row["workload"] == name}
+        is_step = name.startswith("decode")
+        column, unit = ("decode_step_ms", "ms") if is_step else ("seconds", "s")
+        of = {row["gpus"]: row.get(column) for row in rows if row["workload"] == name}
         alone, together = of.get(1), of.get(2)
         if alone and together:
-            found.append(
-                Figure(
-                    f"parallel_{name.replace(' ', '_').lower()}",
-                    f"{name}: time on two GPUs, of that on one",
-                    together / alone,
-                    "×",
-                    at_most=on_gpu(bound),
-                    rival=f"one GPU: {alone:.4g} {'ms' if what.endswith('ms') else 's'}",
-                )
+            what, rival = (
+                f"{name}: time on two GPUs, of that on one",
+                f"one GPU: {alone:.4g} {unit}",
             )
+            add(name.replace(" ", "_").lower(), what, together / alone, bound, rival)
     for row in rows:
         if row.get("floor_ms") and row["decode_step_ms"]:
-            found.append(
-                Figure(
-                    f"parallel_70b_over_floor_{row['gpus']}",
-                    f"{row['gpus']} GPUs: a decode step of {LARGE.num_requests} sequences of "
-                    f"{LARGE.lengths[0]:,} tokens ({row['decode_step_ms']:.1f} ms), "
-                    f"{row['layers']} layers of a 70B model, of each rank's memory floor "
-                    f"({row['floor_ms']:.1f} ms)",
-                    row["decode_step_ms"] / row["floor_ms"],
-                    "×",
-                    at_most=on_gpu(1.35),
-                )
-            )
+            step_ms, floor_ms = row["decode_step_ms"], row["floor_ms"]
+            what = f"{row['gpus']} GPUs: a decode step of {LARGE.num_requests} sequences of "
+            what += f"{LARGE.lengths[0]:,} tokens ({step_ms:.1f} ms), {row['layers']} layers of a "
+            what += f"70B model, of each rank's memory floor ({floor_ms:.1f} ms)"
+            add(f"70b_over_floor_{row['gpus']}", what, step_ms / floor_ms, 1.35)
     return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, show, write."""
-    parser = bench_parser(__doc__)
-    parser.add_argument(
-        "--vllm-json",
-        type=Path,
-        metavar="FILE",
-        help="what vllm_workloads.py has measured with --tensor-parallel-size 2 on this machine",
-    )
-    parser.add_argument(
-        "--large", action="store_true", help="only the larger model, on four GPUs, and sums there"
-    )
-    arguments = parser.parse_args(argv)
-    vllm_s = json.loads(arguments.vllm_json.read_text()) if arguments.vllm_json else {}
-    smoke = arguments.smoke or torch.cuda.device_count() < 2
-    num_gpus = torch.cuda.device_count()
-    if num_gpus >= 4 and arguments.large:
+    bench = Bench("parallel", __doc__, needs_gpu=True)
+    said = "what vllm_workloads.py has measured with --tensor-parallel-size 2 on this machine"
+    bench.option("--vllm-json", type=Path, metavar="FILE", help=said)
+    said = "only the larger model, on four GPUs, and sums there"
+    bench.option("--large", action="store_true", help=said)
+    options = bench.parse(argv)
+    smoke, constants = options.smoke, {"model": "Llama-3-8B's shape"}
+    vllm_s = json.loads(options.vllm_json.read_text()) if options.vllm_json else {}
+    wanted = 4 if options.large else 2
+    if not smoke and torch.cuda.device_count() < wanted:
+        bench.error(f"this needs {wanted} GPUs; --smoke runs a tiny model on the CPU")
+    if options.large and not smoke:
+        bench.name = "parallel_large"
         rows = [*sum_rows(4), measure_large(4, smoke=False)]
-        report(rows, vllm_s, arguments.json, smoke=False, name="parallel_large")
-        return 0
+        return bench.finish(rows, figures_of(rows, vllm_s), constants)
     rows = [] if smoke else sum_rows(2)
-    print_rows(rows)
     alone, expected = measure(1, smoke=smoke)
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    reset_memory()
     together, said = measure(2, smoke=smoke)
     same = sum(map(int.__eq__, expected, said)) / len(said)
     rows += [*alone, *({**row, "same_first_tokens_share": same} for row in together)]
-    report(rows, vllm_s, arguments.json, smoke=smoke)
+    bench.finish(rows, figures_of(rows, vllm_s), constants)
     # Last, and after the rest is written: it takes nearly all memory there is.
     rows.append(measure_large(1 if smoke else 2, smoke=smoke))
-    report(rows, vllm_s, arguments.json, smoke=smoke)
-    return 0
-
-
-def report(
-    rows: Sequence[Row],
-    vllm_s: Mapping[str, float],
-    path: Path | None,
-    *,
-    smoke: bool,
-    name: str = "parallel",
-) -> None:
-    """Show what there is, and write it."""
-    figures = figures_of(rows, vllm_s)
-    print_rows([row for row in rows if row["workload"] == "sum"] or rows[:1])
-    print_rows([row for row in rows if row["workload"] != "sum"])
-    print_figures(figures)
-    record = make_record(__doc__, rows, figures, {"model": "Llama-3-8B's shape"})
-    if path or not smoke:
-        print("wrote", write_result(name, record, path))
+    return bench.finish(rows, figures_of(rows, vllm_s), constants)
 
 
 if __name__ == "__main__":

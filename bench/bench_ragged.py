@@ -25,171 +25,116 @@ Not measured. Sampling, serving (arrivals), prefix sharing, quality (weights are
 
 from __future__ import annotations
 
-import gc
 import random
 import sys
 import time
 from collections.abc import Sequence
 
 import torch
-from bench_generate import (
+from harness import Bench, Figure, Row, in_turns, quartiles, synchronize
+from models import (
     free_device_bytes,
     llama_config,
     make_model,
+    open_pool,
     reserved_bytes,
-    synchronize,
+    reset_memory,
+    token_bytes_of,
 )
-from common import spread, write_result
-from report import Figure, Row, bench_parser, make_record, print_figures, print_rows
+from transformers import LlamaForCausalLM
 
 import vmkv
-from vmkv.backend import open_backend
+from vmkv.units import GiB, MiB
 
-LENGTHS = (128, 256, 512, 1024, 2048, 4096)
-NUM_PROMPTS = 64
-NEW_TOKENS = 64
-ROUNDS = 2
-KV_BYTES_PER_TOKEN = 128 * 1024
-BUDGET_BYTES = 60 * 2**30
+PLAIN, COMPILED = "vmkv.generate", "vmkv.generate, layers compiled"
+PADDED = "generate, left-padded"
 
 
 def make_prompts(lengths: Sequence[int], count: int, vocabulary: int) -> list[list[int]]:
     """Seeded prompts: a length by choice for each, then as many tokens."""
-    source = random.Random(0)
-    prompts = []
+    source, prompts = random.Random(0), []
     for _ in range(count):
         length = source.choice(lengths)
         prompts.append([source.randint(5, min(120_000, vocabulary - 1)) for _ in range(length)])
     return prompts
 
 
-def run(model, prompts: list[list[int]], way: str, new_tokens: int) -> Row:
+def run(model: LlamaForCausalLM, prompts: list[list[int]], way: str, new_tokens: int) -> Row:
     """Generate once; time and memory."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    synchronize()
+    reset_memory()
     before, free_before = reserved_bytes(), free_device_bytes()
-    options = {
-        "max_new_tokens": new_tokens,
-        "do_sample": False,
-        "eos_token_id": None,
-        "pad_token_id": 0,
-    }
-    longest = max(map(len, prompts))
-    pool_bytes = 0
-    if way.startswith("vmkv.generate"):
-        device = "cuda:0" if torch.cuda.is_available() else "host"
-        pool = vmkv.ExtentPool(open_backend(device), BUDGET_BYTES if device != "host" else 2**28)
+    options = {"max_new_tokens": new_tokens, "do_sample": False}
+    options |= {"eos_token_id": None, "pad_token_id": 0}
+    if way == PADDED:
+        longest = max(map(len, prompts))
+        kv_bytes = len(prompts) * (longest + new_tokens) * token_bytes_of(model.config)
+        ids = [[0] * (longest - len(row)) + row for row in prompts]
+        mask = [[0] * (longest - len(row)) + [1] * len(row) for row in prompts]
+        start = time.perf_counter()
+        inputs, mask = (torch.tensor(each, device=model.device) for each in (ids, mask))
+        outputs = model.generate(inputs, attention_mask=mask, **options)
+        synchronize()
+        seconds = time.perf_counter() - start
+    else:
+        smoke = model.device.type == "cpu"
+        pool = open_pool(256 * MiB if smoke else 60 * GiB, smoke=smoke)
         start = time.perf_counter()
         outputs = vmkv.generate(model, prompts, pool=pool, **options)
         synchronize()
         seconds = time.perf_counter() - start
-        pool_bytes = pool.stats().created_bytes
+        kv_bytes = pool.stats().created_bytes
         pool.close()
-        tokens = torch.tensor([row[-new_tokens:] for row in outputs])
-    else:
-        ids = [[0] * (longest - len(row)) + row for row in prompts]
-        mask = [[0] * (longest - len(row)) + [1] * len(row) for row in prompts]
-        start = time.perf_counter()
-        inputs = torch.tensor(ids, device=model.device)
-        outputs = model.generate(
-            inputs, attention_mask=torch.tensor(mask, device=model.device), **options
-        )
-        synchronize()
-        seconds = time.perf_counter() - start
-        tokens = outputs[:, -new_tokens:].cpu()
     return {
-        "way": way,
         "seconds": seconds,
-        "kv_bytes": pool_bytes or len(prompts) * (longest + new_tokens) * KV_BYTES_PER_TOKEN,
+        "kv_bytes": kv_bytes,
         "torch_bytes": reserved_bytes(peak=True) - before,
         "device_bytes": free_before - free_device_bytes(),
-        "tokens": tokens,
+        "tokens": torch.tensor([list(row[-new_tokens:]) for row in outputs]),
     }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, show, write."""
-    arguments = bench_parser(__doc__).parse_args(argv)
-    smoke = arguments.smoke or not torch.cuda.is_available()
-    lengths, count, new_tokens = ((3, 7, 20), 4, 3) if smoke else (LENGTHS, NUM_PROMPTS, NEW_TOKENS)
-    config = llama_config(smoke=smoke)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = make_model(config, device)
-    model.set_attn_implementation("flash_attention_2" if device.type == "cuda" else "sdpa")
-    prompts = make_prompts(lengths, count, config.vocab_size)
-    real_tokens = sum(len(row) + new_tokens for row in prompts)
-    plain, compiled, padded = ways = (
-        "vmkv.generate",
-        "vmkv.generate, layers compiled",
-        "generate, left-padded",
+    bench = Bench("ragged", __doc__, needs_gpu=True)
+    smoke = (options := bench.parse(argv)).smoke
+    lengths, count, new_tokens = (
+        ((3, 7, 20), 4, 3) if smoke else ((128, 256, 512, 1024, 2048, 4096), 64, 64)
     )
-    for way in (plain, padded):
-        run(model, prompts[:2], way, 2)
-    runs: dict[str, list[Row]] = {way: [] for way in ways}
-    for _ in range(ROUNDS):
-        for way in (plain, padded):
-            runs[way].append(run(model, prompts, way, new_tokens))
-    backend = "inductor" if device.type == "cuda" else "aot_eager"
+    model = make_model(llama_config(smoke=smoke), options.device)
+    model.set_attn_implementation("sdpa" if smoke else "flash_attention_2")
+    prompts = make_prompts(lengths, count, model.config.vocab_size)
+    runs: dict[str, list[Row]] = {way: [] for way in (PLAIN, COMPILED, PADDED)}
+
+    def measure(*ways: str) -> None:
+        for way, at in in_turns(ways, 2, warmup=1):
+            chosen, tokens = (prompts, new_tokens) if at >= 0 else (prompts[:2], 2)
+            taken = run(model, chosen, way, tokens)
+            runs[way] += [taken] if at >= 0 else []
+
+    measure(PLAIN, PADDED)
+    backend = "aot_eager" if smoke else "inductor"
     with vmkv.capture_decoding(model, compile_layers=True, compile_backend=backend):
-        run(model, prompts[:2], compiled, new_tokens)
-        for _ in range(ROUNDS):
-            runs[compiled].append(run(model, prompts, compiled, new_tokens))
+        measure(COMPILED)
+    real_tokens = sum(len(row) + new_tokens for row in prompts)
     rows: list[Row] = []
-    for way in ways:
+    for way, taken in runs.items():
         row: Row = {"way": way, "prompts": count, "real_tokens": real_tokens}
-        seconds = spread(_all(runs[way], "seconds"))
-        row |= {"seconds": seconds["median"]}
-        row |= {"seconds_q1": seconds["q1"], "seconds_q3": seconds["q3"]}
-        row |= {key: max(_all(runs[way], key)) for key in ("kv_bytes", "torch_bytes")}
-        same = (runs[way][0]["tokens"] == runs[padded][0]["tokens"]).float().mean().item()
+        row |= quartiles("seconds", [each["seconds"] for each in taken])
+        row |= {key: max(each[key] for each in taken) for key in ("kv_bytes", "torch_bytes")}
+        same = (taken[0]["tokens"] == runs[PADDED][0]["tokens"]).float().mean().item()
         rows.append(row | {"same_tokens_share": same})
-    mine, mine_compiled, theirs = rows
-    real_bytes = real_tokens * KV_BYTES_PER_TOKEN
-    figures = [
-        Figure(
-            "ragged_seconds",
-            f"{count} prompts of {lengths[0]} to {lengths[-1]} tokens, {new_tokens} new tokens",
-            mine["seconds"],
-            "s",
-            at_most=None if smoke else 6.45,
-            rival=f"left-padded: {theirs['seconds']:.3g} s",
-        ),
-    ]
-    figures.append(
-        Figure(
-            "ragged_compiled_seconds",
-            "the same, with layers that were compiled before",
-            mine_compiled["seconds"],
-            "s",
-            at_most=None if smoke else 3.0,
-            rival=f"left-padded: {theirs['seconds']:.3g} s",
-        )
-    )
-    if not smoke:
-        figures.append(
-            Figure(
-                "ragged_memory_ratio",
-                "memory of keys and values, of what the real tokens need",
-                mine["kv_bytes"] / real_bytes,
-                "×",
-                at_most=1.1,
-                rival=f"left-padded: {theirs['kv_bytes'] / real_bytes:.2f} ×",
-            )
-        )
-    print_rows(rows)
-    print_figures(figures)
-    record = make_record(__doc__, rows, figures)
-    path = arguments.json
-    if path or not smoke:
-        print("wrote", write_result("ragged", record, path))
-    return 0
-
-
-def _all(runs: list[Row], key: str) -> list:
-    return [row[key] for row in runs]
+    mine, compiled, theirs = rows
+    real_bytes = real_tokens * token_bytes_of(model.config)
+    rival = f"left-padded: {theirs['seconds']:.3g} s"
+    what = f"{count} prompts of {lengths[0]} to {lengths[-1]} tokens, {new_tokens} new tokens"
+    figures = [Figure("ragged_seconds", what, mine["seconds"], "s", 6.45, rival=rival)]
+    what = "the same, with layers that were compiled before"
+    figures += [Figure("ragged_compiled_seconds", what, compiled["seconds"], "s", 3.0, rival=rival)]
+    what = "memory of keys and values, of what the real tokens need"
+    rival = f"left-padded: {theirs['kv_bytes'] / real_bytes:.2f} ×"
+    got = mine["kv_bytes"] / real_bytes
+    figures += [Figure("ragged_memory_ratio", what, got, "×", 1.1, rival=rival)]
+    return bench.finish(rows, figures)
 
 
 if __name__ == "__main__":

@@ -36,13 +36,10 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from common import write_result
-from report import Figure, Row, bench_parser, make_record, print_figures, print_rows
+from harness import ROOT, Bench, Figure, Row
 
-ROOT = Path(__file__).resolve().parents[1]
 NUM_PREFIXES = 20
 PREFIX_TOKENS = 256
 OWN_TOKENS = 16
@@ -261,34 +258,20 @@ def figures_of(rows: Sequence[Row]) -> list[Figure]:
     """What was promised."""
     figures = []
     hits = {(row["router"], row["replicas"]): row for row in rows if "router" in row}
-    for (router, num_replicas), row in hits.items():
+    for (router, count), row in hits.items():
         if router != "prefixes":
             continue
-        rival = hits.get(("random", num_replicas), {}).get("found_share")
-        of = f"{num_replicas} replicas, {row['requests']} requests"
-        figures.append(
-            Figure(
-                f"replicas_{num_replicas}_found_share",
-                f"{of}: prefix tokens found, of all that could be",
-                row["found_share"],
-                "%",
-                at_least=0.9,
-                rival="" if rival is None else f"chosen at random: {100 * rival:.1f} %",
-            )
-        )
-        figures.append(
-            Figure(
-                f"replicas_{num_replicas}_spread",
-                f"{of}: the most that one had, over the fewest",
-                row["spread"],
-                "x",
-                at_most=1.2,
-            )
-        )
+        rival = hits.get(("random", count), {}).get("found_share")
+        said = "" if rival is None else f"chosen at random: {100 * rival:.1f} %"
+        of, name = f"{count} replicas, {row['requests']} requests", f"replicas_{count}"
+        what, got = f"{of}: prefix tokens found, of all that could be", row["found_share"]
+        figures.append(Figure(f"{name}_found_share", what, got, "%", at_least=0.9, rival=said))
+        what = f"{of}: the most that one had, over the fewest"
+        figures.append(Figure(f"{name}_spread", what, row["spread"], "×", 1.2))
     for row in rows:
         if "lost" in row:
             what = "one of two replicas killed: requests neither answered nor refused in words"
-            figures.append(Figure("replicas_lost", what, row["lost"], "requests", at_most=0))
+            figures.append(Figure("replicas_lost", what, row["lost"], "requests", 0))
             what = "one of two replicas killed: until there are two again"
             figures.append(Figure("replicas_again_s", what, row["two_again_after_s"], "s"))
     return figures
@@ -333,23 +316,14 @@ def rows_of(*, smoke: bool) -> list[Row]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the bench."""
-    arguments = bench_parser(__doc__).parse_args(argv)
+    bench = Bench("replicas", __doc__)
+    smoke = bench.parse(argv).smoke
     sys.path.insert(0, str(ROOT / "tests"))
-    rows = rows_of(smoke=arguments.smoke)
-    figures = figures_of(rows)
-    print_rows(rows)
-    print_figures(figures)
-    constants = {
-        "prefix_tokens": PREFIX_TOKENS,
-        "own_tokens": OWN_TOKENS,
-        "new_tokens": NEW_TOKENS,
-        "concurrency": CONCURRENCY,
-        "new_tokens_when_killed": KILL_NEW_TOKENS,
-    }
-    record = make_record(__doc__, rows, figures, constants)
-    if arguments.json or not arguments.smoke:
-        print("wrote", write_result("replicas", record, arguments.json))
-    return 0
+    rows = rows_of(smoke=smoke)
+    constants = {"prefix_tokens": PREFIX_TOKENS, "own_tokens": OWN_TOKENS}
+    constants |= {"new_tokens": NEW_TOKENS, "concurrency": CONCURRENCY}
+    constants["new_tokens_when_killed"] = KILL_NEW_TOKENS
+    return bench.finish(rows, figures_of(rows), constants)
 
 
 if __name__ == "__main__":

@@ -57,13 +57,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from bench_generate import llama_config, make_model
-from common import spread, write_result
-from report import Figure, Row, bench_parser, make_record, on_gpu, print_figures, print_rows
+from harness import Bench, Figure, Row, print_rows, quartiles, seconds_of
+from models import llama_config, make_model
 
-from vmkv.serve import AsyncEngine, Engine, RequestOutput, SamplingParams
+from vmkv import AsyncEngine, Engine, RequestOutput, SamplingParams
 from vmkv.serve.observer import EngineObserver, StepRecord
+from vmkv.units import MiB
 
 MIXED = (128, 256, 512, 1024, 2048, 4096)
 MAX_TOKENS = 16384
@@ -74,14 +73,9 @@ KV_BYTES_PER_TOKEN = 128 * 1024
 COPY_BYTES_PER_S = 4.3e12  # Measured: torch's device-to-device copy, reads and writes counted.
 #: Under this the host did not wait: the device had finished before, and may have been idle.
 WAIT_MIN_S = 50e-6
-SMOKE_BUDGET_BYTES = 2**26
 QUARTER_BYTES = 12 * 2**30  # W1's keys and values take 48 GiB.
 IDLE = "idle"
-IDLE_S = 10.0
-SMOKE_IDLE_S = 0.2
 WATERMARK_BYTES = 4 * 2**30
-SMOKE_WATERMARK_BYTES = 2**17
-PATIENCE_S = 300.0  # An engine that is not idle by then never will be.
 
 
 @dataclass(frozen=True)
@@ -143,70 +137,51 @@ class Case:
 
 QUARTER = ", quarter of the memory"
 CACHED = ", prefix cache"
+ALONE = {"vllm_s": None, "hf_batch_s": None, "hf_padded_s": None}
+BY_NAME = {each.name: each for each in WORKLOADS}
 CASES = (
     Case((*WORKLOADS, UNCACHED)),
-    Case(
-        tuple(
-            replace(each, vllm_s=None, hf_batch_s=None) for each in WORKLOADS if each.name == "W1"
-        ),
-        QUARTER,
-        QUARTER_BYTES,
-    ),
+    Case((replace(BY_NAME["W1"], **ALONE),), QUARTER, QUARTER_BYTES),
     Case((PREFIX,), CACHED, prefix_caching=True),
 )
 _SMOKE_PREFIX = Workload(PREFIX.name, 6, (5,), 3, 1, prefix_tokens=100)
+_SMOKE_WORKLOADS = (Workload("W2", 3, (40,), 4, 1), Workload("W1", 6, (5, 9, 20), 3, 1))
 SMOKE_CASES = (
-    Case(
-        (Workload("W2", 3, (40,), 4, 1), Workload("W1", 6, (5, 9, 20), 3, 1), _SMOKE_PREFIX),
-        budget_bytes=SMOKE_BUDGET_BYTES,
-    ),
-    Case((_SMOKE_PREFIX,), CACHED, SMOKE_BUDGET_BYTES, prefix_caching=True),
+    Case((*_SMOKE_WORKLOADS, _SMOKE_PREFIX), budget_bytes=64 * MiB),
+    Case((_SMOKE_PREFIX,), CACHED, 64 * MiB, prefix_caching=True),
 )
 IDLE_CASE = Case(
-    tuple(
-        replace(each, name=IDLE, rounds=1, vllm_s=None, hf_batch_s=None, hf_padded_s=None)
-        for each in WORKLOADS
-        if each.name == "W0"
-    ),
+    (replace(BY_NAME["W0"], name=IDLE, rounds=1, **ALONE),),
     prefix_caching=True,
     watermark_bytes=WATERMARK_BYTES,
 )
 SMOKE_IDLE_CASE = Case(
-    (Workload(IDLE, 6, (40, 60), 4, 1),),
-    budget_bytes=SMOKE_BUDGET_BYTES,
-    prefix_caching=True,
-    watermark_bytes=SMOKE_WATERMARK_BYTES,
+    (Workload(IDLE, 6, (40, 60), 4, 1),), "", 64 * MiB, prefix_caching=True, watermark_bytes=2**17
 )
 
 
 @dataclass
 class Steps(EngineObserver):
-    """Watches an engine: keeps what every step took, and knows whether it is idle."""
+    """Keeps the records of an engine's steps, and the most memory that it had created."""
 
     records: list[StepRecord] = field(default_factory=list)
     is_idle: threading.Event = field(default_factory=threading.Event)
+    peak_bytes: int = 0
+    watches_memory: bool = False
 
     def step_finished(self, step: StepRecord, cache: Any) -> None:
-        """Keep it."""
+        """Keep the record."""
         self.records.append(step)
+        if self.watches_memory:
+            self.peak_bytes = max(self.peak_bytes, cache.pool.stats().created_bytes)
 
     def request_added(self, request_id: int, num_prompt_tokens: int) -> None:
-        """It is not idle now."""
+        """The engine is not idle now."""
         self.is_idle.clear()
 
     def idle(self, cache: Any) -> None:
-        """It is idle now."""
+        """The engine is idle now."""
         self.is_idle.set()
-
-    @property
-    def map_s(self) -> float:
-        """Growing sequences, in all."""
-        return sum(step.map_s for step in self.records)
-
-    @property
-    def critical_map_s(self) -> float:
-        """That of it for which the device may have waited."""
-        return sum(step.map_s for step in self.records if step.wait_s < WAIT_MIN_S)
 
     @property
     def mixed_host_s(self) -> list[float]:
@@ -228,18 +203,6 @@ class Steps(EngineObserver):
         return 1e3 * statistics.median(gaps[1:]) if len(gaps) > 3 else None
 
 
-@dataclass
-class MemorySteps(Steps):
-    """Notes as well how much memory there was at most."""
-
-    peak_bytes: int = 0
-
-    def step_finished(self, step: StepRecord, cache: Any) -> None:
-        """Look."""
-        super().step_finished(step, cache)
-        self.peak_bytes = max(self.peak_bytes, cache.pool.stats().created_bytes)
-
-
 def serve(
     engine: Engine, steps: Steps, workload: Workload, vocabulary: int
 ) -> tuple[Row, float | None]:
@@ -249,28 +212,26 @@ def serve(
     seconds, maps, critical, decode, mixed = [], [], [], [], []
     for _ in range(workload.rounds):
         steps.records.clear()
-        synchronize()
-        start = time.perf_counter()
-        outputs = engine.generate(prompts, params)
-        synchronize()
-        seconds.append(time.perf_counter() - start)
+        outputs: list[RequestOutput] = []
+        seconds.append(
+            seconds_of(lambda made=outputs: made.extend(engine.generate(prompts, params)))
+        )
         for output in outputs:
             said = output.outputs[0]
             if len(said.token_ids) != workload.new_tokens:
                 raise RuntimeError(f"{workload.name}: a request ended as {said.finish_reason}")
-        maps.append(steps.map_s / seconds[-1])
-        critical.append(steps.critical_map_s / seconds[-1])
+        # Where the host did not wait, the device may have waited for the mapping.
+        waited_s = [step.map_s for step in steps.records if step.wait_s < WAIT_MIN_S]
+        maps.append(sum(step.map_s for step in steps.records) / seconds[-1])
+        critical.append(sum(waited_s) / seconds[-1])
         decode.append(steps.decode_ms(workload.num_requests))
         mixed += steps.mixed_host_s
-    times = spread(seconds)
     row: Row = {
         "workload": workload.name,
         "requests": workload.num_requests,
         "prompt_tokens": sum(map(len, prompts)),
         "new_tokens": workload.new_tokens,
-        "seconds": times["median"],
-        "seconds_q1": times["q1"],
-        "seconds_q3": times["q3"],
+        **quartiles("seconds", seconds),
         "seconds_best": min(seconds),
         "vllm_seconds": workload.vllm_s,
         "hf_batch_seconds": workload.hf_batch_s,
@@ -281,103 +242,54 @@ def serve(
         "critical_mapping_share": max(critical),
         "mixed_plan_map_ms": 1e3 * statistics.median(mixed) if mixed else None,
     }
-    known = [each for each in decode if each is not None]
-    return row, min(known, default=None)
+    return row, min(filter(None, decode), default=None)
 
 
 def figures_of(rows: dict[str, Row], decode_ms: float | None) -> list[Figure]:
-    """What was promised."""
-    figures = [
-        Figure(
-            f"serve_{name.lower()}_seconds",
-            f"{row['requests']} requests, {row['prompt_tokens'] // row['requests']} prompt tokens "
-            f"each on average, {row['new_tokens']} new; the best of its rounds",
-            row["seconds_best"],
-            "s",
-            at_most=row["vllm_seconds"],
-            rival=f"vLLM {row['vllm_seconds']:.3g} s",
-        )
-        for name, row in sorted(rows.items())
-        if row.get("vllm_seconds")
-    ]
+    """Time beside vLLM's, decode over the memory floor, mapping, prefixes, and an idle engine."""
+    figures = []
+
+    def add(name: str, what: str, got: float, unit: str, rival: str = "", **bounds: float) -> None:
+        figures.append(Figure(f"serve_{name}", what, got, unit, rival=rival, **bounds))
+
+    for name, row in sorted(rows.items()):
+        if row.get("vllm_seconds"):
+            what = f"{row['requests']} requests, {row['prompt_tokens'] // row['requests']} prompt "
+            what += f"tokens each on average, {row['new_tokens']} new; the best of its rounds"
+            theirs, rival = row["vllm_seconds"], f"vLLM {row['vllm_seconds']:.3g} s"
+            add(f"{name.lower()}_seconds", what, row["seconds_best"], "s", rival, at_most=theirs)
     if decode_ms is not None:
         floor_ms = 1e3 * (WEIGHT_BYTES + 32 * 8192 * KV_BYTES_PER_TOKEN) / COPY_BYTES_PER_S
-        figures.append(
-            Figure(
-                "serve_decode_over_floor",
-                f"a decode step of 32 sequences of 8,192 tokens ({decode_ms:.1f} ms), of the "
-                f"memory floor ({floor_ms:.1f} ms)",
-                decode_ms / floor_ms,
-                "×",
-                at_most=1.25,
-            )
-        )
-    if rows.get("W1", {}).get("vllm_seconds"):
-        figures.append(
-            Figure(
-                "serve_critical_mapping_share",
-                "mapping that the device may have waited for, over W1",
-                rows["W1"]["critical_mapping_share"],
-                "%",
-                at_most=0.005,
-            )
-        )
-    if f"W1{QUARTER}" in rows and "W1" in rows:
-        figures.append(
-            Figure(
-                "serve_quarter_throughput",
-                "throughput of W1 with a quarter of the memory it needs, of that with all",
-                rows["W1"]["seconds"] / rows[f"W1{QUARTER}"]["seconds"],
-                "×",
-                at_least=0.6,
-            )
-        )
-    if f"W1{QUARTER}" in rows:
-        figures.append(
-            Figure(
-                "serve_quarter_critical_mapping_share",
-                "mapping that the device may have waited for, over W1 with a quarter of the memory",
-                rows[f"W1{QUARTER}"]["critical_mapping_share"],
-                "%",
-                at_most=on_gpu(0.005),
-            )
-        )
+        what = f"a decode step of 32 sequences of 8,192 tokens ({decode_ms:.1f} ms), of the memory "
+        what += f"floor ({floor_ms:.1f} ms)"
+        add("decode_over_floor", what, decode_ms / floor_ms, "×", at_most=1.25)
+    whole, short = rows.get("W1", {}), rows.get(f"W1{QUARTER}", {})
+    if whole.get("vllm_seconds"):
+        what, got = "mapping that the device may have waited for, over W1", "critical_mapping_share"
+        add(got, what, whole[got], "%", at_most=0.005)
+    if whole and short:
+        what = "throughput of W1 with a quarter of the memory it needs, of that with all"
+        got = whole["seconds"] / short["seconds"]
+        add("quarter_throughput", what, got, "×", at_least=0.6)
+    if short:
+        what = "mapping that the device may have waited for, over W1 with a quarter of the memory"
+        got = "critical_mapping_share"
+        add(f"quarter_{got}", what, short[got], "%", at_most=0.005)
     if PREFIX.name in rows and PREFIX.name + CACHED in rows:
         row, cached = rows[PREFIX.name], rows[PREFIX.name + CACHED]
-        figures.append(
-            Figure(
-                "serve_prefix_speedup",
-                f"{cached['requests']} requests that share a prefix: throughput with the prefix "
-                "cache, of that without",
-                (cached["requests"] / cached["seconds"]) / (row["requests"] / row["seconds"]),
-                "×",
-                at_least=3 if torch.cuda.is_available() else None,
-            )
-        )
+        what = f"{cached['requests']} requests that share a prefix: throughput with the prefix "
+        what += "cache, of that without"
+        got = (cached["requests"] / cached["seconds"]) / (row["requests"] / row["seconds"])
+        add("prefix_speedup", what, got, "×", at_least=3)
     if IDLE in rows:
-        figures += idle_figures(rows[IDLE])
+        row = rows[IDLE]
+        what = f"idle engine: CPU share of a core, over {row['idle_s']:.3g} s"
+        add("idle_cpu", what, row["cpu_share"], "%", at_most=0.01)
+        what = "idle engine: memory above the watermark of "
+        what += f"{row['watermark_bytes'] / MiB:,.5g} MiB, of {row['peak_bytes'] / MiB:,.5g} MiB "
+        got = row["above_watermark_bytes"] / MiB
+        add("idle_above_watermark_mib", f"{what}before", got, "MiB", at_most=0)
     return figures
-
-
-def idle_figures(row: Row) -> list[Figure]:
-    """What was promised of an engine without requests."""
-    return [
-        Figure(
-            "serve_idle_cpu",
-            f"idle engine: CPU share of a core, over {row['idle_s']:.3g} s",
-            row["cpu_share"],
-            "%",
-            at_most=on_gpu(0.01),
-        ),
-        Figure(
-            "serve_idle_above_watermark_mib",
-            f"idle engine: memory above the watermark of {row['watermark_bytes'] / 2**20:,.5g} "
-            f"MiB, of {row['peak_bytes'] / 2**20:,.5g} MiB before",
-            row["above_watermark_bytes"] / 2**20,
-            "MiB",
-            at_most=0,
-        ),
-    ]
 
 
 async def serve_at_once(
@@ -396,9 +308,7 @@ async def serve_at_once(
     return time.perf_counter() - start, sum(each.num_cached_tokens for each in outputs)
 
 
-async def idle_row(
-    engine: Engine, steps: MemorySteps, case: Case, vocabulary: int, idle_s: float
-) -> Row:
+async def idle_row(engine: Engine, steps: Steps, case: Case, vocabulary: int, idle_s: float) -> Row:
     """A burst, then nothing for `idle_s`, and the burst again. Closes the engine."""
     workload, watermark_bytes = case.workloads[0], case.watermark_bytes or 0
     prompts = workload.prompts(vocabulary)
@@ -407,7 +317,7 @@ async def idle_row(
     try:
         busy_s, _ = await serve_at_once(served, prompts, params)
         start = time.perf_counter()
-        if not await asyncio.to_thread(steps.is_idle.wait, PATIENCE_S):
+        if not await asyncio.to_thread(steps.is_idle.wait, 300.0):
             raise RuntimeError("the engine does not fall idle")
         give_back_s = time.perf_counter() - start
         kept_bytes = engine.cache.pool.backend.usage().physical_bytes
@@ -438,12 +348,12 @@ async def idle_row(
 def make_engine(
     model: Any, steps: Steps, case: Case, kv_dtype: str, attention: str | None
 ) -> Engine:
-    """The engine as anybody would make it."""
+    """The engine with its defaults, but for what a case sets."""
     return Engine(
         model,
         max_num_seqs=MAX_NUM_SEQS,
         max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
-        max_tokens=MAX_TOKENS if torch.cuda.is_available() else 256,
+        max_tokens=MAX_TOKENS if model.device.type == "cuda" else 256,
         budget_bytes=case.budget_bytes,
         prefix_caching=case.prefix_caching,
         watermark_bytes=case.watermark_bytes,
@@ -453,90 +363,57 @@ def make_engine(
     )
 
 
-def synchronize() -> None:
-    """Wait for the device, where there is one."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, show, write."""
-    parser = bench_parser(__doc__)
-    parser.add_argument(
-        "--only",
-        nargs="+",
-        metavar="NAME",
-        help="W0 … W4, quarter, prefix, idle; by default all. The result is then called "
-        "serve_NAME_…",
-    )
-    parser.add_argument(
-        "--vllm-json",
-        type=Path,
-        metavar="FILE",
-        help="what vllm_workloads.py has measured on this machine, instead of published figures",
-    )
-    parser.add_argument(
-        "--kv-dtype", default="auto", help="of keys and values; the result is then called after it"
-    )
-    parser.add_argument("--attention-backend", help="likewise; by default what the engine takes")
-    arguments = parser.parse_args(argv)
-    formats = (arguments.kv_dtype, arguments.attention_backend)
-    smoke = arguments.smoke or not torch.cuda.is_available()
-    vllm_s = json.loads(arguments.vllm_json.read_text()) if arguments.vllm_json else {}
+    bench = Bench("serve", __doc__, needs_gpu=True)
+    said = "W0 … W4, quarter, prefix, idle; by default all. The result is then called serve_NAME_…"
+    bench.option("--only", nargs="+", metavar="NAME", help=said)
+    said = "what vllm_workloads.py has measured on this machine, instead of published figures"
+    bench.option("--vllm-json", type=Path, metavar="FILE", help=said)
+    said = "of keys and values; the result is then called after it"
+    bench.option("--kv-dtype", default="auto", help=said)
+    bench.option("--attention-backend", help="likewise; by default what the engine takes")
+    options = bench.parse(argv)
+    formats, smoke = (options.kv_dtype, options.attention_backend), options.smoke
+    vllm_s = json.loads(options.vllm_json.read_text()) if options.vllm_json else {}
     config = llama_config(smoke=smoke)
-    model = make_model(config, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    model = make_model(config, options.device)
     steps = Steps()
     rows: dict[str, Row] = {}
     decode_ms: float | None = None
     for case in SMOKE_CASES if smoke else CASES:
-        wanted = [
-            each
-            for each in case.workloads
-            if is_wanted(f"{each.name}{case.suffix}", arguments.only)
-        ]
+        names = {each.name + case.suffix: each for each in case.workloads}
+        wanted = {name: each for name, each in names.items() if is_wanted(name, options.only)}
         if not wanted:
             continue
         with make_engine(model, steps, case, *formats) as engine:
-            for workload in wanted:
+            for name, workload in wanted.items():
                 if workload.vllm_s is not None and vllm_s:
                     workload = replace(workload, vllm_s=vllm_s.get(workload.name))
                 row, step_ms = serve(engine, steps, workload, config.vocab_size)
-                name = workload.name + case.suffix
                 rows[name] = row | {"workload": name}
-                if name == "W2" and not smoke:
-                    decode_ms = step_ms
+                decode_ms = step_ms if name == "W2" and not smoke else decode_ms
                 print_rows([rows[name]])
-    if is_wanted(IDLE, arguments.only):
-        case = SMOKE_IDLE_CASE if smoke else IDLE_CASE
-        watch = MemorySteps()
+    if is_wanted(IDLE, options.only):
+        case, idle_s = (SMOKE_IDLE_CASE, 0.2) if smoke else (IDLE_CASE, 10.0)
+        watch = Steps(watches_memory=True)
         engine = make_engine(model, watch, case, *formats)
-        idle_s = SMOKE_IDLE_S if smoke else IDLE_S
         rows[IDLE] = asyncio.run(idle_row(engine, watch, case, config.vocab_size, idle_s))
     if not rows:
-        parser.error(f"there is no workload called {' or '.join(arguments.only)}")
+        bench.error(f"there is no workload called {' or '.join(options.only)}")
     kind = [each for each in formats if each not in ("auto", None)]
     # The floor is that of whole keys and values; `bench_fp8` has that of others.
     figures = figures_of(rows, None if kind else decode_ms)
     if kind:
         figures = [replace(each, name="_".join([each.name, *kind])) for each in figures]
-    print_rows(list(rows.values()))
-    print_figures(figures)
-    constants = {
-        "max_num_seqs": MAX_NUM_SEQS,
-        "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS,
-        "weight_bytes": WEIGHT_BYTES,
-        "vllm_in_this_run": bool(vllm_s),
-        "kv_dtype": arguments.kv_dtype,
-        "attention_backend": arguments.attention_backend or "auto",
-    }
-    record = make_record(__doc__, list(rows.values()), figures, constants)
-    if arguments.json or not smoke:
-        # A part of the workloads does not replace the result of all.
-        whole = {each.name + case.suffix for case in CASES for each in case.workloads}
-        only = () if whole <= rows.keys() else arguments.only or ()
-        name = "_".join(["serve", *kind, *only]).lower()
-        print("wrote", write_result(name, record, arguments.json))
-    return 0
+    constants = {"max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS}
+    constants |= {"weight_bytes": WEIGHT_BYTES, "vllm_in_this_run": bool(vllm_s)}
+    constants |= {"kv_dtype": formats[0], "attention_backend": formats[1] or "auto"}
+    # A part of the workloads does not replace the result of all.
+    whole = {each.name + case.suffix for case in CASES for each in case.workloads}
+    only = () if whole <= rows.keys() else options.only or ()
+    bench.name = "_".join(["serve", *kind, *only]).lower()
+    return bench.finish(list(rows.values()), figures, constants)
 
 
 def is_wanted(name: str, only: Sequence[str] | None) -> bool:

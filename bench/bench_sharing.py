@@ -41,30 +41,23 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
-from common import spread, write_result
-from report import Figure, Row, bench_parser, make_record, on_gpu, print_figures, print_rows
+from harness import Bench, Figure, Row, in_turns, on_gpu, quartiles, synchronize
+from models import LLAMA_3_8B, SEED, CacheShape, close_cache, open_cache, open_pool
 from rivals import BLOCK_TOKENS, block_table_bytes
 
 import vmkv
-from vmkv import HostBackend, KVCache, open_backend
-from vmkv.cache.cost import CostModel
-from vmkv.memory import ExtentPool
+from vmkv import CostModel
 from vmkv.units import GiB, KiB, MiB
 
-REPEATS = 11
-DTYPE = torch.bfloat16
-SEED = 0
 VOCABULARY = 128_256
+COUNTED = ("calls", "new_bytes")
 
 
 @dataclass(frozen=True)
 class Case:
     """A model's cache, and what is shared in it."""
 
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
+    shape: CacheShape
     num_tokens: int  # of the sequence that is forked, or found
     prompt_tokens: int  # of it, where the rest is decoded
     prefix_tokens: int  # that requests have in common
@@ -73,16 +66,11 @@ class Case:
     num_requests: int
     page_bytes: int
     budget_bytes: int
-    is_for_host: bool = False
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of one token in all layers."""
-        return self.num_layers * 2 * self.num_kv_heads * self.head_dim * DTYPE.itemsize
+    smoke: bool = False
 
 
-LLAMA_3_8B = Case(32, 8, 128, 8192, 2048, 2048, 2000, 64, 64, 2 * MiB, 24 * GiB)
-SMOKE = Case(4, 2, 16, 1024, 256, 256, 240, 16, 4, 4 * KiB, 64 * MiB, is_for_host=True)
+LLAMA = Case(LLAMA_3_8B, 8192, 2048, 2048, 2000, 64, 64, 2 * MiB, 24 * GiB)
+SMOKE = Case(CacheShape("smoke", 4, 2, 16), 1024, 256, 256, 240, 16, 4, 4 * KiB, 64 * MiB, True)
 
 ALIAS, COPY = "vmkv", "copying"
 #: Mapping costs more than anything is worth.
@@ -93,49 +81,26 @@ class Subject:
     """A cache of one variant over a pool of its own, with nothing in it."""
 
     def __init__(self, case: Case, variant: str, num_rows: int):
-        use_gpu = torch.cuda.is_available() and not case.is_for_host
         self.case, self.variant = case, variant
-        self.backend = open_backend("cuda:0") if use_gpu else HostBackend(case.page_bytes)
-        self.pool = ExtentPool(self.backend, case.budget_bytes)
-        self.cache = KVCache(
-            self.pool,
-            max_tokens=2 * case.num_tokens,
-            max_sequences=num_rows,
-            layers_per_group=case.num_layers,
-            cost_model=NEVER_ALIAS if variant == COPY else None,
-        )
-        self.cache.add_layers(
-            range(case.num_layers),
-            num_kv_heads=case.num_kv_heads,
-            head_dim=case.head_dim,
-            dtype=DTYPE,
-        )
+        pool = open_pool(case.budget_bytes, smoke=case.smoke, page_bytes=case.page_bytes)
+        cost_model = NEVER_ALIAS if variant == COPY else None
+        options = {"max_tokens": 2 * case.num_tokens, "max_sequences": num_rows}
+        self.cache = open_cache(pool, case.shape, cost_model=cost_model, **options)
 
     def measure(self, work: Callable[[], vmkv.Sequence]) -> tuple[Row, vmkv.Sequence]:
         """What `work` costs, and what it made."""
+        backend = self.cache.pool.backend
         synchronize()
         resident_bytes = self.cache.stats().resident_bytes
-        calls = Counter(self.backend.calls)
+        calls = Counter(backend.calls)
         start = time.perf_counter()
         made = work()
         host_us = 1e6 * (time.perf_counter() - start)
         synchronize()
-        done_us = 1e6 * (time.perf_counter() - start)
-        num_calls = (Counter(self.backend.calls) - calls).total()
-        new_bytes = self.cache.stats().resident_bytes - resident_bytes
-        return {
-            "host_us": host_us, "done_us": done_us, "calls": num_calls, "new_bytes": new_bytes,
-        }, made  # fmt: skip
-
-    def close(self) -> None:
-        self.cache.check()
-        self.cache.close()
-        self.pool.close()
-
-
-def synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+        row: Row = {"host_us": host_us, "done_us": 1e6 * (time.perf_counter() - start)}
+        row["calls"] = (Counter(backend.calls) - calls).total()
+        row["new_bytes"] = self.cache.stats().resident_bytes - resident_bytes
+        return row, made
 
 
 def token_ids(num_tokens: int, seed: int) -> list[int]:
@@ -211,24 +176,21 @@ def measure_operations(case: Case, repeats: int) -> list[Row]:
     """Forks and hits by both variants."""
     subjects = [Subject(case, variant, 3) for variant in (ALIAS, COPY)]
     samples: dict[tuple[str, str], list[Row]] = {}
-    for repeat in range(repeats + 1):
-        for subject in subjects if repeat % 2 else reversed(subjects):
-            for taker in (fork_samples, prefix_samples):
-                for operation, sample in taker(subject):
-                    if repeat:  # The first one warms up.
-                        samples.setdefault((operation, subject.variant), []).append(sample)
+    for subject, at in in_turns(subjects, repeats, warmup=1):
+        for taker in (fork_samples, prefix_samples):
+            for operation, sample in taker(subject):
+                if at >= 0:
+                    samples.setdefault((operation, subject.variant), []).append(sample)
     for subject in subjects:
-        subject.close()
+        close_cache(subject.cache)
     rows = []
     for (operation, variant), taken in samples.items():
         row: Row = {"operation": operation, "variant": variant, "tokens": case.num_tokens}
         for name in ("host_us", "done_us"):
-            values = spread([each[name] for each in taken])
-            row |= {name: values["median"], f"{name}_q1": values["q1"], f"{name}_q3": values["q3"]}
-        for name in ("calls", "new_bytes"):
-            row[name] = max(each[name] for each in taken)
-        rows.append(row)
-    return sorted(rows, key=lambda row: list(samples).index((row["operation"], ALIAS)))
+            row |= quartiles(name, [each[name] for each in taken])
+        rows.append(row | {name: max(each[name] for each in taken) for name in COUNTED})
+    operations = list(dict.fromkeys(operation for operation, _ in samples))
+    return sorted(rows, key=lambda row: operations.index(row["operation"]))
 
 
 # ---- many requests ----------------------------------------------------------------------------
@@ -242,15 +204,16 @@ def serve(case: Case, prefix_tokens: int, *, is_alone: bool) -> list[Row]:
         prefix_tokens: What they have in common.
         is_alone: Whether the first one computes the prefix by itself, before its own tokens.
     """
-    subject = Subject(case, ALIAS, case.num_requests)
+    cache = Subject(case, ALIAS, case.num_requests).cache
     common = token_ids(prefix_tokens, SEED)
     seeds = range(SEED + 1, SEED + 1 + case.num_requests)
     prompts = [common + token_ids(case.own_tokens, seed) for seed in seeds]
+    whole_tokens = prefix_tokens // BLOCK_TOKENS * BLOCK_TOKENS
     live = []
     start = time.perf_counter()
     for at, prompt in enumerate(prompts):
-        sequence = subject.cache.open(prompt=prompt)
-        check_hit(sequence, (prefix_tokens // BLOCK_TOKENS * BLOCK_TOKENS) if at else 0)
+        sequence = cache.open(prompt=prompt)
+        check_hit(sequence, whole_tokens if at else 0)
         if is_alone and not at:
             sequence.append(prefix_tokens)
         sequence.append(len(prompt) - sequence.num_tokens)
@@ -258,20 +221,17 @@ def serve(case: Case, prefix_tokens: int, *, is_alone: bool) -> list[Row]:
         live.append(sequence)
     synchronize()
     request_us = 1e6 * (time.perf_counter() - start) / case.num_requests
-    resident_bytes = subject.cache.stats().resident_bytes
-    subject.close()
+    resident_bytes = cache.stats().resident_bytes
+    close_cache(cache)
 
-    own_bytes = case.num_requests * case.own_tokens * case.token_bytes
-    needed_bytes = prefix_tokens * case.token_bytes + own_bytes
-    whole_tokens = prefix_tokens // BLOCK_TOKENS * BLOCK_TOKENS
+    token_bytes, count = case.shape.token_bytes, case.num_requests
+    needed_bytes = (prefix_tokens + count * case.own_tokens) * token_bytes
     rest_tokens = prefix_tokens - whole_tokens + case.own_tokens
-    shared_bytes = whole_tokens * case.token_bytes
-    tails_bytes = block_table_bytes([rest_tokens] * case.num_requests, case.token_bytes)
-    lengths = [prefix_tokens + case.own_tokens] * case.num_requests
+    tails_bytes = block_table_bytes([rest_tokens] * count, token_bytes)
     held = {
         ALIAS: resident_bytes,
-        "block table, 16": shared_bytes + tails_bytes,
-        "no sharing": sum(lengths) * case.token_bytes,
+        "block table, 16": whole_tokens * token_bytes + tails_bytes,
+        "no sharing": count * (prefix_tokens + case.own_tokens) * token_bytes,
     }
     operation = f"{case.num_requests} requests" + (", prefix computed alone" if is_alone else "")
     rows = []
@@ -286,8 +246,9 @@ def serve(case: Case, prefix_tokens: int, *, is_alone: bool) -> list[Row]:
 
 
 def promised(case: Case, rows: Sequence[Row]) -> list[Figure]:
-    """The figures of the issue, and what is unfavourable."""
+    """Forks, prefix hits, and what shared prefixes hold; the unfavourable ones too."""
     by_key = {(row["operation"], row["variant"], row["tokens"]): row for row in rows}
+    found = []
 
     def of(operation: str, variant: str = ALIAS, tokens: int = case.num_tokens) -> Row:
         return by_key[operation, variant, tokens]
@@ -295,90 +256,55 @@ def promised(case: Case, rows: Sequence[Row]) -> list[Figure]:
     def ms(operation: str, variant: str = ALIAS) -> float:
         return of(operation, variant)["done_us"] / 1e3
 
+    def add(name: str, what: str, got: float, unit: str, rival: str, bound: float | None) -> None:
+        found.append(Figure(name, what, got, unit, bound, rival=rival))
+
     requests = f"{case.num_requests} requests"
-    ratio = of(requests, tokens=case.prefix_tokens)["resident_ratio"]
-    unshared = of(requests, "no sharing", case.prefix_tokens)["resident_ratio"]
-    odd_ratio = of(requests, tokens=case.odd_prefix_tokens)["resident_ratio"]
-    alone = of(f"{requests}, prefix computed alone", tokens=case.odd_prefix_tokens)
-    blocks = of(requests, "block table, 16", case.odd_prefix_tokens)["resident_ratio"]
     forks = ("fork", "fork, odd")
     length = f"{case.num_tokens:,}-token"
-    return [
-        Figure(
-            "fork_ms",
-            f"fork of a {length} sequence, the slower of a whole and an odd end",
-            max(map(ms, forks)),
-            "ms",
-            at_most=on_gpu(1.5),
-            rival=f"{ms('fork', COPY):.2f} ms (copying it)",
-        ),
-        Figure(
-            "fork_new_mib",
-            "new memory of that fork, the larger of the two",
-            max(of(each)["new_bytes"] for each in forks) / MiB,
-            "MiB",
-            at_most=64,
-            rival=f"{of('fork', COPY)['new_bytes'] / MiB:,.0f} MiB (copying it)",
-        ),
-        Figure(
-            "fork_decoded_ms",
-            f"fork of a {length} sequence that was decoded from {case.prompt_tokens:,} tokens on",
-            ms("fork of a decoded one"),
-            "ms",
-            rival=f"{ms('fork of a decoded one', COPY):.2f} ms (copying it)",
-        ),
-        Figure(
-            "prefix_alias_ms",
-            f"prefix hit of {case.num_tokens:,} tokens that a live row holds",
-            ms("prefix hit, live row"),
-            "ms",
-            at_most=on_gpu(1.5),
-            rival=f"{ms('prefix hit, live row', COPY):.2f} ms (copying it)",
-        ),
-        Figure(
-            "prefix_adopt_calls",
-            f"driver calls of a prefix hit of {case.num_tokens:,} tokens in a parked row",
-            of("prefix hit, parked row")["calls"],
-            "calls",
-            at_most=0,
-            rival=f"{of('prefix hit, live row')['calls']} calls (mapping it again)",
-        ),
-        Figure(
-            "shared_prefix_ratio",
-            f"resident, of prefix once and {case.num_requests} × {case.own_tokens} tokens "
-            f"(prefix of {case.prefix_tokens:,})",
-            ratio,
-            "×",
-            at_most=1.05,
-            rival=f"{unshared:.1f} × (no sharing)",
-        ),
-        Figure(
-            "shared_odd_prefix_ratio",
-            f"the same, where the prefix of {case.odd_prefix_tokens:,} tokens ends within an "
-            f"extent (computed by itself first: {alone['resident_ratio']:.2f} ×)",
-            odd_ratio,
-            "×",
-            rival=f"{blocks:.2f} × (blocks of 16 tokens)",
-        ),
-    ]
+    what = f"fork of a {length} sequence, the slower of a whole and an odd end"
+    rival = f"{ms('fork', COPY):.2f} ms (copying it)"
+    add("fork_ms", what, max(map(ms, forks)), "ms", rival, on_gpu(1.5))
+    what = "new memory of that fork, the larger of the two"
+    got = max(of(each)["new_bytes"] for each in forks) / MiB
+    rival = f"{of('fork', COPY)['new_bytes'] / MiB:,.0f} MiB (copying it)"
+    add("fork_new_mib", what, got, "MiB", rival, 64)
+    name = "fork of a decoded one"
+    what = f"fork of a {length} sequence that was decoded from {case.prompt_tokens:,} tokens on"
+    add("fork_decoded_ms", what, ms(name), "ms", f"{ms(name, COPY):.2f} ms (copying it)", None)
+    name, what = "prefix hit, live row", f"prefix hit of {case.num_tokens:,} tokens"
+    rival = f"{ms(name, COPY):.2f} ms (copying it)"
+    add("prefix_alias_ms", f"{what} that a live row holds", ms(name), "ms", rival, on_gpu(1.5))
+    rival, got = f"{of(name)['calls']} calls (mapping it again)", of("prefix hit, parked row")
+    what = f"driver calls of a {what} in a parked row"
+    add("prefix_adopt_calls", what, got["calls"], "calls", rival, 0)
+    tokens = case.prefix_tokens
+    what = f"resident, of prefix once and {case.num_requests} × {case.own_tokens} tokens "
+    rival = f"{of(requests, 'no sharing', tokens)['resident_ratio']:.1f} × (no sharing)"
+    got = of(requests, tokens=tokens)["resident_ratio"]
+    add("shared_prefix_ratio", f"{what}(prefix of {tokens:,})", got, "×", rival, 1.05)
+    tokens = case.odd_prefix_tokens
+    alone = of(f"{requests}, prefix computed alone", tokens=tokens)["resident_ratio"]
+    what = f"the same, where the prefix of {tokens:,} tokens ends within an extent "
+    what += f"(computed by itself first: {alone:.2f} ×)"
+    blocks = of(requests, "block table, 16", tokens)["resident_ratio"]
+    got = of(requests, tokens=tokens)["resident_ratio"]
+    rival = f"{blocks:.2f} × (blocks of 16 tokens)"
+    add("shared_odd_prefix_ratio", what, got, "×", rival, None)
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, show, write."""
-    options = bench_parser(__doc__).parse_args(argv)
-    case = SMOKE if options.smoke else LLAMA_3_8B
-    rows = measure_operations(case, 2 if options.smoke else REPEATS)
+    bench = Bench("sharing", __doc__)
+    smoke = bench.parse(argv).smoke
+    case = SMOKE if smoke else LLAMA
+    rows = measure_operations(case, 2 if smoke else 11)
     for prefix_tokens in (case.prefix_tokens, case.odd_prefix_tokens):
         for is_alone in (False, True):
             rows += serve(case, prefix_tokens, is_alone=is_alone)
-    figures = promised(case, rows)
-    print_rows(rows)
-    print_figures(figures)
-    constants = {"token_bytes": case.token_bytes, "own_tokens": case.own_tokens, "seed": SEED}
-    if options.json is not None or not options.smoke:
-        record = make_record(__doc__, rows, figures, constants | {"smoke": options.smoke})
-        print("wrote", write_result("sharing", record, options.json))
-    return 0
+    constants = {"token_bytes": case.shape.token_bytes, "own_tokens": case.own_tokens}
+    return bench.finish(rows, promised(case, rows), constants | {"seed": SEED})
 
 
 if __name__ == "__main__":

@@ -35,27 +35,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from bench_generate import make_model
-from common import write_result
-from report import Figure, Row, bench_parser, make_record, print_figures, print_rows
-from transformers import LlamaConfig
+from harness import Bench, Figure, Row, print_rows
+from models import llama_config, make_model
 
-from vmkv.serve import Engine, SamplingParams
+from vmkv import Engine, SamplingParams
 from vmkv.serve.preemption import PreemptionCosts
+from vmkv.units import GiB, MiB
 
-NUM_REQUESTS = 3000
-NUM_SHORT = 400
 NUM_DRAWN = 64
 NUM_COMMON = 8
 IN_FLIGHT = 384
 SHARE_COMMON = 0.3
 SHARE_SAMPLES = 0.02
 SHARE_CANCELLED = 0.1
-HOST_BYTES = 16 * 2**30
-SHORT_BYTES = 3 * 2**30  # What the requests that run at once want is three times as much.
-SMOKE_SHORT_BYTES = 2**20
 LONG_ANSWER_TOKENS = 500  # So much that those that have begun outgrow the memory.
-ERROR_RULE = 2.0
 QUARTER = ", quarter of the budget"
 SHORT = ", short of memory, swapping"
 
@@ -223,118 +216,76 @@ def judge(model: Any, answers: Sequence[Answer]) -> list[Row]:
     return rows
 
 
-def make_config(*, smoke: bool, layers: int | None) -> LlamaConfig:
-    """Llama-3-8B's shape, with fewer layers where wanted; or a tiny one."""
-    return LlamaConfig(
-        vocab_size=512 if smoke else 128256,
-        hidden_size=256 if smoke else 4096,
-        intermediate_size=96 if smoke else 14336,
-        num_attention_heads=4 if smoke else 32,
-        num_hidden_layers=layers or (2 if smoke else 32),
-        num_key_value_heads=2 if smoke else 8,
-        max_position_embeddings=512 if smoke else 8192,
-    )
+def promised(rows: Sequence[Row], verdicts: Sequence[Row]) -> list[Figure]:
+    """Failures, errors and leftovers of each run."""
+    figures = []
+    for row, verdict in zip(rows, verdicts, strict=True):
+        run, plain = row["run"], verdict["plain_rms"]
+        what = f"{row['requests']} requests: failed ({run})"
+        figures.append(Figure(f"soak_failed_{run}", what, row["failed"], "", 0))
+        what = f"error of {verdict['drawn']} requests' log-probabilities, of the plain model's own "
+        got = verdict["engine_rms"] / plain
+        figures.append(Figure(f"soak_error_{run}", f"{what}({run})", got, "×", 2.0))
+        what, got = f"the same, of the worst request ({run})", verdict["worst_request_rms"] / plain
+        figures.append(Figure(f"soak_worst_{run}", what, got, "×", 4.0))
+        what = f"sequences and parked bytes left afterwards ({run})"
+        got = row["left_sequences"] + row["left_parked_bytes"]
+        figures.append(Figure(f"soak_left_{run}", what, got, "", 0))
+    return figures
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve, judge, show, write."""
-    parser = bench_parser(__doc__)
-    parser.add_argument("--kernels", nargs="+", help="attention backends; by default the fastest")
-    parser.add_argument("--layers", type=int, help="fewer layers than the model has")
-    parser.add_argument("--requests", type=int, help="fewer requests")
-    parser.add_argument("--budget-mib", type=int, help="what keys and values may take")
-    parser.add_argument(
-        "--short", action="store_true", help="only with so little memory that requests swap"
-    )
-    parser.add_argument("--eager", action="store_true", help="without graphs: for memory checkers")
-    arguments = parser.parse_args(argv)
-    smoke = arguments.smoke or not torch.cuda.is_available()
-    config = make_config(smoke=smoke, layers=arguments.layers)
-    model = make_model(config, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    num_requests = NUM_SHORT if arguments.short else NUM_REQUESTS
-    asked = traffic(
-        arguments.requests or (60 if smoke else num_requests),
-        config.vocab_size,
-        config.max_position_embeddings,
-        LONG_ANSWER_TOKENS if arguments.short else 60,
-    )
+    bench = Bench("soak", __doc__, needs_gpu=True)
+    add = bench.option
+    add("--kernels", nargs="+", default=[None], help="attention backends; by default the fastest")
+    add("--layers", type=int, help="fewer layers than the model has")
+    add("--requests", type=int, help="fewer requests")
+    add("--budget-mib", type=int, help="what keys and values may take")
+    add("--short", action="store_true", help="only with so little memory that requests swap")
+    add("--eager", action="store_true", help="without graphs: for memory checkers")
+    options = bench.parse(argv)
+    smoke, kernels = options.smoke, options.kernels
+    bench.name = "soak_short" if options.short else "soak"
+    sizes: Row = {"max_position_embeddings": 512 if smoke else 8192}
+    sizes |= {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 96} if smoke else {}
+    sizes |= {"num_hidden_layers": options.layers} if options.layers else {}
+    config = llama_config(smoke=smoke, **sizes)
+    model = make_model(config, options.device)
+    max_tokens = config.max_position_embeddings
+    num_requests = options.requests or (60 if smoke else 400 if options.short else 3000)
+    answer_tokens = LONG_ANSWER_TOKENS if options.short else 60
+    asked = traffic(num_requests, config.vocab_size, max_tokens, answer_tokens)
     rows: list[Row] = []
     answers: list[Answer] = []
-    kernels = arguments.kernels or [None]
-    budget_bytes = arguments.budget_mib << 20 if arguments.budget_mib else None
-    if smoke and budget_bytes is None:
-        budget_bytes = 2**23
+    budget_bytes = options.budget_mib * MiB if options.budget_mib else 8 * MiB if smoke else None
     # Of a quarter of the default budget, requests this short still need no half.
-    runs: list[tuple[str | None, str]] = [] if arguments.short else [(each, "") for each in kernels]
-    runs += [(kernels[0], SHORT)] if arguments.short or smoke else [(kernels[0], QUARTER)]
+    runs: list[tuple[str | None, str]] = [] if options.short else [(each, "") for each in kernels]
+    runs += [(kernels[0], SHORT if options.short or smoke else QUARTER)]
     for kernel, suffix in runs:
-        name = (kernel or "default") + suffix
-        options: dict[str, Any] = {"budget_bytes": budget_bytes}
+        memory: Row = {"budget_bytes": budget_bytes}
+        if suffix == SHORT:  # Requests that run at once want three times as much.
+            memory["budget_bytes"] = MiB if smoke else 3 * GiB
+        elif suffix == QUARTER:
+            memory["budget_bytes"] = int(rows[0]["budget_gib"] * GiB) // 4 // (2 * MiB) * 2 * MiB
         if suffix:
             # Computing again would be as cheap for prompts this short: they are to swap.
-            options = {
-                "budget_bytes": (SMOKE_SHORT_BYTES if smoke else SHORT_BYTES)
-                if suffix == SHORT
-                else int(rows[0]["budget_gib"] * 2**30) // 4 // 2**21 * 2**21,
-                "host_budget_bytes": 2**23 if smoke else HOST_BYTES,
-                "preemption_costs": PreemptionCosts(flops_per_s=1.0),
-            }
+            memory["preemption_costs"] = PreemptionCosts(flops_per_s=1.0)
+            memory["host_budget_bytes"] = 8 * MiB if smoke else 16 * GiB
         with Engine(
             model,
             attention_backend=kernel,
             max_num_seqs=16 if smoke else 256,
-            max_tokens=config.max_position_embeddings,
-            runner="eager" if arguments.eager else "auto",
-            **options,
+            max_tokens=max_tokens,
+            runner="eager" if options.eager else "auto",
+            **memory,
         ) as engine:
-            row, found = soak(name, engine, asked)
+            row, found = soak((kernel or "default") + suffix, engine, asked)
         rows.append(row)
         answers += found
         print_rows([row])
     verdicts = judge(model, answers)
-    print_rows(verdicts)
-    figures = []
-    for row, verdict in zip(rows, verdicts, strict=True):
-        run = row["run"]
-        figures += [
-            Figure(
-                f"soak_failed_{run}",
-                f"{row['requests']} requests: failed ({run})",
-                row["failed"],
-                "",
-                at_most=0,
-            ),
-            Figure(
-                f"soak_error_{run}",
-                f"error of {verdict['drawn']} requests' log-probabilities, of the plain model's "
-                f"own ({run})",
-                verdict["engine_rms"] / verdict["plain_rms"],
-                "×",
-                at_most=ERROR_RULE,
-            ),
-            Figure(
-                f"soak_worst_{run}",
-                f"the same, of the worst request ({run})",
-                verdict["worst_request_rms"] / verdict["plain_rms"],
-                "×",
-                at_most=2 * ERROR_RULE,
-            ),
-            Figure(
-                f"soak_left_{run}",
-                f"sequences and parked bytes left afterwards ({run})",
-                row["left_sequences"] + row["left_parked_bytes"],
-                "",
-                at_most=0,
-            ),
-        ]
-    print_figures(figures)
-    record = make_record(__doc__, [*rows, *verdicts], figures, {"in_flight": IN_FLIGHT})
-    if arguments.json or not smoke:
-        print(
-            "wrote",
-            write_result("soak_short" if arguments.short else "soak", record, arguments.json),
-        )
-    return 0
+    return bench.finish([*rows, *verdicts], promised(rows, verdicts), {"in_flight": IN_FLIGHT})
 
 
 if __name__ == "__main__":

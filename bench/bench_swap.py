@@ -24,23 +24,18 @@ Not measured. Compute beside the copies; several sequences at a time; disks.
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from common import spread, write_result
-from report import Figure, Row, bench_parser, make_record, on_gpu, print_figures, print_rows
+from harness import Bench, Figure, Row, on_gpu, quartiles, seconds_of, spread
+from models import LLAMA_3_8B, CacheShape, close_cache, open_cache, open_pool
 
 import vmkv
-from vmkv import HostBackend, KVCache, open_backend
+from vmkv import KVCache
 from vmkv.backend import MemoryLocation
-from vmkv.memory import ExtentPool
 from vmkv.units import GiB, KiB, MiB
 
-REPEATS = 11
-COLD_REPEATS = 3
-DTYPE = torch.bfloat16
 WAYS = ("out", "in")
 
 
@@ -53,79 +48,26 @@ class Case:
     prompt_tokens: int
 
 
-@dataclass(frozen=True)
-class Shape:
-    """A model's cache."""
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    page_bytes: int
-    budget_bytes: int
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of one token in all layers."""
-        return self.num_layers * 2 * self.num_kv_heads * self.head_dim * DTYPE.itemsize
+def open_sequence(cache: KVCache, case: Case) -> vmkv.Sequence:
+    """A new one, with noise in its first and last layer; its memory is as growth leaves it."""
+    cache.trim()
+    sequence = cache.open()
+    sequence.append(case.prompt_tokens)
+    for _ in range(case.num_tokens - case.prompt_tokens):
+        sequence.append(1)
+    for layer in (0, cache.layers[-1]):
+        sequence.keys(layer).normal_()
+        sequence.values(layer).normal_()
+    return sequence
 
 
-LLAMA_3_8B = Shape(32, 8, 128, 2 * MiB, 2 * GiB)
 CASES = (
     Case("prompt", 8192, 8192),
     Case("decoded", 8192, 2048),
     Case("small prompt", 512, 512),
 )
-SMOKE = Shape(4, 2, 16, 4 * KiB, 4 * MiB)
+SMOKE = CacheShape("smoke", 4, 2, 16)
 SMOKE_CASES = (Case("prompt", 1024, 1024), Case("decoded", 1024, 256), Case("small prompt", 64, 64))
-
-
-class Subject:
-    """One sequence in a cache with room for it on either side."""
-
-    def __init__(self, shape: Shape, *, smoke: bool):
-        self.use_gpu = torch.cuda.is_available() and not smoke
-        self.backend = open_backend("cuda:0") if self.use_gpu else HostBackend(shape.page_bytes)
-        self.pool = ExtentPool(
-            self.backend, shape.budget_bytes, host_budget_bytes=shape.budget_bytes
-        )
-        self.cache = KVCache(
-            self.pool, max_tokens=16_384, max_sequences=1, layers_per_group=shape.num_layers
-        )
-        self.shape = shape
-        self.cache.add_layers(
-            range(shape.num_layers),
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            dtype=DTYPE,
-        )
-
-    def sequence(self, case: Case) -> vmkv.Sequence:
-        """A new one, with noise in its first and last layer; its memory is as growth leaves it."""
-        self.cache.trim()
-        sequence = self.cache.open()
-        sequence.append(case.prompt_tokens)
-        for _ in range(case.num_tokens - case.prompt_tokens):
-            sequence.append(1)
-        for layer in (0, self.shape.num_layers - 1):
-            sequence.keys(layer).normal_()
-            sequence.values(layer).normal_()
-        return sequence
-
-    def close(self) -> None:
-        self.cache.check()
-        self.cache.close()
-        self.pool.close()
-
-
-def seconds_of(work: Callable[[], object]) -> float:
-    """Until the device is idle again, from when it was."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    work()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
 
 
 def contents(sequence: vmkv.Sequence, layer: int) -> tuple[int, torch.Tensor]:
@@ -143,23 +85,22 @@ def check(sequence: vmkv.Sequence, expected: Sequence[tuple[int, torch.Tensor]])
             raise AssertionError(f"layer {layer} holds something else")
 
 
-def run(subject: Subject, case: Case, repeats: int, cold_repeats: int) -> list[Row]:
+def run(cache: KVCache, case: Case, repeats: int, cold_repeats: int) -> list[Row]:
     """Swap a sequence out and in, beside plain copies of the same size; a row for each way."""
-    num_bytes = case.num_tokens * subject.shape.token_bytes
-    device = subject.cache.device
-    plain = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-    pinned = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=subject.use_gpu)
+    sequence = open_sequence(cache, case)
+    num_bytes = cache.stats().used_bytes
+    plain = torch.zeros(num_bytes, dtype=torch.uint8, device=cache.device)
+    pinned = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=plain.is_cuda)
     copies = {
         "out": lambda: pinned.copy_(plain, non_blocking=True),
         "in": lambda: plain.copy_(pinned, non_blocking=True),
     }
-    sequence = subject.sequence(case)
-    before = [contents(sequence, layer) for layer in (0, subject.shape.num_layers - 1)]
+    before = [contents(sequence, layer) for layer in (0, cache.layers[-1])]
     cold: dict[str, list[float]] = {way: [] for way in WAYS}
     for _ in range(cold_repeats):
-        subject.pool.trim(location=MemoryLocation.HOST)
+        cache.pool.trim(location=MemoryLocation.HOST)
         cold["out"].append(seconds_of(sequence.swap_out))
-        subject.pool.trim()
+        cache.pool.trim()
         cold["in"].append(seconds_of(sequence.swap_in))
     check(sequence, before)
 
@@ -168,7 +109,7 @@ def run(subject: Subject, case: Case, repeats: int, cold_repeats: int) -> list[R
     for repeat in range(repeats):
         if case.prompt_tokens < case.num_tokens:  # Once swapped in, it is in few extents.
             sequence.close()
-            sequence = subject.sequence(case)
+            sequence = open_sequence(cache, case)
         for way, swap in (("out", sequence.swap_out), ("in", sequence.swap_in)):
             turns = [(theirs, copies[way]), (ours, swap)]
             for taken, work in turns if repeat % 2 else reversed(turns):
@@ -181,71 +122,52 @@ def run(subject: Subject, case: Case, repeats: int, cold_repeats: int) -> list[R
     for way in WAYS:
         row: Row = {"sequence": case.name, "way": way, "num_bytes": num_bytes}
         for name, seconds in (("swap", ours[way]), ("copy", theirs[way])):
-            values = spread([1e3 * each for each in seconds])
-            row |= {f"{name}_ms": values["median"]}
-            row |= {f"{name}_ms_q1": values["q1"], f"{name}_ms_q3": values["q3"]}
-            row[f"{name}_gb_per_s"] = num_bytes / values["median"] / 1e6
+            row |= quartiles(f"{name}_ms", [1e3 * each for each in seconds])
+            row[f"{name}_gb_per_s"] = num_bytes / row[f"{name}_ms"] / 1e6
         pairs = zip(ours[way], theirs[way], strict=True)
-        values = spread([copy / swap for swap, copy in pairs])
-        row |= {"bandwidth_share": values["median"]}
-        row |= {"bandwidth_share_q1": values["q1"], "bandwidth_share_q3": values["q3"]}
-        row["cold_ms"] = 1e3 * spread(cold[way])["median"]
-        rows.append(row | {"repeats": repeats})
+        row |= quartiles("bandwidth_share", [copy / swap for swap, copy in pairs])
+        rows.append({**row, "cold_ms": 1e3 * spread(cold[way])["median"], "repeats": repeats})
     return rows
 
 
 def promised(rows: Sequence[Row]) -> list[Figure]:
-    """The figure of the issue each way, and what is unfavourable."""
+    """The share of the bandwidth each way, and what is unfavourable."""
     by_key = {(row["sequence"], row["way"]): row for row in rows}
     figures = []
-    for case, bound in (("prompt", 0.85), ("decoded", None)):
+    for case, bound in (("prompt", on_gpu(0.85)), ("decoded", None)):
         for way in WAYS:
             row = by_key[case, way]
-            what = f"swapping {row['num_bytes'] / MiB:,.4g} MiB {way}"
-            figures.append(
-                Figure(
-                    f"swap_{way}_share" if bound else f"swap_{way}_{case}_share",
-                    f"{what}, of the bandwidth of a pinned copy"
-                    + ("" if bound else " (a sequence in small extents)"),
-                    row["bandwidth_share"],
-                    "%",
-                    at_least=None if bound is None else on_gpu(bound),
-                    rival=f"{row['copy_gb_per_s']:.1f} GB/s (copy_, pinned)",
-                )
-            )
+            name = f"swap_{way}_share" if case == "prompt" else f"swap_{way}_{case}_share"
+            what = f"swapping {row['num_bytes'] / MiB:,.4g} MiB {way}, of the bandwidth of a "
+            what += "pinned copy" + ("" if case == "prompt" else " (a sequence in small extents)")
+            rival = f"{row['copy_gb_per_s']:.1f} GB/s (copy_, pinned)"
+            got = row["bandwidth_share"]
+            figures.append(Figure(name, what, got, "%", at_least=bound, rival=rival))
     cold = by_key["prompt", "out"]
-    figures.append(
-        Figure(
-            "swap_out_cold_ms",
-            f"swapping {cold['num_bytes'] / MiB:,.4g} MiB out where the host memory must be "
-            "created first",
-            cold["cold_ms"],
-            "ms",
-            rival=f"{cold['swap_ms']:.1f} ms (host memory in the pool)",
-        )
-    )
+    what = f"swapping {cold['num_bytes'] / MiB:,.4g} MiB out where the host memory must be created"
+    rival = f"{cold['swap_ms']:.1f} ms (host memory in the pool)"
+    figures.append(Figure("swap_out_cold_ms", f"{what} first", cold["cold_ms"], "ms", rival=rival))
     return figures
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, show, write."""
-    options = bench_parser(__doc__).parse_args(argv)
-    shape, cases, repeats, cold_repeats = (
-        (SMOKE, SMOKE_CASES, 3, 1) if options.smoke else (LLAMA_3_8B, CASES, REPEATS, COLD_REPEATS)
+    bench = Bench("swap", __doc__)
+    smoke = bench.parse(argv).smoke
+    shape, cases, budget_bytes, page_bytes, repeats = (
+        (SMOKE, SMOKE_CASES, 4 * MiB, 4 * KiB, (3, 1))
+        if smoke
+        else (LLAMA_3_8B, CASES, 2 * GiB, 2 * MiB, (11, 3))
     )
     rows = []
     for case in cases:
-        subject = Subject(shape, smoke=options.smoke)
-        rows += run(subject, case, repeats, cold_repeats)
-        subject.close()
-    figures = promised(rows)
-    print_rows(rows)
-    print_figures(figures)
-    if options.json is not None or not options.smoke:
-        constants = {"token_bytes": shape.token_bytes, "smoke": options.smoke}
-        record = make_record(__doc__, rows, figures, constants)
-        print("wrote", write_result("swap", record, options.json))
-    return 0
+        pool = open_pool(
+            budget_bytes, smoke=smoke, host_budget_bytes=budget_bytes, page_bytes=page_bytes
+        )
+        cache = open_cache(pool, shape, max_tokens=16_384, max_sequences=1)
+        rows += run(cache, case, *repeats)
+        close_cache(cache)
+    return bench.finish(rows, promised(rows), {"token_bytes": shape.token_bytes})
 
 
 if __name__ == "__main__":

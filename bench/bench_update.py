@@ -29,15 +29,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from common import spread, write_result
-from report import Figure, Row, bench_parser, make_record, print_figures, print_rows
+from harness import HAS_GPU, Bench, Figure, Row, in_turns, paired_ratio, quartiles
+from models import DTYPE, llama_config, reset_memory
 from transformers import LlamaConfig
 from transformers.cache_utils import DynamicCache
 
 from vmkv import VMKVCache
-
-WARMUP_STEPS = 20
-DTYPE = torch.bfloat16
 
 
 @dataclass(frozen=True)
@@ -63,18 +60,6 @@ CPU_CASES = (
     Case("cpu", 16, 256, 10),
 )
 SMOKE_CASES = (Case("cpu", 2, 8, 3),)
-
-
-def llama_config(*, smoke: bool) -> LlamaConfig:
-    """The parts of Llama-3-8B that a cache looks at."""
-    layers, heads, hidden = (2, 2, 32) if smoke else (32, 8, 4096)
-    return LlamaConfig(
-        num_hidden_layers=layers,
-        num_attention_heads=4 * heads,
-        num_key_value_heads=heads,
-        hidden_size=hidden,
-        max_position_embeddings=32768,
-    )
 
 
 def step_us(cache, keys: torch.Tensor, values: torch.Tensor, num_layers: int) -> float:
@@ -106,37 +91,18 @@ def run(config: LlamaConfig, case: Case, warmup_steps: int) -> list[Row]:
     samples: dict[str, list[float]] = {name: [] for name in caches}
     for cache in caches.values():
         step_us(cache, past, past, num_layers)
-    for step in range(warmup_steps + case.steps):
-        order = list(caches) if step % 2 else list(reversed(caches))
-        for name in order:
-            taken = step_us(caches[name], new_keys, new_values, num_layers)
-            if step >= warmup_steps:
-                samples[name].append(taken)
+    for name, at in in_turns(list(caches), case.steps, warmup_steps):
+        taken = step_us(caches[name], new_keys, new_values, num_layers)
+        samples[name] += [taken] if at >= 0 else []
     rows = []
     for name, taken in samples.items():
-        ratios = [
-            mine / theirs for mine, theirs in zip(taken, samples["DynamicCache"], strict=True)
-        ]
-        values = spread(taken)
-        rows.append(
-            {
-                "device": case.device,
-                "batch": case.batch,
-                "past_tokens": case.past_tokens,
-                "cache": name,
-                "update_us": values["median"],
-                "update_us_q1": values["q1"],
-                "update_us_q3": values["q3"],
-                "mean_us": statistics.fmean(taken),
-                "longest_us": max(taken),
-                "ratio": spread(ratios)["median"],
-                "steps": len(taken),
-            }
-        )
+        row: Row = {"device": case.device, "batch": case.batch, "past_tokens": case.past_tokens}
+        row |= {"cache": name, **quartiles("update_us", taken)}
+        row |= {"mean_us": statistics.fmean(taken), "longest_us": max(taken)}
+        row["ratio"] = paired_ratio(taken, samples["DynamicCache"])
+        rows.append(row | {"steps": len(taken)})
     caches["VMKVCache"].close()
-    del caches
-    if case.device == "cuda":
-        torch.cuda.empty_cache()
+    reset_memory()
     return rows
 
 
@@ -144,46 +110,29 @@ def promised(rows: Sequence[Row]) -> list[Figure]:
     """The worst case on each device."""
     figures = []
     for device in dict.fromkeys(row["device"] for row in rows):
-        mine = [row for row in rows if row["device"] == device]
-        worst = max((row for row in mine if row["cache"] == "VMKVCache"), key=lambda r: r["ratio"])
-        rival = next(
-            row
-            for row in mine
-            if row["cache"] == "DynamicCache"
-            and (row["batch"], row["past_tokens"]) == (worst["batch"], worst["past_tokens"])
+        theirs, ours = (
+            [row for row in rows if (row["device"], row["cache"]) == (device, name)]
+            for name in ("DynamicCache", "VMKVCache")
         )
-        figures.append(
-            Figure(
-                f"update_ratio_{device}",
-                f"host time of update() relative to DynamicCache, worst case on {device} "
-                f"({worst['update_us']:.3g} µs a layer)",
-                worst["ratio"],
-                "×",
-                at_most=1.0,
-                rival=f"{rival['update_us']:.3g} µs a layer",
-            )
-        )
+        pairs = zip(ours, theirs, strict=True)
+        worst, rival = max(pairs, key=lambda pair: pair[0]["ratio"])
+        what = f"host time of update() relative to DynamicCache, worst case on {device} "
+        what += f"({worst['update_us']:.3g} µs a layer)"
+        said = f"{rival['update_us']:.3g} µs a layer"
+        name = f"update_ratio_{device}"
+        figures.append(Figure(name, what, worst["ratio"], "×", 1.0, rival=said))
     return figures
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, show, write."""
-    options = bench_parser(__doc__).parse_args(argv)
-    cases = CPU_CASES + (GPU_CASES if torch.cuda.is_available() else ())
-    config = llama_config(smoke=options.smoke)
+    bench = Bench("update", __doc__)
+    smoke = bench.parse(argv).smoke
+    config = llama_config(smoke=smoke, vocab_size=8, max_position_embeddings=32768)
     rows = []
-    for case in SMOKE_CASES if options.smoke else cases:
-        rows += run(config, case, 1 if options.smoke else min(WARMUP_STEPS, case.steps))
-    figures = promised(rows)
-    print_rows(rows)
-    print_figures(figures)
-    if options.json is not None or not options.smoke:
-        constants = {"num_layers": config.num_hidden_layers, "warmup_steps": WARMUP_STEPS}
-        print(
-            "wrote",
-            write_result("update", make_record(__doc__, rows, figures, constants), options.json),
-        )
-    return 0
+    for case in SMOKE_CASES if smoke else CPU_CASES + (GPU_CASES if HAS_GPU else ()):
+        rows += run(config, case, 1 if smoke else min(20, case.steps))
+    return bench.finish(rows, promised(rows), {"num_layers": config.num_hidden_layers})
 
 
 if __name__ == "__main__":

@@ -34,18 +34,24 @@ import random
 import statistics
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-import torch
-from common import write_result
-from report import Figure, Row, bench_parser, make_record, on_gpu, print_figures, print_rows
+from harness import HAS_GPU, Bench, Figure, Row, on_gpu, quartiles
+from models import (
+    DTYPE,
+    LLAMA_3_8B,
+    LLAMA_3_70B_TP8,
+    SEED,
+    CacheShape,
+    close_cache,
+    free_device_bytes,
+    open_pool,
+)
 from rivals import block_table_bytes, layer_page_bytes, padded_bytes
 
-from vmkv import HostBackend, KVCache, open_backend
-from vmkv.backend import Backend
-from vmkv.memory import ExtentPool
+from vmkv import KVCache
 from vmkv.units import GiB, KiB, MiB
 
 NUM_SEQUENCES = 256
@@ -53,41 +59,39 @@ MEAN_TOKENS = 1024
 SIGMA = 0.8
 PROMPT_SHARE = (0.1, 0.9)
 NUM_CONCURRENT = 64  # with arrivals
-SEED = 0
-PAGE_BYTES = 2 * MiB
-DTYPE = torch.bfloat16
-HOST_BYTES_MAX = 2 * GiB  # of a machine without a GPU
-GPU_SHARE_MAX = 0.9  # of the memory that is free
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A model's cache: `window_layers` of its layers see only `window_tokens`."""
+    """A model's cache.
 
-    name: str
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
+    Attributes:
+        cache: All of its layers.
+        window_layers: Of them, layers that see only `window_tokens`.
+        window_tokens: The window.
+    """
+
+    cache: CacheShape
     window_layers: int = 0
     window_tokens: int | None = None
 
-    def token_bytes(self, num_layers: int) -> int:
-        """Bytes of one token in so many layers."""
-        return num_layers * 2 * self.num_kv_heads * self.head_dim * DTYPE.itemsize
-
-    def parts(self) -> list[tuple[int, int | None]]:
-        """(layers, window) of each kind of layer."""
-        full = [(self.num_layers - self.window_layers, None)]
-        return full + ([(self.window_layers, self.window_tokens)] if self.window_layers else [])
+    def parts(self) -> list[tuple[CacheShape, int | None]]:
+        """Each kind of layer, and its window."""
+        full = replace(self.cache, num_layers=self.cache.num_layers - self.window_layers)
+        windowed = (replace(self.cache, num_layers=self.window_layers), self.window_tokens)
+        return [(full, None), windowed] if self.window_layers else [(full, None)]
 
 
 SHAPES = (
-    Shape("Llama-3-8B", 32, 8, 128),
-    Shape("Llama-3-70B, TP 8", 80, 1, 128),
-    Shape("Qwen2.5-7B", 28, 4, 128),
-    Shape("Gemma-2-9B", 42, 8, 256, window_layers=21, window_tokens=4096),
+    Shape(LLAMA_3_8B),
+    Shape(LLAMA_3_70B_TP8),
+    Shape(CacheShape("Qwen2.5-7B", 28, 4, 128)),
+    Shape(CacheShape("Gemma-2-9B", 42, 8, 256), 21, 4096),
 )
-SMOKE_SHAPES = (Shape("smoke", 2, 2, 16), Shape("smoke, windows", 4, 1, 16, 2, 24))
+SMOKE = (
+    Shape(CacheShape("smoke", 2, 2, 16)),
+    Shape(CacheShape("smoke, windows", 4, 1, 16), 2, 24),
+)
 
 
 @dataclass(frozen=True)
@@ -110,11 +114,12 @@ def draw_requests(num_sequences: int, mean_tokens: int) -> list[Request]:
     return requests
 
 
-def fitting(requests: Sequence[Request], shape: Shape, num_bytes: int) -> list[Request]:
-    """As many of the requests as fit at their final lengths, with some room for quanta."""
+def that_fit(requests: Sequence[Request], shape: Shape, *, smoke: bool) -> list[Request]:
+    """As many of the requests as the memory holds at their final lengths."""
+    num_bytes = 2 * GiB if smoke or not HAS_GPU else int(0.9 * free_device_bytes())
     taken: list[Request] = []
     for request in requests:
-        num_bytes -= int(1.1 * request.final_tokens * shape.token_bytes(shape.num_layers))
+        num_bytes -= int(1.1 * request.final_tokens * shape.cache.token_bytes)
         if num_bytes < 0:
             break
         taken.append(request)
@@ -123,45 +128,36 @@ def fitting(requests: Sequence[Request], shape: Shape, num_bytes: int) -> list[R
 
 def rival_bytes(shape: Shape, page_bytes: int, lengths: Sequence[int], batch: int) -> Row:
     """What the rivals would hold for sequences of these lengths, layer kind by layer kind."""
-    held = dict.fromkeys(("block table, 16", "page a layer, K and V apart", "padded batch"), 0)
-    for num_layers, window in shape.parts():
-        token_bytes = shape.token_bytes(num_layers)
+    held: Counter[str] = Counter()
+    for part, window in shape.parts():
         kept = [length if window is None else min(length, window) for length in lengths]
-        held["block table, 16"] += block_table_bytes(kept, token_bytes)
-        held["page a layer, K and V apart"] += layer_page_bytes(
-            kept, token_bytes, page_bytes, 2 * num_layers
-        )
-        held["padded batch"] += padded_bytes([max(kept)] * batch, token_bytes)
-    return held
+        held["block table, 16"] += block_table_bytes(kept, part.token_bytes)
+        parts = 2 * part.num_layers
+        pages_bytes = layer_page_bytes(kept, part.token_bytes, page_bytes, parts)
+        held["page a layer, K and V apart"] += pages_bytes
+        held["padded batch"] += padded_bytes([max(kept)] * batch, part.token_bytes)
+    return dict(held)
 
 
 def run(
-    backend: Backend, shape: Shape, requests: Sequence[Request], page_bytes: int, concurrent: int
+    shape: Shape, requests: Sequence[Request], page_bytes: int, concurrent: int, *, smoke: bool
 ) -> list[Row]:
-    """Decode `requests`, `concurrent` at a time, to the end; one row per allocator.
-
-    Closes the backend.
-    """
-    pool = ExtentPool(backend, max(page_bytes, backend.free_memory_bytes()))
+    """Decode `requests`, `concurrent` at a time, to the end; one row per allocator."""
+    pool = open_pool(None, smoke=smoke, page_bytes=page_bytes)
     cache = KVCache(
         pool,
         max_tokens=max(request.final_tokens for request in requests),
         max_sequences=concurrent,
-        layers_per_group=shape.num_layers,
+        layers_per_group=shape.cache.num_layers,
     )
     first = 0
-    for num_layers, window in shape.parts():
-        cache.add_layers(
-            range(first, first + num_layers),
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            dtype=DTYPE,
-            window_tokens=window,
-        )
-        first += num_layers
+    for part, window in shape.parts():
+        layers, heads = range(first, first + part.num_layers), part.num_kv_heads
+        options = {"head_dim": part.head_dim, "dtype": DTYPE, "window_tokens": window}
+        cache.add_layers(layers, num_kv_heads=heads, **options)
+        first += part.num_layers
 
-    waiting = deque(requests)
-    live: dict = {}
+    waiting, live = deque(requests), {}
     wastes: dict[str, list[float]] = {}
     grow_seconds = 0.0
     num_steps = num_decoded = 0
@@ -185,26 +181,20 @@ def run(
         for sequence in [each for each in live if each.num_tokens >= live[each].final_tokens]:
             sequence.close()
             del live[sequence]
-    num_mappings = backend.calls["mem_map"]
-    cache.close()
-    pool.close()
+    num_mappings = pool.backend.calls["mem_map"]
+    close_cache(cache)
 
+    what = {
+        "sequences": len(requests),
+        "at_a_time": min(concurrent, len(requests)),
+        "mean_tokens": round(statistics.fmean(each.final_tokens for each in requests)),
+        "steps": num_steps,
+    }
     load = "all together" if concurrent >= len(requests) else "arrivals"
     rows = []
     for name, shares in wastes.items():
-        q1, _, q3 = statistics.quantiles(shares, n=4, method="inclusive")
-        row = {
-            "shape": shape.name,
-            "load": load,
-            "allocator": name,
-            "waste_share": statistics.fmean(shares),
-            "waste_share_q1": q1,
-            "waste_share_q3": q3,
-            "sequences": len(requests),
-            "at_a_time": min(concurrent, len(requests)),
-            "mean_tokens": round(statistics.fmean(each.final_tokens for each in requests)),
-            "steps": num_steps,
-        }
+        row = {"shape": shape.cache.name, "load": load, "allocator": name}
+        row |= {**quartiles("waste_share", shares), "waste_share": statistics.fmean(shares), **what}
         if name == "vmkv":
             row["mappings"] = num_mappings
             row["host_us_per_token"] = 1e6 * grow_seconds / num_decoded
@@ -212,64 +202,44 @@ def run(
     return rows
 
 
-def memory_for_runs(*, on_gpu: bool) -> int:
-    """How much the sequences may hold."""
-    if not on_gpu:
-        return HOST_BYTES_MAX
-    torch.cuda.empty_cache()
-    return int(GPU_SHARE_MAX * torch.cuda.mem_get_info()[0])
-
-
 def promised(rows: Sequence[Row]) -> list[Figure]:
-    """The figure of the issue, and the unfavourable one."""
+    """Waste of a batch that begins together, and of one with arrivals."""
     shape = rows[0]["shape"]
     shares = {
         (row["load"], row["allocator"]): row["waste_share"] for row in rows if row["shape"] == shape
     }
-    together, arrivals = (f"{shape}, {load}" for load in ("all together", "with arrivals"))
+    what = f"resident − used of live sequences, of used ({shape}, all together)"
+    steady = "the same, where sequences adopt ended ones' rows and nothing is short "
+    steady += f"({shape}, with arrivals)"
+    rivals = {
+        load: f"{100 * shares[load, 'block table, 16']:.2f} % (blocks of 16 tokens)"
+        for load in ("all together", "arrivals")
+    }
+    got, arrivals = shares["all together", "vmkv"], shares["arrivals", "vmkv"]
+    bound, rival = on_gpu(0.04), rivals["all together"]
     return [
-        Figure(
-            "waste_share",
-            f"resident − used of live sequences, of used ({together})",
-            shares["all together", "vmkv"],
-            "%",
-            at_most=on_gpu(0.04),
-            rival=f"{100 * shares['all together', 'block table, 16']:.2f} % (blocks of 16 tokens)",
-        ),
-        Figure(
-            "steady_waste_share",
-            f"the same, where sequences adopt ended ones' rows and nothing is short ({arrivals})",
-            shares["arrivals", "vmkv"],
-            "%",
-            rival=f"{100 * shares['arrivals', 'block table, 16']:.2f} % (blocks of 16 tokens)",
-        ),
+        Figure("waste_share", what, got, "%", bound, rival=rival),
+        Figure("steady_waste_share", steady, arrivals, "%", rival=rivals["arrivals"]),
     ]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, show, write."""
-    options = bench_parser(__doc__).parse_args(argv)
+    bench = Bench("waste", __doc__)
+    smoke = bench.parse(argv).smoke
     shapes, num_sequences, mean_tokens, concurrent, page_bytes = (
-        (SMOKE_SHAPES, 12, 40, 4, 4 * KiB)
-        if options.smoke
-        else (SHAPES, NUM_SEQUENCES, MEAN_TOKENS, NUM_CONCURRENT, PAGE_BYTES)
+        (SMOKE, 12, 40, 4, 4 * KiB)
+        if smoke
+        else (SHAPES, NUM_SEQUENCES, MEAN_TOKENS, NUM_CONCURRENT, 2 * MiB)
     )
     drawn = draw_requests(num_sequences, mean_tokens)
     rows = []
-    use_gpu = torch.cuda.is_available() and not options.smoke
     for shape in shapes:
-        requests = fitting(drawn, shape, memory_for_runs(on_gpu=use_gpu))
+        requests = that_fit(drawn, shape, smoke=smoke)
         for at_a_time in (len(requests), max(1, min(concurrent, len(requests) // 4))):
-            backend = open_backend("cuda:0") if use_gpu else HostBackend(page_bytes)
-            rows += run(backend, shape, requests, page_bytes, at_a_time)
-    figures = promised(rows)
-    print_rows(rows)
-    print_figures(figures)
-    if options.json is not None or not options.smoke:
-        constants = {"seed": SEED, "sigma": SIGMA, "prompt_share": PROMPT_SHARE}
-        record = make_record(__doc__, rows, figures, constants | {"page_bytes": page_bytes})
-        print("wrote", write_result("waste", record, options.json))
-    return 0
+            rows += run(shape, requests, page_bytes, at_a_time, smoke=smoke)
+    constants = {"seed": SEED, "sigma": SIGMA, "prompt_share": PROMPT_SHARE}
+    return bench.finish(rows, promised(rows), constants | {"page_bytes": page_bytes})
 
 
 if __name__ == "__main__":

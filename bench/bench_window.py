@@ -34,46 +34,46 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-from common import write_result
-from report import Figure, Row, bench_parser, make_record, print_figures, print_rows
+from harness import Bench, Figure, Row
+from models import DTYPE, CacheShape, close_cache, open_pool
 from rivals import BLOCK_TOKENS, blocks_for
 
-from vmkv import HostBackend, KVCache, open_backend
+from vmkv import KVCache
 from vmkv.cache import LayerGroup
-from vmkv.memory import ExtentPool
 from vmkv.units import GiB, KiB, MiB
 
-DTYPE = torch.bfloat16
-NUM_TOKENS = 100_000
-NUM_INTERVALS = 25
 UNDERREAD_TOKENS = 256  # that are kept before a window
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A model's cache: `window_layers` of its layers see only `window_tokens`."""
+    """A model's cache.
 
-    name: str
-    window_layers: int
+    Attributes:
+        window: Layers that see only `window_tokens`.
+        full_layers: Layers behind them that see all.
+        window_tokens: The window.
+    """
+
+    window: CacheShape
     full_layers: int
-    num_kv_heads: int
-    head_dim: int
     window_tokens: int
 
     @property
-    def token_bytes(self) -> int:
-        """Bytes of one token in the window's layers."""
-        return self.window_layers * 2 * self.num_kv_heads * self.head_dim * DTYPE.itemsize
+    def name(self) -> str:
+        """The model's name."""
+        return self.window.name
 
 
 SHAPES = (
-    Shape("Mistral-7B", 32, 0, 8, 128, 4096),
-    Shape("Gemma-2-9B", 21, 21, 8, 256, 4096),
-    Shape("gpt-oss-20b", 12, 12, 8, 64, 128),
+    Shape(CacheShape("Mistral-7B", 32, 8, 128), 0, 4096),
+    Shape(CacheShape("Gemma-2-9B", 21, 8, 256), 21, 4096),
+    Shape(CacheShape("gpt-oss-20b", 12, 8, 64), 12, 128),
 )
-PROMPTS = (1, 32_768)
-SMOKE_SHAPES = (Shape("smoke", 2, 0, 2, 16, 64), Shape("smoke, mixed", 2, 2, 2, 16, 64))
+SMOKE = (
+    Shape(CacheShape("smoke", 2, 2, 16), 0, 64),
+    Shape(CacheShape("smoke, mixed", 2, 2, 16), 2, 64),
+)
 
 
 @dataclass(frozen=True)
@@ -97,32 +97,31 @@ class Run:
 
 def run(shape: Shape, prompt_tokens: int, num_tokens: int, *, smoke: bool) -> Run:
     """Append a prompt, then token after token."""
-    use_gpu = torch.cuda.is_available() and not smoke
-    backend = open_backend("cuda:0") if use_gpu else HostBackend(4 * KiB if smoke else 2 * MiB)
-    pool = ExtentPool(backend, 64 * MiB if smoke else 48 * GiB)
+    layers, last = shape.window.num_layers, shape.window.num_layers + shape.full_layers
+    page_bytes = 4 * KiB if smoke else 2 * MiB
+    pool = open_pool(64 * MiB if smoke else 48 * GiB, smoke=smoke, page_bytes=page_bytes)
     cache = KVCache(
         pool,
         max_tokens=2 * num_tokens,  # What is mapped last before a row's end is cut to fit.
         max_sequences=1,
-        layers_per_group=shape.window_layers,
+        layers_per_group=layers,
     )
-    shaped = {"num_kv_heads": shape.num_kv_heads, "head_dim": shape.head_dim, "dtype": DTYPE}
+    shaped = {"num_kv_heads": shape.window.num_kv_heads, "head_dim": shape.window.head_dim}
     groups = cache.add_layers(
-        range(shape.window_layers), window_tokens=shape.window_tokens, **shaped
+        range(layers), window_tokens=shape.window_tokens, dtype=DTYPE, **shaped
     )
     if shape.full_layers:
-        last = shape.window_layers + shape.full_layers
-        cache.add_layers(range(shape.window_layers, last), **shaped)
+        cache.add_layers(range(layers, last), dtype=DTYPE, **shaped)
     extent_bytes = 0
     full_from = prompt_tokens + 2 * (shape.window_tokens + UNDERREAD_TOKENS)
-    held, rows = [], []
-    bounds = [num_tokens * at // NUM_INTERVALS for at in range(1, NUM_INTERVALS + 1)]
+    calls, rows = pool.backend.calls, []
+    bounds = [num_tokens * at // 25 for at in range(1, 26)]
 
     sequence = cache.open()
     sequence.append(prompt_tokens)
-    held.append(resident_bytes(groups, sequence.row))
+    held = [resident_bytes(groups, sequence.row)]
     for bound in (each for each in bounds if each > prompt_tokens):
-        first, num_mappings = sequence.num_tokens, backend.calls["mem_map"]
+        first, num_mappings = sequence.num_tokens, calls["mem_map"]
         seconds = 0.0
         for _ in range(bound - first):
             start = time.perf_counter()
@@ -136,11 +135,8 @@ def run(shape: Shape, prompt_tokens: int, num_tokens: int, *, smoke: bool) -> Ru
         row |= {"least_resident_bytes": min(since), "most_resident_bytes": max(since)}
         row |= rival_bytes(shape, bound)
         row["host_us_per_token"] = 1e6 * seconds / (bound - first)
-        row["mappings"] = backend.calls["mem_map"] - num_mappings
-        rows.append(row)
-    cache.check()
-    cache.close()
-    pool.close()
+        rows.append(row | {"mappings": calls["mem_map"] - num_mappings})
+    close_cache(cache)
     full = held[full_from - prompt_tokens :]
     spread_extents = (max(full) - min(full)) / extent_bytes
     return Run(rows, spread_extents, len(groups), max(full), max(held))
@@ -161,80 +157,57 @@ def largest_extent_bytes(groups: Sequence[LayerGroup], row: int) -> int:
 
 def rival_bytes(shape: Shape, num_tokens: int) -> Row:
     """What the rivals hold for as many tokens."""
-    kept = min(num_tokens, shape.window_tokens)
+    kept, token_bytes = min(num_tokens, shape.window_tokens), shape.window.token_bytes
     # A window begins anywhere in a block.
     blocks = min(blocks_for(num_tokens), blocks_for(shape.window_tokens) + 1)
     return {
-        "window_bytes": kept * shape.token_bytes,
-        "block_table_bytes": blocks * BLOCK_TOKENS * shape.token_bytes,
-        "all_tokens_bytes": num_tokens * shape.token_bytes,
+        "window_bytes": kept * token_bytes,
+        "block_table_bytes": blocks * BLOCK_TOKENS * token_bytes,
+        "all_tokens_bytes": num_tokens * token_bytes,
     }
 
 
 def promised(shapes: Sequence[Shape], runs: dict[tuple[str, int], Run]) -> list[Figure]:
-    """The figure of the issue for each shape, what it holds, and the bad case of the first."""
+    """Flatness and size of each shape's window, and the bad case of the first."""
     start, long_prompt = sorted({prompt_tokens for _, prompt_tokens in runs})
     figures = []
     for shape in shapes:
         decoded = runs[shape.name, start]
         last = decoded.rows[-1]
         name = shape.name.lower().replace("-", "_").replace(", ", "_")
-        figures.append(
-            Figure(
-                f"window_spread_{name}",
-                f"most − least resident of the window's layers once it is full, to "
-                f"{last['tokens']:,} tokens ({shape.name}, {decoded.num_groups} group)",
-                decoded.spread_extents,
-                "extents",
-                at_most=1,
-                rival=f"grows without end: {last['all_tokens_bytes'] / MiB:,.0f} MiB "
-                "(keeping all tokens)",
-            )
-        )
+        what = "most − least resident of the window's layers once it is full, to "
+        what += f"{last['tokens']:,} tokens ({shape.name}, {decoded.num_groups} group)"
+        rival = f"grows without end: {last['all_tokens_bytes'] / MiB:,.0f} MiB (keeping all tokens)"
+        got = decoded.spread_extents
+        figures.append(Figure(f"window_spread_{name}", what, got, "extents", 1, rival=rival))
+        what = f"most resident then, of what the window's tokens need ({shape.name})"
         blocks = last["block_table_bytes"] / last["window_bytes"]
-        figures.append(
-            Figure(
-                f"window_ratio_{name}",
-                f"most resident then, of what the window's tokens need ({shape.name})",
-                decoded.most_bytes / last["window_bytes"],
-                "×",
-                rival=f"{blocks:.3f} × (blocks of 16 tokens, freed behind the window)",
-            )
-        )
+        rival = f"{blocks:.3f} × (blocks of 16 tokens, freed behind the window)"
+        got = decoded.most_bytes / last["window_bytes"]
+        figures.append(Figure(f"window_ratio_{name}", what, got, "×", rival=rival))
     bad = runs[shapes[0].name, long_prompt]
-    figures.append(
-        Figure(
-            "window_prompt_ratio",
-            f"most resident with a prompt of {long_prompt:,} tokens in one piece, of what the "
-            f"window's tokens need ({shapes[0].name})",
-            bad.peak_bytes / bad.rows[-1]["window_bytes"],
-            "×",
-            rival="1 × (transformers' sliding layers, after the step)",
-        )
-    )
-    return figures
+    what = f"most resident with a prompt of {long_prompt:,} tokens in one piece, of what the "
+    what += f"window's tokens need ({shapes[0].name})"
+    rival = "1 × (transformers' sliding layers, after the step)"
+    got = bad.peak_bytes / bad.rows[-1]["window_bytes"]
+    return [*figures, Figure("window_prompt_ratio", what, got, "×", rival=rival)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, show, write."""
-    options = bench_parser(__doc__).parse_args(argv)
+    bench = Bench("window", __doc__)
+    smoke = bench.parse(argv).smoke
     shapes, prompts, num_tokens = (
-        (SMOKE_SHAPES, (1, 512), 2000) if options.smoke else (SHAPES, PROMPTS, NUM_TOKENS)
+        (SMOKE, (1, 512), 2000) if smoke else (SHAPES, (1, 32_768), 100_000)
     )
     runs = {
-        (shape.name, prompt_tokens): run(shape, prompt_tokens, num_tokens, smoke=options.smoke)
+        (shape.name, prompt_tokens): run(shape, prompt_tokens, num_tokens, smoke=smoke)
         for shape in shapes
         for prompt_tokens in prompts
     }
     rows = [row for each in runs.values() for row in each.rows]
-    figures = promised(shapes, runs)
-    print_rows(rows)
-    print_figures(figures)
-    if options.json is not None or not options.smoke:
-        constants = {"num_tokens": num_tokens, "underread_tokens": UNDERREAD_TOKENS}
-        record = make_record(__doc__, rows, figures, constants)
-        print("wrote", write_result("window", record, options.json))
-    return 0
+    constants = {"num_tokens": num_tokens, "underread_tokens": UNDERREAD_TOKENS}
+    return bench.finish(rows, promised(shapes, runs), constants)
 
 
 if __name__ == "__main__":

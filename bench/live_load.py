@@ -16,10 +16,9 @@ import json
 import math
 import multiprocessing
 import random
-import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -27,9 +26,6 @@ from typing import Any
 import httpx
 
 NUM_PROCESSES = 4
-#: A client that never reads has little room for what it does not read.
-UNREAD_BYTES = 4096
-_UNREAD_TOKENS = 4096
 
 
 @dataclass(frozen=True)
@@ -45,8 +41,6 @@ class Load:
         new_tokens: The same of its answer.
         spreads: Standard deviation of the logarithm of each; 0 for the medians alone.
         prefix_tokens: Tokens that all prompts begin with.
-        misbehaving: Beside the requests there is a client that never reads its answer, and one
-            that leaves every second.
         lead_s: Between starting the client processes and the first arrival.
     """
 
@@ -58,7 +52,6 @@ class Load:
     new_tokens: tuple[int, int, int] = (8, 150, 512)
     spreads: tuple[float, float] = (0.8, 0.7)
     prefix_tokens: int = 0
-    misbehaving: bool = False
     lead_s: float = 1.5
 
     def arrivals(self) -> list[Arrival]:
@@ -169,42 +162,14 @@ async def ask(client: httpx.AsyncClient, body: bytes, due_s: float, start_s: flo
     return timing
 
 
-# ---- clients that are a nuisance --------------------------------------------------------------
-
-
-async def never_read(client: httpx.AsyncClient, body: bytes) -> None:
-    """Ask for a long answer, and leave it in the socket."""
-    async with client.stream("POST", "/v1/completions", content=body):
-        await asyncio.Event().wait()
-
-
-async def keep_leaving(client: httpx.AsyncClient, bodies: Iterable[bytes]) -> None:
-    """Begin an answer every second, and leave in the middle of it."""
-    for body in bodies:
-        leaves_s = time.perf_counter() + 1
-        async with client.stream("POST", "/v1/completions", content=body) as response:
-            async for _ in response.aiter_raw():
-                if time.perf_counter() > leaves_s:
-                    break
-
-
-def nuisances(load: Load, model: str) -> Iterator[bytes]:
-    """What they ask for, each another prompt of its own."""
-    source = random.Random(f"{load.name}, misbehaving")
-    while True:
-        prompt = source.choices(range(5, load.vocabulary), k=16)
-        yield body_of(Arrival(0, prompt, _UNREAD_TOKENS), model)
-
-
 # ---- all of them ------------------------------------------------------------------------------
 
 
-def new_client(url: str, **options: Any) -> httpx.AsyncClient:
+def new_client(url: str) -> httpx.AsyncClient:
     """A client without limits of its own."""
     transport = httpx.AsyncHTTPTransport(
         verify=False,  # Certificates take a tenth of a second to load, and nobody shows one.
         limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
-        **options,
     )
     headers = {"Content-Type": "application/json"}
     return httpx.AsyncClient(base_url=url, transport=transport, timeout=None, headers=headers)
@@ -221,21 +186,9 @@ async def send_all(url: str, work: Sequence[tuple[float, bytes]], start_s: float
         return list(await asyncio.gather(*tasks))
 
 
-async def misbehave(url: str, load: Load, model: str) -> None:
-    """Be a nuisance for ever."""
-    bodies = nuisances(load, model)
-    small = [(socket.SOL_SOCKET, socket.SO_RCVBUF, UNREAD_BYTES)]
-    async with new_client(url, socket_options=small) as deaf, new_client(url) as restless:
-        await asyncio.gather(never_read(deaf, next(bodies)), keep_leaving(restless, bodies))
-
-
 def _send(url: str, work: Sequence[tuple[float, bytes]], start_s: float) -> list[Timing]:
     gc.freeze()  # A collection would be taken for the server's doing.
     return asyncio.run(send_all(url, work, start_s))
-
-
-def _misbehave(url: str, load: Load, model: str) -> None:
-    asyncio.run(misbehave(url, load, model))
 
 
 def apply(load: Load, url: str, model: str) -> list[Timing]:
@@ -243,19 +196,10 @@ def apply(load: Load, url: str, model: str) -> list[Timing]:
     work = [(each.due_s, body_of(each, model)) for each in load.arrivals()]
     count = min(NUM_PROCESSES, len(work))
     context = multiprocessing.get_context("fork")  # Nothing here has threads yet.
-    nuisance = context.Process(target=_misbehave, args=(url, load, model), daemon=True)
-    if load.misbehaving:
-        nuisance.start()
     with ProcessPoolExecutor(count, mp_context=context) as pool:
         start_s = time.perf_counter() + load.lead_s
         parts = [pool.submit(_send, url, work[at::count], start_s) for at in range(count)]
-        timings = [timing for part in parts for timing in part.result()]
-    if load.misbehaving:
-        if nuisance.exitcode is not None:
-            raise RuntimeError(f"those who misbehave ended with status {nuisance.exitcode}")
-        nuisance.terminate()
-        nuisance.join()
-    return timings
+        return [timing for part in parts for timing in part.result()]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,114 +1,198 @@
-"""Plots of results: what of each bench is drawn. Nothing here reads a file."""
+"""Plots of results: what is drawn of each bench. Nothing here reads a file."""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from charts import finish, grouped_bars, lines_over, ours_first
-from common import Row
-from sharing_plots import PLOTS as SHARING_PLOTS
+from harness import Row, show
+
+from vmkv.units import GiB, MiB
 
 _DPI = 110
+_COLUMNS_MAX = 3
+Rows = Sequence[Row]
 
 
-def plot_mapping(canvas: Any, rows: Sequence[Row]) -> None:
-    left, right = canvas.subplots(1, 2, width_ratios=(3, 1))
-    colours = ours_first(rows, "variant")
-    for axes, per in ((left, "operation"), (right, "token")):
-        mine = [row for row in rows if row["per"] == per]
-        grouped_bars(axes, mine, ["operation"], "variant", "driver_us", colours)
-    finish(left, "time in the driver, for one prompt", "µs", log=True)
-    finish(right, "and for one decoded token", "µs", limit=1)
+@dataclass(frozen=True)
+class Panel:
+    """One diagram of a bench's rows: bars in clusters, or lines over a size.
+
+    Attributes:
+        value: The column that is drawn; rows without it are left out.
+        series: The column whose values get a bar or a line each.
+        group: Columns that make a cluster of bars; or `x`, for lines.
+        title: Of the diagram.
+        unit: Of the value.
+        x: The column that lines go over.
+        only: A column and the value it must have.
+        log: Whether the axis is logarithmic; None where small bars would not be seen otherwise.
+        limit: A dashed line, called `limit_is`.
+    """
+
+    value: str
+    series: str
+    group: tuple[str, ...]
+    title: str
+    unit: str = ""
+    x: str = ""
+    only: tuple[str, Any] | None = None
+    log: bool | None = False
+    limit: float | None = None
+    limit_is: str = "must"
 
 
-def plot_waste(canvas: Any, rows: Sequence[Row]) -> None:
-    axes = canvas.subplots()
-    shown = [{**row, "percent": 100 * row["waste_share"]} for row in rows]
-    colours = ours_first(rows, "allocator")
-    grouped_bars(axes, shown, ["shape", "load"], "allocator", "percent", colours)
-    finish(axes, "resident − used, of used, mean over decoding", "%", log=True, limit=4)
+@dataclass(frozen=True)
+class Plot:
+    """The plot of a bench: panels beside each other.
+
+    Attributes:
+        panels: What is drawn.
+        width_inches: Of all of it.
+        prepare: Makes the rows that are drawn of those that were measured.
+        split: A column; the panel is drawn once for each of its values.
+        draw: Draws something else than panels.
+    """
+
+    panels: tuple[Panel, ...] = ()
+    width_inches: float = 12
+    prepare: Callable[[Rows], Rows] = field(default=lambda rows: rows)
+    split: str = ""
+    draw: Callable[[Any, Rows], None] | None = None
 
 
-def plot_generate(canvas: Any, rows: Sequence[Row]) -> None:
-    colours = ours_first(rows, "cache")
-    shown = [{**row, "case": f"{row['batch']} × {row['prompt_tokens']:,}"} for row in rows]
-    for axes, value, title in zip(
-        canvas.subplots(1, 3),
-        ("memory_ratio", "decode_ms", "prefill_s"),
-        ("memory over the weights, of the KV", "one decode step, ms", "prefill, s"),
-        strict=True,
-    ):
-        grouped_bars(axes, shown, ["attention", "case"], "cache", value, colours)
-        is_memory = value == "memory_ratio"
-        finish(axes, title, limit=1 if is_memory else None, limit_is="the KV itself")
+# ---- parts of plots ---------------------------------------------------------------------------
 
 
-def plot_update(canvas: Any, rows: Sequence[Row]) -> None:
-    axes = canvas.subplots()
-    shown = [{**row, "case": f"{row['batch']} × {row['past_tokens']:,}"} for row in rows]
-    grouped_bars(axes, shown, ["device", "case"], "cache", "update_us", ours_first(rows, "cache"))
-    finish(axes, "host time of update(), per layer (batch × past tokens)", "µs", log=True)
+def ours_first(rows: Rows, name: str) -> dict[str, str]:
+    """The values of a column with a colour each, vmkv's before its rivals'."""
+    values = dict.fromkeys(row[name] for row in rows)
+    ordered = sorted(values, key=lambda value: "vmkv" not in value.lower())
+    return {value: f"C{at}" for at, value in enumerate(ordered)}
 
 
-def plot_fragmentation(canvas: Any, rows: Sequence[Row]) -> None:
-    shapes = list(dict.fromkeys(row["shape"] for row in rows))
-    colours = ours_first(rows, "allocator")
-    for axes, shape in zip(canvas.subplots(1, len(shapes), squeeze=False)[0], shapes, strict=True):
-        mine = [row for row in rows if row["shape"] == shape]
-        grouped_bars(axes, mine, ["trace"], "allocator", "num_sequences", colours)
-        finish(axes, f"{shape}: sequences that fit", log=True)
+def grouped_bars(axes: Any, rows: Rows, group: Sequence[str], bar: str, value: str) -> None:
+    """Bars of `value`, one for each `bar`, one cluster for each combination of `group`."""
+    clusters = list(dict.fromkeys(tuple(row[name] for name in group) for row in rows))
+    colours = ours_first(rows, bar)
+    width = 0.8 / max(1, len(colours))
+    for at, (name, colour) in enumerate(colours.items()):
+        mine = {tuple(row[each] for each in group): row for row in rows if row[bar] == name}
+        xs = [x for x, cluster in enumerate(clusters) if cluster in mine]
+        picked = [mine[clusters[x]] for x in xs]
+        places = [x + (at - (len(colours) - 1) / 2) * width for x in xs]
+        tops = [row[value] for row in picked]
+        low = [max(0.0, row[value] - row.get(f"{value}_q1", row[value])) for row in picked]
+        high = [max(0.0, row.get(f"{value}_q3", row[value]) - row[value]) for row in picked]
+        errors = {"yerr": (low, high), "error_kw": {"linewidth": 0.8}}
+        axes.bar(places, tops, width, color=colour, label=name, **errors)
+        for place, top in zip(places, tops, strict=True):
+            if not top:  # A logarithmic axis has no room for a zero, which may be the point.
+                at_foot = {"xycoords": ("data", "axes fraction"), "ha": "center"}
+                axes.annotate("0", (place, 0.01), color=colour, **at_foot)
+    # Lines that are short enough for many clusters beside each other.
+    labels = [
+        "\n".join(textwrap.fill(show("", each), 14) for each in cluster) for cluster in clusters
+    ]
+    axes.set_xticks(range(len(clusters)), labels, fontsize=8 if len(clusters) < 9 else 6)
+    axes.grid(axis="y", alpha=0.3)
+    axes.set_axisbelow(True)
 
 
-def plot_block_table(canvas: Any, rows: Sequence[Row]) -> None:
-    lengths = list(dict.fromkeys(row["past_tokens"] for row in rows))
-    colours = ours_first(rows, "way")
-    panels = canvas.subplots(1, len(lengths), squeeze=False, sharey=True)[0]
-    for axes, length in zip(panels, lengths, strict=True):
-        mine = [row for row in rows if row["past_tokens"] == length]
-        lines_over(axes, mine, "num_sequences", "way", "step_us", colours)
-        finish(axes, f"host time a step, {length:,} tokens each", "µs")
+def lines_over(axes: Any, rows: Rows, x: str, line: str, value: str) -> None:
+    """Lines of `value` over `x`, one for each `line`."""
+    for name, colour in ours_first(rows, line).items():
+        mine = sorted((row[x], row[value]) for row in rows if row[line] == name)
+        axes.plot(*zip(*mine, strict=True), marker="o", markersize=3, color=colour, label=name)
+    ticks = sorted({row[x] for row in rows})
+    axes.set(xscale="log", yscale="log", xlabel=x.replace("_", " "))
+    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+    axes.xaxis.minorticks_off()
+    axes.grid(alpha=0.3)
 
 
-def plot_attention(canvas: Any, rows: Sequence[Row]) -> None:
+def draw_panel(axes: Any, panel: Panel, rows: Rows) -> None:
+    """One diagram."""
+    rows = [row for row in rows if row.get(panel.value) is not None]
+    if panel.only is not None:
+        rows = [row for row in rows if row.get(panel.only[0]) == panel.only[1]]
+    if panel.x:
+        lines_over(axes, rows, panel.x, panel.series, panel.value)
+    else:
+        grouped_bars(axes, rows, panel.group, panel.series, panel.value)
+        above = [row[panel.value] for row in rows if row[panel.value] > 0]
+        is_log = max(above) > 20 * min(above) if panel.log is None else panel.log
+        axes.set_yscale("log" if is_log else "linear")
+    axes.set_title(panel.title, fontsize=10)
+    axes.set_ylabel(panel.unit)
+    if panel.limit is not None:
+        label = f"{panel.limit_is}: {panel.limit:g}"
+        axes.axhline(panel.limit, color="black", linestyle="--", linewidth=1, label=label)
+
+
+# ---- what a panel cannot say ------------------------------------------------------------------
+
+
+def draw_attention(canvas: Any, rows: Rows) -> None:
+    """A panel for each kernel, of the first shape."""
     shown = [
         {**row, "case": f"{row['batch']} × {row['tokens'][0]:,}-{row['tokens'][1]:,}"}
         for row in rows
         if row["shape"] == rows[0]["shape"] and row["layout"] != "dense"
     ]
     kernels = list(dict.fromkeys(row["kernel"] for row in shown))
-    colours = ours_first(shown, "layout")
     canvas.set_size_inches(13, 1 + 2.6 * len(kernels))
     panels = canvas.subplots(len(kernels), 1, squeeze=False)[:, 0]
     for axes, kernel in zip(panels, kernels, strict=True):
         mine = [row for row in shown if row["kernel"] == kernel]
-        grouped_bars(axes, mine, ["phase", "case"], "layout", "ratio_to_dense", colours)
-        axes.tick_params(axis="x", labelsize=6)
-        finish(axes, f"{rows[0]['shape']}, {kernel}: time, relative to a dense tensor", "×")
+        title = f"{rows[0]['shape']}, {kernel}: time, relative to a dense tensor"
+        group, only = ("phase", "case"), ("kernel", kernel)
+        draw_panel(axes, Panel("ratio_to_dense", "layout", group, title, "×", only=only), mine)
         axes.axhline(1, color="black", linestyle="--", linewidth=1)
         axes.set_ylim(0.8, max(1.2, *(1.02 * row["ratio_to_dense"] for row in mine)))
 
 
-def plot_free_list(canvas: Any, rows: Sequence[Row]) -> None:
-    axes = canvas.subplots()
-    colours = ours_first(rows, "subject")
-    lines_over(axes, rows, "num_threads", "subject", "pair_ns_median", colours)
-    finish(axes, "one pop and one push", "ns")
+def draw_window(canvas: Any, rows: Rows) -> None:
+    """Memory over the length of a sequence, a panel for each shape."""
+    shapes = list(dict.fromkeys(row["shape"] for row in rows))
+    lines = (
+        ("vmkv, most in an interval", "most_resident_bytes", "C0", "-"),
+        ("vmkv, least", "least_resident_bytes", "C0", ":"),
+        ("blocks of 16, freed behind the window", "block_table_bytes", "C1", "--"),
+        ("keeping all tokens", "all_tokens_bytes", "C2", "-."),
+    )
+    panels = canvas.subplots(1, len(shapes), squeeze=False)[0]
+    for axes, shape in zip(panels, shapes, strict=True):
+        mine = [row for row in rows if row["shape"] == shape]
+        start = min(row["prompt_tokens"] for row in mine)
+        decoded = [row for row in mine if row["prompt_tokens"] == start]
+        for label, name, colour, style in lines:
+            # The first interval begins with an empty row.
+            shown = decoded[1:] if name == "least_resident_bytes" else decoded
+            points = [(row["tokens"], row[name] / MiB) for row in shown]
+            axes.plot(*zip(*points, strict=True), style, color=colour, label=label)
+        axes.set(yscale="log", ylabel="MiB", xlabel="tokens of the sequence")
+        axes.set_title(f"{shape}: the window's layers", fontsize=10)
+        axes.grid(alpha=0.3)
 
 
-def plot_ragged(canvas: Any, rows: Sequence[Row]) -> None:
-    colours = ours_first(rows, "way")
-    rows = [{**row, "kv_gib": row["kv_bytes"] / 2**30} for row in rows]
-    panels = canvas.subplots(1, 2)
-    for axes, value, title, unit in zip(
-        panels, ("seconds", "kv_gib"), ("all prompts", "keys and values"), ("s", "GiB"), strict=True
-    ):
-        grouped_bars(axes, rows, ["prompts"], "way", value, colours)
-        finish(axes, title, unit)
+def _sharing(rows: Rows) -> Rows:
+    """Operations and their time, or requests and their memory."""
+    made = []
+    for row in rows:
+        requests, _, how = row["operation"].partition(", prefix ")
+        columns: Row = {"operation": textwrap.fill(row["operation"], 12)}
+        columns["case"] = f"{requests}\nprefix {row['tokens']:,}\n{how}"
+        columns["ms"] = row["done_us"] / 1e3 if "done_us" in row else None
+        made.append({**row, **columns})
+    return made
 
 
-def plot_serve(canvas: Any, rows: Sequence[Row]) -> None:
+def _serve(rows: Rows) -> Rows:
+    """A row for each way to serve a workload; workloads that were compared, where any was."""
     names = {
         "seconds": "vmkv",
         "vllm_seconds": "vLLM",
@@ -122,64 +206,171 @@ def plot_serve(canvas: Any, rows: Sequence[Row]) -> None:
         if row.get(key) is not None
     ]
     compared = {row["workload"] for row in long if row["way"] != "vmkv"}
-    shown = [row for row in long if row["workload"] in compared] or long
-    axes = canvas.subplots(1, 1)
-    grouped_bars(axes, shown, ["workload"], "way", "value", ours_first(shown, "way"))
-    finish(axes, "all requests of a workload", "s")
+    return [row for row in long if row["workload"] in compared] or long
 
 
-def plot_live(canvas: Any, rows: Sequence[Row]) -> None:
-    colours = ours_first(rows, "server")
-    canvas.set_size_inches(13, 9)
-    panels = {
-        "ttft_p50_ms": "first token, p50",
-        "ttft_p99_ms": "first token, p99",
-        "tpot_p50_ms": "each further token, p50",
-        "tpot_p99_ms": "each further token, p99",
-    }
-    for axes, (value, title) in zip(canvas.subplots(2, 2).flat, panels.items(), strict=True):
-        grouped_bars(axes, rows, ["load"], "server", value, colours)
-        axes.tick_params(axis="x", labelsize=6)
-        for bar in axes.patches:  # Where the axis is logarithmic, lengths say little.
-            middle = bar.get_x() + bar.get_width() / 2
-            said = {"ha": "center", "va": "bottom", "fontsize": 7}
-            axes.text(middle, bar.get_height(), _number(bar.get_height()), **said)
-        times = [row[value] for row in rows if row.get(value)]
-        # Bars from zero say the most, unless some could not be seen beside others.
-        finish(axes, title, "ms", log=max(times) > 20 * min(times))
+def _swap(rows: Rows) -> Rows:
+    return [
+        {"way": way, "case": f"{row['sequence']}, {row['way']}", "gb_per_s": row[f"{key}_gb_per_s"]}
+        for row in rows
+        for way, key in (("vmkv, swapping", "swap"), ("copy_ of a pinned tensor", "copy"))
+    ]
 
 
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+def _with(name: str, made: Callable[[Row], Any]) -> Callable[[Rows], Rows]:
+    """Rows with one column more."""
+    return lambda rows: [{**row, name: made(row)} for row in rows]
 
 
-PLOTS: dict[str, tuple[Callable[[Any, Sequence[Row]], None], float]] = {
-    "mapping": (plot_mapping, 12),
-    "waste": (plot_waste, 11),
-    "generate": (plot_generate, 12),
-    "update": (plot_update, 10),
-    "fragmentation": (plot_fragmentation, 12),
-    "block_table": (plot_block_table, 12),
-    "attention": (plot_attention, 13),
-    "free_list": (plot_free_list, 7),
-    "ragged": (plot_ragged, 9),
-    "serve": (plot_serve, 11),
-    "live": (plot_live, 13),
-    **SHARING_PLOTS,
+def _with_gib(*names: str) -> Callable[[Rows], Rows]:
+    """Rows with sizes in GiB beside those in bytes."""
+    return lambda rows: [
+        {**row, **{f"{name}_gib": row[f"{name}_bytes"] / GiB for name in names}} for row in rows
+    ]
+
+
+# ---- all of them ------------------------------------------------------------------------------
+
+_GENERATE = ("cache", ("attention", "case"))
+_SHARED = ("variant", ("operation",))
+_LIVE = ("server", ("load",))
+_LIVE_TITLES = {"ttft": "first token", "tpot": "each further token"}
+PLOTS: dict[str, Plot] = {
+    "mapping": Plot(
+        (
+            Panel(
+                *("driver_us", *_SHARED, "time in the driver, for one prompt", "µs"),
+                only=("per", "operation"),
+                log=True,
+            ),
+            Panel(
+                *("driver_us", *_SHARED, "and for one decoded token", "µs"),
+                only=("per", "token"),
+                limit=1,
+            ),
+        )
+    ),
+    "waste": Plot(
+        (
+            Panel(
+                *("percent", "allocator", ("shape", "load")),
+                *("resident − used, of used, mean over decoding", "%"),
+                log=True,
+                limit=4,
+            ),
+        ),
+        prepare=_with("percent", lambda row: 100 * row["waste_share"]),
+    ),
+    "generate": Plot(
+        (
+            Panel(
+                *("memory_ratio", *_GENERATE, "memory over the weights, of the KV"),
+                limit=1,
+                limit_is="the KV itself",
+            ),
+            Panel("decode_ms", *_GENERATE, "one decode step, ms"),
+            Panel("prefill_s", *_GENERATE, "prefill, s"),
+        ),
+        prepare=_with("case", lambda row: f"{row['batch']} × {row['prompt_tokens']:,}"),
+    ),
+    "update": Plot(
+        (
+            Panel(
+                *("update_us", "cache", ("device", "case")),
+                *("host time of update(), per layer (batch × past tokens)", "µs"),
+                log=True,
+            ),
+        ),
+        prepare=_with("case", lambda row: f"{row['batch']} × {row['past_tokens']:,}"),
+    ),
+    "fragmentation": Plot(
+        (Panel("num_sequences", "allocator", ("trace",), "sequences that fit", log=True),),
+        split="shape",
+    ),
+    "block_table": Plot(
+        (Panel("step_us", "way", (), "host time a step", "µs", x="num_sequences"),),
+        split="past_tokens",
+    ),
+    "attention": Plot(width_inches=13, draw=draw_attention),
+    "free_list": Plot(
+        (Panel("pair_ns_median", "subject", (), "one pop and one push", "ns", x="num_threads"),),
+        width_inches=7,
+    ),
+    "ragged": Plot(
+        (
+            Panel("seconds", "way", ("prompts",), "all prompts", "s"),
+            Panel("kv_gib", "way", ("prompts",), "keys and values", "GiB"),
+        ),
+        width_inches=9,
+        prepare=_with_gib("kv"),
+    ),
+    "serve": Plot(
+        (Panel("value", "way", ("workload",), "all requests of a workload", "s"),), prepare=_serve
+    ),
+    "live": Plot(
+        tuple(
+            Panel(f"{name}_{share}_ms", *_LIVE, f"{title}, {share}", "ms", log=None)
+            for name, title in _LIVE_TITLES.items()
+            for share in ("p50", "p99")
+        ),
+        width_inches=13,
+    ),
+    "sharing": Plot(
+        (
+            Panel("ms", *_SHARED, "time until the device is done", "ms", log=True, limit=1.5),
+            Panel(
+                *("resident_ratio", "variant", ("case",)),
+                *("resident, of prefix once and all tails", "×"),
+                log=True,
+                limit=1.05,
+            ),
+        ),
+        width_inches=14,
+        prepare=_sharing,
+    ),
+    "window": Plot(draw=draw_window),
+    "swap": Plot(
+        (Panel("gb_per_s", "way", ("case",), "device memory to the host, and back", "GB/s"),),
+        width_inches=9,
+        prepare=_swap,
+    ),
+    "beams": Plot(
+        (
+            Panel("held_last_gib", "cache", ("case",), "keys and values at the end", "GiB"),
+            Panel("peak_gib", "cache", ("case",), "peak over the weights", "GiB"),
+            Panel("seconds", "cache", ("case",), "the whole search", "s"),
+        ),
+        width_inches=10,
+        prepare=_with_gib("held_last", "peak"),
+    ),
 }
 
 
-def draw(bench: str, rows: Sequence[Row], path: Path) -> None:
+def draw(bench: str, rows: Rows, path: Path) -> None:
     """The plot of a bench's rows, as a PNG; the same rows give the same bytes."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib.figure import Figure as Canvas
 
-    plot, width_inches = PLOTS[bench]
-    canvas = Canvas(figsize=(width_inches, 4.5), layout="constrained")
-    plot(canvas, rows)
-    handles = {}
+    plot = PLOTS[bench]
+    canvas = Canvas(figsize=(plot.width_inches, 4.5), layout="constrained")
+    if plot.draw is not None:
+        plot.draw(canvas, rows)
+    else:
+        rows = plot.prepare(rows)
+        values = list(dict.fromkeys(row[plot.split] for row in rows)) if plot.split else [None]
+        drawn = [(panel, value) for value in values for panel in plot.panels]
+        columns = min(len(drawn), 2 if len(drawn) == 4 else _COLUMNS_MAX)
+        lines = -(-len(drawn) // columns)
+        canvas.set_size_inches(plot.width_inches, 4.5 * lines)
+        places = canvas.subplots(lines, columns, squeeze=False).flat
+        for axes, (panel, value) in zip(places, drawn, strict=False):
+            mine = [row for row in rows if value is None or row[plot.split] == value]
+            draw_panel(axes, panel, mine)
+            if value is not None:
+                axes.set_title(f"{panel.title}: {show('', value)}", fontsize=10)
+    handles: Row = {}
     for axes in canvas.axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)

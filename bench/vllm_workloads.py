@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_generate import llama_config
 from bench_serve import MAX_NUM_SEQS, MAX_TOKENS, WORKLOADS
-from common import VLLM_ENVIRONMENT
+from harness import VLLM_ENVIRONMENT
+from models import llama_config
 from transformers import LlamaConfig
 
 

@@ -70,6 +70,15 @@ def report(monkeypatch: pytest.MonkeyPatch):
     return report
 
 
+@pytest.fixture
+def harness(monkeypatch: pytest.MonkeyPatch):
+    """The module that writes records."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    import harness
+
+    return harness
+
+
 @pytest.mark.parametrize("bench", BENCHES, ids=lambda path: path.stem)
 def test_bench_states_its_case(results: Path, report, bench: Path) -> None:
     """A record holds what a reader needs: question, prediction, what was measured, and where."""
@@ -84,21 +93,22 @@ def test_bench_states_its_case(results: Path, report, bench: Path) -> None:
         assert not any(isinstance(value, dict) for value in row.values())
 
 
-def test_figures_of_older_code_say_so(report) -> None:
-    """A run that no longer shows what the code does says why, beside its figures too."""
+def test_figures_of_older_code_say_so(report, harness) -> None:
+    """A record that no longer shows what the code does says why, beside its figures too."""
     figures = [
-        report.Figure("a", "one", 2.0, "ms", at_most=3),
-        report.Figure("b", "two", 4.0, "ms"),
+        harness.Figure("a", "one", 2.0, "ms", at_most=3),
+        harness.Figure("b", "two", 4.0, "ms"),
     ]
-    record = report.make_record("Question. Why?", [{"n": 1}], figures)
+    record = harness.make_record("Question. Why?", [{"n": 1}], figures)
     for outdated, met in (({}, "| yes |"), ({"outdated": "Gone."}, "| yes, of older code |")):
         result = report.Result("x-cpu", "x", {**record, **outdated})
-        assert met in report.figures_table([result])
-        assert ("**Outdated.** Gone." in report.page([result], {})) == bool(outdated)
+        assert met in report.figures_table([result], "results")
+        page = report.record_page(result, "README.md")
+        assert ("**Outdated.** Gone." in page) == bool(outdated)
 
 
 def test_report_makes_pages(results: Path, report, tmp_path: Path) -> None:
-    """A section and a plot for each record, the same bytes each time; a check notices changes."""
+    """A page and a plot for each record, the same bytes each time; a check notices changes."""
     root = tmp_path / "ROOT.md"
     root.write_text(f"before\n{MARKERS}after\n")
     places = [
@@ -109,17 +119,23 @@ def test_report_makes_pages(results: Path, report, tmp_path: Path) -> None:
     written = run(BENCH / "report.py", *places)
     assert written.returncode == 0, written.stderr
 
-    page = (results.parent / "README.md").read_text()
+    front = (results.parent / "README.md").read_text()
     for bench in BENCHES:
-        assert f"## {bench.stem}-cpu" in page
+        stem = f"{bench.stem}-cpu"
+        assert f"(results/{stem}.md)" in front
+        assert (results / f"{stem}.md").read_text().startswith(f"# {stem}\n")
         if bench.stem.removeprefix("bench_") in report.PLOTS:
-            assert f"(results/{bench.stem}-cpu.png)" in page
-            assert (results / f"{bench.stem}-cpu.png").stat().st_size > 1000
-    assert root.read_text().startswith("before\n<!-- figures:start -->\n| bench |")
+            assert f"({stem}.png)" in (results / f"{stem}.md").read_text()
+            assert (results / f"{stem}.png").stat().st_size > 1000
+    assert root.read_text().startswith("before\n<!-- figures:start -->\n| on one")
     assert root.read_text().endswith("<!-- figures:end -->\nafter\n")
     plots = {path: path.read_bytes() for path in results.glob("*.png")}
     assert report.main(places) == 0
     assert plots == {path: path.read_bytes() for path in results.glob("*.png")}
+    assert report.main(["--check", *places]) == 0
+    (results / "gone-cpu.md").write_text("a page without a record")
+    assert report.main(["--check", *places]) == 1
+    assert report.main(places) == 0
     assert report.main(["--check", *places]) == 0
 
     path = results / "bench_waste-cpu.json"
@@ -129,19 +145,23 @@ def test_report_makes_pages(results: Path, report, tmp_path: Path) -> None:
     assert report.main(["--check", *places]) == 1
 
 
-def test_plots_of_sharing_can_be_drawn(
-    results: Path, report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From a small run, whichever of them `report` draws yet; drawing changes no record."""
-    import sharing_plots
+def test_the_summary_takes_its_numbers_from_records(report, harness) -> None:
+    """Results, rivals and links; a figure that no record has is not made up."""
+    figure = harness.Figure("a", "one", 2.0, "ms", rival="vLLM 3 ms")
+    record = harness.make_record("Question. Why?", [{"n": 1}], [figure])
+    text = "{x-cpu:a} ({x-cpu:a:rival}), {x-cpu:b}"
+    shown = report.summary(text, [report.Result("x-cpu", "x", record)], "results")
+    assert shown == "[2 ms](results/x-cpu.md) (vLLM 3 ms), (not measured)"
 
-    loaded = [each for each in report.load(results) if each.bench in sharing_plots.PLOTS]
-    assert {each.bench for each in loaded} == {"sharing", "window", "swap", "beams"}
-    before = json.dumps([each.record for each in loaded])
-    for each in loaded:
-        report.draw(each.bench, each.rows, tmp_path / f"{each.stem}.png")
-        assert (tmp_path / f"{each.stem}.png").stat().st_size > 1000
-    assert json.dumps([each.record for each in loaded]) == before
+
+def test_all_numbers_of_the_committed_summary_are_measured(report, harness) -> None:
+    """Every placeholder of the summary, and every figure of the README's table, has a record."""
+    results = report.load(harness.RESULTS)
+    known = {(each.stem, figure["name"]) for each in results for figure in each.figures}
+    assert {(stem, name) for stem, name, _ in report.HEADLINES} <= known
+    text = report.summary((BENCH / "summary.md").read_text(), results, "results")
+    assert "not measured)" not in text
+    assert "{" not in text
 
 
 #: Bench, figure, and what it is where nothing is a matter of time or of the machine.
@@ -185,7 +205,7 @@ def test_live_clients_are_measured(results: Path, report) -> None:
     places = {(row["load"], row["server"]): row for row in result.rows}
     alone = "vmkv, engine alone"
     assert {server for _, server in places} == {"vmkv", alone, f"{alone}, a quarter of the memory"}
-    assert {load for load, server in places if server == "vmkv"} > {"streams", "chat 24/s"}
+    assert {load for load, server in places if server == "vmkv"} == {"chat 24/s", "chat, at once"}
     for row in result.rows:
         assert 0 < row["ttft_p50_ms"] <= row["ttft_p99_ms"]
         # On a busy machine the tokens of a short answer may come in one event.
@@ -196,7 +216,6 @@ def test_live_clients_are_measured(results: Path, report) -> None:
     assert by_itself["mixed_steps"] > 0
     [figure] = (each for each in result.figures if each["name"] == "live_quarter_plan_map_ms")
     assert figure["got"] > 0
-    assert places["streams", "vmkv"]["output_tokens"] == 6 * 16
 
 
 def test_a_part_of_a_bench_replaces_no_result(
@@ -211,7 +230,7 @@ def test_a_part_of_a_bench_replaces_no_result(
     assert (result.bench, result.stem) == ("serve_idle", "serve_idle-cpu")
     assert [row["workload"] for row in result.rows] == ["idle"]
     assert result.record["question"].endswith("?")
-    assert "## serve_idle-cpu" in report.page([result], {})
+    assert report.record_page(result, "README.md").startswith("# serve_idle-cpu\n")
     with pytest.raises(SystemExit, match="2"):
         bench_serve.main(["--smoke", "--only", "W9", "--json", str(tmp_path / "none.json")])
     assert "no workload called W9" in capsys.readouterr().err
@@ -228,18 +247,16 @@ def test_beam_search_finds_the_same_tokens(results: Path, report) -> None:
 
 
 def test_committed_pages_are_up_to_date(report, capsys: pytest.CaptureFixture[str]) -> None:
-    """bench/README.md and the README's table say what the committed results say."""
-    if not (BENCH / "README.md").exists():
-        pytest.skip("no results have been committed yet")
+    """bench/README.md, the records' pages and the README's table say what the records say."""
     assert report.main(["--check"]) == 0, capsys.readouterr().out
 
 
-def test_figure_knows_whether_it_is_met(report) -> None:
+def test_figure_knows_whether_it_is_met(harness) -> None:
     """A bound is kept at equality; without a bound there is nothing to keep."""
-    assert report.Figure("a", "a", 2.0, "ms", at_most=2.0).is_met
-    assert not report.Figure("a", "a", 2.1, "ms", at_most=2.0).is_met
-    assert report.Figure("a", "a", 1.08, "×", at_least=1.08).is_met
-    assert report.Figure("a", "a", 1.0, "×").is_met is None
+    assert harness.Figure("a", "a", 2.0, "ms", at_most=2.0).is_met
+    assert not harness.Figure("a", "a", 2.1, "ms", at_most=2.0).is_met
+    assert harness.Figure("a", "a", 1.08, "×", at_least=1.08).is_met
+    assert harness.Figure("a", "a", 1.0, "×").is_met is None
 
 
 def test_rival_block_tables_are_right(report) -> None:

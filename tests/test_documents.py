@@ -47,10 +47,13 @@ def _anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w-]", "", each.lower().replace(" ", "-")) for each in headings}
 
 
+PAGES = [ROOT / "bench/README.md", *sorted((ROOT / "bench/results").glob("*.md"))]
+
+
 def test_links_lead_somewhere() -> None:
     """A link names a file that is there, and a heading in it."""
     broken = []
-    for path in (*DOCUMENTS, ROOT / "bench/README.md"):
+    for path in (*DOCUMENTS, *PAGES):
         for name, anchor in _LINK.findall(path.read_text()):
             target = path.parent / name if name else path
             if name.startswith("http"):

@@ -1,0 +1,143 @@
+"""Models and caches that benches measure: shapes, random weights, and caches without a model."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from harness import HAS_GPU, synchronize
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from vmkv import ExtentPool, HostBackend, KVCache, open_backend
+from vmkv.units import MiB
+
+SEED = 0
+DTYPE = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """A model's keys and values."""
+
+    name: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token in all layers, in bfloat16."""
+        return self.num_layers * 2 * self.num_kv_heads * self.head_dim * DTYPE.itemsize
+
+    def add_layers(self, cache: KVCache, dtype: torch.dtype = DTYPE) -> Any:
+        """Add the layers to a cache; their groups."""
+        layers, heads = range(self.num_layers), self.num_kv_heads
+        return cache.add_layers(layers, num_kv_heads=heads, head_dim=self.head_dim, dtype=dtype)
+
+
+LLAMA_3_8B = CacheShape("Llama-3-8B", 32, 8, 128)
+LLAMA_3_70B_TP8 = CacheShape("Llama-3-70B, TP 8", 80, 1, 128)
+
+
+def open_pool(
+    budget_bytes: int | None, *, smoke: bool, host_budget_bytes: int = 0, page_bytes: int = 2 * MiB
+) -> ExtentPool:
+    """A pool on the GPU; on the host for a small run, or where there is no GPU.
+
+    Args:
+        budget_bytes: What it may create; by default all that is free.
+        smoke: Whether it is a small run.
+        host_budget_bytes: Host memory for swapping.
+        page_bytes: Of the host's backend.
+    """
+    use_gpu = HAS_GPU and not smoke
+    backend = open_backend("cuda:0") if use_gpu else HostBackend(page_bytes)
+    if budget_bytes is None:
+        budget_bytes = max(page_bytes, backend.free_memory_bytes())
+    return ExtentPool(backend, budget_bytes, host_budget_bytes=host_budget_bytes)
+
+
+def open_cache(
+    pool: ExtentPool, shape: CacheShape, dtype: torch.dtype = DTYPE, **options: Any
+) -> KVCache:
+    """A cache for the shape, by default with all layers side by side in a token row."""
+    cache = KVCache(pool, **{"layers_per_group": shape.num_layers, **options})
+    shape.add_layers(cache, dtype)
+    return cache
+
+
+def close_cache(cache: KVCache) -> None:
+    """Check the cache's books, then close it and its pool."""
+    cache.check()
+    cache.close()
+    cache.pool.close()
+
+
+def llama_config(*, smoke: bool, **changed: Any) -> LlamaConfig:
+    """Llama-3-8B's shape, or a tiny one, but for what is `changed`."""
+    sizes = {
+        "vocab_size": 128 if smoke else 128256,
+        "hidden_size": 32 if smoke else 4096,
+        "intermediate_size": 64 if smoke else 14336,
+        "num_hidden_layers": 2 if smoke else 32,
+        "num_attention_heads": 4 if smoke else 32,
+        "num_key_value_heads": 2 if smoke else 8,
+        "max_position_embeddings": 512 if smoke else 16384,
+    }
+    return LlamaConfig(**sizes | changed)
+
+
+def make_model(config: LlamaConfig, device: torch.device) -> LlamaForCausalLM:
+    """Random weights in bfloat16, made on the device."""
+    torch.manual_seed(SEED)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(DTYPE)
+    try:
+        with torch.device(device):
+            model = LlamaForCausalLM(config)
+    finally:
+        torch.set_default_dtype(default)
+    return model.eval().requires_grad_(requires_grad=False)
+
+
+def token_bytes_of(config: LlamaConfig) -> int:
+    """Bytes of a token's keys and values in bfloat16."""
+    head_dim = config.hidden_size // config.num_attention_heads
+    layers, heads = config.num_hidden_layers, config.num_key_value_heads
+    return CacheShape("", layers, heads, head_dim).token_bytes
+
+
+def random_prompts(model: LlamaForCausalLM, batch: int, num_tokens: int) -> torch.Tensor:
+    """Seeded token ids, `[batch, num_tokens]`, on the model's device."""
+    generator = torch.Generator().manual_seed(SEED)
+    shape = (batch, num_tokens)
+    return torch.randint(1, model.config.vocab_size, shape, generator=generator).to(model.device)
+
+
+def reserved_bytes(*, peak: bool = False) -> int:
+    """What torch's allocator has reserved on the device, now or at most."""
+    if not HAS_GPU:
+        return 0
+    return torch.cuda.max_memory_reserved() if peak else torch.cuda.memory_reserved()
+
+
+def free_device_bytes() -> int:
+    """What the driver says is free."""
+    return torch.cuda.mem_get_info()[0] if HAS_GPU else 0
+
+
+def reset_memory() -> None:
+    """Give torch's cached memory back and restart its peak."""
+    gc.collect()
+    if HAS_GPU:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    synchronize()
+
+
+def created_bytes(cache: Any) -> int:
+    """All memory that the pool of a `VMKVCache` has created."""
+    stats = cache.stats()
+    return stats.resident_bytes + stats.free_bytes + stats.retired_bytes
