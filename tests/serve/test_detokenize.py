@@ -203,6 +203,8 @@ def _is_text(raw: bytes) -> bool:
 @example(ids=[*WORDS(["▁the"]), *RUNS[0], RUNS[0][0], *WORDS(["▁the", "E", "N"])], data=None)
 @example(ids=[*WORDS(["▁the"]), *[WORDS("<s>")] * 20, *WORDS(["▁the"])], data=None)
 @example(ids=[WORDS("<0xFF>"), *RUNS[1] * 70, *WORDS(["▁the"])], data=None)
+@example(ids=[*[WORDS("<0xFF>")] * 3, *RUNS[1] * 70, *WORDS(["▁the"])], data=None)
+@example(ids=[*[WORDS("<0xFF>")] * 2, *RUNS[0] * 50, *WORDS(["▁the"])], data=None)
 @example(ids=[*RUNS[1] * 70, *RUNS[1][:2] * 60, *WORDS(["▁the"])], data=None)
 def test_random_bytes_lose_nothing(ids: list[int], data: st.DataObject | None) -> None:
     """With a byte fallback: complete characters stay, and no text waits for a later token."""
