@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import AddedToken, PreTrainedTokenizerFast
 
 from vmkv.serve import SamplingParams
 from vmkv.serve.detokenize import Detokenizer
@@ -32,7 +33,7 @@ def _byte_level() -> PreTrainedTokenizerFast:
 def _byte_fallback() -> PreTrainedTokenizerFast:
     """Llama-2's kind: words begin with a space that the first one loses; bytes where unknown."""
     vocabulary = {"<unk>": 0, **{f"<0x{byte:02X}>": 1 + byte for byte in range(256)}}
-    for piece in ["▁", *"abcdefghijklmnopqrstuvwxyz.,END", "▁the", "▁cat"]:
+    for piece in ["▁", *"abcdefghijklmnopqrstuvwxyz.,END", "▁the", "▁cat", "<s>"]:
         vocabulary.setdefault(piece, len(vocabulary))
     inner = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
     inner.normalizer = normalizers.Sequence(
@@ -46,7 +47,8 @@ def _byte_fallback() -> PreTrainedTokenizerFast:
             decoders.Strip(content=" ", left=1, right=0),
         ]
     )
-    return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>")
+    inner.add_special_tokens([AddedToken("<s>", special=True)])
+    return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", bos_token="<s>")
 
 
 def _word_piece() -> PreTrainedTokenizerFast:
@@ -153,6 +155,113 @@ def test_random_tokens_lose_nothing(ids: list[int], data: st.DataObject) -> None
         assert after.startswith(before)
 
 
+FALLBACK = TOKENIZERS["byte-fallback"]
+WORDS = FALLBACK.convert_tokens_to_ids
+BYTES = {1 + byte: byte for byte in range(256)}
+#: Bytes of characters, of halves of them, and of none.
+PIECES = ["🙂", "猫", "é", "a", "▁", "▁the", "E", "N", "D", ".", "<s>"]
+RUNS = [[WORDS(f"<0x{byte:02X}>") for byte in each.encode()] for each in PIECES[:3]]
+FALLBACK_IDS = st.lists(
+    st.one_of(
+        st.sampled_from(RUNS),
+        st.sampled_from([run[:at] for run in RUNS for at in range(1, len(run))]),
+        st.sampled_from([[WORDS("<0xFF>")], [WORDS("<0x82>")]]),
+        st.sampled_from(PIECES[3:]).map(lambda piece: [WORDS(piece)]),
+        st.integers(1, 12).map(lambda count: [WORDS("<s>")] * count),
+    ),
+    max_size=40,
+).map(lambda pieces: [each for piece in pieces for each in piece])
+
+
+def _with_replacements(ids: list[int]) -> list[int]:
+    """Tokens whose decoding is the documented text: characters before an invalid byte stay."""
+    made, run = [], []
+    special = WORDS("<s>")
+    for token_id in [*(each for each in ids if each != special), None]:
+        if token_id in BYTES:
+            run.append(BYTES[token_id])
+            continue
+        known = len(run)
+        while known and not _is_text(bytes(run[:known])):
+            known -= 1
+        text = bytes(run[:known]) + "\ufffd".encode() * (len(run) - known)
+        made += [1 + byte for byte in text]
+        run = []
+        made += [] if token_id is None else [token_id]
+    return made
+
+
+def _is_text(raw: bytes) -> bool:
+    try:
+        raw.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+@given(ids=FALLBACK_IDS, data=st.data())
+@example(ids=[*WORDS(["▁the"]), *RUNS[0], RUNS[0][0], *WORDS(["▁the", "E", "N"])], data=None)
+@example(ids=[*WORDS(["▁the"]), *[WORDS("<s>")] * 20, *WORDS(["▁the"])], data=None)
+@example(ids=[WORDS("<0xFF>"), *RUNS[1] * 70, *WORDS(["▁the"])], data=None)
+@example(ids=[*[WORDS("<0xFF>")] * 3, *RUNS[1] * 70, *WORDS(["▁the"])], data=None)
+@example(ids=[*[WORDS("<0xFF>")] * 2, *RUNS[0] * 50, *WORDS(["▁the"])], data=None)
+@example(ids=[*RUNS[1] * 70, *RUNS[1][:2] * 60, *WORDS(["▁the"])], data=None)
+def test_random_bytes_lose_nothing(ids: list[int], data: st.DataObject | None) -> None:
+    """With a byte fallback: complete characters stay, and no text waits for a later token."""
+    split = data.draw(st.integers(0, min(len(ids), 80))) if data else 0
+    prompt = _decode(FALLBACK, _with_replacements(ids[:split]))
+    assume(not prompt.endswith("\ufffd"))  # Otherwise the output repeats the end of the prompt.
+    detokenizer, texts = _run(FALLBACK, ids[:split], ids[split:])
+    for at, text in enumerate(texts, split + 1):
+        so_far = FALLBACK.decode(_with_replacements(ids[:at]), skip_special_tokens=True)
+        assert (prompt + text).rstrip("\ufffd") == so_far.rstrip("\ufffd")
+        assert len(so_far) - len(prompt + text) <= 3
+    detokenizer.finish()
+    whole = FALLBACK.decode(_with_replacements(ids), skip_special_tokens=True)
+    assert whole == prompt + detokenizer.text
+
+
+@given(
+    name=st.sampled_from(sorted(TOKENIZERS)),
+    fallback_ids=FALLBACK_IDS,
+    other_ids=st.lists(st.integers(0, 289), max_size=60),
+    stops=st.lists(st.text("END. t\ufffd", min_size=1, max_size=4), min_size=1, max_size=3),
+)
+def test_stop_texts_are_found_in_the_streamed_text(
+    name: str, fallback_ids: list[int], other_ids: list[int], stops: list[str]
+) -> None:
+    """At the first token that completes one, whatever the decoder."""
+    tokenizer = TOKENIZERS[name]
+    ids = fallback_ids if name == "byte-fallback" else [each % len(tokenizer) for each in other_ids]
+    plain, texts = _run(tokenizer, [], ids)
+    plain.finish()
+    texts = ["", *texts, plain.text]
+    pieces = [after[len(before) :] for before, after in itertools.pairwise(texts)]
+    text, stop, shown = naive(pieces, stops)
+    detokenizer, found = _run(tokenizer, [], ids, stop=stops)
+    if detokenizer.stop is None:
+        detokenizer.finish()
+        found.append(detokenizer.text)
+        shown[len(ids) :] = [text]
+    assert (text, stop, shown) == (detokenizer.text, detokenizer.stop, found)
+
+
+def test_stop_texts_are_found_after_an_incomplete_character() -> None:
+    """Of a decoder that replaces the whole run of bytes, at the token that completes it."""
+    ids = [*WORDS(["▁the"]), *RUNS[0], RUNS[0][0], *WORDS(["▁cat", "E", "N", "D", "a"])]
+    detokenizer, texts = _run(FALLBACK, [WORDS("a")], ids, stop="END")
+    assert "END" == detokenizer.stop
+    assert len(ids) - 1 == len(texts)
+    assert " the🙂\ufffd cat" == detokenizer.text
+    assert " the🙂\ufffd cat" == texts[6], "the text waited for later tokens"
+
+
+def test_skipped_tokens_are_no_context() -> None:
+    """A decoder that strips the first space keeps it after any number of them."""
+    ids = [*WORDS(["▁the"]), *[WORDS("<s>")] * 100, *WORDS(["▁cat"])]
+    assert "the cat" == _run(FALLBACK, [], ids)[0].text
+
+
 @pytest.mark.parametrize("includes", [False, True])
 @pytest.mark.parametrize("stop", ["END", "t. E", "mat. END of", "on", ". "])
 def test_stop_texts_are_found_across_tokens(stop: str, includes: bool) -> None:
@@ -193,15 +302,17 @@ def test_what_may_begin_a_stop_text_is_held_back() -> None:
     assert "aENxEN" == detokenizer.text
 
 
-def test_what_waited_at_the_end_is_text_and_no_stop() -> None:
-    """Or text would be missing from an output that ended by its length."""
+def test_incomplete_bytes_are_text_at_the_end() -> None:
+    """They may complete a stop text."""
     tokenizer = TOKENIZERS["byte-level"]
     ids = tokenizer.encode("at €", add_special_tokens=False)
-    detokenizer, _ = _run(tokenizer, [], ids[:-1], stop="t \ufffd")
+    detokenizer, _ = _run(tokenizer, [], ids[:-1], stop="t €")
     assert "a" == detokenizer.text
-    detokenizer.finish()
-    assert detokenizer.stop is None
+    assert detokenizer.finish() is None
     assert tokenizer.decode(ids[:-1]) == detokenizer.text
+    detokenizer, _ = _run(tokenizer, [], ids[:-1], stop="t \ufffd")
+    assert "t \ufffd" == detokenizer.finish()
+    assert "a" == detokenizer.text
 
 
 def test_stop_texts_wait_for_min_tokens() -> None:

@@ -3,6 +3,10 @@
 A token's text depends on its neighbours: a character may be spread over several tokens, and
 many tokenizers write a space only between words. So each new token is decoded together with the
 last few before it, and what that adds is its text; bytes that are no whole character yet wait.
+
+Bytes that never become a character are replaced by U+FFFD. Decoders with a byte fallback replace a
+whole run of bytes if one of them is invalid: here, characters of the run that were complete before
+stay, and each byte after them becomes one replacement character.
 """
 
 from __future__ import annotations
@@ -49,8 +53,11 @@ class Detokenizer:
         self._min_tokens = params.min_tokens
         self._includes_stop = params.include_stop_str_in_output
         self._window = list(prompt_token_ids[-_WINDOW_MAX_TOKENS:])
+        self._window_text = self._decode(self._window)
         # The part of the window's text that was taken; half a character of a prompt was not.
-        self._taken = self._decode().rstrip(_REPLACEMENT)
+        self._taken = self._window_text.rstrip(_REPLACEMENT)
+        # The window's first tokens, whose text was taken to its end.
+        self._num_taken = len(self._window) if self._taken == self._window_text else 0
         self._move_window()
         self._new = ""  # Certain, and not taken yet.
         self._held = ""  # What comes after that, and may begin a stop text.
@@ -66,25 +73,35 @@ class Detokenizer:
         """One more token; returns the stop text if that ended the output."""
         self._num_tokens += 1
         self._window.append(token_id)
-        certain = self._decode()
-        if certain.endswith(_REPLACEMENT):
-            num_replaced = len(certain) - len(certain.rstrip(_REPLACEMENT))
-            certain = certain[: len(certain) - min(num_replaced, _INCOMPLETE_BYTES)]
-        # Some decoders take back characters while the bytes of the next one are incomplete.
-        if not certain.startswith(self._taken) and len(self._window) < _WINDOW_MAX_TOKENS:
+        before, self._window_text = self._window_text, self._decode(self._window)
+        if self._window_text == before != "" and not self._decode([token_id]):
+            # Skipped: as context it would displace the tokens that have text.
+            self._window.pop()
             return None
-        return self._accept(certain)
+        return self._accept(_without_incomplete(self._window_text))
 
-    def finish(self) -> None:
-        """No more tokens: what waited is text after all."""
+    def finish(self) -> str | None:
+        """No more tokens: incomplete bytes are text; returns the stop text if they complete it."""
         if self.stop is None:
-            self._new += self._held + self._decode()[len(self._taken) :]
-            self._held = ""
+            self._accept(self._window_text)
+            self._new, self._held = self._new + self._held, ""
+        return self.stop
 
     def _accept(self, certain: str) -> str | None:
-        """Make what the window's text has beyond what was taken the output's."""
+        """Add the window's text, of which `certain` will not change, to the output's."""
+        if self._num_taken and not certain.startswith(self._taken):
+            # An incomplete or invalid byte has replaced characters of its run that were taken.
+            is_end = certain == self._window_text
+            new = self._window[self._num_taken :]
+            text = self._decode(new)
+            certain = text if is_end else _without_incomplete(text)
+            if not certain:
+                return None  # The next bytes may complete a character.
+            self._window, self._window_text, self._taken, self._num_taken = new, text, "", 0
         added = certain[len(self._taken) :]
         self._taken = certain
+        if certain == self._window_text:
+            self._num_taken = len(self._window)
         if len(self._window) >= _WINDOW_TOKENS:
             self._move_window()
         if self._stops is None:
@@ -103,19 +120,40 @@ class Detokenizer:
         self._held = ""
         return self.stop
 
-    def _decode(self) -> str:
-        return self._decode_tokens(self._window, self._skips_special)
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._decode_tokens(token_ids, self._skips_special)
 
     def _move_window(self) -> None:
-        """Drop what is context no more, so that what remains is still the end of what was taken."""
-        is_longest = len(self._window) >= _WINDOW_MAX_TOKENS
+        """Drop the window's first tokens if the text of the others stays the same without them."""
         window = self._window
         for num_kept in range(_CONTEXT_TOKENS, _WINDOW_TOKENS):
-            self._window = window[-num_kept:]
-            text = self._decode()
-            if _REPLACEMENT not in text and self._taken.endswith(text):
-                self._taken = text
+            text = self._decode(window[-num_kept:])
+            if text and _REPLACEMENT not in text and self._taken.endswith(text):
+                self._keep(num_kept, text)
                 return
-        self._window = window[-_CONTEXT_TOKENS:] if is_longest else window
-        if is_longest:
-            self._taken = self._decode()
+        if len(window) < _WINDOW_MAX_TOKENS:
+            return
+        # A long run of invalid bytes. Its end must be invalid as well without its last bytes, or
+        # it may become characters when others are added.
+        ends = [len(window) - num_bytes for num_bytes in range(_INCOMPLETE_BYTES + 1)]
+        texts = [self._decode(window[:end]) for end in ends]
+        for start in range(len(window) - _CONTEXT_TOKENS, 0, -1):
+            parts = (self._decode(window[start:end]) for end in ends)
+            if all(map(str.endswith, texts, parts)):
+                break
+        else:
+            start = len(window) - _CONTEXT_TOKENS
+        self._keep(len(window) - start, self._decode(window[start:]))
+
+    def _keep(self, num_tokens: int, text: str) -> None:
+        """Make the last tokens, with their text, the window."""
+        num_waiting = len(self._window_text) - len(self._taken)
+        self._num_taken = max(0, self._num_taken - len(self._window) + num_tokens)
+        self._window, self._window_text = self._window[-num_tokens:], text
+        self._taken = text[: max(0, len(text) - num_waiting)]
+
+
+def _without_incomplete(text: str) -> str:
+    """Text without the replacement characters at its end that may become a character."""
+    num_replaced = len(text) - len(text.rstrip(_REPLACEMENT))
+    return text[: len(text) - min(num_replaced, _INCOMPLETE_BYTES)]

@@ -73,14 +73,17 @@ class _Sample:
         num_tokens = len(update.token_ids)
         # The text of a stop token, the last one then, is not the answer's.
         num_text_tokens = num_tokens - (update.finish_reason is FinishReason.STOP)
+        stop = None
         for count, token_id in enumerate(update.token_ids[:num_text_tokens], 1):
             stop = detokenizer.append(token_id)
             if stop is not None:
-                self._finish_reason, self._stop_reason = FinishReason.STOP, stop
-                self.error = None
-                return count
-        if self.is_finished:
-            detokenizer.finish()
+                num_tokens = count
+                break
+        else:
+            if self.is_finished:
+                stop = detokenizer.finish()
+        if stop is not None:
+            self._finish_reason, self._stop_reason, self.error = FinishReason.STOP, stop, None
         return num_tokens
 
     def take(self) -> CompletionOutput:
