@@ -30,6 +30,12 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8).cpu()
 
 
+def fp8_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The bits of numbers in eight bits; NaN has no sign, which conversions set as they like."""
+    found = bits(tensor)
+    return torch.where((found & 0x7F) == 0x7F, 0x7F, found)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", BATCHES)
@@ -141,7 +147,7 @@ def test_append_stores_eight_bits(device, dtype, shape, is_scaled, heads, k_dim,
         expected.keys[row, tokens - (end - start) : tokens] = encoded_key[start:end].to(device)
         expected.values[row, tokens - (end - start) : tokens] = encoded_value[start:end].to(device)
     append(key.to(device), value.to(device), dense.keys, dense.values, batch, scales)
-    assert torch.equal(bits(expected.buffer), bits(dense.buffer))
+    assert torch.equal(fp8_bits(expected.buffer), fp8_bits(dense.buffer))
     assert bool((dense.keys.float().abs() == 448).any()) or is_scaled
 
 
@@ -168,4 +174,4 @@ def test_queries_are_encoded_as_keys_are(dtype):
     every = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(dtype)
     for query in (every.view(64, 8, 128), every.view(8, 64, 128).transpose(0, 1)):
         wanted = encode(query).contiguous()
-        assert torch.equal(bits(wanted), bits(encoded(query.cuda())))
+        assert torch.equal(fp8_bits(wanted), fp8_bits(encoded(query.cuda())))
