@@ -20,10 +20,10 @@ from functools import cached_property
 
 import torch
 
-from vmkv import _native
-from vmkv.backend import Access, AccessOp, Backend, MapOp, UnmapOp
-from vmkv.cache.geometry import Geometry, LayerShape
-from vmkv.cache.views import group_views
+from vmkv.core import _native
+from vmkv.core.backend import Access, AccessOp, Backend, MapOp, UnmapOp
+from vmkv.core.cache.geometry import Geometry, LayerShape
+from vmkv.core.cache.layer_group import group_views
 
 PAGE_BYTES = 2 * 2**20
 PAD_BYTES = 2048

@@ -51,7 +51,7 @@ from models import (
 import vmkv
 from vmkv import Engine, OutOfPagesError, SamplingParams
 from vmkv.attention import get
-from vmkv.cache.fp8 import FP8
+from vmkv.core.cache.fp8 import FP8
 from vmkv.serve.prompts import packed_prompt
 from vmkv.units import GiB, KiB, MiB
 

@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from harness import Bench, Figure, Row, in_turns, on_gpu, quartiles, synchronize
 from models import LLAMA_3_8B, CacheShape, close_cache, open_cache, open_pool
 
-from vmkv.backend import Backend
+from vmkv.core.backend import Backend
 from vmkv.units import KiB, MiB
 
 REPEATS = 11

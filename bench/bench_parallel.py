@@ -64,10 +64,10 @@ from models import llama_config, make_model, reset_memory
 from transformers import LlamaConfig
 
 from vmkv import Engine, SamplingParams
-from vmkv.parallel import Ranks, TensorParallel
-from vmkv.parallel.collectives import all_reduce, norm_of_sum
-from vmkv.parallel.one_shot import norm_after_sum
-from vmkv.serve.parallel_engine import open_parallel_engine
+from vmkv.serve.parallel import Ranks, TensorParallel
+from vmkv.serve.parallel.collectives import all_reduce, norm_of_sum
+from vmkv.serve.parallel.engine import open_parallel_engine
+from vmkv.serve.parallel.one_shot import norm_after_sum
 
 #: NVLink multicast stays off: not every machine that is lent has it.
 os.environ.setdefault("NCCL_NVLS_ENABLE", "0")

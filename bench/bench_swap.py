@@ -33,7 +33,7 @@ from models import LLAMA_3_8B, CacheShape, close_cache, open_cache, open_pool
 
 import vmkv
 from vmkv import KVCache
-from vmkv.backend import MemoryLocation
+from vmkv.core.backend import MemoryLocation
 from vmkv.units import GiB, KiB, MiB
 
 WAYS = ("out", "in")

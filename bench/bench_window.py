@@ -39,7 +39,7 @@ from models import DTYPE, CacheShape, close_cache, open_pool
 from rivals import BLOCK_TOKENS, blocks_for
 
 from vmkv import KVCache
-from vmkv.cache import LayerGroup
+from vmkv.core.cache import LayerGroup
 from vmkv.units import GiB, KiB, MiB
 
 UNDERREAD_TOKENS = 256  # that are kept before a window

@@ -9,7 +9,7 @@ import argparse
 import torch
 
 from vmkv import open_backend
-from vmkv.backend import Access
+from vmkv.core.backend import Access
 from vmkv.testing import read_bytes, write_bytes
 from vmkv.units import format_bytes
 

@@ -2,13 +2,13 @@
 
 `SmallDevice` is a host that pretends to have little memory: a GPU to run out of, on a laptop.
 It overrides two primitives; a backend from scratch implements the abstract ones of
-`vmkv/backend/base.py`. Either way `check_backend` is the judge.
+`vmkv/core/backend/base.py`. Either way `check_backend` is the judge.
 """
 
 import torch
 
 from vmkv import DriverError, HostBackend, KVCache, OutOfPagesError
-from vmkv.backend import MemoryLocation
+from vmkv.core.backend import MemoryLocation
 from vmkv.testing import check_backend
 from vmkv.units import Handle, KiB, MiB, align_up
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from vmkv import ConfigError
-from vmkv.backend.cuda import CudaBackend
+from vmkv.core.backend.cuda import CudaBackend
 
 ROOT = Path(__file__).parents[1] / "vmkv"
 # What runs in Ray's processes imports Ray; nothing else imports that.

@@ -1,7 +1,7 @@
 """Imports point left only, and everything up to `memory` is free of torch.
 
-    errors, units, interrupts <- _native <- backend <- memory <- cache <- viz <- attention <- step
-        <- hf <- parallel <- serve <- cli
+    errors, units, interrupts <- core (_native <- backend <- memory <- cache) <- viz <- attention
+        <- step <- hf <- serve <- cli
 
 An import inside a function counts like any other, and across packages so does one under
 TYPE_CHECKING. No module imports itself by way of others; within one package, imports under
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ast
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,7 @@ import pytest
 ROOT = Path(__file__).parents[1] / "vmkv"
 LAYERS = [
     *("errors", "units", "interrupts", "_native", "backend", "memory", "cache", "viz"),
-    *("attention", "step", "hf", "parallel", "serve", "cli"),
+    *("attention", "step", "hf", "serve", "cli"),
 ]
 TORCH_FREE = {*LAYERS[: LAYERS.index("cache")], "testing"}
 FILES = sorted(ROOT.rglob("*.py"))
@@ -29,7 +29,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 TESTING_MAY_IMPORT = {"testing", "errors", "units", "_native", "backend", "memory"}
 # Third parties, and the layers that may know them.
 HOMES_OF = {
-    "transformers": {"step", "hf", "parallel", "serve", "cli"},
+    "transformers": {"step", "hf", "serve", "cli"},
     "cuda": {"backend", "attention", "testing"},
     "flash_attn": {"attention"},
     "flash_attn_interface": {"attention"},
@@ -55,8 +55,13 @@ def imports(path: Path, root: Path = ROOT, *, with_types: bool = True) -> Iterat
 
 
 def layer_of(path: Path, root: Path = ROOT) -> str:
-    """`backend` for vmkv/backend/host.py, `errors` for vmkv/errors.py."""
-    return path.relative_to(root).with_suffix("").parts[0]
+    """`backend` for vmkv/core/backend/host.py, `errors` for vmkv/errors.py."""
+    return layer_of_name(path.relative_to(root).with_suffix("").parts)
+
+
+def layer_of_name(parts: Sequence[str]) -> str:
+    """The layer of a module below `vmkv`; the packages of `core` are layers of their own."""
+    return parts[1] if parts[0] == "core" and len(parts) > 1 else parts[0]
 
 
 def violations(path: Path, root: Path = ROOT) -> list[str]:
@@ -66,12 +71,13 @@ def violations(path: Path, root: Path = ROOT) -> list[str]:
     for name in imports(path, root):
         top, *rest = name.split(".")
         if top == "vmkv" and rest:
+            imported = layer_of_name(rest)
             if layer in ("__init__", "__main__"):
-                is_allowed = rest[0] != "testing"
+                is_allowed = imported != "testing"
             elif layer == "testing":
-                is_allowed = rest[0] in TESTING_MAY_IMPORT
-            elif rest[0] in LAYERS and layer in LAYERS:
-                is_allowed = LAYERS.index(rest[0]) <= LAYERS.index(layer)
+                is_allowed = imported in TESTING_MAY_IMPORT
+            elif imported in LAYERS and layer in LAYERS:
+                is_allowed = LAYERS.index(imported) <= LAYERS.index(layer)
             else:
                 is_allowed = False
         elif top == "torch":
@@ -98,15 +104,19 @@ def test_every_package_has_a_place_in_the_order() -> None:
 @pytest.mark.parametrize(
     ("file", "text", "found"),
     [
-        ("memory/pool.py", "from ..cache import views", ["vmkv.cache.views"]),
-        ("memory/pool.py", "from vmkv import cache", ["vmkv.cache"]),
-        ("memory/pool.py", "def f():\n    import vmkv.hf.cache", ["vmkv.hf.cache"]),
-        ("memory/pool.py", "if TYPE_CHECKING:\n    from ..hf import x", ["vmkv.hf.x"]),
-        ("memory/pool.py", "import torch.nn", ["torch.nn"]),
-        ("memory/pool.py", "from ..testing import faults", ["vmkv.testing.faults"]),
-        ("cache/views.py", "import torch\nfrom ..memory import pool\nfrom . import rows", []),
-        ("cache/views.py", "import transformers", ["transformers"]),
-        ("memory/pool.py", "import cuda.bindings", ["cuda.bindings"]),
+        ("core/memory/pool.py", "from ..cache import views", ["vmkv.core.cache.views"]),
+        ("core/memory/pool.py", "from vmkv.core import cache", ["vmkv.core.cache"]),
+        ("core/memory/pool.py", "def f():\n    import vmkv.hf.cache", ["vmkv.hf.cache"]),
+        ("core/memory/pool.py", "if TYPE_CHECKING:\n    from ...hf import x", ["vmkv.hf.x"]),
+        ("core/memory/pool.py", "import torch.nn", ["torch.nn"]),
+        ("core/memory/pool.py", "from ...testing import faults", ["vmkv.testing.faults"]),
+        (
+            "core/cache/layer_group.py",
+            "import torch\nfrom ..memory import pool\nfrom . import rows",
+            [],
+        ),
+        ("core/cache/layer_group.py", "import transformers", ["transformers"]),
+        ("core/memory/pool.py", "import cuda.bindings", ["cuda.bindings"]),
         ("testing/faults.py", "import torch", ["torch"]),
     ],
 )
@@ -119,7 +129,7 @@ def test_violations_are_found(tmp_path: Path, file: str, text: str, found: list[
 
 
 def module_of(path: Path, root: Path = ROOT) -> str:
-    """`vmkv.memory.pool` for vmkv/memory/pool.py, `vmkv.memory` for its `__init__.py`."""
+    """`vmkv.core.memory.pool` for its file, `vmkv.core.memory` for its `__init__.py`."""
     parts = path.relative_to(root.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -134,7 +144,7 @@ def circles(root: Path = ROOT) -> list[set[str]]:
         return name
 
     def package(module: str) -> str:
-        return ".".join(module.split(".")[:2])
+        return ".".join(module.split(".")[: 3 if module.startswith("vmkv.core.") else 2])
 
     imported = {}
     for module, path in paths.items():
@@ -182,13 +192,13 @@ def test_no_bench_imports_itself_by_way_of_others() -> None:
     [
         "from . import pool",
         "from .pool import Pool",
-        "def f():\n    import vmkv.memory.pool",
+        "def f():\n    import vmkv.core.memory.pool",
         "if TYPE_CHECKING:\n    pass\nelse:\n    from ..memory.pool import Pool",
     ],
 )
 def test_circles_are_found(tmp_path: Path, way_back: str) -> None:
     """The check above can fail, on every way to write an import."""
-    package = tmp_path / "vmkv" / "memory"
+    package = tmp_path / "vmkv" / "core" / "memory"
     package.mkdir(parents=True)
     texts = {
         "__init__": "from .pool import Pool",
@@ -199,16 +209,20 @@ def test_circles_are_found(tmp_path: Path, way_back: str) -> None:
     }
     for name, text in texts.items():
         (package / f"{name}.py").write_text(text)
-    knot = {f"vmkv.memory.{name}" for name in ("pool", "shelf", "extent")}
+    knot = {f"vmkv.core.memory.{name}" for name in ("pool", "shelf", "extent")}
     assert [knot] == circles(tmp_path / "vmkv")
 
 
 @pytest.mark.parametrize(
     ("file", "text", "is_circle"),
     [
-        ("memory/extent.py", "import os", False),
-        ("memory/extent.py", "if TYPE_CHECKING:\n    from .pool import Pool", False),
-        ("cache/rows.py", "if typing.TYPE_CHECKING:\n    from ..memory.pool import Pool", True),
+        ("core/memory/extent.py", "import os", False),
+        ("core/memory/extent.py", "if TYPE_CHECKING:\n    from .pool import Pool", False),
+        (
+            "core/cache/row_space.py",
+            "if typing.TYPE_CHECKING:\n    from ..memory.pool import Pool",
+            True,
+        ),
     ],
 )
 def test_types_make_a_circle_only_across_packages(
@@ -216,10 +230,10 @@ def test_types_make_a_circle_only_across_packages(
 ) -> None:
     """A line of imports is none either, nor a package that names what its modules define."""
     texts = {
-        "memory/__init__.py": "from .pool import Pool",
-        "memory/pool.py": "from .extent import Extent\nfrom ..cache import rows",
-        "memory/extent.py": "",
-        "cache/rows.py": "",
+        "core/memory/__init__.py": "from .pool import Pool",
+        "core/memory/pool.py": "from .extent import Extent\nfrom ..cache import row_space",
+        "core/memory/extent.py": "",
+        "core/cache/row_space.py": "",
         file: text,
     }
     for name, each in texts.items():
@@ -235,8 +249,8 @@ def test_memory_runs_without_torch(
     """Not only does nothing import it: a pool works where torch cannot be imported."""
     child = run_python(
         "sys.modules['torch'] = None\n"
-        "from vmkv.backend import open_backend\n"
-        "from vmkv.memory import ExtentPool, check_pool\n"
+        "from vmkv.core.backend import open_backend\n"
+        "from vmkv.core.memory import ExtentPool, check_pool\n"
         "from vmkv.testing import check_backend\n"
         "pool = ExtentPool(open_backend('host'), 1 << 20)\n"
         "pool.disown(pool.acquire([0, 1]))\n"

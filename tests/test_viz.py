@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from vmkv import ClosedError, ConfigError, HostBackend, KVCache
-from vmkv.backend import Access, MemoryLocation
-from vmkv.cache.cost import CostModel
+from vmkv.core.backend import Access, MemoryLocation
+from vmkv.core.cache.cost import CostModel
 from vmkv.units import KiB, MiB
 from vmkv.viz import RowMap, draw, page_map
 

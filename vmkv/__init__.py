@@ -21,15 +21,20 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .backend import Backend as Backend
-    from .backend import BackendUsage as BackendUsage
-    from .backend import HostBackend as HostBackend
-    from .backend import open_backend as open_backend
-    from .cache import CacheStats as CacheStats
-    from .cache import CostModel as CostModel
-    from .cache import KVCache as KVCache
-    from .cache import Sequence as Sequence
-    from .cache import call_with_room as call_with_room
+    from .core.backend import Backend as Backend
+    from .core.backend import BackendUsage as BackendUsage
+    from .core.backend import HostBackend as HostBackend
+    from .core.backend import open_backend as open_backend
+    from .core.cache import CacheStats as CacheStats
+    from .core.cache import CostModel as CostModel
+    from .core.cache import KVCache as KVCache
+    from .core.cache import Sequence as Sequence
+    from .core.cache import call_with_room as call_with_room
+    from .core.memory import EvictionPolicy as EvictionPolicy
+    from .core.memory import ExtentPool as ExtentPool
+    from .core.memory import LeastRecentlyUsed as LeastRecentlyUsed
+    from .core.memory import Scrub as Scrub
+    from .core.memory import Victim as Victim
     from .errors import CapacityError as CapacityError
     from .errors import ClosedError as ClosedError
     from .errors import ConfigError as ConfigError
@@ -48,20 +53,15 @@ if TYPE_CHECKING:
     from .hf import capture_decoding as capture_decoding
     from .hf import generate as generate
     from .hf import ragged_generate as ragged_generate
-    from .memory import EvictionPolicy as EvictionPolicy
-    from .memory import ExtentPool as ExtentPool
-    from .memory import LeastRecentlyUsed as LeastRecentlyUsed
-    from .memory import Scrub as Scrub
-    from .memory import Victim as Victim
     from .serve import AsyncEngine as AsyncEngine
     from .serve import Engine as Engine
     from .serve import RequestOutput as RequestOutput
     from .serve import SamplingParams as SamplingParams
 
 _HOMES = {
-    "backend": ("Backend", "BackendUsage", "HostBackend", "open_backend"),
-    "memory": ("EvictionPolicy", "ExtentPool", "LeastRecentlyUsed", "Scrub", "Victim"),
-    "cache": ("CacheStats", "CostModel", "KVCache", "Sequence", "call_with_room"),
+    "core.backend": ("Backend", "BackendUsage", "HostBackend", "open_backend"),
+    "core.memory": ("EvictionPolicy", "ExtentPool", "LeastRecentlyUsed", "Scrub", "Victim"),
+    "core.cache": ("CacheStats", "CostModel", "KVCache", "Sequence", "call_with_room"),
     "hf": (
         "KVScales",
         "RaggedCache",

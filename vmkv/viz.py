@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from .backend import Access, MemoryLocation
-from .cache import KVCache, LayerGroup, Sequence
+from .core.backend import Access, MemoryLocation
+from .core.cache import KVCache, LayerGroup, Sequence
+from .core.memory import Extent
 from .errors import ConfigError
-from .memory import Extent
 from .units import div_ceil, format_bytes
 
 if TYPE_CHECKING:

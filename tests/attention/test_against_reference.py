@@ -19,7 +19,7 @@ import torch
 from helpers.dense_rows import MARGIN_FILL, DenseRows, random_query
 
 from vmkv.attention import AttentionBatch, AttentionSpec, append, flash3, get, why_not
-from vmkv.attention.reference import ReferenceBackend
+from vmkv.attention.sdpa import ReferenceBackend
 
 NUM_ROWS = 7
 ROW_TOKENS = 600

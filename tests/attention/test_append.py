@@ -10,8 +10,8 @@ import torch
 from helpers.dense_rows import DenseRows
 
 from vmkv.attention import AttentionBatch, append
-from vmkv.attention.append_cuda import encoded, why_not_fp8
-from vmkv.cache.fp8 import FP8, LayerScales, Scales, encode
+from vmkv.attention.append import encoded, why_not_fp8
+from vmkv.core.cache.fp8 import FP8, LayerScales, Scales, encode
 from vmkv.errors import ConfigError
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -9,8 +9,8 @@ from helpers.dense_rows import DenseRows
 from vmkv.attention import AttentionBatch, decode_fp8, get
 from vmkv.attention.base import Call
 from vmkv.attention.flash_common import apply_sinks, by_token
-from vmkv.attention.reference import ReferenceBackend
-from vmkv.cache.fp8 import FP8, LayerScales, Scales, decode, encode
+from vmkv.attention.sdpa import ReferenceBackend
+from vmkv.core.cache.fp8 import FP8, LayerScales, Scales, decode, encode
 
 ROW_TOKENS, NUM_ROWS = 1400, 9
 LENGTHS = [1, 15, 33, 128, 129, 700, 1400]

@@ -11,8 +11,8 @@ import torch
 from helpers.dense_rows import DenseRows, random_query
 
 from vmkv.attention import AttentionBatch, AttentionSpec, flash3, get, registry, select, why_not
-from vmkv.attention.reference import ReferenceBackend, visible_keys
-from vmkv.cache.fp8 import FP8, LayerScales, Scales, decode, encode
+from vmkv.attention.sdpa import ReferenceBackend, visible_keys
+from vmkv.core.cache.fp8 import FP8, LayerScales, Scales, decode, encode
 from vmkv.errors import ConfigError
 
 HEADS, KV_HEADS, ROW_TOKENS, NUM_ROWS = 8, 2, 600, 7

@@ -15,16 +15,8 @@ import pytest
 import torch
 from helpers.dense_rows import DenseRows, random_query
 
-from vmkv.attention import (
-    AttentionBatch,
-    AttentionSpec,
-    append,
-    flash2,
-    flash3,
-    get,
-    hub,
-    packed,
-)
+from vmkv.attention import AttentionBatch, AttentionSpec, append, flash2, flash3, get, packed
+from vmkv.attention import flash_common as hub
 from vmkv.attention.base import Call
 
 HEADS, KV_HEADS, DIM, ROW_TOKENS = 8, 2, 64, 96

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from vmkv import ConfigError
-from vmkv.attention import append_cuda, decode_fp8, rotary_cuda
+from vmkv.attention import append as append_cuda
+from vmkv.attention import decode_fp8, rotary_cuda
 from vmkv.attention.nvrtc import FORMATS, Kernel, assembled
-from vmkv.parallel import sum_kernel
+from vmkv.serve.parallel import sum_kernel
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 KERNELS = {

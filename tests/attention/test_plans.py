@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from vmkv.attention import AttentionBatch, AttentionSpec, flash3, get, why_not
-from vmkv.cache.fp8 import FP8
+from vmkv.core.cache.fp8 import FP8
 
 HEADS, KV_HEADS, DIM, ROW_TOKENS, NUM_ROWS = 32, 8, 128, 4096, 40
 pytestmark = pytest.mark.gpu

@@ -8,7 +8,7 @@ from helpers.dense_rows import DenseRows
 
 from vmkv.attention import AttentionBatch, append
 from vmkv.attention.rotary_cuda import append_rotated, can_rotate
-from vmkv.cache.fp8 import FP8, LayerScales, Scales
+from vmkv.core.cache.fp8 import FP8, LayerScales, Scales
 from vmkv.step.rotary import turned
 
 ROW_TOKENS = 48

@@ -13,8 +13,8 @@ from dataclasses import replace
 import pytest
 
 from vmkv import Backend, HostBackend
-from vmkv.backend import Access, AccessOp, BackendUsage, CopyOp, MemoryLocation, Op, UnmapOp
-from vmkv.backend.books import Books
+from vmkv.core.backend import Access, AccessOp, BackendUsage, CopyOp, MemoryLocation, Op, UnmapOp
+from vmkv.core.backend.booked import Books
 from vmkv.errors import DriverError
 from vmkv.testing import BACKEND_CHECKS, FaultInjectingBackend, check_backend
 from vmkv.units import Address, Handle, KiB

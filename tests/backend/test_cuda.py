@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from vmkv import Backend, BackendUsage, _native, open_backend
-from vmkv.backend import Access, AccessOp, CopyOp, MapOp, MemoryLocation, UnmapOp
+from vmkv import Backend, BackendUsage, open_backend
+from vmkv.core import _native
+from vmkv.core.backend import Access, AccessOp, CopyOp, MapOp, MemoryLocation, UnmapOp
 from vmkv.errors import CudaDriverError, DriverError
 from vmkv.testing import read_bytes, write_bytes
 from vmkv.units import Address, GiB, MiB
@@ -71,7 +72,7 @@ def test_cuda_exhaustion_says_out_of_memory(cuda: Any) -> None:
 _WRITE_TO_READ_ONLY = """
 import sys, torch
 from vmkv import open_backend, _native
-from vmkv.backend import Access
+from vmkv.core.backend import Access
 backend = open_backend("cuda:0")
 size = backend.granularity_bytes
 address = backend.address_reserve(size)

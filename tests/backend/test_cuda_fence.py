@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from vmkv.backend.cuda import CudaFence
+from vmkv.core.backend.cuda import CudaFence
 
 
 class _Events:

@@ -5,14 +5,9 @@ from __future__ import annotations
 import pytest
 
 from vmkv import Backend, HostBackend
-from vmkv.backend import Access, AccessOp, CopyOp, MapOp, UnmapOp
+from vmkv.core.backend import Access, AccessOp, CopyOp, MapOp, UnmapOp
 from vmkv.errors import DriverError
-from vmkv.testing import (
-    FaultInjectingBackend,
-    Scenario,
-    check_every_call_can_fail,
-    read_bytes,
-)
+from vmkv.testing import FaultInjectingBackend, Scenario, check_every_call_can_fail, read_bytes
 from vmkv.units import Address, KiB
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import pytest
 
 from vmkv import BackendUsage, HostBackend
-from vmkv.backend import Access, AccessOp, MapOp, UnmapOp
+from vmkv.core.backend import Access, AccessOp, MapOp, UnmapOp
 from vmkv.errors import DriverError, HostDriverError
 from vmkv.testing import write_bytes
 from vmkv.units import Address, KiB, MiB
@@ -24,7 +24,7 @@ RunPython = Callable[[str], "subprocess.CompletedProcess[str]"]
 
 _SETUP = """
 import ctypes, faulthandler
-from vmkv.backend import Access, HostBackend
+from vmkv.core.backend import Access, HostBackend
 faulthandler.disable()
 backend = HostBackend({granularity})
 size = backend.granularity_bytes

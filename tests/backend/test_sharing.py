@@ -20,8 +20,8 @@ import pytest
 from helpers.another_user import BECOME_NOBODY, can_become_nobody
 
 from vmkv import Backend, HostBackend, open_backend
-from vmkv.backend import Access, AccessOp, CopyOp, MapOp, MemoryLocation
-from vmkv.backend.books import Allocation
+from vmkv.core.backend import Access, AccessOp, CopyOp, MapOp, MemoryLocation
+from vmkv.core.backend.booked import Allocation
 from vmkv.errors import DriverError, HostDriverError
 from vmkv.testing import read_bytes
 from vmkv.units import Address, KiB
@@ -30,7 +30,7 @@ RunPython = Callable[[str], "subprocess.CompletedProcess[str]"]
 
 _EXPORTER = """
 import os, socket, sys
-from vmkv.backend import Access, AccessOp, MapOp, MemoryLocation, open_backend
+from vmkv.core.backend import Access, AccessOp, MapOp, MemoryLocation, open_backend
 device, location, descriptor = sys.argv[1:]
 backend = open_backend(device)
 size = 2 * backend.granularity_bytes
@@ -194,7 +194,7 @@ def test_whoever_holds_a_descriptor_cannot_end_the_sharing(run_python: RunPython
         pytest.skip("no mode stops root, and this root cannot be anybody else")
     child = run_python(
         "import os\n"
-        "from vmkv.backend import Access, AccessOp, HostBackend, MapOp\n"
+        "from vmkv.core.backend import Access, AccessOp, HostBackend, MapOp\n"
         f"{BECOME_NOBODY if os.geteuid() == 0 else ''}"
         "host = HostBackend(4096)\n"
         "handle = host.mem_create(4096, shareable=True)\n"
@@ -252,7 +252,7 @@ def test_running_out_of_descriptors_says_how_to_get_more(run_python: RunPython) 
     """Each shareable handle is a file; a process has 1,024 by default. Nothing is left behind."""
     child = run_python(
         "import os, resource\n"
-        "from vmkv.backend import HostBackend\n"
+        "from vmkv.core.backend import HostBackend\n"
         "from vmkv.errors import DriverError\n"
         "backend = HostBackend(4096)\n"
         "num_open = len(os.listdir('/proc/self/fd'))\n"

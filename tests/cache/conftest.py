@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vmkv import HostBackend, KVCache
-from vmkv.cache import layer_group
+from vmkv.core.cache import layer_group
 from vmkv.units import KiB
 
 

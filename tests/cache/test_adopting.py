@@ -12,8 +12,8 @@ from collections.abc import Sequence as List_
 from helpers.stamps import append, assert_holds
 
 from vmkv import ExtentPool, HostBackend, KVCache
-from vmkv.cache.cost import CostModel
-from vmkv.memory import Victim
+from vmkv.core.cache.cost import CostModel
+from vmkv.core.memory import Victim
 from vmkv.units import KiB
 
 PAGE = 4 * KiB

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from vmkv import BackendUsage, ExtentPool, HostBackend, KVCache
-from vmkv.cache.cost import CostModel
-from vmkv.memory import check_pool
+from vmkv.core.cache.cost import CostModel
+from vmkv.core.memory import check_pool
 from vmkv.units import KiB, MiB
 
 PAGE = 4 * KiB

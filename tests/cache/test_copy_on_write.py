@@ -16,8 +16,8 @@ from helpers import warm_python
 from helpers.stamps import append, assert_holds
 
 from vmkv import ExtentPool, HostBackend, KVCache
-from vmkv.backend import Access
-from vmkv.cache.cost import CostModel
+from vmkv.core.backend import Access
+from vmkv.core.cache.cost import CostModel
 from vmkv.units import KiB
 
 PAGE = 4 * KiB
@@ -47,7 +47,7 @@ def _accesses(cache: KVCache, row: int) -> list[Access]:
 _WRITE = """
 import sys, torch
 from vmkv import ExtentPool, KVCache, open_backend
-from vmkv.cache.cost import CostModel
+from vmkv.core.cache.cost import CostModel
 device, writer, token, strict = sys.argv[1:]
 backend = open_backend(device)
 page_bytes = backend.granularity_bytes

@@ -23,17 +23,10 @@ from helpers.stamps import append, assert_holds
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from vmkv import (
-    Backend,
-    ClosedError,
-    ConfigError,
-    ExtentPool,
-    HostBackend,
-    KVCache,
-    Sequence,
-)
-from vmkv.cache import disk, saved_file
-from vmkv.cache.whole_file import whole_file
+from vmkv import Backend, ClosedError, ConfigError, ExtentPool, HostBackend, KVCache, Sequence
+from vmkv.core.cache import disk
+from vmkv.core.cache import disk as saved_file
+from vmkv.core.cache.whole_file import whole_file
 from vmkv.testing import FaultInjectingBackend, Scenario, check_every_call_can_fail
 from vmkv.units import KiB
 

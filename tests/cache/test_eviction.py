@@ -13,8 +13,8 @@ import torch
 from helpers.stamps import append, assert_holds
 
 from vmkv import ExtentPool, HostBackend, KVCache, OutOfPagesError, Sequence
-from vmkv.cache.cost import CostModel
-from vmkv.memory import Victim
+from vmkv.core.cache.cost import CostModel
+from vmkv.core.memory import Victim
 from vmkv.units import KiB
 
 PAGE = 4 * KiB

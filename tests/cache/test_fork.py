@@ -13,14 +13,8 @@ import pytest
 import torch
 from helpers.stamps import append, assert_holds
 
-from vmkv import (
-    Backend,
-    ConfigError,
-    ExtentPool,
-    HostBackend,
-    KVCache,
-)
-from vmkv.cache.cost import CostModel
+from vmkv import Backend, ConfigError, ExtentPool, HostBackend, KVCache
+from vmkv.core.cache.cost import CostModel
 from vmkv.units import KiB, MiB
 
 PAGE = 4 * KiB

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from vmkv import ConfigError, ExtentPool, HostBackend, KVCache, Sequence
-from vmkv.cache import fp8
-from vmkv.cache.fp8 import FP8, LayerScales, Scales
+from vmkv.core.cache import fp8
+from vmkv.core.cache.fp8 import FP8, LayerScales, Scales
 from vmkv.units import KiB
 
 HEADS, DIM = 2, 32

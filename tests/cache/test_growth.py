@@ -10,8 +10,8 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vmkv.cache.growth import growth_quantum_class, largest_class_for_window, pages_to_map
-from vmkv.memory import size_classes
+from vmkv.core.cache.geometry import growth_quantum_class, largest_class_for_window, pages_to_map
+from vmkv.core.memory import size_classes
 
 LARGEST_CLASS = 5
 rows = st.integers(0, 20_000)

@@ -9,14 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from vmkv import (
-    ClosedError,
-    ConfigError,
-    ExtentPool,
-    HostBackend,
-    KVCache,
-)
-from vmkv.backend import MemoryLocation
+from vmkv import ClosedError, ConfigError, ExtentPool, HostBackend, KVCache
+from vmkv.core.backend import MemoryLocation
 from vmkv.errors import InternalError
 from vmkv.units import KiB
 

@@ -20,9 +20,8 @@ import torch
 from helpers.stamps import append, assert_holds
 
 from vmkv import ConfigError, KVCache, Sequence
-from vmkv.cache.cost import CostModel
-from vmkv.cache.prefix import BLOCK_TOKENS, PrefixIndex
-from vmkv.cache.prefix_tree import PrefixTree
+from vmkv.core.cache.cost import CostModel
+from vmkv.core.cache.prefix import BLOCK_TOKENS, PrefixIndex, PrefixTree
 from vmkv.units import KiB
 
 ALIASES = CostModel(map_us=0, unmap_us=0)
@@ -48,10 +47,10 @@ def _say(cache: KVCache, tokens: Any, tenant: str | None = None) -> Sequence:
 
 _HASHES = """
 import sys, types
-for name, path in (("vmkv", {path!r}), ("vmkv.cache", {path!r} + "/cache")):
+for name, path in (("vmkv", {path!r}), ("vmkv.core.cache", {path!r} + "/cache")):
     sys.modules[name] = types.ModuleType(name)
     sys.modules[name].__path__ = [path]
-from vmkv.cache.prefix import PrefixIndex
+from vmkv.core.cache.prefix import PrefixIndex
 index = PrefixIndex()
 for row, tenant in enumerate([None, "a", "b"]):
     index.record(row, [7 * at - 3 for at in range(50)], tenant)

@@ -13,9 +13,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from vmkv.cache import prefix, prefix_tree
-from vmkv.cache.prefix import PrefixIndex
-from vmkv.cache.prefix_tree import Node, Where
+from vmkv.core.cache import prefix
+from vmkv.core.cache import prefix as prefix_tree
+from vmkv.core.cache.prefix import Node, PrefixIndex, Where
 
 BLOCK = 2
 TraceFunction = Callable[[FrameType, str, object], object]

@@ -27,16 +27,10 @@ from helpers import warm_python
 from helpers.another_user import BECOME_NOBODY, NOBODY, can_become_nobody
 from helpers.stamps import append, assert_holds
 
-from vmkv import (
-    ClosedError,
-    ConfigError,
-    ExtentPool,
-    HostBackend,
-    KVCache,
-)
-from vmkv.backend import Access, BackendUsage
-from vmkv.cache.process import PrefixExporter, importer, protocol
-from vmkv.cache.process import exporter as exporter_module
+from vmkv import ClosedError, ConfigError, ExtentPool, HostBackend, KVCache
+from vmkv.core.backend import Access, BackendUsage
+from vmkv.core.cache.process import PrefixExporter, importer, protocol
+from vmkv.core.cache.process import exporter as exporter_module
 from vmkv.errors import DriverError
 from vmkv.testing import FaultInjectingBackend, Scenario, check_every_call_can_fail
 from vmkv.units import KiB

@@ -13,8 +13,8 @@ import pytest
 from helpers.stamps import append, assert_holds
 
 from vmkv import ClosedError, DriverError, ExtentPool, HostBackend, KVCache, Sequence
-from vmkv.cache import grow_ahead, make_ready
-from vmkv.memory import check_pool
+from vmkv.core.cache import grow_ahead, make_ready
+from vmkv.core.memory import check_pool
 from vmkv.testing import FaultInjectingBackend
 from vmkv.units import KiB
 

@@ -14,16 +14,8 @@ import pytest
 import torch
 from helpers.stamps import append, assert_holds
 
-from vmkv import (
-    Backend,
-    ClosedError,
-    ConfigError,
-    ExtentPool,
-    HostBackend,
-    KVCache,
-    Sequence,
-)
-from vmkv.cache.cost import CostModel
+from vmkv import Backend, ClosedError, ConfigError, ExtentPool, HostBackend, KVCache, Sequence
+from vmkv.core.cache.cost import CostModel
 from vmkv.errors import DriverError
 from vmkv.testing import FaultInjectingBackend
 from vmkv.units import KiB

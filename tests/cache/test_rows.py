@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vmkv import ConfigError, ExtentPool, HostBackend, KVCache, OutOfAddressSpaceError
-from vmkv.cache.rows import Rows
+from vmkv.core.cache.row_space import Rows
 from vmkv.units import KiB
 
 PAGE = 4 * KiB

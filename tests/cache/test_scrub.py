@@ -13,7 +13,7 @@ import torch
 from helpers.stamps import append, assert_holds
 
 from vmkv import Backend, ConfigError, ExtentPool, HostBackend, KVCache, Sequence
-from vmkv.cache.cost import CostModel
+from vmkv.core.cache.cost import CostModel
 from vmkv.units import KiB
 
 PAGE = 4 * KiB

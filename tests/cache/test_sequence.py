@@ -8,12 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from vmkv import (
-    Backend,
-    ClosedError,
-    ConfigError,
-    KVCache,
-)
+from vmkv import Backend, ClosedError, ConfigError, KVCache
 from vmkv.units import KiB
 
 PAGE = 4 * KiB

@@ -9,7 +9,7 @@ from dataclasses import fields
 import pytest
 
 from vmkv import CacheStats, HostBackend, KVCache
-from vmkv.cache.stats import SharingStats, add_stats
+from vmkv.core.cache.stats import SharingStats, add_stats
 from vmkv.units import KiB
 
 PAGE = 4 * KiB

@@ -143,7 +143,7 @@ def test_newcomer_in_a_row_that_another_stream_reads(make_play: Callable[[int], 
 def test_beams_that_other_streams_write_are_reordered(
     make_play: Callable[[int], _Play], alias_pages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reorder = sys.modules["vmkv.cache.reorder"]
+    reorder = sys.modules["vmkv.core.cache.forking"]
     through_buffer = reorder._through_buffer
 
     def kept(*args: Any) -> Any:

@@ -9,8 +9,8 @@ import torch
 from helpers.stamps import append, assert_holds
 
 from vmkv import ClosedError, ConfigError, ExtentPool, HostBackend, KVCache, OutOfPagesError
-from vmkv.backend import MemoryLocation
-from vmkv.cache.cost import CostModel
+from vmkv.core.backend import MemoryLocation
+from vmkv.core.cache.cost import CostModel
 from vmkv.units import KiB, MiB
 
 PAGE = 4 * KiB

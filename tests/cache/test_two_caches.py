@@ -15,9 +15,9 @@ import torch
 from helpers.stamps import append, assert_holds
 
 from vmkv import ConfigError, ExtentPool, HostBackend, KVCache, OutOfPagesError, Sequence
-from vmkv.cache import kv_cache
-from vmkv.cache.cost import CostModel
-from vmkv.memory import PageTable, check_pool
+from vmkv.core.cache import kv_cache
+from vmkv.core.cache.cost import CostModel
+from vmkv.core.memory import PageTable, check_pool
 from vmkv.units import KiB
 
 PAGE = 4 * KiB

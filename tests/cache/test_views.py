@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from vmkv import Backend, ExtentPool, HostBackend, KVCache
-from vmkv.cache.views import torch_device
+from vmkv.core.cache.layer_group import torch_device
 from vmkv.testing import read_bytes
 from vmkv.units import KiB
 

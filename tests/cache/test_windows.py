@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from vmkv import ConfigError, HostBackend, KVCache, Sequence
-from vmkv.cache import layer_group
+from vmkv.core.cache import layer_group
 from vmkv.units import KiB
 
 PAGE = 4 * KiB

@@ -36,7 +36,7 @@ def test_doctor_reports_this_machine() -> None:
     assert "\nAttention uses " in out
     findings = [*examine()]
     usable = {(each.section, each.name) for each in findings if each.is_ok}
-    assert {("device", "host"), ("package", "torch"), ("package", "vmkv._native")} <= usable
+    assert {("device", "host"), ("package", "torch"), ("package", "vmkv.core._native")} <= usable
     absent = [each for each in findings if each.section == "package" and not each.is_ok]
     assert all(each.remedy for each in absent), "something is missing, with no word how to get it"
     assert all(each.details for each in findings)

@@ -17,11 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vmkv import ConfigError, ExtentPool, HostBackend, KVCache
-from vmkv.cache.geometry import LayerShape
 from vmkv.cli import arguments
 from vmkv.cli.capacity import fit, kind_bytes, need_bytes, sequence_bytes
 from vmkv.cli.main import main
 from vmkv.cli.models import LayerKind, load_config, model_shape, rank_shape
+from vmkv.core.cache.geometry import LayerShape
 from vmkv.hf import kv_format
 from vmkv.units import GiB, KiB, MiB
 

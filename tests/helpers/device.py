@@ -15,8 +15,9 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from vmkv import HostBackend, _native
-from vmkv.backend import Access, AccessOp, CopyOp, Fence, MapOp, Op
+from vmkv import HostBackend
+from vmkv.core import _native
+from vmkv.core.backend import Access, AccessOp, CopyOp, Fence, MapOp, Op
 from vmkv.errors import DriverError
 from vmkv.units import Address
 

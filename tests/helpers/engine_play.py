@@ -20,10 +20,10 @@ from helpers.stamped_rows import History, StampedRows
 
 from vmkv import ExtentPool, KVCache, SamplingParams
 from vmkv import Sequence as Sequence_
-from vmkv.cache import grow_ahead, make_ready
+from vmkv.core.cache import grow_ahead, make_ready
 from vmkv.errors import CapacityError, ConfigError, DriverError
 from vmkv.serve import Engine, FinishReason, RequestHandle, engine
-from vmkv.serve.preemption import PreemptionCosts
+from vmkv.serve.planning import PreemptionCosts
 
 #: More steps than a token takes, computed again after a few preemptions and all.
 _STEPS_PER_TOKEN_MAX = 10

@@ -21,7 +21,7 @@ from helpers.stamped_rows import StampedRows
 from vmkv import ExtentPool, KVCache, SamplingParams
 from vmkv.errors import ConfigError
 from vmkv.serve import Engine, FinishReason, RequestHandle, engine
-from vmkv.serve.preemption import PreemptionCosts
+from vmkv.serve.planning import PreemptionCosts
 
 _MAX_TOKENS = 96
 #: Steps of an engine alone, for each token left: it waits for other engines at most so often.

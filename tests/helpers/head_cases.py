@@ -14,9 +14,9 @@ from helpers.rank_cases import GREEDY, PROMPTS, ROOMY, alone, engine_on, said
 from helpers.tiny_models import tiny_model
 
 from vmkv import Engine, SamplingParams
-from vmkv.parallel import TensorParallel
-from vmkv.parallel.divided_head import DividedHead, head_of
-from vmkv.parallel.localise import GatheredLinear
+from vmkv.serve.parallel import TensorParallel
+from vmkv.serve.parallel.divided_head import DividedHead, head_of
+from vmkv.serve.parallel.localise import GatheredLinear
 from vmkv.serve.runner import RunnerOptions
 
 #: On the host the padded steps of graphs run as they are.

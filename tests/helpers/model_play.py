@@ -18,7 +18,7 @@ from helpers.tiny_models import tiny_model
 
 from vmkv import SamplingParams
 from vmkv.serve import Engine
-from vmkv.serve.preemption import PreemptionCosts
+from vmkv.serve.planning import PreemptionCosts
 
 #: What transformers is asked for once, whatever requests want of it.
 _LONGEST_ANSWER = 24

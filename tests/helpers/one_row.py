@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from vmkv import ExtentPool
-from vmkv.backend import Access
-from vmkv.memory import PageTable, Placement
+from vmkv.core.backend import Access
+from vmkv.core.memory import PageTable, Placement
 
 
 def table_of(pool: ExtentPool, *classes: int) -> PageTable:

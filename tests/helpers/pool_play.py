@@ -14,8 +14,8 @@ from helpers.small_cache import small_constants
 from helpers.stamped_rows import DTYPE, History, StampedRows
 
 from vmkv import BackendUsage, ExtentPool, KVCache, OutOfPagesError, Sequence
-from vmkv.backend import MemoryLocation
-from vmkv.cache.cost import CostModel
+from vmkv.core.backend import MemoryLocation
+from vmkv.core.cache.cost import CostModel
 from vmkv.errors import ConfigError, DriverError
 from vmkv.testing import FaultInjectingBackend
 from vmkv.units import KiB

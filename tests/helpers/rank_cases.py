@@ -22,16 +22,16 @@ from helpers.tiny_models import kernel_model, tiny_model
 
 import vmkv
 from vmkv import Backend, ConfigError, Engine, HostBackend, SamplingParams
-from vmkv.backend import MemoryLocation
+from vmkv.core.backend import MemoryLocation
 from vmkv.errors import HostDriverError
 from vmkv.hf import VMKVCache
-from vmkv.parallel import Ranks, TensorParallel, localise, one_shot
-from vmkv.parallel.collectives import all_reduce, norm_of_sum
-from vmkv.parallel.loading import load
-from vmkv.serve import FinishReason, lockstep
-from vmkv.serve.handle import RequestHandle
-from vmkv.serve.parallel_engine import ParallelEngine
-from vmkv.serve.preemption import PreemptionCosts
+from vmkv.serve import FinishReason
+from vmkv.serve.parallel import Ranks, TensorParallel, localise, lockstep, one_shot
+from vmkv.serve.parallel.collectives import all_reduce, norm_of_sum
+from vmkv.serve.parallel.engine import ParallelEngine
+from vmkv.serve.parallel.loading import load
+from vmkv.serve.planning import PreemptionCosts
+from vmkv.serve.request import RequestHandle
 from vmkv.serve.runner import RunnerOptions, SlotError
 from vmkv.serve.sampler import Sampler
 from vmkv.step import norms_of_sums

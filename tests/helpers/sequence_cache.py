@@ -8,7 +8,7 @@ import torch
 from transformers.cache_utils import Cache, DynamicLayer
 
 from vmkv import KVCache, Sequence
-from vmkv.cache.fp8 import FP8, decode, encode
+from vmkv.core.cache.fp8 import FP8, decode, encode
 
 
 def add_layers(cache: KVCache, config: Any, kv_dtype: str = "auto") -> KVCache:

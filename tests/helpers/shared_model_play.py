@@ -22,9 +22,9 @@ from helpers.tiny_models import VOCABULARY, tiny_model
 import vmkv
 from vmkv import Engine, SamplingParams, VMKVCache
 from vmkv.errors import ConfigError
-from vmkv.serve.handle import RequestHandle
+from vmkv.serve.request import RequestHandle
 from vmkv.serve.runner import RunnerOptions
-from vmkv.step.interface import has_users
+from vmkv.step.model_guard import has_users
 
 ENGINES_MAX = 3
 _LONGEST_ANSWER, _MAX_TOKENS = 12, 64

@@ -14,7 +14,7 @@ from helpers.device import Place
 from helpers.stamped_rows import Claim, History, StampedRows, mixed
 
 from vmkv.serve.params import SamplingParams
-from vmkv.serve.runner.base import StepResult
+from vmkv.serve.runner import StepResult
 from vmkv.step import Piece
 
 #: Token 0 is the end of sequence. Few, so that strangers often begin alike.

@@ -15,9 +15,9 @@ import torch
 from helpers.device import Device
 
 from vmkv import KVCache
-from vmkv.backend import Access
-from vmkv.cache import LayerGroup
-from vmkv.memory import Mapping
+from vmkv.core.backend import Access
+from vmkv.core.cache import LayerGroup
+from vmkv.core.memory import Mapping
 
 _LONGEST = 4096
 _BITS = (1 << 64) - 1

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from vmkv import _native
-from vmkv.backend import Access, open_backend
+from vmkv.core import _native
+from vmkv.core.backend import Access, open_backend
 
 PAGE_BYTES = 2 * 2**20
 NUM_MAPPED = 4

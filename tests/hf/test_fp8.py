@@ -27,7 +27,7 @@ from helpers.tiny_models import (
 
 import vmkv
 from vmkv import ConfigError, Engine, HostBackend, KVScales, RaggedCache, SamplingParams, VMKVCache
-from vmkv.cache.fp8 import FP8, LayerScales
+from vmkv.core.cache.fp8 import FP8, LayerScales
 from vmkv.hf.attention import vmkv_attention
 from vmkv.units import KiB, MiB
 

@@ -12,7 +12,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vmkv.cache.prefix import BLOCK_TOKENS
+from vmkv.core.cache.prefix import BLOCK_TOKENS
 from vmkv.hf.prefill import Chunk, LeadersFirst, beginnings, prefill_passes
 
 BOUNDS = st.integers(1, 200)

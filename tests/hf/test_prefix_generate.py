@@ -23,15 +23,8 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation.streamers import BaseStreamer
 
 import vmkv
-from vmkv import (
-    BackendUsage,
-    ClosedError,
-    ConfigError,
-    ExtentPool,
-    HostBackend,
-    RaggedCache,
-)
-from vmkv.cache.prefix import BLOCK_TOKENS
+from vmkv import BackendUsage, ClosedError, ConfigError, ExtentPool, HostBackend, RaggedCache
+from vmkv.core.cache.prefix import BLOCK_TOKENS
 from vmkv.hf.proof import prove
 from vmkv.units import KiB, MiB
 

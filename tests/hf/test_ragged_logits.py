@@ -26,10 +26,10 @@ from helpers.tiny_models import VERSION
 from vmkv.attention import AttentionSpec, why_not
 from vmkv.hf import compat
 from vmkv.hf.attention import attending_in_place
-from vmkv.hf.layer_kinds import layer_kinds
 from vmkv.hf.prefill import prefill_passes
 from vmkv.hf.proof import prove
 from vmkv.hf.store import Settings, Store
+from vmkv.hf.unservable import layer_kinds
 from vmkv.step import Piece, Stepper
 
 DIM = 64

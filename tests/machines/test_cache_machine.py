@@ -42,9 +42,9 @@ from vmkv import (
     Sequence,
     SequenceFullError,
 )
-from vmkv.backend import MemoryLocation
-from vmkv.cache import layer_group, prefix
-from vmkv.cache.cost import CostModel
+from vmkv.core.backend import MemoryLocation
+from vmkv.core.cache import layer_group, prefix
+from vmkv.core.cache.cost import CostModel
 from vmkv.errors import DriverError
 from vmkv.testing import FaultInjectingBackend
 from vmkv.units import KiB

@@ -16,7 +16,7 @@ from helpers.engines_play import play
 from helpers.tiny_models import tiny_model
 
 from vmkv import Engine, ExtentPool, HostBackend, KVCache, OutOfPagesError, SamplingParams
-from vmkv.memory.arbiter import PATIENCE_STEPS
+from vmkv.core.memory.arbiter import PATIENCE_STEPS
 from vmkv.serve import RequestHandle
 from vmkv.units import KiB
 
@@ -176,7 +176,7 @@ def test_an_engine_of_another_thread_that_is_not_stepped_is_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nobody else may preempt its requests."""
-    monkeypatch.setattr("vmkv.memory.arbiter._WAIT_S", 0.0)
+    monkeypatch.setattr("vmkv.core.memory.arbiter._WAIT_S", 0.0)
     with engines(2) as (first, second):
         held = first.add(PROMPT, params())
 

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from vmkv import BackendUsage, ConfigError, ExtentPool, HostBackend, OutOfPagesError
-from vmkv.backend import Access
+from vmkv.core.backend import Access
+from vmkv.core.memory import Extent, PageTable, Placement, check_pool
 from vmkv.errors import DriverError
-from vmkv.memory import Extent, PageTable, Placement, check_pool
 from vmkv.testing import FaultInjectingBackend
 from vmkv.units import KiB
 

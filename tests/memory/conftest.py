@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from vmkv import ExtentPool, HostBackend
-from vmkv.memory import check_pool
+from vmkv.core.memory import check_pool
 from vmkv.units import KiB
 
 PAGE = 4 * KiB

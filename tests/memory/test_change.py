@@ -12,14 +12,10 @@ from typing import NamedTuple
 import pytest
 
 from vmkv import ExtentPool, HostBackend, InternalError, OutOfPagesError
-from vmkv.backend import Access, Op, UnmapOp
+from vmkv.core.backend import Access, Op, UnmapOp
+from vmkv.core.memory import Extent, Mapping, PageTable, Placement, RowChange, change, check_pool
 from vmkv.errors import DriverError
-from vmkv.memory import Extent, Mapping, PageTable, Placement, RowChange, change, check_pool
-from vmkv.testing import (
-    FaultInjectingBackend,
-    read_bytes,
-    write_bytes,
-)
+from vmkv.testing import FaultInjectingBackend, read_bytes, write_bytes
 from vmkv.units import KiB
 
 PAGE = 4 * KiB

@@ -12,8 +12,8 @@ import pytest
 from helpers.one_row import table_of
 
 from vmkv import DriverError, ExtentPool, HostBackend
-from vmkv.backend import Fence
-from vmkv.memory import check_pool
+from vmkv.core.backend import Fence
+from vmkv.core.memory import check_pool
 from vmkv.testing import FaultInjectingBackend
 from vmkv.units import KiB
 

@@ -22,9 +22,9 @@ from helpers.faulty_cache import PAGE, FaultyCache
 from helpers.interrupts import interrupted, offsets
 
 from vmkv import BackendUsage, HostBackend, KVCache, Sequence
-from vmkv.backend.host import HostFence
-from vmkv.cache import layer_group, make_ready
-from vmkv.cache.cost import CostModel
+from vmkv.core.backend.host import HostFence
+from vmkv.core.cache import layer_group, make_ready
+from vmkv.core.cache.cost import CostModel
 from vmkv.errors import CapacityError
 from vmkv.testing import FaultInjectingBackend, Scenario, check_every_call_can_fail
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vmkv._native import count_references
-from vmkv.memory import Extent, size_classes
+from vmkv.core._native import count_references
+from vmkv.core.memory import Extent, size_classes
 from vmkv.units import Handle
 
 

@@ -14,8 +14,8 @@ from helpers.faulty_cache import PAGE, FaultyCache
 from helpers.interrupts import interrupted, offsets
 
 from vmkv import BackendUsage, ExtentPool, HostBackend
-from vmkv.backend import Access, AccessOp, MapOp, Op, UnmapOp
-from vmkv.backend.books import Books
+from vmkv.core.backend import Access, AccessOp, MapOp, Op, UnmapOp
+from vmkv.core.backend.booked import Books
 from vmkv.interrupts import interruptible, uninterrupted
 from vmkv.units import Address
 

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from vmkv import ExtentPool, HostBackend, InternalError, _native
-from vmkv._native import count_references
-from vmkv.backend import Access, MemoryLocation
-from vmkv.memory import Mapping, PageTable, Placement, check_pool
+from vmkv import ExtentPool, HostBackend, InternalError
+from vmkv.core import _native
+from vmkv.core._native import count_references
+from vmkv.core.backend import Access, MemoryLocation
+from vmkv.core.memory import Mapping, PageTable, Placement, check_pool
 from vmkv.units import Address, KiB
 
 PAGE = 4 * KiB

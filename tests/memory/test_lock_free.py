@@ -10,9 +10,9 @@ from contextlib import contextmanager
 import pytest
 
 from vmkv import ClosedError, ConfigError, ExtentPool, HostBackend, OutOfPagesError
-from vmkv._native import References, count_references
-from vmkv.backend import Access
-from vmkv.memory import Extent, PageTable, Placement, Victim, check_pool
+from vmkv.core._native import References, count_references
+from vmkv.core.backend import Access
+from vmkv.core.memory import Extent, PageTable, Placement, Victim, check_pool
 from vmkv.units import KiB
 
 PAGE = 4 * KiB

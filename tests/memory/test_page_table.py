@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from vmkv import ExtentPool, HostBackend, InternalError, OutOfAddressSpaceError
-from vmkv.backend import Access, AccessOp, MapOp
-from vmkv.memory import PageTable, Placement
+from vmkv.core.backend import Access, AccessOp, MapOp
+from vmkv.core.memory import PageTable, Placement
 from vmkv.units import KiB
 
 PAGE = 4 * KiB

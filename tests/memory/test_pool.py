@@ -11,14 +11,8 @@ from typing import Any
 
 import pytest
 
-from vmkv import (
-    ClosedError,
-    ConfigError,
-    ExtentPool,
-    HostBackend,
-    OutOfPagesError,
-)
-from vmkv.memory import check_pool
+from vmkv import ClosedError, ConfigError, ExtentPool, HostBackend, OutOfPagesError
+from vmkv.core.memory import check_pool
 from vmkv.testing import FaultInjectingBackend
 from vmkv.units import KiB, MiB
 

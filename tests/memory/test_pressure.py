@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 import pytest
 
 from vmkv import ExtentPool, HostBackend, InternalError, OutOfPagesError
-from vmkv.backend import Access
-from vmkv.memory import Extent, PageTable, Placement, Pressure, Victim, pinned
+from vmkv.core.backend import Access
+from vmkv.core.memory import Extent, PageTable, Placement, Pressure, Victim, pinned
 from vmkv.units import KiB
 
 PAGE = 4 * KiB

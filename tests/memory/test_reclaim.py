@@ -12,9 +12,9 @@ import pytest
 from helpers.one_row import table_of
 
 from vmkv import ExtentPool, HostBackend
-from vmkv.backend import Access
+from vmkv.core.backend import Access
+from vmkv.core.memory import PageTable, Placement, RetiredMapping, check_pool
 from vmkv.errors import DriverError
-from vmkv.memory import PageTable, Placement, RetiredMapping, check_pool
 from vmkv.testing import FaultInjectingBackend, read_bytes, write_bytes
 from vmkv.units import Address, KiB
 

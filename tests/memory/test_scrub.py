@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 
 from vmkv import ConfigError, ExtentPool, HostBackend
-from vmkv.backend import Access
+from vmkv.core.backend import Access
+from vmkv.core.memory import Extent, PageTable, Placement, Scrub
 from vmkv.errors import DriverError
-from vmkv.memory import Extent, PageTable, Placement, Scrub
 from vmkv.testing import FaultInjectingBackend, read_bytes, write_bytes
 from vmkv.units import Handle, KiB
 

@@ -10,10 +10,10 @@ from collections.abc import Callable
 import pytest
 
 from vmkv import ConfigError, ExtentPool, HostBackend, OutOfPagesError
-from vmkv.backend import MemoryLocation
+from vmkv.core.backend import MemoryLocation
+from vmkv.core.memory import check_pool
+from vmkv.core.memory.shelf import Shelf
 from vmkv.errors import DriverError
-from vmkv.memory import check_pool
-from vmkv.memory.shelf import Shelf
 from vmkv.testing import FaultInjectingBackend
 from vmkv.units import KiB, MiB
 

@@ -14,7 +14,7 @@ import struct
 
 import pytest
 
-from vmkv import _native as native
+from vmkv.core import _native as native
 
 MAP, SET_ACCESS, UNMAP = 0, 1, 2
 NO_ACCESS, READ, READ_WRITE = 0, 1, 3

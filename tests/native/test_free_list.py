@@ -13,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from vmkv import _native as native
+from vmkv.core import _native as native
 
 CAPACITY = 12
 NUM_CLASSES = 3

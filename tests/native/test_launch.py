@@ -10,7 +10,7 @@ import struct
 
 import pytest
 
-from vmkv import _native
+from vmkv.core import _native
 
 _LAUNCH = ctypes.CFUNCTYPE(
     ctypes.c_int,

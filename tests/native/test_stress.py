@@ -19,7 +19,7 @@ import tempfile
 import pytest
 
 HERE = pathlib.Path(__file__).resolve().parent
-HEADER = HERE.parents[1] / "vmkv" / "_native" / "freelist.h"
+HEADER = HERE.parents[1] / "vmkv" / "core" / "_native" / "freelist.h"
 PROGRAM = HERE / "stress_free_list.c"
 PLAIN = ()
 THREAD_SANITIZER = ("-fsanitize=thread", "-g")

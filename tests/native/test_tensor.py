@@ -16,7 +16,7 @@ import threading
 
 import pytest
 
-from vmkv import _native as native
+from vmkv.core import _native as native
 
 CPU, CUDA = 1, 2
 PAGE = mmap.PAGESIZE
@@ -227,7 +227,7 @@ def test_torch_views_terabytes_without_touching_them():
 
 SHUTDOWN = """
 import sys
-from vmkv import _native as native
+from vmkv.core import _native as native
 import torch
 counter = native.ViewCounter()
 address = native.host_reserve(1 << 30, 4096)

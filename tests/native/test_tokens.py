@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vmkv._native import pack_token_ids
+from vmkv.core._native import pack_token_ids
 
 INTEGERS = st.integers(-(2**63), 2**63 - 1)
 

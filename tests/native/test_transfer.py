@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 
-from vmkv import _native
+from vmkv.core import _native
 
 COPY, FILL = 0, 1
 SET_ACCESS, SET_CPU_ACCESS = 1, 3

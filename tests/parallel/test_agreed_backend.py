@@ -8,8 +8,8 @@ import pytest
 import torch.distributed as dist
 
 from vmkv import ConfigError, HostBackend, RankError
-from vmkv.parallel import TensorParallel
-from vmkv.parallel.agreed_backend import AgreedBackend, StepClock
+from vmkv.serve.parallel import TensorParallel
+from vmkv.serve.parallel.agreed_backend import AgreedBackend, StepClock
 from vmkv.units import KiB
 
 

@@ -13,9 +13,9 @@ from helpers import head_cases as cases
 from helpers.rank_cases import Pair
 from helpers.tiny_models import VERSION
 
-from vmkv.parallel import divided_head
-from vmkv.parallel.divided_head import DividedHead
-from vmkv.parallel.localise import GatheredLinear
+from vmkv.serve.parallel import divided_head
+from vmkv.serve.parallel.divided_head import DividedHead
+from vmkv.serve.parallel.localise import GatheredLinear
 from vmkv.units import div_ceil
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]

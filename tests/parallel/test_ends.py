@@ -24,7 +24,7 @@ from helpers.tiny_models import VERSION
 
 from vmkv import RankError, SamplingParams
 from vmkv.serve import FinishReason
-from vmkv.serve.parallel_engine import open_parallel_engine
+from vmkv.serve.parallel.engine import open_parallel_engine
 from vmkv.units import MiB
 
 pytestmark = [
@@ -179,7 +179,7 @@ KILLED_RANK_0 = """
 import os, signal
 from functools import partial
 from helpers import rank_cases as cases
-from vmkv.serve.parallel_engine import open_parallel_engine
+from vmkv.serve.parallel.engine import open_parallel_engine
 
 if __name__ == "__main__":
     model = partial(cases.tiny_part, "llama")

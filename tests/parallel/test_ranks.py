@@ -12,7 +12,7 @@ from helpers import rank_cases as cases
 from helpers.tiny_models import VERSION, tiny_model
 
 from vmkv import ConfigError
-from vmkv.parallel import Ranks
+from vmkv.serve.parallel import Ranks
 from vmkv.units import MiB
 
 pytestmark = [

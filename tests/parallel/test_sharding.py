@@ -11,8 +11,8 @@ import torch
 from helpers.tiny_models import VERSION, tiny_config, tiny_model
 
 from vmkv import ConfigError
-from vmkv.parallel import localise, sharding
-from vmkv.parallel.sharding import Share
+from vmkv.serve.parallel import localise, sharding
+from vmkv.serve.parallel.sharding import Share
 
 pytestmark = pytest.mark.skipif(
     VERSION < (5, 17), reason="transformers has no plans to divide models by"

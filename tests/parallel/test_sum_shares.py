@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from vmkv.attention.nvrtc import Kernel
-from vmkv.parallel import one_shot, sum_kernel
+from vmkv.serve.parallel import one_shot, sum_kernel
 from vmkv.units import MiB
 
 ROWS = (1, 2, 7, 129, 256, 257, 1000, 2048, 2049, 8192, 20000)

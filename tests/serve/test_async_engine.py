@@ -18,14 +18,7 @@ from helpers.hosted import hosted
 from helpers.tiny_models import VOCABULARY, tiny_model
 
 from vmkv import ClosedError, ConfigError
-from vmkv.serve import (
-    AsyncEngine,
-    Engine,
-    FinishReason,
-    RequestOutput,
-    SamplingParams,
-    joined,
-)
+from vmkv.serve import AsyncEngine, Engine, FinishReason, RequestOutput, SamplingParams, joined
 from vmkv.serve.observer import RequestRecord, StepRecord
 from vmkv.serve.step_loop import StepLoop
 

@@ -17,7 +17,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
 from vmkv import ClosedError, ConfigError, OutOfPagesError
-from vmkv.attention.reference import ReferenceBackend
+from vmkv.attention.sdpa import ReferenceBackend
 from vmkv.serve import Engine, FinishReason, SamplingParams
 from vmkv.serve.observer import RequestRecord, StepRecord
 from vmkv.serve.runner import RunnerOptions

@@ -22,8 +22,8 @@ from helpers.tiny_models import VOCABULARY, tiny_model
 from vmkv import HostBackend
 from vmkv.errors import ConfigError, DriverError
 from vmkv.serve import Engine, FinishReason, SamplingParams
-from vmkv.serve.preemption import PreemptionCosts
-from vmkv.serve.runner.pending import PendingTokens
+from vmkv.serve.planning import PreemptionCosts
+from vmkv.serve.runner import PendingTokens
 from vmkv.testing.faults import FaultInjectingBackend
 from vmkv.units import KiB, MiB
 

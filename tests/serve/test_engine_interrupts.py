@@ -16,7 +16,7 @@ from helpers.interrupts import interrupted
 from helpers.tiny_models import VOCABULARY
 
 from vmkv.serve import Engine, RequestHandle, SamplingParams
-from vmkv.serve.preemption import PreemptionCosts
+from vmkv.serve.planning import PreemptionCosts
 from vmkv.units import KiB, MiB
 
 _NUM_INTERRUPTS = int(os.environ.get("VMKV_INTERRUPTS", "40"))

@@ -24,7 +24,7 @@ from helpers.serving import tiny_llama, tiny_tokenizer
 
 from vmkv import ClosedError, ConfigError, OutOfPagesError
 from vmkv.serve import AsyncEngine, Engine, RequestOutput, SamplingParams, joined
-from vmkv.serve.messages import Add, News, Stop, Update
+from vmkv.serve.engine_loop import Add, News, Stop, Update
 from vmkv.serve.observer import EngineObserver, StepRecord
 from vmkv.serve.process import EngineProcess, remote
 from vmkv.serve.process.encoding import Failed, Unpacker, packed

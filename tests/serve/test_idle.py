@@ -20,7 +20,7 @@ from vmkv import ConfigError, HostBackend
 from vmkv.cli.arguments import Commands
 from vmkv.serve import AsyncEngine, Engine, RequestOutput, SamplingParams, joined
 from vmkv.serve import engine as engine_module
-from vmkv.serve.messages import Cancel
+from vmkv.serve.engine_loop import Cancel
 from vmkv.serve.observer import RequestRecord, StepRecord
 from vmkv.testing.faults import FaultInjectingBackend
 from vmkv.units import GiB, Handle, KiB

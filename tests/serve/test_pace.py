@@ -13,12 +13,10 @@ from collections.abc import Callable, Iterable, Sequence
 import pytest
 
 from vmkv.serve import Engine, FinishReason, SamplingParams
-from vmkv.serve.engine_loop import EngineLoop
-from vmkv.serve.messages import Add, Cancel, Command, News, Stop
+from vmkv.serve.engine_loop import Add, Cancel, Command, EngineLoop, News, Stop
 from vmkv.serve.observer import StepRecord
-from vmkv.serve.pace import Pace, SubmittedStep
 from vmkv.serve.runner import PendingStep, StepResult
-from vmkv.serve.step_loop import StepLoop
+from vmkv.serve.step_loop import Pace, StepLoop, SubmittedStep
 from vmkv.step import Piece
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)

@@ -25,19 +25,18 @@ from helpers.mixing import BACKENDS
 from helpers.tiny_models import VOCABULARY, tiny_model
 
 from vmkv import ExtentPool, HostBackend
-from vmkv.cache import KVCache
-from vmkv.cache import Sequence as Row
+from vmkv.core.cache import KVCache
+from vmkv.core.cache import Sequence as Row
 from vmkv.errors import ClosedError, ConfigError
 from vmkv.hf import compat
 from vmkv.serve.params import SamplingParams
 from vmkv.serve.runner import ModelRunner, RunnerOptions
 from vmkv.serve.served_rows import fit_budget
 from vmkv.step import Piece
-from vmkv.step.compile_cache import CompileCache
 from vmkv.step.compiled_layers import decoder_layers
 from vmkv.step.decode_graphs import batch_buckets, length_buckets
 from vmkv.step.mixed_graphs import TILE_TOKENS, decode_widths, token_buckets
-from vmkv.step.warm_up import progress
+from vmkv.step.warm_up import CompileCache, progress
 
 MODELS = ("llama", "mistral", "qwen3", "gemma3", "gpt_oss", "mixtral")
 TRACED = RunnerOptions(compile_layers=True, compile_backend="aot_eager", show_progress=False)

@@ -14,8 +14,8 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from vmkv import Engine
 from vmkv.attention import AttentionSpec, why_not
-from vmkv.cache import KVCache
-from vmkv.cache.fp8 import FP8
+from vmkv.core.cache import KVCache
+from vmkv.core.cache.fp8 import FP8
 from vmkv.serve.params import SamplingParams
 from vmkv.serve.runner import ModelRunner, RunnerOptions
 from vmkv.step import Piece

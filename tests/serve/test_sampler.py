@@ -16,8 +16,7 @@ from transformers.generation import logits_process as hf
 
 from vmkv.errors import CapacityError, ConfigError
 from vmkv.serve.params import SamplingParams
-from vmkv.serve.random import gumbel_noise, row_keys
-from vmkv.serve.sampler import Sampler, _likeliest
+from vmkv.serve.sampler import Sampler, _likeliest, gumbel_noise, row_keys
 
 VOCABULARY = 50
 PROMPT = (3, 3, 7)

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from vmkv.errors import ConfigError
 from vmkv.serve.params import SamplingParams
-from vmkv.serve.plan import PlannedChunk, PreemptionMethod, StepPlan
-from vmkv.serve.preemption import PreemptionCosts
+from vmkv.serve.planning import PlannedChunk, PreemptionCosts, PreemptionMethod, StepPlan
 from vmkv.serve.request import Request, RequestState
 from vmkv.serve.scheduler import Scheduler
 

@@ -20,7 +20,7 @@ from vmkv.hf.attention import attending_in_place, vmkv_attention
 from vmkv.hf.proof import prove
 from vmkv.serve.runner import RunnerOptions
 from vmkv.step import Stepper, attending_through
-from vmkv.step.interface import has_users
+from vmkv.step.model_guard import has_users
 
 PROMPT, GREEDY = list(range(5, 30)), SamplingParams(temperature=0, max_tokens=8)
 EAGER: dict[str, Any] = {"runner": "eager"}

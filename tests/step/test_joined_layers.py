@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-import vmkv.parallel.collectives  # noqa: F401  # registers operators
+import vmkv.serve.parallel.collectives  # noqa: F401  # registers operators
 from vmkv.step import joined_layers
 
 

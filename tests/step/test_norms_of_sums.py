@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-import vmkv.parallel.collectives  # registers operators
+import vmkv.serve.parallel.collectives  # registers operators
 from vmkv.step import norms_of_sums
 
 Tensor = torch.Tensor
@@ -110,7 +110,7 @@ def test_single_rows_lie_in_memory_before_they_are_added(num_tokens: int) -> Non
     product = torch.nn.Linear(8, 8, bias=False)
 
     def layer(hidden: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        hidden = residual + vmkv.parallel.collectives.all_reduce(product(hidden), "nobody")
+        hidden = residual + vmkv.serve.parallel.collectives.all_reduce(product(hidden), "nobody")
         return _usual(hidden, weight), hidden
 
     shape = 1, num_tokens, 8

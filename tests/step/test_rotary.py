@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers.tiny_models import tiny_model
 
-import vmkv.parallel.collectives
+import vmkv.serve.parallel.collectives
 import vmkv.step.operator  # noqa: F401  # both register operators
 from vmkv import Engine, SamplingParams
 from vmkv.serve.runner import RunnerOptions

@@ -17,11 +17,10 @@ from helpers.mixing import BACKENDS
 import vmkv.step.row_attention as row_attention
 from vmkv import HostBackend
 from vmkv.attention import AttentionBackend, register
-from vmkv.attention.reference import ReferenceBackend
-from vmkv.cache import KVCache
+from vmkv.attention.sdpa import ReferenceBackend
+from vmkv.core.cache import KVCache
 from vmkv.step import Piece
-from vmkv.step.packing import pack
-from vmkv.step.piece import packing_order
+from vmkv.step.piece import pack, packing_order
 from vmkv.step.row_attention import RowAttention, row_capacities
 
 HEADS, KV_HEADS, DIM, LAYERS = 4, 2, 16, (None, 24)

@@ -15,9 +15,9 @@ flash2, flash3, torch_flash, sdpa, reference    the backends, imported when firs
 from .append import append as append
 from .base import AppendingBackend as AppendingBackend
 from .base import AttentionBackend as AttentionBackend
+from .base import AttentionBatch as AttentionBatch
 from .base import AttentionSpec as AttentionSpec
-from .batch import AttentionBatch as AttentionBatch
-from .batch import Span as Span
+from .base import Span as Span
 from .registry import backend_names as backend_names
 from .registry import get as get
 from .registry import register as register

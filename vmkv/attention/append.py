@@ -2,7 +2,7 @@
 
 A model produces the new keys and values packed, `[Tq, H, D]`; each token belongs at the end of
 its own row. One call writes both tensors of a layer. On CUDA that is one kernel that finds each
-token's row by itself (`append_cuda.py`), where `index_put` takes two launches and an index vector;
+token's row by itself (`append.py`), where `index_put` takes two launches and an index vector;
 on CPU, two `index_copy_` over the flat view with indices shared by all layers.
 
 Only the new tokens' places are written, and nothing else is read or written: the rest of the
@@ -11,12 +11,316 @@ view may not be mapped.
 
 from __future__ import annotations
 
+import functools
+from struct import Struct
+
 import torch
 
-from ..cache.fp8 import FP8, Scales, encode
+from ..core.cache.fp8 import FP8, Scales, encode
 from ..errors import ConfigError
-from .base import check_rows, check_scales, flat
-from .batch import AttentionBatch
+from .base import AttentionBatch, check_rows, check_scales, flat
+from .nvrtc import FORMATS, NUMBERS, Kernel, compiled, launch
+
+# ---- append cuda ---------------------------------------------------------------------------------
+
+#: Bytes that a thread moves at once, widest first.
+_VECTOR_TYPES = {16: "uint4", 8: "uint2", 4: "unsigned int", 2: "unsigned short", 1: "char"}
+_THREADS = 128
+_WORDS = Struct("=23q")
+_FP8_CAPABILITY = (8, 9)
+
+# Strides and head sizes are in bytes, the latter as they are stored. Arguments are 64-bit words,
+# see vmkv/core/_native/launch.c.
+_MOVE = r"""
+typedef long long word;
+
+__device__ void put_token(const char* from, word from_head_stride, const float*, char* to,
+                          word heads, word head_bytes) {
+  const word per_head = head_bytes / sizeof(VECTOR);
+  for (word i = threadIdx.x; i < heads * per_head; i += blockDim.x) {
+    const char* source = from + (i / per_head) * from_head_stride;
+    reinterpret_cast<VECTOR*>(to)[i] = reinterpret_cast<const VECTOR*>(source)[i % per_head];
+  }
+}
+"""
+# COUNT numbers at a time, after NUMBERS. What is too large becomes the largest there is.
+_ENCODE = r"""
+typedef long long word;
+
+__device__ unsigned short encode(float low, float high) {
+  unsigned short two;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(two) : "f"(high), "f"(low));
+  return two;
+}
+
+struct alignas(sizeof(number) * COUNT) Numbers { number at[COUNT]; };
+struct alignas(COUNT) Stored { unsigned char at[COUNT]; };
+
+__device__ void put_token(const char* from, word from_head_stride, const float* inverse, char* to,
+                          word heads, word head_bytes) {
+  const word per_head = head_bytes / COUNT;
+  for (word i = threadIdx.x; i < heads * per_head; i += blockDim.x) {
+    const word head = i / per_head;
+    const char* source = from + head * from_head_stride;
+    const Numbers numbers = reinterpret_cast<const Numbers*>(source)[i % per_head];
+    const float by = inverse == nullptr ? 1.0f : inverse[head];
+    Stored stored;
+    for (int at = 0; at < COUNT; at += 2) {
+      const int next = at + 1 < COUNT ? at + 1 : at;
+      const unsigned short two = encode(as_float(numbers.at[at]) * by,
+                                        as_float(numbers.at[next]) * by);
+      stored.at[at] = two & 0xff;
+      stored.at[next] = next > at ? two >> 8 : stored.at[at];
+    }
+    reinterpret_cast<Stored*>(to)[i] = stored;
+  }
+}
+"""
+_APPEND = r"""
+extern "C" __global__ void append(
+    const char* key, word key_sequence_stride, word key_token_stride, word key_head_stride,
+    const char* value, word value_sequence_stride, word value_token_stride, word value_head_stride,
+    char* keys, char* values, word row_stride, word token_stride,
+    word k_heads, word k_head_bytes, word v_heads, word v_head_bytes,
+    word tokens_per_sequence, word first_position,
+    const int* row_indices, const int* num_tokens, const int* query_starts,
+    const float* inverse_keys, const float* inverse_values) {
+  const word token = blockIdx.x;
+  word sequence, at, row, position;
+  if (row_indices == nullptr) {  // Row b is sequence b, and all are equally long.
+    sequence = token / tokens_per_sequence;
+    at = token % tokens_per_sequence;
+    row = sequence;
+    position = first_position + at;
+  } else {  // Packed: the last sequence that starts at or before the token.
+    word low = 0, high = tokens_per_sequence;  // Here: how many sequences there are.
+    while (high - low > 1) {
+      const word middle = (low + high) / 2;
+      if (query_starts[middle] <= token) low = middle; else high = middle;
+    }
+    sequence = 0;
+    at = token;
+    row = row_indices[low];
+    position = num_tokens[low] - (query_starts[low + 1] - token);
+    if (position < 0) return;  // Padding.
+  }
+  const word target = row * row_stride + position * token_stride;
+  put_token(key + sequence * key_sequence_stride + at * key_token_stride, key_head_stride,
+            inverse_keys, keys + target, k_heads, k_head_bytes);
+  put_token(value + sequence * value_sequence_stride + at * value_token_stride, value_head_stride,
+            inverse_values, values + target, v_heads, v_head_bytes);
+}
+"""
+
+
+def append_uniform(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    keys_address: int,
+    values_address: int,
+    row_stride_bytes: int,
+    token_stride_bytes: int,
+    first_position: int,
+    stream: int,
+    stored: torch.dtype | None = None,
+    scales: Scales | None = None,
+) -> None:
+    """Write `key` and `value` at `first_position` of rows 0, 1, 2 … of a layer.
+
+    Args:
+        key: `[B, H, T, Dk]`, any strides whose last is 1, on the current device.
+        value: `[B, H, T, Dv]`, likewise.
+        keys_address: Where the layer's keys of row 0, token 0 lie.
+        values_address: Likewise for values.
+        row_stride_bytes: From one row to the next.
+        token_stride_bytes: From one token to the next.
+        first_position: The position of the first new token.
+        stream: Raw handle of the stream to launch on.
+        stored: What rows hold; None for the type of `key`.
+        scales: Of rows in eight bits; None for 1.
+
+    Raises:
+        CudaDriverError: The launch was refused. Nothing was written.
+
+    Cost: 3 us of host time for the launch, 2 us for its arguments. Nothing is checked here.
+    """
+    batch_size, k_heads, num_tokens, k_dim = key.shape
+    v_heads, v_dim = value.shape[1], value.shape[3]
+    if not batch_size * num_tokens:
+        return
+    item = key.element_size()
+    kb, kh, kt, kd = key.stride()
+    vb, vh, vt, vd = value.stride()
+    if kd != 1 or vd != 1:
+        append_uniform(
+            key.contiguous(),
+            value.contiguous(),
+            keys_address,
+            values_address,
+            row_stride_bytes,
+            token_stride_bytes,
+            first_position,
+            stream,
+            stored,
+            scales,
+        )
+        return
+    words = (
+        key.data_ptr(),
+        kb * item,
+        kt * item,
+        kh * item,
+        value.data_ptr(),
+        vb * item,
+        vt * item,
+        vh * item,
+        keys_address,
+        values_address,
+        row_stride_bytes,
+        token_stride_bytes,
+        k_heads,
+        k_dim * (1 if stored == FP8 else item),
+        v_heads,
+        v_dim * (1 if stored == FP8 else item),
+        num_tokens,
+        first_position,
+        0,
+        0,
+        0,
+        *inverses(scales),
+    )
+    dtype = key.dtype if stored == FP8 else None
+    _launch(key.device.index, words, batch_size * num_tokens, stream, dtype)
+
+
+def append_ragged(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    row_indices: torch.Tensor,
+    num_tokens: torch.Tensor,
+    query_starts: torch.Tensor,
+    scales: Scales | None,
+) -> None:
+    """Write packed tokens behind what their rows hold; arguments as `append`, checked there."""
+    key = key if key.stride(2) == 1 else key.contiguous()
+    value = value if value.stride(2) == 1 else value.contiguous()
+    item, stored_item = key.element_size(), keys.element_size()
+    words = (
+        key.data_ptr(),
+        0,
+        key.stride(0) * item,
+        key.stride(1) * item,
+        value.data_ptr(),
+        0,
+        value.stride(0) * item,
+        value.stride(1) * item,
+        keys.data_ptr(),
+        values.data_ptr(),
+        keys.stride(0) * stored_item,
+        keys.stride(1) * stored_item,
+        key.shape[1],
+        key.shape[2] * stored_item,
+        value.shape[1],
+        value.shape[2] * stored_item,
+        row_indices.shape[0],
+        0,
+        row_indices.data_ptr(),
+        num_tokens.data_ptr(),
+        query_starts.data_ptr(),
+        *inverses(scales),
+    )
+    index = key.device.index
+    dtype = key.dtype if keys.dtype == FP8 else None
+    _launch(index, words, key.shape[0], torch._C._cuda_getCurrentRawStream(index), dtype)
+
+
+def encoded(query: torch.Tensor) -> torch.Tensor:
+    """`query [T, H, D]` in eight bits, contiguous, by the same kernel: as a row without values."""
+    out = torch.empty(query.shape, dtype=FP8, device=query.device)
+    index, (_, num_heads, dim) = query.device.index, query.shape
+    append_uniform(
+        query.transpose(0, 1)[None],
+        query[:, :0].transpose(0, 1)[None],
+        out.data_ptr(),
+        out.data_ptr(),
+        0,
+        num_heads * dim,
+        0,
+        torch._C._cuda_getCurrentRawStream(index),
+        FP8,
+    )
+    return out
+
+
+def inverses(scales: Scales | None) -> tuple[int, int]:
+    """Addresses of what keys and values are multiplied by; 0 for nothing."""
+    if scales is None:
+        return 0, 0
+    return scales.inverse_keys.data_ptr(), scales.inverse_values.data_ptr()
+
+
+def _launch(
+    device_index: int,
+    words: tuple[int, ...],
+    num_blocks: int,
+    stream: int,
+    encodes: torch.dtype | None,
+) -> None:
+    """Launch the variant that moves, or the one that encodes numbers of a type."""
+    if encodes is not None:
+        # Both sides of a conversion are aligned to what they hold of it.
+        item = encodes.itemsize
+        source = words[0] | words[1] | words[2] | words[3] | words[4] | words[5] | words[6]
+        source |= words[7]
+        target = words[8] | words[9] | words[10] | words[11] | words[13] | words[15]
+        count = min(16 // item, (source & -source) // item, target & -target)
+        kernel = _encoding_kernel(device_index, encodes, count)
+        launch(kernel, num_blocks, _THREADS, stream, _WORDS.pack(*words))
+        return
+    # Every address, stride and size must be a multiple of what a thread moves at once.
+    joined = words[0] | words[1] | words[2] | words[3] | words[4] | words[5] | words[6] | words[7]
+    joined |= words[8] | words[9] | words[10] | words[11] | words[13] | words[15]
+    vector_bytes = min(16, joined & -joined)
+    launch(_kernel(device_index, vector_bytes), num_blocks, _THREADS, stream, _WORDS.pack(*words))
+
+
+@functools.cache
+def _kernel(device_index: int, vector_bytes: int) -> Kernel:
+    option = f"-DVECTOR={_VECTOR_TYPES[vector_bytes]}"
+    return compiled(_MOVE + _APPEND, "append", device_index, option)
+
+
+@functools.cache
+def _encoding_kernel(device_index: int, dtype: torch.dtype, count: int) -> Kernel:
+    check_fp8(device_index, dtype)
+    options = (f"-DFORMAT={FORMATS[dtype]}", f"-DCOUNT={count}")
+    return compiled(NUMBERS + _ENCODE + _APPEND, "append", device_index, *options)
+
+
+def check_fp8(device_index: int, dtype: torch.dtype) -> None:
+    """Raise `ConfigError` where `why_not_fp8` has a reason."""
+    reason = why_not_fp8(torch.device("cuda", device_index), dtype)
+    if reason is not None:
+        raise ConfigError(reason)
+
+
+def why_not_fp8(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why keys and values of a type cannot be stored in eight bits there, or None."""
+    if torch.cuda.get_device_capability(device) < _FP8_CAPABILITY:
+        return (
+            f"{torch.cuda.get_device_name(device)} makes no {FP8}: that needs compute capability "
+            '8.9 or newer; leave kv_dtype at "auto"'
+        )
+    if dtype not in FORMATS:
+        return (
+            f"keys and values in {dtype} cannot be stored in eight bits; load the model in bfloat16"
+        )
+    return None
+
+
+# ---- append --------------------------------------------------------------------------------------
 
 
 def append(
@@ -35,7 +339,7 @@ def append(
         key: `[Tq, H, Dk]`, packed as `batch.query_starts` says; any strides whose last is 1.
         value: `[Tq, H, Dv]`, likewise.
         keys: `[rows, row_tokens, H, Dk]`, the layer's view; written. Of the new keys' type, or in
-            eight bits, see `cache/fp8.py`.
+            eight bits, see `core/cache/fp8.py`.
         values: `[rows, row_tokens, H, Dv]`, the layer's view; written.
         batch: This step's batch; its `num_tokens` already count the new ones.
         scales: Of a layer in eight bits; None for 1.
@@ -63,7 +367,6 @@ def append(
         check_scales(scales, keys)
     if key.is_cuda:
         # Imported here: it compiles for a GPU, which other machines have no tools for.
-        from .append_cuda import append_ragged
 
         append_ragged(
             key,

@@ -24,7 +24,7 @@ from struct import Struct
 
 import torch
 
-from ..cache.fp8 import FP8
+from ..core.cache.fp8 import FP8
 from ..units import div_ceil
 from .base import Call
 from .nvrtc import FORMATS, NUMBERS, Kernel, compiled, launch

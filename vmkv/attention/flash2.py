@@ -1,6 +1,6 @@
 """FlashAttention-2, from the package `flash-attn`: no over-read, and appends in its kernel.
 
-Or, where that is not installed, the same from the Hugging Face Hub (`hub.py`).
+Or, where that is not installed, the same from the Hugging Face Hub (`flash_common.py`).
 
 Two of its kernels read rows in place:
 
@@ -22,11 +22,10 @@ from types import ModuleType
 
 import torch
 
-from ..cache.fp8 import Scales
+from ..core.cache.fp8 import Scales
 from ..errors import ConfigError
-from . import hub
-from .base import AttentionSpec, Call, check_call, flat, split
-from .batch import AttentionBatch
+from . import flash_common as hub
+from .base import AttentionBatch, AttentionSpec, Call, check_call, flat, split
 from .flash_common import (
     FlashBackend,
     apply_sinks,

@@ -5,7 +5,7 @@ Three packagings of the same kernels are accepted, looked for in this order:
   `flash_attn_interface`   what the flash-attention repository installs from `hopper/`
   `_vllm_fa3_C`            the operator library inside vLLM's wheel; found beside an installed
                            vLLM, already loaded, or named by `VMKV_FLASH3_LIBRARY`
-  `flash-attn3`            the first one, from the Hugging Face Hub (`hub.py`)
+  `flash-attn3`            the first one, from the Hugging Face Hub (`flash_common.py`)
 
 All read the 4-D view: rows by `kv_batch_idx`, lengths by `seqused_k`, and a mixed batch by
 `cu_seqlens_q`; no row starts are needed.
@@ -39,9 +39,10 @@ from typing import Any
 
 import torch
 
-from ..cache.fp8 import FP8, Scales
+from ..core.cache.fp8 import FP8, Scales
 from ..errors import ConfigError
-from . import decode_fp8, hub
+from . import decode_fp8
+from . import flash_common as hub
 from .base import AttentionSpec, Call, split
 from .flash_common import FlashBackend, why_not_flash, window_bounds
 
@@ -154,7 +155,7 @@ class Flash3Backend(FlashBackend):
         dtype = query.dtype
         if is_fp8:
             # Imported here: it compiles for a GPU, which other machines have no tools for.
-            from .append_cuda import encoded
+            from .append import encoded
 
             query = encoded(query)
         uniform = batch.is_uniform(query.shape[0])

@@ -6,12 +6,44 @@ No kernel is imported here.
 from __future__ import annotations
 
 import abc
+import functools
+import logging
+from types import ModuleType
 
 import torch
 
-from ..cache.fp8 import FP8
-from ..errors import ConfigError
+from ..core.cache.fp8 import FP8
+from ..errors import ConfigError, one_line
 from .base import AttentionSpec, Call, CheckedBackend
+
+# ---- hub -----------------------------------------------------------------------------------------
+
+_LOG = logging.getLogger(__name__)
+
+
+@functools.cache
+def load(repository: str, version: int) -> ModuleType | str:
+    """A kernel's package, or why there is none.
+
+    Args:
+        repository: On the Hub: `"kernels-community/flash-attn3"`.
+        version: Of its interface, as the Hub numbers it.
+
+    Cost: at the first use on a machine some hundred megabytes from the network.
+    """
+    try:
+        from kernels import get_kernel
+    except Exception as error:  # noqa: BLE001  # a release that does not fit others it needs
+        return f"package kernels, for {repository}, cannot be imported: {one_line(error)}"
+    try:
+        module: ModuleType = get_kernel(repository, version=version)
+    except Exception as error:  # noqa: BLE001  # no network, no build for this machine, …
+        return f"the Hub's {repository} cannot be had: {one_line(error)}"
+    _LOG.info("attention takes %s, version %d, from the Hugging Face Hub", repository, version)
+    return module
+
+
+# ---- flash common --------------------------------------------------------------------------------
 
 DTYPES = (torch.float16, torch.bfloat16)
 

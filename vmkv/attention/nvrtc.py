@@ -3,7 +3,7 @@
 Triton's launcher takes 14 us of host time and needs a C compiler on the user's machine, while
 NVRTC comes with torch and cuda-python, which are here anyway. A launch takes 3 us.
 
-Arguments are 64-bit words, see vmkv/_native/launch.c.
+Arguments are 64-bit words, see vmkv/core/_native/launch.c.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import _native
+from ..core import _native
 from ..errors import ConfigError, CudaDriverError
 
 FORMATS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}

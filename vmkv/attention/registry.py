@@ -9,7 +9,7 @@ Order, and why (one H200, Llama-3-8B shape, all layers interleaved):
   sdpa     anything else, everywhere
 
 Rows in eight bits are read in place by flash3 alone; sdpa decodes them. flash2 and flash3 are
-packages of their own, or come from the Hugging Face Hub (`hub.py`): pip alone can give them.
+packages of their own, or come from the Hugging Face Hub (`flash_common.py`)
 
 Memory is what this project is for, so the 7 % of decode attention that flash3 would gain are
 left to those who name it. `reference` is never chosen, only named: it is an oracle.
@@ -34,8 +34,7 @@ from importlib import import_module
 import torch
 
 from ..errors import ConfigError
-from .base import AttentionBackend, AttentionSpec
-from .batch import AttentionBatch
+from .base import AttentionBackend, AttentionBatch, AttentionSpec
 
 ORDER = ("flash2", "flash3", "torch", "sdpa")
 """Backends tried by `select` without a name, best first."""

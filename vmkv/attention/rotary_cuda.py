@@ -17,9 +17,9 @@ from struct import Struct
 
 import torch
 
-from ..cache.fp8 import FP8, Scales
-from .append_cuda import check_fp8, inverses
-from .batch import AttentionBatch
+from ..core.cache.fp8 import FP8, Scales
+from .append import check_fp8, inverses
+from .base import AttentionBatch
 from .nvrtc import FORMATS, NUMBERS, Kernel, compiled, launch
 
 _THREADS = 128

@@ -11,9 +11,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..cache.geometry import Geometry, check_positive
-from ..cache.growth import growth_quantum_class, largest_class_for_window
-from ..cache.layer_group import UNDERREAD_TOKENS
+from ..core.cache.geometry import (
+    Geometry,
+    check_positive,
+    growth_quantum_class,
+    largest_class_for_window,
+)
+from ..core.cache.layer_group import UNDERREAD_TOKENS
 from ..units import MiB, div_ceil
 from .models import LayerKind
 

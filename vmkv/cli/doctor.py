@@ -162,7 +162,7 @@ def _devices() -> Iterator[Finding]:
 
 
 def _device(name: str, note: str) -> Finding:
-    from ..backend import open_backend
+    from ..core.backend import open_backend
 
     try:
         backend = open_backend(name)
@@ -260,7 +260,7 @@ def _packages() -> Iterator[Finding]:
             yield Finding("package", name, False, f"not installed; for {purpose}", remedy)
         else:
             yield Finding("package", name, True, f"{version}, for {purpose}")
-    is_built = importlib.util.find_spec("vmkv._native._core") is not None
+    is_built = importlib.util.find_spec("vmkv.core._native._core") is not None
     details = "built" if is_built else f"not built for Python {sys.version_info[0]}"
     remedy = "" if is_built else "pip install . in the checkout, with a C compiler"
-    yield Finding("package", "vmkv._native", is_built, details, remedy)
+    yield Finding("package", "vmkv.core._native", is_built, details, remedy)

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 import transformers
 
-from ..cache.fp8 import FP8
-from ..cache.geometry import LayerShape
+from ..core.cache.fp8 import FP8
+from ..core.cache.geometry import LayerShape
 from ..errors import CapacityError, ConfigError, one_line, shown
 from ..hf import compat, probe
 from ..hf.defaults import stated_max_tokens
-from ..parallel import sharding
+from ..serve.parallel import sharding
 from .arguments import DTYPES
 
 #: More is a mistake, which would keep us busy for hours.

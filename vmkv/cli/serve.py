@@ -36,9 +36,9 @@ from .arguments import (
 if TYPE_CHECKING:
     from socket import socket
 
-    from ..parallel import TensorParallel
     from ..serve.engine import Engine
     from ..serve.observer import EngineObserver
+    from ..serve.parallel import TensorParallel
     from ..serve.server import ServerOptions
     from ..serve.server.protocol import ServerMetrics, StreamingEngine
 
@@ -265,8 +265,7 @@ def _check_engine(arguments: argparse.Namespace) -> None:
     """
     from ..attention import registry
     from ..hf.kv_format import KVFormat
-    from ..hf.layer_kinds import layer_kinds
-    from ..hf.unservable import check_length
+    from ..hf.unservable import check_length, layer_kinds
     from ..serve.planning import Capacity
     from ..serve.trace import ChromeTrace
     from .models import check_device, load_config
@@ -281,8 +280,8 @@ def _check_engine(arguments: argparse.Namespace) -> None:
     if not (arguments.replicas and "RAY_ADDRESS" in os.environ):  # Else it is the cluster's.
         check_device(device)
     if arguments.tensor_parallel > 1:
-        from ..parallel.loading import check_config
-        from ..serve.parallel_engine import check_options
+        from ..serve.parallel.engine import check_options
+        from ..serve.parallel.loading import check_config
 
         check_options(_engine_options(arguments))
         check_config(config, arguments.tensor_parallel)
@@ -332,7 +331,7 @@ def _parallel_engine(
     arguments: argparse.Namespace, observer: EngineObserver
 ) -> AbstractContextManager[Engine]:
     """The engine over several devices: its other ranks are processes of this one."""
-    from ..serve.parallel_engine import open_parallel_engine
+    from ..serve.parallel.engine import open_parallel_engine
 
     return open_parallel_engine(
         functools.partial(_part, arguments),
@@ -345,7 +344,7 @@ def _parallel_engine(
 
 def _part(arguments: argparse.Namespace, ranks: TensorParallel) -> Any:
     """A rank's part of the model, in a process that is set up as the others are."""
-    from ..parallel.loading import load
+    from ..serve.parallel.loading import load
 
     _set_logging(arguments)
     return load(arguments.model, ranks, dtype=arguments.dtype)

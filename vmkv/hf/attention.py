@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ..cache.fp8 import FP8
+from ..core.cache.fp8 import FP8
 from ..errors import ConfigError
-from ..step.interface import PACKED, attending_through, register_attention
+from ..step.model_guard import PACKED, attending_through, register_attention
 from . import compat
 from .layers import VirtualLayer, layer_behind
 from .unservable import UnservableError

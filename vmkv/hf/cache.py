@@ -13,15 +13,15 @@ import torch
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from ..attention import get as get_attention_backend
-from ..backend import Backend
-from ..cache import CacheStats
-from ..cache.geometry import check_positive
+from ..core.backend import Backend
+from ..core.cache import CacheStats
+from ..core.cache.geometry import check_positive
+from ..core.memory import ExtentPool
 from ..errors import ConfigError
-from ..memory import ExtentPool
-from . import compat, orphans
+from . import compat
+from . import store as orphans
 from .defaults import default_max_tokens
-from .kv_format import KVFormat, SkipLayers
-from .kv_scales import KVScales
+from .kv_format import KVFormat, KVScales, SkipLayers
 from .layers import VirtualLayer, VMKVFullLayer, VMKVSlidingLayer, past_is_lost
 from .store import LayerKind, Settings, Store
 

@@ -16,11 +16,11 @@ import torch
 
 from ..errors import CapacityError, ConfigError, one_line
 from ..step import Stepper
-from ..step.batch_graphs import Bucket
 from ..step.compiled_layers import CompiledLayers
-from ..step.interface import chosen_attention, refusing_waits
+from ..step.decode_graphs import BatchBucket
+from ..step.model_guard import chosen_attention, refusing_waits
 from .attention import attending_in_place
-from .padding import LeftPadding
+from .group_step import LeftPadding
 from .store import Store
 
 _LOG = logging.getLogger(__name__)
@@ -71,8 +71,8 @@ class CapturedSteps:
                 calls=calls,
             )
             self._graphs = self._stepper.make_batch_graphs(logits.shape[-1], logits.dtype, stream)
-        self._num_runs: Counter[Bucket] = Counter()
-        self._refused: set[Bucket] = set()
+        self._num_runs: Counter[BatchBucket] = Counter()
+        self._refused: set[BatchBucket] = set()
         self._weights = _addresses(model)
         self._attention = chosen_attention(model)
         self._padding: LeftPadding | None = None
@@ -182,7 +182,7 @@ class CapturedSteps:
             return None
         return graphs.space.logits[:, None].clone()
 
-    def _run_uncaptured(self, bucket: Bucket, integers: torch.Tensor) -> None:
+    def _run_uncaptured(self, bucket: BatchBucket, integers: torch.Tensor) -> None:
         """A step that has no graph yet, with which it may get one."""
         graphs = self._graphs
         self._num_runs[bucket] += 1
@@ -212,7 +212,7 @@ class CapturedSteps:
             return attending_in_place(self._model)
         return self._stepper.attending(self._layers)
 
-    def _refuse(self, bucket: Bucket, error: Exception) -> None:
+    def _refuse(self, bucket: BatchBucket, error: Exception) -> None:
         self._refused.add(bucket)
         _LOG.warning(
             "decode steps up to %d tokens%s cannot be captured: %s",

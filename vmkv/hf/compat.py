@@ -24,6 +24,8 @@ from transformers.utils import generic
 
 from ..errors import ConfigError, one_line
 
+# ---- compat --------------------------------------------------------------------------------------
+
 #: Since 5.17 `crop(n)` takes tokens to remove; before, a length to keep.
 _CROP_REMOVES = hasattr(CacheLayerMixin, "is_croppable")
 #: Since 5.20 a length is refused; before, it brought a warning.
@@ -334,3 +336,22 @@ def autocast_on_meta() -> Iterator[None]:
 def drop_shared_layers(cache: Any) -> None:
     """Forget tensors that a model has hung onto the cache (Gemma3n's shared layers, in 4.57)."""
     vars(cache).pop("shared_layers", None)
+
+
+# ---- vocabulary ----------------------------------------------------------------------------------
+
+
+def num_embeddings(model: Any) -> int:
+    """Tokens that a model can be given."""
+    return _stated(model.get_input_embeddings(), "num_embeddings")
+
+
+def num_logits(model: Any) -> int:
+    """Columns of a model's logits."""
+    return _stated(model.get_output_embeddings(), "out_features")
+
+
+def _stated(module: Any, name: str) -> int:
+    """What a module says of itself; of those that do not, the rows of the weight."""
+    stated = getattr(module, name, None)
+    return int(module.weight.shape[0] if stated is None else stated)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..cache.geometry import check_positive, fitting_rows
+from ..core.cache.geometry import check_positive, fitting_rows
 from ..errors import ConfigError
 from . import compat
 

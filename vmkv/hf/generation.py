@@ -19,12 +19,13 @@ from typing import Any
 
 import torch
 
-from ..cache.geometry import check_positive
+from ..core.cache.geometry import check_positive
+from ..core.memory import ExtentPool
 from ..errors import ConfigError
-from ..memory import ExtentPool
 from ..step import Piece, Stepper
 from ..step.logits import StepLogits
-from . import compat, vocabulary
+from . import compat
+from . import compat as vocabulary
 from .attention import attending_in_place
 from .capture import compiled_layers_of
 from .prefill import Chunk, LeadersFirst, prefill_passes

@@ -2,16 +2,171 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.cache_utils import DynamicCache
 
-from ..cache.fp8 import FP8, LayerScales
+from ..core.cache.fp8 import FP8, FP8_MAX, LayerScales
+from ..core.cache.whole_file import whole_file
 from ..errors import ConfigError
-from .kv_scales import KVScales, model_name
+from . import compat
+
+# ---- kv scales -----------------------------------------------------------------------------------
+
+_FORMAT, _VERSION = "vmkv kv scales", 1
+#: Texts that nobody has seen reach further than those that were measured. In floating point room
+#: above costs nothing, while what does not fit is cut off.
+_HEADROOM = 2.0
+#: More than the scales of any model take.
+_FILE_BYTES_MAX = 64 << 20
+
+
+@dataclass(frozen=True)
+class KVScales:
+    """The scales of a model.
+
+    Attributes:
+        model: What it is called: see `model_name`.
+        layers: Those of each layer, in order.
+    """
+
+    model: str
+    layers: tuple[LayerScales, ...]
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a file; it takes its name when it is complete.
+
+        Raises:
+            OSError: It cannot be written. What was there before is.
+        """
+        values = {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "model": self.model,
+            "layers": [
+                {"keys": each.as_values()[0], "values": each.as_values()[1]} for each in self.layers
+            ],
+        }
+        with whole_file(Path(path)) as file:
+            file.write((json.dumps(values, indent=1) + "\n").encode())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> KVScales:
+        """Read a file that `save` wrote.
+
+        Raises:
+            ConfigError: It is none, or a scale in it is no positive number.
+            OSError: It cannot be read.
+        """
+        where = os.fspath(path)
+        with open(where, "rb") as file:
+            data = file.read(_FILE_BYTES_MAX)
+        try:
+            values = json.loads(data)
+            if (values["format"], values["version"]) != (_FORMAT, _VERSION):
+                raise ConfigError(f"{where} is of format {values['format']!r}, {values['version']}")
+            layers = tuple(
+                LayerScales(tuple(each["keys"]), tuple(each["values"])) for each in values["layers"]
+            )
+            return cls(str(values["model"]), layers)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from error
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
+            raise ConfigError(
+                f"{where} holds no scales of keys and values; calibrate_kv_scales makes them"
+            ) from error
+
+
+def model_name(config: Any) -> str:
+    """What scales know a model by: the last part of what it was loaded from, or else its type."""
+    name = str(getattr(config, "_name_or_path", "") or "").rstrip("/")
+    return name.rpartition("/")[2] or str(config.model_type)
+
+
+def calibrate_kv_scales(model: Any, token_ids: Iterable[Sequence[int]]) -> KVScales:
+    """Scales by which a model's keys and values fit eight bits, with as much room again.
+
+    Args:
+        model: A transformers causal language model.
+        token_ids: Texts it is to be measured on, each within the model's length: some thousand
+            tokens of what it will be used for.
+
+    Raises:
+        ConfigError: There are no texts, the model has layers whose state is not keys and values, or
+            what it computes is not finite.
+
+    Cost: a forward pass over each text.
+    """
+    reach = _Reach(compat.default_layers(model.config))
+    device = model.get_input_embeddings().weight.device
+    with torch.inference_mode():
+        for tokens in token_ids:
+            cache = compat.default_cache(model.config)
+            reach.watch(cache)
+            model(
+                input_ids=torch.tensor([list(tokens)], device=device),
+                past_key_values=cache,
+                use_cache=True,
+            )
+    return KVScales(model_name(model.config), reach.scales())
+
+
+class _Reach:
+    """The largest keys and values that each head of each layer has been given."""
+
+    def __init__(self, layers: Sequence[Any]):
+        self._num_layers = len(layers)
+        for index, layer in enumerate(layers):
+            if not compat.window_of(layer)[0]:
+                raise ConfigError(
+                    f"layer {index} is a {type(layer).__name__}, whose state is not keys and values"
+                )
+        self._largest: dict[int, list[torch.Tensor]] = {}
+
+    def watch(self, cache: DynamicCache) -> None:
+        """Look at what `cache` is given, from now on."""
+        for index, layer in enumerate(cache.layers):
+            layer.update = self._looking(index, layer.update)
+
+    def _looking(self, index: int, update: Any) -> Any:
+        def look(keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            new = [each.float().abs().amax(dim=(0, 2, 3)).cpu() for each in (keys, values)]
+            known = self._largest.get(index, new)
+            self._largest[index] = [torch.maximum(*pair) for pair in zip(known, new, strict=True)]
+            return update(keys, values, *args, **kwargs)
+
+        return look
+
+    def scales(self) -> tuple[LayerScales, ...]:
+        """What fits all of it."""
+        missing = set(range(self._num_layers)) - self._largest.keys()
+        if missing:
+            raise ConfigError(
+                f"layers {sorted(missing)} were given no keys: pass some texts, of a model whose "
+                "layers have keys of their own"
+            )
+        return tuple(
+            LayerScales(*(tuple(map(_scale, each.tolist())) for each in self._largest[index]))
+            for index in range(self._num_layers)
+        )
+
+
+def _scale(largest: float) -> float:
+    if not math.isfinite(largest):
+        raise ConfigError(f"a head's keys or values reach {largest}; is the model whole?")
+    # A head that is silent has any scale. Rounded as it will be used.
+    scale = _HEADROOM * largest / FP8_MAX or 1.0
+    return float(torch.tensor(scale, dtype=torch.float32))
+
+
+# ---- kv format -----------------------------------------------------------------------------------
 
 KV_DTYPES = ("auto", "fp8")
 """What `kv_dtype` may be: the model's own type, or eight bits (`float8_e4m3fn`)."""

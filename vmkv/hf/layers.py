@@ -16,7 +16,7 @@ import torch
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ..attention import AttentionBackend, AttentionBatch, AttentionSpec, select
-from ..cache.fp8 import Scales
+from ..core.cache.fp8 import Scales
 from ..errors import ConfigError
 from . import compat
 from .group_step import GroupStep, LayerPlace

@@ -23,8 +23,8 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from ..cache.geometry import check_positive
-from ..cache.prefix import BLOCK_TOKENS
+from ..core.cache.geometry import check_positive
+from ..core.cache.prefix import BLOCK_TOKENS
 
 #: What a pass of its own must save at least: one pass more costs the time of some hundred tokens.
 MIN_SAVED_TOKENS = 256

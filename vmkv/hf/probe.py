@@ -19,7 +19,7 @@ import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import cache_utils
 
-from ..cache.geometry import LayerShape
+from ..core.cache.geometry import LayerShape
 from ..errors import ConfigError, one_line
 from . import compat
 

@@ -25,17 +25,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..cache import Sequence as Row
+from ..core.cache import Sequence as Row
 from ..step import Piece, Stepper, attending_through
-from ..step.interface import PACKED, chosen_attention, refusing_waits
+from ..step.model_guard import PACKED, chosen_attention, refusing_waits
 from ..step.piece import packing_order
 from . import compat
 from .attention import attending_in_place
-from .layer_kinds import layer_kinds
+from .compat import num_embeddings
 from .layer_questions import check_windows, explained, layer_signatures
 from .store import LayerKind, Settings, Signature, Store
-from .unservable import UnservableError
-from .vocabulary import num_embeddings
+from .unservable import UnservableError, layer_kinds
 
 #: Tokens of each sequence: more than the windows of models that are made for tests.
 _NUM_TOKENS = 16

@@ -18,17 +18,17 @@ from collections.abc import Sequence as List_
 from typing import Any
 
 from ..attention import get as get_attention_backend
-from ..cache import CacheStats, KVCache, Sequence
-from ..cache.geometry import check_positive
+from ..core.cache import CacheStats, KVCache, Sequence
+from ..core.cache.geometry import check_positive
+from ..core.memory import ExtentPool
 from ..errors import CapacityError, ClosedError, ConfigError
-from ..memory import ExtentPool
-from . import compat, orphans
+from . import compat
+from . import store as orphans
 from .defaults import default_max_tokens
-from .kv_format import KVFormat, SkipLayers
-from .kv_scales import KVScales
-from .layer_kinds import layer_kinds
+from .kv_format import KVFormat, KVScales, SkipLayers
 from .prefill import Chunk
 from .store import Settings, Signature, Store
+from .unservable import layer_kinds
 
 
 class RaggedCache:

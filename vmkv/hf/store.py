@@ -6,30 +6,34 @@ update (configurations lie under tensor parallelism), groups layers by kind, and
 layer of a step its tensors at once, because making views one by one would cost more than
 `torch.cat` does.
 
-The store knows nothing of transformers, so that it can outlive the cache (see `orphans.py`).
+The store knows nothing of transformers, so that it can outlive the cache (see `store.py`).
 """
 
 from __future__ import annotations
 
+import threading
+import warnings
 import weakref
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ..attention.append_cuda import why_not_fp8
-from ..backend import Backend, HostBackend, open_backend
-from ..cache import CacheStats, KVCache
-from ..cache.fp8 import FP8
-from ..cache.geometry import fitting_rows
-from ..cache.stats import add_stats
+from ..attention.append import why_not_fp8
+from ..core.backend import Backend, HostBackend, open_backend
+from ..core.cache import CacheStats, KVCache
+from ..core.cache.fp8 import FP8
+from ..core.cache.geometry import fitting_rows
+from ..core.cache.stats import add_stats
+from ..core.memory import ExtentPool
 from ..errors import CapacityError, ClosedError, ConfigError
-from ..memory import ExtentPool
 from .defaults import rows_and_tokens
-from .device_rows import DeviceRows
-from .group_step import GroupStep, LayerPlace
+from .group_step import DeviceRows, GroupStep, LayerPlace
 from .kv_format import KVFormat
+
+# ---- store ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -445,3 +449,33 @@ def _backend_for(device: torch.device) -> Backend:
         f"vmkv has no backend for device {device}; it runs on CUDA and on the CPU: use "
         "DynamicCache there"
     )
+
+
+# ---- orphans -------------------------------------------------------------------------------------
+
+_orphans: deque[Store] = deque()
+_collecting = threading.Lock()
+
+
+def add(store: Store) -> None:
+    """Called by the garbage collector with the store of a cache that is gone."""
+    if store.is_closed:
+        return
+    _orphans.append(store)
+    warnings.warn(
+        "a VMKVCache was never closed; its memory is given back when the next one is made. Use "
+        "`with VMKVCache(...) as cache:` or cache.close()",
+        ResourceWarning,
+        stacklevel=2,
+    )
+
+
+def collect() -> None:
+    """Close the orphans that no tensor points into any more."""
+    with _collecting:
+        for _ in range(len(_orphans)):
+            store = _orphans.popleft()
+            if store.has_outside_views():
+                _orphans.append(store)
+            else:
+                store.close()

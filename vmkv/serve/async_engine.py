@@ -16,8 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .engine_client import EngineClient
-from .engine_loop import EngineLoop
-from .messages import Command, Look, News
+from .engine_loop import Command, EngineLoop, Look, News
 
 if TYPE_CHECKING:
     from .engine import Engine

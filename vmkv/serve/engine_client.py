@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ClosedError
 from .detokenize import Detokenizer
-from .engine_loop import FAILED_STEPS_MAX
-from .messages import Add, Cancel, Command, Finish, News, Stop, Update
+from .engine_loop import FAILED_STEPS_MAX, Add, Cancel, Command, Finish, News, Stop, Update
 from .params import SamplingParams
 from .prompts import check_tenant, check_text, token_ids_of
 from .request import CompletionOutput, FinishReason, RequestOutput, TokenLogprobs

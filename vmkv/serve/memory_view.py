@@ -10,12 +10,12 @@ import contextlib
 import logging
 from collections.abc import Iterable
 
-from ..backend import MemoryLocation
-from ..cache import KVCache, LayerGroup, Sequence, grow_ahead, make_ready
-from ..cache.growing import surplus_bytes
-from ..cache.layer_group import UNDERREAD_TOKENS
+from ..core.backend import MemoryLocation
+from ..core.cache import KVCache, LayerGroup, Sequence, grow_ahead, make_ready
+from ..core.cache.growing import surplus_bytes
+from ..core.cache.layer_group import UNDERREAD_TOKENS
 from ..errors import CapacityError, ConfigError, DriverError
-from .plan import PlannedChunk
+from .planning import PlannedChunk
 from .request import Request
 
 _LOG = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from ..cache import CacheStats
+from ..core.cache import CacheStats
 from .observer import ObservedCache, RequestRecord, StepRecord
 
 #: What the text of `Metrics.text` is, for an HTTP header.

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ..cache import CacheStats
+from ..core.cache import CacheStats
 
 
 @dataclass(slots=True)

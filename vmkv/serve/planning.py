@@ -2,17 +2,304 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import enum
+import heapq
+from bisect import insort
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
-from ..cache.geometry import check_positive
-from ..errors import ConfigError
+from ..core.cache.geometry import check_positive
+from ..errors import ConfigError, InternalError
 from ..units import div_ceil
-from .cache_view import CacheView
-from .plan import PlannedChunk, Preemption, StepPlan
-from .preemption import PreemptionCosts
 from .request import Request, RequestState
-from .request_queue import RequestQueue
+
+# ---- plan ----------------------------------------------------------------------------------------
+
+
+class PreemptionMethod(enum.Enum):
+    """What becomes of a preempted request's keys and values."""
+
+    SWAP = "swap"  # They go to host memory, and come back.
+    RECOMPUTE = "recompute"  # They are dropped, and computed again.
+
+    @property
+    def leaves(self) -> RequestState:
+        """Where it leaves the request."""
+        return RequestState.SWAPPED if self is self.SWAP else RequestState.WAITING
+
+
+class PlannedChunk(NamedTuple):
+    """What one request does in a step.
+
+    Attributes:
+        request_id: Which.
+        slot: Its slot.
+        num_past_tokens: Tokens it has computed.
+        num_new_tokens: Tokens it computes now.
+        from_device: Whether the one new token is the last that was sampled in its slot.
+        samples: Whether a token is sampled.
+    """
+
+    request_id: int
+    slot: int
+    num_past_tokens: int
+    num_new_tokens: int
+    from_device: bool
+    samples: bool
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in its row after the step."""
+        return self.num_past_tokens + self.num_new_tokens
+
+
+class Preemption(NamedTuple):
+    """A request that gives way."""
+
+    request_id: int
+    method: PreemptionMethod
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One step. To be carried out in the order of the attributes.
+
+    Attributes:
+        preempted: Requests that give way first.
+        resumed: Requests whose memory comes back from the host; before any that begins takes a
+            row, and all that is mapped there.
+        admitted: Requests that begin, or begin again after their memory was dropped.
+        chunks: What is computed, best-placed request first; empty if nothing can be.
+    """
+
+    preempted: tuple[Preemption, ...] = ()
+    resumed: tuple[int, ...] = ()
+    admitted: tuple[int, ...] = ()
+    chunks: tuple[PlannedChunk, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the step computes."""
+        return sum(chunk.num_new_tokens for chunk in self.chunks)
+
+
+# ---- cache view ----------------------------------------------------------------------------------
+
+
+class CacheView(Protocol):
+    """What the scheduler may know of the cache. Pages are the pool's, over all layer groups."""
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page."""
+
+    @property
+    def total_pages(self) -> int:
+        """What the cache could ever hold."""
+
+    def free_pages(self) -> int:
+        """What growth could get now, but for `evictable_pages`."""
+
+    def evictable_pages(self, enough_pages: int) -> int:
+        """What ended sequences still hold, and give way with; counted until it is enough.
+
+        Costs more than `free_pages`, and the more there is to count.
+        """
+
+    def surplus_pages(self) -> int:
+        """What open sequences hold beyond their length. Costs a look at each of them."""
+
+    def peak_pages(self, num_tokens: int) -> int:
+        """The most a sequence holds at once on its way from nothing to `num_tokens`."""
+
+    def lacking(self, wanted: Iterable[tuple[int, int]]) -> Mapping[int, int]:
+        """What open sequences lack, by request, to hold so many tokens; of those that lack any."""
+
+    def held_pages(self, request_id: int) -> int:
+        """What would become free if the request's sequence ended."""
+
+    def pages_to_begin(self, request_id: int, num_tokens: int) -> int:
+        """What a new sequence of the request takes to hold `num_tokens`; shared pages are free."""
+
+    def is_ready(self, request_id: int) -> bool:
+        """Whether the request may begin; not if it shares a prompt that is being computed."""
+
+    def cached_tokens(self, request_id: int) -> int:
+        """How many of the first tokens a new sequence of the request would find computed."""
+
+    def pages_to_resume(self, request_id: int) -> int:
+        """What bringing a swapped request back takes."""
+
+    def can_swap(self, request_id: int) -> bool:
+        """Whether the request's sequence can go to host memory now."""
+
+
+# ---- request queue -------------------------------------------------------------------------------
+
+
+class RequestQueue:
+    """All requests that have not ended.
+
+    Args:
+        max_num_seqs: How many run at once.
+
+    Attributes:
+        requests: By number; to be read only.
+        running: Those that have a slot, in order; likewise.
+    """
+
+    def __init__(self, max_num_seqs: int):
+        self.requests: dict[int, Request] = {}
+        self.running: list[Request] = []
+        self._max_num_seqs = max_num_seqs
+        self._waiting: list[tuple[tuple[int, int], int]] = []  # A heap; may hold ended requests.
+        self._free_slots = list(range(max_num_seqs))  # A heap: low slots first.
+
+    @property
+    def has_free_slot(self) -> bool:
+        """Whether one more may run."""
+        return bool(self._free_slots)
+
+    @property
+    def first_waiting(self) -> Request | None:
+        """Who runs next."""
+        while self._waiting:
+            rank, request_id = self._waiting[0]
+            request = self.requests.get(request_id)
+            if request is not None and request.rank == rank:
+                return request
+            heapq.heappop(self._waiting)
+        return None
+
+    def waiting(self) -> Iterator[Request]:
+        """All that wait, in no order."""
+        return (self.requests[number] for _, number in self._waiting if number in self.requests)
+
+    def add(self, request: Request) -> None:
+        """A request waits."""
+        self.requests[request.request_id] = request
+        heapq.heappush(self._waiting, (request.rank, request.request_id))
+
+    def remove(self, request_id: int) -> None:
+        """A request has ended; its slot is free. Idempotent."""
+        request = self.requests.pop(request_id, None)
+        if request is not None:
+            self._leave(request)
+            request.state = RequestState.FINISHED
+
+    def run_first(self) -> None:
+        """Give the first that waits a slot; there must be both."""
+        request = self.requests[heapq.heappop(self._waiting)[1]]
+        request.slot = heapq.heappop(self._free_slots)
+        request.state = RequestState.RUNNING
+        insort(self.running, request, key=lambda each: each.rank)
+
+    def requeue(self, request: Request, state: RequestState) -> None:
+        """A running request waits again, with its memory on the host (`SWAPPED`) or lost."""
+        self._leave(request)
+        request.is_on_device = False
+        self.wait_as(request, state)
+        self.add(request)
+
+    def wait_as(self, request: Request, state: RequestState) -> None:
+        """Say what has become of a waiting request's memory."""
+        request.state = state
+        if state is RequestState.WAITING:
+            request.num_computed = 0
+
+    def _leave(self, request: Request) -> None:
+        if request.state is RequestState.RUNNING:
+            self.running.remove(request)
+            heapq.heappush(self._free_slots, request.slot)
+            request.slot = -1
+
+    def check(self) -> None:
+        """Check what must hold between steps.
+
+        Raises:
+            InternalError: It does not.
+        """
+        slots = sorted([request.slot for request in self.running] + self._free_slots)
+        ranks = [request.rank for request in self.running]
+        running = {request.request_id for request in self.running}
+        queued = {request_id for _, request_id in self._waiting}
+        requests = self.requests.values()
+        claims = {
+            "every slot is free or one request's": slots == list(range(self._max_num_seqs)),
+            "running requests are in order": ranks == sorted(ranks),
+            "who has a slot runs": running
+            == {each.request_id for each in requests if each.state is RequestState.RUNNING},
+            "who does not run waits": queued & self.requests.keys()
+            == self.requests.keys() - running,
+            "nothing is computed before it exists": all(
+                0 <= each.num_computed <= each.num_tokens for each in requests
+            ),
+        }
+        for claim, holds in claims.items():
+            if not holds:
+                raise InternalError(f"the scheduler's books are wrong; not so: {claim}")
+
+
+# ---- preemption ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PreemptionCosts:
+    """What the machine can do. The defaults were measured on one H200.
+
+    Attributes:
+        copy_bytes_per_s: Between device and pinned host memory, one way.
+        flops_per_s: Of a prefill; 8B parameters x 2 x 8,192 tokens took 220 ms.
+        mapping_s: Per page that is unmapped and mapped again; both ways pay for it.
+        flops_per_token: Twice the model's active parameters.
+
+    Raises:
+        ConfigError: A figure is not positive.
+    """
+
+    copy_bytes_per_s: float = 55e9
+    flops_per_s: float = 6e14
+    mapping_s: float = 35e-6
+    flops_per_token: float = 16e9
+
+    def __post_init__(self) -> None:
+        for name in ("copy_bytes_per_s", "flops_per_s", "flops_per_token"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name}={getattr(self, name)!r} must be above zero")
+        if self.mapping_s < 0:
+            raise ConfigError(f"mapping_s={self.mapping_s!r} must not be negative")
+
+    @classmethod
+    def of(cls, model: Any) -> PreemptionCosts:
+        """An H200 and this model. All parameters count, which overrates mixtures of experts."""
+        return cls(flops_per_token=2.0 * max(1, sum(each.numel() for each in model.parameters())))
+
+    def swap_s(self, num_bytes: int, num_pages: int) -> float:
+        """Seconds to move so much out and in again."""
+        return 2 * num_bytes / self.copy_bytes_per_s + num_pages * self.mapping_s
+
+    def recompute_s(self, num_tokens: int, num_pages: int) -> float:
+        """Seconds to compute so many tokens again, attention's share neglected."""
+        return num_tokens * self.flops_per_token / self.flops_per_s + num_pages * self.mapping_s
+
+    def preemption(self, victim: Request, view: CacheView) -> Preemption:
+        """How a running request is preempted: swapped out if it can be and that costs less."""
+        method, request_id = PreemptionMethod.RECOMPUTE, victim.request_id
+        if view.can_swap(request_id):
+            pages = view.held_pages(request_id)
+            method = self.cheaper(victim.num_computed, pages, view.page_bytes)
+        return Preemption(request_id, method)
+
+    def cheaper(self, num_tokens: int, num_pages: int, page_bytes: int) -> PreemptionMethod:
+        """What costs less for a request of `num_tokens` in `num_pages`."""
+        swap_s = self.swap_s(num_pages * page_bytes, num_pages)
+        if swap_s < self.recompute_s(num_tokens, num_pages):
+            return PreemptionMethod.SWAP
+        return PreemptionMethod.RECOMPUTE
+
+
+# ---- planning ------------------------------------------------------------------------------------
 
 #: Free memory that admission leaves alone while something runs: room for a few steps of growth.
 _HEADROOM_DIVISOR = 100

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import ConfigError, shown
-from ..hf import vocabulary
+from ..hf import compat as vocabulary
 from ..hf.prompt_tokens import check_tokens
 from .params import SamplingParams
 

@@ -29,14 +29,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ..cache.geometry import check_positive
+from ..core.cache.geometry import check_positive
 from ..errors import ConfigError
-from .cache_view import CacheView
-from .plan import PlannedChunk, Preemption, PreemptionMethod, StepPlan
-from .planning import Capacity, StepPlanning, look_up, take, untake
-from .preemption import PreemptionCosts
+from .planning import (
+    CacheView,
+    Capacity,
+    PlannedChunk,
+    Preemption,
+    PreemptionCosts,
+    PreemptionMethod,
+    RequestQueue,
+    StepPlan,
+    StepPlanning,
+    look_up,
+    take,
+    untake,
+)
 from .request import Request, RequestState
-from .request_queue import RequestQueue
 
 #: For so many steps memory is made ready: what is retired while one runs is free two steps later.
 _STEPS_AHEAD = 3

@@ -12,17 +12,16 @@ from typing import Any
 
 import torch
 
-from ..backend import Backend
-from ..cache import KVCache
-from ..cache.device_memory import open_pool
+from ..core.backend import Backend
+from ..core.cache import KVCache
+from ..core.cache.device_memory import open_pool
+from ..core.memory import ExtentPool
 from ..errors import ConfigError
 from ..hf import compat
 from ..hf.kv_format import KVFormat
-from ..hf.layer_kinds import layer_kinds
 from ..hf.proof import prove
 from ..hf.store import Settings, Signature, Store
-from ..hf.unservable import check_length
-from ..memory import ExtentPool
+from ..hf.unservable import check_length, layer_kinds
 from ..units import format_bytes
 
 _LOG = logging.getLogger(__name__)

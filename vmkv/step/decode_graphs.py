@@ -10,14 +10,16 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 
 from ..attention import AttentionBatch
 from .graphs import GraphSpace, StepGraphs
-from .packing import pinned
-from .piece import Piece
+from .piece import Piece, pinned
 from .row_attention import StepParts
+
+# ---- decode graphs -------------------------------------------------------------------------------
 
 #: Lines of a step's input: slots, rows, tokens before, tokens after, and the token from the host,
 #: or -1 where it is on the device.
@@ -163,3 +165,86 @@ def length_buckets(max_tokens: int) -> list[int]:
         bounds += [bound, bound * 3 // 2]
         bound *= 2
     return [each for each in bounds if each < max_tokens] + [max_tokens]
+
+
+# ---- batch graphs --------------------------------------------------------------------------------
+
+#: Lines of a step's input: tokens before, and tokens after.
+_BATCH_LINES = 2
+
+
+class BatchBucket(NamedTuple):
+    """What a step is captured for.
+
+    Attributes:
+        max_num_tokens: How long the rows are at most; see `decode_graphs.py`.
+        is_padded: Whether `BatchGraphs.left_pad` counts.
+    """
+
+    max_num_tokens: int
+    is_padded: bool
+
+
+class BatchGraphs(StepGraphs[BatchBucket]):
+    """The graphs of one batch, of as many sequences as `space` has room for.
+
+    Args:
+        space: What they share with others.
+        split_below: See `DecodeGraphs`.
+
+    Attributes:
+        positions: `[B] int64`, of the new tokens; written before a step.
+        left_pad: `[B] int32`, how many leading tokens of each row nothing attends to; likewise.
+    """
+
+    name = "decode steps of a batch"
+
+    def __init__(self, space: GraphSpace, split_below: int):
+        width = space.max_num_seqs
+        super().__init__(space, _BATCH_LINES * width)
+        self._bounds = length_buckets(space.max_tokens)
+        if width >= split_below:
+            self._bounds = [space.max_tokens]
+        self.positions = torch.zeros(width, dtype=torch.int64, device=space.device)
+        self.left_pad = torch.zeros(width, dtype=torch.int32, device=space.device)
+        self._starts = torch.arange(width + 1, dtype=torch.int32, device=space.device)
+
+    def key(self, num_tokens: int, *, is_padded: bool) -> BatchBucket:
+        """The bucket of rows that hold `num_tokens` after the step."""
+        return BatchBucket(self._bounds[bisect_left(self._bounds, num_tokens)], is_padded)
+
+    def keys(self) -> Sequence[BatchBucket]:
+        """See `StepGraphs.keys`."""
+        return [
+            BatchBucket(bound, is_padded)
+            for bound in reversed(self._bounds)
+            for is_padded in (False, True)
+        ]
+
+    def fill(self, num_tokens: int) -> torch.Tensor:
+        """The input of a step after which rows hold `num_tokens`, on the host."""
+        width = self.space.max_num_seqs
+        host, flat = pinned(_BATCH_LINES * width, self.space.device)
+        flat[:width], flat[width:] = num_tokens - 1, num_tokens
+        return host
+
+    def empty(self, key: BatchBucket) -> torch.Tensor:
+        """See `StepGraphs.empty`; only ever captured, never run."""
+        return self.fill(1)
+
+    def step(self, key: BatchBucket, integers: torch.Tensor) -> None:
+        """See `StepGraphs.step`; logits go to `GraphSpace.logits`, and nothing is chosen."""
+        space = self.space
+        width = space.max_num_seqs
+        before, after = integers.view(_BATCH_LINES, width)
+        parts = decode_parts(
+            space.capacities,
+            self._starts[:width],
+            before,
+            after,
+            self._starts,
+            key.max_num_tokens,
+            left_pad=self.left_pad if key.is_padded else None,
+        )
+        space.attention.steps = {space.device: parts}
+        space.logits.copy_(space.forward(space.last_tokens[:width], self.positions, None))

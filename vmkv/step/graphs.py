@@ -17,7 +17,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
-from ..cache import KVCache
+from ..core.cache import KVCache
 from .logits import HeadInParts, likeliest
 from .row_attention import RowAttention, row_capacities
 

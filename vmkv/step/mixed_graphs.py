@@ -26,8 +26,7 @@ import torch
 from ..attention import AttentionBatch
 from ..units import div_ceil
 from .graphs import GraphSpace, StepGraphs
-from .packing import pinned
-from .piece import Piece
+from .piece import Piece, pinned
 from .row_attention import TiledParts
 
 TILE_TOKENS = 128

@@ -20,8 +20,7 @@ from typing import Any
 import torch
 
 from ..errors import ClosedError, ConfigError
-from .interface import attending_through, register_attention
-from .model_guard import numbered_layers
+from .model_guard import attending_through, numbered_layers, register_attention
 from .row_attention import RowAttention
 
 IMPLEMENTATION = "vmkv_rows"

@@ -35,8 +35,8 @@ from ..attention.base import CheckedBackend
 from ..attention.packed import Beginnings, PackedAttention, packed_attention
 from ..attention.registry import why_not
 from ..attention.rotary_cuda import append_rotated, can_rotate
-from ..cache import KVCache
-from ..cache.fp8 import Scales
+from ..core.cache import KVCache
+from ..core.cache.fp8 import Scales
 from ..errors import InternalError
 from .rotary import turned
 

@@ -21,19 +21,16 @@ from typing import Any
 
 import torch
 
-from ..cache import KVCache
+from ..core.cache import KVCache
 from ..errors import CapacityError, ConfigError, VMKVError
 from . import operator
-from .batch_graphs import BatchGraphs
 from .compiled_layers import CompiledLayers
-from .decode_graphs import DecodeGraphs
+from .decode_graphs import BatchGraphs, DecodeGraphs
 from .graphs import GraphSpace, Key, Scratch, StepGraphs
-from .interface import PACKED, has_users
 from .logits import HeadInParts, StepLogits
 from .mixed_graphs import MixedGraphs
-from .model_guard import ModelGuard
-from .packing import pack
-from .piece import Piece, packing_order
+from .model_guard import PACKED, ModelGuard, has_users
+from .piece import Piece, pack, packing_order
 from .row_attention import RowAttention, row_capacities
 
 _LOG = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ import ctypes
 from collections.abc import Iterator
 from typing import Any
 
-from ..backend import Backend
+from ..core.backend import Backend
 from ..errors import ConfigError
 
 _DLPACK_CPU = 1

@@ -1,6 +1,6 @@
 """The backend contract, as numbered checks that every implementation passes.
 
-Each check states one sentence of `vmkv/backend/base.py`, uses nothing but the contract itself
+Each check states one sentence of `vmkv/core/backend/base.py`, uses nothing but the contract itself
 and `access.py`, and gives back all it took. A surprise met on one driver becomes a check here
 first, and is then refused by the host backend too.
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..backend import Backend, BackendUsage
+from ..core.backend import Backend, BackendUsage
 from ..errors import VMKVError
 from . import mapping_checks, order_checks, sharing_checks
 from .tools import expect

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..backend import Backend, BackendUsage, Op, primitive_of
+from ..core.backend import Backend, BackendUsage, Op, primitive_of
 from ..errors import CapacityError, DriverError
 
 

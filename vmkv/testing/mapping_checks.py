@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from ..backend import Access, AccessOp, Backend, BackendUsage, MapOp
+from ..core.backend import Access, AccessOp, Backend, BackendUsage, MapOp
 from ..errors import OutOfAddressSpaceError
 from ..units import is_power_of_two
 from .access import read_bytes

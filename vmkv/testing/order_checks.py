@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from ..backend import AccessOp, Backend, CopyOp, MapOp, UnmapOp
+from ..core.backend import AccessOp, Backend, CopyOp, MapOp, UnmapOp
 from ..errors import DriverError, VMKVError
 from ..units import Address
 from .access import read_bytes, write_bytes

@@ -8,7 +8,16 @@ from __future__ import annotations
 import ctypes
 import os
 
-from ..backend import Access, AccessOp, Backend, BackendUsage, MapOp, MemoryLocation, Op, UnmapOp
+from ..core.backend import (
+    Access,
+    AccessOp,
+    Backend,
+    BackendUsage,
+    MapOp,
+    MemoryLocation,
+    Op,
+    UnmapOp,
+)
 from ..units import Address, Handle
 from .access import read_bytes
 from .tools import RW, at_page, expect, expect_refusal, filled, mapped, reserve

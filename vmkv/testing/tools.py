@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..backend import Access, Backend
+from ..core.backend import Access, Backend
 from ..errors import DriverError
 from ..units import Address, Handle
 from .access import write_bytes

@@ -8,7 +8,7 @@ from helpers.serving import serving, tiny_llama, tiny_tokenizer
 from prometheus_client.parser import text_string_to_metric_families
 
 from vmkv import AsyncEngine, Engine
-from vmkv.cli.scrape import scrape
+from vmkv.cli.top import scrape
 from vmkv.serve.metrics import Metrics
 from vmkv.serve.observer import RequestRecord
 from vmkv.serve.replicas.metrics import ReplicaMetrics

@@ -12,7 +12,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from vmkv.cache.prefix import BLOCK_TOKENS, PrefixIndex, block_hashes
+from vmkv.core.cache.prefix import BLOCK_TOKENS, PrefixIndex, block_hashes
 from vmkv.serve import Engine, SamplingParams
 from vmkv.serve.replicas.prefixes import MARKED_LENGTHS, HeldPrefixes, names_of, told_names
 

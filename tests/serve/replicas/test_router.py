@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from vmkv.cache.prefix import PrefixIndex
+from vmkv.core.cache.prefix import PrefixIndex
 from vmkv.serve.replicas.prefixes import HeldPrefixes
 
 pytest.importorskip("ray")

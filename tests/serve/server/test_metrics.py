@@ -12,8 +12,7 @@ import pytest
 from helpers.serving import tiny_tokenizer
 
 from vmkv.cli.main import main
-from vmkv.cli.scrape import Scrape, scrape
-from vmkv.cli.top import view
+from vmkv.cli.top import Scrape, scrape, view
 
 BODY = {"model": "tiny", "prompt": "A row", "max_tokens": 10, "temperature": 0, "ignore_eos": True}
 

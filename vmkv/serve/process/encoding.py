@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from ...cache import CacheStats
-from ..messages import Add, Cancel, Finish, News, Stop
+from ...core.cache import CacheStats
+from ..engine_loop import Add, Cancel, Finish, News, Stop
 
 _HEAD = struct.Struct("<BI")
 

@@ -16,10 +16,9 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from ...cache import CacheStats
+from ...core.cache import CacheStats
 from ...errors import VMKVError
-from ..engine_loop import EngineLoop
-from ..messages import Command, Event, Look, News
+from ..engine_loop import Command, EngineLoop, Event, Look, News
 from ..observer import EngineObserver, ObservedCache, RequestRecord, StepRecord
 from .encoding import Failed, Ready, Unpacker, packed
 

@@ -17,10 +17,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ...cache import CacheStats
+from ...core.cache import CacheStats
 from ...errors import ClosedError, ConfigError, one_line
 from ..engine_client import SILENCE_MAX_S, EngineClient
-from ..messages import Command, News
+from ..engine_loop import Command, News
 from ..observer import EngineObserver, RequestRecord, StepRecord
 from .encoding import Failed, Ready, Unpacker, packed
 from .host import IGNORED_SIGNALS, MakeEngine, run_engine

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 from itertools import takewhile
 from typing import Any
 
-from ...cache.prefix import BLOCK_TOKENS, PrefixIndex, block_hashes
+from ...core.cache.prefix import BLOCK_TOKENS, PrefixIndex, block_hashes
 from ..observer import EngineObserver, ObservedCache, StepRecord
 
 #: Of each hash. Two that are taken for one make a router expect a prefix that is not there.

@@ -8,7 +8,7 @@ import math
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, fields
 
-from ...cache.geometry import check_positive
+from ...core.cache.geometry import check_positive
 from ...errors import ConfigError
 from ...units import MiB
 from .errors import busy, draining

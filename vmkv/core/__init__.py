@@ -1,0 +1,1 @@
+"""The allocator and the cache: virtual memory, physical memory, sequences. Free of transformers."""

@@ -1,0 +1,531 @@
+"""What both backends share: books, counters, and batches through the native executor."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import threading
+from bisect import bisect_left, bisect_right, insort
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from struct import Struct
+from typing import NamedTuple
+
+from ...errors import DriverError, OutOfAddressSpaceError
+from ...interrupts import uninterrupted
+from ...units import Address, Handle, KiB, format_bytes
+from .. import _native
+from .base import (
+    Access,
+    AccessOp,
+    Backend,
+    BackendUsage,
+    CopyOp,
+    MapOp,
+    MemoryLocation,
+    Op,
+    UnmapOp,
+    primitive_of,
+)
+
+# ---- plan ----------------------------------------------------------------------------------------
+
+#: Operation, address, bytes, argument; see vmkv/core/_native/executor.c.
+_RECORD = Struct("=QQQQ")
+_MAP, _SET_ACCESS, _UNMAP, _SET_CPU_ACCESS = 0, 1, 2, 3
+#: Likewise, see vmkv/core/_native/executor.c.
+_COPY, _FILL = 0, 1
+
+
+def pack(op: Op, native_handle: int = 0) -> bytes:
+    """The record of one operation; a map needs the driver's name for its handle."""
+    if isinstance(op, MapOp):
+        return _RECORD.pack(_MAP, op.address, op.num_bytes, native_handle)
+    if isinstance(op, AccessOp):
+        number = _SET_CPU_ACCESS if op.for_cpu else _SET_ACCESS
+        return _RECORD.pack(number, op.address, op.num_bytes, op.access)
+    return _RECORD.pack(_UNMAP, op.address, op.num_bytes, 0)
+
+
+def pack_copy(op: CopyOp) -> bytes:
+    """The record of one copy."""
+    return _RECORD.pack(_COPY, op.destination, op.num_bytes, op.source)
+
+
+def pack_fill(address: int, num_bytes: int, byte: int) -> bytes:
+    """The record of one fill."""
+    return _RECORD.pack(_FILL, address, num_bytes, byte)
+
+
+# ---- books ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class Allocation:
+    """One handle: its size and kind, its mappings, and whether its owner has given it up."""
+
+    num_bytes: int
+    location: MemoryLocation = MemoryLocation.DEVICE
+    is_shareable: bool = False
+    is_exported: bool = False
+    is_imported: bool = False
+    num_mappings: int = 0
+    is_released: bool = False
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether another process may be reading, so that nobody may begin to write."""
+        return self.is_exported or self.is_imported
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether nothing keeps the memory alive any more."""
+        return self.is_released and not self.num_mappings
+
+
+class Books:
+    """The books of one backend. Not locked: the backend's lock guards them.
+
+    Args:
+        granularity_bytes: What sizes and addresses must be multiples of.
+    """
+
+    def __init__(self, granularity_bytes: int):
+        self._granularity_bytes = granularity_bytes
+        self._reservations: dict[int, int] = {}
+        self._reservation_starts: list[int] = []
+        self._mappings: dict[int, MapOp] = {}  # By address, each as it was made.
+        self._mapping_starts: list[int] = []
+        self.allocations: dict[Handle, Allocation] = {}
+        self.streams: set[int] = set()
+
+    # ---- address ranges -------------------------------------------------------------------
+
+    def reserve(self, address: int, num_bytes: int) -> None:
+        """Note a new reservation."""
+        self._reservations[address] = num_bytes
+        insort(self._reservation_starts, address)
+
+    def why_not_free(self, address: int, num_bytes: int) -> str | None:
+        """Why `address_free` is refused, or None."""
+        if self._reservations.get(address) != num_bytes:
+            return "not one whole reservation"
+        return "something is mapped in it" if self._is_occupied(address, num_bytes) else None
+
+    def unreserve(self, address: int) -> None:
+        """Forget a reservation."""
+        del self._reservations[address]
+        del self._reservation_starts[bisect_left(self._reservation_starts, address)]
+
+    # ---- mappings -------------------------------------------------------------------------
+
+    def why_not(self, op: Op, leaving: set[int]) -> str | None:
+        """Why `op` is refused, or None.
+
+        Args:
+            op: The operation.
+            leaving: Starts of mappings that earlier operations of the batch unmap; an unmap
+                that is allowed adds to it.
+        """
+        granularity, num_bytes = self._granularity_bytes, op.num_bytes
+        if num_bytes <= 0 or num_bytes % granularity or op.address % granularity:
+            return f"not a positive multiple of the granularity, {granularity} bytes"
+        if isinstance(op, MapOp):
+            return self._why_not_map(op)
+        starts = self._whole_mappings(op.address, op.num_bytes)
+        if not starts or not leaving.isdisjoint(starts):
+            return "not a run of whole mappings"
+        if isinstance(op, AccessOp):
+            return self._why_not_access(op, starts)
+        leaving.update(starts)
+        return None
+
+    def _why_not_access(self, op: AccessOp, starts: list[int]) -> str | None:
+        is_writable = op.access == Access.READ_WRITE
+        if is_writable or op.for_cpu:
+            allocations = [self.allocations[self._mappings[start].handle] for start in starts]
+            if is_writable and any(each.is_frozen for each in allocations):
+                return "memory that is shared with other processes can only be read"
+            if op.for_cpu and any(each.location is MemoryLocation.DEVICE for each in allocations):
+                return "the CPU cannot reach the device's memory"
+        return None
+
+    def fill_pieces(self, address: int, num_bytes: int) -> list[tuple[int, int]] | None:
+        """Address and bytes of what may be filled in one go each; None where a hole is in between.
+
+        CUDA fills over any number of mappings in the device's memory at once, but over no two in
+        the host's (seen on driver 580).
+        """
+        pieces: list[tuple[int, int]] = []
+        was_device = False
+        cursor, end = address, address + num_bytes
+        at = max(0, bisect_right(self._mapping_starts, address) - 1)
+        for start in islice(self._mapping_starts, at, None):
+            mapping = self._mappings[start]
+            piece_end = min(end, start + mapping.num_bytes)
+            if cursor >= end or start > cursor:
+                break
+            if piece_end <= cursor:
+                continue
+            is_device = self.allocations[mapping.handle].location is MemoryLocation.DEVICE
+            if is_device and was_device:
+                first, _ = pieces.pop()
+                pieces.append((first, piece_end - first))
+            else:
+                pieces.append((cursor, piece_end - cursor))
+            was_device = is_device
+            cursor = piece_end
+        return pieces if cursor >= end else None
+
+    def _why_not_map(self, op: MapOp) -> str | None:
+        address, num_bytes, handle = op
+        at = bisect_right(self._reservation_starts, address) - 1
+        start = self._reservation_starts[at] if at >= 0 else 0
+        if at < 0 or address + num_bytes > start + self._reservations[start]:
+            return "outside every reservation"
+        allocation = self.live(handle)
+        if allocation is None:
+            return f"handle {handle:#x} is not live"
+        if allocation.num_bytes != num_bytes:
+            return "not the whole of the handle"
+        return "something is mapped there" if self._is_occupied(address, num_bytes) else None
+
+    def _is_occupied(self, address: int, num_bytes: int) -> bool:
+        starts = self._mapping_starts
+        after = bisect_left(starts, address)
+        if after < len(starts) and starts[after] < address + num_bytes:
+            return True
+        if not after:
+            return False
+        before = starts[after - 1]
+        return before + self._mappings[before].num_bytes > address
+
+    def _whole_mappings(self, address: int, num_bytes: int) -> list[int]:
+        """Where the mappings start that together are exactly the range; empty if none do."""
+        starts = []
+        cursor, end = address, address + num_bytes
+        while cursor < end:
+            mapping = self._mappings.get(cursor)
+            if mapping is None:
+                return []
+            starts.append(cursor)
+            cursor += mapping.num_bytes
+        return starts if cursor == end else []
+
+    def note(self, op: Op) -> None:
+        """Book a map; the other operations change nothing here (see `note_unmapped`)."""
+        if isinstance(op, MapOp):
+            self._mappings[op.address] = op
+            insort(self._mapping_starts, op.address)
+            self.allocations[op.handle].num_mappings += 1
+
+    def unnote(self, op: Op) -> None:
+        """Take `note` back for an operation that was not executed."""
+        if isinstance(op, MapOp):
+            for _ in self.note_unmapped(UnmapOp(op.address, op.num_bytes)):
+                pass
+
+    def note_unmapped(self, op: UnmapOp) -> Iterator[tuple[Handle, Allocation]]:
+        """Book an unmap; yields each handle that lost a mapping."""
+        for start in self._whole_mappings(op.address, op.num_bytes):
+            handle = self._mappings.pop(start).handle
+            del self._mapping_starts[bisect_left(self._mapping_starts, start)]
+            allocation = self.allocations[handle]
+            allocation.num_mappings -= 1
+            yield handle, allocation
+
+    # ---- physical memory ------------------------------------------------------------------
+
+    def live(self, handle: Handle) -> Allocation | None:
+        """The allocation of a handle that was not released."""
+        allocation = self.allocations.get(handle)
+        return None if allocation is None or allocation.is_released else allocation
+
+    def why_not_export(self, handle: Handle) -> str | None:
+        """Why `mem_export` is refused, or None."""
+        allocation = self.live(handle)
+        if allocation is None:
+            return f"handle {handle:#x} is not live"
+        return None if allocation.is_shareable else f"handle {handle:#x} is not shareable"
+
+    # ---- the whole ------------------------------------------------------------------------
+
+    def usage(self) -> BackendUsage:
+        """Everything, counted."""
+        return BackendUsage(
+            num_handles=len(self.allocations),
+            physical_bytes=self._created_bytes(MemoryLocation.DEVICE),
+            host_bytes=self._created_bytes(MemoryLocation.HOST),
+            imported_bytes=sum(e.num_bytes for e in self.allocations.values() if e.is_imported),
+            num_mappings=len(self._mappings),
+            mapped_bytes=sum(each.num_bytes for each in self._mappings.values()),
+            num_reservations=len(self._reservations),
+            reserved_bytes=sum(self._reservations.values()),
+            num_streams=len(self.streams),
+        )
+
+    def _created_bytes(self, location: MemoryLocation) -> int:
+        return sum(
+            each.num_bytes
+            for each in self.allocations.values()
+            if each.location is location and not each.is_imported
+        )
+
+
+# ---- booked --------------------------------------------------------------------------------------
+
+# Handles whose number is ours and not the driver's. Neither driver gives out one with this bit.
+_OWN_NUMBER = 1 << 63
+
+
+class NativeCalls(NamedTuple):
+    """Where the executor finds the driver's functions, and the locations they are told."""
+
+    map: int
+    set_access: int
+    unmap: int
+    copy: int
+    fill: int
+    location_type: int
+    location_id: int
+    host_location_type: int
+    host_location_id: int
+
+
+class BookedBackend(Backend):
+    """A backend that checks every operation against its books before the driver sees it.
+
+    Drivers accept some of what the contract refuses: mmap almost everything, CUDA an unmap whose
+    size is no multiple of the granularity (seen on driver 580). The books refuse it for both.
+
+    Whoever inherits from it sets `_native_calls`, once it knows them.
+    """
+
+    _native_calls: NativeCalls
+
+    def __init__(self, granularity_bytes: int):
+        self.granularity_bytes = granularity_bytes
+        self.calls = Counter()
+        self._books = Books(granularity_bytes)
+        self._lock = threading.Lock()
+        # The driver's names for handles that have a number of ours. Drivers give numbers out
+        # again, and an import may have that of its export.
+        self._native_handles: dict[Handle, int] = {}
+        self._num_own_numbers = 0
+
+    # ---- mappings -------------------------------------------------------------------------
+
+    @uninterrupted
+    def run_until_failure(self, ops: Sequence[Op]) -> tuple[int, DriverError | None]:
+        """See `Backend.run_until_failure`."""
+        with self._lock:
+            refusal: DriverError | None = None
+            leaving: set[int] = set()
+            plan: list[bytes] = []
+            books, native_handles = self._books, self._native_handles
+            try:
+                for op in ops:
+                    why = books.why_not(op, leaving)
+                    if why is not None:
+                        refusal = self._refusal(primitive_of(op), f"{op}: {why}")
+                        break
+                    if isinstance(op, MapOp):
+                        plan.append(pack(op, native_handles.get(op.handle, op.handle)))
+                        books.note(op)
+                    else:
+                        plan.append(pack(op))
+            except BaseException:
+                for op in reversed(ops[: len(plan)]):
+                    books.unnote(op)
+                raise
+            num_legal = len(plan)
+            calls = self._native_calls
+            num_done, status, *_ = _native.execute(
+                b"".join(plan),
+                calls.map,
+                calls.set_access,
+                calls.unmap,
+                calls.location_type,
+                calls.location_id,
+                calls.host_location_type,
+                calls.host_location_id,
+            )
+            for primitive in map(primitive_of, ops[: num_done + 1]):
+                self.calls[primitive] += 1
+            for op in ops[:num_done] if leaving else ():
+                if isinstance(op, UnmapOp):
+                    for handle, allocation in books.note_unmapped(op):
+                        if allocation.is_gone:
+                            self._forget(handle)
+            if not status:
+                return num_done, refusal
+            for op in reversed(ops[num_done:num_legal]):
+                books.unnote(op)
+            failed = ops[num_done]
+            return num_done, self._error(primitive_of(failed), status, f"{failed}")
+
+    # ---- address ranges -------------------------------------------------------------------
+
+    @uninterrupted
+    def address_reserve(self, num_bytes: int) -> Address:
+        """See `Backend.address_reserve`. Cost: about 6 µs on a GPU, whatever the size."""
+        self.calls["address_reserve"] += 1
+        self._check_size("address_reserve", num_bytes)
+        try:
+            address = self._reserve(num_bytes)
+        except DriverError as error:
+            if not error.is_out_of_memory:
+                raise
+            raise OutOfAddressSpaceError(
+                f"{self.name} has no {format_bytes(num_bytes)} of free addresses; "
+                "close other caches, or ask for fewer max_tokens or rows",
+                needed_bytes=num_bytes,
+            ) from error
+        with self._lock:
+            self._books.reserve(address, num_bytes)
+        return Address(address)
+
+    @uninterrupted
+    def address_free(self, address: Address, num_bytes: int) -> None:
+        """See `Backend.address_free`."""
+        self.calls["address_free"] += 1
+        with self._lock:
+            refusal = self._books.why_not_free(address, num_bytes)
+            if refusal is not None:
+                raise self._refusal("address_free", refusal)
+            self._unreserve(address, num_bytes)
+            self._books.unreserve(address)
+
+    # ---- physical memory ------------------------------------------------------------------
+
+    @uninterrupted
+    def mem_release(self, handle: Handle) -> None:
+        """See `Backend.mem_release`."""
+        self.calls["mem_release"] += 1
+        with self._lock:
+            allocation = self._books.live(handle)
+            if allocation is None:
+                raise self._refusal("mem_release", f"handle {handle:#x} is not live")
+            self._release(handle)
+            if not allocation.num_mappings:
+                self._forget(handle)
+            allocation.is_released = True
+
+    def _check_size(self, call: str, num_bytes: int) -> None:
+        if num_bytes <= 0 or num_bytes % self.granularity_bytes:
+            raise self._refusal(call, f"{num_bytes} bytes are no multiple of the granularity")
+
+    def _book_under_own_number(self, native_handle: int, allocation: Allocation) -> Handle:
+        """A handle whose number was never given out before. Locked."""
+        self._num_own_numbers += 1
+        handle = Handle(_OWN_NUMBER | self._num_own_numbers)
+        self._native_handles[handle] = native_handle
+        self._books.allocations[handle] = allocation
+        return handle
+
+    def _exportable(self, handle: Handle) -> Allocation:
+        """The allocation that may be exported. Locked."""
+        why = self._books.why_not_export(handle)
+        if why is not None:
+            raise self._refusal("mem_export", why)
+        return self._books.allocations[handle]
+
+    # ---- data -----------------------------------------------------------------------------
+
+    def copy(self, destination: Address, source: Address, num_bytes: int, stream: int) -> None:
+        """See `Backend.copy`."""
+        self.copy_many([CopyOp(destination, source, num_bytes)], stream)
+
+    def copy_many(self, ops: Sequence[CopyOp], stream: int) -> None:
+        """See `Backend.copy_many`. Cost: under 2 µs for each on a GPU."""
+        if not ops:
+            return
+        legal = 0
+        plan = bytearray()
+        for op in ops:
+            if op.num_bytes < 0:
+                break
+            plan += pack_copy(op)
+            legal += 1
+        self._submit("copy", bytes(plan), legal, stream)
+        if legal < len(ops):
+            self.calls["copy"] += 1
+            error = self._refusal("copy", f"{ops[legal]}")
+            error.num_done = legal
+            raise error
+
+    def fill(self, address: Address, num_bytes: int, byte: int, stream: int) -> None:
+        """See `Backend.fill`."""
+        pieces = None
+        if num_bytes >= 0 and 0 <= byte <= 0xFF:
+            with self._lock:
+                pieces = self._books.fill_pieces(address, num_bytes)
+        if pieces is None:
+            self.calls["fill"] += 1
+            details = f"{num_bytes} bytes at {address:#x} with {byte}: no byte, or not all mapped"
+            raise self._refusal("fill", details)
+        plan = b"".join(pack_fill(start, size, byte) for start, size in pieces)
+        self._submit("fill", plan, len(pieces), stream)
+
+    def _submit(self, call: str, plan: bytes, num_records: int, stream: int) -> None:
+        calls = self._native_calls
+        with self._in_context():
+            num_done, status = _native.transfer(plan, calls.copy, calls.fill, stream)
+        with self._lock:
+            self.calls[call] += min(num_done + 1, num_records)
+        if status:
+            error = self._error(call, status, "")
+            error.num_done = num_done
+            raise error
+
+    # ---- books ----------------------------------------------------------------------------
+
+    def usage(self) -> BackendUsage:
+        """See `Backend.usage`."""
+        with self._lock:
+            return self._books.usage()
+
+    def free_host_memory_bytes(self) -> int:
+        """The kernel's estimate of memory that is available without swapping."""
+        with open("/proc/meminfo") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * KiB
+        raise self._refusal("free_host_memory_bytes", "/proc/meminfo does not say")
+
+    # ---- what a driver adds ---------------------------------------------------------------
+
+    def _in_context(self) -> contextlib.AbstractContextManager[None]:
+        """What the driver needs around calls for copies."""
+        return contextlib.nullcontext()
+
+    @abc.abstractmethod
+    def _reserve(self, num_bytes: int) -> int:
+        """An address range of the driver's."""
+
+    @abc.abstractmethod
+    def _unreserve(self, address: Address, num_bytes: int) -> None:
+        """Give one back. Locked."""
+
+    @abc.abstractmethod
+    def _release(self, handle: Handle) -> None:
+        """Tell the driver that `handle` is released, mapped or not. Locked."""
+
+    @abc.abstractmethod
+    def _forget(self, handle: Handle) -> None:
+        """`handle` was released and has lost its last mapping: its memory goes. Locked."""
+
+    @abc.abstractmethod
+    def _error(self, call: str, status: int, details: str) -> DriverError:
+        """The error that the driver's `status` means."""
+
+    @abc.abstractmethod
+    def _refusal(self, call: str, details: str) -> DriverError:
+        """The error for what the contract refuses and the driver might not."""
+
+
+def describe(num_bytes: int, location: MemoryLocation) -> str:
+    """What was asked for, in the words of an error."""
+    return f"{format_bytes(num_bytes)} in {location.value} memory"

@@ -1,0 +1,396 @@
+"""Virtual memory on any Linux machine: memfd for physical memory, mmap for addresses.
+
+This is a real second implementation, not a mock: pages alias, stay at their addresses,
+fault when they should, and go back to the kernel when released. It lets all of vmkv run,
+and be tested, on a machine with no GPU.
+
+mmap permits much that CUDA forbids, so this file keeps its own books and refuses what the
+contract (`base.py`) refuses. A surprise on CUDA is first written into `check_backend`, then
+refused here.
+
+What memory is made of is in `host.py`. The two locations are told apart in the books and
+as two files, and are otherwise the same RAM.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+
+from ...errors import ConfigError, HostDriverError
+from ...interrupts import uninterrupted
+from ...units import Address, Handle, KiB, MiB, format_bytes, is_power_of_two
+from .. import _native
+from .base import Fence, MemoryLocation
+from .booked import Allocation, BookedBackend, NativeCalls, describe
+
+# ---- host files ----------------------------------------------------------------------------------
+
+_FALLOC_KEEP_SIZE = 0x01
+_FALLOC_PUNCH_HOLE = 0x02
+# Not all of them are in Python 3.10's fcntl. See fcntl(2).
+_F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
+_SEALS = 0x01 | 0x02 | 0x04 | 0x10  # F_SEAL_SEAL, _SHRINK, _GROW, _FUTURE_WRITE
+_HANDLE_FD_SHIFT = 40  # The encoding that vmkv/core/_native/host.c decodes.
+_HANDLE_OFFSET_SHIFT = 12
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+
+
+def _fallocate(fd: int, mode: int, offset: int, num_bytes: int) -> None:
+    if _libc.fallocate(fd, mode, offset, num_bytes):
+        status = ctypes.get_errno()
+        raise OSError(status, os.strerror(status))
+
+
+def file_bytes(fd: int) -> int:
+    """What the kernel holds in memory for a file."""
+    return os.fstat(fd).st_blocks * 512
+
+
+def whole_file(fd: int) -> int:
+    """The native handle of a file from its beginning."""
+    return fd << _HANDLE_FD_SHIFT
+
+
+class SparseFile:
+    """One file of many ranges that come and go.
+
+    Args:
+        name: What it is called in `/proc/self/maps`.
+    """
+
+    def __init__(self, name: str):
+        self.fd = os.memfd_create(name, os.MFD_CLOEXEC)
+        self.end_bytes = 0
+
+    def allocate(self, num_bytes: int) -> int:
+        """The native handle of `num_bytes` that are in memory now, and zero.
+
+        Raises:
+            OSError: The machine is full. Nothing has changed.
+        """
+        offset = self.end_bytes
+        _fallocate(self.fd, 0, offset, num_bytes)
+        self.end_bytes = offset + num_bytes
+        return self.fd << _HANDLE_FD_SHIFT | offset >> _HANDLE_OFFSET_SHIFT
+
+    def drop(self, native_handle: int, num_bytes: int) -> None:
+        """Give a range's memory back to the kernel.
+
+        Raises:
+            OSError: The kernel refused. Nothing has changed.
+        """
+        offset = (native_handle & ((1 << _HANDLE_FD_SHIFT) - 1)) << _HANDLE_OFFSET_SHIFT
+        _fallocate(self.fd, _FALLOC_PUNCH_HOLE | _FALLOC_KEEP_SIZE, offset, num_bytes)
+
+    def close(self) -> None:
+        """Let the file go; mappings keep what they need. Idempotent."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def create_shareable(name: str, num_bytes: int) -> int:
+    """The descriptor of a new file of `num_bytes`, all in memory now, and zero.
+
+    Raises:
+        OSError: The machine is full, or the process has no descriptor left. Nothing has changed.
+    """
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        _fallocate(fd, 0, 0, num_bytes)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def export_read_only(fd: int) -> int:
+    """Seal the file of `create_shareable`; a further descriptor of it, for reading only.
+
+    With the first export `fd` itself becomes one for reading only, of which later exports are
+    duplicates. Nothing is opened by its name again: that asks the file's mode, which whoever holds
+    a descriptor and is the same user may change.
+
+    Raises:
+        OSError: No descriptor is left, or the kernel (before 5.1) lacks a seal. No seal was added.
+    """
+    if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+        return os.dup(fd)
+    exported = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        if fcntl.fcntl(fd, _F_GET_SEALS) != _SEALS:
+            fcntl.fcntl(fd, _F_ADD_SEALS, _SEALS)
+        os.dup2(exported, fd, inheritable=False)
+    except OSError:
+        os.close(exported)
+        raise
+    return exported
+
+
+def import_read_only(fd: int, num_bytes: int) -> int:
+    """A descriptor of our own for an exported file of `num_bytes`; `fd` stays the caller's.
+
+    Raises:
+        OSError: `fd` is closed, or no sealed file of that size that can be read. Nothing has
+            changed.
+    """
+    if fd < 0:
+        raise OSError(errno.EBADF, "no descriptor")
+    try:
+        seals = fcntl.fcntl(fd, _F_GET_SEALS)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        seals = 0  # A pipe, a file on disk: what knows no seals.
+    is_readable = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_WRONLY
+    if seals & _SEALS != _SEALS or not is_readable:
+        raise OSError(errno.EINVAL, "the descriptor is no exported memory")
+    size = os.fstat(fd).st_size
+    if size != num_bytes:
+        raise OSError(errno.EINVAL, f"the exported memory has {size} bytes, not {num_bytes}")
+    return os.dup(fd)
+
+
+# ---- host ----------------------------------------------------------------------------------------
+
+_DLPACK_CPU = 1
+_CPU = 1  # To be told apart from the device, which is 0, by vmkv/core/_native/host.c.
+_LARGE_BYTES = 1 * MiB  # From here on it pays to ask what is free first: 15 µs.
+_FILE_NAMES = {MemoryLocation.DEVICE: "vmkv", MemoryLocation.HOST: "vmkv-host"}
+
+
+class HostFence(Fence):
+    """A fence on a device that works synchronously: passed at once, unless a test holds it."""
+
+    def __init__(self, backend: HostBackend, ordinal: int):
+        self._backend = backend
+        self._ordinal = ordinal
+
+    def has_passed(self) -> bool:
+        """Whether the fence is past; false only between `hold_fences` and `pass_fences`."""
+        return self._ordinal <= self._backend.last_passed_fence
+
+    def wait(self) -> None:
+        """Let the imagined device catch up to this fence."""
+        self._backend.last_passed_fence = max(self._backend.last_passed_fence, self._ordinal)
+
+
+class HostBackend(BookedBackend):
+    """Real virtual memory in the host's RAM.
+
+    Args:
+        granularity_bytes: The page vmkv sees, a power of two and a multiple of 4 KiB. CUDA has
+            2 MiB; a smaller one makes small models waste less and tests run faster.
+    """
+
+    name = "host"
+    host_location_is_cpu_readable = True
+
+    def __init__(self, granularity_bytes: int = 64 * KiB):
+        if not is_power_of_two(granularity_bytes) or granularity_bytes % os.sysconf("SC_PAGESIZE"):
+            raise ConfigError(
+                f"granularity_bytes={granularity_bytes} must be a power of two and a multiple of "
+                f"the system's page of {os.sysconf('SC_PAGESIZE')} bytes, e.g. {64 * KiB}"
+            )
+        super().__init__(granularity_bytes)
+        self.last_passed_fence = 0
+        self._last_fence = 0
+        self._holds_fences = False
+        functions = _native.host_functions()
+        self._native_calls = NativeCalls(
+            **functions,
+            location_type=0,
+            location_id=0,
+            host_location_type=_CPU,
+            host_location_id=0,
+        )
+        self._files = {place: SparseFile(name) for place, name in _FILE_NAMES.items()}
+        # Descriptors of shareable and imported memory, each a file of its own.
+        self._own_files: dict[Handle, int] = {}
+        self._num_streams = 0
+
+    @property
+    def dlpack_device(self) -> tuple[int, int]:
+        """The CPU."""
+        return (_DLPACK_CPU, 0)
+
+    # ---- address ranges -------------------------------------------------------------------
+
+    def _reserve(self, num_bytes: int) -> int:
+        try:
+            return _native.host_reserve(num_bytes, self.granularity_bytes)
+        except OSError as error:
+            details = format_bytes(num_bytes)
+            raise self._error("address_reserve", errno.ENOMEM, details) from error
+
+    def _unreserve(self, address: Address, num_bytes: int) -> None:
+        _native.host_free(address, num_bytes)
+
+    # ---- physical memory ------------------------------------------------------------------
+
+    @uninterrupted
+    def mem_create(
+        self,
+        num_bytes: int,
+        location: MemoryLocation = MemoryLocation.DEVICE,
+        *,
+        shareable: bool = False,
+    ) -> Handle:
+        """See `Backend.mem_create`. The pages are allocated now, so that using them cannot fail."""
+        self.calls["mem_create"] += 1
+        self._check_size("mem_create", num_bytes)
+        # The kernel would go on allocating until it has to kill somebody.
+        if num_bytes >= _LARGE_BYTES and num_bytes > self.free_host_memory_bytes():
+            raise self._error("mem_create", errno.ENOMEM, describe(num_bytes, location))
+        allocation = Allocation(num_bytes, location, is_shareable=shareable)
+        with self._lock:
+            try:
+                if shareable:
+                    fd = create_shareable(f"{_FILE_NAMES[location]}-shared", num_bytes)
+                    return self._book_file(fd, allocation)
+                handle = Handle(self._files[location].allocate(num_bytes))
+            except OSError as error:
+                what = describe(num_bytes, location)
+                raise self._system_error("mem_create", error, what) from error
+            self._books.allocations[handle] = allocation
+        return handle
+
+    def _book_file(self, fd: int, allocation: Allocation) -> Handle:
+        handle = self._book_under_own_number(whole_file(fd), allocation)
+        self._own_files[handle] = fd
+        return handle
+
+    def _release(self, handle: Handle) -> None:
+        """Nothing to say: the memory goes when it is forgotten."""
+
+    def _forget(self, handle: Handle) -> None:
+        """Give the memory of `handle`, which nothing needs any more, back to the kernel."""
+        allocation = self._books.allocations[handle]
+        if handle in self._own_files:
+            os.close(self._own_files.pop(handle))
+            del self._native_handles[handle]
+        else:
+            try:
+                self._files[allocation.location].drop(handle, allocation.num_bytes)
+            except OSError as error:
+                raise self._system_error("mem_release", error, "cannot punch a hole") from error
+        del self._books.allocations[handle]
+
+    @uninterrupted
+    def mem_export(self, handle: Handle) -> int:
+        """See `Backend.mem_export`. The descriptor is for reading only."""
+        self.calls["mem_export"] += 1
+        with self._lock:
+            allocation = self._exportable(handle)
+            try:
+                fd = export_read_only(self._own_files[handle])
+            except OSError as error:
+                raise self._system_error("mem_export", error, f"handle {handle:#x}") from error
+            allocation.is_exported = True
+        return fd
+
+    @uninterrupted
+    def mem_import(self, fd: int, num_bytes: int) -> Handle:
+        """See `Backend.mem_import`. All imports count as `MemoryLocation.DEVICE`."""
+        self.calls["mem_import"] += 1
+        self._check_size("mem_import", num_bytes)
+        with self._lock:
+            try:
+                own = import_read_only(fd, num_bytes)
+            except OSError as error:
+                raise self._system_error("mem_import", error, f"descriptor {fd}") from error
+            return self._book_file(own, Allocation(num_bytes, is_imported=True))
+
+    # ---- order and data -------------------------------------------------------------------
+
+    def note_stream(self, stream: int) -> None:
+        """Nothing to remember: the host works synchronously."""
+
+    def record_fence(self) -> Fence:
+        """A fence that has passed at once, unless `hold_fences` is in force."""
+        self.calls["record_fence"] += 1
+        self._last_fence += 1
+        if not self._holds_fences:
+            self.last_passed_fence = self._last_fence
+        return HostFence(self, self._last_fence)
+
+    def hold_fences(self) -> None:
+        """Play a busy device: fences from now on pass only by `pass_fences` or by waiting."""
+        self._holds_fences = True
+
+    def pass_fences(self) -> None:
+        """The imagined device catches up with all that was submitted, and stays idle."""
+        self._holds_fences = False
+        self.last_passed_fence = self._last_fence
+
+    def join_streams(self, stream: int) -> None:
+        """Nothing to order: the host works synchronously."""
+
+    @uninterrupted
+    def new_stream(self) -> int:
+        """A number only: the host works synchronously."""
+        self.calls["new_stream"] += 1
+        with self._lock:
+            self._num_streams += 1
+            self._books.streams.add(self._num_streams)
+            return self._num_streams
+
+    @uninterrupted
+    def stream_destroy(self, stream: int) -> None:
+        """Forget the number."""
+        self.calls["stream_destroy"] += 1
+        with self._lock:
+            if stream not in self._books.streams:
+                raise self._refusal("stream_destroy", f"{stream} is no stream of this backend")
+            self._books.streams.discard(stream)
+
+    def stream_wait(self, stream: int, other: int) -> None:
+        """Nothing to wait for: the host works synchronously."""
+        self.calls["stream_wait"] += 1
+
+    # ---- books ----------------------------------------------------------------------------
+
+    def free_memory_bytes(self) -> int:
+        """The kernel's estimate of memory that is available without swapping."""
+        return self.free_host_memory_bytes()
+
+    def file_bytes(self, location: MemoryLocation = MemoryLocation.DEVICE) -> int:
+        """What the kernel holds for memory created at `location`: what `usage` must match."""
+        with self._lock:
+            own = [
+                file_bytes(fd)
+                for handle, fd in self._own_files.items()
+                if self._books.allocations[handle].is_shareable
+                and self._books.allocations[handle].location is location
+            ]
+        return file_bytes(self._files[location].fd) + sum(own)
+
+    def close(self) -> None:
+        """See `Backend.close`."""
+        for file in self._files.values():
+            file.close()
+
+    # ---- refusals -------------------------------------------------------------------------
+
+    def _refusal(self, call: str, details: str) -> HostDriverError:
+        return self._error(call, errno.EINVAL, details)
+
+    def _system_error(self, call: str, error: OSError, details: str) -> HostDriverError:
+        details = f"{details}, {error.strerror}"
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            details += "; raise the limit on descriptors (ulimit -n)"
+        return self._error(call, error.errno or errno.EIO, details)
+
+    def _error(self, call: str, status: int, details: str) -> HostDriverError:
+        return HostDriverError(
+            call,
+            status,
+            errno.errorcode.get(status, "UNKNOWN"),
+            details,
+            is_out_of_memory=status in (errno.ENOMEM, errno.ENOSPC),
+        )

@@ -1,0 +1,173 @@
+"""Beginning with what is there: the row that holds most of a prompt is adopted, or forked.
+
+A parked row that ends where the prompt's known beginning does is adopted as it is, for no driver
+call. Other holders keep theirs, and the new sequence is a fork of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Set
+from itertools import islice
+from typing import Any
+
+from ...errors import CapacityError
+from ..memory import LeastRecentlyUsed
+from .forking import fork_row
+from .row_space import RowSpace
+
+# ---- adopting ------------------------------------------------------------------------------------
+
+#: Of the parked rows, so many may be taken for that: those unused for longest. To look at all, each
+#: time a sequence begins, would cost as much as they hold.
+_LOOKED_AT = 4
+#: Memory is short where less than this part of the budget would be left, for those who run to grow:
+#: what lies ready for them is no newcomer's.
+_KEPT_DIVISOR = 64
+
+
+def choose_row(space: RowSpace, num_tokens: int) -> int:
+    """The row for a sequence of about `num_tokens` tokens that begins with nothing. Locked.
+
+    It is not taken yet.
+
+    Raises:
+        OutOfAddressSpaceError: Every row is live.
+
+    Cost: a look at each parked row, and at the extents of a few where memory is short.
+    """
+    wanted = space.prefixes.recorded - _giving_way(space, num_tokens)
+    return space.rows.choose(num_tokens, space.adoptable_tokens, wanted)
+
+
+def _giving_way(space: RowSpace, num_tokens: int) -> Set[int]:
+    """The parked rows that eviction would take for a sequence of so many tokens, the first ones.
+
+    None where caches share the pool: whose rows go first then, eviction says.
+    """
+    pool = space.pool
+    end_tokens = num_tokens + space.overread_tokens
+    missing_bytes = pool.budget_bytes // _KEPT_DIVISOR - pool.available_bytes
+    for group in space.groups:
+        geometry = group.geometry
+        pages = geometry.pages_for(min(end_tokens, geometry.row_tokens))
+        missing_bytes += pages * geometry.page_bytes
+    if missing_bytes <= 0 or not pool.pressure.is_of(space.victims):
+        return frozenset()
+    found: set[int] = set()
+    for row in _first_to_go(space):
+        num_kept = space.resident_tokens(row)
+        # What it does not need itself, others would have to wait for; what others map as well would
+        # have to be copied before it is written.
+        if 0 < num_kept <= 2 * num_tokens and space.adoptable_tokens(row) == num_kept:
+            found.add(row)
+        missing_bytes -= sum(group.resident_bytes(row) for group in space.groups)
+        if missing_bytes <= 0:
+            break
+    return found
+
+
+def _first_to_go(space: RowSpace) -> Iterable[int]:
+    """The parked rows unused for longest, in the policy's order."""
+    rows, policy = list(islice(space.rows.parked(), _LOOKED_AT)), space.pool.pressure.policy
+    if isinstance(policy, LeastRecentlyUsed):
+        return rows  # In that order they are, without a look at what they hold.
+    victims = [space.victim(row) for row in rows]
+    places = {id(victim): row for victim, row in zip(victims, rows, strict=True)}
+    return [places[id(victim)] for victim in policy.order(victims)]
+
+
+# ---- beginning -----------------------------------------------------------------------------------
+
+#: Of the rows that hold a prompt's beginning, live and parked, so many are compared: the last ones,
+#: which were cut where it ends if any was. To compare all would make hits of many costly.
+_HOLDERS_LOOKED_AT = 4
+
+
+def begin_with_prefix(space: RowSpace, prompt: Any, tenant: str | None) -> tuple[int, int] | None:
+    """Take a row that holds the longest beginning of `prompt` to be found. Locked.
+
+    Short of the last token, whose query must be computed.
+
+    Returns:
+        The row, which is live now, and how many tokens it holds; None if nothing was found.
+
+    Raises:
+        ConfigError: The prompt is none.
+        DriverError: The tail could not be copied. No row was taken.
+    """
+    prefixes = space.prefixes
+    for match in prefixes.matches(prompt, tenant, max(0, len(prompt) - 1)):
+        num_tokens = match.num_tokens
+        parked = _holders(space, match.parked, num_tokens)
+        # Its memory is all there. What else it holds is lost, so it should not be much.
+        whole = [
+            row
+            for row in parked
+            if prefixes.num_recorded(row) <= 2 * num_tokens
+            and _can_extend(space, row, num_tokens)
+            and space.can_begin(row, num_tokens)
+        ]
+        if whole:
+            holder = row = min(whole, key=prefixes.num_recorded)
+            space.take(row, num_tokens, tenant)
+        else:
+            holders = parked + _holders(space, match.live, num_tokens)
+            if not holders:
+                continue
+            holder = holders[0]
+            if len(holders) > 1:
+                holder = max(holders, key=lambda row: _whole_bytes(space, row, num_tokens))
+            try:
+                row = fork_row(space, space, holder, num_tokens, tenant)
+            except CapacityError:
+                # No second row, or no memory for the tail: one row can be had as it is. Looked
+                # for anew: who was parked may have given way to the attempt.
+                parked = _holders(space, match.parked, num_tokens)
+                parked = [row for row in parked if space.can_begin(row, num_tokens)]
+                if not parked:
+                    break
+                holder = row = min(parked, key=prefixes.num_recorded)
+                space.take(row, num_tokens, tenant)
+        prefixes.note_hit(holder, num_tokens)
+        return row, num_tokens
+    prefixes.note_miss()
+    return None
+
+
+def _holders(space: RowSpace, rows: Iterator[int], num_tokens: int) -> list[int]:
+    """The first few of `rows` from which a sequence of `num_tokens` tokens can begin.
+
+    Those that turn out to lack something are not looked at again.
+    """
+    found: list[int] = []
+    lost: list[int] = []
+    for row in rows:
+        (found if space.keeps(row, num_tokens) else lost).append(row)
+        if len(found) == _HOLDERS_LOOKED_AT:
+            break
+    for row in lost:
+        space.prefixes.lose_short(row, max(each.shortest_kept(row) for each in space.groups))
+    return found
+
+
+def _can_extend(space: RowSpace, row: int, num_tokens: int) -> bool:
+    """Whether `row` can be written from `num_tokens` on without a copy."""
+    return not any(
+        mapping.extent.is_shared
+        for group in space.groups
+        for mapping in group.table.overlapping(
+            row,
+            group.geometry.whole_pages_below(num_tokens),
+            group.geometry.pages_for(num_tokens),
+        )
+    )
+
+
+def _whole_bytes(space: RowSpace, row: int, num_tokens: int) -> int:
+    """What a fork of `row` at `num_tokens` need not copy."""
+    total_bytes = 0
+    for group in space.groups:
+        end_page = group.geometry.whole_pages_below(num_tokens)
+        for mapping in group.table.overlapping(row, 0, end_page):
+            total_bytes += mapping.extent.num_bytes if mapping.end_page <= end_page else 0
+    return total_bytes

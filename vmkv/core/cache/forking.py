@@ -1,0 +1,487 @@
+"""Forks: a second row that begins as another one does, without holding it twice.
+
+    source   | extent | extent | extent | extent with the tail |
+                 |        |        |          : copied, as far as it is used
+    fork     | extent | extent | extent | fresh ones           |
+
+Whole extents are mapped a second time, read-only; the tail, which both will write, is copied.
+Both rows stay contiguous, at addresses of their own, and either may end first. The same is done
+for a prefix that a parked row still holds, and between two caches over one pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from typing import NamedTuple
+
+import torch
+
+from ...errors import ConfigError, OutOfPagesError
+from ...units import Address
+from ..backend import Access, CopyOp
+from ..memory import Mapping, RowChange, change, make_writable, size_classes
+from .cost import CostModel
+from .layer_group import LayerGroup
+from .row_space import LiveRow, RowSpace
+
+# ---- forking -------------------------------------------------------------------------------------
+
+
+def fork(space: RowSpace, source: LiveRow, num_tokens: int, row: int | None = None) -> int:
+    """A row of `space`, or the one named, that begins as `source` does; for `Sequence.fork`."""
+    space.check_open()
+    source.check_open()
+    if not 0 <= num_tokens <= source.num_tokens:
+        raise ConfigError(f"{source} cannot be forked at {num_tokens} tokens")
+    space.note_stream()
+    with space.pool.lock:
+        source.cache.check_keeps(source.row, num_tokens, "fork at")
+        return fork_row(source.cache, space, source.row, num_tokens, source.tenant, row)
+
+
+def fork_row(
+    origin: RowSpace,
+    space: RowSpace,
+    source_row: int,
+    num_tokens: int,
+    tenant: str | None,
+    row: int | None = None,
+) -> int:
+    """Take a row, and have it begin with the first `num_tokens` tokens of another. Locked.
+
+    Args:
+        origin: Where the row forked from is.
+        space: Where the row forked to is: over the same pool, with the same groups.
+        source_row: The row forked from, live or parked.
+        num_tokens: How many tokens.
+        tenant: For whom.
+        row: The row forked to; by default one that is empty, or parked longest unused.
+
+    Returns:
+        The row, which is live now.
+
+    Raises:
+        ConfigError: The spaces do not lay out tokens alike; or `row` is not free.
+        OutOfAddressSpaceError: Every row is live.
+        OutOfPagesError, DriverError: No row is taken.
+
+    Cost: a map and access call per extent, a copy of the tail on the current stream; where the
+        pool protects what is shared, a wait for the device as well.
+    """
+    if row is None:
+        row = space.rows.choose_unneeded(but=source_row if origin is space else None)
+    space.take_emptied(row)
+    try:
+        if num_tokens:
+            space.pool.backend.join_streams(space.current_stream())
+            try:
+                _fill(origin, space, (source_row, row), num_tokens, tenant)
+            finally:
+                # Used now, behind what was submitted: also a fork that fails may have read it.
+                origin.rows.touch(source_row, space.pool.pressure.tick())
+    except BaseException:
+        space.leave_emptied(row)
+        raise
+    if origin is space:
+        space.prefixes.begin(row, source_row, num_tokens, tenant)
+    else:
+        known = origin.prefixes.token_ids(source_row)[:num_tokens]
+        space.prefixes.record(row, known, tenant)
+    return row
+
+
+def _fill(
+    origin: RowSpace, space: RowSpace, rows: tuple[int, int], num_tokens: int, tenant: object
+) -> None:
+    _check_alike(origin, space, num_tokens)
+    pool, stream = space.pool, space.current_stream()
+    plan = _plan(origin, space, rows, num_tokens, tenant)
+    # Nobody may take away what is about to be mapped again or copied, even if room must be made
+    # and the source is a parked row, or one that is moving.
+    with change(pool, plan.changes, reads=plan.reads) as made:
+        made.map(stream)
+        made.fill(stream, plan.copies)
+    for theirs, mine in zip(origin.groups, space.groups, strict=True):
+        mine.begin_row(rows[1], theirs.first_written(rows[0]))
+    sharing = space.sharing
+    sharing.num_forks += 1
+    sharing.aliased_bytes += plan.aliased_bytes
+    for copy in plan.copies:
+        sharing.copied_bytes += copy.num_bytes
+
+
+def _check_alike(origin: RowSpace, space: RowSpace, num_tokens: int) -> None:
+    if origin.pool is not space.pool:
+        raise ConfigError("only caches over the same pool can share memory")
+    if origin is not space and [each.layout for each in origin.groups] != [
+        each.layout for each in space.groups
+    ]:
+        raise ConfigError("the caches lay their layers out differently, so neither can hold both")
+    if num_tokens > space.max_tokens:
+        raise ConfigError(
+            f"{num_tokens} tokens do not fit: rows of the fork's cache end at "
+            f"max_tokens={space.max_tokens}"
+        )
+
+
+# ---- planning -----------------------------------------------------------------------------
+
+
+class _Plan(NamedTuple):
+    """What a fork does.
+
+    Attributes:
+        changes: What the fork's row holds then, in each group.
+        aliased_bytes: What of that is mapped again.
+        reads: The mappings of the source that are copied from.
+        copies: The copies of tails, where there are any.
+    """
+
+    changes: Sequence[RowChange]
+    aliased_bytes: int
+    reads: Sequence[Mapping]
+    copies: Sequence[CopyOp]
+
+
+def pages_to_fork(space: RowSpace, row: int, num_tokens: int) -> int:
+    """What a fork of `row` at `num_tokens` takes from the pool. Changes nothing."""
+    plan = _plan(space, space, (row, -1), num_tokens, None)
+    return sum(1 << size_class for each in plan.changes for size_class in each.classes)
+
+
+def _plan(
+    origin: RowSpace, space: RowSpace, rows: tuple[int, int], num_tokens: int, tenant: object
+) -> _Plan:
+    changes: list[RowChange] = []
+    reads: list[Mapping] = []
+    copies: list[CopyOp] = []
+    aliased_bytes = 0
+    source_row, target_row = rows
+    for source, target in zip(origin.groups, space.groups, strict=True):
+        geometry = target.geometry
+        first_needed = source.first_kept_page(source_row, num_tokens, keeps_past=space.keeps_past)
+        aliased = _aliased(space, source, source_row, first_needed, num_tokens)
+        first_page = aliased[0].first_page if aliased else first_needed
+        fresh_page = aliased[-1].end_page if aliased else first_needed
+        aliased_bytes += (fresh_page - first_page) * geometry.page_bytes
+        end_tokens = min(num_tokens + space.overread_tokens, geometry.row_tokens)
+        num_fresh_pages = geometry.pages_for(end_tokens) - fresh_page
+        fresh = size_classes(num_fresh_pages, target.largest_class) if num_fresh_pages > 0 else ()
+        its_source = source.table, source_row
+        changes.append(
+            RowChange(
+                target.table, target_row, first_page, tuple(fresh), tenant, aliased, its_source
+            )
+        )
+        copied_bytes = num_tokens * geometry.token_bytes - fresh_page * geometry.page_bytes
+        if copied_bytes > 0:
+            reads += source.table.overlapping(
+                source_row, fresh_page, geometry.pages_for(num_tokens)
+            )
+            start = source.table.page_address(source_row, fresh_page)
+            copies.append(CopyOp(changes[-1].address(fresh_page), start, copied_bytes))
+    return _Plan(changes, aliased_bytes, reads, copies)
+
+
+def _aliased(
+    space: RowSpace, source: LayerGroup, row: int, first_page: int, num_tokens: int
+) -> list[Mapping]:
+    """What of `row`, from `first_page` on, a fork at `num_tokens` maps again."""
+    end_page = source.geometry.whole_pages_below(num_tokens)
+    aliased = source.table.overlapping(row, first_page, end_page)
+    if aliased and aliased[-1].end_page > end_page:
+        aliased.pop()
+    # From the end: what is small there is cheaper to copy, together with the tail.
+    while aliased and not space.cost_model.prefers_alias_in_fork(aliased[-1].extent.num_bytes):
+        aliased.pop()
+    return aliased
+
+
+# ---- unshare -------------------------------------------------------------------------------------
+
+
+def unshare(group: LayerGroup, row: int, num_tokens: int, *, tenant: object, stream: int) -> int:
+    """Make everything of `row` from token `num_tokens` on writable, keeping what is before.
+
+    What lies wholly behind is given up where it is shared; a shared extent that holds some of
+    the first `num_tokens` tokens is replaced by a copy, at the same addresses.
+
+    Returns:
+        The bytes copied.
+
+    Raises:
+        OutOfPagesError, DriverError: The row holds what it held.
+
+    Cost: nothing while no page from there on is shared; else a wait for the device where
+        something is replaced.
+    """
+    pages = group.table.rows[row]
+    first_page = group.geometry.whole_pages_below(num_tokens)
+    if pages.shared_end_page <= first_page:
+        return 0
+    # Another stream may still read, for who shared it and has ended, what this one will overwrite.
+    group.pool.backend.join_streams(stream)
+    concerned = group.table.overlapping(row, first_page, pages.end_page)
+    shared = next((mapping for mapping in concerned if mapping.extent.is_shared), None)
+    copied_bytes = 0
+    if shared is not None:
+        kept_end_page = group.geometry.pages_for(num_tokens)
+        if shared.first_page < kept_end_page:
+            try:
+                copied_bytes = _replace(group, row, shared, num_tokens, tenant, stream)
+            except OutOfPagesError:
+                # No room for a copy. None is needed where only victims show it besides.
+                with group.pool.lock:
+                    if not group.pool.pressure.give_up([shared.extent]):
+                        raise
+                return unshare(group, row, num_tokens, tenant=tenant, stream=stream)
+        else:
+            fence = group.pool.reclaimer.new_fence()
+            group.table.retire_back(row, shared.first_page, fence)
+        concerned = group.table.overlapping(row, first_page, pages.end_page)
+    make_writable(group.table, row, concerned)
+    group.scrub(row, num_tokens, tenant, stream)  # While it was shared, nobody could.
+    pages.shared_end_page = min(pages.shared_end_page, first_page)
+    return copied_bytes
+
+
+def _replace(
+    group: LayerGroup,
+    row: int,
+    shared: Mapping,
+    num_tokens: int,
+    tenant: object,
+    stream: int,
+) -> int:
+    """Put a copy of the tokens from `shared` on up to `num_tokens` in its place."""
+    pool, table, first_page = group.pool, group.table, shared.first_page
+    copied_bytes = num_tokens * group.geometry.token_bytes - first_page * pool.page_bytes
+    num_pages = group.geometry.pages_for(num_tokens) - first_page
+    classes = tuple(size_classes(num_pages, group.largest_class))
+    old = table.overlapping(row, first_page, table.rows[row].end_page)
+    copied = RowChange(table, row, first_page, classes, tenant, old=old, kept_bytes=copied_bytes)
+    with change(pool, [copied], reads=old) as made:
+        made.map(stream)
+    return copied_bytes
+
+
+# ---- reorder -------------------------------------------------------------------------------------
+
+
+def reorder(space: RowSpace, beams: Sequence[LiveRow], sources: Sequence[int]) -> None:
+    """See `KVCache.reorder`."""
+    space.check_open()
+    _check_beams(space, beams, sources)
+    rows = [(beams[source].row, beam.row) for source, beam in zip(sources, beams, strict=True)]
+    rows = [(source, target) for source, target in rows if source != target]
+    if not rows or not beams[0].num_tokens:
+        return
+    space.note_stream()
+    pool, stream, num_tokens = space.pool, space.current_stream(), beams[0].num_tokens
+    pool.backend.join_streams(stream)
+    tenants = {beam.row: beam.tenant for beam in beams}
+    moves = [
+        move
+        for group in space.groups
+        for move in _reorder_moves(space, group, rows, num_tokens, tenants)
+    ]
+    changes = [move.change for move in moves if move.change is not None]
+    with change(pool, changes, reads=[read for move in moves for read in move.reads]) as made:
+        # Torch's allocator keeps the buffer for this stream until the copies are through.
+        copies, _buffer = _through_buffer(space, moves, stream)
+        for move in moves:
+            make_writable(move.group.table, move.target, move.readonly)
+        made.map(stream)
+        try:
+            made.fill(stream, copies)
+        except BaseException:
+            with pool.lock:  # The targets hold neither what they held nor all of the other.
+                for _, target in rows:
+                    space.prefixes.truncate(target)
+            raise
+    with pool.lock:
+        records = [(source, target, tenants[target]) for source, target in rows]
+        space.prefixes.copy(records, num_tokens)
+    for group in space.groups:
+        group.note_taken_over(rows, num_tokens, keeps_past=space.keeps_past)
+    aliased = [mapping.extent for each in changes for mapping in each.again]
+    space.sharing.aliased_bytes += sum(extent.num_bytes for extent in aliased)
+    space.sharing.copied_bytes += sum(move.copied_bytes for move in moves)
+
+
+def _check_beams(space: RowSpace, beams: Sequence[LiveRow], sources: Sequence[int]) -> None:
+    for beam in beams:
+        if beam.cache is not space:
+            raise ConfigError(f"{beam} is of another cache")
+        beam.check_open()
+    lengths = sorted({beam.num_tokens for beam in beams})
+    if len(lengths) > 1:
+        raise ConfigError(f"beams are equally long; these hold {lengths} tokens")
+    if len({beam.row for beam in beams}) < len(beams):
+        raise ConfigError("a beam is named twice; each goes on from one source")
+    if len(sources) != len(beams) or not all(
+        type(source) is int and 0 <= source < len(beams) for source in sources
+    ):
+        raise ConfigError(
+            f"sources must name one of {len(beams)} beams for each, by its index; got "
+            f"{list(sources)}"
+        )
+
+
+# ---- planning -----------------------------------------------------------------------------
+
+
+class _Move(NamedTuple):
+    """What one row takes from another in one group.
+
+    Attributes:
+        group: The group.
+        source: The row to take from.
+        target: The row that takes.
+        change: How the target's mappings change; None where they stay.
+        readonly: Mappings of the target that stay, and must become writable.
+        copy_first_page: From where on contents are copied.
+        copied_bytes: How many.
+    """
+
+    group: LayerGroup
+    source: int
+    target: int
+    change: RowChange | None
+    readonly: Sequence[Mapping]
+    copy_first_page: int
+    copied_bytes: int
+
+    def address(self, row: int) -> Address:
+        """Where the copied bytes start in `row`."""
+        return self.group.table.page_address(row, self.copy_first_page)
+
+    @property
+    def reads(self) -> list[Mapping]:
+        """What is copied from."""
+        table = self.group.table
+        return table.overlapping(self.source, self.copy_first_page, table.row_pages)
+
+
+class _Difference(NamedTuple):
+    """From which page on two rows differ, and the mappings of each from there on."""
+
+    page: int
+    theirs: Sequence[Mapping]
+    mine: Sequence[Mapping]
+
+
+def _reorder_moves(
+    space: RowSpace,
+    group: LayerGroup,
+    rows: Sequence[tuple[int, int]],
+    num_tokens: int,
+    tenants: dict[int, str | None],
+) -> list[_Move]:
+    """How each target comes to hold what its source does, of `num_tokens` both."""
+    differences = [
+        _after_common(group, *each, num_tokens, keeps_past=space.keeps_past) for each in rows
+    ]
+    aliased = [_to_alias(group, each, num_tokens, space.cost_model) for each in differences]
+    # What a row gives to another it shares with it afterwards, and may not write either.
+    given = {id(mapping.extent) for mappings in aliased for mapping in mappings}
+    return [
+        _plan_move(group, *each, num_tokens, tenants[each[1]], difference, its, given)
+        for each, difference, its in zip(rows, differences, aliased, strict=True)
+    ]
+
+
+def _after_common(
+    group: LayerGroup, source: int, target: int, num_tokens: int, *, keeps_past: bool
+) -> _Difference:
+    theirs = list(group.table.rows[source].mappings)
+    mine = list(group.table.rows[target].mappings)
+    page = group.first_common_page(source, target, num_tokens, keeps_past=keeps_past)
+    at = 0
+    for their, my in zip(theirs, mine, strict=False):
+        if their.extent is not my.extent or their.first_page != my.first_page:
+            break
+        at, page = at + 1, max(page, their.end_page)
+    return _Difference(page, theirs[at:], mine[at:])
+
+
+def _to_alias(
+    group: LayerGroup, difference: _Difference, num_tokens: int, cost: CostModel
+) -> list[Mapping]:
+    """The source's mappings, behind what it has in common with the target, to map there too."""
+    _, theirs, mine = difference
+    aliased: list[Mapping] = []
+    # Both rows must have a boundary where the exchange begins.
+    if theirs and mine and theirs[0].first_page == mine[0].first_page:
+        full_end_page = group.geometry.whole_pages_below(num_tokens)
+        for mapping in theirs:
+            is_worth = cost.prefers_alias_in_reorder(mapping.extent.num_bytes)
+            if mapping.end_page > full_end_page or not is_worth:
+                break
+            aliased.append(mapping)
+    return aliased
+
+
+def _plan_move(
+    group: LayerGroup,
+    source: int,
+    target: int,
+    num_tokens: int,
+    tenant: object,
+    difference: _Difference,
+    aliased: Sequence[Mapping],
+    given: Container[int],
+) -> _Move:
+    table, geometry = group.table, group.geometry
+    page, _, mine = difference
+    page = aliased[-1].end_page if aliased else page
+    behind = [mapping for mapping in mine if mapping.end_page > page]
+    # What is copied into must be the target's own.
+    shared = [each for each in behind if each.extent.is_shared or id(each.extent) in given]
+    exchange = None
+    if aliased or shared:
+        first_page = aliased[0].first_page if aliased else shared[0].first_page
+        old = table.overlapping(target, first_page, shared[-1].end_page if shared else page)
+        fresh_page = aliased[-1].end_page if aliased else first_page
+        classes = tuple(size_classes(old[-1].end_page - fresh_page, group.largest_class))
+        origin = (table, source)
+        exchange = RowChange(table, target, first_page, classes, tenant, aliased, origin, old)
+        behind = [each for each in behind if each not in old]
+        if not aliased:
+            page = min(page, max(fresh_page, table.rows[source].first_page))
+    return _Move(
+        group,
+        source,
+        target,
+        exchange,
+        [each for each in behind if each.access is Access.READ],
+        page,
+        max(0, num_tokens * geometry.token_bytes - page * geometry.page_bytes),
+    )
+
+
+def _through_buffer(
+    space: RowSpace, moves: Sequence[_Move], stream: int
+) -> tuple[list[CopyOp], torch.Tensor | None]:
+    """Save what will be overwritten before it is read.
+
+    Returns the copies to make afterwards, and the buffer, which lives until they are submitted.
+    """
+    targets = {move.target for move in moves}
+    num_bytes = sum(move.copied_bytes for move in moves if move.source in targets)
+    buffer = None
+    if num_bytes:
+        buffer = torch.empty(num_bytes, dtype=torch.uint8, device=space.device)
+    at = Address(buffer.data_ptr() if buffer is not None else 0)
+    saves, copies = [], []
+    for move in moves:
+        if not move.copied_bytes:
+            continue
+        source = move.address(move.source)
+        if move.source in targets:
+            saves.append(CopyOp(at, source, move.copied_bytes))
+            source = at
+            at = Address(at + move.copied_bytes)
+        copies.append(CopyOp(move.address(move.target), source, move.copied_bytes))
+    space.pool.backend.copy_many(saves, stream)
+    return copies, buffer

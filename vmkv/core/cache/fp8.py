@@ -1,0 +1,136 @@
+"""Keys and values in eight bits: `float8_e4m3fn`, as they are or divided by a scale for each head.
+
+Four bits of exponent hold 2^-9 to 448, three of mantissa a number within 1/16. What is beyond 448
+becomes 448: a NaN, which the format knows and a plain conversion may make of it, would spread from
+one token to all that see it. A scale moves that range, and changes nothing about the precision.
+
+    stored = saturated(x / scale)        x' = stored * scale
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from ...errors import ConfigError
+from .geometry import LayerShape
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+"""The largest number it holds."""
+
+#: Between them a scale and its inverse are plain float32, and so is what they are multiplied with.
+_SCALE_MIN, _SCALE_MAX = 2.0**-64, 2.0**64
+
+
+@dataclass(frozen=True)
+class LayerScales:
+    """The scales of one layer.
+
+    Attributes:
+        keys: One for each key head.
+        values: One for each value head.
+
+    Raises:
+        ConfigError: One is no positive number, or too small or large for float32.
+    """
+
+    keys: tuple[float, ...]
+    values: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        for name in ("keys", "values"):
+            scales = getattr(self, name)
+            for head, scale in enumerate(scales):
+                is_number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
+                if not is_number or not _SCALE_MIN <= scale <= _SCALE_MAX:
+                    raise ConfigError(
+                        f"the scale of {name} of head {head} is {scale!r}; scales are positive "
+                        f"numbers from {_SCALE_MIN:.0e} to {_SCALE_MAX:.0e}"
+                    )
+
+    def as_values(self) -> list[list[float]]:
+        """As JSON can carry it."""
+        return [list(map(float, self.keys)), list(map(float, self.values))]
+
+
+class Scales(NamedTuple):
+    """The scales of one layer where its keys and values are: `[heads] float32` each.
+
+    Attributes:
+        keys: What stored keys are multiplied by.
+        values: Likewise.
+        inverse_keys: What keys are multiplied by to be stored.
+        inverse_values: Likewise.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    inverse_keys: torch.Tensor
+    inverse_values: torch.Tensor
+
+    @classmethod
+    def of(cls, scales: LayerScales, device: torch.device) -> Scales:
+        """On a device; ordinary tensors, in whichever mode it is called."""
+        with torch.inference_mode(mode=False), torch.no_grad():
+            keys, values = torch.tensor(scales.keys), torch.tensor(scales.values)
+            # Divided here, so that every device multiplies by the same numbers.
+            return cls(*(each.to(device) for each in (keys, values, 1 / keys, 1 / values)))
+
+
+def check_layer_scales(
+    scales: Sequence[LayerScales], layers: Sequence[int], shape: LayerShape, dtype: torch.dtype
+) -> None:
+    """Raise `ConfigError` unless there is one for each head of each layer, in eight bits."""
+    if dtype != FP8:
+        raise ConfigError(f"scales are for {FP8}; what is stored as {dtype} has none")
+    if len(scales) != len(layers):
+        raise ConfigError(f"{len(scales)} layers have scales, and {len(layers)} are added")
+    for layer, each in zip(layers, scales, strict=True):
+        got, wanted = (len(each.keys), len(each.values)), (shape.num_k_heads, shape.num_v_heads)
+        if got != wanted:
+            raise ConfigError(
+                f"layer {layer} has {wanted[0]} key and {wanted[1]} value heads, and scales for "
+                f"{got[0]} and {got[1]}; calibrate this very model"
+            )
+
+
+def encode(
+    numbers: torch.Tensor, inverse: torch.Tensor | None = None, *, heads_at: int = -2
+) -> torch.Tensor:
+    """Numbers as they are stored; a new tensor.
+
+    Args:
+        numbers: Floating, of any shape.
+        inverse: `[heads] float32`, of `Scales`; None for 1.
+        heads_at: Which dimension of `numbers` is the heads', counted from the end.
+    """
+    if inverse is not None:
+        numbers = numbers.float() * _along(inverse, heads_at)
+    return numbers.clamp(-FP8_MAX, FP8_MAX).to(FP8)
+
+
+def decode(
+    stored: torch.Tensor,
+    scale: torch.Tensor | None,
+    dtype: torch.dtype,
+    *,
+    heads_at: int = -2,
+) -> torch.Tensor:
+    """Stored numbers, multiplied by their scale, as `dtype`; a new tensor.
+
+    What is not stored in eight bits is returned as it is.
+    """
+    if stored.dtype != FP8:
+        return stored
+    if scale is None:
+        return stored.to(dtype)  # Exact in every type of 16 bits or more.
+    wide = torch.promote_types(dtype, torch.float32)
+    return (stored.to(wide) * _along(scale, heads_at)).to(dtype)
+
+
+def _along(scale: torch.Tensor, heads_at: int) -> torch.Tensor:
+    return scale.view(-1, *[1] * (-heads_at - 1))

@@ -1,0 +1,215 @@
+"""Where every byte of a layer group lies: pure arithmetic, no memory.
+
+All layers of a group lie side by side in one *token row*, so that one page holds few tokens
+of many layers rather than many tokens of one:
+
+    row r      | token 0 | token 1 | token 2 | ...                       | (row_tokens of them)
+    token row  | layer 0: K heads, V heads | layer 1: K heads, V heads | ... | padding |
+
+For Llama-3-8B a token row is 32 layers x 2 x 8 heads x 128 x 2 B = 128 KiB, so a page of
+2 MiB holds 16 tokens and growth costs one mapping where a per-layer layout needs 64.
+See Note [All layers share a page] in DESIGN.md.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+from ...errors import ConfigError
+from ...units import TiB, align_up, div_ceil, format_bytes
+
+# ---- growth --------------------------------------------------------------------------------------
+
+#: A row grows by the largest class not above 1/64 of it. 1/32 would halve the calls and reach
+#: the 2 % of waste that DESIGN.md allows; 1/128 buys nothing a user could see.
+_QUANTUM_DIVISOR = 64
+#: A sliding window keeps at most this many extents more than it needs.
+_WINDOW_DIVISOR = 8
+
+
+def growth_quantum_class(held_pages: int, largest_class: int) -> int:
+    """The size class by which a row that holds `held_pages` grows, when it need not more."""
+    quantum_pages = max(1, held_pages // _QUANTUM_DIVISOR)
+    return min(quantum_pages.bit_length() - 1, largest_class)
+
+
+def largest_class_for_window(window_pages: int, largest_class: int) -> int:
+    """The largest class worth using where only `window_pages` are kept.
+
+    An extent leaves only when the window has passed all of it, so a large one stays too long.
+    """
+    pages = max(1, window_pages // _WINDOW_DIVISOR)
+    return min(pages.bit_length() - 1, largest_class)
+
+
+def pages_to_map(
+    row_end_page: int, needed_end_page: int, row_pages: int, quantum_class: int
+) -> int:
+    """How many pages to add to a row that must reach `needed_end_page`.
+
+    A prompt gets exactly what it needs; a tail gets a quantum. Zero if the row is long enough.
+    Never past the end of the row.
+    """
+    missing = needed_end_page - row_end_page
+    if missing <= 0:
+        return 0
+    return min(max(missing, 1 << quantum_class), row_pages - row_end_page)
+
+
+# ---- geometry ------------------------------------------------------------------------------------
+
+#: Kernels load 16 bytes at a time and DRAM delivers 128; token rows start on both.
+_TOKEN_ALIGNMENT_BYTES = 128
+#: Kernels index the tokens of all rows with int32.
+POSITIONS_MAX = 2**31
+#: Addresses are free but not endless: user space has 128 TiB, one reservation 16 at most.
+_RESERVATION_MAX_BYTES = 16 * TiB
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """The shape of one layer's key and value of one token.
+
+    Attributes:
+        num_k_heads: Key heads (KV heads of grouped-query attention, this rank's share).
+        k_dim: Width of a key head.
+        num_v_heads: Value heads.
+        v_dim: Width of a value head; differs from `k_dim` for latent attention.
+        itemsize_bytes: Bytes of one element.
+    """
+
+    num_k_heads: int
+    k_dim: int
+    num_v_heads: int
+    v_dim: int
+    itemsize_bytes: int
+
+    def __post_init__(self) -> None:
+        for name in ("num_k_heads", "k_dim", "num_v_heads", "v_dim", "itemsize_bytes"):
+            check_positive(name, getattr(self, name))
+
+    @property
+    def k_bytes(self) -> int:
+        """Bytes of one token's key."""
+        return self.num_k_heads * self.k_dim * self.itemsize_bytes
+
+    @property
+    def v_bytes(self) -> int:
+        """Bytes of one token's value."""
+        return self.num_v_heads * self.v_dim * self.itemsize_bytes
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The layout of one layer group.
+
+    Attributes:
+        num_layers: Layers that share the token row.
+        shape: What each of them stores per token.
+        page_bytes: The pool's page.
+        max_tokens: Tokens a row must hold.
+        num_rows: Rows in the reservation.
+
+    Raises:
+        ConfigError: A number is not positive, or positions or addresses do not suffice.
+    """
+
+    num_layers: int
+    shape: LayerShape
+    page_bytes: int
+    max_tokens: int
+    num_rows: int
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "page_bytes", "max_tokens", "num_rows"):
+            check_positive(name, getattr(self, name))
+        if self.num_rows * self.row_tokens >= POSITIONS_MAX:
+            raise ConfigError(
+                f"{self.num_rows} rows of {self.row_tokens} tokens are "
+                f"{self.num_rows * self.row_tokens} positions; kernels index fewer than 2**31, so "
+                f"at most {(POSITIONS_MAX - 1) // self.row_tokens} rows of this length are "
+                "possible: lower max_tokens or max_batch_size"
+            )
+        if self.reserved_bytes > _RESERVATION_MAX_BYTES:
+            raise ConfigError(
+                f"{self.num_rows} rows of {format_bytes(self.row_bytes)} need "
+                f"{format_bytes(self.reserved_bytes)} of addresses; at most "
+                f"{format_bytes(_RESERVATION_MAX_BYTES)} are possible: lower max_tokens or "
+                "max_batch_size"
+            )
+
+    @cached_property
+    def layer_bytes(self) -> int:
+        """Bytes of one layer in a token row; keys first, then values."""
+        # 16 bytes keep every head aligned for vector loads, whatever the widths.
+        return align_up(self.shape.k_bytes, 16) + align_up(self.shape.v_bytes, 16)
+
+    @cached_property
+    def token_bytes(self) -> int:
+        """Bytes from one token to the next."""
+        # Small rows are padded less, so that tiny models do not pay for DRAM's taste.
+        payload = self.num_layers * self.layer_bytes
+        return align_up(payload, min(_TOKEN_ALIGNMENT_BYTES, 1 << (payload - 1).bit_length()))
+
+    @cached_property
+    def row_tokens(self) -> int:
+        """Tokens from one row's start to the next: `max_tokens`, up to where a page ends.
+
+        A whole number of tokens, so that row r starts at token `r * row_tokens` of one flat
+        tensor, which is how varlen kernels are told where a sequence lies.
+        """
+        step = self.page_bytes // math.gcd(self.page_bytes, self.token_bytes)
+        return align_up(self.max_tokens, step)
+
+    @cached_property
+    def row_bytes(self) -> int:
+        """Bytes from one row to the next; a whole number of pages."""
+        return self.row_tokens * self.token_bytes
+
+    @cached_property
+    def row_pages(self) -> int:
+        """Pages from one row to the next."""
+        return self.row_bytes // self.page_bytes
+
+    @cached_property
+    def reserved_bytes(self) -> int:
+        """Addresses of all rows."""
+        return self.num_rows * self.row_bytes
+
+    def k_offset_bytes(self, layer: int) -> int:
+        """Where the keys of the group's `layer` start in a token row."""
+        return layer * self.layer_bytes
+
+    def v_offset_bytes(self, layer: int) -> int:
+        """Where the values of the group's `layer` start in a token row."""
+        return layer * self.layer_bytes + align_up(self.shape.k_bytes, 16)
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Pages that hold the first `num_tokens` tokens of a row."""
+        return div_ceil(num_tokens * self.token_bytes, self.page_bytes)
+
+    def whole_tokens_below(self, page: int) -> int:
+        """Tokens that lie wholly before `page`."""
+        return page * self.page_bytes // self.token_bytes
+
+    def whole_pages_below(self, token: int) -> int:
+        """Pages that hold nothing but tokens before `token`."""
+        return token * self.token_bytes // self.page_bytes
+
+
+def fitting_rows(token_bytes: int, max_tokens: int, wanted_rows: int) -> int:
+    """How many rows fit beside each other, `wanted_rows` at most and one at least.
+
+    For defaults: a caller who named a number gets that number, or an error.
+    """
+    by_positions = (POSITIONS_MAX - 1) // (2 * max_tokens)
+    by_addresses = _RESERVATION_MAX_BYTES // (2 * max_tokens * token_bytes)
+    return max(1, min(wanted_rows, by_positions, by_addresses))
+
+
+def check_positive(name: str, value: object) -> None:
+    """Raise `ConfigError` unless `value` is an integer above zero."""
+    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+        raise ConfigError(f"{name}={value!r} must be a positive integer")

@@ -1,0 +1,367 @@
+"""Growing rows: plan, then change, for all rows and groups at once; everything or nothing.
+
+What live rows hold and do not need is nobody's, and the first to go where memory is short: a
+sequence that adopts a row takes all that is mapped there, however short it is; and what a window
+has passed in a step goes with the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import NamedTuple
+
+from ...errors import ConfigError, OutOfAddressSpaceError, OutOfPagesError, SequenceFullError
+from ...interrupts import uninterrupted
+from ..memory import Extent, RowChange, Scrub, change, size_classes
+from ..memory import Mapping as Placed
+from .beginning import choose_row
+from .forking import unshare
+from .layer_group import LayerGroup
+from .prefix import BLOCK_TOKENS
+from .row_space import LiveRow, RowSpace
+
+
+class Target(NamedTuple):
+    """A row that must hold `num_tokens`; no later query is before `num_past_tokens`."""
+
+    row: int
+    num_tokens: int
+    num_past_tokens: int
+    tenant: object = None
+
+
+def grow(space: RowSpace, wanted: Iterable[tuple[LiveRow, int]]) -> None:
+    """See `KVCache.grow`."""
+    space.check_open()
+    targets, max_tokens = list(wanted), space.max_tokens
+    for sequence, num_tokens in targets:
+        sequence.check_open()
+        if sequence.cache is not space:
+            raise ConfigError(f"{sequence} is of another cache")
+        if num_tokens > max_tokens:
+            raise SequenceFullError(
+                f"the sequence in row {sequence.row} would hold {num_tokens} tokens; rows of this "
+                f"cache end at max_tokens={max_tokens}: make it with a larger one",
+                max_tokens=max_tokens,
+            )
+    space.note_stream()
+    short = space.short(targets)
+    if short:
+        _map_and_lengthen(space, _longest(short), targets)
+    else:
+        _lengthen(space, targets)
+
+
+@uninterrupted
+def _map_and_lengthen(
+    space: RowSpace, short: Mapping[LiveRow, int], targets: Sequence[tuple[LiveRow, int]]
+) -> None:
+    _make_writable(space, short, targets)
+    _lengthen(space, targets)
+
+
+def _lengthen(space: RowSpace, targets: Iterable[tuple[LiveRow, int]]) -> None:
+    """Set the lengths of sequences whose memory is there."""
+    if not space.keeps_past:
+        retire_behind_windows(space, (sequence for sequence, _ in targets))
+    for sequence, num_tokens in targets:
+        if num_tokens > sequence.num_tokens:
+            sequence.num_tokens = num_tokens
+
+
+def _longest(targets: Iterable[tuple[LiveRow, int]]) -> dict[LiveRow, int]:
+    """How far each is to go; one may be named twice."""
+    longest: dict[LiveRow, int] = {}
+    for sequence, num_tokens in targets:
+        longest[sequence] = max(num_tokens, longest.get(sequence, 0))
+    return longest
+
+
+def _make_writable(
+    space: RowSpace, short: Mapping[LiveRow, int], wanted: Iterable[tuple[LiveRow, int]]
+) -> None:
+    """Unshare and map what sequences lack; what live rows hold beyond `wanted` may go."""
+    for sequence, num_tokens in short.items():
+        if num_tokens > sequence.num_tokens:
+            _unshare(space, sequence)
+    targets = [Target(each.row, to, each.num_tokens, each.tenant) for each, to in short.items()]
+    try:
+        map_rows(space, targets)
+    except OutOfPagesError:
+        if not retire_surplus(space, _longest(wanted)):
+            raise
+        map_rows(space, targets)
+    finally:  # What fails half-way may have filled memory, and left it there.
+        for sequence in short:
+            if not sequence.num_tokens:
+                space.note_used(sequence.row)
+
+
+def _unshare(space: RowSpace, sequence: LiveRow) -> None:
+    """Make what a sequence will write its own."""
+    row, num_tokens, stream = sequence.row, sequence.num_tokens, space.current_stream()
+    for group in space.groups:
+        if group.table.rows[row].shared_end_page:
+            try:
+                copied = unshare(group, row, num_tokens, tenant=sequence.tenant, stream=stream)
+            finally:
+                space.note_used(row)
+            space.sharing.copied_on_write_bytes += copied
+
+
+@uninterrupted
+def make_ready(
+    space: RowSpace,
+    wanted: Iterable[tuple[LiveRow, int]],
+    num_new_tokens: int = 0,
+    *,
+    begins_empty: bool = True,
+    wait: bool = False,
+) -> bool:
+    """Have memory lie ready for a later `KVCache.grow`, which then makes no room: it only maps.
+
+    To be called while the device works; see `ExtentPool.make_ready`. Live sequences, and what is
+    mapped of them, stay as they are.
+
+    Args:
+        space: The cache.
+        wanted: As for `KVCache.grow`. Sequences that are swapped out or moving are passed over.
+        num_new_tokens: Tokens of a sequence that will begin meanwhile.
+        begins_empty: Whether that begins with nothing, so that it can take over a parked row's
+            memory; else it brings or shares some, and those are what it has beyond.
+        wait: Wait for fences; without it this never blocks.
+
+    Returns:
+        Whether all of it lies ready.
+
+    Raises:
+        DriverError: Parked rows may have lost memory, nobody else.
+    """
+    space.check_open()
+    changes = _plan(space, _targets(space, wanted))
+    classes = [size_class for each in changes for size_class in each.classes]
+    if num_new_tokens:
+        classes += _lacking_at_first(space, num_new_tokens, begins_empty=begins_empty)
+    return space.pool.make_ready(classes, wait=wait)
+
+
+@uninterrupted
+def grow_ahead(space: RowSpace, wanted: Iterable[tuple[LiveRow, int]]) -> None:
+    """Map what sequences will need, so that a later `KVCache.grow` finds it done; never blocks.
+
+    To be called while the device works, once `make_ready` has said that all lies ready. Passed over
+    is what lies ready no more, and whoever has to wait: for an address that is still in use, or for
+    a copy of what it shares.
+
+    Args:
+        space: The cache.
+        wanted: See `make_ready`. Sequences that hold nothing yet are passed over, too.
+
+    Raises:
+        DriverError: Nothing was mapped.
+    """
+    begun = [each for each in wanted if each[0].num_tokens]
+    changes = _plan(space, _targets(space, begun))
+    is_in_use = space.pool.reclaimer.has_retired_in
+    if is_in_use([each.addresses for each in changes]):
+        changes = [each for each in changes if not is_in_use([each.addresses])]
+    with suppress(OutOfPagesError):
+        _map(space, changes, space.pool.acquire)
+
+
+def _targets(space: RowSpace, wanted: Iterable[tuple[LiveRow, int]]) -> list[Target]:
+    """What those of `wanted` come to that lack something, and are not swapped out or moving."""
+    return [
+        Target(each.row, min(to, space.max_tokens), each.num_tokens, each.tenant)
+        for each, to in space.short(wanted)
+        if each.is_resident
+    ]
+
+
+def _lacking_at_first(space: RowSpace, num_tokens: int, *, begins_empty: bool) -> list[int]:
+    """The size classes that a sequence will lack when it begins; see `make_ready`."""
+    row: int | None = None
+    if begins_empty:
+        try:
+            with space.pool.lock:
+                row = choose_row(space, num_tokens)
+        except OutOfAddressSpaceError:
+            return []  # Nobody can begin.
+    classes: list[int] = []
+    for group in space.groups:
+        end_tokens = min(num_tokens + space.overread_tokens, group.geometry.row_tokens)
+        there = 0 if row is None else group.adoptable_tokens(row)
+        num_pages = group.geometry.pages_for(end_tokens) - group.geometry.pages_for(there)
+        if num_pages > 0:
+            classes += size_classes(num_pages, group.largest_class)
+    return classes
+
+
+def keep_resident(space: RowSpace, overread_tokens: int) -> None:
+    """See `KVCache.keep_resident`."""
+    space.check_open()
+    before = space.overread_tokens
+    if overread_tokens <= before:
+        return
+    if space.pool.scrub is Scrub.POISON:
+        raise ConfigError(
+            f"a kernel that fetches {overread_tokens} tokens past the length would fetch the NaN "
+            'of scrub="poison"; choose another attention backend, or none of the poison'
+        )
+    if space.moving:
+        raise ConfigError("a sequence is on its way to the host; finish that, or cancel it, first")
+    space.overread_tokens = overread_tokens
+    try:
+        live = space.live_sequences()
+        map_rows(
+            space,
+            [Target(each.row, each.num_tokens, each.num_tokens, each.tenant) for each in live],
+        )
+    except BaseException:
+        space.overread_tokens = before
+        raise
+
+
+# ---- mapping ------------------------------------------------------------------------------
+
+
+def map_rows(
+    space: RowSpace, targets: Sequence[Target], groups: Sequence[LayerGroup] | None = None
+) -> None:
+    """Map what `targets`, each another row, lack in `groups`, or in all.
+
+    Where the pool is short, parked rows of all its caches give way, and only what is needed is
+    mapped.
+
+    Raises:
+        OutOfPagesError: The pool cannot supply everything. Nothing was mapped.
+        DriverError: The driver refused. Nothing was mapped.
+    """
+    try:
+        changes = _plan(space, targets, groups, exactly=False)
+        _map(space, changes, space.pool.acquire)
+    except OutOfPagesError:
+        changes = _plan(space, targets, groups, exactly=True)
+        _map(space, changes, space.pool.acquire_or_evict)
+
+
+def _map(
+    space: RowSpace,
+    changes: Sequence[RowChange],
+    acquire: Callable[[Sequence[int]], list[Extent]],
+) -> None:
+    if changes:
+        stream = space.current_stream()
+        space.pool.reclaimer.poll()
+        with change(space.pool, changes, acquire=acquire) as made:
+            made.map(stream)
+            made.fill(stream)
+
+
+def _plan(
+    space: RowSpace,
+    targets: Iterable[Target],
+    groups: Sequence[LayerGroup] | None = None,
+    *,
+    exactly: bool = False,
+) -> list[RowChange]:
+    """What to map where: `exactly` what is needed, else a growth quantum (see `geometry.py`)."""
+    changes = []
+    for row, num_tokens, num_past_tokens, tenant in targets:
+        if not num_tokens:
+            continue
+        for group in space.groups if groups is None else groups:
+            resident_until = min(num_tokens + space.overread_tokens, group.geometry.row_tokens)
+            first_page = group.next_page(row, 0 if space.keeps_past else num_past_tokens)
+            num_pages = group.pages_to_add(first_page, resident_until, exactly=exactly)
+            if num_pages:
+                classes = tuple(size_classes(num_pages, group.largest_class))
+                changes.append(RowChange(group.table, row, first_page, classes, tenant))
+    return changes
+
+
+# ---- what is not needed -------------------------------------------------------------------
+
+
+def retire_surplus(space: RowSpace, wanted: Mapping[LiveRow, int] | None = None) -> int:
+    """Retire what live rows hold beyond their length, or the one they are `wanted` to have.
+
+    With it goes what their windows have passed, unless the cache keeps past.
+
+    Returns the bytes that are free once their fences have passed.
+    """
+    pool = space.pool
+    with pool.lock:
+        now = pool.reclaimer.new_fence()
+        before_bytes = pool.stats().resident_bytes
+        for sequence, num_tokens in _needed(space, wanted or {}):
+            row, fence = sequence.row, now
+            if not sequence.num_tokens:  # It has just begun: what it was left is not in use yet.
+                fence = pool.reclaimer.fence_since(space.rows.idle_since(row))
+            for group in space.groups:
+                group.retire_from(row, num_tokens, fence)
+        if not space.keeps_past:
+            retire_behind_windows(space)
+        return before_bytes - pool.stats().resident_bytes
+
+
+def surplus_bytes(space: RowSpace) -> int:
+    """What `retire_surplus` would give back. Cost: proportional to the live rows."""
+    idle: list[Placed] = []
+    books = [
+        (group.table.rows, group.geometry.token_bytes, group.geometry.page_bytes)
+        for group in space.groups
+    ]
+    for sequence, num_tokens in _needed(space, {}):
+        for rows, token_bytes, page_bytes in books:
+            needed_bytes = num_tokens * token_bytes
+            for mapping in reversed(rows[sequence.row].mappings):
+                if mapping.first_page * page_bytes < needed_bytes:
+                    break
+                idle.append(mapping)
+    if not space.keeps_past:
+        for group, row, num_tokens in _behind_windows(space, space.live_sequences()):
+            end_page = group.first_needed_page(num_tokens)
+            passed = group.table.overlapping(row, 0, end_page)
+            idle += [mapping for mapping in passed if mapping.end_page <= end_page]
+    return sum(each.extent.num_bytes for each in idle if not each.extent.is_shared)
+
+
+def retire_behind_windows(space: RowSpace, sequences: Iterable[LiveRow] | None = None) -> None:
+    """Retire what no later query of these sequences (or all) can see."""
+    concerned = space.live_sequences() if sequences is None else sequences
+    for group, row, num_tokens in _behind_windows(space, concerned):
+        _retire_front(space, group, row, num_tokens)
+
+
+@uninterrupted
+def _retire_front(space: RowSpace, group: LayerGroup, row: int, num_tokens: int) -> None:
+    group.retire_front(row, num_tokens, space.pool.reclaimer.new_fence())
+
+
+def _behind_windows(
+    space: RowSpace, sequences: Iterable[LiveRow]
+) -> Iterator[tuple[LayerGroup, int, int]]:
+    """The groups and rows of sequences whose windows have passed an extent.
+
+    With the number of tokens after which the next query comes.
+    """
+    windowed = [group for group in space.groups if group.window_tokens is not None]
+    for each in sequences if windowed else ():
+        num_tokens = each.num_tokens
+        if space.prefixes.num_recorded(each.row):
+            # What is found as a prefix is cut to whole blocks, and must see its own window.
+            num_tokens = max(0, num_tokens - BLOCK_TOKENS + 1)
+        for group in windowed:
+            if group.has_front_to_retire(each.row, num_tokens):
+                yield group, each.row, num_tokens
+
+
+def _needed(space: RowSpace, wanted: Mapping[LiveRow, int]) -> list[tuple[LiveRow, int]]:
+    """How far each live row must stay mapped."""
+    overread_tokens = space.overread_tokens
+    needed = [(each, each.num_tokens) for each in space.live_sequences()]
+    if wanted:
+        needed = [(each, max(to, wanted.get(each, 0))) for each, to in needed]
+    return [(each, to + overread_tokens if to else 0) for each, to in needed]

@@ -1,0 +1,434 @@
+"""A layer group: layers that share a token row, a reservation, and a lifetime.
+
+Full-attention layers keep every token. Sliding-window layers need only the last ones, so
+they form a group of their own, whose front pages can leave as the window passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from ...errors import InternalError
+from ...units import div_ceil
+from .. import _native
+from ..backend import Access, Backend
+from ..memory import ExtentPool, PageTable, RecordedFence
+from .fp8 import LayerScales, Scales
+from .geometry import Geometry, growth_quantum_class, largest_class_for_window, pages_to_map
+
+# ---- views ---------------------------------------------------------------------------------------
+
+_DLPACK_CUDA = 2
+
+
+def torch_device(backend: Backend) -> torch.device:
+    """The torch device whose tensors live in this backend's memory."""
+    device_type, index = backend.dlpack_device
+    return torch.device("cuda", index) if device_type == _DLPACK_CUDA else torch.device("cpu")
+
+
+def stream_getter(backend: Backend) -> Callable[[], int]:
+    """A function that returns the raw handle of torch's current stream on this device."""
+    device_type, index = backend.dlpack_device
+    if device_type != _DLPACK_CUDA:
+        return lambda: 0
+    # The private name costs 0.1 µs; torch.cuda.current_stream builds an object for 2 µs.
+    raw: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
+    return lambda: raw(index)
+
+
+@dataclass(frozen=True)
+class GroupViews:
+    """The tensors over one layer group.
+
+    Attributes:
+        keys: `[layers, rows, k_heads, row_tokens, k_dim]`, strided over the reservation.
+        values: `[layers, rows, v_heads, row_tokens, v_dim]`.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+def group_views(
+    backend: Backend,
+    address: int,
+    geometry: Geometry,
+    dtype: torch.dtype,
+    counter: _native.ViewCounter,
+    *,
+    inference: bool = False,
+) -> GroupViews:
+    """Tensors over the reservation at `address`.
+
+    A cache has two sets of them. Ordinary tensors work everywhere, but in inference mode each
+    operation on one passes through autograd's dispatch all the same, which costs a decode step
+    of 32 layers 1 ms. Inference tensors do not, and must not be written outside that mode.
+
+    Args:
+        backend: Whose memory it is.
+        address: Where the reservation starts.
+        geometry: How it is divided.
+        dtype: The element type, of the geometry's item size.
+        counter: Counts the storages that point into the range; the reservation must outlive it.
+        inference: Make inference tensors.
+    """
+    device_type, device_index = backend.dlpack_device
+    capsule = _native.view_capsule(
+        address, geometry.reserved_bytes, device_type, device_index, counter
+    )
+    with torch.inference_mode(mode=inference), torch.no_grad():
+        flat = torch.utils.dlpack.from_dlpack(capsule).view(dtype)
+        item_bytes = geometry.shape.itemsize_bytes
+
+        def strided(num_heads: int, dim: int, offset_bytes: int) -> torch.Tensor:
+            steps_bytes = geometry.layer_bytes, geometry.row_bytes, geometry.token_bytes
+            layer, row, token = (each // item_bytes for each in steps_bytes)
+            return flat.as_strided(
+                (geometry.num_layers, geometry.num_rows, num_heads, geometry.row_tokens, dim),
+                (layer, row, dim, token, 1),
+                offset_bytes // item_bytes,
+            )
+
+        shape = geometry.shape
+        keys = strided(shape.num_k_heads, shape.k_dim, geometry.k_offset_bytes(0))
+        values = strided(shape.num_v_heads, shape.v_dim, geometry.v_offset_bytes(0))
+    return GroupViews(keys, values)
+
+
+# ---- layer group ---------------------------------------------------------------------------------
+
+#: Kernels fetch whole key tiles, so a window's first tile may begin before the window; the
+#: widest tile of any kernel here is 256 tokens (FlashAttention-2, head size 64).
+UNDERREAD_TOKENS = 256
+
+
+class LayerGroup:
+    """The rows of one group of layers.
+
+    Args:
+        pool: Where memory comes from.
+        geometry: How the rows are laid out.
+        dtype: The element type.
+        window_tokens: How many of the last tokens a query sees, itself included; None for all.
+        scales: Of each layer, in eight bits; None where what is stored are the numbers themselves.
+
+    Raises:
+        OutOfAddressSpaceError: The reservation is not to be had.
+    """
+
+    def __init__(
+        self,
+        pool: ExtentPool,
+        geometry: Geometry,
+        dtype: torch.dtype,
+        window_tokens: int | None = None,
+        scales: Sequence[LayerScales] | None = None,
+    ):
+        self.pool = pool
+        self.geometry = geometry
+        self.dtype = dtype
+        self.window_tokens = window_tokens
+        self.scales = None if scales is None else tuple(scales)
+        self.table = PageTable(pool, geometry.num_rows, geometry.row_pages, dtype)
+        self._scale_tensors: dict[int, Scales] = {}
+        self._view_counter = _native.ViewCounter()
+        self._views: dict[bool, GroupViews] = {}
+        self._first_written: dict[int, int] = {}
+        self.largest_class = pool.largest_class
+        if window_tokens is not None:
+            window_pages = geometry.pages_for(window_tokens)
+            self.largest_class = largest_class_for_window(window_pages, pool.largest_class)
+
+    @property
+    def layout(self) -> dict[str, Any]:
+        """What two groups must agree on to read each other's token rows, as plain values."""
+        shape = self.geometry.shape
+        return {
+            "num_layers": self.geometry.num_layers,
+            "num_k_heads": shape.num_k_heads,
+            "k_dim": shape.k_dim,
+            "num_v_heads": shape.num_v_heads,
+            "v_dim": shape.v_dim,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "scales": None if self.scales is None else [each.as_values() for each in self.scales],
+            "window_tokens": self.window_tokens,
+            "token_bytes": self.geometry.token_bytes,
+        }
+
+    @property
+    def views(self) -> GroupViews:
+        """The tensors over the rows, usable in every mode."""
+        return self.views_in(inference=False)
+
+    def views_in(self, *, inference: bool) -> GroupViews:
+        """The tensors over the rows; see `group_views` for what `inference` is good for."""
+        if inference not in self._views:
+            self._views[inference] = group_views(
+                self.pool.backend,
+                self.table.address,
+                self.geometry,
+                self.dtype,
+                self._view_counter,
+                inference=inference,
+            )
+        return self._views[inference]
+
+    def scales_at(self, place: int) -> Scales | None:
+        """What the layer at `place` is to be multiplied by, on its device; None for nothing.
+
+        Cost: the first time for each layer, a copy to the device, which it waits for.
+        """
+        if self.scales is None:
+            return None
+        if place not in self._scale_tensors:
+            self._scale_tensors[place] = Scales.of(
+                self.scales[place], torch_device(self.pool.backend)
+            )
+        return self._scale_tensors[place]
+
+    def next_page(self, row: int, num_tokens: int) -> int:
+        """Where `row`, of a sequence that holds `num_tokens` now, grows next.
+
+        An empty row of a windowed group starts where its window does, not at the beginning.
+        """
+        pages = self.table.rows[row]
+        return pages.end_page if pages.mappings else self.first_needed_page(num_tokens)
+
+    def pages_lacking(self, row: int, num_tokens: int, end_tokens: int) -> int:
+        """Pages that `row`, of a sequence of `num_tokens`, lacks to be written to `end_tokens`.
+
+        Copies of what is shared there are among them.
+        """
+        first_page = self.next_page(row, num_tokens)
+        if self.table.rows[row].mappings:
+            written_page = self.geometry.whole_pages_below(num_tokens)
+            first_page = min(first_page, self.table.guarded_page(row, written_page))
+        end_tokens = min(end_tokens, self.geometry.row_tokens)
+        return max(0, self.geometry.pages_for(end_tokens) - first_page)
+
+    def pages_to_add(self, first_page: int, num_tokens: int, *, exactly: bool) -> int:
+        """Pages to map from `first_page` for a row to hold `num_tokens`.
+
+        With a growth quantum unless `exactly`.
+        """
+        held_pages = max(0, first_page - self.first_needed_page(num_tokens))
+        quantum_class = 0 if exactly else growth_quantum_class(held_pages, self.largest_class)
+        return pages_to_map(
+            first_page, self.geometry.pages_for(num_tokens), self.geometry.row_pages, quantum_class
+        )
+
+    def resident_tokens(self, row: int) -> int:
+        """Tokens of `row` up to which memory is mapped."""
+        end_bytes = self.table.rows[row].end_page * self.geometry.page_bytes
+        return min(end_bytes // self.geometry.token_bytes, self.geometry.row_tokens)
+
+    def writable_tokens(self, row: int, num_tokens: int, overread_tokens: int) -> int:
+        """Up to which token a sequence of `num_tokens` in `row` may be written, as it is now.
+
+        From `num_tokens` on, all before it is mapped, the row's own and not protected; what is
+        read `overread_tokens` past it is mapped. Less than `num_tokens` where nothing is.
+        """
+        first_page = self.geometry.whole_pages_below(num_tokens)
+        if not self.table.is_writable_from(row, first_page):
+            return 0
+        return self.resident_tokens(row) - overread_tokens
+
+    def first_mapped_token(self, row: int, num_tokens: int) -> int:
+        """The first of `num_tokens` tokens of `row` that is mapped in full; else `num_tokens`."""
+        if not self.table.rows[row].mappings:
+            return num_tokens  # A window of one token sees nothing that was before.
+        return self.first_token_at(self.table.rows[row].first_page)
+
+    def first_readable_token(self, row: int, num_tokens: int) -> int:
+        """The first of `num_tokens` tokens of `row` that is there, as it was written."""
+        return min(
+            num_tokens, max(self.first_mapped_token(row, num_tokens), self.first_written(row))
+        )
+
+    def keeps(self, row: int, num_tokens: int) -> bool:
+        """Whether all that a query at position `num_tokens` sees, and reads besides, is there."""
+        return num_tokens >= self.shortest_kept(row)
+
+    def reaches(self, row: int, num_tokens: int) -> bool:
+        """Whether `row` is mapped up to `num_tokens`, as far as the next query sees any of it."""
+        end_page = self.geometry.pages_for(num_tokens)
+        is_mapped = self.table.rows[row].end_page >= end_page
+        return is_mapped or self.first_needed_page(num_tokens) >= end_page
+
+    def shortest_kept(self, row: int) -> int:
+        """From which length on all that the next query sees, and reads besides, is there."""
+        if self.window_tokens is None:
+            return 0
+        first_page = self.table.rows[row].first_page
+        read = self.first_token_at(first_page) + UNDERREAD_TOKENS if first_page else 0
+        seen = max(read, self.first_written(row))
+        return seen + self.window_tokens - 1 if seen else 0
+
+    def adoptable_tokens(self, row: int) -> int:
+        """Tokens a new sequence in `row` would find mapped, for itself alone."""
+        pages = self.table.rows[row]
+        if pages.first_page:
+            return 0
+        if pages.shared_end_page:  # Else nothing is shared: every newcomer asks many rows.
+            for mapping in self.table.overlapping(row, 0, pages.shared_end_page):
+                if mapping.extent.is_shared:
+                    return self.token_at(mapping.first_page)
+        return self.resident_tokens(row)
+
+    def token_at(self, page: int) -> int:
+        """The token that `page` of a row begins in, or with."""
+        return self.geometry.whole_tokens_below(page)
+
+    def first_token_at(self, page: int) -> int:
+        """The first token that begins in `page` of a row, or behind."""
+        return div_ceil(page * self.geometry.page_bytes, self.geometry.token_bytes)
+
+    def resident_bytes(self, row: int) -> int:
+        """Bytes mapped in `row`."""
+        return self.table.rows[row].num_pages * self.geometry.page_bytes
+
+    def used_bytes(self, num_tokens: int) -> int:
+        """Bytes that a sequence of `num_tokens` needs here."""
+        kept = num_tokens if self.window_tokens is None else min(num_tokens, self.window_tokens - 1)
+        return kept * self.geometry.token_bytes
+
+    def first_needed_page(self, num_tokens: int) -> int:
+        """The first page of a row that a query at `num_tokens` or later can make a kernel read."""
+        first_read = self.first_seen_token(num_tokens) - UNDERREAD_TOKENS
+        return self.geometry.whole_pages_below(first_read) if first_read > 0 else 0
+
+    def first_seen_token(self, num_tokens: int) -> int:
+        """The first token that a query at position `num_tokens` sees."""
+        return 0 if self.window_tokens is None else max(0, num_tokens - self.window_tokens + 1)
+
+    def first_kept_token(self, row: int, num_tokens: int) -> int:
+        """The first token of `row` that a query at `num_tokens` or later can make a kernel read."""
+        first_token = self.first_token_at(self.first_needed_page(num_tokens))
+        return max(first_token, self.first_written(row))
+
+    def first_kept_page(self, row: int, num_tokens: int, *, keeps_past: bool) -> int:
+        """The first page of what goes with `row` where another takes over its `num_tokens` tokens.
+
+        With `keeps_past` all that there is.
+        """
+        pages, needed = self.table.rows[row], self.first_needed_page(num_tokens)
+        return min(needed, pages.first_page) if keeps_past and pages.mappings else needed
+
+    def first_common_page(
+        self, source: int, target: int, num_tokens: int, *, keeps_past: bool
+    ) -> int:
+        """The first page of what a live row can take over from another, of `num_tokens` both."""
+        rows = (source, target)
+        return max(self.first_kept_page(row, num_tokens, keeps_past=keeps_past) for row in rows)
+
+    def has_front_to_retire(self, row: int, num_tokens: int) -> bool:
+        """Whether the window has passed all of the row's first extent."""
+        mappings = self.table.rows[row].mappings
+        return bool(mappings) and mappings[0].end_page <= self.first_needed_page(num_tokens)
+
+    def retire_front(self, row: int, num_tokens: int, fence: RecordedFence) -> None:
+        """Retire what no query at position `num_tokens` or later can see."""
+        self.table.retire_front(row, self.first_needed_page(num_tokens), fence)
+
+    def retire_from(self, row: int, num_tokens: int, fence: RecordedFence) -> None:
+        """Retire the extents that hold nothing of the first `num_tokens` tokens of `row`."""
+        self.table.retire_back(row, self.geometry.pages_for(num_tokens), fence)
+
+    def begin_row(self, row: int, first_token: int = 0) -> None:
+        """`row` begins anew: what it will hold is written from `first_token` on, not before."""
+        self._first_written[row] = first_token
+
+    def first_written(self, row: int) -> int:
+        """The first token of `row` that was written; what is mapped before it is not its own."""
+        return self._first_written.get(row, 0)
+
+    def note_taken_over(
+        self, moves: Sequence[tuple[int, int]], num_tokens: int, *, keeps_past: bool
+    ) -> None:
+        """Of each `(source, target)` row, the target holds what `first_common_page` says."""
+        before = dict(self._first_written)
+        for source, target in moves:
+            first_page = self.first_common_page(source, target, num_tokens, keeps_past=keeps_past)
+            first_token = self.first_token_at(first_page)
+            self._first_written[target] = max(first_token, before.get(source, 0))
+
+    def scrub(self, row: int, num_tokens: int, tenant: object, stream: int) -> bool:
+        """Overwrite what `row`'s own extents behind `num_tokens` tokens still hold of others.
+
+        Returns whether they held anything.
+        """
+        is_scrubbed = False
+        first_page = self.geometry.pages_for(num_tokens)
+        for mapping in self.table.overlapping(row, first_page, self.table.row_pages):
+            is_own = mapping.access is Access.READ_WRITE and not mapping.extent.is_shared
+            if is_own and mapping.first_page >= first_page:
+                address = self.table.page_address(row, mapping.first_page)
+                is_scrubbed |= self.pool.scrub.prepare(
+                    self.pool.backend, [mapping.extent], address, tenant, stream, self.dtype
+                )
+        return is_scrubbed
+
+    def copy_row(
+        self, row: int, tokens: slice, source: LayerGroup, source_places: Sequence[int]
+    ) -> None:
+        """Copy `tokens` of `row` from the layers of `source` at `source_places` to this group's.
+
+        What lies before them was never written here, though it may be mapped.
+        """
+        self.begin_row(row, max(tokens.start, source.first_written(row)))
+        with torch.inference_mode(mode=False), torch.no_grad():
+            for mine, theirs in (
+                (self.views.keys, source.views.keys),
+                (self.views.values, source.views.values),
+            ):
+                for at, place in enumerate(source_places):
+                    mine[at, row, :, tokens] = theirs[place, row, :, tokens]
+
+    def check_row(self, row: int, num_tokens: int, overread_tokens: int) -> None:
+        """Check I6 for a live row.
+
+        Raises:
+            InternalError: Something that a sequence of `num_tokens` needs is not mapped.
+        """
+        if not num_tokens:
+            return
+        pages = self.table.rows[row]
+        first = self.first_needed_page(num_tokens)
+        end = self.geometry.pages_for(min(num_tokens + overread_tokens, self.geometry.row_tokens))
+        if first < end and (pages.first_page > first or pages.end_page < end):
+            raise InternalError(
+                f"I6: row {row} of {num_tokens} tokens needs pages [{first}, {end}), has "
+                f"[{pages.first_page}, {pages.end_page})"
+            )
+
+    def has_outside_views(self) -> bool:
+        """Whether tensors other than this group's own point into the range. Drops its own."""
+        self._views.clear()
+        return self._view_counter.live > 0
+
+    def close(self) -> None:
+        """Unmap everything, after its fence; free the range once no tensor points into it."""
+        self._views.clear()
+        counter = self._view_counter
+        self.table.close(lambda: counter.live > 0)
+
+    def close_behind(self, fence: RecordedFence) -> None:
+        """`close`, without waiting: what `fence` covers may still run."""
+        self._views.clear()
+        counter = self._view_counter
+        self.table.close_behind(fence, lambda: counter.live > 0)
+
+
+def split_layers(num_layers: int, layers_per_group: int | None) -> list[range]:
+    """Divide `num_layers` layers into runs of at most `layers_per_group`, as even as possible."""
+    if layers_per_group is None or layers_per_group >= num_layers:
+        return [range(num_layers)]
+    num_groups = div_ceil(num_layers, layers_per_group)
+    bounds = [num_layers * at // num_groups for at in range(num_groups + 1)]
+    return [range(start, end) for start, end in pairwise(bounds)]

@@ -1,0 +1,657 @@
+"""A row space: layer groups over one pool, and the rows of them that sequences take and leave.
+
+All that forks, reorderings, swaps, files and other processes need to know of a cache. It knows
+which rows are live, and asks those who live there how far they are written.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from operator import itemgetter
+from typing import Protocol, TypeVar
+
+import torch
+
+from ...errors import ClosedError, ConfigError, InternalError, OutOfAddressSpaceError
+from ..backend import Backend
+from ..memory import Extent, ExtentPool, RecordedFence, Victim, WriteRange, pinned
+from .cost import CostModel
+from .device_memory import open_pool
+from .fp8 import Scales
+from .geometry import check_positive
+from .layer_group import LayerGroup, stream_getter, torch_device
+from .prefix import PrefixIndex
+from .stats import SharingStats
+
+# ---- rows ----------------------------------------------------------------------------------------
+
+
+class Rows:
+    """The states of `num_rows` rows. Guarded by the pool's lock."""
+
+    def __init__(self, num_rows: int):
+        self.num_rows = num_rows
+        self._empty = list(range(num_rows))  # A heap: low rows first, so views stay narrow.
+        self._parked: dict[int, int] = {}  # When each was last used; longest ago first.
+        self._live: set[int] = set()
+        # Since when nobody has submitted work on each, as far as is known; of live rows what forks
+        # of them say.
+        self._idle_since: dict[int, int] = {}
+
+    @property
+    def live(self) -> set[int]:
+        """The rows of live sequences."""
+        return self._live
+
+    def parked(self) -> Iterator[int]:
+        """Parked rows, used longest ago first."""
+        return iter(tuple(self._parked))
+
+    def is_parked(self, row: int) -> bool:
+        """Whether `row` holds memory of an ended sequence."""
+        return row in self._parked
+
+    def last_used(self, row: int) -> int:
+        """When a parked `row` was parked, or last started from."""
+        return self._parked[row]
+
+    def idle_since(self, row: int) -> int:
+        """When work was submitted last on `row`, parked or taken and not used yet; 0 for never."""
+        return self._idle_since.get(row, 0)
+
+    def touch(self, row: int, now: int) -> None:
+        """A sequence has started from `row`, live or parked, and may have copied from it."""
+        self._idle_since[row] = now
+        if row in self._parked:
+            del self._parked[row]
+            self._parked[row] = now
+
+    def choose(
+        self,
+        num_tokens: int,
+        adoptable_tokens: Callable[[int], int],
+        with_prefix: Container[int] = (),
+    ) -> int:
+        """The row for a sequence of about `num_tokens` that starts from nothing, not taken yet.
+
+        Of the parked rows that are not `with_prefix`, the smallest that is large enough, else the
+        largest, which then grows; else the first empty one; else the one whose prefix was used
+        longest ago.
+
+        Raises:
+            OutOfAddressSpaceError: Every row is live.
+        """
+        plain = [row for row in self._parked if row not in with_prefix]
+        sizes = {row: adoptable_tokens(row) for row in plain}
+        fitting = [row for row in plain if sizes[row] >= max(1, num_tokens)]
+        if fitting:
+            return min(fitting, key=lambda row: sizes[row])
+        if plain:
+            return max(plain, key=lambda row: sizes[row])
+        return self.choose_unneeded()
+
+    def choose_unneeded(self, but: int | None = None) -> int:
+        """A row for a sequence that brings its own memory: empty, or parked longest unused.
+
+        Args:
+            but: Not this one.
+
+        Raises:
+            OutOfAddressSpaceError: Every row is live.
+        """
+        if self._empty:
+            return self._empty[0]
+        for row in self._parked:
+            if row != but:
+                return row
+        raise OutOfAddressSpaceError(
+            f"all {self.num_rows} rows hold live sequences; close one, or make the cache with "
+            "more rows",
+            needed_bytes=0,
+        )
+
+    def check_free(self, row: int) -> None:
+        """Raise `ConfigError` if there is no such row, or it is live already."""
+        if row in self._live or not 0 <= row < self.num_rows:
+            raise ConfigError(f"row {row} of {self.num_rows} is not free")
+
+    def take(self, row: int) -> None:
+        """Make `row` live. Raises what `check_free` does."""
+        self.check_free(row)
+        if row in self._parked:
+            del self._parked[row]
+        elif row == self._empty[0]:
+            heapq.heappop(self._empty)
+        else:
+            self._empty.remove(row)
+            heapq.heapify(self._empty)
+        self._live.add(row)
+
+    def park(self, row: int, now: int = 0, idle_since: int | None = None) -> None:
+        """`row`'s sequence has ended; its memory stays. Nobody works on it since `idle_since`."""
+        self._live.remove(row)
+        self._parked[row] = now
+        since = now if idle_since is None else idle_since
+        self._idle_since[row] = max(since, self._idle_since.get(row, since))
+
+    def empty(self, row: int) -> None:
+        """A parked `row`'s memory has been retired."""
+        del self._parked[row]
+        heapq.heappush(self._empty, row)
+
+
+# ---- victims -------------------------------------------------------------------------------------
+
+#: The token that what could go begins at, and its extent; what goes first comes first.
+Gives = Sequence[tuple[int, Extent]]
+
+
+def ends_of(groups: Sequence[LayerGroup], row: int) -> Gives:
+    """What a row could give up: it loses its end first, in all groups, and nothing pinned.
+
+    What is left of a prefix so still serves.
+    """
+    ends: list[tuple[int, Extent]] = []
+    pinned_token = -1
+    for group in groups:
+        page_bytes, token_bytes = group.geometry.page_bytes, group.geometry.token_bytes
+        mappings = group.table.rows[row].mappings
+        # As `token_at` says; dozens of a row, of dozens of rows for a plan where memory is short.
+        ends += [(each.first_page * page_bytes // token_bytes, each.extent) for each in mappings]
+        for pin in [each.first_page for each in mappings if each.num_pins]:
+            pinned_token = max(pinned_token, pin * page_bytes // token_bytes)
+    if pinned_token >= 0:
+        ends = [each for each in ends if each[0] > pinned_token]
+    ends.sort(key=itemgetter(0), reverse=True)
+    return ends
+
+
+def own_bytes(groups: Sequence[LayerGroup], row: int) -> int | None:
+    """What a parked row holds, if all of it is the row's alone; else None.
+
+    Told without a look at extents, of which there are dozens: a plan asks this of a dozen rows.
+    What is pinned is counted as well, and passed over when it is to go.
+    """
+    num_bytes = 0
+    for group in groups:
+        pages = group.table.rows[row]
+        if pages.shared_end_page:  # A parked row's own memory is the device's: see `drop_spilled`.
+            return None
+        num_bytes += pages.num_pages * group.geometry.page_bytes
+    return num_bytes
+
+
+def check_own_bytes(groups: Sequence[LayerGroup], row: int) -> None:
+    """Hold `own_bytes` of a parked row against its extents; raise `InternalError` if it lies."""
+    told = own_bytes(groups, row)
+    mapped = [each.extent for group in groups for each in group.table.rows[row].mappings]
+    counted = sum(extent.num_bytes for extent in mapped if extent.is_freeable)
+    if told is not None and told != counted:
+        raise InternalError(f"row {row} tells {told} bytes of its own, its extents {counted}")
+
+
+def victim_of(
+    gives: Callable[[], Gives],
+    retire: Callable[[int], None],
+    *,
+    freeable_bytes: int | None = None,
+    last_used: int,
+    num_hits: int = 0,
+    num_prefix_tokens: int = 0,
+) -> Victim:
+    """A row as a victim.
+
+    Args:
+        gives: Says what it could give up, as things are when it is called.
+        retire: Retires what the row holds from so many tokens on.
+        freeable_bytes: What of that would become free; None if that is not known at sight.
+        last_used: When it was parked, or last matched.
+        num_hits: How often a sequence has started from it.
+        num_prefix_tokens: Tokens of it that a new sequence could start from.
+    """
+
+    def evict(num_bytes: int) -> int:
+        evicted_bytes, keep_tokens = 0, None
+        for first_token, extent in _freeable(gives()):
+            if evicted_bytes >= num_bytes and first_token != keep_tokens:
+                break
+            evicted_bytes += extent.num_bytes
+            keep_tokens = first_token
+        if keep_tokens is not None:
+            retire(keep_tokens)
+        return evicted_bytes
+
+    def give_up(extents: Collection[Extent]) -> None:
+        retire(min(first_token for first_token, extent in gives() if extent in extents))
+
+    shared: list[Extent] = []
+    if freeable_bytes is None:
+        freeable_bytes = 0
+        for _, extent in gives():
+            if extent.is_freeable:
+                freeable_bytes += extent.num_bytes
+            elif extent.is_of_budget and extent.num_live_mappings > 1:
+                shared.append(extent)
+    return Victim(
+        last_used=last_used,
+        freeable_bytes=freeable_bytes,
+        num_hits=num_hits,
+        num_tokens=num_prefix_tokens,
+        evict=evict,
+        shared=shared,
+        give_up=give_up,
+    )
+
+
+def _freeable(gives: Gives) -> Gives:
+    return [each for each in gives if each[1].is_freeable]
+
+
+# ---- row space -----------------------------------------------------------------------------------
+
+Live = TypeVar("Live", bound="LiveRow")
+
+
+class LiveRow(Protocol):
+    """What a sequence says of the row it lives in. See `Sequence`."""
+
+    row: int
+    num_tokens: int
+    tenant: str | None
+
+    @property
+    def cache(self) -> RowSpace:
+        """Where the row is."""
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether kernels can read it: neither swapped out nor moving."""
+
+    def check_open(self) -> None:
+        """Raise `ClosedError` if the sequence has ended, `ConfigError` if it is swapped out."""
+
+
+class RowSpace:
+    """What `KVCache` is without its sequences. Args: as of `KVCache`.
+
+    Attributes:
+        pool: Where memory comes from.
+        max_tokens: The longest sequence.
+        max_sequences: How many rows there are.
+        groups: The layer groups, in the order in which they were made.
+        rows: Which rows are live, parked or empty.
+        live: Who lives in which row.
+        moving: Rows on their way to the host, each with what it could give back by leaving now.
+        prefixes: What rows are known to hold.
+        sharing: What was shared and copied so far.
+        cost_model: Decides between mapping and copying.
+        overread_tokens: Tokens past a sequence's length that are kept resident; see
+            `KVCache.keep_resident`.
+        keeps_past: While true, sliding-window groups keep what has left the window (for rollback).
+        current_stream: Returns the raw handle of torch's current stream on the device.
+    """
+
+    def __init__(
+        self,
+        memory: str | Backend | ExtentPool,
+        *,
+        max_tokens: int,
+        max_sequences: int,
+        budget_bytes: int | None = None,
+        host_budget_bytes: int | None = None,
+        layers_per_group: int | None = None,
+        cost_model: CostModel | None = None,
+    ):
+        check_positive("max_tokens", max_tokens)
+        check_positive("max_sequences", max_sequences)
+        for name, value in (
+            ("budget_bytes", budget_bytes),
+            ("host_budget_bytes", host_budget_bytes),
+            ("layers_per_group", layers_per_group),
+        ):
+            if value is not None:
+                check_positive(name, value)
+        self.pool = open_pool(memory, budget_bytes, host_budget_bytes)
+        self.pool.attach()
+        backend = self.pool.backend
+        self.max_tokens = max_tokens
+        self.max_sequences = max_sequences
+        is_host = backend.name == "host"
+        self.layers_per_group = 1 if layers_per_group is None and is_host else layers_per_group
+        self.groups: list[LayerGroup] = []
+        self.places: dict[int, tuple[LayerGroup, int]] = {}
+        self.rows = Rows(max_sequences)
+        self.live: dict[int, LiveRow] = {}
+        self.moving: dict[int, Callable[[], Victim]] = {}
+        self.prefixes = PrefixIndex()
+        self.sharing = SharingStats()
+        self.cost_model = cost_model or CostModel.of(backend)
+        self.overread_tokens = 0
+        self.keeps_past = False
+        self.is_closed = False
+        self.current_stream = stream_getter(backend)
+        self._side_stream: int | None = None
+        with self.pool.lock:
+            self.pool.pressure.add_source(self.victims)
+
+    def check_open(self) -> None:
+        """Raise `ClosedError` if the cache is closed."""
+        if self.is_closed:
+            raise ClosedError("this KVCache is closed; make a new one")
+
+    # ---- layers ---------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        """The device whose tensors live here."""
+        return torch_device(self.pool.backend)
+
+    @property
+    def layers(self) -> list[int]:
+        """The layers that were added, as the caller numbers them."""
+        return sorted(self.places)
+
+    def place(self, layer: int) -> tuple[LayerGroup, int]:
+        """The group of `layer`, and its index in the group.
+
+        Raises:
+            ConfigError: No such layer was added.
+        """
+        if layer not in self.places:
+            raise ConfigError(f"layer {layer} was not added; there are {self.layers}")
+        return self.places[layer]
+
+    def members(self, group: LayerGroup) -> list[tuple[int, int]]:
+        """`(place, layer)` of each layer in `group`, in order; fewer than places where dropped."""
+        return sorted((at, layer) for layer, (home, at) in self.places.items() if home is group)
+
+    def keys(self, layer: int) -> torch.Tensor:
+        """All rows' keys of `layer`: `[rows, row_tokens, k_heads, k_dim]`, mostly unmapped.
+
+        What kernels take that are told rows and lengths, as it is stored: see `scales`. Only
+        tokens below a live sequence's `num_tokens` (and `overread_tokens` more) may be touched.
+        """
+        self.check_open()
+        group, at = self.place(layer)
+        return group.views.keys[at].transpose(1, 2)
+
+    def values(self, layer: int) -> torch.Tensor:
+        """All rows' values of `layer`: `[rows, row_tokens, v_heads, v_dim]`, as `keys`."""
+        self.check_open()
+        group, at = self.place(layer)
+        return group.views.values[at].transpose(1, 2)
+
+    # ---- streams --------------------------------------------------------------------------
+
+    def scales(self, layer: int) -> Scales | None:
+        """What stored keys and values of `layer` are multiplied by; None for nothing."""
+        group, at = self.place(layer)
+        return group.scales_at(at)
+
+    def note_stream(self) -> None:
+        """Say that torch's current stream works on this cache's memory. Cost: about 0.3 µs."""
+        self.pool.backend.note_stream(self.current_stream())
+
+    def side_stream(self) -> int:
+        """The stream on which sequences are swapped, made when first needed."""
+        if self._side_stream is None:
+            self._side_stream = self.pool.backend.new_stream()
+        return self._side_stream
+
+    def end_side_stream(self) -> None:
+        """Give that stream back. Idempotent."""
+        if self._side_stream is not None:
+            self.pool.backend.stream_destroy(self._side_stream)
+            self._side_stream = None
+
+    # ---- what rows hold -------------------------------------------------------------------
+
+    def keeps(self, row: int, num_tokens: int) -> bool:
+        """Whether `row` has all that a query after `num_tokens` tokens sees."""
+        for each in self.groups:
+            if not (each.keeps(row, num_tokens) and each.reaches(row, num_tokens)):
+                return False
+        return True
+
+    def check_keeps(self, row: int, num_tokens: int, doing: str) -> None:
+        """Raise `ConfigError`, for who is `doing` something, unless `keeps` or nothing is to be."""
+        if num_tokens and not self.keeps(row, num_tokens):
+            raise ConfigError(
+                f"cannot {doing} {num_tokens} tokens: a sliding-window layer no longer holds what "
+                "they would see (set keeps_past before appending)"
+            )
+
+    def can_begin(self, row: int, num_tokens: int) -> bool:
+        """Whether all is mapped that a sequence of `num_tokens` must have, over-read included."""
+        end_tokens = num_tokens + self.overread_tokens
+        return all(
+            group.resident_tokens(row) >= min(end_tokens, group.geometry.row_tokens)
+            for group in self.groups
+        )
+
+    def resident_tokens(self, row: int) -> int:
+        """Tokens of `row` up to which memory is mapped."""
+        return min((group.resident_tokens(row) for group in self.groups), default=0)
+
+    def adoptable_tokens(self, row: int) -> int:
+        """Tokens that a new sequence in `row` would find mapped, for itself alone."""
+        return min((group.adoptable_tokens(row) for group in self.groups), default=0)
+
+    def writable_tokens(self, sequence: LiveRow) -> int:
+        """See `Sequence.writable_tokens`."""
+        if not self.groups or not sequence.is_resident:
+            return 0
+        row, num_tokens, overread_tokens = sequence.row, sequence.num_tokens, self.overread_tokens
+        end = self.max_tokens
+        for group in self.groups:
+            end = min(end, group.writable_tokens(row, num_tokens, overread_tokens))
+        return end
+
+    def short(self, wanted: Iterable[tuple[Live, int]]) -> list[tuple[Live, int]]:
+        """Those of `wanted` that are to be longer than they may be written now, and how long.
+
+        Every step asks for all who run, so this says at sight what `writable_tokens` says of one.
+        """
+        overread_tokens = self.overread_tokens
+        rows_tokens = [group.geometry.row_tokens for group in self.groups]
+        row_tokens = min([self.max_tokens + overread_tokens, *rows_tokens])
+        books = [
+            (group.table.rows, group.geometry.token_bytes, group.geometry.page_bytes)
+            for group in self.groups
+        ]
+        found = []
+        for each in wanted:
+            sequence, num_tokens = each
+            end_tokens, row = num_tokens + overread_tokens, sequence.row
+            for rows, token_bytes, page_bytes in books:
+                pages = rows[row]
+                mappings = pages.mappings
+                if not mappings:
+                    break
+                last = mappings[-1]
+                end_page = last.first_page + last.extent.num_pages
+                if end_tokens * token_bytes > end_page * page_bytes:
+                    break
+                shared_end_page = pages.shared_end_page
+                if shared_end_page and sequence.num_tokens * token_bytes < (
+                    shared_end_page * page_bytes
+                ):
+                    break
+            else:
+                if end_tokens <= row_tokens and sequence.is_resident:
+                    continue
+            if num_tokens > 0:
+                found.append(each)
+        return found
+
+    def live_sequences(self) -> list[LiveRow]:
+        """Those that kernels can read: neither swapped out nor moving."""
+        return [each for each in self.live.values() if each.is_resident]
+
+    def pinned_row(self, row: int) -> AbstractContextManager[None]:
+        """For the length of a block, `row` is read: it stays mapped where it is."""
+        its = (mapping for group in self.groups for mapping in group.table.rows[row].mappings)
+        return pinned(self.pool, its)
+
+    def submitting(self, writes: Iterable[tuple[int, int, int]]) -> AbstractContextManager[None]:
+        """Submit a step within this; where checks are on, it is held against I10.
+
+        Args:
+            writes: The rows that it writes, each from a token to another.
+
+        Raises:
+            InternalError: A row may not be written there. Nothing is submitted.
+
+        Cost: nothing where checks are off.
+        """
+        submitted = self.pool.submitted
+        if submitted is None:
+            return nullcontext()
+        return submitted.submitting(
+            [
+                WriteRange(
+                    group.table,
+                    row,
+                    group.geometry.whole_pages_below(start),
+                    group.geometry.pages_for(end),
+                )
+                for row, start, end in writes
+                for group in self.groups
+            ]
+        )
+
+    # ---- taking and leaving rows ----------------------------------------------------------
+
+    def take(self, row: int, num_tokens: int, tenant: str | None) -> None:
+        """Make an empty or parked row live, with the first `num_tokens` tokens that it holds.
+
+        Every sequence begins here: what the row knows of the one before is forgotten.
+
+        Raises:
+            ConfigError: `row` is live, or does not exist.
+        """
+        self.rows.check_free(row)
+        if self.rows.is_parked(row):
+            # Another stream may still read what this one will overwrite.
+            self.pool.backend.join_streams(self.current_stream())
+        if not num_tokens:
+            self.begin_anew(row)
+        self.prefixes.truncate(row, num_tokens)  # First: what follows overwrites the rest.
+        is_scrubbed = True  # Also where it fails half-way.
+        try:
+            stream = self.current_stream()
+            is_scrubbed = any([it.scrub(row, num_tokens, tenant, stream) for it in self.groups])
+        finally:
+            if is_scrubbed:
+                self.note_used(row)
+        self.prefixes.take(row)
+        self.rows.take(row)
+
+    def note_used(self, row: int) -> None:
+        """Work on `row` may have been submitted up to now."""
+        with self.pool.lock:
+            self.rows.touch(row, self.pool.pressure.tick())
+
+    def begin_anew(self, row: int) -> None:
+        """`row` will be written from its first token on: it remembers nothing of what was before.
+
+        Retires runs that a window has moved off the row's start: no new beginning can use them.
+        """
+        displaced = [group for group in self.groups if group.table.rows[row].first_page]
+        if displaced:
+            fence = self.pool.reclaimer.new_fence()
+            for group in displaced:
+                group.retire_from(row, 0, fence)
+        for group in self.groups:
+            group.begin_row(row)
+
+    @contextmanager
+    def beginning(self, row: int | None = None) -> Iterator[int]:
+        """A row without memory, live from now on, for the block to fill; else it is empty again.
+
+        Raises:
+            OutOfAddressSpaceError: Every row holds a live sequence.
+            ConfigError: `row` is live, or does not exist.
+        """
+        with self.pool.lock:
+            if row is None:
+                row = self.rows.choose_unneeded()
+            self.take_emptied(row)
+        try:
+            yield row
+        except BaseException:
+            with self.pool.lock:
+                self.leave_emptied(row)
+            raise
+
+    def take_emptied(self, row: int) -> None:
+        """Make a row live that holds nothing; what it holds, parked, is retired. Locked.
+
+        Raises:
+            ConfigError: `row` is live, or does not exist.
+            DriverError: No fence could be recorded. The row is parked.
+        """
+        if self.rows.is_parked(row):
+            self.retire_parked(row, 0)
+        # Without memory there is nothing to scrub, to forget, or that others may still read.
+        self.rows.take(row)
+        for group in self.groups:
+            group.begin_row(row)
+
+    def leave_emptied(self, row: int) -> None:
+        """Retire what was mapped of a live row, which is empty then. Locked."""
+        self.rows.park(row, self.pool.pressure.tick())
+        self.retire_parked(row, 0)
+
+    def park(self, row: int, idle_since: int | None = None) -> None:
+        """The sequence of `row` has ended; what it leaves is the next one's. Locked.
+
+        Args:
+            row: Which.
+            idle_since: See `Sequence.close`.
+        """
+        if not self.prefixes.num_recorded(row):
+            self.begin_anew(row)
+        del self.live[row]
+        self.rows.park(row, self.pool.pressure.tick(), idle_since)
+        self.prefixes.park(row)
+
+    def retire_parked(self, row: int, num_tokens: int) -> None:
+        """Retire what a parked row holds behind its first `num_tokens` tokens."""
+        # What was submitted since does not read it.
+        fence = self.pool.reclaimer.fence_since(self.rows.idle_since(row))
+        self._retire(self.groups, row, num_tokens, fence)
+        if not num_tokens:
+            self.rows.empty(row)
+
+    def retire_from(self, row: int, num_tokens: int) -> None:
+        """Retire the extents that hold nothing of the first `num_tokens` tokens of `row`."""
+        self._retire(self.groups, row, num_tokens, self.pool.reclaimer.new_fence())
+
+    def _retire(
+        self, groups: Iterable[LayerGroup], row: int, num_tokens: int, fence: RecordedFence
+    ) -> None:
+        for group in groups:
+            group.retire_from(row, num_tokens, fence)
+        self.prefixes.truncate(row, num_tokens)
+
+    def victims(self) -> Iterable[Victim]:
+        """What sequences that are on their way to the host, and parked rows, could give back."""
+        for victim in tuple(self.moving.values()):
+            yield victim()
+        for row in self.rows.parked():
+            yield self.victim(row)
+
+    def victim(self, row: int) -> Victim:
+        """What a parked row could give back."""
+        return victim_of(
+            partial(ends_of, self.groups, row),
+            partial(self.retire_parked, row),
+            freeable_bytes=own_bytes(self.groups, row),
+            last_used=self.rows.last_used(row),
+            num_hits=self.prefixes.hits_of(row),
+            num_prefix_tokens=self.prefixes.num_recorded(row),
+        )

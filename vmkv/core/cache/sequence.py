@@ -1,0 +1,379 @@
+"""A sequence: some tokens in a row, and the right to more."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from collections.abc import Sequence as List_
+
+import torch
+
+from ...errors import ClosedError, ConfigError
+from ...interrupts import uninterrupted
+from .disk import save
+from .forking import fork
+from .growing import grow
+from .process import PrefixExporter
+from .row_space import RowSpace
+from .swap import (
+    Swapped,
+    Transfer,
+    begin_swap_out,
+    drop_spilled,
+    drop_swapped,
+    spill,
+    swap_in,
+    unspill,
+)
+
+
+class Sequence:
+    """One sequence of tokens, contiguous in virtual memory in every layer.
+
+    Made by `KVCache.open` and `fork`. Not thread-safe; one thread works on a cache at a time.
+
+    Attributes:
+        cache: Where it lives.
+        row: Its row in every layer group: what FlashAttention calls `cache_batch_idx`.
+        num_tokens: How many tokens it holds.
+        num_cached_tokens: How many of them were there when it began (a prefix hit).
+        tenant: Whose it is.
+    """
+
+    def __init__(self, cache: RowSpace, row: int, num_tokens: int, tenant: str | None):
+        self.cache = cache
+        self.row = row
+        self.num_tokens = num_tokens
+        self.num_cached_tokens = 0
+        self.tenant = tenant
+        self._transfer: Transfer | None = None  # The last one, until it came back.
+        self.is_closed = False
+        cache.live[row] = self
+
+    def append(self, num_tokens: int) -> None:
+        """Make room for `num_tokens` more tokens; the caller then writes their keys and values.
+
+        Tokens already present keep their addresses. Appending 0 tokens does nothing.
+
+        Args:
+            num_tokens: How many tokens the next forward pass will write.
+
+        Raises:
+            OutOfPagesError: The pool cannot supply the pages. The sequence is unchanged.
+            SequenceFullError: The row ends before that. The sequence is unchanged.
+            ClosedError: The sequence or its cache is closed.
+
+        Cost: nothing while the last extent has room (most decode steps); else one map and one
+            access call per extent.
+        Ordering: host-synchronous; safe while kernels read earlier tokens.
+        """
+        grow(self.cache, [(self, self.num_tokens + _checked(num_tokens))])
+
+    @uninterrupted
+    def truncate(self, num_tokens: int) -> None:
+        """Forget all but the first `num_tokens` tokens; their memory stays for new ones.
+
+        Raises:
+            ConfigError: The sequence holds fewer, or they have left the window of a
+                sliding-window layer. The sequence is unchanged.
+            ClosedError: The sequence or its cache is closed.
+            DriverError: The sequence is unchanged.
+
+        Ordering: what the current stream is given next waits for what others were given so far.
+        """
+        self.cache.check_open()
+        self.check_open()
+        if _checked(num_tokens) > self.num_tokens:
+            raise ConfigError(
+                f"the sequence in row {self.row} holds {self.num_tokens} tokens, fewer than the "
+                f"{num_tokens} to keep"
+            )
+        self.cache.check_keeps(self.row, num_tokens, "go back to")
+        if num_tokens < self.num_tokens:
+            # A fork on another stream may still be copying what will be written over.
+            self.cache.pool.backend.join_streams(self.cache.current_stream())
+        if not num_tokens:
+            self.cache.begin_anew(self.row)
+            self.cache.note_used(self.row)
+        with self.cache.pool.lock:
+            self.cache.prefixes.truncate(self.row, num_tokens)
+        self.num_tokens = num_tokens
+
+    @uninterrupted
+    def fork(self, num_tokens: int | None = None) -> Sequence:
+        """A second sequence that begins with the first `num_tokens` tokens of this one (or all).
+
+        Whole extents are shared, read-only for the fork; what is left over is copied. Both can go
+        on, and end, on their own; both stay contiguous. Tokens recorded here are recorded there.
+
+        Raises:
+            ConfigError: There are fewer tokens, or a sliding-window layer no longer holds what
+                the fork would see.
+            OutOfPagesError, OutOfAddressSpaceError: No memory for the tail, or no row.
+            ClosedError: The sequence or its cache is closed.
+            DriverError: The driver failed.
+            In every case this sequence is as it was, and there is no fork.
+
+        Cost: one mapping per shared extent (35 µs on an H200), and a copy of at most an extent.
+        Ordering: behind what the current stream and others were given so far.
+        """
+        num_tokens = self.num_tokens if num_tokens is None else _checked(num_tokens)
+        return Sequence(self.cache, fork(self.cache, self, num_tokens), num_tokens, self.tenant)
+
+    @uninterrupted
+    def record(self, token_ids: List_[int]) -> None:
+        """Say which tokens have been appended and computed, so that others can begin with them.
+
+        Args:
+            token_ids: Those after the ones recorded before, of which there are `num_recorded`.
+
+        Raises:
+            ConfigError: More than the sequence holds, or no token ids. Nothing is recorded.
+
+        Cost: about 10 ns per token.
+        """
+        self.check_open()
+        prefixes = self.cache.prefixes
+        with self.cache.pool.lock:
+            recorded = prefixes.num_recorded(self.row)
+            if recorded + len(token_ids) > self.num_tokens:
+                raise ConfigError(
+                    f"{self} cannot have {len(token_ids)} tokens recorded after {recorded}: "
+                    "append first"
+                )
+            prefixes.record(self.row, token_ids, self.tenant)
+
+    # ---- host memory ----------------------------------------------------------------------
+
+    @uninterrupted
+    def swap_out(self, *, wait: bool = True) -> Transfer | None:
+        """Move the sequence to host memory; it keeps its row, its addresses and its length.
+
+        Until `swap_in` nothing may be done with it but closing it. What it shares with others
+        stays in device memory, where it costs nothing.
+
+        Args:
+            wait: Return when the device memory is free. Otherwise return a `Transfer`, whose
+                `finish` frees it and whose `cancel` takes everything back. Where memory is short,
+                what is moving leaves before anything else gives way.
+
+        Raises:
+            ConfigError: It is swapped out, or moving, already.
+            OutOfPagesError: No host memory is left (`host_budget_bytes`).
+            ClosedError, OutOfAddressSpaceError.
+            In every case the sequence is as it was.
+            DriverError: Likewise; or, if the last steps failed, it is moving or swapped out. It is
+                whole in any case, and `swap_in` brings it back.
+
+        Ordering: behind what the current stream and others were given so far, beside what they
+            are given next.
+        """
+        self.check_open()
+        transfer = self._transfer = begin_swap_out(self)
+        if wait:
+            transfer.finish()
+        return self.transfer
+
+    @uninterrupted
+    def swap_in(self) -> None:
+        """Bring the sequence back, to the same addresses. Nothing happens if it is resident.
+
+        Views of it and CUDA graphs captured over it are valid again. A move outwards that is
+        still under way is cancelled.
+
+        Raises:
+            OutOfPagesError: No device memory is left. The sequence stays swapped out, unharmed.
+            ClosedError, OutOfAddressSpaceError, DriverError: Likewise.
+
+        Ordering: what the current stream is given next waits for the copies; the caller does not.
+        """
+        self._check_not_closed()
+        if self._transfer is not None:
+            self._transfer.stay()
+        if self.swapped is not None:
+            swap_in(self, self.swapped)
+        self._transfer = None
+
+    @uninterrupted
+    def spill(self, num_bytes: int) -> int:
+        """Move the oldest extents to host memory, `num_bytes` at least, where kernels read them.
+
+        The sequence stays as usable as before, and slower: what is spilled is read over the bus.
+        What it shares, and the extents at its end, are not moved.
+
+        Returns:
+            The bytes moved; less than asked for where there is no more to move.
+
+        Raises:
+            OutOfPagesError: No host memory is left (`host_budget_bytes`).
+            ConfigError, ClosedError, OutOfAddressSpaceError, DriverError.
+            In every case the sequence is as it was.
+
+        Cost: a copy over the bus and a wait for the device.
+        Ordering: behind what the current stream and others were given so far.
+        """
+        self.check_open()
+        return spill(self, _checked(num_bytes))
+
+    @uninterrupted
+    def unspill(self) -> int:
+        """Bring back what was spilled; returns the bytes moved. Raises what `spill` does."""
+        self.check_open()
+        return unspill(self)
+
+    # ---- other processes ------------------------------------------------------------------
+
+    @uninterrupted
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the sequence to a file, from which `KVCache.load` restores it in any process.
+
+        It may be swapped out, and may be closed afterwards. Its memory is not changed. The file
+        is readable by this user alone, and takes its name when it is complete.
+
+        Raises:
+            ClosedError: The sequence or its cache is closed.
+            OSError: The file cannot be written; what was there before is still there.
+            OutOfPagesError, OutOfAddressSpaceError, DriverError: Likewise.
+
+        Cost: about 1 s per GiB, for the checksum and the disk; 1 MiB of memory.
+        Ordering: behind what the current stream and others were given so far; host-synchronous.
+        """
+        self._check_not_closed()
+        with self.cache.pinned_row(self.row):  # First: from here on it stays where it is.
+            save(self, self.swapped, path)
+
+    @uninterrupted
+    def export(
+        self,
+        socket_path: str | os.PathLike[str],
+        num_tokens: int | None = None,
+        *,
+        allowed_uids: Collection[int] | None = None,
+        timeout_s: float = 10.0,
+    ) -> PrefixExporter:
+        """Share the first `num_tokens` tokens (or all) with processes that call `import_prefix`.
+
+        Only whole extents are shared. From now on they can only be read, here as well: whoever
+        truncates into them copies first. See `PrefixExporter` for arguments and errors.
+        """
+        return PrefixExporter(
+            self,
+            socket_path,
+            num_tokens=None if num_tokens is None else _checked(num_tokens),
+            allowed_uids=allowed_uids,
+            timeout_s=timeout_s,
+        )
+
+    @property
+    def writable_tokens(self) -> int:
+        """How long the sequence can become with nothing done before its tokens are written.
+
+        From `num_tokens` up to there its memory is mapped, its own alone and not protected; what
+        kernels read past the end is mapped too. What is not so `append` makes so. 0 while the
+        sequence is swapped out or moving.
+        """
+        return self.cache.writable_tokens(self)
+
+    @property
+    def num_recorded(self) -> int:
+        """How many of its tokens are recorded: `record` goes on behind them. 0 once closed."""
+        return 0 if self.is_closed else self.cache.prefixes.num_recorded(self.row)
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether kernels can read it: neither swapped out nor moving."""
+        last = self._transfer
+        return last is None or not (last.is_moving or last.has_left)
+
+    @property
+    def transfer(self) -> Transfer | None:
+        """Its way to the host, while it is moving, else None."""
+        last = self._transfer
+        return last if last is not None and last.is_moving else None
+
+    @property
+    def swapped(self) -> Swapped | None:
+        """Where its memory is while it is swapped out, else None."""
+        last = self._transfer
+        return last.swapped if last is not None and last.has_left else None
+
+    def first_token(self, layer: int) -> int:
+        """The first token of `layer` that is there; `num_tokens` if none is.
+
+        0 but for sliding-window layers, which drop what no query will see. What lies before
+        has no memory: a kernel that is told the window does not touch it, and nobody else may.
+
+        Raises:
+            ClosedError, ConfigError: As `keys`; or there is no such layer.
+        """
+        self.check_open()
+        group, _ = self.cache.place(layer)
+        return group.first_readable_token(self.row, self.num_tokens)
+
+    def keys(self, layer: int) -> torch.Tensor:
+        """The keys of `layer`: `[num_tokens, k_heads, k_dim]`, a view to read and write.
+
+        Row i is token i, in every layer: of a sliding-window layer only those from
+        `first_token(layer)` on may be touched; what lies before is not mapped, and touching it ends
+        the process. What is in eight bits is as it is stored: see `fp8.encode`, `KVCache.scales`.
+
+        Valid until the sequence is closed or truncated. Never copied.
+        """
+        self.check_open()
+        return self.cache.keys(layer)[self.row, : self.num_tokens]
+
+    def values(self, layer: int) -> torch.Tensor:
+        """The values of `layer`: `[num_tokens, v_heads, v_dim]`, a view like `keys`."""
+        self.check_open()
+        return self.cache.values(layer)[self.row, : self.num_tokens]
+
+    @uninterrupted
+    def close(self, *, idle_since: int | None = None) -> None:
+        """End the sequence; its row is parked for the next one. Idempotent.
+
+        Args:
+            idle_since: Since when the caller has submitted nothing that reads or writes the row,
+                and has had nothing done with the sequence that does, by `Pressure.tick`; forks of
+                it are known of here. By default it did so up to now.
+
+        Raises:
+            DriverError: No fence could be recorded where a window has moved on, the only driver
+                call there is. The sequence is open; closing it again goes on.
+        """
+        if not self.is_closed:
+            with self.cache.pool.lock:
+                self.drop_host_copy()
+                drop_spilled(self.cache, self.row)
+                self.cache.park(self.row, idle_since)
+            self.is_closed = True
+
+    def drop_host_copy(self) -> None:
+        """Give up what is in host memory, or on its way there; for a sequence that ends."""
+        if self._transfer is not None:
+            self._transfer.stay()
+        if self.swapped is not None:
+            drop_swapped(self.cache, self.swapped)
+        self._transfer = None
+
+    def check_open(self) -> None:
+        """Raise `ClosedError` if the sequence has ended, `ConfigError` if it is swapped out."""
+        if self.is_closed or self._transfer is not None:
+            self._check_not_closed()
+            if not self.is_resident:
+                raise ConfigError(f"the sequence in row {self.row} is swapped out; swap_in() first")
+
+    def _check_not_closed(self) -> None:
+        if self.is_closed:
+            raise ClosedError(f"the sequence in row {self.row} is closed")
+
+    def __repr__(self) -> str:
+        state = "closed" if self.is_closed else f"{self.num_tokens} tokens"
+        if not self.is_resident:
+            state += ", swapped out"
+        return f"Sequence(row={self.row}, {state})"
+
+
+def _checked(num_tokens: int) -> int:
+    if isinstance(num_tokens, bool) or not isinstance(num_tokens, int) or num_tokens < 0:
+        raise ConfigError(f"num_tokens={num_tokens!r} must be an integer, zero or more")
+    return num_tokens

@@ -1,0 +1,382 @@
+"""Swapping: a sequence's memory to the host and back, at the same addresses.
+
+    resident --swap_out--> moving --leave--> swapped --swap_in--> resident
+                              '----cancel--> resident
+
+A sequence leaves when its transfer is finished, or earlier when memory is short: its device
+memory is retired behind a fence that covers the copies.
+
+The copies run on a stream of their own, beside the compute stream's work: outwards behind what
+that was given so far, inwards before what it is given next. Because addresses stay, views of the
+sequence and CUDA graphs captured over it are valid again after `swap_in`. What a sequence shares
+stays where it is: it costs nothing as long as others hold it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+from ...errors import ConfigError
+from ...interrupts import uninterrupted
+from ...units import Address
+from ..backend import Access, Fence, MemoryLocation
+from ..memory import Extent, Mapping, PageTable, Placement, RowChange, Victim, change, size_classes
+from .growing import Target, map_rows
+from .layer_group import LayerGroup
+from .row_space import LiveRow, RowSpace, victim_of
+
+# ---- swap ----------------------------------------------------------------------------------------
+
+
+class SwappedExtent(NamedTuple):
+    """What one extent of host memory holds.
+
+    Attributes:
+        group: Of which group.
+        page: From which page of the row on.
+        num_bytes: How much of it holds tokens.
+        extent: The extent.
+        staging_page: Where it is mapped meanwhile.
+    """
+
+    group: LayerGroup
+    page: int
+    num_bytes: int
+    extent: Extent
+    staging_page: int
+
+
+@dataclass(frozen=True)
+class Swapped:
+    """Where the memory of a sequence is now.
+
+    Copies go extent by extent, because mapping the next one costs less than copying this one.
+
+    Attributes:
+        row: Its row.
+        extents: What moved: of each group a run to the end of what the sequence holds, in order.
+        staging: Where the host memory is mapped meanwhile, which also keeps it. Granting access
+            takes half as long as copying, so it is done once for both ways.
+    """
+
+    row: int
+    extents: Sequence[SwappedExtent]
+    staging: PageTable
+
+    @property
+    def num_pages(self) -> int:
+        """What comes back."""
+        return sum(each.extent.num_pages for each in self.extents)
+
+    @property
+    def num_bytes(self) -> int:
+        """What is copied."""
+        return sum(each.num_bytes for each in self.extents)
+
+    def address(self, each: SwappedExtent) -> Address:
+        """Where what an extent holds belongs."""
+        return each.group.table.page_address(self.row, each.page)
+
+    def staged(self, each: SwappedExtent) -> Address:
+        """Where it lies meanwhile."""
+        return self.staging.page_address(0, each.staging_page)
+
+    def firsts(self) -> list[SwappedExtent]:
+        """The first extent of each group."""
+        firsts: dict[int, SwappedExtent] = {}
+        for each in self.extents:
+            firsts.setdefault(id(each.group), each)
+        return list(firsts.values())
+
+    def mappings(self) -> list[Mapping]:
+        """What is mapped where it was, and behind."""
+        return [
+            mapping
+            for group, page, *_ in self.firsts()
+            for mapping in group.table.overlapping(self.row, page, group.table.row_pages)
+        ]
+
+    def drop(self) -> None:
+        """Give the host memory up, once the copies given to any stream so far are through.
+
+        Raises:
+            DriverError: It is still held.
+        """
+        self.staging.close_behind(self.staging.pool.reclaimer.new_fence())
+
+
+class Transfer:
+    """A sequence on its way to host memory. Its device memory is held until it leaves.
+
+    Args:
+        sequence: The sequence.
+        swapped: What moves, and where to.
+        fence: Covers the copies.
+
+    Attributes:
+        swapped: What moves, and where to.
+        is_moving: Whether neither has happened yet: it left, or stays.
+        has_left: Whether it left.
+    """
+
+    def __init__(self, sequence: LiveRow, swapped: Swapped, fence: Fence):
+        self.swapped = swapped
+        self.is_moving = True
+        self.has_left = False
+        self._sequence = sequence
+        self._space = sequence.cache
+        self._fence = fence
+        with self._space.pool.lock:
+            self._space.moving[sequence.row] = self._victim
+
+    def has_arrived(self) -> bool:
+        """Whether the copies are through. Never blocks."""
+        return self._fence.has_passed()
+
+    @uninterrupted
+    def finish(self) -> None:
+        """Wait until the sequence is swapped out and its device memory free. Idempotent.
+
+        Raises:
+            DriverError: It may be swapped out, its memory not free yet.
+        """
+        self._leave()
+        ends = ((self.swapped.address(each), each.extent) for each in self.swapped.extents)
+        self._space.pool.reclaimer.wait_for(
+            (start, Address(start + extent.num_bytes)) for start, extent in ends
+        )
+
+    @uninterrupted
+    def cancel(self) -> None:
+        """Leave the sequence where it is; its copy is dropped.
+
+        Raises:
+            ConfigError: It has left: `finish` was called, or a cache was out of memory.
+            DriverError: Call it again.
+        """
+        if not self.stay():
+            raise ConfigError(f"{self._sequence} has left; swap_in() brings it back")
+
+    def stay(self) -> bool:
+        """`cancel`, unless it has ended; returns whether it had not."""
+        with self._space.pool.lock:
+            if not self.is_moving:
+                return False
+            self.swapped.drop()
+            self._end()
+            return True
+
+    def _leave(self) -> None:
+        """The sequence is swapped out from now on: its device memory is retired."""
+        space = self._space
+        with space.pool.lock:
+            if self.is_moving:
+                fence = space.pool.reclaimer.new_fence()
+                for group, page, *_ in self.swapped.firsts():
+                    group.table.retire_back(self.swapped.row, page, fence)
+                self.has_left = True
+                self._end()
+                space.prefixes.hide(self._sequence.row)
+                space.sharing.swapped_out_bytes += self.swapped.num_bytes
+
+    def _end(self) -> None:
+        self.is_moving = False
+        del self._space.moving[self._sequence.row]
+
+    def _victim(self) -> Victim:
+        """First in line: nobody loses anything by it."""
+        return victim_of(self._gives, lambda _: self._leave(), last_used=0)
+
+    def _gives(self) -> list[tuple[int, Extent]]:
+        """What it could give up: it leaves as a whole, or not while some of it is pinned."""
+        if not self.is_moving:
+            return []
+        mappings = self.swapped.mappings()
+        is_pinned = any(mapping.num_pins for mapping in mappings)
+        return [] if is_pinned else [(0, mapping.extent) for mapping in mappings]
+
+
+def begin_swap_out(sequence: LiveRow) -> Transfer:
+    """Start copying a sequence's own memory to the host.
+
+    Raises:
+        OutOfPagesError: No host memory is left. Nothing changed.
+        OutOfAddressSpaceError, DriverError: Nothing changed.
+
+    Cost: a mapping and an asynchronous copy per extent; host memory that the pool has to create
+        first costs ten times what it costs to fill (10 ms for 64 MiB).
+    """
+    space = sequence.cache
+    pool, backend = space.pool, space.pool.backend
+    space.note_stream()
+    pool.reclaimer.free_idle_reservations()
+    runs = list(_to_move(space, sequence.row, sequence.num_tokens))
+    extents = pool.acquire_or_evict([size_class for *_, size_class in runs], MemoryLocation.HOST)
+    try:
+        staging = PageTable(pool, 1, max(1, sum(extent.num_pages for extent in extents)))
+        moved, staging_page = [], 0
+        for (group, page, num_bytes, _), extent in zip(runs, extents, strict=True):
+            moved.append(SwappedExtent(group, page, num_bytes, extent, staging_page))
+            staging_page += extent.num_pages
+        swapped = Swapped(sequence.row, moved, staging)
+        try:
+            side = space.side_stream()
+            backend.join_streams(side)
+            for each in moved:
+                placement = Placement(0, each.staging_page, [each.extent])
+                backend.execute(staging.ops_to_map(placement, Access.READ_WRITE))
+                staging.note_mapped(placement, Access.READ_WRITE)
+                if each.num_bytes:
+                    source = swapped.address(each)
+                    backend.copy(swapped.staged(each), source, each.num_bytes, side)
+            fence = pool.reclaimer.new_fence()
+            pool.reclaimer.poll()  # While the copies run, for which nothing need be done.
+        except BaseException:
+            pool.closer.close_soon(staging.close_behind)
+            raise
+    finally:
+        pool.disown(extents)  # From here on the staging addresses hold them.
+    return Transfer(sequence, swapped, fence)
+
+
+def _to_move(
+    space: RowSpace, row: int, num_tokens: int
+) -> Iterator[tuple[LayerGroup, int, int, int]]:
+    """What swapping a row of `num_tokens` tokens out moves: all behind what it shares.
+
+    By group, page, bytes that hold tokens, and size class of the memory to hold them.
+    """
+    for group in space.groups:
+        geometry = group.geometry
+        end_tokens = min(num_tokens + space.overread_tokens, geometry.row_tokens)
+        end_page = geometry.pages_for(end_tokens) if num_tokens else 0
+        mappings = group.table.overlapping(row, 0, end_page)
+        own = next((each for each in mappings if not each.extent.is_shared), None)
+        if own is not None:
+            page = own.first_page
+            for size_class in size_classes(end_page - page, space.pool.largest_class):
+                left_bytes = num_tokens * geometry.token_bytes - page * geometry.page_bytes
+                num_bytes = max(0, min(geometry.page_bytes << size_class, left_bytes))
+                yield group, page, num_bytes, size_class
+                page += 1 << size_class
+
+
+def swap_in(sequence: LiveRow, swapped: Swapped) -> None:
+    """Map new device memory where that of a sequence was, and copy its contents back.
+
+    The current stream waits for the copies, the caller does not.
+
+    Raises:
+        OutOfPagesError: No device memory is left, even if parked rows give way. Nothing changed.
+        OutOfAddressSpaceError, DriverError: Nothing changed.
+    """
+    space, row, tenant = sequence.cache, swapped.row, sequence.tenant
+    space.note_stream()
+    backend, num_tokens = space.pool.backend, sequence.num_tokens
+    changes = [
+        RowChange(each.group.table, row, each.page, [each.extent.size_class], tenant)
+        for each in swapped.extents
+    ]
+    side, current = space.side_stream(), space.current_stream()
+    with change(space.pool, changes) as made:
+        for each, _ in zip(swapped.extents, made.one_by_one(side), strict=True):
+            if each.num_bytes:
+                target = swapped.address(each)
+                backend.copy(target, swapped.staged(each), each.num_bytes, side)
+        # What is kept past its length may have become more meanwhile.
+        map_rows(space, [Target(row, num_tokens, num_tokens, tenant)])
+        backend.stream_wait(current, side)
+        swapped.drop()
+    space.sharing.swapped_in_bytes += swapped.num_bytes
+    with space.pool.lock:
+        space.prefixes.take(row)
+
+
+def drop_swapped(space: RowSpace, swapped: Swapped) -> None:
+    """Give up what a row, whose sequence ends, has in host memory. Locked."""
+    swapped.drop()
+    space.prefixes.truncate(swapped.row, space.resident_tokens(swapped.row))
+
+
+# ---- spill ---------------------------------------------------------------------------------------
+
+_Chosen = Sequence[tuple[LayerGroup, Mapping]]
+
+
+def spill(sequence: LiveRow, num_bytes: int) -> int:
+    """See `Sequence.spill`."""
+    space, row = sequence.cache, sequence.row
+    # Extents that are still written to, beyond the last full page, stay.
+    found = [
+        (group, mapping)
+        for group, mapping in _mapped(space, row, MemoryLocation.DEVICE)
+        if mapping.end_page <= group.geometry.whole_pages_below(sequence.num_tokens)
+        and not mapping.extent.is_shared
+    ]
+    found.sort(key=lambda each: each[0].token_at(each[1].first_page))
+    chosen: list[tuple[LayerGroup, Mapping]] = []
+    chosen_bytes = 0
+    for group, mapping in found:
+        if chosen_bytes >= num_bytes:
+            break
+        chosen.append((group, mapping))
+        chosen_bytes += mapping.extent.num_bytes
+    return _relocate(space, sequence, chosen, MemoryLocation.HOST)
+
+
+def unspill(sequence: LiveRow) -> int:
+    """See `Sequence.unspill`."""
+    space = sequence.cache
+    spilled = _mapped(space, sequence.row, MemoryLocation.HOST)
+    chosen = [each for each in spilled if not each[1].extent.is_shared]
+    return _relocate(space, sequence, chosen, MemoryLocation.DEVICE)
+
+
+def drop_spilled(space: RowSpace, row: int) -> None:
+    """Retire what a row that ends has in host memory, and what comes behind it. Locked.
+
+    Also what it shares: a parked row keeps none, so the last live one lets it go.
+    """
+    spilled = _mapped(space, row, MemoryLocation.HOST)
+    if spilled:
+        space.retire_from(row, min(group.token_at(each.first_page) for group, each in spilled))
+
+
+def _mapped(space: RowSpace, row: int, location: MemoryLocation) -> _Chosen:
+    """The extents of a row that are in memory of a location."""
+    return [
+        (group, mapping)
+        for group in space.groups
+        for mapping in group.table.rows[row].mappings
+        if mapping.extent.location is location
+    ]
+
+
+def _relocate(space: RowSpace, sequence: LiveRow, chosen: _Chosen, location: MemoryLocation) -> int:
+    """Move mappings of a row to memory of another location, in place; returns the bytes moved."""
+    space.note_stream()
+    if not chosen:
+        return 0
+    stream = space.current_stream()
+    space.pool.backend.join_streams(stream)
+    changes = [
+        RowChange(
+            group.table,
+            sequence.row,
+            mapping.first_page,
+            [mapping.extent.size_class],
+            sequence.tenant,
+            old=[mapping],
+            kept_bytes=mapping.extent.num_bytes,
+        )
+        for group, mapping in chosen
+    ]
+    acquire = partial(space.pool.acquire_or_evict, location=location)
+    reads = [mapping for _, mapping in chosen]
+    moved_bytes = sum(mapping.extent.num_bytes for mapping in reads)
+    with change(space.pool, changes, reads=reads, acquire=acquire) as made:
+        made.map(stream)
+    return moved_bytes

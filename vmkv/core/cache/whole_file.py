@@ -1,0 +1,97 @@
+"""A file that is there whole or not at all: it takes its name when it is complete.
+
+Until then it has a temporary one, which is locked as long as its writer lives. The next writer in
+the folder removes those that nobody holds.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+from ...errors import ConfigError
+
+# Short, whatever the file is to be called: names end at 255 bytes.
+_PREFIX, _SUFFIX = ".vmkv-", ".tmp"
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write, which takes the name when the block ends well, and else is gone.
+
+    It is this user's alone. What had the name before stays what it is for those who have it open.
+
+    Raises:
+        ConfigError: The name is of something other than a file. Nothing has changed.
+        OSError: It cannot be written; what had the name before still has it.
+    """
+    _check_can_be_replaced(path)
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        _remove_abandoned(folder)
+        fd, temporary = _create(folder)
+        try:
+            with os.fdopen(fd, "wb") as file:
+                yield file
+                file.flush()
+                os.fsync(fd)
+                os.rename(temporary, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+        except BaseException:
+            os.unlink(temporary, dir_fd=folder)
+            raise
+        with suppress(OSError):  # Not every file system can. The file is there in any case.
+            os.fsync(folder)  # The name, too, outlives a crash.
+    finally:
+        os.close(folder)
+
+
+def _check_can_be_replaced(path: Path) -> None:
+    try:
+        mode = os.stat(path).st_mode
+    except OSError:
+        return  # It is not there, or whoever writes it will hear why not.
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(mode):
+        raise ConfigError(f"{path} is no regular file, and is not replaced by one; choose another")
+
+
+def _create(folder: int) -> tuple[int, str]:
+    """A new file, locked, and its temporary name."""
+    while True:
+        name = f"{_PREFIX}{secrets.token_hex(8)}{_SUFFIX}"
+        flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC
+        fd = os.open(name, flags, 0o600, dir_fd=folder)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        except OSError:
+            pass  # Where nothing can be locked, nobody takes a file for abandoned either.
+        if os.fstat(fd).st_nlink:
+            return fd, name
+        os.close(fd)  # Another writer found it before it was locked, and took it for abandoned.
+
+
+def _remove_abandoned(folder: int) -> None:
+    """Remove the files of writers that died between two steps."""
+    for name in os.listdir(folder):
+        if not (name.startswith(_PREFIX) and name.endswith(_SUFFIX)):
+            continue
+        flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        try:
+            fd = os.open(name, flags, dir_fd=folder)
+        except OSError:
+            continue  # It has its final name by now, or is another user's.
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.unlink(name, dir_fd=folder)
+        except OSError:
+            pass  # Its writer lives, or another one removed it.
+        finally:
+            os.close(fd)

@@ -1,0 +1,160 @@
+"""The invariants of memory, as one function that a fuzzer calls after every step.
+
+In bytes or counts, over one pool and everything built on it:
+
+    I1  created == free + resident + retired
+    I2  references(extent) == mappings(extent) + owners(extent)
+    I3  live mappings(extent) > 1  implies  at most one of them is writable, the writer's own;
+        none where the pool protects what is shared
+    I4  an extent is free, on the list of its class, exactly where nobody references it
+    I5  a page has at most one mapping, retired ones included
+    I6  a row's pages are one run without holes
+    I7  a retired mapping is still mapped: not reissued, not unmapped, before its fence
+    I8  the backend's usage equals these books
+    I9  created <= budget
+    I10 what a submitted step writes is mapped, its row's own and writable until its fence
+        (`submitted.py`, where checks are on)
+
+I1, I4 and I9 hold for device memory and for host memory, each by itself. Meant is any moment at
+which no call is under way.
+
+Free extents change hands without a lock. The pool's lock guards eviction, conversion between
+classes, creating, releasing, budgets, and what is retired. At every moment an extent that exists is
+
+    listed  xor  in one call's hands  xor  referenced  xor  leaving
+
+and each step from one to the next has one maker:
+
+    listed -> in hands      the pop, which gives an id to one caller
+    in hands -> referenced  the same call; or the lock's holder releases it instead
+    referenced -> in hands  the call that takes the last reference away: one atomic step
+    in hands -> listed      that call, last of all
+    in hands -> leaving     that call, under the lock
+
+Who adds a reference has one, or holds the lock while a mapping lives, so none is added to what has
+lost its last. Only the lock's holder raises `created`, so I9 does not depend on who pops. Whoever
+finds the lists too short asks again under the lock, and is refused, or told that the pool is
+closed, only there, when all that a holder of the lock had in hands is back. (A `FreeList.take` that
+fails gives back what it popped within one native call, which the interpreter's lock makes one step;
+a free-threaded Python may refuse another thread for its sake.) An acquisition beside `close` or
+`set_budget` is as one before it or after it: they release only what they have popped.
+
+Statistics read meanwhile: `created` is exact; what is in hands is resident, or free still; and
+`created == free + resident + retired` of whatever moment each is.
+
+Cost: proportional to everything that exists. Not for production paths.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from ...errors import InternalError
+from ..backend import Access, MemoryLocation
+from .extent import MappedRows
+from .pool import ExtentPool
+
+
+def check_pool(pool: ExtentPool) -> None:
+    """Check I1-I10 over `pool`.
+
+    Raises:
+        InternalError: Naming the invariant that does not hold, with both sides of it.
+    """
+    extents = {
+        id(extent): extent
+        for found in (*map(pool.extents, MemoryLocation), pool.imported_extents())
+        for extent in found
+    }
+    retired = pool.reclaimer.retired_mappings()
+    page_bytes = pool.page_bytes
+    for location in MemoryLocation:
+        _check_location(pool, location)
+
+    mappings: Counter[int] = Counter()
+    live: Counter[int] = Counter()
+    writable: Counter[int] = Counter()
+    occupied: dict[int, str] = {}
+
+    def occupy(address: int, num_bytes: int, who: str) -> None:
+        for page in range(address, address + num_bytes, page_bytes):
+            if page in occupied:
+                raise InternalError(f"I5: page {page:#x} belongs to {occupied[page]} and {who}")
+            occupied[page] = who
+
+    for table in pool.page_tables:
+        for row, pages in enumerate(table.rows):
+            _check_run(table, row)
+            for mapping in pages.mappings:
+                extent = mapping.extent
+                mappings[id(extent)] += 1
+                live[id(extent)] += 1
+                writable[id(extent)] += mapping.access == Access.READ_WRITE
+                where = table.page_address(row, mapping.first_page)
+                occupy(where, extent.num_bytes, f"row {row} of {table.address:#x}")
+    for retired_mapping in retired:
+        mappings[id(retired_mapping.extent)] += 1
+        occupy(retired_mapping.address, retired_mapping.extent.num_bytes, "the reclaimer")
+
+    for extent_id, extent in extents.items():
+        _equal("I2", f"mappings of {extent}", extent.num_mappings, mappings[extent_id])
+        _equal("I2", f"live mappings of {extent}", extent.num_live_mappings, live[extent_id])
+        allowed = 0 if pool.protects_shared else 1
+        if live[extent_id] > 1 and writable[extent_id] > allowed:
+            raise InternalError(f"I3: {extent} is shared and writable in {writable[extent_id]}")
+    for extent_id in mappings:
+        if extent_id not in extents:
+            raise InternalError(f"I4: extent {extent_id} is mapped but does not exist")
+
+    usage = pool.backend.usage()
+    imported_bytes = sum(extent.num_bytes for extent in pool.imported_extents())
+    _equal("I8", "handles", usage.num_handles, len(extents))
+    _equal("I8", "physical bytes", usage.physical_bytes, pool.stats().created_bytes)
+    _equal("I8", "host bytes", usage.host_bytes, pool.stats(MemoryLocation.HOST).created_bytes)
+    _equal("I8", "imported bytes", usage.imported_bytes, imported_bytes)
+    _equal("I7", "mappings, retired ones included", usage.num_mappings, mappings.total())
+    _equal("I8", "mapped bytes", usage.mapped_bytes, len(occupied) * page_bytes)
+    if pool.submitted is not None:
+        pool.submitted.check(pool.page_tables)
+
+
+def _check_location(pool: ExtentPool, location: MemoryLocation) -> None:
+    """I1, I4 and I9 for the memory of one location."""
+    stats = pool.stats(location)
+    extents = pool.extents(location)
+    by_state: Counter[str] = Counter()
+    for extent in extents:
+        if not extent.num_references:
+            by_state["free" if extent.is_recyclable else "retired"] += extent.num_bytes
+        elif extent.num_live_mappings or extent.num_owners:
+            by_state["resident"] += extent.num_bytes
+        else:
+            by_state["retired"] += extent.num_bytes
+    unneeded = [each for each in extents if not each.num_references and each.is_recyclable]
+    num_unneeded = Counter(extent.size_class for extent in unneeded)
+    for size_class in range(pool.largest_class + 1):
+        num_free = pool.count_free(size_class, location)
+        _equal("I4", f"free extents of class {size_class}", num_free, num_unneeded[size_class])
+    created = sum(extent.num_bytes for extent in extents)
+    _equal("I1", "created", stats.created_bytes, created)
+    _equal("I1", "free", stats.free_bytes, by_state["free"])
+    _equal("I1", "resident", stats.resident_bytes, by_state["resident"])
+    _equal("I1", "retired", stats.retired_bytes, by_state["retired"])
+    if stats.created_bytes > stats.budget_bytes:
+        raise InternalError(f"I9: created {stats.created_bytes} > budget {stats.budget_bytes}")
+
+
+def _check_run(table: MappedRows, row: int) -> None:
+    pages = table.rows[row]
+    cursor = pages.first_page
+    for mapping in pages.mappings:
+        if mapping.first_page != cursor:
+            raise InternalError(f"I6: row {row} has a hole at page {cursor}")
+        cursor = mapping.end_page
+    if cursor > table.row_pages:
+        raise InternalError(f"I6: row {row} runs to page {cursor} of {table.row_pages}")
+
+
+def _equal(name: str, what: str, books: int, truth: int) -> None:
+    if books != truth:
+        raise InternalError(f"{name}: {what}: the books say {books}, the truth is {truth}")

@@ -1,0 +1,319 @@
+"""The reclaimer: the only caller of unmap, and never before the fence.
+
+A mapping goes through three states, always in this order:
+
+    mapped -> retired -> gone
+
+*Retired* means that nobody will submit new work that uses it; work submitted earlier may
+still run. A fence recorded at that moment says when that is over. Only then is the mapping
+unmapped and its extent's reference dropped. See Note [Unmap waits for the fence] in
+DESIGN.md: every system in this field has shipped the bug that this file prevents.
+
+Reservations follow the same path: one that a tensor still points into stays reserved (and
+empty) until the last tensor is gone, so a stale view faults instead of reading a stranger.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from operator import is_
+
+from ...errors import DriverError
+from ...interrupts import uninterrupted
+from ...units import Address
+from .._native import count_references
+from ..backend import Backend, Fence, UnmapOp
+from .extent import Extent
+
+# ---- reclaim -------------------------------------------------------------------------------------
+
+#: A fence more is an event for each stream; what is older than these waits for one of them.
+_NUM_FENCES_KEPT = 32
+
+
+@dataclass(frozen=True)
+class RetiredMapping:
+    """A mapping that waits for its fence."""
+
+    address: Address
+    extent: Extent
+
+
+@dataclass(frozen=True, eq=False)
+class RecordedFence(Fence):
+    """A fence after all work that was submitted before a point in time, of `Pressure.tick`."""
+
+    fence: Fence
+    time: int
+
+    def has_passed(self) -> bool:
+        """See `Fence.has_passed`."""
+        return self.fence.has_passed()
+
+    def wait(self) -> None:
+        """See `Fence.wait`."""
+        self.fence.wait()
+
+
+@dataclass
+class _Batch:
+    fence: RecordedFence
+    mappings: list[RetiredMapping]
+
+
+class Reclaimer:
+    """Retired mappings, in the order of their fences, and reservations that outlive their owners.
+
+    Args:
+        backend: Where to unmap.
+        lock: Guards what is retired; the pool's.
+        recycle: Called, under the lock, with extents that nobody references any more.
+        tick: The next point in time, as of `Pressure.tick`.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        lock: threading.RLock,
+        recycle: Callable[[Sequence[Extent]], None],
+        tick: Callable[[], int],
+    ):
+        self._backend = backend
+        self._lock = lock
+        self._recycle = recycle
+        self._tick = tick
+        # The last that has passed, as far as is known, and those recorded since; the oldest first.
+        self._recorded: deque[RecordedFence] = deque(maxlen=_NUM_FENCES_KEPT)
+        self._batches: deque[_Batch] = deque()
+        #: Seconds spent waiting for fences so far.
+        self.waited_s = 0.0
+        self._idle_reservations: list[tuple[Address, int, Callable[[], bool]]] = []
+
+    def new_fence(self) -> RecordedFence:
+        """A fence after all work submitted so far, for `retire`.
+
+        Taken before the books change, so that its failure leaves them as they are.
+        """
+        time = self._tick()
+        fence = RecordedFence(self._backend.record_fence(), time)
+        with self._lock:
+            self._recorded.append(fence)
+        return fence
+
+    def note_submitted(self) -> int:
+        """A point in time, of `Pressure.tick`, and a fence between it and what is submitted next.
+
+        So what only work before it uses waits for nothing behind it; see `fence_since`. Where no
+        fence can be recorded, it waits for more.
+        """
+        time = self._tick()
+        with suppress(DriverError):
+            self.new_fence()
+        return time
+
+    def fence_since(self, time: int) -> RecordedFence:
+        """A fence after all work that was submitted before `time`, of `Pressure.tick`.
+
+        The first that was recorded since, or a new one. So what nobody has used for a while does
+        not wait for work that was submitted meanwhile.
+
+        Raises:
+            DriverError: No fence could be recorded, or asked. The books are as they were.
+        """
+        with self._lock:
+            known = self._recorded
+            while len(known) > 1 and known[1].has_passed():
+                known.popleft()
+            for fence in known:
+                if fence.time > time:
+                    return fence
+            return self.new_fence()
+
+    def retire(self, mappings: Sequence[RetiredMapping], fence: RecordedFence) -> None:
+        """Stop using `mappings` now; unmap them once `fence` has passed. Cannot fail."""
+        if not mappings:
+            return
+        with self._lock:
+            count_references([mapping.extent for mapping in mappings], 0, -1, 0)
+            at = len(self._batches)
+            while at and self._batches[at - 1].fence.time > fence.time:
+                at -= 1
+            if at and self._batches[at - 1].fence is fence:
+                self._batches[at - 1].mappings += mappings
+            else:
+                self._batches.insert(at, _Batch(fence, list(mappings)))
+
+    def reinstate(self, mapping: RetiredMapping) -> bool:
+        """Take back a `retire`, if the mapping is still there. Returns whether it was."""
+        with self._lock:
+            for batch in self._batches:
+                if mapping in batch.mappings:
+                    batch.mappings.remove(mapping)
+                    count_references([mapping.extent], 0, 1, 0)
+                    return True
+            return False
+
+    def poll(self) -> int:
+        """Unmap what has passed its fence; never blocks. Returns the bytes unmapped.
+
+        Raises:
+            DriverError: An unmap failed; what it concerned stays retired.
+        """
+        return self._reclaim(lambda fence: fence.has_passed())
+
+    def wait(self, until_bytes: int | None = None) -> int:
+        """Unmap everything retired, or the oldest `until_bytes`, waiting for the fences.
+
+        The pool's lock is free while this waits.
+        """
+        num_bytes = 0
+        while until_bytes is None or num_bytes < until_bytes:
+            fence = self._oldest_fence()
+            if fence is None:
+                break
+            self._wait(fence)
+            num_bytes += self._reclaim(partial(is_, fence))
+        return num_bytes
+
+    def wait_for(self, ranges: Iterable[tuple[Address, Address]]) -> None:
+        """Unmap what is retired in these ranges `[start, end)`, and what was retired before it.
+
+        Cost: nothing where nothing is retired.
+        """
+        if not self._batches:
+            return
+        wanted = list(ranges)
+        while self.has_retired_in(wanted):
+            fence = self._oldest_fence()
+            if fence is not None:
+                self._wait(fence)
+                self._reclaim(partial(is_, fence))
+
+    def _wait(self, fence: Fence) -> None:
+        start = time.perf_counter()
+        fence.wait()
+        self.waited_s += time.perf_counter() - start
+
+    def _oldest_fence(self) -> Fence | None:
+        with self._lock:
+            return self._batches[0].fence if self._batches else None
+
+    @uninterrupted
+    def _reclaim(self, may_unmap: Callable[[Fence], bool]) -> int:
+        num_bytes = 0
+        with self._lock:
+            while self._batches and may_unmap(self._batches[0].fence):
+                num_bytes += self._unmap(self._batches[0])
+                self._batches.popleft()
+        return num_bytes
+
+    def _unmap(self, batch: _Batch) -> int:
+        """Unmap a whole batch, one driver call a run; on failure keep what is left of it."""
+        batch.mappings.sort(key=lambda mapping: mapping.address)
+        runs: list[list[RetiredMapping]] = []
+        for mapping in batch.mappings:
+            last = runs[-1][-1] if runs else None
+            if last is not None and last.address + last.extent.num_bytes == mapping.address:
+                runs[-1].append(mapping)
+            else:
+                runs.append([mapping])
+        sizes = [sum(mapping.extent.num_bytes for mapping in run) for run in runs]
+        ops = [UnmapOp(run[0].address, size) for run, size in zip(runs, sizes, strict=True)]
+        num_done = len(runs)
+        try:
+            self._backend.execute(ops)
+        except DriverError as error:
+            num_done = error.num_done
+            raise
+        finally:
+            batch.mappings = [mapping for run in runs[num_done:] for mapping in run]
+            gone = [mapping.extent for run in runs[:num_done] for mapping in run]
+            self._recycle(count_references(gone, -1, 0, 0))
+        return sum(sizes)
+
+    def free_later(self, address: Address, num_bytes: int, has_views: Callable[[], bool]) -> None:
+        """Take over a reservation with nothing mapped in it, to free it when it may go."""
+        with self._lock:
+            self._idle_reservations.append((address, num_bytes, has_views))
+
+    @uninterrupted
+    def free_idle_reservations(self) -> None:
+        """Free those of the idle reservations that no tensor points into any more.
+
+        Raises:
+            DriverError: One could not be freed; it and those after it stay on the list.
+        """
+        with self._lock:
+            for reservation in tuple(self._idle_reservations):
+                address, num_bytes, has_views = reservation
+                if not has_views():
+                    self._backend.address_free(address, num_bytes)
+                    self._idle_reservations.remove(reservation)
+
+    @property
+    def num_idle_reservations(self) -> int:
+        """Reservations kept only because a tensor still points into them."""
+        return len(self._idle_reservations)
+
+    def retired_mappings(self) -> list[RetiredMapping]:
+        """Everything that waits for a fence."""
+        with self._lock:
+            return [mapping for batch in self._batches for mapping in batch.mappings]
+
+    def has_retired_in(self, ranges: Iterable[tuple[Address, Address]]) -> bool:
+        """Whether something retired still has addresses in one of the ranges `[start, end)`."""
+        taken = sorted(mapping.address for mapping in self.retired_mappings())
+        return any(bisect_left(taken, start) < bisect_left(taken, end) for start, end in ranges)
+
+
+# ---- closer --------------------------------------------------------------------------------------
+
+#: Retires everything until a fence has passed, such as `PageTable.close_behind`. Cannot fail.
+CloseBehind = Callable[[RecordedFence], None]
+
+
+class Closer:
+    """That of one pool.
+
+    Args:
+        reclaimer: Where fences come from, and what unmaps behind them.
+        lock: Guards what is left to close; the pool's.
+    """
+
+    def __init__(self, reclaimer: Reclaimer, lock: threading.RLock):
+        self._reclaimer = reclaimer
+        self._lock = lock
+        self._left: list[CloseBehind] = []
+
+    def close_soon(self, *closes: CloseBehind) -> None:
+        """Close what nobody uses; what the driver refuses is tried again. Cannot fail."""
+        with self._lock, suppress(DriverError):
+            self._left += closes
+            self.close_left()
+            self._reclaimer.poll()  # On an idle device all of it goes now.
+            self._reclaimer.free_idle_reservations()
+
+    def close_later(self, close: CloseBehind) -> None:
+        """Take over what could not be closed."""
+        with self._lock:
+            self._left.append(close)
+
+    def close_left(self) -> None:
+        """Close what is left to close, behind a fence of this moment.
+
+        Raises:
+            DriverError: No fence could be recorded. All of it is left, for the next time.
+        """
+        with self._lock:
+            if self._left:
+                fence = self._reclaimer.new_fence()
+                while self._left:
+                    self._left[-1](fence)
+                    self._left.pop()

@@ -1,0 +1,344 @@
+"""A shelf: the extents of one memory location, created within a budget and kept in free lists.
+
+Free extents of one class cannot serve another, but releasing a handle and creating smaller
+ones costs microseconds and needs no contiguous physical memory: the shelf converts when it
+must, so it cannot fragment. See Note [The pool cannot fragment] in DESIGN.md.
+
+Any thread may `pop` and `put_back` at any time. The pool's lock guards everything else, which is
+right beside them, because what they change is the lists alone:
+
+* How much is free is asked of the lists, not kept. A list may say too much by what is being put
+  back or popped at that moment, but nothing is in two lists: `free <= created`, always.
+* Only the lock's holder creates and releases, so `created <= budget` (I9) does not depend on what
+  is popped. What it would release it pops first, and gets less where others were faster.
+* An extent is made known under its id before the id is listed first, and popped before it is
+  released: a popped id always has its extent, and it is the popper's alone.
+
+What extents are for is the pool's business.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from ...errors import ConfigError, DriverError, OutOfPagesError
+from ...units import Handle, format_bytes
+from .._native import FreeList
+from ..backend import Backend, MemoryLocation
+from .extent import Extent
+
+#: 32 TiB in pages of 2 MiB, whatever the budget becomes. Ids cost 5 bytes each once they are used.
+_NUM_IDS = 1 << 24
+
+
+@dataclass(frozen=True)
+class PoolStats:
+    """One location at one moment, in bytes: `created == free + resident + retired <= budget`.
+
+    An extent that another thread is acquiring or giving back at that moment is resident or free.
+    """
+
+    budget_bytes: int
+    created_bytes: int
+    free_bytes: int
+    resident_bytes: int
+    retired_bytes: int
+
+
+class _ShortError(Exception):
+    """Memory is short. Holds what makes the error to raise, once nothing is taken any more."""
+
+    def __init__(self, make_error: Callable[[int], OutOfPagesError]):
+        super().__init__()
+        self.make_error = make_error
+
+
+class Shelf:
+    """Extents of one location.
+
+    Args:
+        backend: The device.
+        location: Where its memory lies.
+        page_bytes: The unit of account.
+        largest_class: Extents have 2^0 to 2^largest_class pages.
+        budget_bytes: What may be created at most.
+        is_shareable: Create memory that other processes can be given.
+        on_pressure: Called once when the location is out of memory, before the second attempt.
+        retired_bytes: Says how much of it only waits for fences.
+
+    Attributes:
+        created_bytes: What exists.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        location: MemoryLocation,
+        page_bytes: int,
+        largest_class: int,
+        budget_bytes: int,
+        *,
+        is_shareable: bool,
+        on_pressure: Callable[[], None] | None,
+        retired_bytes: Callable[[MemoryLocation], int],
+    ):
+        self.location = location
+        self.budget_bytes = budget_bytes
+        self.created_bytes = 0
+        self._backend = backend
+        self._page_bytes = page_bytes
+        self._largest_class = largest_class
+        self._is_shareable = is_shareable
+        self._on_pressure = on_pressure
+        self._retired_bytes = retired_bytes
+        self._vacant = largest_class + 1  # The class of ids whose handle was released.
+        self._free_ids = FreeList(_NUM_IDS, self._vacant + 1)
+        self._extents: list[Extent | None] = []
+
+    # ---- taking and giving back -----------------------------------------------------------
+
+    def pop(self, size_classes: Sequence[int]) -> list[Extent] | None:
+        """A free extent of each size class, or None where one is missing. Takes no lock."""
+        ids = self._free_ids.take(size_classes)
+        if ids is None:
+            return None
+        extents = self._extents
+        return [extents[extent_id] for extent_id in ids]  # type: ignore[misc] # Each has its own.
+
+    def put_back(self, extents: Iterable[Extent]) -> None:
+        """`extents`, which nobody references any more, become free. Cannot fail, takes no lock."""
+        push = self._free_ids.push
+        for extent in extents:
+            push(extent.size_class, extent.id)
+
+    def take(self, size_classes: Sequence[int]) -> list[Extent]:
+        """One extent of each size class, from the free lists or new; all of them or none.
+
+        Raises:
+            OutOfPagesError: Budget or device cannot supply all. Nothing changed, except that
+                free memory of other classes may have gone back to the device.
+            DriverError: The driver failed otherwise. Nothing changed.
+        """
+        extents = [self._pop_one(size_class) for size_class in size_classes]
+        missing = [
+            size_class
+            for size_class, extent in zip(size_classes, extents, strict=True)
+            if extent is None
+        ]
+        try:
+            created = self._create_all(missing)
+        except BaseException as error:
+            self.put_back(extent for extent in extents if extent is not None)
+            if isinstance(error, _ShortError):
+                # Only here, where nothing is taken any more, is it true what is available.
+                needed_bytes = sum(self._page_bytes << each for each in size_classes)
+                raise error.make_error(needed_bytes) from error.__cause__
+            raise
+        fresh = iter(created)
+        return [extent if extent is not None else next(fresh) for extent in extents]
+
+    def _pop_one(self, size_class: int) -> Extent | None:
+        popped = self.pop((size_class,))
+        return popped[0] if popped else None
+
+    # ---- creating and releasing -----------------------------------------------------------
+
+    @property
+    def free_bytes(self) -> int:
+        """The part of what exists that nobody references. Cost: a look at each list."""
+        count, page_bytes = self._free_ids.count, self._page_bytes
+        return sum(count(each) * (page_bytes << each) for each in range(self._vacant))
+
+    @property
+    def uncreated_bytes(self) -> int:
+        """What may still be created beside what exists."""
+        return self.budget_bytes - self.created_bytes
+
+    @property
+    def available_bytes(self) -> int:
+        """What `take` could still supply by the budget, free extents included."""
+        return self.uncreated_bytes + self.free_bytes
+
+    def extents(self) -> list[Extent]:
+        """Every extent that exists, free ones included."""
+        return [extent for extent in self._extents if extent is not None]
+
+    def count_free(self, size_class: int) -> int:
+        """How many extents of `size_class` are free."""
+        return self._free_ids.count(size_class)
+
+    def lacking(self, size_classes: Sequence[int]) -> list[int]:
+        """Those of `size_classes` for which no extent is free."""
+        wanted = Counter(size_classes)
+        wanted.subtract({size_class: self.count_free(size_class) for size_class in wanted})
+        return list(wanted.elements())
+
+    def _create_all(self, size_classes: Sequence[int]) -> list[Extent]:
+        """Create one extent per class, or nothing."""
+        num_bytes = sum(self._page_bytes << size_class for size_class in size_classes)
+        claimed = self._claim(num_bytes - self.uncreated_bytes)
+        if claimed is None:
+            raise _ShortError(self._out_of_budget)
+        self.release(claimed)
+        created: list[Extent] = []
+        try:
+            for size_class in size_classes:
+                created.append(self._create(size_class))
+        except BaseException:
+            self.release(created)
+            raise
+        return created
+
+    def _create(self, size_class: int) -> Extent:
+        num_bytes = self._page_bytes << size_class
+        try:
+            handle = self._create_handle(num_bytes)
+        except DriverError as error:
+            if not error.is_out_of_memory:
+                raise
+            if self._on_pressure is not None:
+                self._on_pressure()
+            self.release_free(self.free_bytes)
+            try:
+                handle = self._create_handle(num_bytes)
+            except DriverError as second:
+                if not second.is_out_of_memory:
+                    raise
+                raise _ShortError(self._out_of_device_memory) from second
+        vacant_id = self._free_ids.pop(self._vacant)
+        extent_id = self._free_ids.bump() if vacant_id is None else vacant_id
+        if extent_id is None:
+            self._backend.mem_release(handle)
+            raise _ShortError(self._out_of_budget)
+        extent = Extent(extent_id, size_class, num_bytes, handle, self.location)
+        if extent_id == len(self._extents):
+            self._extents.append(extent)
+        else:
+            self._extents[extent_id] = extent
+        self.created_bytes += num_bytes
+        return extent
+
+    def _create_handle(self, num_bytes: int) -> Handle:
+        return self._backend.mem_create(
+            num_bytes, location=self.location, shareable=self._is_shareable
+        )
+
+    def release(self, extents: Sequence[Extent]) -> None:
+        """Give extents that nobody references, and that are on no list, back to the device.
+
+        Raises:
+            DriverError: Those that it could not take are free instead.
+        """
+        num_released = 0
+        try:
+            for extent in extents:
+                self.release_unlisted(extent)
+                num_released += 1
+        finally:
+            self.put_back(extents[num_released:])
+
+    def release_unlisted(self, extent: Extent) -> None:
+        """As `release`, but after a failure the extent is nowhere: the caller keeps it."""
+        self._backend.mem_release(extent.handle)
+        self._extents[extent.id] = None
+        self._free_ids.push(self._vacant, extent.id)
+        self.created_bytes -= extent.num_bytes
+
+    def release_free(self, num_bytes: int) -> int:
+        """Release free extents, large ones first, until `num_bytes` are gone or none is left."""
+        popped = self._pop_bytes(num_bytes)
+        self.release(popped)
+        return sum(extent.num_bytes for extent in popped)
+
+    def _claim(self, num_bytes: int) -> list[Extent] | None:
+        """Free extents of `num_bytes` at least, to be released; None where there are not so many.
+
+        It may find less than `free_bytes` said: others pop meanwhile.
+        """
+        if num_bytes > self.free_bytes:
+            return None
+        popped = self._pop_bytes(num_bytes)
+        if sum(extent.num_bytes for extent in popped) >= num_bytes:
+            return popped
+        self.put_back(popped)
+        return None
+
+    def _pop_bytes(self, num_bytes: int) -> list[Extent]:
+        """Pop free extents, large ones first, until they are `num_bytes` or none is left."""
+        popped: list[Extent] = []
+        for size_class in range(self._largest_class, -1, -1):
+            while num_bytes > 0 and (extent := self._pop_one(size_class)) is not None:
+                popped.append(extent)
+                num_bytes -= extent.num_bytes
+        return popped
+
+    def set_budget(self, budget_bytes: int) -> None:
+        """Change the budget; free memory above it goes back at once.
+
+        Raises:
+            ConfigError: The budget is below what is in use now. Nothing changed.
+        """
+        claimed = self._claim(self.created_bytes - budget_bytes)
+        if claimed is None:
+            in_use_bytes = self.created_bytes - self.free_bytes
+            raise ConfigError(
+                f"budget_bytes={budget_bytes} is below the {format_bytes(in_use_bytes)} in "
+                "use; close or trim sequences first"
+            )
+        self.release(claimed)
+        self.budget_bytes = budget_bytes
+
+    def stats(self) -> PoolStats:
+        """Everything, counted."""
+        free_bytes, retired_bytes = self.free_bytes, self._retired_bytes(self.location)
+        return PoolStats(
+            budget_bytes=self.budget_bytes,
+            created_bytes=self.created_bytes,
+            free_bytes=free_bytes,
+            resident_bytes=self.created_bytes - free_bytes - retired_bytes,
+            retired_bytes=retired_bytes,
+        )
+
+    # ---- errors ---------------------------------------------------------------------------
+
+    def _out_of_budget(self, needed_bytes: int) -> OutOfPagesError:
+        stats = self.stats()
+        free_bytes = max(0, self.available_bytes)
+        return OutOfPagesError(
+            f"needs {format_bytes(needed_bytes)}, "
+            f"{format_bytes(free_bytes)} left of a {self._kind}budget of "
+            f"{format_bytes(self.budget_bytes)} "
+            f"({format_bytes(stats.resident_bytes)} resident, "
+            f"{format_bytes(stats.retired_bytes)} retired and waiting for fences); "
+            f"close or trim sequences, or raise {self._budget_name}",
+            needed_bytes=needed_bytes,
+            free_bytes=free_bytes,
+            retired_bytes=stats.retired_bytes,
+        )
+
+    def _out_of_device_memory(self, needed_bytes: int) -> OutOfPagesError:
+        stats = self.stats()
+        is_device = self.location is MemoryLocation.DEVICE
+        backend = self._backend
+        left_bytes = backend.free_memory_bytes() if is_device else backend.free_host_memory_bytes()
+        where = backend.name if is_device else "the host"
+        return OutOfPagesError(
+            f"needs {format_bytes(needed_bytes)}, and {where} has no more memory to "
+            f"give ({format_bytes(left_bytes)} free there; this pool holds "
+            f"{format_bytes(stats.created_bytes)}, {format_bytes(stats.resident_bytes)} of it "
+            "resident); close or trim sequences, or free memory elsewhere",
+            needed_bytes=needed_bytes,
+            free_bytes=stats.free_bytes + left_bytes,
+            retired_bytes=stats.retired_bytes,
+        )
+
+    @property
+    def _kind(self) -> str:
+        return "" if self.location is MemoryLocation.DEVICE else "host memory "
+
+    @property
+    def _budget_name(self) -> str:
+        is_device = self.location is MemoryLocation.DEVICE
+        return "budget_bytes" if is_device else "host_budget_bytes"

@@ -1,0 +1,112 @@
+"""What submitted steps write, checked where checks are on: I10.
+
+    I10 w in writes(step), p in pages(w), from the step's submission to its fence:
+        mapped(p) and access(p) == read-write, and at the submission not shared(extent(p))
+
+A step submitted later may be shown the same memory: it is ordered behind the write. Off by
+default: a step then costs nothing here. On, a step costs a look at each of its rows and a fence.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ...errors import DriverError, InternalError
+from ...units import Address
+from ..backend import Access, Fence
+from .extent import Extent, MappedRows
+from .reclaim import Reclaimer
+
+
+class WriteRange(NamedTuple):
+    """The pages `[first_page, end_page)` of `row` of `table`."""
+
+    table: MappedRows
+    row: int
+    first_page: int
+    end_page: int
+
+
+@dataclass(frozen=True)
+class _Written:
+    """An extent at the address at which a submitted step may still be writing it."""
+
+    address: Address
+    extent: Extent
+
+
+class SubmittedWrites:
+    """The write ranges of steps whose fences have not passed.
+
+    Args:
+        reclaimer: Where fences come from, and retired mappings wait for them.
+    """
+
+    def __init__(self, reclaimer: Reclaimer):
+        self._reclaimer = reclaimer
+        self._steps: list[tuple[Fence, list[_Written]]] = []
+
+    @contextlib.contextmanager
+    def submitting(self, ranges: Sequence[WriteRange]) -> Iterator[None]:
+        """For the time in which a step that writes `ranges` is submitted.
+
+        Raises:
+            InternalError: I10: a page of them may not be written. Before anything is submitted.
+        """
+        written = [each for it in ranges for each in _writable(it)]
+        try:
+            yield
+        finally:
+            self._steps = [step for step in self._steps if not step[0].has_passed()]
+            try:
+                self._steps.append((self._reclaimer.new_fence(), written))
+            except DriverError:
+                pass  # The step is submitted; a check less is no reason to fail it.
+
+    def check(self, tables: Sequence[MappedRows]) -> None:
+        """Check I10 for all that is under way.
+
+        Raises:
+            InternalError: It does not hold.
+        """
+        under_way = [step for step in self._steps if not step[0].has_passed()]
+        if not under_way:
+            return
+        retired = {each.address: each.extent for each in self._reclaimer.retired_mappings()}
+        live = {
+            table.page_address(row, mapping.first_page): mapping
+            for table in tables
+            for row, pages in enumerate(table.rows)
+            for mapping in pages.mappings
+        }
+        for _, written in under_way:
+            for each in written:
+                mapping = live.get(each.address)
+                if mapping is None or mapping.extent is not each.extent:
+                    if retired.get(each.address) is not each.extent:
+                        raise InternalError(f"I10: {each} was unmapped under a submitted step")
+                elif mapping.access is not Access.READ_WRITE:
+                    raise InternalError(f"I10: {each} was protected under a submitted step")
+
+
+def _writable(it: WriteRange) -> Iterator[_Written]:
+    """The extents behind a range, each of which its row may write."""
+    end_page = it.first_page
+    for mapping in it.table.overlapping(it.row, it.first_page, it.end_page):
+        if mapping.first_page > end_page:
+            break
+        if mapping.is_guarded:
+            raise InternalError(
+                f"I10: a step would write pages [{it.first_page}, {it.end_page}) of row {it.row}, "
+                f"of which {mapping} is not its own to write"
+            )
+        end_page = mapping.end_page
+        yield _Written(it.table.page_address(it.row, mapping.first_page), mapping.extent)
+    if end_page < it.end_page:
+        raise InternalError(
+            f"I10: a step would write pages [{it.first_page}, {it.end_page}) of row {it.row}, "
+            f"which is mapped to page {end_page} only"
+        )

@@ -1,0 +1,356 @@
+"""An engine whose model is spread over several devices, with a process for each.
+
+    with open_parallel_engine("meta-llama/Llama-3.1-8B", 2) as engine:
+        engine.generate(...)
+
+starts the others, watches them and ends them. Where torchrun has started all:
+
+    ranks = TensorParallel.from_environment()
+    with ParallelEngine(load(path, ranks), tensor_parallel=ranks) as engine:
+        if ranks.rank:
+            engine.follow()
+        else:
+            engine.generate(...)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from ...errors import CapacityError, ConfigError, RankError
+from ..engine import Engine
+from ..engine_loop import FAILED_STEPS_MAX
+from ..params import SamplingParams
+from ..planning import PreemptionCosts
+from ..prompts import check_tenant
+from ..request import RequestHandle
+from ..runner import RunnerOptions
+from ..served_rows import pool_beside
+from . import Ranks, TensorParallel, localise
+from .divided_head import head_of
+from .loading import load
+from .lockstep import Lockstep
+
+_LOG = logging.getLogger(__name__)
+#: Time for the other ranks to free what they hold, once rank 0 has closed its engine.
+_END_S = 30.0
+
+
+class ParallelEngine(Engine):
+    """An `Engine` on each rank: that of rank 0 is asked, the others `follow` it.
+
+    Args:
+        model: Of which this rank's part is left: a whole one, or one that `load` or transformers
+            has divided.
+        tensor_parallel: The ranks, each of which makes an engine with the same arguments.
+        budget_bytes: As of `Engine`, for each rank; all take what the one with least has.
+        host_budget_bytes: Likewise.
+        options: As of `Engine`, but for `pool`. Tokenizers are for all ranks: stop texts are looked
+            for on each.
+
+    Raises:
+        ConfigError: As of `Engine`; or the model cannot be divided among so many ranks.
+        RankError: A rank has ended; also from every call of the engine.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        tensor_parallel: TensorParallel,
+        budget_bytes: int | None = None,
+        host_budget_bytes: int = 0,
+        **options: Any,
+    ):
+        self._is_closed = True
+        check_options(options)
+        self._ranks = ranks = tensor_parallel
+        self._lockstep = lockstep = Lockstep(ranks)
+        localise(model, ranks)
+        pool = pool_beside(
+            model, None, budget_bytes, host_budget_bytes, open_memory=lockstep.backend
+        )
+        lockstep.level(pool)
+        # What one rank would choose for itself is rank 0's choice.
+        seed = options.get("seed")
+        options["seed"] = ranks.share(random.getrandbits(64) if seed is None else seed)
+        costs = options.get("preemption_costs") or PreemptionCosts.of(model)
+        options["preemption_costs"] = ranks.share(costs)
+        how = options.get("runner_options") or RunnerOptions()
+        how = replace(how, agree=ranks.max, wrap=lockstep.runner, head=head_of(model))
+        options["runner_options"] = how
+        super().__init__(model, **{**options, "pool": pool})
+        try:
+            lockstep.begin(
+                pool,
+                max_tokens=self.max_tokens,
+                overread_tokens=self.cache.overread_tokens,
+                vocabulary=self._vocab_size,
+            )
+        except BaseException:
+            super().close()
+            raise
+
+    @property
+    def num_failed_steps(self) -> int:
+        """See `Engine.num_failed_steps`; without all ranks, none will succeed."""
+        return super().num_failed_steps if self._ranks.failure is None else FAILED_STEPS_MAX
+
+    def when_lost(self, call: Callable[[], None]) -> None:
+        """See `Engine.when_lost`."""
+        self._ranks.on_loss = call
+        if self._ranks.failure is not None:
+            call()
+
+    # ---- what rank 0 is asked for ---------------------------------------------------------
+
+    def add(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        priority: int = 0,
+        *,
+        tenant: str | None = None,
+    ) -> RequestHandle:
+        """See `Engine.add`.
+
+        Raises:
+            ConfigError: As there; or the request holds what cannot be sent to other processes.
+            RankError: A rank has ended.
+        """
+        self._check_asked()
+        check_tenant(tenant)
+        if params is not None and params.logits_processors:
+            self._ranks.check_sendable(params)
+        prompt = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+        self._lockstep.note("add", prompt, params, priority, tenant)
+        return super().add(prompt, params, priority, tenant=tenant)
+
+    def cancel(self, handle: RequestHandle) -> None:
+        """See `Engine.cancel`."""
+        if not handle.is_finished:
+            self._note("cancel", _unfinished_id(handle))
+            super().cancel(handle)
+
+    def cancel_all(self, error: Exception | None = None) -> None:
+        """See `Engine.cancel_all`."""
+        if error is not None:
+            self._note("fail_all", str(error))
+        super().cancel_all(error)
+
+    def finish(self, handle: RequestHandle, sample: int) -> None:
+        """See `Engine.finish`."""
+        if not handle.is_finished:
+            self._note("finish", _unfinished_id(handle), sample)
+            super().finish(handle, sample)
+
+    def set_budget(self, budget_bytes: int) -> None:
+        """Change what keys and values may take on the device, on each rank.
+
+        Cached prefixes give way where they must, and requests that then do not fit together to
+        each other.
+
+        Raises:
+            ConfigError: It is below what running requests hold. It stays as it was.
+            ClosedError: The engine is closed.
+            RankError: A rank has ended.
+        """
+        self._check_asked()
+        self._lockstep.note("set_budget", budget_bytes)
+        self._lockstep.flush()
+        self.cache.pool.set_budget(budget_bytes)
+
+    def advance(self) -> bool:
+        """See `Engine.advance`.
+
+        Raises:
+            ClosedError: The engine is closed.
+            RankError: A rank has ended, and every request with it.
+        """
+        try:
+            self._check_asked()
+            if not self._loop.has_work:
+                return False
+            self._lockstep.flush(is_step=True)
+            more = self._run_step()
+            self._ranks.check()
+        except RankError as error:
+            super().cancel_all(error)
+            raise
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                # An interrupt: the other ranks may wait for this one in the middle of the step.
+                super().cancel_all(self._ranks.fail("a step was interrupted"))
+            raise
+        return more
+
+    def _run_step(self) -> bool:
+        more = self._loop.step()
+        self._lockstep.num_requests = len(self._scheduler.requests)
+        return more
+
+    def fall_idle(self, is_wanted: Callable[[], bool] = lambda: False) -> None:
+        """See `Engine.fall_idle`; the ranks give back the same.
+
+        Raises:
+            ClosedError: The engine is closed.
+            RankError: A rank has ended.
+        """
+        self._check_asked()
+        super().fall_idle(is_wanted)
+
+    def _reclaim(self, num_bytes: int) -> int:
+        self._lockstep.note("reclaim", num_bytes)
+        self._lockstep.flush()
+        return super()._reclaim(num_bytes)
+
+    def close(self) -> None:
+        """See `Engine.close`; the other ranks close theirs."""
+        if self._is_closed:
+            return
+        try:
+            if not self._ranks.rank and self._ranks.failure is None:
+                super().cancel_all()
+                self._lockstep.note("close")
+                self._lockstep.flush()
+        except RankError as error:
+            _LOG.error("%s", error)
+        if self._ranks.failure is not None:
+            super().cancel_all(self._ranks.failure)
+        super().close()
+
+    def _note(self, *command: Any) -> None:
+        """What can be done after a rank's end as well is done by this one alone then."""
+        if not self._ranks.rank and self._ranks.failure is None:
+            self._lockstep.note(*command)
+
+    def _check_open(self) -> None:
+        super()._check_open()
+        self._ranks.check()
+
+    def _check_asked(self) -> None:
+        self._check_open()
+        if self._ranks.rank:
+            raise ConfigError("this engine follows that of rank 0: call follow(), and ask there")
+
+    # ---- the others -----------------------------------------------------------------------
+
+    def follow(self) -> None:
+        """Do what the engine of rank 0 does, until that is closed; this one is then closed too.
+
+        Raises:
+            ConfigError: This is the engine to ask.
+            RankError: A rank has ended. The engine is closed.
+        """
+        if not self._ranks.rank:
+            raise ConfigError("this engine is asked, and follows nobody")
+        try:
+            while not self._is_closed:
+                commands, is_step = self._lockstep.receive()
+                for name, *arguments in commands:
+                    self._obey(name, arguments)
+                if is_step:
+                    self._run_step()
+        finally:
+            self.close()
+
+    def _obey(self, name: str, arguments: Sequence[Any]) -> None:
+        """Do what rank 0 has done; what it was refused is refused here as well."""
+        try:
+            if name == "add":
+                *others, tenant = arguments
+                super().add(*others, tenant=tenant)
+            elif name == "reclaim":
+                super()._reclaim(*arguments)
+            elif name == "set_budget":
+                self.cache.pool.set_budget(*arguments)
+            elif name == "fail_all":
+                self._loop.end_all(RuntimeError(*arguments))
+            elif name == "close":
+                super().close()
+            elif name == "finish":
+                super().finish(self._handles[arguments[0]], arguments[1])
+            elif name == "cancel":
+                super().cancel(self._handles[arguments[0]])
+        except (ConfigError, CapacityError) as error:
+            _LOG.debug("%s is refused: %s", name, error)
+
+
+def _unfinished_id(handle: RequestHandle) -> int:
+    """The number of an unfinished sample: every rank finds the handle by it."""
+    return next(each.request_id for each in handle.requests if not each.is_finished)
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Refuse what an `Engine` can be made with and a `ParallelEngine` cannot.
+
+    Raises:
+        ConfigError: It holds such an option.
+    """
+    if options.get("pool") is not None:
+        raise ConfigError("ranks cannot share a pool with others; leave pool out")
+    if options.get("kv_scales") is not None:
+        raise ConfigError("kv_scales are of all heads, of which a rank has some; leave them out")
+
+
+@contextlib.contextmanager
+def open_parallel_engine(
+    model: str | Callable[[TensorParallel], Any],
+    num_ranks: int,
+    *,
+    device_type: str = "cuda",
+    dtype: str | None = None,
+    timeout_s: float = 60.0,
+    observer: Any = None,
+    **options: Any,
+) -> Iterator[ParallelEngine]:
+    """Rank 0's engine, with all others in processes of their own.
+
+    If one of them ends, so do all: whoever is asking gets a `RankError`, and another engine can be
+    opened once this one is closed.
+
+    Args:
+        model: A folder or a name on the Hub; or a function that makes the model on each rank, and
+            can be pickled.
+        num_ranks: How many GPUs.
+        device_type: "cuda" or "cpu".
+        dtype: Of the weights; by default as they were saved.
+        timeout_s: See `TensorParallel`.
+        observer: Who is told what happens on rank 0.
+        options: What every `ParallelEngine` is made with; they are pickled.
+
+    Raises:
+        ConfigError: There are not so many devices, or the model cannot be divided among them.
+        RankError: A rank has ended; also from every call of the engine.
+        Whatever `Engine` raises.
+    """
+    check_options(options)
+    make = partial(load, model, dtype=dtype) if isinstance(model, str) else model
+    ranks = Ranks(
+        num_ranks,
+        device_type,
+        _follow,
+        (make, options),
+        timeout_s=timeout_s,
+    )
+    with ranks:
+        assert ranks.group is not None  # It is there once all ranks are.
+        engine = ParallelEngine(
+            make(ranks.group), tensor_parallel=ranks.group, observer=observer, **options
+        )
+        with engine:
+            yield engine
+        if ranks.group.failure is None and not ranks.wait(_END_S):
+            _LOG.warning("a rank did not end by itself, and was killed")
+
+
+def _follow(
+    group: TensorParallel, make: Callable[[TensorParallel], Any], options: dict[str, Any]
+) -> None:
+    ParallelEngine(make(group), tensor_parallel=group, **options).follow()

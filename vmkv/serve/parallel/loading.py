@@ -1,0 +1,55 @@
+"""Models of which every rank reads its part alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+
+from ...errors import CapacityError, ConfigError, one_line
+from ...hf import compat, probe
+from . import sharding
+from .group import TensorParallel
+from .localise import localise
+
+
+def check_config(config: Any, size: int) -> None:
+    """See that a model can be divided among ranks, before they are started; some seconds.
+
+    Raises:
+        ConfigError: It cannot.
+    """
+    plan = sharding.plan_of(probe.build_without_weights(config, torch.bfloat16))
+    sharding.check_heads(config, plan, size)
+
+
+def load(path: str, group: TensorParallel, *, dtype: str | None = None) -> Any:
+    """A causal language model in eval mode, of which this process has its rank's part.
+
+    Args:
+        path: A folder, or a name on the Hub.
+        group: The ranks, each of which calls this.
+        dtype: Of the weights; by default as they were saved.
+
+    Raises:
+        ConfigError: There is no such model, or it cannot be divided; or this transformers cannot
+            do it.
+        CapacityError: A part does not fit its device.
+    """
+    in_parts = compat.in_parts(group.size)
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=dtype or "auto",
+            trust_remote_code=False,
+            **in_parts,
+        )
+    except torch.OutOfMemoryError as error:
+        raise CapacityError(
+            f"a part of the weights of {path} does not fit its device: {one_line(error)}"
+        ) from error
+    except Exception as error:  # whatever a folder, or the Hub, holds
+        raise ConfigError(f"cannot load {path}: {one_line(error)}") from error
+    localise(model, group)
+    return model.eval()

@@ -1,0 +1,310 @@
+"""Ranks as processes of this one, which is rank 0: they end with it, and it learns of their end.
+
+    with Ranks(2, "cuda", follow, (path,)) as ranks:   # rank 1 runs follow(group, path)
+        model = load(path, ranks.group)
+
+Ranks find each other through a file in a folder of their own, and talk over the loopback device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...errors import ConfigError, RankError, one_line
+from .group import TensorParallel, abort, set_up
+
+#: Time for a rank to end by itself once rank 0 has gone.
+_END_S = 5.0
+#: Time for it to say why it ends, once it does not answer.
+_EXPLAIN_S = 2.0
+#: Time for the end of a killed process to be seen on all its connections.
+_MOMENT_S = 0.1
+#: How often it is asked whether a kernel has given one up.
+_WATCH_S = 1.0
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+#: What transformers and NCCL read.
+_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+
+
+class Ranks:
+    """Starts ranks 1 and above, and sets this process up as rank 0.
+
+    Args:
+        size: How many ranks there are, this one included.
+        device_type: "cuda", where rank i takes device i, or "cpu".
+        target: What the others run, with their group first; a function that can be pickled. They
+            end when it returns.
+        arguments: Its other arguments.
+        timeout_s: As of `TensorParallel`.
+
+    Attributes:
+        group: Rank 0's.
+
+    Raises:
+        ConfigError: There are not so many devices, or this process has ranks already.
+        RankError: A rank has ended before all were there.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        device_type: str,
+        target: Callable[..., None],
+        arguments: tuple[Any, ...] = (),
+        *,
+        timeout_s: float = 60.0,
+    ):
+        _check(size, device_type)
+        self._folder = tempfile.TemporaryDirectory(prefix="vmkv-ranks-")
+        self._is_closing = False
+        self._reasons: dict[int, str] = {}
+        self._hearing = threading.Lock()
+        self.group: TensorParallel | None = None
+        store = Path(self._folder.name) / "store"
+        # A copy of this process would have its threads' locks, and nobody to release them.
+        context = multiprocessing.get_context("spawn")
+        self._connections: list[Connection] = []
+        self._processes: list[Any] = []
+        self._closing, self._close_watcher = context.Pipe(duplex=False)
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._close_group)
+            undo.callback(self._end)
+            with _ignored_signals():
+                for rank in range(1, size):
+                    ours, theirs = context.Pipe()
+                    self._connections.append(ours)
+                    place = (rank, size, device_type, str(store))
+                    process = context.Process(
+                        target=_run_rank,
+                        args=(theirs, place, timeout_s, target, arguments),
+                        name=f"vmkv-rank-{rank}",
+                        daemon=True,
+                    )
+                    process.start()
+                    theirs.close()
+                    self._processes.append(process)
+            self._environment = undo.enter_context(_environment(0, size))
+            try:
+                self._wait_for_begin()
+                _join(0, size, device_type, store, timeout_s)
+                undo.callback(_leave)
+                self.group = TensorParallel(timeout_s=timeout_s, explain=self._explain)
+                watcher = threading.Thread(target=self._watch, name="vmkv-ranks", daemon=True)
+                watcher.start()
+                undo.callback(self._stop_watching, watcher)
+            except RankError:
+                raise
+            except RuntimeError as error:
+                raise RankError(f"the ranks cannot meet: {self._explain() or error}") from error
+            self._undo = undo.pop_all()
+
+    def close(self) -> None:
+        """End the other ranks, and be none any more. Idempotent."""
+        self._undo.close()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for the others to end by themselves; whether they have."""
+        self._is_closing = True
+        deadline_s = time.monotonic() + timeout_s
+        for process in self._processes:
+            process.join(max(0.0, deadline_s - time.monotonic()))
+        return not any(process.is_alive() for process in self._processes)
+
+    def _end(self) -> None:
+        self._is_closing = True
+        for connection in self._connections:
+            connection.close()
+        for process in self._processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+        self._folder.cleanup()
+
+    def _wait_for_begin(self) -> None:
+        """Until every rank has begun: who waits for the others to meet does not hear of an end."""
+        for rank, (connection, process) in enumerate(
+            zip(self._connections, self._processes, strict=True), 1
+        ):
+            wait([connection, process.sentinel])
+            if not connection.poll():
+                process.join()
+                raise RankError(f"rank {rank} has ended: {_status(process)}")
+            try:
+                connection.recv()
+            except EOFError:
+                process.join()
+                raise RankError(f"rank {rank} has ended: {_status(process)}") from None
+
+    # ---- who has ended --------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Have nobody wait for a rank that has ended, or that a kernel has given up."""
+        assert self.group is not None  # It is there once it is watched.
+        sentinels = [process.sentinel for process in self._processes]
+        reason = None
+        while reason is None and not wait([*sentinels, self._closing], _WATCH_S):
+            reason = self.group.stuck()
+        if self._is_closing:
+            return
+        reason = reason or self._explain() or "a rank has ended"
+        if not self._is_closing:
+            self.group.lose(reason)
+
+    def _stop_watching(self, watcher: threading.Thread) -> None:
+        """Nobody else gives up the connections while they are given up."""
+        self._is_closing = True
+        self._close_watcher.close()
+        watcher.join()
+        self._closing.close()
+
+    def _close_group(self) -> None:
+        """After the others have ended: who adds with this rank uses its memory."""
+        if self.group is not None:
+            self.group.close()
+
+    def _explain(self) -> str | None:
+        """Which rank has ended, and why, as far as that is known in a moment."""
+        deadline_s = time.monotonic() + _EXPLAIN_S
+        while not self._is_closing:
+            for rank, process in enumerate(self._processes, 1):
+                self._hear(rank)
+                if rank in self._reasons:
+                    return f"rank {rank} has ended: {self._reasons[rank]}"
+                if process.exitcode is not None:
+                    self._hear(rank)
+                    return f"rank {rank} has ended: {self._reasons.get(rank) or _status(process)}"
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                break
+            wait([*self._connections, *(each.sentinel for each in self._processes)], left_s)
+        return None
+
+    def _hear(self, rank: int) -> None:
+        with self._hearing, contextlib.suppress(EOFError, OSError):
+            if rank not in self._reasons and self._connections[rank - 1].poll():
+                self._reasons[rank] = self._connections[rank - 1].recv()
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _status(process: Any) -> str:
+    code = process.exitcode
+    if code < 0:
+        return f"it was ended by signal {-code} ({signal.Signals(-code).name})"
+    return f"its process has ended with status {code}"
+
+
+def _check(size: int, device_type: str) -> None:
+    if size < 2:
+        raise ConfigError(f"{size} ranks are no tensor parallelism; take 2 or more")
+    if dist.is_initialized():
+        raise ConfigError("this process has ranks already; close those first")
+    if device_type == "cuda" and size > torch.cuda.device_count():
+        raise ConfigError(
+            f"{size} ranks need as many GPUs, and torch sees {torch.cuda.device_count()}"
+        )
+
+
+@contextlib.contextmanager
+def _ignored_signals() -> Iterator[None]:
+    """Processes started meanwhile do not hear what ends this one: it ends them itself."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextlib.contextmanager
+def _environment(rank: int, size: int) -> Iterator[None]:
+    """What transformers and others look for in a rank's environment; as before afterwards."""
+    ours = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), **_LOOPBACK}
+    before = {name: os.environ.get(name) for name in ours}
+    os.environ.update(ours)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _join(rank: int, size: int, device_type: str, store: Path, timeout_s: float) -> None:
+    distributed: Any = torch.distributed  # Its types lack this.
+    meeting = distributed.FileStore(str(store), size)
+    set_up(device_type, rank, timeout_s, rank=rank, world_size=size, store=meeting)
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        # Without the others, who may not be there any more.
+        abort()
+
+
+def _run_rank(
+    connection: Connection,
+    place: tuple[int, int, str, str],
+    timeout_s: float,
+    target: Callable[..., None],
+    arguments: tuple[Any, ...],
+) -> None:
+    """A rank's life."""
+    rank, size, device_type, store = place
+    for each in _SIGNALS:
+        signal.signal(each, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+    folder = Path(store).parent
+    try:
+        connection.send("begun")
+        threading.Thread(target=_end_with, args=(connection, folder), daemon=True).start()
+        with _environment(rank, size):
+            _join(rank, size, device_type, Path(store), timeout_s)
+            target(TensorParallel(timeout_s=timeout_s), *arguments)
+            _leave()
+    except BaseException as error:  # noqa: BLE001  # rank 0 is told
+        if not _is_told(connection, one_line(error)):
+            shutil.rmtree(folder, ignore_errors=True)  # Nobody else would.
+        # Without what waits for other ranks at the end of a process.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _is_told(connection: Connection, reason: str) -> bool:
+    """Tell rank 0 why this rank ends; whether it is there."""
+    try:
+        connection.send(reason)
+        # The descriptors of who is killed are closed one after another.
+        return not connection.poll(_MOMENT_S)
+    except OSError:
+        return False
+
+
+def _end_with(connection: Connection, folder: Path) -> None:
+    """End this process some time after rank 0 has gone, whatever it is doing, and clear up."""
+    with contextlib.suppress(EOFError, OSError):
+        connection.recv()
+    time.sleep(_END_S)
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(1)

@@ -1,0 +1,161 @@
+"""Which part of a model is which rank's, by the plan that transformers has for it.
+
+A plan names a style for each kind of module and parameter. What vmkv can run on parts is listed
+here; everything else is refused in words before anything is changed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from ...errors import ConfigError
+from ...hf import compat
+from ...units import div_ceil
+
+#: Of linear layers: what their rank keeps, by the dimension of the weight that is divided.
+COLUMNS = {"colwise": False, "colwise_gather_output": True, "colwise_rep": True}
+ROWS = {"rowwise": False, "rowwise_split_input": True, "rowwise_rep": True}
+#: Of modules that run as they are once their parameters are parts.
+UNCHANGED = ("replicated_with_grad_allreduce", "local_params", "replicate")
+EMBEDDING = "embedding_rowwise"
+EXPERTS = "moe_tp_experts"
+_PACKED = "packed_colwise"
+_STYLES = {*COLUMNS, *ROWS, *UNCHANGED, EMBEDDING, EXPERTS, _PACKED, "all_reduce"}
+_KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value")
+
+
+class Share(NamedTuple):
+    """The part of one rank.
+
+    Attributes:
+        rank: Whose.
+        size: Of how many.
+    """
+
+    rank: int
+    size: int
+
+    def of(self, length: int) -> slice:
+        """Its indices of so many: as torch divides them, the last ranks' share may be smaller."""
+        chunk = div_ceil(length, self.size)
+        return slice(min(self.rank * chunk, length), min((self.rank + 1) * chunk, length))
+
+
+def plan_of(model: Any) -> Mapping[str, str]:
+    """The styles of a model's modules and parameters; layer numbers are `*`.
+
+    Raises:
+        ConfigError: transformers has no plan for it, or one with a style that vmkv does not know.
+    """
+    plan: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
+    name = type(model).__name__
+    if not any(style in ROWS or style == EXPERTS for style in plan.values()):
+        raise ConfigError(
+            f"transformers does not say how to divide a {name} among ranks; serve it on one GPU, "
+            "or run a replica on each"
+        )
+    for key, style in plan.items():
+        if style not in _STYLES:
+            raise ConfigError(
+                f"a {name} is divided by the style {style!r} ({key}), which vmkv cannot run on "
+                "parts; serve it on one GPU, or run a replica on each"
+            )
+    return plan
+
+
+def check_heads(config: Any, plan: Mapping[str, str], size: int) -> None:
+    """See that every rank gets whole heads.
+
+    Raises:
+        ConfigError: It does not.
+    """
+    if not _divides_heads(plan):
+        return  # Every rank attends with all of them.
+    decoder = compat.text_config(config)
+    num_heads = decoder.num_attention_heads
+    num_kv_heads = getattr(decoder, "num_key_value_heads", None) or num_heads
+    for count, what in ((num_kv_heads, "key-value heads"), (num_heads, "attention heads")):
+        counts = [count] if isinstance(count, int) else list(count)
+        if any(each % size for each in counts):
+            raise ConfigError(
+                f"{count} {what} cannot be divided among {size} ranks; take a number of ranks "
+                "that divides them, and replicas for the rest of the GPUs"
+            )
+
+
+def kv_heads_divisor(plan: Mapping[str, str], size: int) -> int:
+    """By how much a rank has fewer key-value heads than the model."""
+    return size if _divides_heads(plan) else 1
+
+
+def _divides_heads(plan: Mapping[str, str]) -> bool:
+    return any(
+        key.rpartition(".")[2] in _KEY_PROJECTIONS and style == "colwise"
+        for key, style in plan.items()
+    )
+
+
+def style_of(name: str, plan: Mapping[str, str]) -> str | None:
+    """The style of a module or parameter by its full name."""
+    return plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
+
+
+def style_of_parameter(name: str, plan: Mapping[str, str]) -> str | None:
+    """The style of a parameter: its own, or its module's."""
+    own = style_of(name, plan)
+    if own is not None:
+        return own
+    style = style_of(name.rpartition(".")[0], plan)
+    return None if style in (EXPERTS, *UNCHANGED) else style
+
+
+def part_of(parameter: torch.Tensor, name: str, style: str | None, share: Share) -> torch.Tensor:
+    """A rank's part of a whole parameter, by its style; a copy, unless it is all of it."""
+    if style is None or style in UNCHANGED or style == "all_reduce":
+        return parameter
+    if style in ROWS:
+        if name == "bias":
+            return parameter  # Added once, to the sum.
+        return parameter[..., share.of(parameter.shape[-1])].clone()
+    dim = max(parameter.ndim - 2, 0)
+    if style == _PACKED:
+        gate, up = parameter.chunk(2, dim)
+        index = (*[slice(None)] * dim, share.of(gate.shape[dim]))
+        return torch.cat([gate[index], up[index]], dim)
+    index = (*[slice(None)] * dim, share.of(parameter.shape[dim]))
+    return parameter[index].clone()
+
+
+def bytes_per_rank(model: Any, plan: Mapping[str, str], size: int) -> int:
+    """What the first rank's part of the parameters takes; the others' is no larger."""
+    share, total = Share(0, size), 0
+    for name, parameter in model.named_parameters():
+        style = style_of_parameter(name, plan)
+        short = name.rpartition(".")[2]
+        total += _num_elements(parameter, short, style, share) * parameter.element_size()
+    return total
+
+
+def _num_elements(parameter: torch.Tensor, name: str, style: str | None, share: Share) -> int:
+    whole = parameter.numel()
+    if style is None or style in UNCHANGED or style == "all_reduce":
+        return whole
+    if style in ROWS and name == "bias":
+        return whole
+    dim = -1 if style in ROWS else max(parameter.ndim - 2, 0)
+    length = parameter.shape[dim]
+    pieces = 2 if style == _PACKED else 1
+    its = share.of(length // pieces)
+    return int(whole // length * pieces * (its.stop - its.start))
+
+
+def modules_of(model: torch.nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[Any, str]]:
+    """The modules that the plan names, with their styles."""
+    for name, module in model.named_modules():
+        style = style_of(name, plan)
+        if style is not None:
+            yield module, style

@@ -1,0 +1,322 @@
+"""The kernel that adds ranks' parts, and the norm that follows a sum where a layer asks for it.
+
+A block has a share of the rows and sends them in chunks: it writes a chunk of its rank's part into
+the room that every other rank has for it, says so, and while that travels it waits for the chunk
+before, adds what has come in the order of the ranks, so that all have the same bits, and goes on.
+
+Room is used in turns, four for each block. Who sends turn n has seen turn n - 2 of all others, who
+had read their turn n - 4 before they sent that: its room may be written again. Nobody waits for
+anybody to have read.
+
+With a norm, what was added is added to the residual, and the norm of that is written as well: it
+is there in registers, where another kernel would read all of it again. Numbers are rounded where
+the modules of a model round them. Of one rank (`SIZE` 1) it is the same without what is sent.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from ...attention.nvrtc import FORMATS, NUMBERS, Kernel, compiled
+from ...units import KiB, div_ceil
+
+#: Two for each multiprocessor: one sends while another adds.
+NUM_BLOCKS = 256
+NUM_TURNS = 4
+#: What a block sends at a time, at most. Two ranks add 64 MiB with a norm in 243 us; in 241 with
+#: four times as much at a time and in the rooms, in 307 with half the blocks and twice as much.
+CHUNK_BYTES = 16 * KiB
+VECTOR_BYTES = 16
+#: Each in a line of its own.
+FLAG_BYTES = 128
+_WARP = 32
+_MOST_THREADS = 512
+#: Vectors of a row that a thread keeps in registers.
+_MOST_PER_THREAD = 4
+_ROWS_AT_A_TIME = 4
+
+_SOURCE = r"""
+typedef long long word;
+
+constexpr int COUNT = 16 / sizeof(number);
+constexpr int WARPS = THREADS / 32;
+constexpr word ASK_AFTER_NS = 2000000;
+union Vector { uint4 whole; number at[COUNT]; };
+
+struct Exchange {
+  word* turns;          // [block]
+  char* const* rooms;   // [rank]: flags [block][rank], vectors [block][turn % TURNS][rank][CHUNK]
+  int* given_up;
+  word rank, patience_ns;
+};
+
+__device__ uint4 received(const uint4* from) {  // Not from a cache that other devices do not see.
+  uint4 value;
+  asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w) : "l"(from)
+               : "memory");
+  return value;
+}
+
+__device__ void say(word* flag, word turn) {
+  asm volatile("st.release.sys.global.u64 [%0], %1;" :: "l"(flag), "l"(turn) : "memory");
+}
+
+__device__ word said(const word* flag) {
+  word turn;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(turn) : "l"(flag) : "memory");
+  return turn;
+}
+
+__device__ word now_ns() {
+  word time;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(time));
+  return time;
+}
+
+// Whether the turn has come; else nobody waits for it any more.
+__device__ bool has_come(const word* flag, word turn, volatile int* given_up, word patience_ns) {
+  const word start = now_ns();
+  word asked = start;
+  for (int tries = 1; said(flag) < turn; ++tries) {
+    if (tries % 64) continue;
+    // The word is in the host's memory, which answers 256 blocks one by one, in 0.2 ms. Whoever
+    // asked after less would be late for that, and the other rank would ask, and so on for ever.
+    const word now = now_ns();
+    if (now - asked < ASK_AFTER_NS) continue;
+    asked = now;
+    if (*given_up) return false;
+    if (now - start > patience_ns) *given_up = 1;
+  }
+  return true;
+}
+
+__device__ word* flag_of(const Exchange& to, word at, word from) {
+  return reinterpret_cast<word*>(to.rooms[at] + (blockIdx.x * SIZE + from) * FLAG);
+}
+
+__device__ uint4* room_of(const Exchange& to, word at, word from, word turn) {
+  const word slot = (blockIdx.x * word(TURNS) + turn % TURNS) * SIZE + from;
+  return reinterpret_cast<uint4*>(to.rooms[at] + BLOCKS * SIZE * FLAG) + slot * CHUNK;
+}
+
+__device__ void send(const Exchange& to, const uint4* part, word begin, word end, word turn) {
+#pragma unroll 4
+  for (word i = begin + threadIdx.x; i < end; i += THREADS) {
+    const uint4 mine = part[i];
+#pragma unroll
+    for (int other = 0; other < SIZE; ++other)
+      if (other != to.rank) room_of(to, other, to.rank, turn)[i - begin] = mine;
+  }
+  __syncthreads();
+  if (threadIdx.x < SIZE && threadIdx.x != to.rank) say(flag_of(to, threadIdx.x, to.rank), turn);
+}
+
+__device__ void await(const Exchange& to, word turn, bool& is_alone) {
+  if (threadIdx.x < SIZE && threadIdx.x != to.rank && !is_alone)
+    is_alone = !has_come(flag_of(to, to.rank, threadIdx.x), turn, to.given_up, to.patience_ns);
+  __syncthreads();
+}
+
+// The sum of vector i, which is `at` in its chunk, rounded.
+__device__ Vector sum_of(const Exchange& to, const uint4* part, word i, word at, word turn) {
+  Vector out;
+  out.whole = part[i];
+  if (SIZE == 1) return out;
+  float sums[COUNT];
+#pragma unroll
+  for (int each = 0; each < SIZE; ++each) {
+    Vector theirs = out;
+    if (each != to.rank) theirs.whole = received(room_of(to, to.rank, each, turn) + at);
+#pragma unroll
+    for (int n = 0; n < COUNT; ++n) {
+      const float value = as_float(theirs.at[n]);
+      sums[n] = each ? sums[n] + value : value;
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < COUNT; ++n) out.at[n] = as_number(sums[n]);
+  return out;
+}
+
+__device__ void finish(const Exchange& to, uint4* part, word begin, word end, word turn) {
+  for (word i = begin + threadIdx.x; i < end; i += THREADS)
+    part[i] = sum_of(to, part, i, i - begin, turn).whole;
+}
+
+#if NORM
+struct Norm { const uint4* residual; const uint4* weight; uint4* out; word row; float epsilon; };
+
+// The sums of a block's threads, in each of them.
+__device__ void add_up(float (&values)[ROWS], float (*shared)[WARPS]) {
+#pragma unroll
+  for (int n = 0; n < ROWS; ++n) {
+#pragma unroll
+    for (int lane = 16; lane; lane /= 2) values[n] += __shfl_xor_sync(~0u, values[n], lane);
+    if (threadIdx.x % 32 == 0) shared[n][threadIdx.x / 32] = values[n];
+  }
+  __syncthreads();
+#pragma unroll
+  for (int n = 0; n < ROWS; ++n) {
+    values[n] = threadIdx.x % 32 < WARPS ? shared[n][threadIdx.x % 32] : 0;
+#pragma unroll
+    for (int lane = 16; lane; lane /= 2) values[n] += __shfl_xor_sync(~0u, values[n], lane);
+  }
+}
+
+__device__ void finish(const Exchange& to, uint4* part, word begin, word end, word turn,
+                       const Norm& norm) {
+  // In turns: what is read may not be written yet. Between chunks all threads wait in `await`.
+  __shared__ float shared[2][ROWS][WARPS];
+  int which = 0;
+  for (word first = begin; first < end; first += ROWS * norm.row, which ^= 1) {
+    Vector kept[ROWS][PER_THREAD];
+    float squares[ROWS];
+#pragma unroll
+    for (int n = 0; n < ROWS; ++n) {
+      squares[n] = 0;
+#pragma unroll
+      for (int v = 0; v < PER_THREAD; ++v) {
+        const word column = threadIdx.x + v * THREADS;
+        const word i = first + n * norm.row + column;
+        if (column >= norm.row || i >= end) continue;
+        Vector sum = sum_of(to, part, i, i - begin, turn), old;
+        old.whole = norm.residual[i];
+#pragma unroll
+        for (int c = 0; c < COUNT; ++c) {
+          sum.at[c] = as_number(as_float(old.at[c]) + as_float(sum.at[c]));
+          const float value = as_float(sum.at[c]);
+          squares[n] += value * value;
+        }
+        part[i] = sum.whole;
+        kept[n][v] = sum;
+      }
+    }
+    add_up(squares, shared[which]);
+#pragma unroll
+    for (int v = 0; v < PER_THREAD; ++v) {
+      const word column = threadIdx.x + v * THREADS;
+      if (column >= norm.row) continue;
+      Vector weight;
+      weight.whole = norm.weight[column];
+#pragma unroll
+      for (int n = 0; n < ROWS; ++n) {
+        const word i = first + n * norm.row + column;
+        if (i >= end) continue;
+        const float scale = rsqrtf(squares[n] / (norm.row * COUNT) + norm.epsilon);
+        Vector out;
+#pragma unroll
+        for (int c = 0; c < COUNT; ++c) {
+          const number scaled = as_number(as_float(kept[n][v].at[c]) * scale);
+          out.at[c] = as_number(as_float(weight.at[c]) * as_float(scaled));
+        }
+        norm.out[i] = out.whole;
+      }
+    }
+  }
+}
+#endif
+
+// `share` is a block's, and `chunk` what it sends at a time, or all: vectors, of whole rows with a
+// norm.
+extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
+add_parts(uint4* part, word num_vectors, word share, word chunk, word* turns, word rank,
+          char* const* rooms, int* given_up, word patience_ns
+#if NORM
+          , const uint4* residual, const uint4* weight, uint4* out, word row, double epsilon
+#endif
+          ) {
+  const Exchange to{turns, rooms, given_up, rank, patience_ns};
+  word begin = blockIdx.x * share;
+  const word last = begin + share < num_vectors ? begin + share : num_vectors;
+  if (begin >= last) return;
+  word turn = SIZE == 1 ? 0 : turns[blockIdx.x] + 1;
+  word end = begin + chunk < last ? begin + chunk : last;
+  bool is_alone = false;
+
+  if (SIZE > 1) send(to, part, begin, end, turn);
+  while (true) {
+    const word next = end + chunk < last ? end + chunk : last;
+    if (SIZE > 1) {
+      if (end < last) send(to, part, end, next, turn + 1);
+      await(to, turn, is_alone);
+    }
+#if NORM
+    finish(to, part, begin, end, turn, Norm{residual, weight, out, row, (float)epsilon});
+#else
+    finish(to, part, begin, end, turn);
+#endif
+    if (end == last) break;
+    begin = end;
+    end = next;
+    ++turn;
+  }
+  if (SIZE > 1 && threadIdx.x == 0) turns[blockIdx.x] = turn;
+}
+"""
+
+
+def threads_for(row_vectors: int) -> int | None:
+    """The threads of a block that has whole rows; None where rows are too long for one."""
+    if row_vectors > _MOST_THREADS * _MOST_PER_THREAD:
+        return None
+    return min(_MOST_THREADS, _WARP * div_ceil(row_vectors, _WARP))
+
+
+class SumKernel(NamedTuple):
+    """A kernel, and how it is launched.
+
+    Attributes:
+        kernel: Compiled.
+        threads: Of a block.
+        unit: Vectors that one block has to itself at least: a row, if there is a norm.
+        chunk: Vectors that a block sends at a time.
+    """
+
+    kernel: Kernel
+    threads: int
+    unit: int
+    chunk: int
+
+
+@functools.cache
+def kernel_of(
+    device_index: int, dtype: torch.dtype, size: int, row_vectors: int | None = None
+) -> SumKernel:
+    """The kernel for parts of a type.
+
+    Args:
+        device_index: Where.
+        dtype: One of `FORMATS`.
+        size: Ranks; 1 where the parts have been added.
+        row_vectors: Of rows with a norm, as `threads_for` takes them; None for sums alone.
+
+    Raises:
+        ConfigError: NVRTC refuses the kernel, or there is no cuda-python.
+        CudaDriverError: The driver does.
+    """
+    threads = _MOST_THREADS if row_vectors is None else threads_for(row_vectors)
+    assert threads is not None  # The caller has asked.
+    unit = row_vectors or threads
+    per_thread = div_ceil(unit, threads)
+    room = CHUNK_BYTES // VECTOR_BYTES
+    chunk = room // unit * unit
+    constants = {
+        "FORMAT": FORMATS[dtype],
+        "SIZE": size,
+        "BLOCKS": NUM_BLOCKS,
+        "TURNS": NUM_TURNS,
+        "FLAG": FLAG_BYTES,
+        "CHUNK": room,
+        "THREADS": threads,
+        "NORM": int(row_vectors is not None),
+        "PER_THREAD": per_thread,
+        # Rows at a time: their loads are under way together, and they share the waits of a block.
+        "ROWS": max(1, min(_ROWS_AT_A_TIME // per_thread, chunk // unit)),
+    }
+    options = ("--std=c++17", *(f"-D{name}={value}" for name, value in constants.items()))
+    kernel = compiled(NUMBERS + _SOURCE, "add_parts", device_index, *options)
+    return SumKernel(kernel, threads, unit, chunk)
