@@ -23,7 +23,7 @@ FUZZ_SECONDS ?= 120
 FUZZ_ARGS ?=
 
 BIN = $(VENV)/bin
-SOURCES = $(wildcard vmkv/_native/*.[ch]) pyproject.toml
+SOURCES = $(wildcard vmkv/core/_native/*.[ch]) pyproject.toml
 
 .PHONY: demo test lint types unit real replicas fuzz test-matrix test-pythons models report clean
 
