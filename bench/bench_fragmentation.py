@@ -16,7 +16,7 @@ Verdict. As predicted, except that reading past the end costs chats a quarter of
 Method. Bytes, no GPU. A trace is a seeded list of (prompt, output) lengths; a sequence is met at a
 uniformly drawn moment of its decoding. Sequences are taken from the trace in order for as long as
 the budget holds them. Median and quartiles over seeds; the other columns are those of the median
-seed. vmkv's rows are those of a real KVCache on the host backend, with pages and tokens 512 times
+seed. vmkv's rows are those of a real KVCache on the host backend, with pages and tokens 32 times
 smaller than a GPU's, in the same proportion.
 
 Rivals. A block table of 16 tokens (rivals.py). DynamicCache: one tensor for the batch, as long as
@@ -95,10 +95,11 @@ class Rows:
     """
 
     def __init__(self, shape: CacheShape, max_tokens: int, overread_tokens: int = 0):
-        pool = ExtentPool(HostBackend(4 * KiB), 2 * max_tokens * shape.token_bytes + MiB)
+        pool = ExtentPool(HostBackend(64 * KiB), 2 * max_tokens * shape.token_bytes + MiB)
         pool.largest_class = 5  # As with pages of 2 MiB.
         self.cache = open_cache(pool, shape, max_tokens=max_tokens, max_sequences=1)
         self.cache.overread_tokens = overread_tokens
+        self._token_bytes = shape.token_bytes
         self._held: dict[Snapshot, int] = {}
 
     def held_bytes(self, drawn: Snapshot) -> int:
@@ -106,19 +107,23 @@ class Rows:
         if drawn not in self._held:
             sequence = self.cache.open()
             sequence.append(drawn.prompt_tokens)
-            for _ in range(drawn.num_tokens - drawn.prompt_tokens):
-                sequence.append(1)
+            while sequence.num_tokens < drawn.num_tokens:
+                # Tokens that fit into mapped memory change nothing, so they come together.
+                resident_bytes = self.cache.stats().resident_bytes
+                mapped = resident_bytes // self._token_bytes - self.cache.overread_tokens
+                end = min(drawn.num_tokens, max(mapped, sequence.num_tokens + 1))
+                sequence.append(end - sequence.num_tokens)
             self._held[drawn] = SCALE * self.cache.stats().resident_bytes
             sequence.close()
             self.cache.trim()
         return self._held[drawn]
 
 
-SHAPES = (CacheShape("Llama-3-8B", 1, 1, 64), CacheShape("Llama-3-70B, TP 8", 1, 1, 20))
+SHAPES = (CacheShape("Llama-3-8B", 1, 1, 1024), CacheShape("Llama-3-70B, TP 8", 1, 1, 320))
 
 
-#: Pages and tokens are 512 times smaller than a GPU's, in the same proportion.
-SCALE = 512
+#: Pages and tokens are 32 times smaller than a GPU's, in the same proportion.
+SCALE = 32
 
 
 TRACES = (

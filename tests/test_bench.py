@@ -30,7 +30,7 @@ pytestmark = pytest.mark.slow
 def run(script: Path | str, *arguments: object) -> subprocess.CompletedProcess[str]:
     """Run a script of the bench folder as a user would."""
     return subprocess.run(
-        [sys.executable, script, *map(str, arguments)], capture_output=True, text=True, timeout=240
+        [sys.executable, script, *map(str, arguments)], capture_output=True, text=True, timeout=480
     )
 
 

@@ -71,7 +71,8 @@ def test_cuda_exhaustion_says_out_of_memory(cuda: Any) -> None:
 
 _WRITE_TO_READ_ONLY = """
 import sys, torch
-from vmkv import open_backend, _native
+from vmkv import open_backend
+from vmkv.core import _native
 from vmkv.core.backend import Access
 backend = open_backend("cuda:0")
 size = backend.granularity_bytes
