@@ -9,7 +9,7 @@ A check is to take about 10 us for 32 layers, so not everything is looked at:
   training     each module but linear layers and embeddings, which compute the same in both modes
   type, place  the first and the last parameter; what lies between fails in the model, and the
                error is then explained by a look at all
-  memory       for captured and compiled steps alone: the first parameter of each attention layer,
+  addresses    for captured and compiled steps alone: the first parameter of each attention layer,
                the model's first and its last
 
 So a captured step does not see that a module beside attention was converted by itself, that a
@@ -27,7 +27,6 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..errors import ConfigError
 from .joined_layers import SiblingLinear
@@ -174,13 +173,8 @@ class ModelGuard:
         looked_at = {id(each): each for each in (self._first, self._last)}
         for module, _ in numbered_layers(model):
             looked_at.update((id(each), each) for each in islice(module.parameters(), 1))
-        # Weak: the memory of a parameter that is converted is free, and its number not used again.
         self._looked_at = list(looked_at.values())
-        self._storages = [
-            StorageWeakRef(each.untyped_storage())  # type: ignore[no-untyped-call]  # torch's own
-            for each in self._looked_at
-        ]
-        self._numbers = self._numbers_now()
+        self._addresses = self._addresses_now()
 
     def check(self, *, is_fixed: bool = False) -> None:
         """Refuse a step of a model that has changed.
@@ -195,13 +189,13 @@ class ModelGuard:
             self._config.get(_ATTENTION, self._attention) != self._attention
             or any(map(_is_training, self._modes))
             or self._kinds_now() != self._kinds
-            or (is_fixed and self._numbers_now() != self._numbers)
+            or (is_fixed and self._addresses_now() != self._addresses)
         ):
             raise ConfigError(self.change() or _MOVED)
 
     def is_as_captured(self) -> bool:
         """Whether a captured step still computes what the model does, however that attends."""
-        return not any(map(_is_training, self._modes)) and self._numbers_now() == self._numbers
+        return not any(map(_is_training, self._modes)) and self._addresses_now() == self._addresses
 
     def change(self) -> str | None:
         """What has changed, by a look at all modules and parameters; None for nothing seen."""
@@ -230,8 +224,8 @@ class ModelGuard:
         first, last = self._first, self._last
         return first.dtype, last.dtype, first.device, last.device
 
-    def _numbers_now(self) -> list[int]:
-        return [each.untyped_storage()._cdata for each in self._looked_at]
+    def _addresses_now(self) -> list[int]:
+        return list(map(torch.Tensor.data_ptr, self._looked_at))
 
 
 _MOVED = (
