@@ -1,15 +1,16 @@
-"""Arbitration between engines over one pool: a running request of one is preempted for another's.
+"""Arbitration between engines over one pool: preemption across engines.
 
-Ranks are one order for all engines over a pool. An engine that can run nothing claims memory for
-its first request. The running request ranked last of all other engines is preempted for it, if it
-is ranked behind: at once if its engine is between steps in the same thread, else when that engine
-begins its next step. While the claim stands, requests ranked behind it take no pages in any other
-engine. So the first request of all makes progress, and no two engines preempt each other in turn.
+Requests of all engines over a pool have ranks in one order. An engine that can run nothing claims
+memory for its first request. The last-ranked running request of all other engines is preempted if
+it ranks behind that request: at once if its engine is between steps in the same thread, else when
+that engine begins its next step. While the claim stands, requests ranked behind it take no pages in
+any other engine. So the first request always makes progress, and no two engines preempt each other
+in turn.
 
 An engine counts the steps in which it can run nothing and no other engine makes progress. After
-`PATIENCE_STEPS` it may preempt any request of an engine between steps in its thread, since nobody
-runs that engine, and it no longer respects claims. If nothing can be preempted, its request fails.
-Where an engine of another thread has running requests, each counted step waits for it for 20 ms.
+`PATIENCE_STEPS` it ignores claims and may preempt any request of an engine that is between steps in
+its thread. If nothing can be preempted, its request fails. Each counted step waits 20 ms if an
+engine of another thread has running requests.
 """
 
 from __future__ import annotations
@@ -25,14 +26,7 @@ _WAIT_S = 0.02
 
 
 class Arbiter:
-    """The engines over one pool.
-
-    Args:
-        lock: The pool's.
-
-    Attributes:
-        num_steps: Steps that all engines have planned.
-    """
+    """The engines over one pool. `num_steps` counts the steps that all of them have planned."""
 
     def __init__(self, lock: threading.RLock):
         self.lock = lock
@@ -43,17 +37,17 @@ class Arbiter:
         self._numbers = itertools.count()
 
     def arrival(self) -> Rank:
-        """The place of a request that arrives now, before priorities."""
+        """Rank of a request that arrives now, before priorities."""
         return self.num_steps, next(self._numbers)
 
 
 class Borrower:
-    """One engine over a pool. Its own thread calls all methods.
+    """An engine's handle on the arbiter. The engine's own thread calls all methods.
 
     Args:
         arbiter: The pool's.
-        last_rank: Returns the rank of the engine's running request that is ranked last, if there is
-            one. Called from any thread.
+        last_rank: Returns the rank of the engine's last-ranked running request, or None. Called
+            from any thread.
         give_way: Preempts that request. Called between steps, from the engine's thread.
     """
 
@@ -76,7 +70,7 @@ class Borrower:
             arbiter.borrowers.add(self)
 
     def begin_step(self) -> None:
-        """A step begins: preempt a request if another engine has asked for it."""
+        """Begin a step: preempt a request if another engine has asked for it."""
         with self._arbiter.lock:
             self._thread_id, self._is_stepping = threading.get_ident(), True
             is_asked, self._is_asked = self._is_asked, False
@@ -85,13 +79,13 @@ class Borrower:
                 self._preempt()
 
     def end_step(self) -> None:
-        """The step has ended."""
+        """End the step and wake engines that wait for it."""
         with self._arbiter.lock:
             self._is_stepping = False
             self._arbiter.changed.notify_all()
 
     def outranked_by(self) -> Rank | None:
-        """The first claim of another engine; requests ranked behind it take no pages."""
+        """First claim of another engine; requests ranked behind it take no pages."""
         if self._num_stuck >= PATIENCE_STEPS:
             return None
         with self._arbiter.lock:
@@ -101,7 +95,7 @@ class Borrower:
             return min((rank for rank, step in claims if step >= since), default=None)
 
     def note_submitted(self) -> None:
-        """The engine has submitted a step: it needs no claim."""
+        """Record a submitted step, which drops the claim."""
         self.withdraw()
         self._num_stuck = 0
         self._arbiter.num_changes += 1
@@ -111,9 +105,9 @@ class Borrower:
         self._claim = None
 
     def claim(self, rank: Rank) -> bool:
-        """Claim memory for the request of this rank: the engine can run nothing.
+        """Claim memory for the request of this rank, when the engine can run nothing.
 
-        Returns whether to try again. If not, no memory came free for `PATIENCE_STEPS` such steps.
+        Returns whether to try again; False after `PATIENCE_STEPS` such steps without progress.
         """
         arbiter, here = self._arbiter, threading.get_ident()
         with arbiter.lock:
