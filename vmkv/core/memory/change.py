@@ -264,7 +264,7 @@ class Change:
             yield
 
     def _undo(self) -> None:
-        """Retire what was mapped in rows without `old`, behind a fence since fills may be running."""
+        """Retire new mappings of rows without `old`, behind a fence since fills may be running."""
         if self._is_mapped:
             fence = self._pool.reclaimer.new_fence()
             for row, _ in self._parts:

@@ -81,7 +81,7 @@ class Scrub(enum.Enum):
         stream: int,
         contents: object,
     ) -> bool:
-        """Fill extents, mapped one after the other from `address`, as `byte` says; book the new use.
+        """Fill extents, mapped one after the other from `address`, as `byte` says; book their use.
 
         Returns whether any was filled. After a DriverError some may be filled or still being
         filled.
