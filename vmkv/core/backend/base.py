@@ -204,7 +204,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def mem_export(self, handle: Handle) -> int:
-        """Return a file descriptor with which another process can `mem_import` this memory, read-only.
+        """Return a file descriptor with which another process can `mem_import` this memory to read.
 
         The export freezes the memory: `Access.READ_WRITE` is refused from now on, here and at every
         importer. A mapping that is already writable stays so until its access changes. Release the

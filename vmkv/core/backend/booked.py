@@ -64,7 +64,7 @@ def pack_fill(address: int, num_bytes: int, byte: int) -> bytes:
 
 @dataclass
 class Allocation:
-    """One handle: size, kind, number of mappings, and whether its owner has released it."""
+    """A handle's size, kind, number of mappings, and whether its owner has released it."""
 
     num_bytes: int
     location: MemoryLocation = MemoryLocation.DEVICE
@@ -147,7 +147,7 @@ class Books:
         return None
 
     def fill_pieces(self, address: int, num_bytes: int) -> list[tuple[int, int]] | None:
-        """Split a range into (address, bytes) that one fill call may cover; None if part is unmapped.
+        """Split a range into (address, bytes) that one fill may cover; None if part is unmapped.
 
         CUDA fills across mappings in device memory, but not across two in host memory (driver 580).
         """

@@ -58,7 +58,7 @@ class SparseFile:
         self.end_bytes = 0
 
     def allocate(self, num_bytes: int) -> int:
-        """Allocate `num_bytes` of zeroed memory; returns its native handle. OSError if the machine is full."""
+        """Allocate zeroed memory and return its native handle; OSError if the machine is full."""
         offset = self.end_bytes
         _fallocate(self.fd, 0, offset, num_bytes)
         self.end_bytes = offset + num_bytes
