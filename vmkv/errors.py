@@ -41,10 +41,7 @@ def _rebuild(cls: type[VMKVError], args: tuple[Any, ...], state: dict[str, Any])
 
 
 class ConfigError(VMKVError, ValueError):
-    """An argument cannot work; the message says what was asked, what is possible, what to do.
-
-    Nothing has changed. Correct the call; an unchanged retry fails again.
-    """
+    """An argument cannot work; the message says what to do. Nothing has changed."""
 
 
 class CapacityError(VMKVError, MemoryError):
@@ -70,10 +67,7 @@ class OutOfPagesError(CapacityError):
 
 
 class OutOfAddressSpaceError(CapacityError):
-    """No virtual address range of `needed_bytes` is left.
-
-    Close caches, or ask for a smaller `max_tokens` or fewer rows.
-    """
+    """No virtual address range of `needed_bytes` is left: close caches, or ask for less."""
 
     def __init__(self, message: str, *, needed_bytes: int):
         super().__init__(message)
@@ -93,10 +87,7 @@ class ClosedError(VMKVError):
 
 
 class RankError(VMKVError):
-    """A rank has ended or does not answer. The other ranks end too: each has a part of every layer.
-
-    Restart all ranks; requests in progress can be sent again.
-    """
+    """A rank has ended or does not answer: restart all ranks, and send their requests again."""
 
 
 class LostError(VMKVError):
@@ -150,10 +141,7 @@ _VALUES.maxstring = 60
 
 
 def one_line(error: BaseException) -> str:
-    """Format an error's message as one printable line, cut at 500 characters.
-
-    An error without a message gives its type.
-    """
+    """Format an error as one printable line of at most 500 characters, or give its type."""
     text = "".join(each if each.isprintable() else " " for each in str(error))
     text = " ".join(text.split()) or type(error).__name__
     return text if len(text) <= _LINE_CHARACTERS else f"{text[: _LINE_CHARACTERS - 1]}…"

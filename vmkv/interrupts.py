@@ -1,10 +1,8 @@
 """Hold SIGINT back while the books change, so that Ctrl+C comes between operations.
 
-Python runs the SIGINT handler, which raises KeyboardInterrupt, between any two instructions of the
-main thread, error handling included. Each public operation that changes the books is therefore
-`uninterrupted`: it installs a handler that only records the signal, and delivers it to the previous
-handler at its end. Other threads run no handlers and need nothing. See Note [Interrupts] in
-DESIGN.md.
+KeyboardInterrupt may come between any two instructions of the main thread, error handling included.
+An `uninterrupted` operation installs a handler that only records the signal, and delivers it to the
+previous handler at its end. See Note [Interrupts] in DESIGN.md.
 """
 
 from __future__ import annotations
@@ -23,10 +21,7 @@ _SIGINT = _signal.SIGINT
 
 
 class _Section:
-    """An uninterrupted operation of the main thread.
-
-    `is_pending`: SIGINT has come and is not delivered. `is_open`: deliver SIGINT at once.
-    """
+    """An uninterrupted operation of the main thread; `is_open` lets SIGINT through at once."""
 
     __slots__ = ("is_open", "is_pending", "previous")
 
@@ -93,10 +88,7 @@ def uninterrupted(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def interruptible(function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
-    """Call a long-running function that SIGINT may interrupt, within an uninterrupted one.
-
-    A pending SIGINT is delivered first.
-    """
+    """Call a long-running function that SIGINT may interrupt, within an uninterrupted one."""
     global _current
     section = _current
     if section is None or get_ident() != main_thread().ident:

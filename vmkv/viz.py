@@ -42,16 +42,7 @@ _LABELLED_ROWS_MAX = 24
 
 @dataclass(frozen=True)
 class MappedExtent:
-    """An extent at its place in a row.
-
-    Attributes:
-        first_page: First page in the row.
-        num_pages, num_bytes: Its length.
-        handle: The driver's name for it; equal only for the same extent.
-        access: Access rights of this mapping.
-        is_shared: Whether it has other users, so that no row may write it.
-        location: Memory location.
-    """
+    """An extent at its place in a row. `handle` is equal only for mappings of the same extent."""
 
     first_page: int
     num_pages: int
@@ -78,12 +69,8 @@ class MappedExtent:
 class RowMap:
     """A row that is live, or has something mapped.
 
-    Attributes:
-        row: Its index.
-        state: `live`, `swapped` out, or `parked` after its sequence ended.
-        num_tokens: Tokens of the sequence; of a parked row, the recorded prefix.
-        extents: Mapped extents in order. Swapped-out extents are listed at their old place, without
-            access.
+    `num_tokens` counts the sequence's tokens, or a parked row's recorded prefix. `extents` are in
+    order; swapped-out ones are listed at their old place, without access.
     """
 
     row: int
@@ -99,13 +86,9 @@ class RowMap:
 
 @dataclass(frozen=True)
 class GroupMap:
-    """The rows of one layer group.
+    """The rows of one layer group that are live or have something mapped, in order.
 
-    Attributes:
-        layers: Its layers, as the caller numbers them.
-        token_bytes: Bytes from one token of a row to the next.
-        page_bytes: Bytes of a page.
-        rows: Rows that are live or have something mapped, in order.
+    `layers` are numbered as the caller does. `token_bytes` is the stride between tokens of a row.
     """
 
     layers: tuple[int, ...]
@@ -155,7 +138,6 @@ class PageMap:
         )
 
     def _device_extents(self) -> Iterator[tuple[int, int]]:
-        """Yield handle and size of every mapping of device memory."""
         for group in self.groups:
             for row in group.rows:
                 for each in row.extents:

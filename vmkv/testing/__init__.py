@@ -1,10 +1,9 @@
-"""The public test kit, for authors of backends. Free of torch; nothing in vmkv imports it.
+"""The public test kit, for authors of backends.
 
     from vmkv.testing import check_backend
     check_backend(MyBackend)             # raises AssertionError, naming the broken rule
 
-`backend_checks.py` lists the checks of the backend contract; `faults.py` has a backend whose n-th
-call fails.
+Free of torch; nothing in vmkv imports it.
 """
 
 from .access import read_bytes as read_bytes

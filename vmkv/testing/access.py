@@ -21,11 +21,7 @@ _STREAM = 0  # The legacy default stream.
 
 
 def read_bytes(backend: Backend, address: int, num_bytes: int) -> bytes:
-    """Read `[address, address + num_bytes)`, a readable range.
-
-    Raises:
-        ConfigError: The kit cannot access this DLPack device type.
-    """
+    """Read a readable range; ConfigError if the kit cannot access this DLPack device type."""
     device_type, device_index = backend.dlpack_device
     if device_type == _DLPACK_CPU:
         return ctypes.string_at(address, num_bytes)
@@ -38,11 +34,7 @@ def read_bytes(backend: Backend, address: int, num_bytes: int) -> bytes:
 
 
 def write_bytes(backend: Backend, address: int, data: bytes) -> None:
-    """Write `data` at `address`, a writable range.
-
-    Raises:
-        ConfigError: The kit cannot access this DLPack device type.
-    """
+    """Write `data` at `address`; ConfigError if the kit cannot access this device type."""
     device_type, device_index = backend.dlpack_device
     if device_type == _DLPACK_CPU:
         ctypes.memmove(address, data, len(data))

@@ -1,7 +1,6 @@
-"""A backend whose n-th driver call fails, and a check that every failure leaves state unchanged.
+"""A backend whose n-th call fails, and a check that every failure leaves state unchanged.
 
-It wraps a real backend. Each operation inside a batch counts as a call, so a fault can occur in the
-middle of a batch.
+Each operation inside a batch counts as a call, so a fault can occur in the middle of a batch.
 """
 
 from __future__ import annotations
@@ -15,8 +14,6 @@ from ..errors import CapacityError, DriverError
 
 
 def _faulty(call: str) -> Callable[..., Any]:
-    """Make the method for the primitive `call`, which fails when armed and else forwards."""
-
     def method(self: FaultInjectingBackend, *args: Any, **options: Any) -> Any:
         error = self._fault(call)
         if error is not None:
@@ -58,7 +55,6 @@ class FaultInjectingBackend(Backend):
         self.failed_call = None
 
     def _fault(self, call: str) -> DriverError | None:
-        """Count one call; return the error if it is to fail."""
         self.num_calls += 1
         if self.num_calls != self._fail_at:
             return None

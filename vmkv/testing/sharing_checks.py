@@ -1,7 +1,4 @@
-"""The backend contract, third part: host memory, and memory shared between processes.
-
-One backend plays both processes; each backend's own tests use two.
-"""
+"""The backend contract, third part: host memory, and memory shared between processes."""
 
 from __future__ import annotations
 

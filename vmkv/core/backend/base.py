@@ -223,8 +223,8 @@ class Backend(abc.ABC):
     def mem_import(self, fd: int, num_bytes: int) -> Handle:
         """Import memory that a process exported as `fd`; it can be mapped read-only.
 
-        The memory lives until the exporter and all importers have released it or ended. `fd` stays
-        the caller's and may be closed at once.
+        The memory lives until exporter and importers have released it or ended. `fd` stays the
+        caller's.
 
         Raises:
             DriverError: `fd` is no export of a backend of this kind, or not of `num_bytes`.
@@ -268,10 +268,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def run_until_failure(self, ops: Sequence[Op]) -> tuple[int, DriverError | None]:
-        """Run `ops` in order until one fails, for `execute`; undoes nothing.
-
-        Returns the number that succeeded, and the failure if there was one.
-        """
+        """Run `ops` in order until one fails, undoing nothing; return the number done and error."""
 
     def mem_map(self, address: Address, num_bytes: int, handle: Handle) -> None:
         """Map all of `handle` at `address`; not readable before `mem_set_access`."""
@@ -284,10 +281,7 @@ class Backend(abc.ABC):
         self.execute([AccessOp(address, num_bytes, access, for_cpu)])
 
     def mem_unmap(self, address: Address, num_bytes: int) -> None:
-        """Remove the whole mappings that cover `[address, address + num_bytes)`.
-
-        Not ordered with the device's work: the caller has waited for a fence.
-        """
+        """Remove whole mappings; the caller has waited for the device's work on them."""
         self.execute([UnmapOp(address, num_bytes)])
 
     # ---- order and data -------------------------------------------------------------------
@@ -332,8 +326,7 @@ class Backend(abc.ABC):
     def copy_many(self, ops: Sequence[CopyOp], stream: int) -> None:
         """Submit each `copy` of `ops`, in one call that releases the interpreter lock.
 
-        Each is counted as a `copy`. If one fails, the earlier ones are under way; the error's
-        `num_done` says how many.
+        If one fails, the earlier ones are under way; the error's `num_done` says how many.
         """
         for num_done, op in enumerate(ops):
             try:

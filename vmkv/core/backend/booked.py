@@ -118,11 +118,7 @@ class Books:
     # ---- mappings -------------------------------------------------------------------------
 
     def why_not(self, op: Op, leaving: set[int]) -> str | None:
-        """Reason to refuse `op`, or None.
-
-        `leaving` holds the starts of mappings that earlier operations of the batch unmap; an
-        allowed unmap adds its own.
-        """
+        """Reason to refuse `op`, or None; a legal unmap adds its mappings' starts to `leaving`."""
         granularity, num_bytes = self._granularity_bytes, op.num_bytes
         if num_bytes <= 0 or num_bytes % granularity or op.address % granularity:
             return f"not a positive multiple of the granularity, {granularity} bytes"
@@ -147,10 +143,9 @@ class Books:
         return None
 
     def fill_pieces(self, address: int, num_bytes: int) -> list[tuple[int, int]] | None:
-        """Split a range into (address, bytes) that one fill may cover; None if part is unmapped.
-
-        CUDA fills across mappings in device memory, but not across two in host memory (driver 580).
-        """
+        """Split a range into pieces for one fill each; None if part of it is unmapped."""
+        # CUDA fills across mappings in device memory, but not across two in host memory (seen on
+        # driver 580).
         pieces: list[tuple[int, int]] = []
         was_device = False
         cursor, end = address, address + num_bytes
@@ -290,8 +285,7 @@ class NativeCalls(NamedTuple):
 class BookedBackend(Backend):
     """A backend that checks every operation against its books before the driver sees it.
 
-    Drivers accept calls that the contract refuses: mmap almost everything, CUDA an unmap whose size
-    is no multiple of the granularity (driver 580). Subclasses set `_native_calls`.
+    Drivers accept calls that the contract refuses. Subclasses set `_native_calls`.
     """
 
     _native_calls: NativeCalls
@@ -417,7 +411,6 @@ class BookedBackend(Backend):
         return handle
 
     def _exportable(self, handle: Handle) -> Allocation:
-        """Return the allocation if it may be exported, else raise. Locked."""
         why = self._books.why_not_export(handle)
         if why is not None:
             raise self._refusal("mem_export", why)

@@ -1,9 +1,8 @@
 """Virtual memory of one NVIDIA GPU, through `cuda.bindings.driver` (package cuda-python).
 
-A primitive is one driver call. Runs of map, access and unmap calls go through the native executor,
-since a Python thread may wait up to 5 ms for the interpreter lock after each call (384 mappings/s
-beside a busy thread, 28,000 in one native call, on an H200). Calls for events and copies push the
-device's primary context, which torch uses; calls for memory need none.
+Map, access and unmap calls go through the native executor, since a Python thread may wait up to 5
+ms for the interpreter lock after each call (384 mappings/s beside a busy thread, 28,000 in one
+native call, on an H200). Calls for events and copies push the device's primary context.
 """
 
 from __future__ import annotations
@@ -57,14 +56,7 @@ class CudaFence(Fence):
 
 
 class CudaBackend(BookedBackend):
-    """CUDA virtual memory management on one device.
-
-    Args:
-        device_index: The device's ordinal, as torch counts.
-
-    Raises:
-        ConfigError: cuda-python or the driver is missing, or there is no such device.
-    """
+    """CUDA virtual memory of one device; ConfigError if package, driver or device is missing."""
 
     def __init__(self, device_index: int = 0):
         try:
@@ -161,11 +153,7 @@ class CudaBackend(BookedBackend):
         *,
         shareable: bool = False,
     ) -> Handle:
-        """Allocate physical memory.
-
-        Cost: 10 µs for 2 MiB, 16 µs for 64 MiB; in `HOST` 0.1 to 0.6 ms for 2 MiB, 10 ms for 64
-        MiB.
-        """
+        """Allocate physical memory. Cost: 10-16 µs; in `HOST` 0.1-0.6 ms for 2 MiB, 10 for 64."""
         self.calls["mem_create"] += 1
         properties = self._properties(location, shareable)
         answer = self._driver.cuMemCreate(num_bytes, properties, 0)

@@ -1,9 +1,7 @@
 """Virtual memory on any Linux machine: memfd for physical memory, mmap for addresses.
 
-Pages alias, stay at their addresses, fault when they should, and return to the kernel when
-released, so all of vmkv runs and is tested without a GPU. The books refuse what CUDA forbids and
-mmap permits; a surprise on CUDA is first written into `check_backend`, then refused here. The two
-memory locations are two files in the same RAM.
+The books refuse what CUDA forbids and mmap permits; a surprise on CUDA is first written into
+`check_backend`, then refused here. The two memory locations are two files in the same RAM.
 """
 
 from __future__ import annotations
@@ -77,10 +75,7 @@ class SparseFile:
 
 
 def create_shareable(name: str, num_bytes: int) -> int:
-    """Create a file of `num_bytes`, allocated and zero; returns its descriptor.
-
-    After an OSError (machine full, no descriptor left) nothing has changed.
-    """
+    """Create a file of `num_bytes`, allocated and zero, that can be sealed; return its fd."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         _fallocate(fd, 0, 0, num_bytes)
@@ -94,8 +89,7 @@ def export_read_only(fd: int) -> int:
     """Seal the file of `create_shareable` and return another, read-only descriptor of it.
 
     The first export makes `fd` itself read-only, and later exports duplicate it: opening it by name
-    again would check the file's mode, which another process of the same user may change. OSError if
-    no descriptor is left or the kernel (before 5.1) lacks a seal; then no seal was added.
+    again would check the file's mode, which another process of the same user may change.
     """
     if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
         return os.dup(fd)
@@ -111,10 +105,7 @@ def export_read_only(fd: int) -> int:
 
 
 def import_read_only(fd: int, num_bytes: int) -> int:
-    """Duplicate the descriptor of an exported file of `num_bytes`; `fd` stays the caller's.
-
-    OSError if `fd` is closed, or is no readable sealed file of that size.
-    """
+    """Duplicate the descriptor of a sealed file of `num_bytes`; OSError if it is anything else."""
     if fd < 0:
         raise OSError(errno.EBADF, "no descriptor")
     try:

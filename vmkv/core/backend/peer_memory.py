@@ -1,7 +1,4 @@
-"""Memory of one GPU that processes on other GPUs of the machine read and write.
-
-Uses CUDA IPC handles on plain allocations. A pool does not book it, since it is never remapped.
-"""
+"""Memory of one GPU that processes on other GPUs of the machine read and write, by CUDA IPC."""
 
 from __future__ import annotations
 
@@ -16,11 +13,10 @@ _HANDLE_BYTES = 64
 
 
 class PeerMemory:
-    """Zeroed memory on the device whose context is current.
+    """Zeroed memory on the device whose context is current; `num_bytes` is equal for all sharers.
 
-    `num_bytes` is the same for all sharing processes. `address` is its address in this process,
-    `handle` the bytes that other processes `open`. Raises ConfigError without cuda-python, and
-    CudaDriverError if the device has no such memory or none that others may open.
+    `handle` is what other processes `open`. ConfigError without cuda-python, CudaDriverError if the
+    device has no memory that others may open.
     """
 
     def __init__(self, num_bytes: int):
@@ -40,10 +36,7 @@ class PeerMemory:
             self._undo = undo.pop_all()
 
     def open(self, handles: Sequence[bytes]) -> list[int]:
-        """Return the addresses, in this process, of the memory of all sharing processes.
-
-        `handles` includes this process's own. CudaDriverError if one of them cannot be reached.
-        """
+        """Map the memory of all sharers, this one included, and return their addresses here."""
         driver, addresses = self._driver, []
         reach = int(driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
         for data in handles:

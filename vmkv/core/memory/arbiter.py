@@ -1,16 +1,13 @@
-"""Arbitration between engines over one pool: preemption across engines.
+"""Arbitration between engines over one pool: claims, and preemption across engines.
 
-Requests of all engines over a pool have ranks in one order. An engine that can run nothing claims
-memory for its first request. The last-ranked running request of all other engines is preempted if
-it ranks behind that request: at once if its engine is between steps in the same thread, else when
-that engine begins its next step. While the claim stands, requests ranked behind it take no pages in
-any other engine. So the first request always makes progress, and no two engines preempt each other
-in turn.
+Requests of all engines over a pool are ranked in one order. An engine that can run nothing claims
+memory for its first request; the last-ranked running request of the other engines is preempted if
+it ranks behind. See Note [Engines over one pool] in DESIGN.md.
 
-An engine counts the steps in which it can run nothing and no other engine makes progress. After
-`PATIENCE_STEPS` it ignores claims and may preempt any request of an engine that is between steps in
-its thread. If nothing can be preempted, its request fails. Each counted step waits 20 ms if an
-engine of another thread has running requests.
+An engine is stuck when it can run nothing and no other engine makes progress. After
+`PATIENCE_STEPS` such steps it ignores claims and may preempt any request of an idle engine in its
+thread; if there is none, its request fails. Each such step waits 20 ms if an engine of another
+thread has running requests.
 """
 
 from __future__ import annotations
@@ -44,11 +41,8 @@ class Arbiter:
 class Borrower:
     """An engine's handle on the arbiter. The engine's own thread calls all methods.
 
-    Args:
-        arbiter: The pool's.
-        last_rank: Returns the rank of the engine's last-ranked running request, or None. Called
-            from any thread.
-        give_way: Preempts that request. Called between steps, from the engine's thread.
+    `last_rank` returns the rank of the engine's last-ranked running request, or None, and is called
+    from any thread. `give_way` preempts that request, between steps, in the engine's thread.
     """
 
     def __init__(
@@ -105,10 +99,7 @@ class Borrower:
         self._claim = None
 
     def claim(self, rank: Rank) -> bool:
-        """Claim memory for the request of this rank, when the engine can run nothing.
-
-        Returns whether to try again; False after `PATIENCE_STEPS` such steps without progress.
-        """
+        """Claim memory for a request when nothing can run; returns whether to try again."""
         arbiter, here = self._arbiter, threading.get_ident()
         with arbiter.lock:
             self._claim = rank, arbiter.num_steps

@@ -1,10 +1,10 @@
 """A change of mappings: several rows exchange their mappings, all or none.
 
-Used to grow, fork, import, reorder, unshare, spill and swap in. A change acquires all extents
-first, evicting if memory is short; copies kept data under staging addresses; retires and unmaps the
-old mappings, since a mapped address cannot be mapped over; maps the new ones in one batch; and then
-updates the books. If a driver call fails, the old mappings are restored. Mappings that the change
-reads are pinned meanwhile, so that eviction does not take them.
+A change acquires its extents, evicting if memory is short; copies kept bytes under staging
+addresses; retires and unmaps the old mappings, since a mapped address cannot be mapped over; maps
+the new ones in one batch; then updates the books. If a driver call fails, the old mappings are
+restored. Mappings that it reads are pinned, so that eviction leaves them. See Note [A change is all
+or nothing].
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ from .reclaim import RetiredMapping
 
 
 def protect(pool: ExtentPool, shared: Iterable[tuple[MappedRows, int, Sequence[Mapping]]]) -> None:
-    """Make mappings of rows read-only before they are shared.
+    """Make mappings (table, row, mappings of it) read-only before they are shared.
 
-    `shared` has tables, rows, and mappings of them. After a DriverError some may be read-only
-    already, which is harmless. Cost: a wait for the device, so that no running kernel faults, and
-    an access change per run; nothing if all are read-only.
+    Waits for the device, since a kernel that writes there would fault; no cost if all are
+    read-only. After a DriverError some may be read-only already, which is harmless.
     """
     ops: list[Op] = []
     writable: list[Mapping] = []
@@ -50,10 +49,7 @@ def protect(pool: ExtentPool, shared: Iterable[tuple[MappedRows, int, Sequence[M
 
 
 def make_writable(table: PageTable, row: int, mappings: Sequence[Mapping]) -> None:
-    """Make unshared mappings of a row writable.
-
-    After a DriverError some may be writable while the books say read-only.
-    """
+    """Make unshared mappings writable; after a DriverError the books still say read-only."""
     readonly = [mapping for mapping in mappings if mapping.access is Access.READ]
     table.pool.backend.execute(table.ops_to_set_access(row, readonly, Access.READ_WRITE))
     for mapping in readonly:
@@ -65,11 +61,7 @@ def make_writable(table: PageTable, row: int, mappings: Sequence[Mapping]) -> No
 
 @contextmanager
 def staged(pool: ExtentPool, extents: Sequence[Extent]) -> Iterator[PageTable]:
-    """Map `extents` from the start of a temporary one-row table, for the length of a block.
-
-    Waits at the end for the work submitted in the block. If closing fails, the pool closes the
-    table later.
-    """
+    """Map `extents` in a temporary one-row table, and wait for the block's work at its end."""
     pool.reclaimer.free_idle_reservations()
     table = PageTable(pool, 1, sum(extent.num_pages for extent in extents))
     try:
@@ -91,16 +83,10 @@ def staged(pool: ExtentPool, extents: Sequence[Extent]) -> Iterator[PageTable]:
 class RowChange(NamedTuple):
     """New mappings of one row from `first_page` on.
 
-    `old` is replaced by the extents of `again`, read-only, followed by fresh ones. They cover as
-    many pages as `old`, or fewer if `old` reaches the end of the row's run.
-
-    Attributes:
-        classes: Size classes of the fresh extents.
-        tenant: Tenant of the fresh extents.
-        again: Mappings of other rows whose extents are mapped here as well.
-        source: Table and row of `again`; None if they belong to no row.
-        old: Run to be replaced; empty if the row's run ends at `first_page`.
-        kept_bytes: Bytes at the start of `old` that are copied to the start of the fresh extents.
+    `old`, or the empty rest of the row, is replaced by the extents of `again`, read-only, followed
+    by fresh ones of `classes` for `tenant`. They cover as many pages as `old`, or fewer if `old`
+    reaches the end of the row's run. `source` is the table and row of `again`, or None. The first
+    `kept_bytes` of `old` are copied to the fresh extents.
     """
 
     table: PageTable
@@ -167,7 +153,6 @@ class _Part(NamedTuple):
 
 
 def _part(row: RowChange, fresh: Iterator[Extent]) -> _Part:
-    """Build a part from `row` and as many of the `fresh` extents as it takes."""
     new: list[Mapping] = []
     page = row.first_page
     for mapping in row.again:
@@ -243,16 +228,12 @@ class Change:
     def map(self, stream: int) -> None:
         """Change the mappings of every row; after an error no row has changed.
 
-        Cost: a map per extent and an access change per run of equal access; a copy and a wait for
-        it if bytes are kept; for old mappings a wait for all submitted work and an unmap per run.
+        Waits for a copy of kept bytes, and for all submitted work if old mappings are replaced.
         """
         self._map(self._parts, stream)
 
     def fill(self, stream: int, copies: Sequence[CopyOp] = ()) -> None:
-        """Scrub the fresh extents as the pool's `Scrub` demands, then submit `copies`.
-
-        After a DriverError the contents of the fresh extents are undefined.
-        """
+        """Scrub fresh extents where required, then submit `copies`."""
         self._prepare(self._parts, stream)
         self._pool.backend.copy_many(copies, stream)
 
@@ -365,9 +346,8 @@ def change(
     """Prepare a change of `rows`, for a `with` block that makes it.
 
     If the block fails after mapping, rows without `old` mappings are restored. `rows` may name a
-    row again for the pages that follow. `reads` are mappings that the block reads, besides those of
-    `again`. After an OutOfPagesError or DriverError nothing has changed, but parked rows may have
-    lost memory.
+    row again for the pages that follow. `reads` are further mappings that the block reads. After an
+    error nothing has changed, but parked rows may have lost memory.
     """
     return Change(pool, rows, reads, acquire or pool.acquire_or_evict)
 

@@ -1,7 +1,6 @@
-"""Extents: the unit of physical memory, one driver handle of 2^k pages.
+"""Extents: the unit of physical memory, one driver handle of 2^k pages, always mapped whole.
 
-Sizes are mixed because a driver call costs per mapping, not per byte: a prompt is mapped in a few
-large extents, a tail grows by small ones. An extent is always mapped whole.
+Sizes are mixed because a driver call costs per mapping, not per byte.
 """
 
 from __future__ import annotations
@@ -21,19 +20,13 @@ from ..backend import Access, MemoryLocation, Op
 class Extent(References):
     """A physical allocation with reference counts.
 
-    Invariant (I2): `num_references == num_mappings + num_owners`. A mapping is a place in a row; an
-    owner is any other user that keeps the bytes alive. `count_references` changes the counts
-    atomically without a lock, and the one caller that drops the last reference returns the extent
-    to the pool.
+    Invariant (I2): `num_references == num_mappings + num_owners`. An owner is any user other than a
+    mapping. `count_references` changes the counts atomically without a lock, and the one caller
+    that drops the last reference returns the extent to the pool.
 
-    Attributes:
-        id: Its number in the pool's free list, stable while the handle lives.
-        size_class: k, for an extent of 2^k pages.
-        is_of_budget: Whether it is device memory that this pool created.
-        tenant: Tenant that it was last written for, or None.
-        contents: Kind of data last written: see `PageTable`.
-        is_dirty: Whether it may hold non-zero bytes.
-        is_recyclable: Whether it may be reused; imported or exported memory is released instead.
+    `id` is its number in the free list, stable while the handle lives. `is_of_budget` means device
+    memory that this pool created. `tenant` and `contents` record the last write; see `Scrub.byte`.
+    An extent that is not `is_recyclable`, exported or imported, is released instead of reused.
     """
 
     __slots__ = (
@@ -88,10 +81,7 @@ class Extent(References):
 
 
 def size_classes(num_pages: int, largest_class: int) -> Iterator[int]:
-    """Yield the fewest size classes that sum to `num_pages`, largest first.
-
-    37 pages with extents of at most 32 pages: 32 + 4 + 1, so classes 5, 2, 0.
-    """
+    """Yield the fewest size classes that sum to `num_pages`, largest first: 5, 2, 0 for 37."""
     largest_pages = 1 << largest_class
     for _ in range(num_pages // largest_pages):
         yield largest_class
@@ -129,8 +119,7 @@ class Mapping:
 class RowPages:
     """The run of mapped pages of one row, in order.
 
-    No page from `shared_end_page` on is shared or read-only. It is an upper bound, raised when an
-    extent is shared and lowered after a look at the mappings.
+    No page from `shared_end_page` on is shared or read-only; the bound may be too high.
     """
 
     mappings: deque[Mapping] = field(default_factory=deque)

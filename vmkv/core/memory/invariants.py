@@ -15,24 +15,14 @@ In bytes or counts, over one pool and everything built on it, while no call is i
     I10 what a submitted step writes is mapped, its row's own and writable until its fence
         (`submitted.py`, where checks are on)
 
-I1, I4 and I9 hold for device memory and for host memory separately.
+I1, I4 and I9 hold for each memory location separately.
 
-Free extents change hands without a lock; the pool's lock guards everything else. An extent is in
-exactly one of four states, and each transition is made by exactly one caller:
-
-    listed -> popped        the pop, which gives an id to one caller
-    popped -> referenced    the same call; or the lock's holder releases the extent instead
-    referenced -> popped    the call that drops the last reference: one atomic step
-    popped -> listed        that call, as its last action
-    popped -> leaving       that call, under the lock
-
-A caller that adds a reference has one already, or holds the lock while a mapping lives, so an
-unreferenced extent gains none. Only the lock's holder raises `created`, so pops cannot break I9. An
-acquisition that finds the lists short tries again under the lock, and is refused only there, when
-the lock's previous holders have returned their extents. (A failing `FreeList.take` returns what it
-popped within one native call, which is one step under the GIL; a free-threaded Python may refuse
-another thread meanwhile.) `close` and `set_budget` release only extents that they have popped, so
-an acquisition comes before or after them.
+Free extents change hands without a lock. One pop gives an id to one caller; the one call that drops
+the last reference, an atomic step, lists the extent again or releases it under the lock. A caller
+that adds a reference has one already, or holds the lock while a mapping lives. Only the lock's
+holder raises `created` (I9) and releases, after popping. An acquisition that finds the lists short
+tries again under the lock, and only there is it refused. (A failing `FreeList.take` returns what it
+popped in one step under the GIL; a free-threaded Python may refuse another thread.)
 """
 
 from __future__ import annotations
@@ -46,10 +36,7 @@ from .pool import ExtentPool
 
 
 def check_pool(pool: ExtentPool) -> None:
-    """Check I1-I10 over `pool`; InternalError names the invariant that does not hold.
-
-    Cost: proportional to everything that exists. Not for production paths.
-    """
+    """Check I1-I10; InternalError names the one that fails. Cost: all mappings and extents."""
     extents = {
         id(extent): extent
         for found in (*map(pool.extents, MemoryLocation), pool.imported_extents())
@@ -108,7 +95,6 @@ def check_pool(pool: ExtentPool) -> None:
 
 
 def _check_location(pool: ExtentPool, location: MemoryLocation) -> None:
-    """Check I1, I4 and I9 for one location."""
     stats = pool.stats(location)
     extents = pool.extents(location)
     by_state: Counter[str] = Counter()

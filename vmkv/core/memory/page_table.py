@@ -1,13 +1,11 @@
 """The page table: the extents mapped in the rows of one reservation.
 
-A reservation is divided into equal rows. A row's mapped pages are one run:
-
     row start                first_page            end_page                    row end
         | (retired, or never)    | extent | extent | ..  |    not mapped yet      |
 
-The run grows at its end with tokens, shrinks at its front with a sliding window, and has no holes
-(I6). A page has at most one mapping (I5); an extent may be mapped in several rows (I3).
-`reclaim.py` decides when a retired mapping is unmapped.
+A row's run of mapped pages grows at its end with tokens, shrinks at its front with a sliding
+window, and has no holes (I6). A page has at most one mapping (I5); an extent may be mapped in
+several rows (I3).
 """
 
 from __future__ import annotations
@@ -41,14 +39,8 @@ class Placement:
 class PageTable:
     """The mappings of one reservation of `num_rows` rows of `row_pages` pages.
 
-    Args:
-        pool: Source of extents; the table appends itself to its `page_tables`.
-        num_rows: Rows in the reservation.
-        row_pages: Pages in a row.
-        contents: Kind of data written there, such as an element type; see `Scrub.byte`.
-
-    Raises:
-        OutOfAddressSpaceError: No range of that size is left.
+    `contents` is the kind of data written there, such as an element type; see `Scrub.byte`. Raises
+    OutOfAddressSpaceError if no range of that size is left.
     """
 
     def __init__(self, pool: ExtentPool, num_rows: int, row_pages: int, contents: object = None):
@@ -80,17 +72,11 @@ class PageTable:
         return found[1:] if found and found[0].end_page <= first_page else found
 
     def is_writable_from(self, row: int, first_page: int) -> bool:
-        """Whether `row` may write all its mapped pages from `first_page` on.
-
-        May be False after sharing has ended, until the bound is lowered. Cost: a comparison.
-        """
+        """Whether `row` may write from `first_page` on; False also if the bound is outdated."""
         return first_page >= self.rows[row].shared_end_page
 
     def guarded_page(self, row: int, first_page: int) -> int:
-        """First page of the first guarded mapping of `row` that reaches past `first_page`.
-
-        Returns the end of the row's run if there is none.
-        """
+        """First page of the first guarded mapping past `first_page`; if none, the run's end."""
         pages = self.rows[row]
         for mapping in self.overlapping(row, first_page, pages.shared_end_page):
             if mapping.is_guarded:
@@ -147,10 +133,7 @@ class PageTable:
         return ops
 
     def splice(self, row: int, first_page: int, old: Sequence[Mapping], new: list[Mapping]) -> None:
-        """Replace the run `old`, which starts at `first_page`, by `new` in the books of `row`.
-
-        The caller executes the driver operations.
-        """
+        """Replace the run `old` at `first_page` by `new`, in the books of `row` only."""
         pages = self.rows[row]
         if not old and (not pages.mappings or pages.end_page == first_page):
             pages.mappings.extend(new)
@@ -197,8 +180,8 @@ class PageTable:
     def close(self, has_views: Callable[[], bool]) -> None:
         """Retire every row, wait until all is unmapped, and free the reservation.
 
-        Can be called again after a DriverError. While `has_views()` is true, that is, a tensor
-        points into the range, the addresses stay reserved and unmapped.
+        May be repeated after a DriverError. While `has_views()` is true the addresses stay
+        reserved.
         """
         reclaimer = self.pool.reclaimer
         if self in self.pool.page_tables:
@@ -214,10 +197,7 @@ class PageTable:
     def close_behind(
         self, fence: RecordedFence, has_views: Callable[[], bool] = lambda: False
     ) -> None:
-        """Retire every row until `fence` has passed; `Reclaimer` then frees the reservation.
-
-        Never waits and cannot fail. Also valid after a failed `close`.
-        """
+        """Retire every row until `fence` has passed, without waiting. Cannot fail."""
         reclaimer = self.pool.reclaimer
         with self.pool.lock:
             if self not in self.pool.page_tables:

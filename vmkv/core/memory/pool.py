@@ -3,12 +3,9 @@
     created == free + resident + retired        (I1, in bytes; an extent is in one state)
     created <= budget                           (I9)
 
-Free extents are mapped nowhere and listed in the free list of their size class. Resident extents
-are mapped or owned. Retired extents only have mappings that wait for a fence. Budget is reserved
-before memory is created, and an acquisition takes all it asked for or nothing.
-
-Operations without a driver call take no lock: acquiring free extents, owning, disowning, and
-counting mappings. `invariants.py` has the argument.
+Free extents are unmapped and listed by size class. Resident extents are mapped or owned. Retired
+extents only have mappings that wait for a fence. Operations without a driver call take no lock;
+`invariants.py` has the argument.
 """
 
 from __future__ import annotations
@@ -61,9 +58,8 @@ class Scrub(enum.Enum):
     def byte(self, extent: Extent, tenant: object, contents: object) -> int | None:
         """Return the byte to fill `extent` with before `tenant` writes `contents` there, or None.
 
-        0xFF makes a NaN in every float type. Memory last written as another type is always zeroed:
-        kernels fetch past the length and need finite numbers there, and numbers of one type can be
-        NaN in another.
+        0xFF is NaN in every float type. Memory of another type is always zeroed, since kernels
+        fetch past the length and its numbers may be NaN in the new type.
         """
         if self is Scrub.POISON:
             return 0xFF
@@ -81,11 +77,7 @@ class Scrub(enum.Enum):
         stream: int,
         contents: object,
     ) -> bool:
-        """Fill extents, mapped one after the other from `address`, as `byte` says; book their use.
-
-        Returns whether any was filled. After a DriverError some may be filled or still being
-        filled.
-        """
+        """Fill extents, mapped one after the other, as `byte` says; return whether any was."""
         is_filled = False
         for extent in extents:
             byte = self.byte(extent, tenant, contents)
@@ -101,12 +93,7 @@ class Scrub(enum.Enum):
 
 
 class Leaving:
-    """Extents that may not be recycled and wait to be released, and imported extents.
-
-    Attributes:
-        imported: Extents of memory that other processes created.
-        extents: Unreferenced extents whose release has not succeeded yet.
-    """
+    """Extents that may not be recycled and wait for their release, and imported extents."""
 
     def __init__(self, backend: Backend, release: Callable[[Extent], None]):
         self.imported: list[Extent] = []
@@ -161,15 +148,14 @@ class ExtentPool:
         policy: Eviction order of parked rows and prefixes; by default least recently used.
         scrub: When recycled memory is overwritten before its next use; see `Scrub`.
         protects_shared: Map memory that several sequences share read-only in all of them. By
-            default the sequence that wrote it keeps write access, which saves a wait for the device
-            at each fork; vmkv never writes through it.
+            default its writer keeps write access, which saves a wait for the device at each fork;
+            vmkv never writes through it.
         is_shareable: Create memory that can be exported to other processes.
         checks: Check the writes of every submitted step (I10); by default if the environment has
             `VMKV_CHECKS=1`.
 
     Attributes:
-        lock: Guards the whole pool except free lists and reference counts, and the parked state of
-            rows in its caches.
+        lock: Guards all but the free lists and reference counts.
         pressure: The eviction sources and their order.
         arbiter: Preemption between engines over this pool.
         reclaimer: Unmaps retired mappings.
@@ -268,16 +254,13 @@ class ExtentPool:
     ) -> list[Extent]:
         """Take one extent of each size class, with one owner; all of them or none.
 
-        Reuses free extents of the class, creates the missing ones, and releases free extents of
-        other classes if the budget or the device leaves no room.
+        Free extents of other classes are released if the budget or the device leaves no room.
 
         Raises:
-            OutOfPagesError: Budget or device cannot supply all. Only free memory of other classes
-                may have returned to the device.
+            OutOfPagesError: Budget or device cannot supply all.
             DriverError: The driver failed otherwise. Nothing changed.
 
-        Cost: a list operation per reused extent, and no lock if all are reused; a `mem_create`
-        (10-16 µs) per new one.
+        Cost: a list operation per reused extent; a lock and a `mem_create` (10-16 µs) per new one.
         """
         self._check_open()
         shelf = self._shelf(location)
@@ -295,12 +278,8 @@ class ExtentPool:
     ) -> list[Extent]:
         """`acquire`; if memory is short, wait for retired extents and then evict parked rows.
 
-        Only device memory is evicted for. Parked rows of any cache may have lost memory after an
-        error.
-
-        Raises:
-            OutOfPagesError: Nothing more can be reclaimed; an immediate retry fails too.
-            DriverError: The driver failed otherwise.
+        Only device memory is evicted for. After an OutOfPagesError an immediate retry fails too;
+        parked rows may have lost memory.
         """
         while True:
             try:
@@ -315,11 +294,7 @@ class ExtentPool:
 
     @uninterrupted
     def disown(self, extents: Sequence[Extent]) -> None:
-        """Drop the ownership that `acquire` or `own` gave; unreferenced extents become free.
-
-        Cannot fail. Takes the lock only to release extents that may not be kept
-        (`keep_free_bytes`).
-        """
+        """Drop the ownership of `acquire` or `own`, which may free extents. Cannot fail."""
         unneeded = count_references(extents, 0, 0, -1)
         if unneeded:
             self._recycle(unneeded)
@@ -330,11 +305,7 @@ class ExtentPool:
 
     @uninterrupted
     def import_extent(self, handle: Handle, num_bytes: int) -> Extent:
-        """Import memory of another process as an extent with one owner.
-
-        Imported memory is outside the budget and read-only, and is released with its last
-        reference.
-        """
+        """Import read-only memory of another process, outside the budget, as an owned extent."""
         with self.lock:
             self._check_open()
             size_class = (num_bytes // self.page_bytes).bit_length() - 1
@@ -364,10 +335,7 @@ class ExtentPool:
 
     @uninterrupted
     def trim(self, num_bytes: int | None = None, location: MemoryLocation = _DEVICE) -> int:
-        """Release free memory to the device: at least `num_bytes`, or all of it.
-
-        Returns the bytes released. Cost: about 15 µs per extent of 2 MiB.
-        """
+        """Release free memory, at least `num_bytes` or all; returns the bytes released."""
         with self.lock:
             self._check_open()
             self.closer.close_left()
@@ -390,10 +358,9 @@ class ExtentPool:
 
     @uninterrupted
     def make_room(self, num_bytes: int, only: Callable[[], Iterable[Victim]] | None = None) -> bool:
-        """Raise `available_bytes` by `num_bytes`, or as far as possible.
+        """Raise `available_bytes` by `num_bytes` or as far as possible; returns whether it rose.
 
         Waits for retired memory first, then evicts parked rows of all caches, or of source `only`.
-        Returns whether `available_bytes` rose; False means that nothing more can be reclaimed.
         """
         # Unmapped bytes are not what counts: some extents may be mapped elsewhere as well.
         start_bytes = self.available_bytes
@@ -409,22 +376,10 @@ class ExtentPool:
     def make_ready(self, size_classes: Sequence[int], *, wait: bool = False) -> bool:
         """Prepare free extents of these classes, so that a later `acquire` only pops them.
 
-        Meant to run while the device works. Evicts parked rows, in the policy's order, until twice
-        the requested memory is free; then releases free extents of other classes if some are still
-        missing.
-
-        Args:
-            size_classes: The acquisitions expected, of all users, until the next call.
-            wait: Wait for the fences of retired memory. Without it this never blocks, and memory
-                that waits for a fence is ready after a later call.
-
-        Returns:
-            Whether all of them are ready.
-
-        Raises:
-            DriverError: Only parked rows may have lost memory.
-
-        Cost: a look at the lists if they suffice; else that of `acquire_or_evict`.
+        `size_classes` are the acquisitions of all users until the next call. Evicts parked rows
+        until twice that memory is free, then converts free extents. Blocks only with `wait`, for
+        the fences of retired memory; without it such memory is ready after a later call. Returns
+        whether all are ready. See Note [Memory is made ready ahead].
         """
         shelf = self._shelf(_DEVICE)
         wanted_bytes = sum(self.page_bytes << size_class for size_class in size_classes)
@@ -457,9 +412,7 @@ class ExtentPool:
 
     @uninterrupted
     def set_budget(self, budget_bytes: int, location: MemoryLocation = _DEVICE) -> None:
-        """Change the budget while running; free memory above it returns to the device at once.
-
-        Evicts parked rows if needed.
+        """Change the budget, evicting parked rows if needed; free memory above it returns at once.
 
         Raises:
             ConfigError: The budget is below what live sequences hold. It stays unchanged.
@@ -491,7 +444,6 @@ class ExtentPool:
             return self._shelf(location).stats()
 
     def _retired_bytes(self, location: MemoryLocation) -> int:
-        """Unreferenced memory that is not free yet."""
         retired = {
             mapping.extent
             for mapping in self.reclaimer.retired_mappings()

@@ -1,8 +1,7 @@
 """Eviction: which memory is reclaimed under pressure, and in which order.
 
 A victim is memory that no live sequence needs: a parked row, with the prefix it may hold. All
-caches over a pool name their victims, so an idle model on a device gives memory to a busy one. The
-eviction order is a policy object, which users can replace.
+caches over a pool name their victims, so an idle model gives memory to a busy one.
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ class Pressure:
     def evict(self, num_bytes: int, only: Callable[[], Iterable[Victim]] | None = None) -> int:
         """Retire victims of all sources, or of `only`, until `num_bytes` have been retired.
 
-        Repeats until no victim has anything left, since one eviction may make another possible.
+        Victims are listed again after each round, since one eviction may make another possible.
         Returns the bytes retired; they are free once their fences have passed.
         """
         sources = [each() for each in self._sources] if only is None else [only]
@@ -124,10 +123,7 @@ class Pressure:
         return found
 
     def _give_up_shared(self, victims: Sequence[Victim]) -> bool:
-        """Have one victim give up extents that it shares only with other victims.
-
-        The last victim that holds them can then evict them. Returns whether there was one.
-        """
+        """Have one victim give up extents shared with victims only; return whether one did."""
         sharing = list(self.policy.order([each for each in victims if each.shared]))
         idle = self._idle(sharing)
         for victim in sharing:

@@ -1,13 +1,9 @@
 """The reclaimer: the only caller of unmap, and only after a fence has passed.
 
-    mapped -> retired -> gone
-
 A retired mapping gets no new work, but submitted work may still use it. It is unmapped, and its
 extent's reference dropped, once a fence recorded after that work has passed. See Note [Unmap waits
-for the fence] in DESIGN.md.
-
-A reservation that a tensor still points into stays reserved, with nothing mapped, until the last
-such tensor is gone: access through a stale view faults.
+for the fence] in DESIGN.md. A reservation that a tensor still points into stays reserved, with
+nothing mapped, so that access through a stale view faults.
 """
 
 from __future__ import annotations
@@ -68,11 +64,7 @@ class _Batch:
 class Reclaimer:
     """Retired mappings in the order of their fences, and reservations kept alive by tensors.
 
-    Args:
-        backend: The device.
-        lock: The pool's lock; guards the retired mappings.
-        recycle: Called, under the lock, with extents that lost their last reference.
-        tick: `Pressure.tick`.
+    Calls `recycle`, under the pool's lock, with extents that lost their last reference.
     """
 
     def __init__(
@@ -94,10 +86,7 @@ class Reclaimer:
         self._idle_reservations: list[tuple[Address, int, Callable[[], bool]]] = []
 
     def new_fence(self) -> RecordedFence:
-        """Record a fence after all work submitted so far.
-
-        Called before the books change, so that a DriverError leaves them unchanged.
-        """
+        """Record a fence after all submitted work, before the books change since it may fail."""
         time = self._tick()
         fence = RecordedFence(self._backend.record_fence(), time)
         with self._lock:
@@ -105,22 +94,14 @@ class Reclaimer:
         return fence
 
     def note_submitted(self) -> int:
-        """Return a `tick`, and try to record a fence between it and the next submission.
-
-        Memory used only before the tick then waits for that fence (`fence_since`); if none could be
-        recorded, it waits for a later one.
-        """
+        """Return a `tick`, with a fence (if one can be recorded) before the next submission."""
         time = self._tick()
         with suppress(DriverError):
             self.new_fence()
         return time
 
     def fence_since(self, time: int) -> RecordedFence:
-        """Return the first fence recorded after `time`, a `Pressure.tick`, or record a new one.
-
-        Idle memory so does not wait for work submitted since its last use. A DriverError leaves the
-        books unchanged.
-        """
+        """Return the first fence recorded after `time`, a `Pressure.tick`, or record a new one."""
         with self._lock:
             known = self._recorded
             while len(known) > 1 and known[1].has_passed():
@@ -155,17 +136,11 @@ class Reclaimer:
             return False
 
     def poll(self) -> int:
-        """Unmap mappings whose fences have passed, without blocking; returns the bytes unmapped.
-
-        After a DriverError the mappings concerned stay retired.
-        """
+        """Unmap mappings whose fences have passed, without blocking; returns the bytes unmapped."""
         return self._reclaim(lambda fence: fence.has_passed())
 
     def wait(self, until_bytes: int | None = None) -> int:
-        """Unmap all retired mappings, or the oldest `until_bytes`, waiting for their fences.
-
-        Does not hold the pool's lock while it waits. Returns the bytes unmapped.
-        """
+        """Unmap all retired mappings or the oldest `until_bytes`; holds no lock while it waits."""
         num_bytes = 0
         while until_bytes is None or num_bytes < until_bytes:
             fence = self._oldest_fence()

@@ -1,17 +1,11 @@
 """A shelf: the extents of one memory location, created within a budget and kept in free lists.
 
-Free extents of one class cannot serve another. When a class runs out, the shelf releases free
-extents of other classes and creates new ones, so it cannot fragment. See Note [The pool cannot
-fragment] in DESIGN.md.
+When a class runs out, the shelf releases free extents of other classes and creates new ones, so it
+cannot fragment. See Note [The pool cannot fragment] in DESIGN.md.
 
-Any thread may `pop` and `put_back` without a lock; the pool's lock guards the rest:
-
-* Free memory is counted from the lists, not stored. `free <= created` always holds, since an extent
-  is in at most one list.
-* Only the lock's holder creates and releases, so pops cannot break `created <= budget` (I9). It
-  pops extents before it releases them.
-* An extent is booked before its id is listed, and popped before it is released, so a popped id has
-  an extent that belongs to the caller alone.
+Any thread may `pop` and `put_back` without a lock; the pool's lock guards the rest. Free memory is
+counted from the lists. An extent is booked before its id is listed and popped before it is
+released, so a popped id has an extent that belongs to the caller alone.
 """
 
 from __future__ import annotations
@@ -32,10 +26,7 @@ _NUM_IDS = 1 << 24
 
 @dataclass(frozen=True)
 class PoolStats:
-    """Memory of one location in bytes: `created == free + resident + retired <= budget`.
-
-    An extent that another thread is acquiring or freeing at that moment counts as resident or free.
-    """
+    """Bytes of one location: `created == free + resident + retired <= budget`."""
 
     budget_bytes: int
     created_bytes: int
@@ -53,17 +44,10 @@ class _ShortError(Exception):
 
 
 class Shelf:
-    """Extents of one location.
+    """Extents of one location, of 2^0 to 2^largest_class pages.
 
-    Args:
-        backend: The device.
-        location: Memory location of all extents.
-        page_bytes: Page size.
-        largest_class: Extents have 2^0 to 2^largest_class pages.
-        budget_bytes: Upper bound on the memory created.
-        is_shareable: Create memory that can be exported to other processes.
-        on_pressure: Called once when the location is out of memory, before the second attempt.
-        retired_bytes: Returns how much of a location's memory waits for fences.
+    `on_pressure` is called once when the location is out of memory, before the second attempt.
+    `retired_bytes` returns how much of a location waits for fences.
     """
 
     def __init__(
@@ -108,11 +92,7 @@ class Shelf:
             push(extent.size_class, extent.id)
 
     def take(self, size_classes: Sequence[int]) -> list[Extent]:
-        """Take one extent of each size class, free or new; all of them or none.
-
-        After an OutOfPagesError, free memory of other classes may have returned to the device;
-        after a DriverError nothing has changed.
-        """
+        """Take one extent of each size class, free or new; all of them or none."""
         extents = [self._pop_one(size_class) for size_class in size_classes]
         missing = [
             size_class
@@ -168,7 +148,6 @@ class Shelf:
         return list(wanted.elements())
 
     def _create_all(self, size_classes: Sequence[int]) -> list[Extent]:
-        """Create one extent per class, or nothing."""
         num_bytes = sum(self._page_bytes << size_class for size_class in size_classes)
         claimed = self._claim(num_bytes - self.uncreated_bytes)
         if claimed is None:
@@ -260,11 +239,7 @@ class Shelf:
         return popped
 
     def set_budget(self, budget_bytes: int) -> None:
-        """Change the budget; free memory above it returns to the device at once.
-
-        Raises:
-            ConfigError: The budget is below the memory in use. Nothing changed.
-        """
+        """Change the budget and release free memory above it; ConfigError if more is in use."""
         claimed = self._claim(self.created_bytes - budget_bytes)
         if claimed is None:
             in_use_bytes = self.created_bytes - self.free_bytes

@@ -1,10 +1,9 @@
-"""I10: check the writes of submitted steps until their fences pass.
+"""I10: check the writes of submitted steps until their fences pass. Off by default.
 
     I10 w in writes(step), p in pages(w), from the step's submission to its fence:
         mapped(p) and access(p) == read-write, and at the submission not shared(extent(p))
 
-The extent may become shared after the submission, because later steps are ordered behind the write.
-Off by default. Cost when on: a look at each row of a step, and a fence.
+The extent may become shared later, because later steps are ordered behind the write.
 """
 
 from __future__ import annotations
@@ -47,10 +46,7 @@ class SubmittedWrites:
 
     @contextlib.contextmanager
     def submitting(self, ranges: Sequence[WriteRange]) -> Iterator[None]:
-        """Guard the submission of a step that writes `ranges`.
-
-        Raises InternalError (I10) before the submission if a page in them may not be written.
-        """
+        """Guard the submission of a step; InternalError before it if a page may not be written."""
         written = [each for it in ranges for each in _writable(it)]
         try:
             yield
