@@ -221,10 +221,9 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def mem_import(self, fd: int, num_bytes: int) -> Handle:
-        """Import memory that a process exported as `fd`; it can be mapped read-only.
+        """Import memory that a process exported as `fd`, which the caller keeps; read-only.
 
-        The memory lives until exporter and importers have released it or ended. `fd` stays the
-        caller's.
+        The memory lives until exporter and importers have released it or ended.
 
         Raises:
             DriverError: `fd` is no export of a backend of this kind, or not of `num_bytes`.
@@ -281,7 +280,7 @@ class Backend(abc.ABC):
         self.execute([AccessOp(address, num_bytes, access, for_cpu)])
 
     def mem_unmap(self, address: Address, num_bytes: int) -> None:
-        """Remove whole mappings; the caller has waited for the device's work on them."""
+        """Remove the whole mappings that cover a range, which submitted work no longer uses."""
         self.execute([UnmapOp(address, num_bytes)])
 
     # ---- order and data -------------------------------------------------------------------
@@ -326,7 +325,7 @@ class Backend(abc.ABC):
     def copy_many(self, ops: Sequence[CopyOp], stream: int) -> None:
         """Submit each `copy` of `ops`, in one call that releases the interpreter lock.
 
-        If one fails, the earlier ones are under way; the error's `num_done` says how many.
+        Each counts as a `copy`. After a failure the earlier ones are under way, `num_done` of them.
         """
         for num_done, op in enumerate(ops):
             try:

@@ -77,7 +77,7 @@ class Scrub(enum.Enum):
         stream: int,
         contents: object,
     ) -> bool:
-        """Fill extents, mapped one after the other, as `byte` says; return whether any was."""
+        """Fill consecutively mapped extents as `byte` says; return whether any was filled."""
         is_filled = False
         for extent in extents:
             byte = self.byte(extent, tenant, contents)
@@ -155,7 +155,7 @@ class ExtentPool:
             `VMKV_CHECKS=1`.
 
     Attributes:
-        lock: Guards all but the free lists and reference counts.
+        lock: Guards all but free lists and reference counts; also which rows of caches are parked.
         pressure: The eviction sources and their order.
         arbiter: Preemption between engines over this pool.
         reclaimer: Unmaps retired mappings.

@@ -86,7 +86,7 @@ class Reclaimer:
         self._idle_reservations: list[tuple[Address, int, Callable[[], bool]]] = []
 
     def new_fence(self) -> RecordedFence:
-        """Record a fence after all submitted work, before the books change since it may fail."""
+        """Record a fence after all submitted work; may fail, so call it before the books change."""
         time = self._tick()
         fence = RecordedFence(self._backend.record_fence(), time)
         with self._lock:
