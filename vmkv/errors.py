@@ -151,5 +151,5 @@ def shown(value: object) -> str:
     """Quote a value for an error message, shortened."""
     try:
         return _VALUES.repr(value)
-    except ValueError:  # Python writes integers of up to 4,300 digits.
+    except ValueError:  # Python converts integers of up to 4,300 digits to text.
         return "an integer of thousands of digits"

@@ -153,7 +153,7 @@ class CudaBackend(BookedBackend):
         *,
         shareable: bool = False,
     ) -> Handle:
-        """Allocate physical memory. Cost: 10-16 µs; in `HOST` 0.1-0.6 ms for 2 MiB, 10 for 64."""
+        """Allocate memory. Cost: 10-16 µs; in `HOST` 0.1-0.6 ms for 2 MiB, 10 ms for 64 MiB."""
         self.calls["mem_create"] += 1
         properties = self._properties(location, shareable)
         answer = self._driver.cuMemCreate(num_bytes, properties, 0)

@@ -76,7 +76,7 @@ class PageTable:
         return first_page >= self.rows[row].shared_end_page
 
     def guarded_page(self, row: int, first_page: int) -> int:
-        """First page of the first guarded mapping past `first_page`; if none, the run's end."""
+        """Start of the first guarded mapping that ends after `first_page`; else the run's end."""
         pages = self.rows[row]
         for mapping in self.overlapping(row, first_page, pages.shared_end_page):
             if mapping.is_guarded:

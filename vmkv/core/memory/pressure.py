@@ -78,7 +78,7 @@ class Pressure:
         self._sources = [each for each in self._sources if each() not in (victims, None)]
 
     def is_of(self, victims: Callable[[], Iterable[Victim]]) -> bool:
-        """Whether no other method is asked for victims."""
+        """Whether no other method is a source of victims."""
         return {each() for each in self._sources} <= {victims, None}
 
     def evict(self, num_bytes: int, only: Callable[[], Iterable[Victim]] | None = None) -> int:

@@ -83,7 +83,7 @@ class Shelf:
         if ids is None:
             return None
         extents = self._extents
-        return [extents[extent_id] for extent_id in ids]  # type: ignore[misc] # A listed id has one.
+        return [extents[extent_id] for extent_id in ids]  # type: ignore[misc] # Free ids have one.
 
     def put_back(self, extents: Iterable[Extent]) -> None:
         """Free unreferenced `extents`. Cannot fail, takes no lock."""
