@@ -1,18 +1,12 @@
 """vmkv: a KV cache in virtual memory.
 
-General layout; imports point left only, and a test proves it:
+Layers; imports point left only, and a test proves it:
 
-    errors, units <- _native, backend <- memory <- cache <- viz <- attention <- step <- hf
-        <- parallel <- serve <- cli
+    errors, units, interrupts <- core (_native <- backend <- memory <- cache) <- viz <- attention
+        <- step <- hf <- serve <- cli
 
-`backend` talks to drivers, `memory` owns physical memory, `cache` gives sequences contiguous
-ranges, `viz` draws them, `attention` reads them with stock kernels, `step` runs a model over them,
-`hf` speaks transformers, `parallel` spreads a model over devices, `serve` batches requests, `cli`
-is the `vmkv` command. `testing` is a public kit for those who write backends; nothing here imports
-it.
-
-Public names are resolved when first used: up to `memory` nothing needs torch, and nobody who
-wants only `vmkv.KVCache` should wait for transformers.
+Public names are imported when first used: the layers up to `memory` need no torch, and
+`vmkv.KVCache` does not load transformers. `testing` is a kit for authors of backends.
 """
 
 from __future__ import annotations

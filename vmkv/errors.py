@@ -1,4 +1,4 @@
-"""Every exception vmkv raises, sorted by whose turn it is.
+"""Every exception vmkv raises, sorted by who can act on it.
 
     VMKVError
      ├─ ConfigError          yours to fix: an argument, a shape or a call order is wrong
@@ -7,14 +7,14 @@
      │   ├─ OutOfAddressSpaceError  retry after closing caches, or ask for less
      │   └─ SequenceFullError       never retry: the row ends here
      ├─ ClosedError          your code closed this object
-     ├─ RankError            a process of several has ended: start all of them anew
-     ├─ LostError            whoever worked on it is gone: call again
+     ├─ RankError            a process of several has ended: restart all of them
+     ├─ LostError            the replica that worked on it has ended: call again
      ├─ DriverError          a driver call failed; it names the call and the status
      │   ├─ CudaDriverError
      │   └─ HostDriverError
      └─ InternalError        an invariant is broken: our bug
 
-Each one pickles, so it survives a process boundary with its attributes.
+All of them pickle with their attributes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 
 class VMKVError(Exception):
-    """Base of everything vmkv raises on purpose."""
+    """Base of all vmkv errors."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Exceptions pickle as `cls(*args)`, which drops keyword-only attributes; carry the
@@ -33,7 +33,7 @@ class VMKVError(Exception):
 
 
 def _rebuild(cls: type[VMKVError], args: tuple[Any, ...], state: dict[str, Any]) -> VMKVError:
-    # Not `cls.__new__`: below MemoryError that is a constructor which refuses Python classes.
+    # Not `cls.__new__`: MemoryError's constructor refuses Python subclasses.
     error: VMKVError = Exception.__new__(cls)
     error.args = args
     error.__dict__.update(state)
@@ -41,14 +41,11 @@ def _rebuild(cls: type[VMKVError], args: tuple[Any, ...], state: dict[str, Any])
 
 
 class ConfigError(VMKVError, ValueError):
-    """An argument cannot work; the message says what was asked, what is possible, what to do.
-
-    Nothing has changed. Correct the call; retrying it as it is is useless.
-    """
+    """An argument cannot work; the message says what to do. Nothing has changed."""
 
 
 class CapacityError(VMKVError, MemoryError):
-    """Something is full. An expected answer, not a defect: state is as it was before the call."""
+    """Something is full. Not a defect; state is as it was before the call."""
 
 
 class OutOfPagesError(CapacityError):
@@ -57,9 +54,9 @@ class OutOfPagesError(CapacityError):
     Close, trim or evict something (or raise the budget) and call again.
 
     Attributes:
-        needed_bytes: What the operation asked for.
-        free_bytes: What the pool could have supplied, budget and free extents together.
-        retired_bytes: What will become free once its fences have passed.
+        needed_bytes: Memory that the operation asked for.
+        free_bytes: Memory that the pool could have supplied: unused budget and free extents.
+        retired_bytes: Memory that becomes free once its fences have passed.
     """
 
     def __init__(self, message: str, *, needed_bytes: int, free_bytes: int, retired_bytes: int):
@@ -70,13 +67,7 @@ class OutOfPagesError(CapacityError):
 
 
 class OutOfAddressSpaceError(CapacityError):
-    """No virtual address range of the wanted size is left.
-
-    Close caches, or ask for a smaller `max_tokens` or fewer rows.
-
-    Attributes:
-        needed_bytes: The size of the range that was asked for.
-    """
+    """No virtual address range of `needed_bytes` is left: close caches, or ask for less."""
 
     def __init__(self, message: str, *, needed_bytes: int):
         super().__init__(message)
@@ -84,11 +75,7 @@ class OutOfAddressSpaceError(CapacityError):
 
 
 class SequenceFullError(CapacityError):
-    """A sequence would grow past the end of its row. Retrying is useless.
-
-    Attributes:
-        max_tokens: How many tokens the row holds.
-    """
+    """A sequence would grow past `max_tokens`, the end of its row. A retry fails again."""
 
     def __init__(self, message: str, *, max_tokens: int):
         super().__init__(message)
@@ -100,14 +87,11 @@ class ClosedError(VMKVError):
 
 
 class RankError(VMKVError):
-    """A rank has ended or does not answer, and the others with it: each has a part of every layer.
-
-    Whoever started them starts them anew. Requests that were under way can be sent again.
-    """
+    """A rank has ended or does not answer: restart all ranks, and send their requests again."""
 
 
 class LostError(VMKVError):
-    """A replica ended before what it was asked for was done. The same call again may succeed."""
+    """A replica ended before the request was done. The same call again may succeed."""
 
 
 class DriverError(VMKVError, RuntimeError):
@@ -117,8 +101,8 @@ class DriverError(VMKVError, RuntimeError):
         call: The primitive that failed, e.g. `mem_create`.
         status: The number the driver returned.
         status_name: Its symbolic name, e.g. `CUDA_ERROR_OUT_OF_MEMORY`.
-        is_out_of_memory: Whether the device merely has no memory left: free some and retry.
-        num_done: How many operations of the same batch had succeeded before this one.
+        is_out_of_memory: Whether the device has no memory left: free some and retry.
+        num_done: Operations of the same batch that had succeeded before this one.
     """
 
     def __init__(
@@ -157,19 +141,15 @@ _VALUES.maxstring = 60
 
 
 def one_line(error: BaseException) -> str:
-    """An error's message for a terminal or a log: one line, cut at 500 characters.
-
-    What a server or a file says may hold anything, so what is not printable is left out. An error
-    without a message gives its type.
-    """
+    """Format an error as one printable line of at most 500 characters, or give its type."""
     text = "".join(each if each.isprintable() else " " for each in str(error))
     text = " ".join(text.split()) or type(error).__name__
     return text if len(text) <= _LINE_CHARACTERS else f"{text[: _LINE_CHARACTERS - 1]}…"
 
 
 def shown(value: object) -> str:
-    """A value, quoted, for an error message: cut short, whatever it is."""
+    """Quote a value for an error message, shortened."""
     try:
         return _VALUES.repr(value)
-    except ValueError:  # Python writes integers of up to 4,300 digits.
+    except ValueError:  # Python converts integers of up to 4,300 digits to text.
         return "an integer of thousands of digits"

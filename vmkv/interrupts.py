@@ -1,17 +1,13 @@
 """Hold SIGINT back while the books change, so that Ctrl+C comes between operations.
 
-Python runs the handler of SIGINT, which raises KeyboardInterrupt, between any two instructions of
-the main thread. No order of writes makes an operation of several steps safe against that, its
-error handling included. So every public operation that changes the books is `uninterrupted`: a
-handler that only takes a note is installed for its duration, and what was noted is delivered to
-the previous handler at its end. A handler that raises nothing, such as a server's, runs as late.
-
-Only the main thread runs handlers: elsewhere this does nothing. See Note [Interrupts] in DESIGN.md.
+KeyboardInterrupt may come between any two instructions of the main thread, error handling included.
+An `uninterrupted` operation installs a handler that only records the signal, and delivers it to the
+previous handler at its end. See Note [Interrupts] in DESIGN.md.
 """
 
 from __future__ import annotations
 
-# `signal.signal` takes 5 µs to look its arguments up in enumerations, and is this otherwise.
+# `signal.signal` is a wrapper that takes 5 µs more, for enumerations.
 import _signal  # type: ignore[import-not-found]
 import functools
 from collections.abc import Callable
@@ -25,15 +21,7 @@ _SIGINT = _signal.SIGINT
 
 
 class _Section:
-    """An uninterrupted operation of the main thread.
-
-    Args:
-        previous: The handler that was installed before.
-
-    Attributes:
-        is_pending: Whether SIGINT has come, and the previous handler has not been called.
-        is_open: Whether the previous handler is called at once.
-    """
+    """An uninterrupted operation of the main thread; `is_open` lets SIGINT through at once."""
 
     __slots__ = ("is_open", "is_pending", "previous")
 
@@ -42,12 +30,12 @@ class _Section:
         self.is_pending = self.is_open = False
 
     def note(self, number: int, frame: FrameType | None) -> None:
-        """The handler of SIGINT."""
+        """Handle SIGINT."""
         global _current
         if not self.is_open:
             self.is_pending = True
             return
-        # First: the previous handler raises, and what runs then must not be interrupted again.
+        # First: the previous handler may raise, and the cleanup must not be interrupted again.
         self.is_open, _current = False, self
         self.previous(number, frame)
         self.is_open, _current = True, None
@@ -64,12 +52,10 @@ _current: _Section | None = None
 
 
 def uninterrupted(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Hold SIGINT back while `function` runs; it is delivered when it returns or raises.
+    """Hold SIGINT back while `function` runs; deliver it when that returns or raises.
 
-    A `function` that runs within another one has nothing to do. A resource that was made for a
-    caller who is interrupted, and so never gets it, is closed.
-
-    Cost: about 1 µs, within another one 0.1 µs.
+    No effect within another one. If delivery raises, the result is closed, since the caller never
+    gets it. Cost: about 1 µs, within another one 0.1 µs.
     """
 
     @functools.wraps(function)
@@ -78,7 +64,7 @@ def uninterrupted(function: Callable[_P, _R]) -> Callable[_P, _R]:
         if _current is not None or get_ident() != main_thread().ident:
             return function(*args, **kwargs)
         previous = _signal.getsignal(_SIGINT)
-        if not callable(previous):  # Ignored, or the end of the process.
+        if not callable(previous):  # SIG_IGN or SIG_DFL.
             return function(*args, **kwargs)
         section, result = _Section(previous), None
         note = section.note
@@ -102,10 +88,7 @@ def uninterrupted(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def interruptible(function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
-    """Call a function that may take long, and that may be interrupted, within an uninterrupted one.
-
-    SIGINT that has come already is delivered first.
-    """
+    """Call a long-running function that SIGINT may interrupt, within an uninterrupted one."""
     global _current
     section = _current
     if section is None or get_ident() != main_thread().ident:

@@ -16,12 +16,12 @@ Handle = NewType("Handle", int)
 
 
 def div_ceil(numerator: int, denominator: int) -> int:
-    """The smallest integer not below `numerator / denominator`."""
+    """Smallest integer not below `numerator / denominator`."""
     return -(-numerator // denominator)
 
 
 def align_up(value: int, alignment: int) -> int:
-    """The smallest multiple of `alignment` not below `value`."""
+    """Smallest multiple of `alignment` not below `value`."""
     return -(-value // alignment) * alignment
 
 
@@ -31,7 +31,7 @@ def is_power_of_two(value: int) -> bool:
 
 
 def format_bytes(num_bytes: int) -> str:
-    """`num_bytes` for a person: `1.5 GiB`, `64 KiB`, `12 B`."""
+    """Format `num_bytes` for a person: `1.5 GiB`, `64 KiB`, `12 B`."""
     for name, unit in (("TiB", TiB), ("GiB", GiB), ("MiB", MiB), ("KiB", KiB)):
         if num_bytes >= unit:
             return f"{num_bytes / unit:.4g} {name}"

@@ -1,10 +1,9 @@
-"""Who maps what: the page map of a cache, as data, as text and as a picture.
+"""The page map of a cache: what each row has mapped, as data, text and picture.
 
     print(page_map(cache))          # for a terminal
     draw(cache, "map.png")          # needs matplotlib: pip install "vmkv[bench]"
 
-A row is a line, a page a cell. Extents that several rows map look alike wherever they are mapped:
-one letter in the text, one colour in the picture. Everything else is somebody's own.
+A row is a line, a page a cell. A shared extent has the same letter or colour in every row.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _TEXT_LEGEND = (
     f"A a letter: one extent, in every row that maps it   {_OWN} own   {_EMPTY} own, no token yet\n"
     f"{_PARKED} parked   {_HOST} in host memory   {_UNMAPPED} not mapped"
 )
-#: Of Okabe and Ito, safe for all eyes, and their lighter kin; the same again after that.
+#: The colour-blind-safe palette of Okabe and Ito and lighter variants, used cyclically.
 _SHARED_COLOURS = (
     *("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#F0E442"),
     *("#7FB8D8", "#EAAE7F", "#7FCEB9", "#E5BCD3", "#AAD9F4", "#F2CF7F", "#8C6BB1"),
@@ -43,16 +42,7 @@ _LABELLED_ROWS_MAX = 24
 
 @dataclass(frozen=True)
 class MappedExtent:
-    """An extent at its place in a row.
-
-    Attributes:
-        first_page: The row's page where it starts.
-        num_pages, num_bytes: Its length.
-        handle: The driver's name for it: the same wherever it is mapped, and only then.
-        access: What may be done through this mapping.
-        is_shared: Whether others need it too, so that nobody may write.
-        location: Where its memory lies.
-    """
+    """An extent at its place in a row. `handle` is equal only for mappings of the same extent."""
 
     first_page: int
     num_pages: int
@@ -64,12 +54,12 @@ class MappedExtent:
 
     @property
     def end_page(self) -> int:
-        """The page after its last."""
+        """Page after the last."""
         return self.first_page + self.num_pages
 
     @classmethod
     def of(cls, extent: Extent, first_page: int, access: Access) -> MappedExtent:
-        """`extent`, as it is now, at `first_page` of a row."""
+        """Describe `extent`, mapped at `first_page` of a row."""
         pages, size = extent.num_pages, extent.num_bytes
         location = extent.location
         return cls(first_page, pages, size, extent.handle, access, extent.is_shared, location)
@@ -79,12 +69,8 @@ class MappedExtent:
 class RowMap:
     """A row that is live, or has something mapped.
 
-    Attributes:
-        row: Its index.
-        state: Whether a sequence lives there, or is swapped out, or has ended (parked).
-        num_tokens: Tokens of the sequence; of a parked row those it is known to hold.
-        extents: What is mapped, in order. What is swapped out comes where it was, and will be
-            again, without access.
+    `num_tokens` counts the sequence's tokens, or a parked row's recorded prefix. `extents` are in
+    order; swapped-out ones are listed at their old place, without access.
     """
 
     row: int
@@ -94,19 +80,15 @@ class RowMap:
 
     @property
     def end_page(self) -> int:
-        """Where what is mapped ends."""
+        """Page after the last extent."""
         return self.extents[-1].end_page if self.extents else 0
 
 
 @dataclass(frozen=True)
 class GroupMap:
-    """The rows of one layer group.
+    """The rows of one layer group that are live or have something mapped, in order.
 
-    Attributes:
-        layers: Its layers, as the caller numbers them.
-        token_bytes: Bytes from one token of a row to the next.
-        page_bytes: Bytes of a page.
-        rows: Rows that are live or have something mapped, in order.
+    `layers` are numbered as the caller does. `token_bytes` is the stride between tokens of a row.
     """
 
     layers: tuple[int, ...]
@@ -116,7 +98,7 @@ class GroupMap:
 
     @property
     def end_page(self) -> int:
-        """Where the longest row ends: its mappings, or its tokens where they are swapped out."""
+        """End of the longest row: its mappings, or its tokens if they are swapped out."""
         ends = (max(row.end_page, self.pages_for(row.num_tokens)) for row in self.rows)
         return max(ends, default=0)
 
@@ -125,34 +107,30 @@ class GroupMap:
         return div_ceil(num_tokens * self.token_bytes, self.page_bytes)
 
     def shared_handles(self) -> dict[int, int]:
-        """Shared extents by handle, numbered in the order in which rows show them."""
+        """Shared extents by handle, numbered in order of appearance."""
         found = (each.handle for row in self.rows for each in row.extents if each.is_shared)
         return {handle: number for number, handle in enumerate(dict.fromkeys(found))}
 
 
 @dataclass(frozen=True)
 class PageMap:
-    """What a cache has mapped at one moment. Printed, it is a drawing.
-
-    Attributes:
-        groups: The layer groups, in the order in which they were made.
-    """
+    """A snapshot of a cache's mappings, one map per layer group. `str` draws it."""
 
     groups: tuple[GroupMap, ...]
 
     @property
     def mapped_bytes(self) -> int:
-        """Addresses with device memory behind them."""
+        """Addresses backed by device memory."""
         return sum(num_bytes for _, num_bytes in self._device_extents())
 
     @property
     def resident_bytes(self) -> int:
-        """That memory, each extent counted once."""
+        """Device memory mapped, each extent counted once."""
         return sum(dict(self._device_extents()).values())
 
     @property
     def summary(self) -> str:
-        """Both, and what sharing saves."""
+        """Mapped and resident bytes, and their difference, which sharing saves."""
         mapped_bytes, resident_bytes = self.mapped_bytes, self.resident_bytes
         return (
             f"{format_bytes(mapped_bytes)} mapped, {format_bytes(resident_bytes)} of memory behind "
@@ -160,7 +138,6 @@ class PageMap:
         )
 
     def _device_extents(self) -> Iterator[tuple[int, int]]:
-        """The handle and the size of every mapping."""
         for group in self.groups:
             for row in group.rows:
                 for each in row.extents:
@@ -177,7 +154,7 @@ class PageMap:
 
 
 def page_map(cache: KVCache) -> PageMap:
-    """What `cache` has mapped now. Data only: it does not change, and keeps no memory.
+    """Take a snapshot of the mappings of `cache`; it keeps no memory alive.
 
     Raises:
         ClosedError: The cache is closed.
@@ -213,7 +190,7 @@ def _mapped(group: LayerGroup, row: int) -> tuple[MappedExtent, ...]:
 
 
 def _swapped(group: LayerGroup, sequence: Sequence) -> tuple[MappedExtent, ...]:
-    """Host memory that holds what `sequence` had mapped in `group`, where that was."""
+    """Host memory of a swapped-out `sequence`, at the pages that it had in `group`."""
     if sequence.swapped is None:
         return ()
     return tuple(
@@ -227,12 +204,12 @@ def _swapped(group: LayerGroup, sequence: Sequence) -> tuple[MappedExtent, ...]:
 
 
 def _alike(groups: Iterable[GroupMap]) -> list[list[GroupMap]]:
-    """Neighbouring groups that look the same, together: most layers of a model do."""
+    """Group neighbouring layer groups whose drawings are equal."""
     return [list(alike) for _, alike in itertools.groupby(groups, _looks)]
 
 
 def _looks(group: GroupMap) -> object:
-    """All that a picture shows of a group: shared extents by the order of their appearance."""
+    """Key of a group's drawing: shared extents are numbered by order of appearance."""
     numbers = group.shared_handles()
     rows = [
         replace(
@@ -247,7 +224,7 @@ def _looks(group: GroupMap) -> object:
 
 
 def _title(alike: List_[GroupMap]) -> str:
-    """`layers 0-31: pages of 2 MiB, 16 tokens each`, for one group or several that look alike."""
+    """`layers 0-31: pages of 2 MiB, 16 tokens each`, for layer groups that are drawn once."""
     group = alike[0]
     each = f", {len(alike)} groups alike" if len(alike) > 1 else ""
     layers = sorted(layer for group in alike for layer in group.layers)
@@ -266,7 +243,6 @@ def _ranges(numbers: List_[int]) -> str:
 
 
 def _lines(group: GroupMap) -> list[str]:
-    """A line for each row."""
     pages_per_cell = max(1, div_ceil(group.end_page, _TEXT_CELLS_MAX))
     numbers = group.shared_handles()
     lines = [] if pages_per_cell == 1 else [f"(a cell is {pages_per_cell} pages; the first shows)"]
@@ -298,18 +274,17 @@ def _symbol(row: RowMap, each: MappedExtent, numbers: dict[int, int], *, is_empt
 
 
 def draw(cache: KVCache | PageMap, path: str | Path) -> None:
-    """Draw a page map: a line for each row, a box for each extent.
+    """Draw a page map to a file: a line per row, a box per extent.
 
-    Shared extents have a colour each, the same in every row; what belongs to one row is grey,
-    in host memory darker; parked rows are hatched; what is not mapped is white. A box whose
-    mapping may only be read says `r`.
+    Shared extents have a colour each, the same in every row; unshared extents are grey, darker in
+    host memory; parked rows are hatched; unmapped pages are white. Read-only mappings show an `r`.
 
     Args:
-        cache: A cache, or a map that was taken before.
-        path: Where to write; the ending says what (`.png`, `.svg`, `.pdf`).
+        cache: A cache, or a map of it.
+        path: File to write; its ending gives the format (`.png`, `.svg`, `.pdf`).
 
     Raises:
-        ConfigError: matplotlib is not installed, or cannot write such a file.
+        ConfigError: matplotlib is not installed, or does not support the format.
         ClosedError: The cache is closed.
         OSError: The file cannot be written.
     """
@@ -385,7 +360,6 @@ def _colour(each: MappedExtent, numbers: dict[int, int]) -> str:
 
 
 def _legend() -> list[Any]:
-    """What the looks of boxes mean."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 

@@ -1,1 +1,1 @@
-"""The allocator and the cache: virtual memory, physical memory, sequences. Free of transformers."""
+"""Allocator and cache: virtual memory, physical memory, sequences. Free of transformers."""

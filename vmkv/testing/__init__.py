@@ -1,10 +1,9 @@
-"""The public test kit: what vmkv's own tests hold it to, for those who extend it.
+"""The public test kit, for authors of backends.
 
     from vmkv.testing import check_backend
     check_backend(MyBackend)             # raises AssertionError, naming the broken rule
 
-`backend_checks.py` the contract of a backend, as numbered checks; `faults.py` a driver whose n-th
-call fails. Free of torch itself. Nothing in vmkv imports it.
+Free of torch; nothing in vmkv imports it.
 """
 
 from .access import read_bytes as read_bytes

@@ -1,9 +1,8 @@
-"""Reading and writing a backend's memory from a test, without torch.
+"""Read and write a backend's memory from a test, without torch.
 
-On the CPU an address is an address. On CUDA the driver copies, in the device's primary context,
-after everything submitted before (the legacy default stream). It goes by way of a buffer in the
-device's memory: between the CPU's memory and memory of the host it would have the CPU copy, which
-has no access to the latter unless granted (seen on driver 580, as a segmentation fault).
+On CUDA the driver copies on the legacy default stream, by way of a buffer in device memory: it
+would copy between CPU memory and mapped host memory with the CPU, which has no access to the latter
+unless granted (a segmentation fault on driver 580).
 """
 
 from __future__ import annotations
@@ -18,15 +17,11 @@ from ..errors import ConfigError
 
 _DLPACK_CPU = 1
 _DLPACK_CUDA = 2
-_STREAM = 0  # The legacy default one.
+_STREAM = 0  # The legacy default stream.
 
 
 def read_bytes(backend: Backend, address: int, num_bytes: int) -> bytes:
-    """What `[address, address + num_bytes)` holds; the range is readable.
-
-    Raises:
-        ConfigError: The kit does not know how to reach this backend's kind of memory.
-    """
+    """Read a readable range; ConfigError if the kit cannot access this DLPack device type."""
     device_type, device_index = backend.dlpack_device
     if device_type == _DLPACK_CPU:
         return ctypes.string_at(address, num_bytes)
@@ -39,11 +34,7 @@ def read_bytes(backend: Backend, address: int, num_bytes: int) -> bytes:
 
 
 def write_bytes(backend: Backend, address: int, data: bytes) -> None:
-    """Put `data` at `address`; the range is writable.
-
-    Raises:
-        ConfigError: As `read_bytes`.
-    """
+    """Write `data` at `address`; ConfigError if the kit cannot access this device type."""
     device_type, device_index = backend.dlpack_device
     if device_type == _DLPACK_CPU:
         ctypes.memmove(address, data, len(data))

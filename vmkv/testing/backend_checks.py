@@ -1,11 +1,8 @@
 """The backend contract, as numbered checks that every implementation passes.
 
-Each check states one sentence of `vmkv/core/backend/base.py`, uses nothing but the contract itself
-and `access.py`, and gives back all it took. A surprise met on one driver becomes a check here
-first, and is then refused by the host backend too.
-
-Not checked here, because they kill the process or the context: touching memory before access
-was granted, after it was unmapped, and writing where only reading was granted.
+Each check states one sentence of `vmkv/core/backend/base.py` and gives back all it took. Faults are
+not checked, since they kill the process or the context: access before it was granted, after an
+unmap, and writes with read access only.
 """
 
 from __future__ import annotations
@@ -17,7 +14,7 @@ from ..errors import VMKVError
 from . import mapping_checks, order_checks, sharing_checks
 from .tools import expect
 
-#: The contract, in reading order. Every check leaves the backend as empty as it found it.
+#: The contract, in reading order.
 BACKEND_CHECKS: tuple[Callable[[Backend], None], ...] = (
     mapping_checks.check_identity,
     mapping_checks.check_reservations,
@@ -61,13 +58,13 @@ BACKEND_CHECKS: tuple[Callable[[Backend], None], ...] = (
 
 
 def check_backend(make_backend: Callable[[], Backend]) -> int:
-    """Hold a backend to the contract; each check gets a fresh one, which it leaves empty.
+    """Check a backend against the contract; each check gets a fresh one and leaves it empty.
 
     Args:
         make_backend: Opens the backend under test.
 
     Returns:
-        How many checks were run.
+        The number of checks run.
 
     Raises:
         AssertionError: The first rule that is broken, by number and sentence.

@@ -1,7 +1,6 @@
-"""A driver whose n-th call fails: how "unchanged on failure" is proved rather than promised.
+"""A backend whose n-th call fails, and a check that every failure leaves state unchanged.
 
-Wrapped around a real backend, so that everything which does not fail is real. Each operation
-inside a batch counts as a call of its own, so a fault can strike in the middle of a batch.
+Each operation inside a batch counts as a call, so a fault can occur in the middle of a batch.
 """
 
 from __future__ import annotations
@@ -15,8 +14,6 @@ from ..errors import CapacityError, DriverError
 
 
 def _faulty(call: str) -> Callable[..., Any]:
-    """The primitive `call`: it fails when that is its turn, and is the upstream's otherwise."""
-
     def method(self: FaultInjectingBackend, *args: Any, **options: Any) -> Any:
         error = self._fault(call)
         if error is not None:
@@ -27,18 +24,16 @@ def _faulty(call: str) -> Callable[..., Any]:
 
 
 class FaultInjectingBackend(Backend):
-    """`upstream`, except that one call of all fails and is not forwarded.
+    """Forwards to `upstream`, except that one call fails and is not forwarded.
 
     Args:
         upstream: The backend that does the work.
-        fail_at: Which call fails, counted from 1; 0 for none. `arm` sets it anew.
-        is_out_of_memory: Whether the fault says that the device is full.
+        fail_at: Number of the call that fails, counted from 1; 0 for none. `arm` changes it.
+        is_out_of_memory: Whether the fault is an out-of-memory error.
 
     Attributes:
-        upstream: The wrapped backend.
-        num_calls: Calls since the last `arm`, the failing one included: a dry count when none
-            fails.
-        failed_call: The primitive that failed since the last `arm`; None while none has.
+        num_calls: Calls since the last `arm`, the failing one included.
+        failed_call: The primitive that failed since the last `arm`, or None.
     """
 
     def __init__(self, upstream: Backend, fail_at: int = 0, *, is_out_of_memory: bool = False):
@@ -53,14 +48,13 @@ class FaultInjectingBackend(Backend):
         self._is_out_of_memory = is_out_of_memory
 
     def arm(self, fail_at: int, *, is_out_of_memory: bool = False) -> None:
-        """Let the `fail_at`-th call from now on fail; 0 for none. Resets the counters."""
+        """Fail the `fail_at`-th call from now on, 0 for none, and reset the counters."""
         self._fail_at = fail_at
         self._is_out_of_memory = is_out_of_memory
         self.num_calls = 0
         self.failed_call = None
 
     def _fault(self, call: str) -> DriverError | None:
-        """Count one call; the error it fails with, if it is its turn."""
         self.num_calls += 1
         if self.num_calls != self._fail_at:
             return None
@@ -75,7 +69,7 @@ class FaultInjectingBackend(Backend):
 
     @property
     def dlpack_device(self) -> tuple[int, int]:
-        """The upstream's."""
+        """Forward to the upstream."""
         return self.upstream.dlpack_device
 
     address_reserve = _faulty("address_reserve")
@@ -89,12 +83,12 @@ class FaultInjectingBackend(Backend):
     new_stream = _faulty("new_stream")
     stream_destroy = _faulty("stream_destroy")
     stream_wait = _faulty("stream_wait")
-    # `copy_many` is inherited: one copy at a time, so that each can fail.
+    # `copy_many` is inherited: it copies one by one, so that each copy can fail.
     copy = _faulty("copy")
     fill = _faulty("fill")
 
     def run_until_failure(self, ops: Sequence[Op]) -> tuple[int, DriverError | None]:
-        """One operation at a time, so that each can fail."""
+        """Run the operations one by one, so that each can fail."""
         for num_done, op in enumerate(ops):
             error = self._fault(primitive_of(op))
             if error is None:
@@ -104,19 +98,19 @@ class FaultInjectingBackend(Backend):
         return len(ops), None
 
     def note_stream(self, stream: int) -> None:
-        """Only a note: it reaches no driver, so it cannot fail."""
+        """Forward to the upstream; reaches no driver, so cannot fail."""
         self.upstream.note_stream(stream)
 
     def usage(self) -> BackendUsage:
-        """The upstream's."""
+        """Forward to the upstream."""
         return self.upstream.usage()
 
     def free_memory_bytes(self) -> int:
-        """The upstream's."""
+        """Forward to the upstream."""
         return self.upstream.free_memory_bytes()
 
     def free_host_memory_bytes(self) -> int:
-        """The upstream's."""
+        """Forward to the upstream."""
         return self.upstream.free_host_memory_bytes()
 
     def close(self) -> None:
@@ -126,13 +120,13 @@ class FaultInjectingBackend(Backend):
 
 @dataclass(frozen=True)
 class Scenario:
-    """One operation, ready to run on a state made for it.
+    """An operation to test, on a state made for it.
 
     Attributes:
-        operation: What is tried; called again after it failed.
-        observe: What the caller of the operation can see of the state. Equal before the
-            operation and after its failure.
-        check: Raises where the state contradicts itself. Called before and after everything.
+        operation: The operation; called again after it failed.
+        observe: Returns the state that a caller can see; equal before the operation and after its
+            failure.
+        check: Raises if the state is inconsistent. Called before and after every operation.
         close: Gives everything back.
     """
 
@@ -150,21 +144,20 @@ def check_every_call_can_fail(
 ) -> list[str]:
     """Fail the first driver call of an operation, then the second, and so on to the last.
 
-    Each time on a fresh state: after the failure nothing that can be observed has changed and
-    the books balance; the operation then succeeds when repeated; and closing leaves nothing
-    behind. An operation may also survive a fault and succeed (a pool answers "out of memory" by
-    freeing some), and must then have balanced books as well.
+    Each round has a fresh state. After the failure the observable state is unchanged and the books
+    balance; the repeated operation succeeds; closing leaves nothing behind. An operation may also
+    handle the fault and succeed.
 
     Args:
         make_backend: Opens the backend to wrap.
-        make_scenario: Builds the state and the operation over a backend; no fault strikes here.
-        is_out_of_memory: Whether the faults say that the device is full.
+        make_scenario: Builds the state and the operation over a backend; no call fails here.
+        is_out_of_memory: Whether the faults are out-of-memory errors.
 
     Returns:
-        The primitive that failed in each round, in order: what the operation consists of.
+        The primitive that failed in each round, in order.
 
     Raises:
-        AssertionError: Something changed, leaked, or kept failing.
+        AssertionError: State changed or leaked, or the operation kept failing.
         InternalError: Raised by the scenario's own check.
     """
     struck: list[str] = []

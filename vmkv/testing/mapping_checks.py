@@ -1,4 +1,4 @@
-"""The backend contract, first part: addresses, physical memory, and what maps one to the other."""
+"""The backend contract, first part: addresses, physical memory, and mappings."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def check_two_reservations_are_two(backend: Backend) -> None:
 
 
 def check_free_with_mapping(backend: Backend) -> None:
-    """Freeing a reservation with something mapped in it is refused, wherever it is mapped."""
+    """Freeing a reservation with a mapping anywhere in it is refused."""
     address, num_bytes = reserve(backend, 3)
     for page in range(3):
         at = at_page(backend, address, page)
@@ -73,7 +73,7 @@ def check_free_with_mapping(backend: Backend) -> None:
 
 
 def check_address_space_ends(backend: Backend) -> None:
-    """More addresses than there are is `OutOfAddressSpaceError`, which names the size."""
+    """Reserving too many addresses raises `OutOfAddressSpaceError`, which names the size."""
     num_bytes = 1 << 50  # Processors of today translate 47 to 57 bits; drivers offer 48 or 49.
     before = backend.usage()
     try:
@@ -90,7 +90,7 @@ def check_address_space_ends(backend: Backend) -> None:
 
 
 def check_sizes(backend: Backend) -> None:
-    """Sizes that are zero, or no multiple of the granularity, are refused everywhere."""
+    """Sizes that are zero or no multiple of the granularity are refused by every primitive."""
     granularity = backend.granularity_bytes
     address, num_bytes = reserve(backend, 2)
     handle = mapped(backend, address, 1)
@@ -122,7 +122,7 @@ def check_handles(backend: Backend) -> None:
 
 
 def check_fresh_memory_is_zero(backend: Backend) -> None:
-    """Fresh memory reads as zero, also after somebody else's was released."""
+    """Fresh memory reads as zero, also after other memory was released."""
     num_bytes = backend.granularity_bytes
     address, _ = reserve(backend, 1)
     for value in (0xAB, 0xCD):
@@ -138,7 +138,7 @@ def check_fresh_memory_is_zero(backend: Backend) -> None:
 
 
 def check_map_and_unmap(backend: Backend) -> None:
-    """What is written through a mapping is read through it, and usage follows."""
+    """Bytes written through a mapping are read through it, and usage follows."""
     granularity = backend.granularity_bytes
     address, num_bytes = reserve(backend, 4)
     handle = mapped(backend, at_page(backend, address, 1), 2)
@@ -176,7 +176,7 @@ def check_memory_outlives_mapping(backend: Backend) -> None:
 
 
 def check_aliases(backend: Backend) -> None:
-    """One handle at two addresses is one memory: what one writes, the other reads."""
+    """A handle mapped at two addresses is one memory: writes at one are read at the other."""
     granularity = backend.granularity_bytes
     address, num_bytes = reserve(backend, 2)
     alias = at_page(backend, address, 1)
@@ -215,7 +215,7 @@ def check_release_while_mapped(backend: Backend) -> None:
 
 
 def check_map_over_mapping(backend: Backend) -> None:
-    """Mapping over a mapping is refused, whole or overlapping, and harms nothing."""
+    """Mapping over a mapping, whole or overlapping, is refused and changes nothing."""
     granularity = backend.granularity_bytes
     address, num_bytes = reserve(backend, 4)
     middle = at_page(backend, address, 1)
@@ -259,7 +259,7 @@ def check_map_is_whole(backend: Backend) -> None:
 
 
 def check_unmap_is_whole(backend: Backend) -> None:
-    """Unmapping part of a mapping, beyond it, or what was never mapped is refused."""
+    """Unmapping part of a mapping, beyond it, or an unmapped range is refused."""
     granularity = backend.granularity_bytes
     address, num_bytes = reserve(backend, 4)
     handle = mapped(backend, address, 2)
@@ -281,7 +281,7 @@ def check_unmap_is_whole(backend: Backend) -> None:
 
 
 def check_runs(backend: Backend) -> None:
-    """One access call and one unmap call may cover a run of several whole mappings."""
+    """A single access or unmap call may cover a run of several whole mappings."""
     granularity = backend.granularity_bytes
     address, num_bytes = reserve(backend, 4)
     for page, num_pages in ((0, 1), (1, 2), (3, 1)):

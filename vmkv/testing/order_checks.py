@@ -10,7 +10,7 @@ from ..units import Address
 from .access import read_bytes, write_bytes
 from .tools import RW, at_page, expect, expect_refusal, filled, mapped, reserve
 
-_STREAM = 0  # The default stream, which every device has.
+_STREAM = 0  # The default stream.
 
 # ---- batches ------------------------------------------------------------------------------
 
@@ -82,7 +82,7 @@ def check_execute_unmaps_reports(backend: Backend) -> None:
 
 
 def check_copy(backend: Backend) -> None:
-    """A copy moves exactly its bytes, at any offset, and copies of a stream keep their order."""
+    """A copy moves exactly its bytes, at any offset; copies of a stream keep their order."""
     granularity = backend.granularity_bytes
     address, num_bytes = reserve(backend, 2)
     backend.mem_release(mapped(backend, address, 2))
@@ -176,7 +176,7 @@ def check_streams(backend: Backend) -> None:
 
 
 def check_fences(backend: Backend) -> None:
-    """A fence has passed once it was waited for, for good, and so have those before it."""
+    """A fence that was waited for has passed for good, and so have earlier fences."""
     backend.note_stream(_STREAM)
     backend.note_stream(_STREAM)
     fences = [backend.record_fence() for _ in range(3)]
@@ -232,7 +232,7 @@ def check_calls_are_counted(backend: Backend) -> None:
 
 
 def check_threads(backend: Backend) -> None:
-    """Threads that work on ranges of their own do not disturb each other."""
+    """Threads that work on separate ranges do not disturb each other."""
     failures: list[VMKVError | AssertionError] = []
 
     def work(value: int) -> None:

@@ -1,7 +1,4 @@
-"""The backend contract, third part: memory of the host, and memory shared between processes.
-
-One backend plays both processes here. That two real ones share is each backend's own test.
-"""
+"""The backend contract, third part: host memory, and memory shared between processes."""
 
 from __future__ import annotations
 
@@ -22,11 +19,11 @@ from ..units import Address, Handle
 from .access import read_bytes
 from .tools import RW, at_page, expect, expect_refusal, filled, mapped, reserve
 
-_STREAM = 0  # The default stream, which every device has.
+_STREAM = 0  # The default stream.
 
 
 def check_locations(backend: Backend) -> None:
-    """Memory of the host maps beside the device's in one range, and is counted apart."""
+    """Host memory maps next to device memory in one range, and is counted separately."""
     granularity = backend.granularity_bytes
     assert backend.free_host_memory_bytes() > 0, "no memory of the host is free"
     address, num_bytes = reserve(backend, 5)
@@ -70,7 +67,7 @@ def check_locations(backend: Backend) -> None:
 
 
 def check_cpu_access(backend: Backend) -> None:
-    """The CPU can be granted access to memory of the host, and to no other."""
+    """The CPU can be granted access to host memory, and to no other."""
     granularity = backend.granularity_bytes
     address, num_bytes = reserve(backend, 3)
     pages = [at_page(backend, address, page) for page in range(3)]
@@ -103,7 +100,7 @@ def check_cpu_access(backend: Backend) -> None:
 
 
 def check_fill_spans_locations(backend: Backend) -> None:
-    """A fill spans mappings of both locations; where not all is mapped, it is refused."""
+    """A fill spans mappings of both locations; it is refused if part is unmapped."""
     granularity = backend.granularity_bytes
     address, num_bytes = reserve(backend, 7)
     places = [MemoryLocation.DEVICE] * 2 + [MemoryLocation.HOST] * 2 + [MemoryLocation.DEVICE]
@@ -143,7 +140,7 @@ def check_fill_spans_locations(backend: Backend) -> None:
 
 
 def check_swap_in_place(backend: Backend) -> None:
-    """Bytes move to the host and back, and are read at the same addresses afterwards."""
+    """Bytes move to host memory and back, and are read at the same addresses afterwards."""
     granularity = backend.granularity_bytes
     address, num_bytes = reserve(backend, 2)
     staging = at_page(backend, address, 1)
@@ -167,7 +164,7 @@ def check_swap_in_place(backend: Backend) -> None:
 
 
 def check_import_reads_export(backend: Backend) -> None:
-    """An import is the exporter's memory, to be read only, and outlives the exporter."""
+    """An import is a read-only view of the exporter's memory and outlives the exporter."""
     granularity = backend.granularity_bytes
     address, num_bytes = reserve(backend, 4)
     handle = backend.mem_create(2 * granularity, shareable=True)
@@ -202,7 +199,7 @@ def check_import_reads_export(backend: Backend) -> None:
 
 
 def check_shared_memory_is_frozen(backend: Backend) -> None:
-    """Nobody gets write access to exported memory any more, neither exporter nor importer."""
+    """Exported memory cannot be made writable, neither by exporter nor by importer."""
     granularity = backend.granularity_bytes
     address, num_bytes = reserve(backend, 3)
     exported = backend.mem_create(granularity, shareable=True)
@@ -224,7 +221,7 @@ def check_shared_memory_is_frozen(backend: Backend) -> None:
 
 
 def check_export_is_for_shareable(backend: Backend) -> None:
-    """Exporting what is not shareable, is an import, or was released is refused."""
+    """Exporting a released, imported or non-shareable handle is refused."""
     granularity = backend.granularity_bytes
     plain = backend.mem_create(granularity)
     shareable = backend.mem_create(granularity, shareable=True)
@@ -248,7 +245,7 @@ def check_import_is_exact(backend: Backend) -> None:
     try:
         for stranger in (fd, -1, *strangers):
             if stranger == fd and fd in strangers:
-                continue  # The number was given out again.
+                continue  # The number was reused.
             expect_refusal(
                 backend, "mem_import", "a descriptor of something else", stranger, 2 * granularity
             )

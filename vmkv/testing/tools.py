@@ -1,4 +1,4 @@
-"""What the checks of a backend are written with."""
+"""Helpers that the backend checks share."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def expect_refusal(
 
 
 def reserve(backend: Backend, num_pages: int) -> tuple[Address, int]:
-    """A fresh reservation: its address and its size."""
+    """Reserve `num_pages`; returns the address and the size in bytes."""
     num_bytes = num_pages * backend.granularity_bytes
     return backend.address_reserve(num_bytes), num_bytes
 
 
 def mapped(backend: Backend, address: Address, num_pages: int, access: Access = RW) -> Handle:
-    """Fresh memory of `num_pages`, behind `address` with `access`."""
+    """Create memory of `num_pages` and map it at `address` with `access`."""
     num_bytes = num_pages * backend.granularity_bytes
     handle = backend.mem_create(num_bytes)
     backend.mem_map(address, num_bytes, handle)
@@ -46,12 +46,12 @@ def mapped(backend: Backend, address: Address, num_pages: int, access: Access = 
 
 
 def at_page(backend: Backend, address: Address, page: int) -> Address:
-    """The address `page` pages further."""
+    """Address of page `page` from `address`."""
     return Address(address + page * backend.granularity_bytes)
 
 
 def filled(backend: Backend, address: int, value: int, num_bytes: int) -> bytes:
-    """Fill `num_bytes` at `address` with one byte value; returns what must be read there."""
+    """Fill `num_bytes` at `address` with one byte value; returns the expected bytes."""
     data = bytes([value]) * num_bytes
     write_bytes(backend, address, data)
     return data

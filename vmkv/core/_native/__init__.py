@@ -1,8 +1,7 @@
 """The native core: a lock-free free list, driver calls in bulk, tensor views, tokens as bytes.
 
-Installing vmkv builds it; it needs a C11 compiler and a POSIX system, and neither CUDA nor a GPU.
-What each name does, costs and raises is in ``_core.pyi``; why it is native, and the argument that
-it is correct, in ``README.md`` next to this file.
+Built when vmkv is installed; needs a C11 compiler and a POSIX system, but neither CUDA nor a GPU.
+``_core.pyi`` documents each name, ``README.md`` in this folder the correctness argument.
 """
 
 from ._core import FreeList as FreeList

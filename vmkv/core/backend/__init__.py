@@ -1,4 +1,4 @@
-"""Drivers: the only code in vmkv that talks to one. `base.py` is the contract."""
+"""Backends: the only code that calls a driver. `base.py` is the contract."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .host import HostBackend as HostBackend
 
 
 def open_backend(device: str) -> Backend:
-    """Open the virtual memory of `device`: `"host"` (or `"cpu"`), `"cuda"`, `"cuda:1"` …
+    """Open the backend of `device`: `"host"` (or `"cpu"`), `"cuda"`, `"cuda:1"` …
 
     Raises:
         ConfigError: The name is unknown, or the device's driver is missing.

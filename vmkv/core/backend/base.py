@@ -1,13 +1,11 @@
-"""The driver contract: what vmkv asks of virtual memory, once for every implementation.
+"""The driver contract: virtual memory of one device, as every implementation provides it.
 
-A backend is the only code that calls a driver or the kernel. It has no policy, no
-pooling and no torch. Everything above it runs unchanged on CUDA (`cuda.py`) and on
-any Linux machine (`host.py`).
+A backend is the only code that calls a driver or the kernel; it has no policy, no pooling and no
+torch. Implementations: CUDA (`cuda.py`) and any Linux machine (`host.py`).
 
-Terms. *Reserved* addresses belong to us and hold nothing. A *handle* is one physical
-allocation. *Mapping* puts a handle behind addresses; *access* makes them readable or
-writable. The four are separate, which is the whole trick: addresses can be stable
-while memory comes and goes.
+Reserved addresses hold nothing. A handle is one physical allocation. A mapping puts a handle behind
+addresses; access makes it readable or writable. Since the four are separate, addresses stay while
+memory comes and goes.
 
 For every primitive:
 
@@ -15,17 +13,15 @@ For every primitive:
 * failure raises `DriverError` and changes nothing;
 * every call that reaches the driver is counted in `calls`, under the primitive's name.
 
-What a backend must refuse, because CUDA does (the conformance kit
-`vmkv.testing.check_backend` holds every implementation to it):
+A backend must refuse, because CUDA does (`vmkv.testing.check_backend` checks it):
 
 * freeing part of a reservation, two at once, or one that still has mappings;
 * mapping over a mapping, outside a reservation, or part of a handle;
-* unmapping part of a mapping, or what was never mapped;
-* touching a mapping before `mem_set_access` (a fault, not an error);
-* writing where only `Access.READ` was granted (a fault, on the GPU as on the host);
-* exporting what was not created for it, and making shared memory writable (see `mem_export`).
+* unmapping part of a mapping, or an unmapped range;
+* touching a mapping before `mem_set_access`, or writing with `Access.READ` only (both fault);
+* exporting memory that was not created shareable, and making exported memory writable.
 
-Releasing a handle that is still mapped is legal: the memory lives until it is unmapped.
+A released handle may still be mapped: its memory lives until it is unmapped.
 """
 
 from __future__ import annotations
@@ -42,7 +38,7 @@ from ...units import Address, Handle
 
 
 class Access(enum.IntEnum):
-    """What may be done through a mapping. The values are the CUDA driver's flags."""
+    """Access rights of a mapping. The values are the CUDA driver's flags."""
 
     NONE = 0
     READ = 1
@@ -50,16 +46,16 @@ class Access(enum.IntEnum):
 
 
 class MemoryLocation(enum.Enum):
-    """Where physical memory lies; whichever it is, the device reads and writes its mappings."""
+    """Location of physical memory. The device can read and write mappings of both."""
 
     #: The device's own memory.
     DEVICE = "device"
-    #: Pinned memory of the machine, near the device: plentiful, and as slow as the bus.
+    #: Pinned host memory on the device's NUMA node, at the bandwidth of the bus.
     HOST = "host"
 
 
 class MapOp(NamedTuple):
-    """Put all of `handle`, which holds `num_bytes`, behind `address`."""
+    """Map all of `handle`, which holds `num_bytes`, at `address`."""
 
     address: Address
     num_bytes: int
@@ -67,10 +63,10 @@ class MapOp(NamedTuple):
 
 
 class AccessOp(NamedTuple):
-    """Grant `access` to one run of mappings, which `[address, address + num_bytes)` covers.
+    """Grant `access` to the run of whole mappings that covers `[address, address + num_bytes)`.
 
-    It is the device that gets it; with `for_cpu` the CPU, beside what the device has, and then
-    every mapping of the run is of `MemoryLocation.HOST`. Both go with the mapping.
+    The device gets it. With `for_cpu` the CPU gets it in addition, and every mapping of the run
+    must be of `MemoryLocation.HOST`. Unmapping ends both.
     """
 
     address: Address
@@ -80,7 +76,7 @@ class AccessOp(NamedTuple):
 
 
 class UnmapOp(NamedTuple):
-    """Remove whole mappings that together are `[address, address + num_bytes)`."""
+    """Remove the whole mappings that together cover `[address, address + num_bytes)`."""
 
     address: Address
     num_bytes: int
@@ -98,7 +94,7 @@ class CopyOp(NamedTuple):
 
 
 def primitive_of(op: Op) -> str:
-    """The primitive that `op` is counted and reported under."""
+    """Name of the primitive that `op` is counted and reported under."""
     if isinstance(op, MapOp):
         return "mem_map"
     return "mem_set_access" if isinstance(op, AccessOp) else "mem_unmap"
@@ -106,19 +102,17 @@ def primitive_of(op: Op) -> str:
 
 @dataclass(frozen=True)
 class BackendUsage:
-    """What a backend holds at this moment; all zero when everything was given back.
+    """Resources that a backend holds; all zero when everything was given back.
 
     Attributes:
-        num_handles: Physical allocations that exist, released ones that are still mapped and
-            imported ones included.
-        physical_bytes: The size of those created in the device's memory.
-        host_bytes: The size of those created in `MemoryLocation.HOST`.
-        imported_bytes: The size of those imported, wherever their exporter put them. Their memory
-            is the exporter's while that lives.
-        num_mappings: Mappings that exist.
-        mapped_bytes: Address bytes they cover; above the sizes' sum where memory is shared.
+        num_handles: Handles, imported ones and released ones that are still mapped included.
+        physical_bytes: Memory created on the device.
+        host_bytes: Memory created in `MemoryLocation.HOST`.
+        imported_bytes: Memory imported, in any location. It is the exporter's while that lives.
+        num_mappings: Mappings.
+        mapped_bytes: Addresses that they cover; more than the memory if some is shared.
         num_reservations: Reserved address ranges.
-        reserved_bytes: Their size together.
+        reserved_bytes: Their total size.
         num_streams: Streams of `new_stream` that were not destroyed.
     """
 
@@ -146,14 +140,14 @@ class Fence(abc.ABC):
 
 
 class Backend(abc.ABC):
-    """Virtual memory of one device. Safe to call from several threads.
+    """Virtual memory of one device. Thread-safe.
 
     Attributes:
-        name: The device it serves: `"cuda:0"`, `"host"`.
-        granularity_bytes: What it can map at least, and the alignment of everything.
-        calls: How often each primitive reached the driver since the backend was opened.
+        name: The device: `"cuda:0"`, `"host"`.
+        granularity_bytes: Smallest mapping, and the alignment of addresses and sizes.
+        calls: Number of calls per primitive since the backend was opened.
         host_location_is_cpu_readable: Whether the CPU, too, can be granted access to mappings of
-            `MemoryLocation.HOST`, at their addresses. What it does there is not ordered with the
+            `MemoryLocation.HOST`, at their addresses. Its accesses are not ordered with the
             device's work: wait for a fence first.
     """
 
@@ -165,13 +159,13 @@ class Backend(abc.ABC):
     @property
     @abc.abstractmethod
     def dlpack_device(self) -> tuple[int, int]:
-        """`(device_type, device_id)` as DLPack numbers them, for tensors over this memory."""
+        """DLPack's `(device_type, device_id)`, for tensors over this memory."""
 
     # ---- address ranges -------------------------------------------------------------------
 
     @abc.abstractmethod
     def address_reserve(self, num_bytes: int) -> Address:
-        """Reserve `num_bytes` of addresses that hold nothing; touching them faults.
+        """Reserve `num_bytes` of addresses with nothing mapped; touching them faults.
 
         Raises:
             OutOfAddressSpaceError: No range of that size is left.
@@ -179,7 +173,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def address_free(self, address: Address, num_bytes: int) -> None:
-        """Give back exactly what one `address_reserve` returned; nothing in it is mapped."""
+        """Free exactly one reservation of `address_reserve`; nothing in it is mapped."""
 
     # ---- physical memory ------------------------------------------------------------------
 
@@ -191,52 +185,45 @@ class Backend(abc.ABC):
         *,
         shareable: bool = False,
     ) -> Handle:
-        """Allocate physical memory that is mapped nowhere yet. Fresh memory reads as zero.
+        """Allocate zeroed physical memory that is mapped nowhere yet.
 
         Args:
             num_bytes: Its size; the granularity is the same for both locations.
-            location: Where it lies. Handles of both locations map beside each other in one range.
-                Creating them in `HOST` is as slow as zeroing them: keep them for reuse.
-            shareable: Whether `mem_export` may be asked for it later. On the host such a handle
-                costs a file descriptor of its own.
+            location: Memory location; one range can map handles of both. Creation in `HOST` is as
+                slow as zeroing it: keep such handles for reuse.
+            shareable: Whether it can be exported. On the host such a handle costs a file
+                descriptor.
 
         Raises:
-            DriverError: With `is_out_of_memory` set where `location` is full.
+            DriverError: With `is_out_of_memory` set if `location` is full.
         """
 
     @abc.abstractmethod
     def mem_release(self, handle: Handle) -> None:
-        """Give the allocation up. Its memory lives on until its last mapping is gone."""
+        """Release the handle. Its memory lives until its last mapping is gone."""
 
     @abc.abstractmethod
     def mem_export(self, handle: Handle) -> int:
-        """A file descriptor through which another process can `mem_import` this memory to read it.
+        """Return a file descriptor with which another process can `mem_import` this memory to read.
 
-        It freezes the memory: from now on `Access.READ_WRITE` is refused for its mappings, here
-        and at every importer, as what was written there would reach readers who expect what they
-        were promised. A mapping that is writable already stays so until its access changes. Nobody
-        can tell when the last importer is gone: release the handle rather than reuse it.
+        The export freezes the memory: `Access.READ_WRITE` is refused from now on, here and at every
+        importer. A mapping that is already writable stays so until its access changes. Release the
+        handle rather than reuse it, since importers are not tracked. The caller closes the
+        descriptor, which keeps the memory alive.
 
-        On the host the kernel enforces all of that. CUDA lets an importer that does not go through
-        vmkv map the memory writable, so give the descriptor only to processes that you trust.
-
-        Args:
-            handle: Created here, as shareable, and not released. It may be exported many times.
-
-        Returns:
-            A descriptor that the caller closes. It keeps the memory alive, as an importer does.
+        On the host the kernel enforces this. CUDA lets an importer that bypasses vmkv map the
+        memory writable, so give the descriptor only to trusted processes.
 
         Raises:
-            DriverError: The handle is not of that kind, or no descriptor is left.
+            DriverError: The handle was released or not created here as shareable, or no descriptor
+                is left.
         """
 
     @abc.abstractmethod
     def mem_import(self, fd: int, num_bytes: int) -> Handle:
-        """A handle to the memory that a process exported as `fd`; it can be mapped to be read.
+        """Import memory that a process exported as `fd`, which the caller keeps; read-only.
 
-        The memory lives until the exporter and all importers have let go, in whatever order and
-        way they end. `fd` stays the caller's and may be closed at once. Release the handle with
-        `mem_release`.
+        The memory lives until exporter and importers have released it or ended.
 
         Raises:
             DriverError: `fd` is no export of a backend of this kind, or not of `num_bytes`.
@@ -245,17 +232,15 @@ class Backend(abc.ABC):
     # ---- mappings -------------------------------------------------------------------------
 
     def execute(self, ops: Sequence[Op]) -> None:
-        """Run `ops` in order, in one call that leaves Python (and its lock) alone meanwhile.
+        """Run `ops` in order, in one call that releases the interpreter lock.
 
-        A call holds either maps and accesses, or unmaps alone. The former is all or nothing:
-        when an operation fails, what the call had mapped is unmapped again before the error is
-        raised (nothing can have used it yet). Unmaps cannot be taken back: the error's
-        `num_done` says how many operations succeeded.
+        A call holds either maps and accesses, or only unmaps. The former is all or nothing: if an
+        operation fails, the call's mappings are unmapped before the error is raised. Unmaps cannot
+        be undone: the error's `num_done` says how many operations succeeded.
 
-        Cost on an H200: about 2 µs per map, 31 µs per mapping whose access changes, 20 µs
-        per unmap, whatever the size. So: few, large mappings. In `MemoryLocation.HOST` the size
-        counts: for 64 MiB 0.56 ms per access and 0.16 ms per unmap; where the CPU gets access as
-        well, 1.2 ms and 1.0 ms more.
+        Cost on an H200: about 2 µs per map, 31 µs per mapping whose access changes, 20 µs per
+        unmap, whatever the size. In `MemoryLocation.HOST` the size counts: for 64 MiB 0.56 ms per
+        access and 0.16 ms per unmap; with CPU access, 1.2 ms and 1.0 ms more.
 
         Raises:
             DriverError: Naming the primitive that failed.
@@ -282,76 +267,65 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def run_until_failure(self, ops: Sequence[Op]) -> tuple[int, DriverError | None]:
-        """Run `ops` in order until one fails: what `execute` is made of.
-
-        Returns how many succeeded, and the failure if there was one. Undoes nothing.
-        """
+        """Run `ops` in order until one fails, undoing nothing; return the number done and error."""
 
     def mem_map(self, address: Address, num_bytes: int, handle: Handle) -> None:
-        """Put all of `handle` behind `address`; not readable before `mem_set_access`."""
+        """Map all of `handle` at `address`; not readable before `mem_set_access`."""
         self.execute([MapOp(address, num_bytes, handle)])
 
     def mem_set_access(
         self, address: Address, num_bytes: int, access: Access, *, for_cpu: bool = False
     ) -> None:
-        """Grant `access` to the mappings that together are `[address, address + num_bytes)`."""
+        """Grant `access` to the whole mappings that cover `[address, address + num_bytes)`."""
         self.execute([AccessOp(address, num_bytes, access, for_cpu)])
 
     def mem_unmap(self, address: Address, num_bytes: int) -> None:
-        """Remove the mappings that together are `[address, address + num_bytes)`.
-
-        Not ordered with the device's work: the caller has waited for a fence.
-        """
+        """Remove the whole mappings that cover a range, which submitted work no longer uses."""
         self.execute([UnmapOp(address, num_bytes)])
 
     # ---- order and data -------------------------------------------------------------------
 
     @abc.abstractmethod
     def note_stream(self, stream: int) -> None:
-        """Remember that work on the cache's memory is submitted to `stream`.
-
-        Fences cover every stream noted since the backend was opened. Cost: a set lookup.
-        """
+        """Include `stream` in all later fences. Cost: a set lookup."""
 
     @abc.abstractmethod
     def record_fence(self) -> Fence:
-        """A fence after all work submitted so far to every noted stream."""
+        """Record a fence after all work submitted so far to every noted stream."""
 
     @abc.abstractmethod
     def join_streams(self, stream: int) -> None:
-        """Make later work on `stream` wait for what the other noted streams hold so far."""
+        """Make later work on `stream` wait for the work submitted to the other noted streams."""
 
     @abc.abstractmethod
     def new_stream(self) -> int:
-        """A stream of its own, whose work runs beside all others'; noted from the beginning."""
+        """Create and note a stream whose work runs concurrently with all others'."""
 
     @abc.abstractmethod
     def stream_destroy(self, stream: int) -> None:
-        """Wait for the work on a stream of `new_stream`, and give the stream up.
+        """Wait for the work on a stream of `new_stream`, and destroy the stream.
 
         Raises:
-            DriverError: `stream` is not one, or no more. Or its work failed; then it lives on.
+            DriverError: `stream` is none of this backend's, or its work failed; then it lives on.
         """
 
     @abc.abstractmethod
     def stream_wait(self, stream: int, other: int) -> None:
-        """Make later work on `stream` wait for what `other` holds so far; the caller goes on."""
+        """Make later work on `stream` wait for the work submitted to `other`; does not block."""
 
     @abc.abstractmethod
     def copy(self, destination: Address, source: Address, num_bytes: int, stream: int) -> None:
-        """Copy bytes between mapped ranges, in the order of `stream`; does not wait for it.
+        """Submit a copy between mapped ranges to `stream`; does not wait for it.
 
-        Either range may lie in either location, span mappings, of both locations even, and start
-        anywhere. They do not overlap; the destination is writable. Memory that no backend mapped is
-        not for this call: CUDA copies between it and `MemoryLocation.HOST` with the CPU, which
-        faults unless that was granted access.
+        Both ranges may span mappings and locations and start anywhere. They do not overlap; the
+        destination is writable. Memory not mapped by a backend is not allowed: CUDA copies between
+        it and `MemoryLocation.HOST` with the CPU, which faults without access.
         """
 
     def copy_many(self, ops: Sequence[CopyOp], stream: int) -> None:
-        """Submit each `copy` of `ops`, in one call that leaves Python (and its lock) alone.
+        """Submit each `copy` of `ops`, in one call that releases the interpreter lock.
 
-        Each is counted as a `copy`. Copies cannot be taken back: where one fails, those before it
-        are under way, and the error's `num_done` says how many they are.
+        Each counts as a `copy`. After a failure the earlier ones are under way, `num_done` of them.
         """
         for num_done, op in enumerate(ops):
             try:
@@ -364,9 +338,9 @@ class Backend(abc.ABC):
     def fill(self, address: Address, num_bytes: int, byte: int, stream: int) -> None:
         """Set every byte of a writable range, in the order of `stream`; does not wait for it.
 
-        The range may span mappings, of both locations even, and start anywhere. Zero scrubs; 0xFF
-        makes every floating-point number a NaN. Counted as `fill` per run of mappings in the
-        device's memory and per mapping in the host's. Cost on an H200: 0.33 ms a GiB of the former.
+        The range may span mappings and locations and start anywhere. 0xFF makes every
+        floating-point number a NaN. Counted as `fill` per run of mappings in device memory and per
+        mapping in host memory. Cost on an H200: 0.33 ms per GiB of device memory.
 
         Raises:
             DriverError: `byte` is not in 0 .. 255, or the range is not all mapped.
@@ -376,21 +350,18 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def usage(self) -> BackendUsage:
-        """What this backend holds now."""
+        """Count the resources that this backend holds."""
 
     @abc.abstractmethod
     def free_memory_bytes(self) -> int:
-        """Physical memory that the device could still give out, all processes considered."""
+        """Physical memory that the device could still allocate, for all processes together."""
 
     @abc.abstractmethod
     def free_host_memory_bytes(self) -> int:
-        """Likewise for `MemoryLocation.HOST`: an estimate of what could be pinned, no promise."""
+        """Estimate of the host memory that could still be pinned."""
 
     # ---- life -----------------------------------------------------------------------------
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Let the driver go. Everything created through the backend has been given back.
-
-        Idempotent.
-        """
+        """Release the driver, once everything created here was given back. Idempotent."""

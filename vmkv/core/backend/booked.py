@@ -1,4 +1,4 @@
-"""What both backends share: books, counters, and batches through the native executor."""
+"""The base of both backends: books that check every operation, counters, and native batches."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ from .base import (
 #: Operation, address, bytes, argument; see vmkv/core/_native/executor.c.
 _RECORD = Struct("=QQQQ")
 _MAP, _SET_ACCESS, _UNMAP, _SET_CPU_ACCESS = 0, 1, 2, 3
-#: Likewise, see vmkv/core/_native/executor.c.
+#: Operations of copy and fill records; see vmkv/core/_native/executor.c.
 _COPY, _FILL = 0, 1
 
 
 def pack(op: Op, native_handle: int = 0) -> bytes:
-    """The record of one operation; a map needs the driver's name for its handle."""
+    """Pack one operation as a native record; a map needs the driver's name for its handle."""
     if isinstance(op, MapOp):
         return _RECORD.pack(_MAP, op.address, op.num_bytes, native_handle)
     if isinstance(op, AccessOp):
@@ -50,12 +50,12 @@ def pack(op: Op, native_handle: int = 0) -> bytes:
 
 
 def pack_copy(op: CopyOp) -> bytes:
-    """The record of one copy."""
+    """Pack one copy as a native record."""
     return _RECORD.pack(_COPY, op.destination, op.num_bytes, op.source)
 
 
 def pack_fill(address: int, num_bytes: int, byte: int) -> bytes:
-    """The record of one fill."""
+    """Pack one fill as a native record."""
     return _RECORD.pack(_FILL, address, num_bytes, byte)
 
 
@@ -64,7 +64,7 @@ def pack_fill(address: int, num_bytes: int, byte: int) -> bytes:
 
 @dataclass
 class Allocation:
-    """One handle: its size and kind, its mappings, and whether its owner has given it up."""
+    """A handle's size, kind, number of mappings, and whether its owner has released it."""
 
     num_bytes: int
     location: MemoryLocation = MemoryLocation.DEVICE
@@ -76,27 +76,23 @@ class Allocation:
 
     @property
     def is_frozen(self) -> bool:
-        """Whether another process may be reading, so that nobody may begin to write."""
+        """Whether another process may read it, so that no mapping may become writable."""
         return self.is_exported or self.is_imported
 
     @property
     def is_gone(self) -> bool:
-        """Whether nothing keeps the memory alive any more."""
+        """Whether it is released and unmapped."""
         return self.is_released and not self.num_mappings
 
 
 class Books:
-    """The books of one backend. Not locked: the backend's lock guards them.
-
-    Args:
-        granularity_bytes: What sizes and addresses must be multiples of.
-    """
+    """Reservations, mappings and handles of one backend. The backend's lock guards them."""
 
     def __init__(self, granularity_bytes: int):
         self._granularity_bytes = granularity_bytes
         self._reservations: dict[int, int] = {}
         self._reservation_starts: list[int] = []
-        self._mappings: dict[int, MapOp] = {}  # By address, each as it was made.
+        self._mappings: dict[int, MapOp] = {}  # By address.
         self._mapping_starts: list[int] = []
         self.allocations: dict[Handle, Allocation] = {}
         self.streams: set[int] = set()
@@ -104,31 +100,25 @@ class Books:
     # ---- address ranges -------------------------------------------------------------------
 
     def reserve(self, address: int, num_bytes: int) -> None:
-        """Note a new reservation."""
+        """Book a new reservation."""
         self._reservations[address] = num_bytes
         insort(self._reservation_starts, address)
 
     def why_not_free(self, address: int, num_bytes: int) -> str | None:
-        """Why `address_free` is refused, or None."""
+        """Reason to refuse an `address_free`, or None."""
         if self._reservations.get(address) != num_bytes:
             return "not one whole reservation"
         return "something is mapped in it" if self._is_occupied(address, num_bytes) else None
 
     def unreserve(self, address: int) -> None:
-        """Forget a reservation."""
+        """Remove a reservation."""
         del self._reservations[address]
         del self._reservation_starts[bisect_left(self._reservation_starts, address)]
 
     # ---- mappings -------------------------------------------------------------------------
 
     def why_not(self, op: Op, leaving: set[int]) -> str | None:
-        """Why `op` is refused, or None.
-
-        Args:
-            op: The operation.
-            leaving: Starts of mappings that earlier operations of the batch unmap; an unmap
-                that is allowed adds to it.
-        """
+        """Reason to refuse `op`, or None; a legal unmap adds its mappings' starts to `leaving`."""
         granularity, num_bytes = self._granularity_bytes, op.num_bytes
         if num_bytes <= 0 or num_bytes % granularity or op.address % granularity:
             return f"not a positive multiple of the granularity, {granularity} bytes"
@@ -153,11 +143,9 @@ class Books:
         return None
 
     def fill_pieces(self, address: int, num_bytes: int) -> list[tuple[int, int]] | None:
-        """Address and bytes of what may be filled in one go each; None where a hole is in between.
-
-        CUDA fills over any number of mappings in the device's memory at once, but over no two in
-        the host's (seen on driver 580).
-        """
+        """Split a range into pieces for one fill each; None if part of it is unmapped."""
+        # CUDA fills across mappings in device memory, but not across two in host memory (seen on
+        # driver 580).
         pieces: list[tuple[int, int]] = []
         was_device = False
         cursor, end = address, address + num_bytes
@@ -203,7 +191,7 @@ class Books:
         return before + self._mappings[before].num_bytes > address
 
     def _whole_mappings(self, address: int, num_bytes: int) -> list[int]:
-        """Where the mappings start that together are exactly the range; empty if none do."""
+        """Starts of the whole mappings that exactly cover the range; empty if there are none."""
         starts = []
         cursor, end = address, address + num_bytes
         while cursor < end:
@@ -215,14 +203,14 @@ class Books:
         return starts if cursor == end else []
 
     def note(self, op: Op) -> None:
-        """Book a map; the other operations change nothing here (see `note_unmapped`)."""
+        """Book a map; access changes and unmaps have no effect (see `note_unmapped`)."""
         if isinstance(op, MapOp):
             self._mappings[op.address] = op
             insort(self._mapping_starts, op.address)
             self.allocations[op.handle].num_mappings += 1
 
     def unnote(self, op: Op) -> None:
-        """Take `note` back for an operation that was not executed."""
+        """Undo `note` for an operation that was not executed."""
         if isinstance(op, MapOp):
             for _ in self.note_unmapped(UnmapOp(op.address, op.num_bytes)):
                 pass
@@ -239,12 +227,12 @@ class Books:
     # ---- physical memory ------------------------------------------------------------------
 
     def live(self, handle: Handle) -> Allocation | None:
-        """The allocation of a handle that was not released."""
+        """Allocation of a handle that was not released, or None."""
         allocation = self.allocations.get(handle)
         return None if allocation is None or allocation.is_released else allocation
 
     def why_not_export(self, handle: Handle) -> str | None:
-        """Why `mem_export` is refused, or None."""
+        """Reason to refuse a `mem_export`, or None."""
         allocation = self.live(handle)
         if allocation is None:
             return f"handle {handle:#x} is not live"
@@ -253,7 +241,7 @@ class Books:
     # ---- the whole ------------------------------------------------------------------------
 
     def usage(self) -> BackendUsage:
-        """Everything, counted."""
+        """Count all resources."""
         return BackendUsage(
             num_handles=len(self.allocations),
             physical_bytes=self._created_bytes(MemoryLocation.DEVICE),
@@ -276,12 +264,12 @@ class Books:
 
 # ---- booked --------------------------------------------------------------------------------------
 
-# Handles whose number is ours and not the driver's. Neither driver gives out one with this bit.
+# Marks handles numbered by vmkv. Neither driver uses this bit.
 _OWN_NUMBER = 1 << 63
 
 
 class NativeCalls(NamedTuple):
-    """Where the executor finds the driver's functions, and the locations they are told."""
+    """Addresses of the driver's functions, and the location types and ids that they take."""
 
     map: int
     set_access: int
@@ -297,10 +285,7 @@ class NativeCalls(NamedTuple):
 class BookedBackend(Backend):
     """A backend that checks every operation against its books before the driver sees it.
 
-    Drivers accept some of what the contract refuses: mmap almost everything, CUDA an unmap whose
-    size is no multiple of the granularity (seen on driver 580). The books refuse it for both.
-
-    Whoever inherits from it sets `_native_calls`, once it knows them.
+    Drivers accept calls that the contract refuses. Subclasses set `_native_calls`.
     """
 
     _native_calls: NativeCalls
@@ -310,8 +295,8 @@ class BookedBackend(Backend):
         self.calls = Counter()
         self._books = Books(granularity_bytes)
         self._lock = threading.Lock()
-        # The driver's names for handles that have a number of ours. Drivers give numbers out
-        # again, and an import may have that of its export.
+        # The driver's names for handles numbered by vmkv. Drivers reuse numbers, and an import may
+        # have the number of its export.
         self._native_handles: dict[Handle, int] = {}
         self._num_own_numbers = 0
 
@@ -319,7 +304,7 @@ class BookedBackend(Backend):
 
     @uninterrupted
     def run_until_failure(self, ops: Sequence[Op]) -> tuple[int, DriverError | None]:
-        """See `Backend.run_until_failure`."""
+        """Check and book the operations, then run the legal ones in one native call."""
         with self._lock:
             refusal: DriverError | None = None
             leaving: set[int] = set()
@@ -370,7 +355,7 @@ class BookedBackend(Backend):
 
     @uninterrupted
     def address_reserve(self, num_bytes: int) -> Address:
-        """See `Backend.address_reserve`. Cost: about 6 µs on a GPU, whatever the size."""
+        """Reserve addresses. Cost: about 6 µs on a GPU, whatever the size."""
         self.calls["address_reserve"] += 1
         self._check_size("address_reserve", num_bytes)
         try:
@@ -389,7 +374,7 @@ class BookedBackend(Backend):
 
     @uninterrupted
     def address_free(self, address: Address, num_bytes: int) -> None:
-        """See `Backend.address_free`."""
+        """Free one whole reservation."""
         self.calls["address_free"] += 1
         with self._lock:
             refusal = self._books.why_not_free(address, num_bytes)
@@ -402,7 +387,7 @@ class BookedBackend(Backend):
 
     @uninterrupted
     def mem_release(self, handle: Handle) -> None:
-        """See `Backend.mem_release`."""
+        """Release a handle; its memory lives until its last mapping is gone."""
         self.calls["mem_release"] += 1
         with self._lock:
             allocation = self._books.live(handle)
@@ -418,7 +403,7 @@ class BookedBackend(Backend):
             raise self._refusal(call, f"{num_bytes} bytes are no multiple of the granularity")
 
     def _book_under_own_number(self, native_handle: int, allocation: Allocation) -> Handle:
-        """A handle whose number was never given out before. Locked."""
+        """Book a handle under a number that was never used before. Locked."""
         self._num_own_numbers += 1
         handle = Handle(_OWN_NUMBER | self._num_own_numbers)
         self._native_handles[handle] = native_handle
@@ -426,7 +411,6 @@ class BookedBackend(Backend):
         return handle
 
     def _exportable(self, handle: Handle) -> Allocation:
-        """The allocation that may be exported. Locked."""
         why = self._books.why_not_export(handle)
         if why is not None:
             raise self._refusal("mem_export", why)
@@ -435,11 +419,11 @@ class BookedBackend(Backend):
     # ---- data -----------------------------------------------------------------------------
 
     def copy(self, destination: Address, source: Address, num_bytes: int, stream: int) -> None:
-        """See `Backend.copy`."""
+        """Submit one copy; see `copy_many`."""
         self.copy_many([CopyOp(destination, source, num_bytes)], stream)
 
     def copy_many(self, ops: Sequence[CopyOp], stream: int) -> None:
-        """See `Backend.copy_many`. Cost: under 2 µs for each on a GPU."""
+        """Submit copies in one native call. Cost: under 2 µs each on a GPU."""
         if not ops:
             return
         legal = 0
@@ -457,7 +441,7 @@ class BookedBackend(Backend):
             raise error
 
     def fill(self, address: Address, num_bytes: int, byte: int, stream: int) -> None:
-        """See `Backend.fill`."""
+        """Submit one fill per piece of the range that the driver can fill in one call."""
         pieces = None
         if num_bytes >= 0 and 0 <= byte <= 0xFF:
             with self._lock:
@@ -483,12 +467,12 @@ class BookedBackend(Backend):
     # ---- books ----------------------------------------------------------------------------
 
     def usage(self) -> BackendUsage:
-        """See `Backend.usage`."""
+        """Count all resources."""
         with self._lock:
             return self._books.usage()
 
     def free_host_memory_bytes(self) -> int:
-        """The kernel's estimate of memory that is available without swapping."""
+        """Return the kernel's estimate of memory available without swapping."""
         with open("/proc/meminfo") as lines:
             for line in lines:
                 if line.startswith("MemAvailable:"):
@@ -498,34 +482,34 @@ class BookedBackend(Backend):
     # ---- what a driver adds ---------------------------------------------------------------
 
     def _in_context(self) -> contextlib.AbstractContextManager[None]:
-        """What the driver needs around calls for copies."""
+        """Context manager that the driver needs around copies."""
         return contextlib.nullcontext()
 
     @abc.abstractmethod
     def _reserve(self, num_bytes: int) -> int:
-        """An address range of the driver's."""
+        """Reserve an address range with the driver."""
 
     @abc.abstractmethod
     def _unreserve(self, address: Address, num_bytes: int) -> None:
-        """Give one back. Locked."""
+        """Free an address range with the driver. Locked."""
 
     @abc.abstractmethod
     def _release(self, handle: Handle) -> None:
-        """Tell the driver that `handle` is released, mapped or not. Locked."""
+        """Release `handle` with the driver, mapped or not. Locked."""
 
     @abc.abstractmethod
     def _forget(self, handle: Handle) -> None:
-        """`handle` was released and has lost its last mapping: its memory goes. Locked."""
+        """Free the memory of a handle that was released and has no mapping left. Locked."""
 
     @abc.abstractmethod
     def _error(self, call: str, status: int, details: str) -> DriverError:
-        """The error that the driver's `status` means."""
+        """Make the error for the driver's `status`."""
 
     @abc.abstractmethod
     def _refusal(self, call: str, details: str) -> DriverError:
-        """The error for what the contract refuses and the driver might not."""
+        """Make the error for a call that the contract refuses."""
 
 
 def describe(num_bytes: int, location: MemoryLocation) -> str:
-    """What was asked for, in the words of an error."""
+    """Describe an allocation in an error message."""
     return f"{format_bytes(num_bytes)} in {location.value} memory"

@@ -1,12 +1,8 @@
 """Virtual memory of one NVIDIA GPU, through `cuda.bindings.driver` (package cuda-python).
 
-One primitive is one driver call. The runs of map, access and unmap calls go through the
-native executor, which is given the driver's own function addresses: a Python thread that
-returns from every call would wait up to 5 ms for the interpreter lock each time (384
-mappings/s beside a busy thread, 28,000 in one native call; measured on an H200).
-
-The calls for physical and virtual memory need no current context; those for events and
-copies do, so they push the device's primary context (the one torch uses) and pop it again.
+Map, access and unmap calls go through the native executor, since a Python thread may wait up to 5
+ms for the interpreter lock after each call (384 mappings/s beside a busy thread, 28,000 in one
+native call, on an H200). Calls for events and copies push the device's primary context.
 """
 
 from __future__ import annotations
@@ -38,36 +34,29 @@ class CudaFence(Fence):
         self._events = events
 
     def has_passed(self) -> bool:
-        """See `Fence.has_passed`. Cost: one event query, about 1 µs, while it has not passed."""
-        # Of a copy: several threads may ask. An event that another has recycled meanwhile stands
-        # for later work, and says at worst that it is too early.
+        """Whether all events have passed. Cost: an event query, about 1 µs, until they have."""
+        # Copied, since several threads may ask. An event recycled meanwhile by another thread may
+        # stand for later work; the answer is then False at worst.
         if not all(map(self._backend.has_event_passed, tuple(self._events))):
             return False
         self._recycle()
         return True
 
     def wait(self) -> None:
-        """See `Fence.wait`."""
+        """Block until all events have passed."""
         for event in tuple(self._events):
             self._backend.wait_event(event)
         self._recycle()
 
     def _recycle(self) -> None:
-        """Give the events back, each once: `pop` is one step for racing threads."""
+        """Return the events, each once: `pop` is atomic for racing threads."""
         with contextlib.suppress(IndexError):
             while True:
                 self._backend.recycle_event(self._events.pop())
 
 
 class CudaBackend(BookedBackend):
-    """CUDA virtual memory management on one device.
-
-    Args:
-        device_index: The device's ordinal, as torch counts.
-
-    Raises:
-        ConfigError: cuda-python or the driver is missing, or there is no such device.
-    """
+    """CUDA virtual memory of one device; ConfigError if package, driver or device is missing."""
 
     def __init__(self, device_index: int = 0):
         try:
@@ -94,7 +83,7 @@ class CudaBackend(BookedBackend):
         self._device = self._call("init", driver.cuDeviceGet(device_index))
         self._context = self._call("init", driver.cuDevicePrimaryCtxRetain(self._device))
         attribute = driver.CUdevice_attribute
-        # -1 where the machine has no NUMA nodes to speak of.
+        # -1 on a machine without NUMA nodes.
         numa_node = max(0, self._attribute(attribute.CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID))
         self._locations = {
             MemoryLocation.DEVICE: (_LOCATION_DEVICE, device_index),
@@ -128,7 +117,7 @@ class CudaBackend(BookedBackend):
 
     @property
     def dlpack_device(self) -> tuple[int, int]:
-        """The GPU."""
+        """DLPack's CUDA device with this index."""
         return (_DLPACK_CUDA, self._device_index)
 
     # ---- address ranges -------------------------------------------------------------------
@@ -164,10 +153,7 @@ class CudaBackend(BookedBackend):
         *,
         shareable: bool = False,
     ) -> Handle:
-        """See `Backend.mem_create`.
-
-        Cost: 10 µs for 2 MiB, 16 µs for 64 MiB; in `HOST` 0.1 to 0.6 ms for 2 MiB, 10 for 64.
-        """
+        """Allocate memory. Cost: 10-16 µs; in `HOST` 0.1-0.6 ms for 2 MiB, 10 ms for 64 MiB."""
         self.calls["mem_create"] += 1
         properties = self._properties(location, shareable)
         answer = self._driver.cuMemCreate(num_bytes, properties, 0)
@@ -180,7 +166,7 @@ class CudaBackend(BookedBackend):
 
     @uninterrupted
     def mem_export(self, handle: Handle) -> int:
-        """See `Backend.mem_export`."""
+        """Export memory as a descriptor, which the caller closes."""
         self.calls["mem_export"] += 1
         with self._lock:
             allocation = self._exportable(handle)
@@ -192,11 +178,11 @@ class CudaBackend(BookedBackend):
 
     @uninterrupted
     def mem_import(self, fd: int, num_bytes: int) -> Handle:
-        """See `Backend.mem_import`. Cost: some 100 µs, most of it to find out the size."""
+        """Import exported memory. Cost: some 100 µs, most of it to find out the size."""
         self.calls["mem_import"] += 1
         self._check_size("mem_import", num_bytes)
         try:
-            # The driver asks the kernel about whatever it is given: ask what it is before.
+            # Checked first, because the driver passes any descriptor to the kernel.
             is_device_file = fd >= 0 and stat.S_ISCHR(os.fstat(fd).st_mode)
         except OSError:
             is_device_file = False
@@ -224,7 +210,7 @@ class CudaBackend(BookedBackend):
         raise self._refusal("mem_import", f"the memory lies elsewhere: {found.type}, {found.id}")
 
     def _try_mapping(self, native_handle: int, num_bytes: int) -> None:
-        """Map the handle and unmap it: the driver tells its size in no other way."""
+        """Map the handle and unmap it: the driver reports its size in no other way."""
         driver = self._driver
         address = self._call("mem_import", driver.cuMemAddressReserve(num_bytes, 0, 0, 0))
         try:
@@ -246,14 +232,14 @@ class CudaBackend(BookedBackend):
     # ---- order and data -------------------------------------------------------------------
 
     def note_stream(self, stream: int) -> None:
-        """See `Backend.note_stream`."""
+        """Include `stream` in all later fences."""
         if stream not in self._streams:
             with self._stream_lock:
                 self._streams.add(stream)
 
     @uninterrupted
     def record_fence(self) -> Fence:
-        """See `Backend.record_fence`. Cost: one event per noted stream, about 2 µs each."""
+        """Record a fence. Cost: one event per noted stream, about 2 µs each."""
         self.calls["record_fence"] += 1
         events: list[Any] = []
         with self._in_context(), self._stream_lock:
@@ -268,7 +254,7 @@ class CudaBackend(BookedBackend):
         return CudaFence(self, events)
 
     def join_streams(self, stream: int) -> None:
-        """See `Backend.join_streams`. Nothing where only one stream is in use."""
+        """Make `stream` wait for all other noted streams; no driver call if there is no other."""
         if not self._streams - {stream}:
             return
         with self._in_context(), self._stream_lock:
@@ -276,7 +262,7 @@ class CudaBackend(BookedBackend):
                 self._wait_for("record_fence", stream, other)
 
     def stream_wait(self, stream: int, other: int) -> None:
-        """See `Backend.stream_wait`. Cost: about 4 µs."""
+        """Make `stream` wait for `other`. Cost: about 4 µs."""
         self.calls["stream_wait"] += 1
         with self._in_context():
             self._wait_for("stream_wait", stream, other)
@@ -287,12 +273,12 @@ class CudaBackend(BookedBackend):
             self._call(call, self._driver.cuEventRecord(event, other))
             self._call(call, self._driver.cuStreamWaitEvent(stream, event, 0))
         finally:
-            # The wait holds what it needs of the event: it can be used again at once.
+            # The submitted wait no longer needs the event.
             self.recycle_event(event)
 
     @uninterrupted
     def new_stream(self) -> int:
-        """See `Backend.new_stream`. It does not wait for the legacy default stream either."""
+        """Create a stream, which does not wait for the legacy default stream either."""
         self.calls["new_stream"] += 1
         flags = self._driver.CUstream_flags.CU_STREAM_NON_BLOCKING
         with self._in_context():
@@ -304,7 +290,7 @@ class CudaBackend(BookedBackend):
 
     @uninterrupted
     def stream_destroy(self, stream: int) -> None:
-        """See `Backend.stream_destroy`."""
+        """Wait for the work on a stream of `new_stream`, and destroy it."""
         self.calls["stream_destroy"] += 1
         with self._lock:
             if stream not in self._books.streams:
@@ -332,7 +318,7 @@ class CudaBackend(BookedBackend):
             self._call("record_fence", self._driver.cuEventSynchronize(event))
 
     def recycle_event(self, event: Any) -> None:
-        """Keep `event` for the next fence."""
+        """Keep `event` for a later fence."""
         with self._lock:
             self._events.append(event)
 
@@ -354,13 +340,13 @@ class CudaBackend(BookedBackend):
     # ---- books ----------------------------------------------------------------------------
 
     def free_memory_bytes(self) -> int:
-        """What the driver says is free on the device now. Cost: about 6 µs."""
+        """Return the free device memory that the driver reports. Cost: about 6 µs."""
         with self._in_context():
             free_bytes, _ = self._call("mem_get_info", self._driver.cuMemGetInfo())
         return int(free_bytes)
 
     def close(self) -> None:
-        """See `Backend.close`."""
+        """Destroy the events and release the primary context. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -373,7 +359,7 @@ class CudaBackend(BookedBackend):
     # ---- statuses -------------------------------------------------------------------------
 
     def _call(self, call: str, answer: tuple[Any, ...], details: str = "") -> Any:
-        """The results of a cuda-python call, or the error its status means."""
+        """Return the results of a cuda-python call, or raise the error for its status."""
         status, *results = answer
         if status != self._driver.CUresult.CUDA_SUCCESS:
             raise self._error(call, int(status), details)
@@ -392,7 +378,6 @@ class CudaBackend(BookedBackend):
         )
 
     def _refusal(self, call: str, why: str) -> CudaDriverError:
-        """What the driver should have answered."""
         return self._error(call, int(self._driver.CUresult.CUDA_ERROR_INVALID_VALUE), why)
 
     def _attribute(self, which: Any) -> int:

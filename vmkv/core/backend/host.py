@@ -1,15 +1,7 @@
 """Virtual memory on any Linux machine: memfd for physical memory, mmap for addresses.
 
-This is a real second implementation, not a mock: pages alias, stay at their addresses,
-fault when they should, and go back to the kernel when released. It lets all of vmkv run,
-and be tested, on a machine with no GPU.
-
-mmap permits much that CUDA forbids, so this file keeps its own books and refuses what the
-contract (`base.py`) refuses. A surprise on CUDA is first written into `check_backend`, then
-refused here.
-
-What memory is made of is in `host.py`. The two locations are told apart in the books and
-as two files, and are otherwise the same RAM.
+The books refuse what CUDA forbids and mmap permits; a surprise on CUDA is first written into
+`check_backend`, then refused here. The two memory locations are two files in the same RAM.
 """
 
 from __future__ import annotations
@@ -30,7 +22,7 @@ from .booked import Allocation, BookedBackend, NativeCalls, describe
 
 _FALLOC_KEEP_SIZE = 0x01
 _FALLOC_PUNCH_HOLE = 0x02
-# Not all of them are in Python 3.10's fcntl. See fcntl(2).
+# Python 3.10's fcntl lacks some of them. See fcntl(2).
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
 _SEALS = 0x01 | 0x02 | 0x04 | 0x10  # F_SEAL_SEAL, _SHRINK, _GROW, _FUTURE_WRITE
 _HANDLE_FD_SHIFT = 40  # The encoding that vmkv/core/_native/host.c decodes.
@@ -47,59 +39,43 @@ def _fallocate(fd: int, mode: int, offset: int, num_bytes: int) -> None:
 
 
 def file_bytes(fd: int) -> int:
-    """What the kernel holds in memory for a file."""
+    """Memory that the kernel holds for a file."""
     return os.fstat(fd).st_blocks * 512
 
 
 def whole_file(fd: int) -> int:
-    """The native handle of a file from its beginning."""
+    """Native handle of a file from its beginning."""
     return fd << _HANDLE_FD_SHIFT
 
 
 class SparseFile:
-    """One file of many ranges that come and go.
-
-    Args:
-        name: What it is called in `/proc/self/maps`.
-    """
+    """A file whose ranges are allocated and dropped; `name` shows in `/proc/self/maps`."""
 
     def __init__(self, name: str):
         self.fd = os.memfd_create(name, os.MFD_CLOEXEC)
         self.end_bytes = 0
 
     def allocate(self, num_bytes: int) -> int:
-        """The native handle of `num_bytes` that are in memory now, and zero.
-
-        Raises:
-            OSError: The machine is full. Nothing has changed.
-        """
+        """Allocate zeroed memory and return its native handle; OSError if the machine is full."""
         offset = self.end_bytes
         _fallocate(self.fd, 0, offset, num_bytes)
         self.end_bytes = offset + num_bytes
         return self.fd << _HANDLE_FD_SHIFT | offset >> _HANDLE_OFFSET_SHIFT
 
     def drop(self, native_handle: int, num_bytes: int) -> None:
-        """Give a range's memory back to the kernel.
-
-        Raises:
-            OSError: The kernel refused. Nothing has changed.
-        """
+        """Return a range's memory to the kernel; after an OSError nothing has changed."""
         offset = (native_handle & ((1 << _HANDLE_FD_SHIFT) - 1)) << _HANDLE_OFFSET_SHIFT
         _fallocate(self.fd, _FALLOC_PUNCH_HOLE | _FALLOC_KEEP_SIZE, offset, num_bytes)
 
     def close(self) -> None:
-        """Let the file go; mappings keep what they need. Idempotent."""
+        """Close the file; mappings stay valid. Idempotent."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
 
 
 def create_shareable(name: str, num_bytes: int) -> int:
-    """The descriptor of a new file of `num_bytes`, all in memory now, and zero.
-
-    Raises:
-        OSError: The machine is full, or the process has no descriptor left. Nothing has changed.
-    """
+    """Create a file of `num_bytes`, allocated and zero, that can be sealed; return its fd."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         _fallocate(fd, 0, 0, num_bytes)
@@ -110,14 +86,10 @@ def create_shareable(name: str, num_bytes: int) -> int:
 
 
 def export_read_only(fd: int) -> int:
-    """Seal the file of `create_shareable`; a further descriptor of it, for reading only.
+    """Seal the file of `create_shareable` and return another, read-only descriptor of it.
 
-    With the first export `fd` itself becomes one for reading only, of which later exports are
-    duplicates. Nothing is opened by its name again: that asks the file's mode, which whoever holds
-    a descriptor and is the same user may change.
-
-    Raises:
-        OSError: No descriptor is left, or the kernel (before 5.1) lacks a seal. No seal was added.
+    The first export makes `fd` itself read-only, and later exports duplicate it: opening it by name
+    again would check the file's mode, which another process of the same user may change.
     """
     if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
         return os.dup(fd)
@@ -133,12 +105,7 @@ def export_read_only(fd: int) -> int:
 
 
 def import_read_only(fd: int, num_bytes: int) -> int:
-    """A descriptor of our own for an exported file of `num_bytes`; `fd` stays the caller's.
-
-    Raises:
-        OSError: `fd` is closed, or no sealed file of that size that can be read. Nothing has
-            changed.
-    """
+    """Duplicate the descriptor of a sealed file of `num_bytes`; OSError if it is anything else."""
     if fd < 0:
         raise OSError(errno.EBADF, "no descriptor")
     try:
@@ -146,7 +113,7 @@ def import_read_only(fd: int, num_bytes: int) -> int:
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        seals = 0  # A pipe, a file on disk: what knows no seals.
+        seals = 0  # A pipe or a file on disk has no seals.
     is_readable = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_WRONLY
     if seals & _SEALS != _SEALS or not is_readable:
         raise OSError(errno.EINVAL, "the descriptor is no exported memory")
@@ -159,24 +126,24 @@ def import_read_only(fd: int, num_bytes: int) -> int:
 # ---- host ----------------------------------------------------------------------------------------
 
 _DLPACK_CPU = 1
-_CPU = 1  # To be told apart from the device, which is 0, by vmkv/core/_native/host.c.
-_LARGE_BYTES = 1 * MiB  # From here on it pays to ask what is free first: 15 µs.
+_CPU = 1  # Location type of the CPU in vmkv/core/_native/host.c; the device is 0.
+_LARGE_BYTES = 1 * MiB  # From this size on, free memory is checked first: 15 µs.
 _FILE_NAMES = {MemoryLocation.DEVICE: "vmkv", MemoryLocation.HOST: "vmkv-host"}
 
 
 class HostFence(Fence):
-    """A fence on a device that works synchronously: passed at once, unless a test holds it."""
+    """A fence that passes at once, unless `HostBackend.hold_fences` is in force."""
 
     def __init__(self, backend: HostBackend, ordinal: int):
         self._backend = backend
         self._ordinal = ordinal
 
     def has_passed(self) -> bool:
-        """Whether the fence is past; false only between `hold_fences` and `pass_fences`."""
+        """Whether the fence has passed; False only between `hold_fences` and `pass_fences`."""
         return self._ordinal <= self._backend.last_passed_fence
 
     def wait(self) -> None:
-        """Let the imagined device catch up to this fence."""
+        """Let the simulated device catch up to this fence."""
         self._backend.last_passed_fence = max(self._backend.last_passed_fence, self._ordinal)
 
 
@@ -184,8 +151,8 @@ class HostBackend(BookedBackend):
     """Real virtual memory in the host's RAM.
 
     Args:
-        granularity_bytes: The page vmkv sees, a power of two and a multiple of 4 KiB. CUDA has
-            2 MiB; a smaller one makes small models waste less and tests run faster.
+        granularity_bytes: Page size, a power of two and a multiple of 4 KiB. CUDA has 2 MiB; a
+            smaller one wastes less on small models and makes tests faster.
     """
 
     name = "host"
@@ -216,7 +183,7 @@ class HostBackend(BookedBackend):
 
     @property
     def dlpack_device(self) -> tuple[int, int]:
-        """The CPU."""
+        """DLPack's CPU device."""
         return (_DLPACK_CPU, 0)
 
     # ---- address ranges -------------------------------------------------------------------
@@ -241,10 +208,10 @@ class HostBackend(BookedBackend):
         *,
         shareable: bool = False,
     ) -> Handle:
-        """See `Backend.mem_create`. The pages are allocated now, so that using them cannot fail."""
+        """Allocate physical memory; its pages exist at once, so that using them cannot fail."""
         self.calls["mem_create"] += 1
         self._check_size("mem_create", num_bytes)
-        # The kernel would go on allocating until it has to kill somebody.
+        # Without the check the kernel overcommits until it kills a process.
         if num_bytes >= _LARGE_BYTES and num_bytes > self.free_host_memory_bytes():
             raise self._error("mem_create", errno.ENOMEM, describe(num_bytes, location))
         allocation = Allocation(num_bytes, location, is_shareable=shareable)
@@ -266,10 +233,9 @@ class HostBackend(BookedBackend):
         return handle
 
     def _release(self, handle: Handle) -> None:
-        """Nothing to say: the memory goes when it is forgotten."""
+        """Do nothing: `_forget` frees the memory."""
 
     def _forget(self, handle: Handle) -> None:
-        """Give the memory of `handle`, which nothing needs any more, back to the kernel."""
         allocation = self._books.allocations[handle]
         if handle in self._own_files:
             os.close(self._own_files.pop(handle))
@@ -283,7 +249,7 @@ class HostBackend(BookedBackend):
 
     @uninterrupted
     def mem_export(self, handle: Handle) -> int:
-        """See `Backend.mem_export`. The descriptor is for reading only."""
+        """Export memory as a read-only descriptor, which the caller closes."""
         self.calls["mem_export"] += 1
         with self._lock:
             allocation = self._exportable(handle)
@@ -296,7 +262,7 @@ class HostBackend(BookedBackend):
 
     @uninterrupted
     def mem_import(self, fd: int, num_bytes: int) -> Handle:
-        """See `Backend.mem_import`. All imports count as `MemoryLocation.DEVICE`."""
+        """Import exported memory; it counts as `MemoryLocation.DEVICE`."""
         self.calls["mem_import"] += 1
         self._check_size("mem_import", num_bytes)
         with self._lock:
@@ -309,10 +275,10 @@ class HostBackend(BookedBackend):
     # ---- order and data -------------------------------------------------------------------
 
     def note_stream(self, stream: int) -> None:
-        """Nothing to remember: the host works synchronously."""
+        """Do nothing: the host works synchronously."""
 
     def record_fence(self) -> Fence:
-        """A fence that has passed at once, unless `hold_fences` is in force."""
+        """Record a fence, which passes at once unless `hold_fences` is in force."""
         self.calls["record_fence"] += 1
         self._last_fence += 1
         if not self._holds_fences:
@@ -320,20 +286,20 @@ class HostBackend(BookedBackend):
         return HostFence(self, self._last_fence)
 
     def hold_fences(self) -> None:
-        """Play a busy device: fences from now on pass only by `pass_fences` or by waiting."""
+        """Simulate a busy device: later fences pass only by `pass_fences` or by waiting."""
         self._holds_fences = True
 
     def pass_fences(self) -> None:
-        """The imagined device catches up with all that was submitted, and stays idle."""
+        """Pass all fences and simulate an idle device again."""
         self._holds_fences = False
         self.last_passed_fence = self._last_fence
 
     def join_streams(self, stream: int) -> None:
-        """Nothing to order: the host works synchronously."""
+        """Do nothing: the host works synchronously."""
 
     @uninterrupted
     def new_stream(self) -> int:
-        """A number only: the host works synchronously."""
+        """Return a new stream number; the host works synchronously."""
         self.calls["new_stream"] += 1
         with self._lock:
             self._num_streams += 1
@@ -342,7 +308,7 @@ class HostBackend(BookedBackend):
 
     @uninterrupted
     def stream_destroy(self, stream: int) -> None:
-        """Forget the number."""
+        """Forget the stream number."""
         self.calls["stream_destroy"] += 1
         with self._lock:
             if stream not in self._books.streams:
@@ -350,17 +316,17 @@ class HostBackend(BookedBackend):
             self._books.streams.discard(stream)
 
     def stream_wait(self, stream: int, other: int) -> None:
-        """Nothing to wait for: the host works synchronously."""
+        """Only count the call: the host works synchronously."""
         self.calls["stream_wait"] += 1
 
     # ---- books ----------------------------------------------------------------------------
 
     def free_memory_bytes(self) -> int:
-        """The kernel's estimate of memory that is available without swapping."""
+        """Return the kernel's estimate of memory available without swapping."""
         return self.free_host_memory_bytes()
 
     def file_bytes(self, location: MemoryLocation = MemoryLocation.DEVICE) -> int:
-        """What the kernel holds for memory created at `location`: what `usage` must match."""
+        """Memory that the kernel holds for handles of `location`; `usage` must match it."""
         with self._lock:
             own = [
                 file_bytes(fd)
@@ -371,7 +337,7 @@ class HostBackend(BookedBackend):
         return file_bytes(self._files[location].fd) + sum(own)
 
     def close(self) -> None:
-        """See `Backend.close`."""
+        """Close the files. Idempotent."""
         for file in self._files.values():
             file.close()
 

@@ -1,8 +1,4 @@
-"""Memory of one GPU that processes on other GPUs of the machine read and write.
-
-CUDA's handles between processes, which take plain allocations. Unlike what a backend creates it is
-never mapped anew, so it has no place in a pool's books.
-"""
+"""Memory of one GPU that processes on other GPUs of the machine read and write, by CUDA IPC."""
 
 from __future__ import annotations
 
@@ -17,18 +13,10 @@ _HANDLE_BYTES = 64
 
 
 class PeerMemory:
-    """Zeroed memory on the device whose context is current.
+    """Zeroed memory on the device whose context is current; `num_bytes` is equal for all sharers.
 
-    Args:
-        num_bytes: How much; as much for all who share.
-
-    Attributes:
-        address: Where it lies in this process.
-        handle: What other processes open it with; equally long for all.
-
-    Raises:
-        ConfigError: There is no cuda-python.
-        CudaDriverError: The device has no such memory, or none that others may open.
+    `handle` is what other processes `open`. ConfigError without cuda-python, CudaDriverError if the
+    device has no memory that others may open.
     """
 
     def __init__(self, num_bytes: int):
@@ -41,21 +29,14 @@ class PeerMemory:
             self.address = int(_checked("alloc", driver.cuMemAlloc(num_bytes)))
             undo.callback(driver.cuMemFree, self.address)
             _checked("set", driver.cuMemsetD8(self.address, 0, num_bytes))
-            # Nobody is told of it before it is zero.
+            # Zero before the handle is published.
             _checked("synchronize", driver.cuCtxSynchronize())
             handle = _checked("export", driver.cuIpcGetMemHandle(self.address))
             self.handle = ctypes.string_at(handle.getPtr(), _HANDLE_BYTES)
             self._undo = undo.pop_all()
 
     def open(self, handles: Sequence[bytes]) -> list[int]:
-        """Addresses, in this process, of the memory of all who share.
-
-        Args:
-            handles: Theirs; this one's own among them.
-
-        Raises:
-            CudaDriverError: There is no way to one of them.
-        """
+        """Map the memory of all sharers, this one included, and return their addresses here."""
         driver, addresses = self._driver, []
         reach = int(driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
         for data in handles:
@@ -70,7 +51,7 @@ class PeerMemory:
         return addresses
 
     def close(self) -> None:
-        """Give it back, and let go of the others'. Once nobody uses it any more. Idempotent."""
+        """Free the memory and unmap the others', once no process uses it any more. Idempotent."""
         self._undo.close()
 
 

@@ -1,10 +1,9 @@
 """Ownership of physical memory and of mappings. Free of torch.
 
-`extent.py` what is owned; `pool.py` by whom; `shelf.py` where it comes from, within which budget;
-`page_table.py` where it is mapped, `extent.py` what it says of it; `change.py` what stays while it
-is read; `reclaim.py` when it may go, `pool.py` for good; `pressure.py` which parked rows give
-memory back, `arbiter.py` which engine preempts a request; `pool.py` what is left in it;
-`submitted.py` what steps write; `invariants.py` what always holds.
+`extent.py` has extents and mappings, `pool.py` the extent pool, `shelf.py` creation within a budget
+and free lists, `page_table.py` the mappings of rows, `change.py` atomic changes of mappings,
+`reclaim.py` fences and unmapping, `pressure.py` eviction of parked rows, `arbiter.py` preemption
+across engines, `submitted.py` and `invariants.py` the checks.
 """
 
 from .change import RowChange as RowChange

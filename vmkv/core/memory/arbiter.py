@@ -1,15 +1,13 @@
-"""Arbitration between engines over one pool: a running request of one is preempted for another's.
+"""Arbitration between engines over one pool: claims, and preemption across engines.
 
-Ranks are one order for all engines over a pool. An engine that can run nothing claims memory for
-its first request. The running request ranked last of all other engines is preempted for it, if it
-is ranked behind: at once if its engine is between steps in the same thread, else when that engine
-begins its next step. While the claim stands, requests ranked behind it take no pages in any other
-engine. So the first request of all makes progress, and no two engines preempt each other in turn.
+Requests of all engines over a pool are ranked in one order. An engine that can run nothing claims
+memory for its first request; the last-ranked running request of the other engines is preempted if
+it ranks behind. See Note [Engines over one pool] in DESIGN.md.
 
-An engine counts the steps in which it can run nothing and no other engine makes progress. After
-`PATIENCE_STEPS` it may preempt any request of an engine between steps in its thread, since nobody
-runs that engine, and it no longer respects claims. If nothing can be preempted, its request fails.
-Where an engine of another thread has running requests, each counted step waits for it for 20 ms.
+An engine is stuck when it can run nothing and no other engine makes progress. After
+`PATIENCE_STEPS` such steps it ignores claims and may preempt any request of an idle engine in its
+thread; if there is none, its request fails. Each such step waits 20 ms if an engine of another
+thread has running requests.
 """
 
 from __future__ import annotations
@@ -25,14 +23,7 @@ _WAIT_S = 0.02
 
 
 class Arbiter:
-    """The engines over one pool.
-
-    Args:
-        lock: The pool's.
-
-    Attributes:
-        num_steps: Steps that all engines have planned.
-    """
+    """The engines over one pool. `num_steps` counts the steps that all of them have planned."""
 
     def __init__(self, lock: threading.RLock):
         self.lock = lock
@@ -43,18 +34,15 @@ class Arbiter:
         self._numbers = itertools.count()
 
     def arrival(self) -> Rank:
-        """The place of a request that arrives now, before priorities."""
+        """Rank of a request that arrives now, before priorities."""
         return self.num_steps, next(self._numbers)
 
 
 class Borrower:
-    """One engine over a pool. Its own thread calls all methods.
+    """An engine's handle on the arbiter. The engine's own thread calls all methods.
 
-    Args:
-        arbiter: The pool's.
-        last_rank: Returns the rank of the engine's running request that is ranked last, if there is
-            one. Called from any thread.
-        give_way: Preempts that request. Called between steps, from the engine's thread.
+    `last_rank` returns the rank of the engine's last-ranked running request, or None, and is called
+    from any thread. `give_way` preempts that request, between steps, in the engine's thread.
     """
 
     def __init__(
@@ -76,7 +64,7 @@ class Borrower:
             arbiter.borrowers.add(self)
 
     def begin_step(self) -> None:
-        """A step begins: preempt a request if another engine has asked for it."""
+        """Begin a step: preempt a request if another engine has asked for it."""
         with self._arbiter.lock:
             self._thread_id, self._is_stepping = threading.get_ident(), True
             is_asked, self._is_asked = self._is_asked, False
@@ -85,13 +73,13 @@ class Borrower:
                 self._preempt()
 
     def end_step(self) -> None:
-        """The step has ended."""
+        """End the step and wake engines that wait for it."""
         with self._arbiter.lock:
             self._is_stepping = False
             self._arbiter.changed.notify_all()
 
     def outranked_by(self) -> Rank | None:
-        """The first claim of another engine; requests ranked behind it take no pages."""
+        """First claim of another engine; requests ranked behind it take no pages."""
         if self._num_stuck >= PATIENCE_STEPS:
             return None
         with self._arbiter.lock:
@@ -101,7 +89,7 @@ class Borrower:
             return min((rank for rank, step in claims if step >= since), default=None)
 
     def note_submitted(self) -> None:
-        """The engine has submitted a step: it needs no claim."""
+        """Record a submitted step, which drops the claim."""
         self.withdraw()
         self._num_stuck = 0
         self._arbiter.num_changes += 1
@@ -111,10 +99,7 @@ class Borrower:
         self._claim = None
 
     def claim(self, rank: Rank) -> bool:
-        """Claim memory for the request of this rank: the engine can run nothing.
-
-        Returns whether to try again. If not, no memory came free for `PATIENCE_STEPS` such steps.
-        """
+        """Claim memory for a request when nothing can run; returns whether to try again."""
         arbiter, here = self._arbiter, threading.get_ident()
         with arbiter.lock:
             self._claim = rank, arbiter.num_steps

@@ -1,11 +1,10 @@
-"""One change of mappings: what several rows hold is exchanged, all of it or nothing.
+"""A change of mappings: several rows exchange their mappings, all or none.
 
-Growing, forking, importing, reordering, unsharing, spilling and swapping in are this. Extents are
-acquired, all or none, by evicting where memory is short. What is kept of the old is copied under
-staging addresses. A mapped address cannot be mapped over, so what is there is retired, waited for
-and unmapped; the new is mapped in one batch; the books follow. Until then nothing has changed:
-where a driver call fails on the way, the old comes back. What is read meanwhile is pinned, so that
-nobody who gives way takes it.
+A change acquires its extents, evicting if memory is short; copies kept bytes under staging
+addresses; retires and unmaps the old mappings, since a mapped address cannot be mapped over; maps
+the new ones in one batch; then updates the books. If a driver call fails, the old mappings are
+restored. Mappings that it reads are pinned, so that eviction leaves them. See Note [A change is all
+or nothing].
 """
 
 from __future__ import annotations
@@ -27,17 +26,10 @@ from .reclaim import RetiredMapping
 
 
 def protect(pool: ExtentPool, shared: Iterable[tuple[MappedRows, int, Sequence[Mapping]]]) -> None:
-    """Make mappings of some rows, which are about to be shared, read-only.
+    """Make mappings (table, row, mappings of it) read-only before they are shared.
 
-    Args:
-        pool: The pool.
-        shared: Tables, rows, and mappings of theirs.
-
-    Raises:
-        DriverError: Some may be read-only already, which is harmless.
-
-    Cost: waits for the device, since a kernel still writing what it might would fault; and an
-        access change for each mapping. Nothing where all are read-only.
+    Waits for the device, since a kernel that writes there would fault; no cost if all are
+    read-only. After a DriverError some may be read-only already, which is harmless.
     """
     ops: list[Op] = []
     writable: list[Mapping] = []
@@ -50,18 +42,14 @@ def protect(pool: ExtentPool, shared: Iterable[tuple[MappedRows, int, Sequence[M
         writable += its
     if ops:
         pool.reclaimer.new_fence().wait()
-        # In the books first: after a failure, more is said to be read-only than is, which is safe.
+        # Booked first: after a failure the books may say read-only too often, which is safe.
         for mapping in writable:
             mapping.access = Access.READ
         pool.backend.execute(ops)
 
 
 def make_writable(table: PageTable, row: int, mappings: Sequence[Mapping]) -> None:
-    """Let a row write what nobody else has any more.
-
-    Raises:
-        DriverError: Some may be writable; the books still say that they are not.
-    """
+    """Make unshared mappings writable; after a DriverError the books still say read-only."""
     readonly = [mapping for mapping in mappings if mapping.access is Access.READ]
     table.pool.backend.execute(table.ops_to_set_access(row, readonly, Access.READ_WRITE))
     for mapping in readonly:
@@ -73,14 +61,7 @@ def make_writable(table: PageTable, row: int, mappings: Sequence[Mapping]) -> No
 
 @contextmanager
 def staged(pool: ExtentPool, extents: Sequence[Extent]) -> Iterator[PageTable]:
-    """A table of one row with `extents` mapped from its start on, for the length of a block.
-
-    At its end it waits for what was submitted in it.
-
-    Raises:
-        OutOfAddressSpaceError, DriverError: There is no such table; or at the end, it could not
-            be closed yet, and the pool does it later.
-    """
+    """Map `extents` in a temporary one-row table, and wait for the block's work at its end."""
     pool.reclaimer.free_idle_reservations()
     table = PageTable(pool, 1, sum(extent.num_pages for extent in extents))
     try:
@@ -100,21 +81,12 @@ def staged(pool: ExtentPool, extents: Sequence[Extent]) -> Iterator[PageTable]:
 
 
 class RowChange(NamedTuple):
-    """What one row holds from `first_page` on, once it is changed.
+    """New mappings of one row from `first_page` on.
 
-    In place of `old`: the extents of `again`, read-only, and fresh ones behind. They cover as many
-    pages, or fewer where `old` reaches to the end of the row's run.
-
-    Attributes:
-        table: The row's table.
-        row: The row.
-        first_page: Where it changes.
-        classes: The fresh extents, by size class.
-        tenant: For whom those are.
-        again: Mappings elsewhere whose extents are mapped here as well.
-        source: The table and row of those; None where they are of no row.
-        old: The run that gives way; none where the row's run ends at `first_page`.
-        kept_bytes: How much of what `old` holds the fresh extents begin with.
+    `old`, or the empty rest of the row, is replaced by the extents of `again`, read-only, followed
+    by fresh ones of `classes` for `tenant`. They cover as many pages as `old`, or fewer if `old`
+    reaches the end of the row's run. `source` is the table and row of `again`, or None. The first
+    `kept_bytes` of `old` are copied to the fresh extents.
     """
 
     table: PageTable
@@ -129,40 +101,40 @@ class RowChange(NamedTuple):
 
     @property
     def fresh_page(self) -> int:
-        """Where the fresh extents begin."""
+        """First page of the fresh extents."""
         if not self.again:
             return self.first_page
         return self.first_page + sum([mapping.extent.num_pages for mapping in self.again])
 
     @property
     def end_page(self) -> int:
-        """Where they end."""
+        """Page after the last fresh extent."""
         return self.fresh_page + sum(1 << size_class for size_class in self.classes)
 
     def address(self, page: int) -> Address:
-        """Where `page` of the row starts."""
+        """Address of `page` of the row."""
         return self.table.page_address(self.row, page)
 
     @property
     def addresses(self) -> tuple[Address, Address]:
-        """Where the pages concerned start and end."""
+        """Start and end of the address range that changes."""
         end_page = max([self.end_page, *(each.end_page for each in self.old)])
         return self.address(self.first_page), self.address(end_page)
 
 
 class _Part(NamedTuple):
-    """What changes in a row, and the mappings that it has then."""
+    """A row's change and its new mappings."""
 
     row: RowChange
     new: list[Mapping]
 
     @property
     def fresh(self) -> list[Extent]:
-        """The fresh extents among them."""
+        """Extents of the new mappings that are not mapped elsewhere."""
         return [mapping.extent for mapping in self.new[len(self.row.again) :]]
 
     def ops_to_map(self, mappings: Sequence[Mapping]) -> list[Op]:
-        """Map some in the row, then grant access, with one call for each run of equal access."""
+        """Map `mappings` in the row, then grant access, with one call per run of equal access."""
         table, row = self.row.table, self.row.row
         start, page_bytes = table.page_address(row, 0), table.page_bytes
         ops: list[Op] = []
@@ -181,7 +153,6 @@ class _Part(NamedTuple):
 
 
 def _part(row: RowChange, fresh: Iterator[Extent]) -> _Part:
-    """A part, with as many of the `fresh` extents as it takes."""
     new: list[Mapping] = []
     page = row.first_page
     for mapping in row.again:
@@ -196,7 +167,7 @@ def _part(row: RowChange, fresh: Iterator[Extent]) -> _Part:
 
 
 class Change:
-    """A change, for a block that makes it; what `change` returns, with its arguments."""
+    """A change in progress, as a context manager; see `change`."""
 
     def __init__(
         self,
@@ -223,7 +194,7 @@ class Change:
             classes += row.classes
         self._pinned = _pin(self._pool, read)
         try:
-            # First: what is retired there can be acquired then.
+            # First, so that memory retired there can be acquired.
             self._pool.reclaimer.wait_for(row.addresses for row in rows)
             if classes:
                 self._fresh = self._acquire(classes)
@@ -247,7 +218,7 @@ class Change:
             self._end()
 
     def _end(self) -> None:
-        """From here on the mappings hold the fresh extents; after a failure nobody does."""
+        """Drop the change's references: mapped fresh extents live on, unmapped ones are freed."""
         try:
             if self._fresh:
                 self._pool.disown(self._fresh)
@@ -255,35 +226,26 @@ class Change:
             _unpin(self._pool, self._pinned)
 
     def map(self, stream: int) -> None:
-        """Change every row.
+        """Change the mappings of every row; after an error no row has changed.
 
-        Raises:
-            OutOfAddressSpaceError, DriverError: None has changed.
-
-        Cost: a map for each extent, and an access change for each run of equal access. Where
-            something is kept, a copy and a wait for it. Where something old gives way, an unmap
-            for each run of it, after a wait until the device is done with all submitted so far.
+        Waits for a copy of kept bytes, and for all submitted work if old mappings are replaced.
         """
         self._map(self._parts, stream)
 
     def fill(self, stream: int, copies: Sequence[CopyOp] = ()) -> None:
-        """Overwrite what fresh extents hold of others, where they must be, then copy.
-
-        Raises:
-            DriverError: What the rows hold there is undefined.
-        """
+        """Scrub fresh extents where required, then submit `copies`."""
         self._prepare(self._parts, stream)
         self._pool.backend.copy_many(copies, stream)
 
     def one_by_one(self, stream: int) -> Iterator[None]:
-        """Change and fill part after part: while one is copied to, the next is mapped."""
+        """Map and fill one part after the other, so that copies overlap with the next mapping."""
         for part in self._parts:
             self._map([part], stream)
             self._prepare([part], stream)
             yield
 
     def _undo(self) -> None:
-        """Retire what was mapped where nothing was. Fills may be under way, so with a fence."""
+        """Retire new mappings of rows without `old`, behind a fence since fills may be running."""
         if self._is_mapped:
             fence = self._pool.reclaimer.new_fence()
             for row, _ in self._parts:
@@ -320,8 +282,8 @@ class Change:
                 )
 
     def _stage(self, parts: Sequence[_Part], stream: int) -> None:
-        """Have fresh extents begin with what is kept of the old ones."""
-        # The block ends when the copies have: the addresses go, and the extents are still ours.
+        """Copy the kept bytes of the old extents to the start of the fresh ones."""
+        # The block waits for the copies; `_fresh` keeps the extents.
         with staged(self._pool, [extent for part in parts for extent in part.fresh]) as staging:
             page, copies = 0, []
             for part in parts:
@@ -335,7 +297,7 @@ class Change:
 
 
 def _exchange(pool: ExtentPool, parts: Sequence[_Part]) -> None:
-    """Put the new mappings in the place of the old ones, whose extents are owned meanwhile."""
+    """Replace the old mappings by the new ones; the caller owns the old extents meanwhile."""
     retired = [row.table.retired(row.row, mapping) for row, _ in parts for mapping in row.old]
     if retired:
         pool.reclaimer.retire(retired, pool.reclaimer.new_fence())
@@ -343,7 +305,7 @@ def _exchange(pool: ExtentPool, parts: Sequence[_Part]) -> None:
         if retired:
             pool.reclaimer.wait_for(row.addresses for row, _ in parts if row.old)
         pool.backend.execute([op for part in parts for op in part.ops_to_map(part.new)])
-    except BaseException as error:  # Also who is interrupted, while this waits for the device.
+    except BaseException as error:  # Includes KeyboardInterrupt while this waits.
         _restore(pool, parts, retired, error)
         raise
     for row, new in parts:
@@ -357,7 +319,7 @@ def _restore(
     retired: Sequence[RetiredMapping],
     error: BaseException,
 ) -> None:
-    """Take back what is retired and still there; map again what is gone."""
+    """Reinstate the old mappings that are still mapped, and map the others again."""
     pending = iter(retired)
     ops: list[Op] = []
     again: list[Extent] = []
@@ -381,28 +343,18 @@ def change(
     reads: Iterable[Mapping] = (),
     acquire: Callable[[Sequence[int]], list[Extent]] | None = None,
 ) -> Change:
-    """Acquire what a change of `rows` takes, for the block that makes it.
+    """Prepare a change of `rows`, for a `with` block that makes it.
 
-    A block that fails after it has mapped them leaves rows in which nothing gave way as they were.
-
-    Args:
-        pool: The pool.
-        rows: What changes in each row. A row may be named again for what comes behind.
-        reads: Mappings that the block reads, beside those that are mapped again.
-        acquire: Where fresh extents come from; by default the pool, by evicting if need be.
-
-    Raises:
-        OutOfPagesError, DriverError: Nothing has changed; parked rows may have lost memory.
+    If the block fails after mapping, rows without `old` mappings are restored. `rows` may name a
+    row again for the pages that follow. `reads` are further mappings that the block reads. After an
+    error nothing has changed, but parked rows may have lost memory.
     """
     return Change(pool, rows, reads, acquire or pool.acquire_or_evict)
 
 
 @contextmanager
 def pinned(pool: ExtentPool, mappings: Iterable[Mapping]) -> Iterator[None]:
-    """For the length of a block, `mappings` are read: nobody who gives way gives them up.
-
-    Of extents it would not be enough: what is read lies at an address.
-    """
+    """Keep `mappings` from being evicted for the length of a block that reads their addresses."""
     its = _pin(pool, mappings)
     try:
         yield

@@ -1,7 +1,6 @@
-"""Extents: the unit of physical memory, one driver handle of 2^k pages.
+"""Extents: the unit of physical memory, one driver handle of 2^k pages, always mapped whole.
 
-Sizes are mixed because a driver call costs per mapping, not per byte: a prompt is mapped in
-a few large extents, a tail grows by small ones. An extent is always mapped whole.
+Sizes are mixed because a driver call costs per mapping, not per byte.
 """
 
 from __future__ import annotations
@@ -19,26 +18,15 @@ from ..backend import Access, MemoryLocation, Op
 
 
 class Extent(References):
-    """One physical allocation, counted by those who need it.
+    """A physical allocation with reference counts.
 
-    Invariant (I2): `num_references == num_mappings + num_owners`, where a mapping is one place
-    in some row and an owner is anybody else who wants the bytes kept. Whoever takes the last one
-    away gives the extent back to the pool; nobody else ever releases the handle. The counts are
-    one atomic word, which `count_references` changes without a lock, so that is one caller only.
+    Invariant (I2): `num_references == num_mappings + num_owners`. An owner is any user other than a
+    mapping. `count_references` changes the counts atomically without a lock, and the one caller
+    that drops the last reference returns the extent to the pool.
 
-    Attributes:
-        id: Its number in the pool's free list, stable while the handle lives.
-        size_class: k, for an extent of 2^k pages.
-        num_pages: 2^k.
-        num_bytes: Its size.
-        handle: The driver's name for it.
-        location: Where its memory lies.
-        is_of_budget: Whether it is device memory of this pool's: neither the host's, nor imported.
-        tenant: For whom it was last written; None for nobody in particular.
-        contents: What it was last written as: see `PageTable`.
-        is_dirty: Whether it may hold anything but zeros.
-        is_recyclable: Whether it may be given to somebody else once nobody needs it. What another
-            process can see may not: its handle is released instead.
+    `id` is its number in the free list, stable while the handle lives. `is_of_budget` means device
+    memory that this pool created. `tenant` and `contents` record the last write; see `Scrub.byte`.
+    An extent that is not `is_recyclable`, exported or imported, is released instead of reused.
     """
 
     __slots__ = (
@@ -77,12 +65,12 @@ class Extent(References):
 
     @property
     def is_shared(self) -> bool:
-        """Whether others need what it holds, or may read it unseen, so that nobody may write."""
+        """Whether it has other users or readers in another process, so that no row may write it."""
         return self.is_needed_by_several or not self.is_recyclable
 
     @property
     def is_freeable(self) -> bool:
-        """Of one that is mapped: whether device memory becomes free where that is retired."""
+        """Whether retiring its mapping frees device memory of the budget."""
         return self.is_of_budget and not self.is_needed_by_several
 
     def __repr__(self) -> str:
@@ -93,10 +81,7 @@ class Extent(References):
 
 
 def size_classes(num_pages: int, largest_class: int) -> Iterator[int]:
-    """The fewest size classes that together are exactly `num_pages`, largest first.
-
-    37 pages with 32-page extents at most: 32 + 4 + 1, so classes 5, 2, 0.
-    """
+    """Yield the fewest size classes that sum to `num_pages`, largest first: 5, 2, 0 for 37."""
     largest_pages = 1 << largest_class
     for _ in range(num_pages // largest_pages):
         yield largest_class
@@ -112,12 +97,7 @@ def size_classes(num_pages: int, largest_class: int) -> Iterator[int]:
 
 @dataclass(slots=True)
 class Mapping:
-    """An extent at a place in a row.
-
-    Attributes:
-        num_pins: How many changes in progress read it; while there are any, it stays (see
-            `change.py`).
-    """
+    """An extent at a place in a row. A mapping with `num_pins > 0` is being read and stays."""
 
     first_page: int
     extent: Extent
@@ -126,12 +106,12 @@ class Mapping:
 
     @property
     def end_page(self) -> int:
-        """The page after its last."""
+        """Page after the last."""
         return self.first_page + self.extent.num_pages
 
     @property
     def is_guarded(self) -> bool:
-        """Whether its row may not write it: others need it, or it is protected."""
+        """Whether its row may not write it: it is shared or read-only."""
         return self.extent.is_shared or self.access is not Access.READ_WRITE
 
 
@@ -139,10 +119,7 @@ class Mapping:
 class RowPages:
     """The run of mapped pages of one row, in order.
 
-    Attributes:
-        mappings: The run.
-        shared_end_page: No page from here on is shared or read-only: what is written there needs
-            no look. A bound, raised where an extent is mapped again and lowered by who looked.
+    No page from `shared_end_page` on is shared or read-only; the bound may be too high.
     """
 
     mappings: deque[Mapping] = field(default_factory=deque)
@@ -150,39 +127,39 @@ class RowPages:
 
     @property
     def first_page(self) -> int:
-        """Where the run starts; 0 for an empty one."""
+        """First page of the run; 0 for an empty one."""
         return self.mappings[0].first_page if self.mappings else 0
 
     @property
     def end_page(self) -> int:
-        """Where the run ends, and grows; 0 for an empty one."""
+        """Page after the last of the run; 0 for an empty one."""
         return self.mappings[-1].end_page if self.mappings else 0
 
     @property
     def num_pages(self) -> int:
-        """How many pages are mapped."""
+        """Number of mapped pages."""
         return self.end_page - self.first_page
 
     def note_shared(self, mapping: Mapping) -> None:
-        """`mapping`, of this row, is about to be mapped elsewhere as well, or has been."""
+        """Raise `shared_end_page` for `mapping`, which is mapped elsewhere as well."""
         self.shared_end_page = max(self.shared_end_page, mapping.end_page)
 
 
 class MappedRows(Protocol):
-    """A page table, as those see it whom tables are built upon; see `PageTable`."""
+    """Interface of `PageTable` for the modules that it imports."""
 
     address: Address
     row_pages: int
     rows: list[RowPages]
 
     def page_address(self, row: int, page: int) -> Address:
-        """Where `page` of `row` starts."""
+        """Address of `page` of `row`."""
 
     def overlapping(self, row: int, first_page: int, end_page: int) -> list[Mapping]:
-        """The mappings of `row` that reach into `[first_page, end_page)`, in order."""
+        """Mappings of `row` that intersect `[first_page, end_page)`, in order."""
 
     def ops_to_set_access(self, row: int, mappings: Sequence[Mapping], access: Access) -> list[Op]:
-        """The operations that give mappings of `row` this access, one for each run of them."""
+        """Driver operations that set the access of mappings, one per contiguous run."""
 
     def close(self, has_views: Callable[[], bool]) -> None:
         """Retire every row, wait until all is unmapped, and free the reservation."""

@@ -1,6 +1,6 @@
 """The invariants of memory, as one function that a fuzzer calls after every step.
 
-In bytes or counts, over one pool and everything built on it:
+In bytes or counts, over one pool and everything built on it, while no call is in progress:
 
     I1  created == free + resident + retired
     I2  references(extent) == mappings(extent) + owners(extent)
@@ -15,34 +15,14 @@ In bytes or counts, over one pool and everything built on it:
     I10 what a submitted step writes is mapped, its row's own and writable until its fence
         (`submitted.py`, where checks are on)
 
-I1, I4 and I9 hold for device memory and for host memory, each by itself. Meant is any moment at
-which no call is under way.
+I1, I4 and I9 hold for each memory location separately.
 
-Free extents change hands without a lock. The pool's lock guards eviction, conversion between
-classes, creating, releasing, budgets, and what is retired. At every moment an extent that exists is
-
-    listed  xor  in one call's hands  xor  referenced  xor  leaving
-
-and each step from one to the next has one maker:
-
-    listed -> in hands      the pop, which gives an id to one caller
-    in hands -> referenced  the same call; or the lock's holder releases it instead
-    referenced -> in hands  the call that takes the last reference away: one atomic step
-    in hands -> listed      that call, last of all
-    in hands -> leaving     that call, under the lock
-
-Who adds a reference has one, or holds the lock while a mapping lives, so none is added to what has
-lost its last. Only the lock's holder raises `created`, so I9 does not depend on who pops. Whoever
-finds the lists too short asks again under the lock, and is refused, or told that the pool is
-closed, only there, when all that a holder of the lock had in hands is back. (A `FreeList.take` that
-fails gives back what it popped within one native call, which the interpreter's lock makes one step;
-a free-threaded Python may refuse another thread for its sake.) An acquisition beside `close` or
-`set_budget` is as one before it or after it: they release only what they have popped.
-
-Statistics read meanwhile: `created` is exact; what is in hands is resident, or free still; and
-`created == free + resident + retired` of whatever moment each is.
-
-Cost: proportional to everything that exists. Not for production paths.
+Free extents change hands without a lock. One pop gives an id to one caller; the one call that drops
+the last reference, an atomic step, lists the extent again or releases it under the lock. A caller
+that adds a reference has one already, or holds the lock while a mapping lives. Only the lock's
+holder raises `created` (I9) and releases, after popping. An acquisition that finds the lists short
+tries again under the lock, and only there is it refused. (A failing `FreeList.take` returns what it
+popped in one step under the GIL; a free-threaded Python may refuse another thread.)
 """
 
 from __future__ import annotations
@@ -56,11 +36,7 @@ from .pool import ExtentPool
 
 
 def check_pool(pool: ExtentPool) -> None:
-    """Check I1-I10 over `pool`.
-
-    Raises:
-        InternalError: Naming the invariant that does not hold, with both sides of it.
-    """
+    """Check I1-I10; InternalError names the one that fails. Cost: all mappings and extents."""
     extents = {
         id(extent): extent
         for found in (*map(pool.extents, MemoryLocation), pool.imported_extents())
@@ -119,7 +95,6 @@ def check_pool(pool: ExtentPool) -> None:
 
 
 def _check_location(pool: ExtentPool, location: MemoryLocation) -> None:
-    """I1, I4 and I9 for the memory of one location."""
     stats = pool.stats(location)
     extents = pool.extents(location)
     by_state: Counter[str] = Counter()

@@ -1,16 +1,11 @@
-"""The page table: which extents stand behind the rows of one reservation.
-
-A reservation is divided into equal rows. A row's mapped pages are one run:
+"""The page table: the extents mapped in the rows of one reservation.
 
     row start                first_page            end_page                    row end
         | (retired, or never)    | extent | extent | ..  |    not mapped yet      |
 
-The run grows at its end as tokens arrive and shrinks at its front when a sliding window
-passes; it never has holes (I6), so a run of pages is all the state there is. One page has at
-most one mapping (I5). An extent may be mapped in several rows (I3 says who may write then).
-
-This module decides *what* is mapped. *When* a mapping may go away is `reclaim.py`'s, because
-only fences know what the GPU still reads.
+A row's run of mapped pages grows at its end with tokens, shrinks at its front with a sliding
+window, and has no holes (I6). A page has at most one mapping (I5); an extent may be mapped in
+several rows (I3).
 """
 
 from __future__ import annotations
@@ -34,7 +29,7 @@ _FIRST_PAGE = attrgetter("first_page")
 
 @dataclass(frozen=True)
 class Placement:
-    """Extents to be mapped one after the other from `first_page` of `row`."""
+    """Extents to be mapped consecutively from `first_page` of `row`."""
 
     row: int
     first_page: int
@@ -44,14 +39,8 @@ class Placement:
 class PageTable:
     """The mappings of one reservation of `num_rows` rows of `row_pages` pages.
 
-    Args:
-        pool: Where extents come from and go back to.
-        num_rows: Rows in the reservation.
-        row_pages: Pages in a row.
-        contents: What its memory is written as, such as an element type; see `Scrub.prepare`.
-
-    Raises:
-        OutOfAddressSpaceError: No range of that size is left.
+    `contents` is the kind of data written there, such as an element type; see `Scrub.byte`. Raises
+    OutOfAddressSpaceError if no range of that size is left.
     """
 
     def __init__(self, pool: ExtentPool, num_rows: int, row_pages: int, contents: object = None):
@@ -67,33 +56,27 @@ class PageTable:
         pool.page_tables.append(self)
 
     def page_address(self, row: int, page: int) -> Address:
-        """Where `page` of `row` starts."""
+        """Address of `page` of `row`."""
         return Address(self.address + row * self.row_bytes + page * self.page_bytes)
 
     def overlapping(self, row: int, first_page: int, end_page: int) -> list[Mapping]:
-        """The mappings of `row` that reach into `[first_page, end_page)`, in order."""
+        """Mappings of `row` that intersect `[first_page, end_page)`, in order."""
         pages = self.rows[row]
         mappings = pages.mappings
         if not mappings or (first_page <= mappings[0].first_page and pages.end_page <= end_page):
             return list(mappings)
-        # The last that does not begin behind `first_page`: the others before end before it, too.
+        # The last mapping that starts at or before `first_page`; earlier ones end before it.
         start = max(0, bisect_right(mappings, first_page, key=_FIRST_PAGE) - 1)
         end = bisect_left(mappings, end_page, start, key=_FIRST_PAGE)
         found = list(islice(mappings, start, end))
         return found[1:] if found and found[0].end_page <= first_page else found
 
     def is_writable_from(self, row: int, first_page: int) -> bool:
-        """Whether what is mapped of `row` from `first_page` on is its own and not protected.
-
-        False also where something was shared there and nobody has looked since. Cost: a comparison.
-        """
+        """Whether `row` may write from `first_page` on; False also if the bound is outdated."""
         return first_page >= self.rows[row].shared_end_page
 
     def guarded_page(self, row: int, first_page: int) -> int:
-        """Where the first mapping that `row` may not write from `first_page` on begins, as it is.
-
-        It may begin before. The end of the row's run where there is none.
-        """
+        """Start of the first guarded mapping that ends after `first_page`; else the run's end."""
         pages = self.rows[row]
         for mapping in self.overlapping(row, first_page, pages.shared_end_page):
             if mapping.is_guarded:
@@ -101,11 +84,7 @@ class PageTable:
         return pages.end_page
 
     def check_writable(self, row: int) -> None:
-        """Check that what `row` may not write lies below its `shared_end_page`.
-
-        Raises:
-            InternalError: It does not: `is_writable_from` would say too much.
-        """
+        """Raise InternalError if a guarded mapping of `row` ends above its `shared_end_page`."""
         pages = self.rows[row]
         for mapping in pages.mappings:
             if mapping.is_guarded and mapping.end_page > pages.shared_end_page:
@@ -117,7 +96,7 @@ class PageTable:
     # ---- mapping --------------------------------------------------------------------------
 
     def ops_to_map(self, placement: Placement, access: Access) -> list[Op]:
-        """The driver operations that map a placement, with one set-access for its run."""
+        """Driver operations that map a placement, with one set-access for its run."""
         ops: list[Op] = []
         start = cursor = self.page_address(placement.row, placement.first_page)
         for extent in placement.extents:
@@ -138,7 +117,7 @@ class PageTable:
         self.pool.note_mapped(placement.extents)
 
     def ops_to_set_access(self, row: int, mappings: Sequence[Mapping], access: Access) -> list[Op]:
-        """The operations that give mappings of `row` this access, one for each run of them."""
+        """Driver operations that set the access of mappings of `row`, one per contiguous run."""
         ops: list[Op] = []
         row_address, page_bytes = self.page_address(row, 0), self.page_bytes
         start = end = row_address
@@ -154,10 +133,7 @@ class PageTable:
         return ops
 
     def splice(self, row: int, first_page: int, old: Sequence[Mapping], new: list[Mapping]) -> None:
-        """Put `new` where the run `old`, which starts at `first_page`, is in the books of `row`.
-
-        The caller has done, or will do, what the driver must.
-        """
+        """Replace the run `old` at `first_page` by `new`, in the books of `row` only."""
         pages = self.rows[row]
         if not old and (not pages.mappings or pages.end_page == first_page):
             pages.mappings.extend(new)
@@ -182,7 +158,7 @@ class PageTable:
             pages.mappings.popleft()
 
     def retire_back(self, row: int, page: int, fence: RecordedFence) -> None:
-        """Retire the mappings of `row` that lie wholly at or above `page`."""
+        """Retire the mappings of `row` that lie wholly at or above `page`, until `fence` passes."""
         pages = self.rows[row]
         taken = list(takewhile(lambda each: each.first_page >= page, reversed(pages.mappings)))
         self._retire(row, taken, fence)
@@ -196,7 +172,7 @@ class PageTable:
         self.pool.reclaimer.retire([self.retired(row, each) for each in mappings], fence)
 
     def retired(self, row: int, mapping: Mapping) -> RetiredMapping:
-        """`mapping` as the reclaimer wants it."""
+        """The reclaimer's record of `mapping`."""
         return RetiredMapping(self.page_address(row, mapping.first_page), mapping.extent)
 
     # ---- end ------------------------------------------------------------------------------
@@ -204,16 +180,13 @@ class PageTable:
     def close(self, has_views: Callable[[], bool]) -> None:
         """Retire every row, wait until all is unmapped, and free the reservation.
 
-        After a failing driver call, call it again: it goes on where it stopped.
-
-        Args:
-            has_views: Says whether a tensor still points into the range; while one does, the
-                addresses stay reserved, empty.
+        May be repeated after a DriverError. While `has_views()` is true the addresses stay
+        reserved.
         """
         reclaimer = self.pool.reclaimer
         if self in self.pool.page_tables:
             fence = reclaimer.new_fence()
-            with self.pool.lock:  # Others may be having its rows give way.
+            with self.pool.lock:  # Another thread may be evicting its rows.
                 for row in range(self.num_rows):
                     self.retire_back(row, 0, fence)
             reclaimer.wait()
@@ -224,11 +197,7 @@ class PageTable:
     def close_behind(
         self, fence: RecordedFence, has_views: Callable[[], bool] = lambda: False
     ) -> None:
-        """Retire every row until `fence` has passed, and free the reservation some time later.
-
-        Never waits, and cannot fail: `Reclaimer.free_idle_reservations` does the rest. Also where a
-        `close` has failed half-way.
-        """
+        """Retire every row until `fence` has passed, without waiting. Cannot fail."""
         reclaimer = self.pool.reclaimer
         with self.pool.lock:
             if self not in self.pool.page_tables:

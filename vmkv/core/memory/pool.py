@@ -1,16 +1,11 @@
-"""The pool: every extent of one device, within one budget.
+"""The extent pool: all extents of one device, within one budget per memory location.
 
-    created == free + resident + retired        (I1, in bytes; each extent is exactly one)
+    created == free + resident + retired        (I1, in bytes; an extent is in one state)
     created <= budget                           (I9)
 
-*Free* extents are mapped nowhere and sit in the lock-free list of their size class.
-*Resident* ones are mapped or owned by somebody. *Retired* ones have only mappings that wait
-for a fence. The budget is reserved before memory is created (never "check, then create"),
-and an acquisition gets everything it asked for or nothing. Both hold for each location by
-itself: device memory, and the host memory that sequences are swapped to.
-
-What changes hands without a driver call needs no lock: extents that are free are acquired, owned,
-disowned and noted as mapped beside whatever else goes on. `invariants.py` says why that is right.
+Free extents are unmapped and listed by size class. Resident extents are mapped or owned. Retired
+extents only have mappings that wait for a fence. Operations without a driver call take no lock;
+`invariants.py` has the argument.
 """
 
 from __future__ import annotations
@@ -37,27 +32,23 @@ from .submitted import SubmittedWrites
 
 
 class Scrub(enum.Enum):
-    """What happens to memory that held something, before it is used again.
+    """When memory that was used is overwritten before its next use.
 
-    A sequence reads only what it wrote, so by default nothing does. Against defects and curious
-    kernels there is more; it costs a memset, 0.33 ms for a GiB on an H200.
+    A sequence reads only what it wrote, so the default is never. The other members guard against
+    defects and untrusted kernels. Cost: a memset, 0.33 ms per GiB on an H200.
     """
 
     NEVER = "never"
-    #: Zeroed where the next user is another tenant than the last.
+    #: Zeroed if the next tenant is not the last one.
     CROSS_TENANT = "cross-tenant"
-    #: Zeroed always.
+    #: Always zeroed.
     ALWAYS = "always"
-    #: Filled with NaN (of any float type), to find readers of what was never written.
+    #: Filled with NaN (of any float type), to find reads of memory that was never written.
     POISON = "poison"
 
     @classmethod
     def named(cls, name: Scrub | str) -> Scrub:
-        """The member of this name.
-
-        Raises:
-            ConfigError: There is none.
-        """
+        """Look a member up by its value; ConfigError if there is none."""
         try:
             return cls(name)
         except ValueError:
@@ -65,11 +56,10 @@ class Scrub(enum.Enum):
             raise ConfigError(f"scrub={name!r} is unknown; there are {names}") from None
 
     def byte(self, extent: Extent, tenant: object, contents: object) -> int | None:
-        """What `extent` is overwritten with before `tenant` writes `contents` there, or None.
+        """Return the byte to fill `extent` with before `tenant` writes `contents` there, or None.
 
-        All ones are a NaN in every float type. What was written as something else is always zeroed:
-        kernels fetch past a length what must be a number, and numbers of one type are NaN in
-        another.
+        0xFF is NaN in every float type. Memory of another type is always zeroed, since kernels
+        fetch past the length and its numbers may be NaN in the new type.
         """
         if self is Scrub.POISON:
             return 0xFF
@@ -87,14 +77,7 @@ class Scrub(enum.Enum):
         stream: int,
         contents: object,
     ) -> bool:
-        """Overwrite what extents, mapped one after the other from `address`, hold of others.
-
-        Notes that they are `tenant`'s now, and written as `contents`. Returns whether any was
-        overwritten.
-
-        Raises:
-            DriverError: Some may have been filled, or be under way.
-        """
+        """Fill consecutively mapped extents as `byte` says; return whether any was filled."""
         is_filled = False
         for extent in extents:
             byte = self.byte(extent, tenant, contents)
@@ -110,16 +93,7 @@ class Scrub(enum.Enum):
 
 
 class Leaving:
-    """Those of one pool.
-
-    Args:
-        backend: The device.
-        release: Releases one that was made here.
-
-    Attributes:
-        imported: Extents of memory that other processes made.
-        extents: What nobody needs any more, and is not released yet.
-    """
+    """Extents that may not be recycled and wait for their release, and imported extents."""
 
     def __init__(self, backend: Backend, release: Callable[[Extent], None]):
         self.imported: list[Extent] = []
@@ -128,7 +102,7 @@ class Leaving:
         self._release = release
 
     def import_extent(self, size_class: int, num_bytes: int, handle: Handle) -> Extent:
-        """An imported extent, with one owner."""
+        """Create an extent for an imported handle, with one owner."""
         extent = Extent(-1, size_class, num_bytes, handle)
         extent.is_recyclable = False
         count_references([extent], 0, 0, 1)
@@ -136,11 +110,7 @@ class Leaving:
         return extent
 
     def release(self, more: Iterable[Extent] = ()) -> None:
-        """Release these and what is left; after a failure they are tried again next time.
-
-        Raises:
-            DriverError: Some are left.
-        """
+        """Release these extents and those left over; after a DriverError the rest stay listed."""
         self.extents += more
         while self.extents:
             extent = self.extents[-1]
@@ -162,35 +132,35 @@ _DEVICE, _HOST = MemoryLocation.DEVICE, MemoryLocation.HOST
 
 
 class ExtentPool:
-    """Physical memory of one device, handed out in extents. Safe to share between threads.
+    """Physical memory of one device, handed out in extents. Thread-safe.
 
     Args:
-        backend: The device. The pool owns it from now on: nothing else may create on it.
-        budget_bytes: What the pool may create on the device at most, a page at least.
-        host_budget_bytes: What it may create in host memory at most, for swapping; 0 for none.
-        page_bytes: The unit of account, a multiple of the granularity (the default).
-        keep_free_bytes: Free memory above this goes back to the device at once; by default the
-            pool keeps everything for the next sequence until `trim`.
+        backend: The device. The pool owns it: nothing else may create memory on it.
+        budget_bytes: Upper bound on the device memory that the pool creates, at least one page.
+        host_budget_bytes: Upper bound on the host memory that it creates for swapping; 0 for none.
+        page_bytes: Page size, a power-of-two multiple of the granularity; by default the
+            granularity.
+        keep_free_bytes: Free memory above this returns to the device at once; by default all of it
+            is kept until `trim`.
         close_when_unused: Close the pool, and with it the backend, when its last user detaches.
-        on_pressure: Called once when the device is out of memory, before the second attempt:
-            the place to let other allocators give memory back (e.g. `torch.cuda.empty_cache`).
-        policy: In which order parked rows and prefixes give way; by default least recently used.
+        on_pressure: Called once when the device is out of memory, before the second attempt, so
+            that other allocators can free memory (e.g. `torch.cuda.empty_cache`).
+        policy: Eviction order of parked rows and prefixes; by default least recently used.
         scrub: When recycled memory is overwritten before its next use; see `Scrub`.
-        protects_shared: Map memory that several sequences share read-only for all of them. By
-            default the sequence that wrote it keeps its right to write, which saves a wait for
-            the device at each fork; nothing in vmkv uses that right.
+        protects_shared: Map memory that several sequences share read-only in all of them. By
+            default its writer keeps write access, which saves a wait for the device at each fork;
+            vmkv never writes through it.
         is_shareable: Create memory that can be exported to other processes.
-        checks: Check what every submitted step writes (I10); by default where the environment
-            says `VMKV_CHECKS=1`.
+        checks: Check the writes of every submitted step (I10); by default if the environment has
+            `VMKV_CHECKS=1`.
 
     Attributes:
-        lock: Guards everything in the pool but the free lists and the extents' references, and
-            which rows of its caches are parked.
-        pressure: Who gives memory back when it is short.
-        arbiter: Has engines preempt requests for each other's.
-        reclaimer: Unmaps what is retired.
-        closer: Closes what nobody uses any more.
-        submitted: What submitted steps write, where checks are on; else None.
+        lock: Guards all but free lists and reference counts; also which rows of caches are parked.
+        pressure: The eviction sources and their order.
+        arbiter: Preemption between engines over this pool.
+        reclaimer: Unmaps retired mappings.
+        closer: Closes objects that were dropped without `close`.
+        submitted: The writes of submitted steps, if checks are on; else None.
 
     Raises:
         ConfigError: A size is impossible.
@@ -259,21 +229,21 @@ class ExtentPool:
 
     @uninterrupted
     def attach(self) -> None:
-        """Count one more user, who will `detach`."""
+        """Count one more user; each user calls `detach` once."""
         with self.lock:
             self._check_open()
             self._num_users += 1
 
     @uninterrupted
     def detach(self) -> None:
-        """Count one user less; the last one may close the pool (see `close_when_unused`)."""
+        """Count one user less; the last one closes the pool if `close_when_unused` is set."""
         with self.lock:
             self._num_users -= 1
             if self._close_when_unused and not self._num_users:
                 try:
                     self.close()
                 except BaseException:
-                    self._num_users += 1  # Detaching again goes on where this stopped.
+                    self._num_users += 1  # A second `detach` resumes here.
                     raise
 
     # ---- acquiring ------------------------------------------------------------------------
@@ -284,16 +254,13 @@ class ExtentPool:
     ) -> list[Extent]:
         """Take one extent of each size class, with one owner; all of them or none.
 
-        Reuses free extents of the class, creates what is missing, and releases free extents of
-        other classes where the budget or the device leaves no room.
+        Free extents of other classes are released if the budget or the device leaves no room.
 
         Raises:
-            OutOfPagesError: Budget or device cannot supply all. Nothing changed, except that
-                free memory of other classes may have gone back to the device.
+            OutOfPagesError: Budget or device cannot supply all.
             DriverError: The driver failed otherwise. Nothing changed.
 
-        Cost: a list operation per reused extent, and no lock where all are; a `mem_create`
-            (10-16 µs) per new one.
+        Cost: a list operation per reused extent; a lock and a `mem_create` (10-16 µs) per new one.
         """
         self._check_open()
         shelf = self._shelf(location)
@@ -309,21 +276,17 @@ class ExtentPool:
     def acquire_or_evict(
         self, size_classes: Sequence[int], location: MemoryLocation = _DEVICE
     ) -> list[Extent]:
-        """`acquire`; where memory is short, what is retired is waited for.
+        """`acquire`; if memory is short, wait for retired extents and then evict parked rows.
 
-        Where device memory still is, parked rows of any cache give way.
-
-        Raises:
-            OutOfPagesError: Nothing more can be had: the same call again would say the same.
-                Parked rows may have lost memory.
-            DriverError: As `acquire`. Likewise.
+        Only device memory is evicted for. After an OutOfPagesError an immediate retry fails too;
+        parked rows may have lost memory.
         """
         while True:
             try:
                 return self.acquire(size_classes, location)
             except OutOfPagesError as error:
                 missing_bytes = error.needed_bytes - error.free_bytes
-                # A device that is shared may have less than it said.
+                # A shared device may have less than it reported.
                 missing_bytes = missing_bytes if missing_bytes > 0 else error.needed_bytes
                 is_device = location is _DEVICE
                 if not (self.make_room(missing_bytes) if is_device else self.reclaimer.wait()):
@@ -331,38 +294,32 @@ class ExtentPool:
 
     @uninterrupted
     def disown(self, extents: Sequence[Extent]) -> None:
-        """Drop the ownership that `acquire` (or `own`) gave; an unneeded extent becomes free.
-
-        Cannot fail. Takes the lock only to release what may not be kept: see `keep_free_bytes`.
-        """
+        """Drop the ownership of `acquire` or `own`, which may free extents. Cannot fail."""
         unneeded = count_references(extents, 0, 0, -1)
         if unneeded:
             self._recycle(unneeded)
 
     def own(self, extents: Sequence[Extent]) -> None:
-        """Keep `extents`, which somebody holds, alive until `disown`. Takes no lock."""
+        """Add an owner to referenced `extents`, until `disown`. Takes no lock."""
         count_references(extents, 0, 0, 1)
 
     @uninterrupted
     def import_extent(self, handle: Handle, num_bytes: int) -> Extent:
-        """An extent of memory that another process made, with one owner.
-
-        It is outside the budget, may only be read, and is released once nobody needs it.
-        """
+        """Import read-only memory of another process, outside the budget, as an owned extent."""
         with self.lock:
             self._check_open()
             size_class = (num_bytes // self.page_bytes).bit_length() - 1
             return self._leaving.import_extent(size_class, num_bytes, handle)
 
     def note_mapped(self, extents: Sequence[Extent]) -> None:
-        """Count one more live mapping of each, which somebody holds. Takes no lock."""
+        """Count one more live mapping of each referenced extent. Takes no lock."""
         count_references(extents, 1, 1, 0)
 
     def _shelf(self, location: MemoryLocation) -> Shelf:
         return self._shelves[0 if location is _DEVICE else 1]
 
     def _recycle(self, unneeded: Sequence[Extent]) -> None:
-        """Extents that lost their last reference just now become free, or leave. Cannot fail."""
+        """Free or release extents that have just lost their last reference. Cannot fail."""
         leaving = [extent for extent in unneeded if not extent.is_recyclable]
         for extent in unneeded:
             if extent.is_recyclable:
@@ -370,7 +327,7 @@ class ExtentPool:
         keep_bytes, shelf = self._keep_free_bytes, self._shelf(_DEVICE)
         is_above = keep_bytes is not None and shelf.free_bytes > keep_bytes
         if is_above or leaving or self._leaving.extents:
-            # What the driver does not take now stays where it is, and is tried again.
+            # Extents that the driver refuses stay listed and are tried again.
             with self.lock, suppress(DriverError):
                 self._leaving.release(leaving)
                 if keep_bytes is not None:
@@ -378,10 +335,7 @@ class ExtentPool:
 
     @uninterrupted
     def trim(self, num_bytes: int | None = None, location: MemoryLocation = _DEVICE) -> int:
-        """Give free memory back to the device: `num_bytes` at least, or all of it.
-
-        Returns the bytes given back. Cost: about 15 µs per extent of 2 MiB.
-        """
+        """Release free memory, at least `num_bytes` or all; returns the bytes released."""
         with self.lock:
             self._check_open()
             self.closer.close_left()
@@ -393,10 +347,10 @@ class ExtentPool:
 
     @uninterrupted
     def give_back(self, num_bytes: int | None = None) -> int:
-        """Return device memory that no live sequence needs: `num_bytes` at least, or all of it.
+        """Release device memory that no live sequence needs: at least `num_bytes`, or all of it.
 
-        Parked rows of every cache give way, in the policy's order; waits for their fences.
-        Returns the bytes given back, less than asked for where there is no more.
+        Evicts parked rows of every cache, in the policy's order, and waits for their fences.
+        Returns the bytes released, which may be fewer than asked for.
         """
         stats = self.stats()
         self.make_room((stats.created_bytes if num_bytes is None else num_bytes) - stats.free_bytes)
@@ -404,15 +358,11 @@ class ExtentPool:
 
     @uninterrupted
     def make_room(self, num_bytes: int, only: Callable[[], Iterable[Victim]] | None = None) -> bool:
-        """Have what `acquire` can supply become `num_bytes` more, or as much as can be had.
+        """Raise `available_bytes` by `num_bytes` or as far as possible; returns whether it rose.
 
-        What is retired already is waited for; then parked rows, of any cache or those that `only`
-        names, give way.
-
-        Returns:
-            Whether it became more. It did not: nothing more can be had.
+        Waits for retired memory first, then evicts parked rows of all caches, or of source `only`.
         """
-        # Not what is unmapped is counted: some of it may be mapped elsewhere as well.
+        # Unmapped bytes are not what counts: some extents may be mapped elsewhere as well.
         start_bytes = self.available_bytes
         self.closer.close_left()
         while (missing_bytes := start_bytes + num_bytes - self.available_bytes) > 0:
@@ -424,27 +374,16 @@ class ExtentPool:
 
     @uninterrupted
     def make_ready(self, size_classes: Sequence[int], *, wait: bool = False) -> bool:
-        """Have free extents of these classes lie ready: an `acquire` of them then only pops.
+        """Prepare free extents of these classes, so that a later `acquire` only pops them.
 
-        For while the device works. Parked rows give way, in the policy's order, until twice as
-        much is free as is asked for; what of that is of these classes is handed over as it is.
-        Only for what is missing then, free extents of other classes are released.
-
-        Args:
-            size_classes: What will be acquired, by everybody, until this is called again.
-            wait: Wait for the fences of what is retired. Without it this never blocks; what waits
-                then is ready after a later call.
-
-        Returns whether all lie ready.
-
-        Raises:
-            DriverError: Parked rows may have lost memory, nobody else.
-
-        Cost: a look at the lists where they suffice; else as `acquire_or_evict`.
+        `size_classes` are the acquisitions of all users until the next call. Evicts parked rows
+        until twice that memory is free, then converts free extents. Blocks only with `wait`, for
+        the fences of retired memory; without it such memory is ready after a later call. Returns
+        whether all are ready. See Note [Memory is made ready ahead].
         """
         shelf = self._shelf(_DEVICE)
         wanted_bytes = sum(self.page_bytes << size_class for size_class in size_classes)
-        keep_bytes = self._keep_free_bytes  # What is above it goes back to the device at once.
+        keep_bytes = self._keep_free_bytes  # Memory above it returns to the device at once.
         spare_bytes = 2 * wanted_bytes if keep_bytes is None else min(2 * wanted_bytes, keep_bytes)
         while True:
             self.reclaimer.poll()
@@ -459,7 +398,7 @@ class ExtentPool:
                         continue
                 retired = self.reclaimer.retired_mappings()
                 if all(mapping.extent.size_class not in lacking for mapping in retired):
-                    # Under the lock: others are not refused for what is in hands here.
+                    # Under the lock, so that no other thread is refused meanwhile.
                     try:
                         self.disown(self.acquire(size_classes))
                     except OutOfPagesError:
@@ -473,12 +412,10 @@ class ExtentPool:
 
     @uninterrupted
     def set_budget(self, budget_bytes: int, location: MemoryLocation = _DEVICE) -> None:
-        """Change the budget while running; free memory above it goes back at once.
-
-        Parked rows give way where they must.
+        """Change the budget, evicting parked rows if needed; free memory above it returns at once.
 
         Raises:
-            ConfigError: The budget is below what live sequences hold. It stays as it was.
+            ConfigError: The budget is below what live sequences hold. It stays unchanged.
         """
         self._check_budget(budget_bytes)
         with self.lock:
@@ -492,22 +429,21 @@ class ExtentPool:
 
     @property
     def budget_bytes(self) -> int:
-        """What it may create on the device; see `set_budget`."""
+        """Upper bound on the device memory that the pool creates."""
         return self._shelf(_DEVICE).budget_bytes
 
     @property
     def available_bytes(self) -> int:
-        """What `acquire` could still supply by the device's budget, free extents included."""
-        with self.lock:  # Else it would miss what the lock's holder has in hands.
+        """Device memory that `acquire` could supply within the budget, free extents included."""
+        with self.lock:  # Without it, extents popped by the lock's holder would be missed.
             return self._shelf(_DEVICE).available_bytes
 
     def stats(self, location: MemoryLocation = _DEVICE) -> PoolStats:
-        """One location now. Cost: proportional to what is retired."""
+        """Count the memory of one location. Cost: proportional to what waits for fences."""
         with self.lock:
             return self._shelf(location).stats()
 
     def _retired_bytes(self, location: MemoryLocation) -> int:
-        """What nobody needs and is not free yet."""
         retired = {
             mapping.extent
             for mapping in self.reclaimer.retired_mappings()
@@ -520,17 +456,17 @@ class ExtentPool:
         )
 
     def extents(self, location: MemoryLocation = _DEVICE) -> list[Extent]:
-        """Every extent created there, free ones included, for checks and pictures."""
+        """List every extent created at `location`, free ones included."""
         with self.lock:
             return self._shelf(location).extents()
 
     def imported_extents(self) -> list[Extent]:
-        """Extents of memory that other processes made."""
+        """List the extents of memory that other processes created."""
         with self.lock:
             return list(self._leaving.imported)
 
     def count_free(self, size_class: int, location: MemoryLocation = _DEVICE) -> int:
-        """How many extents of `size_class` are free."""
+        """Number of free extents of `size_class`."""
         return self._shelf(location).count_free(size_class)
 
     def _check_budget(self, budget_bytes: int, name: str = "budget_bytes") -> None:
@@ -548,9 +484,7 @@ class ExtentPool:
 
     @uninterrupted
     def close(self) -> None:
-        """Wait for all fences, give everything back to the device, and close the backend.
-
-        Idempotent. Caches over the pool are closed first.
+        """Wait for all fences, release all memory, and close the backend. Idempotent.
 
         Raises:
             ConfigError: A cache over this pool is still open. Nothing changed.

@@ -1,8 +1,7 @@
-"""Who gives memory back when it is short, and in which order.
+"""Eviction: which memory is reclaimed under pressure, and in which order.
 
-A *victim* is memory that no live sequence needs: a parked row, with the prefix it may hold.
-Every cache over a pool names its victims, so that two models on one device borrow from each
-other: the one that idles gives way. The order is a policy, an object that a user can replace.
+A victim is memory that no live sequence needs: a parked row, with the prefix it may hold. All
+caches over a pool name their victims, so an idle model gives memory to a busy one.
 """
 
 from __future__ import annotations
@@ -17,20 +16,20 @@ from .extent import Extent
 
 
 class Victim(NamedTuple):
-    """Memory that could be given back.
+    """Memory that can be evicted.
 
-    Its facts are those of the moment it was named at; `evict` looks again, since those before it
-    may have changed what there is to give.
+    The figures describe the moment it was named; `evict` looks again, since earlier evictions may
+    have changed them.
 
     Attributes:
-        last_used: When it was last used; larger is later. Counts over all caches of a pool.
-        freeable_bytes: What retiring all of it would free: extents that nobody shares.
+        last_used: Time of the last use, larger is later; one clock for all caches of a pool.
+        freeable_bytes: Memory freed by retiring all of it: its unshared extents.
         num_hits: How often a new sequence has started from it.
-        num_tokens: Tokens of a prefix that it holds for others to find; 0 for none.
-        evict: Retire its last extents until so many bytes have been retired; returns how many,
-            0 where nothing is left. What is kept stays usable.
-        shared: Extents that it could give up, and that others map as well.
-        give_up: Retire its mappings from the first of these extents on, which others still map.
+        num_tokens: Tokens of the prefix that it holds for reuse; 0 for none.
+        evict: Retires its last extents until that many bytes are retired; returns the bytes, 0 if
+            nothing is left. The remaining extents stay usable.
+        shared: Extents that it could give up and that other rows map as well.
+        give_up: Retires its mappings from the first of these shared extents on.
     """
 
     last_used: int
@@ -43,56 +42,50 @@ class Victim(NamedTuple):
 
 
 class EvictionPolicy(Protocol):
-    """In which order victims go. Pure: it is given the victims and returns them sorted."""
+    """The order in which victims are evicted. Implementations have no side effects."""
 
     def order(self, victims: Sequence[Victim]) -> Iterable[Victim]:
-        """The victims, the first to go first. Those left out are never taken."""
+        """Return the victims, first to go first. A victim that is left out is never evicted."""
 
 
 class LeastRecentlyUsed:
-    """The default: what was used longest ago goes first, whether it holds a prefix or not."""
+    """The default policy: least recently used first, with or without a prefix."""
 
     def order(self, victims: Sequence[Victim]) -> Iterable[Victim]:
-        """See `EvictionPolicy`."""
+        """Sort by `last_used`."""
         return sorted(victims, key=lambda victim: victim.last_used)
 
 
 class Pressure:
-    """The victims of all caches over one pool. Guarded by the pool's lock, but for `tick`.
-
-    Args:
-        policy: In which order they go.
-    """
+    """The victims of all caches over one pool. Guarded by the pool's lock, except `tick`."""
 
     def __init__(self, policy: EvictionPolicy | None = None):
         self.policy: EvictionPolicy = LeastRecentlyUsed() if policy is None else policy
-        # Weak: a cache that nobody holds any more has nothing to say.
+        # Weak, so that a dropped cache is not asked any more.
         self._sources: list[WeakMethod[Callable[[], Iterable[Victim]]]] = []
         self._clock = itertools.count(1)
 
     def tick(self) -> int:
-        """The next point in time, for `Victim.last_used`. Threads get different ones."""
+        """Next point in time, for `Victim.last_used`; unique across threads."""
         return next(self._clock)
 
     def add_source(self, victims: Callable[[], Iterable[Victim]]) -> None:
-        """Ask this method for victims from now on, as long as its object lives."""
+        """Ask this method for victims from now on, while its object lives."""
         self._sources.append(WeakMethod(victims))
 
     def remove_source(self, victims: Callable[[], Iterable[Victim]]) -> None:
-        """Ask it no more. Idempotent."""
+        """Stop asking this method. Idempotent."""
         self._sources = [each for each in self._sources if each() not in (victims, None)]
 
     def is_of(self, victims: Callable[[], Iterable[Victim]]) -> bool:
-        """Whether this method is the only one asked for victims."""
+        """Whether no other method is a source of victims."""
         return {each() for each in self._sources} <= {victims, None}
 
     def evict(self, num_bytes: int, only: Callable[[], Iterable[Victim]] | None = None) -> int:
-        """Retire victims, of one source `only` or of all, until `num_bytes` have been retired.
+        """Retire victims of all sources, or of `only`, until `num_bytes` have been retired.
 
-        They are looked at anew until nobody has anything to give: what somebody gives up may be
-        all that kept another from giving.
-
-        Returns the bytes retired. They are free once their fences have passed.
+        Victims are listed again after each round, since one eviction may make another possible.
+        Returns the bytes retired; they are free once their fences have passed.
         """
         sources = [each() for each in self._sources] if only is None else [only]
         evicted_bytes = 0
@@ -103,13 +96,13 @@ class Pressure:
             for victim in self.policy.order(freeable):
                 if evicted_bytes < num_bytes:
                     evicted_bytes += victim.evict(num_bytes - evicted_bytes)
-            # With nothing evicted since, the victims are what was said of them.
+            # If nothing was evicted, the figures of `victims` are still valid.
             if evicted_bytes == before_bytes and not self._give_up_shared(victims):
                 break
         return evicted_bytes
 
     def freeable_bytes(self, enough_bytes: int) -> int:
-        """What `evict` could retire, counted until it is enough. Cost: proportional to that."""
+        """Count what `evict` could retire, up to `enough_bytes`."""
         own_bytes = 0
         shared: list[Victim] = []
         for victim in (each for source in self._sources for each in (source() or list)()):
@@ -121,10 +114,7 @@ class Pressure:
         return own_bytes + sum(extent.num_bytes for extent in self._idle(shared))
 
     def give_up(self, extents: Collection[Extent]) -> bool:
-        """Have victims give up `extents`, which a live row wants for itself.
-
-        Returns whether one did.
-        """
+        """Have victims give up `extents`, which a live row needs alone; returns whether one did."""
         found = False
         for victim in [each for source in self._sources for each in (source() or list)()]:
             if any(extent in extents for extent in victim.shared):
@@ -133,10 +123,7 @@ class Pressure:
         return found
 
     def _give_up_shared(self, victims: Sequence[Victim]) -> bool:
-        """Let one victim give up what it shares with other victims only; the others have it still.
-
-        The last one that holds it can then be evicted by extents. Returns whether there was one.
-        """
+        """Have one victim give up extents shared with victims only; return whether one did."""
         sharing = list(self.policy.order([each for each in victims if each.shared]))
         idle = self._idle(sharing)
         for victim in sharing:
@@ -147,7 +134,7 @@ class Pressure:
 
     @staticmethod
     def _idle(sharing: Iterable[Victim]) -> set[Extent]:
-        """What victims share with nobody else."""
+        """Extents shared only among these victims."""
         num_mappings = Counter(extent for each in sharing for extent in each.shared)
         return {
             extent

@@ -1,16 +1,9 @@
-"""The reclaimer: the only caller of unmap, and never before the fence.
+"""The reclaimer: the only caller of unmap, and only after a fence has passed.
 
-A mapping goes through three states, always in this order:
-
-    mapped -> retired -> gone
-
-*Retired* means that nobody will submit new work that uses it; work submitted earlier may
-still run. A fence recorded at that moment says when that is over. Only then is the mapping
-unmapped and its extent's reference dropped. See Note [Unmap waits for the fence] in
-DESIGN.md: every system in this field has shipped the bug that this file prevents.
-
-Reservations follow the same path: one that a tensor still points into stays reserved (and
-empty) until the last tensor is gone, so a stale view faults instead of reading a stranger.
+A retired mapping gets no new work, but submitted work may still use it. It is unmapped, and its
+extent's reference dropped, once a fence recorded after that work has passed. See Note [Unmap waits
+for the fence] in DESIGN.md. A reservation that a tensor still points into stays reserved, with
+nothing mapped, so that access through a stale view faults.
 """
 
 from __future__ import annotations
@@ -34,7 +27,7 @@ from .extent import Extent
 
 # ---- reclaim -------------------------------------------------------------------------------------
 
-#: A fence more is an event for each stream; what is older than these waits for one of them.
+#: Each fence costs an event per stream. Work older than these waits for the oldest of them.
 _NUM_FENCES_KEPT = 32
 
 
@@ -48,17 +41,17 @@ class RetiredMapping:
 
 @dataclass(frozen=True, eq=False)
 class RecordedFence(Fence):
-    """A fence after all work that was submitted before a point in time, of `Pressure.tick`."""
+    """A fence after all work submitted before `time`, a `Pressure.tick`."""
 
     fence: Fence
     time: int
 
     def has_passed(self) -> bool:
-        """See `Fence.has_passed`."""
+        """Whether all work before the fence has finished."""
         return self.fence.has_passed()
 
     def wait(self) -> None:
-        """See `Fence.wait`."""
+        """Block until the fence has passed."""
         self.fence.wait()
 
 
@@ -69,13 +62,9 @@ class _Batch:
 
 
 class Reclaimer:
-    """Retired mappings, in the order of their fences, and reservations that outlive their owners.
+    """Retired mappings in the order of their fences, and reservations kept alive by tensors.
 
-    Args:
-        backend: Where to unmap.
-        lock: Guards what is retired; the pool's.
-        recycle: Called, under the lock, with extents that nobody references any more.
-        tick: The next point in time, as of `Pressure.tick`.
+    Calls `recycle`, under the pool's lock, with extents that lost their last reference.
     """
 
     def __init__(
@@ -89,7 +78,7 @@ class Reclaimer:
         self._lock = lock
         self._recycle = recycle
         self._tick = tick
-        # The last that has passed, as far as is known, and those recorded since; the oldest first.
+        # The last fence known to have passed, and those recorded since, oldest first.
         self._recorded: deque[RecordedFence] = deque(maxlen=_NUM_FENCES_KEPT)
         self._batches: deque[_Batch] = deque()
         #: Seconds spent waiting for fences so far.
@@ -97,10 +86,7 @@ class Reclaimer:
         self._idle_reservations: list[tuple[Address, int, Callable[[], bool]]] = []
 
     def new_fence(self) -> RecordedFence:
-        """A fence after all work submitted so far, for `retire`.
-
-        Taken before the books change, so that its failure leaves them as they are.
-        """
+        """Record a fence after all submitted work; may fail, so call it before the books change."""
         time = self._tick()
         fence = RecordedFence(self._backend.record_fence(), time)
         with self._lock:
@@ -108,25 +94,14 @@ class Reclaimer:
         return fence
 
     def note_submitted(self) -> int:
-        """A point in time, of `Pressure.tick`, and a fence between it and what is submitted next.
-
-        So what only work before it uses waits for nothing behind it; see `fence_since`. Where no
-        fence can be recorded, it waits for more.
-        """
+        """Return a `tick`, with a fence (if one can be recorded) before the next submission."""
         time = self._tick()
         with suppress(DriverError):
             self.new_fence()
         return time
 
     def fence_since(self, time: int) -> RecordedFence:
-        """A fence after all work that was submitted before `time`, of `Pressure.tick`.
-
-        The first that was recorded since, or a new one. So what nobody has used for a while does
-        not wait for work that was submitted meanwhile.
-
-        Raises:
-            DriverError: No fence could be recorded, or asked. The books are as they were.
-        """
+        """Return the first fence recorded after `time`, a `Pressure.tick`, or record a new one."""
         with self._lock:
             known = self._recorded
             while len(known) > 1 and known[1].has_passed():
@@ -151,7 +126,7 @@ class Reclaimer:
                 self._batches.insert(at, _Batch(fence, list(mappings)))
 
     def reinstate(self, mapping: RetiredMapping) -> bool:
-        """Take back a `retire`, if the mapping is still there. Returns whether it was."""
+        """Undo a `retire` if the mapping is not unmapped yet; returns whether it did."""
         with self._lock:
             for batch in self._batches:
                 if mapping in batch.mappings:
@@ -161,18 +136,11 @@ class Reclaimer:
             return False
 
     def poll(self) -> int:
-        """Unmap what has passed its fence; never blocks. Returns the bytes unmapped.
-
-        Raises:
-            DriverError: An unmap failed; what it concerned stays retired.
-        """
+        """Unmap mappings whose fences have passed, without blocking; returns the bytes unmapped."""
         return self._reclaim(lambda fence: fence.has_passed())
 
     def wait(self, until_bytes: int | None = None) -> int:
-        """Unmap everything retired, or the oldest `until_bytes`, waiting for the fences.
-
-        The pool's lock is free while this waits.
-        """
+        """Unmap all retired mappings or the oldest `until_bytes`; holds no lock while it waits."""
         num_bytes = 0
         while until_bytes is None or num_bytes < until_bytes:
             fence = self._oldest_fence()
@@ -183,10 +151,7 @@ class Reclaimer:
         return num_bytes
 
     def wait_for(self, ranges: Iterable[tuple[Address, Address]]) -> None:
-        """Unmap what is retired in these ranges `[start, end)`, and what was retired before it.
-
-        Cost: nothing where nothing is retired.
-        """
+        """Unmap the mappings retired in the ranges `[start, end)`, and all retired before them."""
         if not self._batches:
             return
         wanted = list(ranges)
@@ -215,7 +180,7 @@ class Reclaimer:
         return num_bytes
 
     def _unmap(self, batch: _Batch) -> int:
-        """Unmap a whole batch, one driver call a run; on failure keep what is left of it."""
+        """Unmap a batch, one driver call per contiguous run; on failure keep the rest of it."""
         batch.mappings.sort(key=lambda mapping: mapping.address)
         runs: list[list[RetiredMapping]] = []
         for mapping in batch.mappings:
@@ -239,17 +204,13 @@ class Reclaimer:
         return sum(sizes)
 
     def free_later(self, address: Address, num_bytes: int, has_views: Callable[[], bool]) -> None:
-        """Take over a reservation with nothing mapped in it, to free it when it may go."""
+        """Take over a reservation with nothing mapped, to be freed once `has_views` is false."""
         with self._lock:
             self._idle_reservations.append((address, num_bytes, has_views))
 
     @uninterrupted
     def free_idle_reservations(self) -> None:
-        """Free those of the idle reservations that no tensor points into any more.
-
-        Raises:
-            DriverError: One could not be freed; it and those after it stay on the list.
-        """
+        """Free idle reservations that no tensor points into; the rest stay after a DriverError."""
         with self._lock:
             for reservation in tuple(self._idle_reservations):
                 address, num_bytes, has_views = reservation
@@ -263,12 +224,12 @@ class Reclaimer:
         return len(self._idle_reservations)
 
     def retired_mappings(self) -> list[RetiredMapping]:
-        """Everything that waits for a fence."""
+        """List all mappings that wait for a fence."""
         with self._lock:
             return [mapping for batch in self._batches for mapping in batch.mappings]
 
     def has_retired_in(self, ranges: Iterable[tuple[Address, Address]]) -> bool:
-        """Whether something retired still has addresses in one of the ranges `[start, end)`."""
+        """Whether a retired mapping lies in one of the ranges `[start, end)`."""
         taken = sorted(mapping.address for mapping in self.retired_mappings())
         return any(bisect_left(taken, start) < bisect_left(taken, end) for start, end in ranges)
 
@@ -280,12 +241,7 @@ CloseBehind = Callable[[RecordedFence], None]
 
 
 class Closer:
-    """That of one pool.
-
-    Args:
-        reclaimer: Where fences come from, and what unmaps behind them.
-        lock: Guards what is left to close; the pool's.
-    """
+    """Closes the mappings of dropped caches once a fence has passed."""
 
     def __init__(self, reclaimer: Reclaimer, lock: threading.RLock):
         self._reclaimer = reclaimer
@@ -293,24 +249,20 @@ class Closer:
         self._left: list[CloseBehind] = []
 
     def close_soon(self, *closes: CloseBehind) -> None:
-        """Close what nobody uses; what the driver refuses is tried again. Cannot fail."""
+        """Close unused objects; those that the driver refuses are tried again. Cannot fail."""
         with self._lock, suppress(DriverError):
             self._left += closes
             self.close_left()
-            self._reclaimer.poll()  # On an idle device all of it goes now.
+            self._reclaimer.poll()  # On an idle device this unmaps all of it now.
             self._reclaimer.free_idle_reservations()
 
     def close_later(self, close: CloseBehind) -> None:
-        """Take over what could not be closed."""
+        """Keep an object whose closing failed, for the next `close_left`."""
         with self._lock:
             self._left.append(close)
 
     def close_left(self) -> None:
-        """Close what is left to close, behind a fence of this moment.
-
-        Raises:
-            DriverError: No fence could be recorded. All of it is left, for the next time.
-        """
+        """Close the remaining objects behind a new fence; after a DriverError they all remain."""
         with self._lock:
             if self._left:
                 fence = self._reclaimer.new_fence()

@@ -1,20 +1,11 @@
 """A shelf: the extents of one memory location, created within a budget and kept in free lists.
 
-Free extents of one class cannot serve another, but releasing a handle and creating smaller
-ones costs microseconds and needs no contiguous physical memory: the shelf converts when it
-must, so it cannot fragment. See Note [The pool cannot fragment] in DESIGN.md.
+When a class runs out, the shelf releases free extents of other classes and creates new ones, so it
+cannot fragment. See Note [The pool cannot fragment] in DESIGN.md.
 
-Any thread may `pop` and `put_back` at any time. The pool's lock guards everything else, which is
-right beside them, because what they change is the lists alone:
-
-* How much is free is asked of the lists, not kept. A list may say too much by what is being put
-  back or popped at that moment, but nothing is in two lists: `free <= created`, always.
-* Only the lock's holder creates and releases, so `created <= budget` (I9) does not depend on what
-  is popped. What it would release it pops first, and gets less where others were faster.
-* An extent is made known under its id before the id is listed first, and popped before it is
-  released: a popped id always has its extent, and it is the popper's alone.
-
-What extents are for is the pool's business.
+Any thread may `pop` and `put_back` without a lock; the pool's lock guards the rest. Free memory is
+counted from the lists. An extent is booked before its id is listed and popped before it is
+released, so a popped id has an extent that belongs to the caller alone.
 """
 
 from __future__ import annotations
@@ -35,10 +26,7 @@ _NUM_IDS = 1 << 24
 
 @dataclass(frozen=True)
 class PoolStats:
-    """One location at one moment, in bytes: `created == free + resident + retired <= budget`.
-
-    An extent that another thread is acquiring or giving back at that moment is resident or free.
-    """
+    """Bytes of one location: `created == free + resident + retired <= budget`."""
 
     budget_bytes: int
     created_bytes: int
@@ -48,7 +36,7 @@ class PoolStats:
 
 
 class _ShortError(Exception):
-    """Memory is short. Holds what makes the error to raise, once nothing is taken any more."""
+    """Memory is short. Carries a function that makes the error once all taken extents are back."""
 
     def __init__(self, make_error: Callable[[int], OutOfPagesError]):
         super().__init__()
@@ -56,20 +44,10 @@ class _ShortError(Exception):
 
 
 class Shelf:
-    """Extents of one location.
+    """Extents of one location, of 2^0 to 2^largest_class pages.
 
-    Args:
-        backend: The device.
-        location: Where its memory lies.
-        page_bytes: The unit of account.
-        largest_class: Extents have 2^0 to 2^largest_class pages.
-        budget_bytes: What may be created at most.
-        is_shareable: Create memory that other processes can be given.
-        on_pressure: Called once when the location is out of memory, before the second attempt.
-        retired_bytes: Says how much of it only waits for fences.
-
-    Attributes:
-        created_bytes: What exists.
+    `on_pressure` is called once when the location is out of memory, before the second attempt.
+    `retired_bytes` returns how much of a location waits for fences.
     """
 
     def __init__(
@@ -100,27 +78,21 @@ class Shelf:
     # ---- taking and giving back -----------------------------------------------------------
 
     def pop(self, size_classes: Sequence[int]) -> list[Extent] | None:
-        """A free extent of each size class, or None where one is missing. Takes no lock."""
+        """Pop a free extent of each size class, or return None if one is missing. Takes no lock."""
         ids = self._free_ids.take(size_classes)
         if ids is None:
             return None
         extents = self._extents
-        return [extents[extent_id] for extent_id in ids]  # type: ignore[misc] # Each has its own.
+        return [extents[extent_id] for extent_id in ids]  # type: ignore[misc] # Free ids have one.
 
     def put_back(self, extents: Iterable[Extent]) -> None:
-        """`extents`, which nobody references any more, become free. Cannot fail, takes no lock."""
+        """Free unreferenced `extents`. Cannot fail, takes no lock."""
         push = self._free_ids.push
         for extent in extents:
             push(extent.size_class, extent.id)
 
     def take(self, size_classes: Sequence[int]) -> list[Extent]:
-        """One extent of each size class, from the free lists or new; all of them or none.
-
-        Raises:
-            OutOfPagesError: Budget or device cannot supply all. Nothing changed, except that
-                free memory of other classes may have gone back to the device.
-            DriverError: The driver failed otherwise. Nothing changed.
-        """
+        """Take one extent of each size class, free or new; all of them or none."""
         extents = [self._pop_one(size_class) for size_class in size_classes]
         missing = [
             size_class
@@ -132,7 +104,7 @@ class Shelf:
         except BaseException as error:
             self.put_back(extent for extent in extents if extent is not None)
             if isinstance(error, _ShortError):
-                # Only here, where nothing is taken any more, is it true what is available.
+                # Made here: only after `put_back` are its figures right.
                 needed_bytes = sum(self._page_bytes << each for each in size_classes)
                 raise error.make_error(needed_bytes) from error.__cause__
             raise
@@ -147,36 +119,35 @@ class Shelf:
 
     @property
     def free_bytes(self) -> int:
-        """The part of what exists that nobody references. Cost: a look at each list."""
+        """Memory of unreferenced extents, counted from the lists."""
         count, page_bytes = self._free_ids.count, self._page_bytes
         return sum(count(each) * (page_bytes << each) for each in range(self._vacant))
 
     @property
     def uncreated_bytes(self) -> int:
-        """What may still be created beside what exists."""
+        """Memory that the budget still allows to create."""
         return self.budget_bytes - self.created_bytes
 
     @property
     def available_bytes(self) -> int:
-        """What `take` could still supply by the budget, free extents included."""
+        """Memory that `take` could supply within the budget, free extents included."""
         return self.uncreated_bytes + self.free_bytes
 
     def extents(self) -> list[Extent]:
-        """Every extent that exists, free ones included."""
+        """List every extent that exists, free ones included."""
         return [extent for extent in self._extents if extent is not None]
 
     def count_free(self, size_class: int) -> int:
-        """How many extents of `size_class` are free."""
+        """Number of free extents of `size_class`."""
         return self._free_ids.count(size_class)
 
     def lacking(self, size_classes: Sequence[int]) -> list[int]:
-        """Those of `size_classes` for which no extent is free."""
+        """Return the `size_classes`, with repetition, for which no free extent is left."""
         wanted = Counter(size_classes)
         wanted.subtract({size_class: self.count_free(size_class) for size_class in wanted})
         return list(wanted.elements())
 
     def _create_all(self, size_classes: Sequence[int]) -> list[Extent]:
-        """Create one extent per class, or nothing."""
         num_bytes = sum(self._page_bytes << size_class for size_class in size_classes)
         claimed = self._claim(num_bytes - self.uncreated_bytes)
         if claimed is None:
@@ -226,11 +197,7 @@ class Shelf:
         )
 
     def release(self, extents: Sequence[Extent]) -> None:
-        """Give extents that nobody references, and that are on no list, back to the device.
-
-        Raises:
-            DriverError: Those that it could not take are free instead.
-        """
+        """Release unreferenced, unlisted extents; those that the driver refuses become free."""
         num_released = 0
         try:
             for extent in extents:
@@ -240,23 +207,20 @@ class Shelf:
             self.put_back(extents[num_released:])
 
     def release_unlisted(self, extent: Extent) -> None:
-        """As `release`, but after a failure the extent is nowhere: the caller keeps it."""
+        """Release one extent; after a DriverError the caller still holds it."""
         self._backend.mem_release(extent.handle)
         self._extents[extent.id] = None
         self._free_ids.push(self._vacant, extent.id)
         self.created_bytes -= extent.num_bytes
 
     def release_free(self, num_bytes: int) -> int:
-        """Release free extents, large ones first, until `num_bytes` are gone or none is left."""
+        """Release free extents, largest first, until `num_bytes` are gone; return the bytes."""
         popped = self._pop_bytes(num_bytes)
         self.release(popped)
         return sum(extent.num_bytes for extent in popped)
 
     def _claim(self, num_bytes: int) -> list[Extent] | None:
-        """Free extents of `num_bytes` at least, to be released; None where there are not so many.
-
-        It may find less than `free_bytes` said: others pop meanwhile.
-        """
+        """Pop free extents of at least `num_bytes`, or return None if there are too few."""
         if num_bytes > self.free_bytes:
             return None
         popped = self._pop_bytes(num_bytes)
@@ -266,7 +230,7 @@ class Shelf:
         return None
 
     def _pop_bytes(self, num_bytes: int) -> list[Extent]:
-        """Pop free extents, large ones first, until they are `num_bytes` or none is left."""
+        """Pop free extents, largest first, until they hold `num_bytes` or none is left."""
         popped: list[Extent] = []
         for size_class in range(self._largest_class, -1, -1):
             while num_bytes > 0 and (extent := self._pop_one(size_class)) is not None:
@@ -275,11 +239,7 @@ class Shelf:
         return popped
 
     def set_budget(self, budget_bytes: int) -> None:
-        """Change the budget; free memory above it goes back at once.
-
-        Raises:
-            ConfigError: The budget is below what is in use now. Nothing changed.
-        """
+        """Change the budget and release free memory above it; ConfigError if more is in use."""
         claimed = self._claim(self.created_bytes - budget_bytes)
         if claimed is None:
             in_use_bytes = self.created_bytes - self.free_bytes
@@ -291,7 +251,7 @@ class Shelf:
         self.budget_bytes = budget_bytes
 
     def stats(self) -> PoolStats:
-        """Everything, counted."""
+        """Count the memory of this location."""
         free_bytes, retired_bytes = self.free_bytes, self._retired_bytes(self.location)
         return PoolStats(
             budget_bytes=self.budget_bytes,

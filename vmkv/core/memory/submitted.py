@@ -1,10 +1,9 @@
-"""What submitted steps write, checked where checks are on: I10.
+"""I10: check the writes of submitted steps until their fences pass. Off by default.
 
     I10 w in writes(step), p in pages(w), from the step's submission to its fence:
         mapped(p) and access(p) == read-write, and at the submission not shared(extent(p))
 
-A step submitted later may be shown the same memory: it is ordered behind the write. Off by
-default: a step then costs nothing here. On, a step costs a look at each of its rows and a fence.
+The extent may become shared later, because later steps are ordered behind the write.
 """
 
 from __future__ import annotations
@@ -32,18 +31,14 @@ class WriteRange(NamedTuple):
 
 @dataclass(frozen=True)
 class _Written:
-    """An extent at the address at which a submitted step may still be writing it."""
+    """An extent, and the address where a submitted step may still write it."""
 
     address: Address
     extent: Extent
 
 
 class SubmittedWrites:
-    """The write ranges of steps whose fences have not passed.
-
-    Args:
-        reclaimer: Where fences come from, and retired mappings wait for them.
-    """
+    """The write ranges of steps whose fences have not passed."""
 
     def __init__(self, reclaimer: Reclaimer):
         self._reclaimer = reclaimer
@@ -51,11 +46,7 @@ class SubmittedWrites:
 
     @contextlib.contextmanager
     def submitting(self, ranges: Sequence[WriteRange]) -> Iterator[None]:
-        """For the time in which a step that writes `ranges` is submitted.
-
-        Raises:
-            InternalError: I10: a page of them may not be written. Before anything is submitted.
-        """
+        """Guard the submission of a step; InternalError before it if a page may not be written."""
         written = [each for it in ranges for each in _writable(it)]
         try:
             yield
@@ -64,14 +55,10 @@ class SubmittedWrites:
             try:
                 self._steps.append((self._reclaimer.new_fence(), written))
             except DriverError:
-                pass  # The step is submitted; a check less is no reason to fail it.
+                pass  # The step is submitted: losing its check must not fail it.
 
     def check(self, tables: Sequence[MappedRows]) -> None:
-        """Check I10 for all that is under way.
-
-        Raises:
-            InternalError: It does not hold.
-        """
+        """Raise InternalError if I10 does not hold for a step whose fence has not passed."""
         under_way = [step for step in self._steps if not step[0].has_passed()]
         if not under_way:
             return
@@ -93,7 +80,7 @@ class SubmittedWrites:
 
 
 def _writable(it: WriteRange) -> Iterator[_Written]:
-    """The extents behind a range, each of which its row may write."""
+    """Yield the extents behind a range; InternalError if its row may not write one of them."""
     end_page = it.first_page
     for mapping in it.table.overlapping(it.row, it.first_page, it.end_page):
         if mapping.first_page > end_page:
