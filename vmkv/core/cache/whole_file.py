@@ -1,7 +1,7 @@
-"""A file that is there whole or not at all: it takes its name when it is complete.
+"""A file that is written completely or not at all: it takes its name when it is complete.
 
-Until then it has a temporary one, which is locked as long as its writer lives. The next writer in
-the folder removes those that nobody holds.
+Until then it has a temporary name and a lock that its writer holds. The next writer in the folder
+removes temporary files without a lock.
 """
 
 from __future__ import annotations
@@ -24,13 +24,11 @@ _PREFIX, _SUFFIX = ".vmkv-", ".tmp"
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write, which takes the name when the block ends well, and else is gone.
+    """Open a file for writing that takes its name when the block ends well, else is removed.
 
-    It is this user's alone. What had the name before stays what it is for those who have it open.
-
-    Raises:
-        ConfigError: The name is of something other than a file. Nothing has changed.
-        OSError: It cannot be written; what had the name before still has it.
+    Its mode is 0600. Readers that have the replaced file open keep its contents. Raises
+    `ConfigError` for a name that is not a regular file's, `OSError` where writing fails; the old
+    file stays then.
     """
     _check_can_be_replaced(path)
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -64,7 +62,7 @@ def _check_can_be_replaced(path: Path) -> None:
 
 
 def _create(folder: int) -> tuple[int, str]:
-    """A new file, locked, and its temporary name."""
+    """Create and lock a new file; returns its descriptor and temporary name."""
     while True:
         name = f"{_PREFIX}{secrets.token_hex(8)}{_SUFFIX}"
         flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC
@@ -79,7 +77,7 @@ def _create(folder: int) -> tuple[int, str]:
 
 
 def _remove_abandoned(folder: int) -> None:
-    """Remove the files of writers that died between two steps."""
+    """Remove the temporary files of writers that died."""
     for name in os.listdir(folder):
         if not (name.startswith(_PREFIX) and name.endswith(_SUFFIX)):
             continue
