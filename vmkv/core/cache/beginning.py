@@ -1,7 +1,7 @@
-"""Beginning with what is there: the row that holds most of a prompt is adopted, or forked.
+"""A new sequence begins with tokens already in the cache: its row is adopted, or forked from.
 
-A parked row that ends where the prompt's known beginning does is adopted as it is, for no driver
-call. Other holders keep theirs, and the new sequence is a fork of one.
+A parked row that ends near the known part of the prompt is adopted without a driver call. Otherwise
+the new sequence is a fork of a row that holds it.
 """
 
 from __future__ import annotations
@@ -26,23 +26,18 @@ _KEPT_DIVISOR = 64
 
 
 def choose_row(space: RowSpace, num_tokens: int) -> int:
-    """The row for a sequence of about `num_tokens` tokens that begins with nothing. Locked.
+    """Choose, without taking it, the row for a sequence of about `num_tokens` new tokens. Locked.
 
-    It is not taken yet.
-
-    Raises:
-        OutOfAddressSpaceError: Every row is live.
-
-    Cost: a look at each parked row, and at the extents of a few where memory is short.
+    Raises `OutOfAddressSpaceError` if every row is live. Cost: a look at each parked row.
     """
     wanted = space.prefixes.recorded - _giving_way(space, num_tokens)
     return space.rows.choose(num_tokens, space.adoptable_tokens, wanted)
 
 
 def _giving_way(space: RowSpace, num_tokens: int) -> Set[int]:
-    """The parked rows that eviction would take for a sequence of so many tokens, the first ones.
+    """Return the parked rows that eviction would take first for a sequence of `num_tokens`.
 
-    None where caches share the pool: whose rows go first then, eviction says.
+    Empty where caches share the pool, because eviction then chooses among all their rows.
     """
     pool = space.pool
     end_tokens = num_tokens + space.overread_tokens
@@ -67,7 +62,7 @@ def _giving_way(space: RowSpace, num_tokens: int) -> Set[int]:
 
 
 def _first_to_go(space: RowSpace) -> Iterable[int]:
-    """The parked rows unused for longest, in the policy's order."""
+    """Return the least recently used parked rows in the eviction policy's order."""
     rows, policy = list(islice(space.rows.parked(), _LOOKED_AT)), space.pool.pressure.policy
     if isinstance(policy, LeastRecentlyUsed):
         return rows  # In that order they are, without a look at what they hold.
@@ -84,16 +79,10 @@ _HOLDERS_LOOKED_AT = 4
 
 
 def begin_with_prefix(space: RowSpace, prompt: Any, tenant: str | None) -> tuple[int, int] | None:
-    """Take a row that holds the longest beginning of `prompt` to be found. Locked.
+    """Take a row with the longest known beginning of `prompt`, without its last token. Locked.
 
-    Short of the last token, whose query must be computed.
-
-    Returns:
-        The row, which is live now, and how many tokens it holds; None if nothing was found.
-
-    Raises:
-        ConfigError: The prompt is none.
-        DriverError: The tail could not be copied. No row was taken.
+    Returns the row, live now, and how many tokens it holds; None without a match. After
+    `ConfigError` (not a prompt) and `DriverError` (the tail could not be copied) no row is taken.
     """
     prefixes = space.prefixes
     for match in prefixes.matches(prompt, tenant, max(0, len(prompt) - 1)):
@@ -135,9 +124,9 @@ def begin_with_prefix(space: RowSpace, prompt: Any, tenant: str | None) -> tuple
 
 
 def _holders(space: RowSpace, rows: Iterator[int], num_tokens: int) -> list[int]:
-    """The first few of `rows` from which a sequence of `num_tokens` tokens can begin.
+    """Return the first few of `rows` from which a sequence of `num_tokens` tokens can begin.
 
-    Those that turn out to lack something are not looked at again.
+    Rows that lack needed pages are marked, and not offered again.
     """
     found: list[int] = []
     lost: list[int] = []
@@ -164,7 +153,7 @@ def _can_extend(space: RowSpace, row: int, num_tokens: int) -> bool:
 
 
 def _whole_bytes(space: RowSpace, row: int, num_tokens: int) -> int:
-    """What a fork of `row` at `num_tokens` need not copy."""
+    """Bytes that a fork of `row` at `num_tokens` can share."""
     total_bytes = 0
     for group in space.groups:
         end_page = group.geometry.whole_pages_below(num_tokens)

@@ -1,8 +1,8 @@
-"""Growing rows: plan, then change, for all rows and groups at once; everything or nothing.
+"""Rows grow: plan, then change, for all rows and groups at once; everything or nothing.
 
-What live rows hold and do not need is nobody's, and the first to go where memory is short: a
-sequence that adopts a row takes all that is mapped there, however short it is; and what a window
-has passed in a step goes with the next one.
+Memory that live rows hold beyond their length is surplus and the first to be retired when memory is
+short; a sequence that adopts a parked row takes all of its memory. Pages that a sliding window has
+passed in a step are retired in the next.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .row_space import LiveRow, RowSpace
 
 
 class Target(NamedTuple):
-    """A row that must hold `num_tokens`; no later query is before `num_past_tokens`."""
+    """A row that must hold `num_tokens`; later queries are at `num_past_tokens` or beyond."""
 
     row: int
     num_tokens: int
@@ -32,7 +32,7 @@ class Target(NamedTuple):
 
 
 def grow(space: RowSpace, wanted: Iterable[tuple[LiveRow, int]]) -> None:
-    """See `KVCache.grow`."""
+    """Implement `KVCache.grow`."""
     space.check_open()
     targets, max_tokens = list(wanted), space.max_tokens
     for sequence, num_tokens in targets:
@@ -62,7 +62,7 @@ def _map_and_lengthen(
 
 
 def _lengthen(space: RowSpace, targets: Iterable[tuple[LiveRow, int]]) -> None:
-    """Set the lengths of sequences whose memory is there."""
+    """Set the lengths of sequences whose memory is mapped."""
     if not space.keeps_past:
         retire_behind_windows(space, (sequence for sequence, _ in targets))
     for sequence, num_tokens in targets:
@@ -71,7 +71,7 @@ def _lengthen(space: RowSpace, targets: Iterable[tuple[LiveRow, int]]) -> None:
 
 
 def _longest(targets: Iterable[tuple[LiveRow, int]]) -> dict[LiveRow, int]:
-    """How far each is to go; one may be named twice."""
+    """Return the greatest length wanted for each sequence; a sequence may be named twice."""
     longest: dict[LiveRow, int] = {}
     for sequence, num_tokens in targets:
         longest[sequence] = max(num_tokens, longest.get(sequence, 0))
@@ -81,7 +81,7 @@ def _longest(targets: Iterable[tuple[LiveRow, int]]) -> dict[LiveRow, int]:
 def _make_writable(
     space: RowSpace, short: Mapping[LiveRow, int], wanted: Iterable[tuple[LiveRow, int]]
 ) -> None:
-    """Unshare and map what sequences lack; what live rows hold beyond `wanted` may go."""
+    """Unshare and map memory for `short`; surplus beyond `wanted` may be retired for it."""
     for sequence, num_tokens in short.items():
         if num_tokens > sequence.num_tokens:
             _unshare(space, sequence)
@@ -99,7 +99,7 @@ def _make_writable(
 
 
 def _unshare(space: RowSpace, sequence: LiveRow) -> None:
-    """Make what a sequence will write its own."""
+    """Copy shared extents that a sequence will write."""
     row, num_tokens, stream = sequence.row, sequence.num_tokens, space.current_stream()
     for group in space.groups:
         if group.table.rows[row].shared_end_page:
@@ -119,24 +119,23 @@ def make_ready(
     begins_empty: bool = True,
     wait: bool = False,
 ) -> bool:
-    """Have memory lie ready for a later `KVCache.grow`, which then makes no room: it only maps.
+    """Prepare free memory for a later `KVCache.grow`, which then only has to map it.
 
-    To be called while the device works; see `ExtentPool.make_ready`. Live sequences, and what is
-    mapped of them, stay as they are.
+    Call it while the device works; see `ExtentPool.make_ready`. Live sequences keep their mappings.
 
     Args:
         space: The cache.
-        wanted: As for `KVCache.grow`. Sequences that are swapped out or moving are passed over.
+        wanted: As for `KVCache.grow`. Sequences that are swapped out or moving are skipped.
         num_new_tokens: Tokens of a sequence that will begin meanwhile.
-        begins_empty: Whether that begins with nothing, so that it can take over a parked row's
-            memory; else it brings or shares some, and those are what it has beyond.
-        wait: Wait for fences; without it this never blocks.
+        begins_empty: Whether that sequence begins with nothing and can adopt a parked row's memory;
+            otherwise `num_new_tokens` counts only tokens beyond those that it brings or shares.
+        wait: Wait for fences; otherwise this never blocks.
 
     Returns:
-        Whether all of it lies ready.
+        Whether all of it is ready.
 
     Raises:
-        DriverError: Parked rows may have lost memory, nobody else.
+        DriverError: Parked rows may have lost memory; live sequences have not.
     """
     space.check_open()
     changes = _plan(space, _targets(space, wanted))
@@ -148,15 +147,15 @@ def make_ready(
 
 @uninterrupted
 def grow_ahead(space: RowSpace, wanted: Iterable[tuple[LiveRow, int]]) -> None:
-    """Map what sequences will need, so that a later `KVCache.grow` finds it done; never blocks.
+    """Map memory that sequences will need, so that a later `KVCache.grow` finds it; never blocks.
 
-    To be called while the device works, once `make_ready` has said that all lies ready. Passed over
-    is what lies ready no more, and whoever has to wait: for an address that is still in use, or for
-    a copy of what it shares.
+    Call it while the device works, once `make_ready` has returned true. Sequences are skipped whose
+    memory is no longer ready, whose addresses are still in use, or that need a copy of shared
+    extents.
 
     Args:
         space: The cache.
-        wanted: See `make_ready`. Sequences that hold nothing yet are passed over, too.
+        wanted: As for `make_ready`. Sequences without tokens are skipped, too.
 
     Raises:
         DriverError: Nothing was mapped.
@@ -171,7 +170,7 @@ def grow_ahead(space: RowSpace, wanted: Iterable[tuple[LiveRow, int]]) -> None:
 
 
 def _targets(space: RowSpace, wanted: Iterable[tuple[LiveRow, int]]) -> list[Target]:
-    """What those of `wanted` come to that lack something, and are not swapped out or moving."""
+    """Return targets for the resident sequences of `wanted` that are short of memory."""
     return [
         Target(each.row, min(to, space.max_tokens), each.num_tokens, each.tenant)
         for each, to in space.short(wanted)
@@ -180,7 +179,7 @@ def _targets(space: RowSpace, wanted: Iterable[tuple[LiveRow, int]]) -> list[Tar
 
 
 def _lacking_at_first(space: RowSpace, num_tokens: int, *, begins_empty: bool) -> list[int]:
-    """The size classes that a sequence will lack when it begins; see `make_ready`."""
+    """Return the size classes that a new sequence will need; see `make_ready`."""
     row: int | None = None
     if begins_empty:
         try:
@@ -199,7 +198,7 @@ def _lacking_at_first(space: RowSpace, num_tokens: int, *, begins_empty: bool) -
 
 
 def keep_resident(space: RowSpace, overread_tokens: int) -> None:
-    """See `KVCache.keep_resident`."""
+    """Implement `KVCache.keep_resident`."""
     space.check_open()
     before = space.overread_tokens
     if overread_tokens <= before:
@@ -229,14 +228,10 @@ def keep_resident(space: RowSpace, overread_tokens: int) -> None:
 def map_rows(
     space: RowSpace, targets: Sequence[Target], groups: Sequence[LayerGroup] | None = None
 ) -> None:
-    """Map what `targets`, each another row, lack in `groups`, or in all.
+    """Map the missing pages of `targets`, each another row, in `groups` (default: all).
 
-    Where the pool is short, parked rows of all its caches give way, and only what is needed is
-    mapped.
-
-    Raises:
-        OutOfPagesError: The pool cannot supply everything. Nothing was mapped.
-        DriverError: The driver refused. Nothing was mapped.
+    If the pool is short, parked rows of all its caches are evicted and no growth quantum is added.
+    After `OutOfPagesError` or `DriverError` nothing was mapped.
     """
     try:
         changes = _plan(space, targets, groups, exactly=False)
@@ -266,7 +261,7 @@ def _plan(
     *,
     exactly: bool = False,
 ) -> list[RowChange]:
-    """What to map where: `exactly` what is needed, else a growth quantum (see `geometry.py`)."""
+    """Plan the row changes: `exactly` the pages needed, or a growth quantum (see `geometry.py`)."""
     changes = []
     for row, num_tokens, num_past_tokens, tenant in targets:
         if not num_tokens:
@@ -285,11 +280,10 @@ def _plan(
 
 
 def retire_surplus(space: RowSpace, wanted: Mapping[LiveRow, int] | None = None) -> int:
-    """Retire what live rows hold beyond their length, or the one they are `wanted` to have.
+    """Retire pages of live rows beyond their length, or beyond the length `wanted` for them.
 
-    With it goes what their windows have passed, unless the cache keeps past.
-
-    Returns the bytes that are free once their fences have passed.
+    Pages behind sliding windows are retired as well, unless the cache keeps past. Returns the bytes
+    that are free once their fences have passed.
     """
     pool = space.pool
     with pool.lock:
@@ -307,7 +301,7 @@ def retire_surplus(space: RowSpace, wanted: Mapping[LiveRow, int] | None = None)
 
 
 def surplus_bytes(space: RowSpace) -> int:
-    """What `retire_surplus` would give back. Cost: proportional to the live rows."""
+    """Bytes that `retire_surplus` would retire. Cost: proportional to the live rows."""
     idle: list[Placed] = []
     books = [
         (group.table.rows, group.geometry.token_bytes, group.geometry.page_bytes)
@@ -329,7 +323,7 @@ def surplus_bytes(space: RowSpace) -> int:
 
 
 def retire_behind_windows(space: RowSpace, sequences: Iterable[LiveRow] | None = None) -> None:
-    """Retire what no later query of these sequences (or all) can see."""
+    """Retire pages that no later query of these sequences (or all) can see."""
     concerned = space.live_sequences() if sequences is None else sequences
     for group, row, num_tokens in _behind_windows(space, concerned):
         _retire_front(space, group, row, num_tokens)
@@ -343,10 +337,7 @@ def _retire_front(space: RowSpace, group: LayerGroup, row: int, num_tokens: int)
 def _behind_windows(
     space: RowSpace, sequences: Iterable[LiveRow]
 ) -> Iterator[tuple[LayerGroup, int, int]]:
-    """The groups and rows of sequences whose windows have passed an extent.
-
-    With the number of tokens after which the next query comes.
-    """
+    """Yield `(group, row, next query's position)` where a window has passed an extent."""
     windowed = [group for group in space.groups if group.window_tokens is not None]
     for each in sequences if windowed else ():
         num_tokens = each.num_tokens
@@ -359,7 +350,7 @@ def _behind_windows(
 
 
 def _needed(space: RowSpace, wanted: Mapping[LiveRow, int]) -> list[tuple[LiveRow, int]]:
-    """How far each live row must stay mapped."""
+    """Return the length up to which each live row must stay mapped."""
     overread_tokens = space.overread_tokens
     needed = [(each, each.num_tokens) for each in space.live_sequences()]
     if wanted:
