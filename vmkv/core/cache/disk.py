@@ -332,7 +332,6 @@ _CHUNK_BYTES = MiB
 
 
 class _Range(NamedTuple):
-
     address: Address
     num_bytes: int
 
@@ -475,7 +474,7 @@ class _Content(NamedTuple):
 def load(
     space: RowSpace, path: str | os.PathLike[str], tenant: str | None
 ) -> tuple[int, int, Sequence[int]]:
-    """Implement `KVCache.load`; returns the row, live now, its token count, and its known tokens."""
+    """Implement `KVCache.load`; returns the row, live now, its token count and its known tokens."""
     space.check_open()
     where = os.fspath(path)
     with open(where, "rb", buffering=0, opener=_open_at_once) as file:

@@ -74,7 +74,7 @@ class Sequence:
         Raises:
             ConfigError: The sequence holds fewer, or they have left a sliding-window layer's
                 window.
-            DriverError: No fence could be recorded.
+            DriverError: The driver failed.
 
         Ordering: later work on the current stream waits for all work submitted so far.
         """
@@ -117,15 +117,11 @@ class Sequence:
 
     @uninterrupted
     def record(self, token_ids: List_[int]) -> None:
-        """Say which tokens have been appended and computed, so that others can begin with them.
+        """Record ids of appended and computed tokens, so that other sequences share them.
 
-        Args:
-            token_ids: Those after the ones recorded before, of which there are `num_recorded`.
-
-        Raises:
-            ConfigError: More than the sequence holds, or no token ids. Nothing is recorded.
-
-        Cost: about 10 ns per token.
+        `token_ids` follow the `num_recorded` ids recorded before. Raises `ConfigError` for more ids
+        than the sequence holds tokens, or for values that are not token ids. Cost: about 10 ns per
+        token.
         """
         self.check_open()
         prefixes = self.cache.prefixes

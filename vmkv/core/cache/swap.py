@@ -160,7 +160,7 @@ class Transfer:
         del self._space.moving[self._sequence.row]
 
     def _victim(self) -> Victim:
-        """Present this transfer as the first victim in line, because nobody loses anything by it."""
+        """Present this transfer as the first victim in line: its eviction loses nothing."""
         return victim_of(self._gives, lambda _: self._leave(), last_used=0)
 
     def _gives(self) -> list[tuple[int, Extent]]:
@@ -215,7 +215,7 @@ def begin_swap_out(sequence: LiveRow) -> Transfer:
 def _to_move(
     space: RowSpace, row: int, num_tokens: int
 ) -> Iterator[tuple[LayerGroup, int, int, int]]:
-    """Yield `(group, page, bytes of tokens, size class)` for each extent that swapping out moves."""
+    """Yield `(group, page, bytes of tokens, size class)` for each extent to swap out."""
     for group in space.groups:
         geometry = group.geometry
         end_tokens = min(num_tokens + space.overread_tokens, geometry.row_tokens)

@@ -1,7 +1,7 @@
-"""The exporting side: a prefix on a Unix socket, for every process that may have it.
+"""The exporting side: a prefix on a Unix socket for processes of allowed users.
 
-What is exported is frozen for good: it is read-only here as well, and is released rather than
-recycled, because nobody can tell when the last importer is gone.
+Exported memory is frozen: it is read-only here as well, and is released rather than recycled,
+because nobody can tell when the last importer is gone.
 """
 
 from __future__ import annotations
@@ -37,31 +37,31 @@ _CONVERSATIONS_MAX = 8
 class PrefixExporter:
     """Shares the beginning of a sequence with other processes; see `Sequence.export`.
 
-    Use it as a context manager. Importers are served one after the other by `serve_one`, or after
-    `start` from threads, eight at a time. It holds what it shares until it is closed, whatever
-    happens to the sequence; importers hold it as long as they need it, even if this process ends.
+    Use it as a context manager. `serve_one` serves one importer; after `start`, threads serve eight
+    at a time. It holds the shared memory until it is closed, and importers as long as they need it,
+    even if the sequence or this process ends.
 
     Args:
-        sequence: Whose beginning; it may go on, and end.
-        socket_path: Where importers connect; made for this user alone (mode 0600). If others are
-            allowed it is open to all (0666) whom its folder lets through; who is there is the
-            kernel's word, and who is not allowed is told so and learns nothing else.
-        num_tokens: How long a beginning; by default all of it. What does not fill whole extents
-            is left out.
-        allowed_uids: Users that importers may run as; by default only the one of this process.
-        timeout_s: How long one importer may take.
+        sequence: The sequence; it may go on, and end.
+        socket_path: The socket to listen on; its mode is 0600. If other users are allowed it is
+            0666; the kernel then identifies each importer, and a user who is not allowed only gets
+            a refusal.
+        num_tokens: How many tokens; by default all. Tokens that do not fill whole extents are left
+            out.
+        allowed_uids: Users that importers may run as; by default only this process's.
+        timeout_s: Deadline for one importer.
 
     Attributes:
         num_tokens: How many tokens importers get.
-        socket_path: Where they connect.
+        socket_path: The socket to connect to.
         num_served: Importers that got all of it.
-        num_failed: Those that were refused, or failed.
+        num_failed: Importers that were refused, or failed.
 
     Raises:
-        ConfigError: The pool is not shareable, the path cannot be used, or there is no whole
-            extent to share. Nothing changed.
+        ConfigError: The pool is not shareable, the path cannot be used, or there is no whole extent
+            to share. Nothing changed.
         ClosedError: The sequence is closed.
-        DriverError: Nothing is shared; some of it may be read-only already, which is harmless.
+        DriverError: Nothing is shared; some extents may be read-only already, which is harmless.
         OSError: The socket could not be made. Nothing changed.
     """
 
@@ -163,7 +163,7 @@ class PrefixExporter:
 
     @contextmanager
     def _talking(self, channel: Channel) -> Iterator[None]:
-        """While `close` shall end this conversation. Counted before the importer sees its end."""
+        """Register a conversation that `close` can end; count it before the importer sees its end."""
         with self._lock:
             self._check_open()
             self._channels.add(channel)
@@ -193,15 +193,10 @@ class PrefixExporter:
             _send(self._pool.backend, channel, self._handles[start : start + BATCH])
 
     def start(self) -> None:
-        """Serve importers from threads of its own, until `close`.
+        """Serve importers from threads, eight at a time, until `close`.
 
-        Eight at a time, so that one who says nothing keeps nobody waiting; a ninth waits until one
-        of them has what it came for, or has used up `timeout_s`. What goes wrong with one of them
-        is logged and counted in `num_failed`.
-
-        Raises:
-            ConfigError: It has started already.
-            ClosedError: The exporter is closed.
+        Further importers wait until one is served or has used up `timeout_s`. Failures are logged
+        and counted in `num_failed`. Raises `ConfigError` if it has started already.
         """
         self._check_open()
         self._check_not_started()
@@ -235,7 +230,7 @@ class PrefixExporter:
 
     @uninterrupted
     def close(self) -> None:
-        """Serve nobody any more, and give up what was shared. Idempotent.
+        """Stop serving and release the shared memory. Idempotent.
 
         Raises:
             DriverError: It was the last user of its pool, which could not close. Call it again.
@@ -269,7 +264,7 @@ class PrefixExporter:
 
 
 def _protect(pool: ExtentPool, extents: Sequence[Extent]) -> None:
-    """Take the right to write from everybody who has `extents` mapped. Locked."""
+    """Revoke write access to `extents` in all mappings. Locked."""
     wanted = set(map(id, extents))
     holders: list[tuple[MappedRows, int, list[Mapping]]] = []
     # Lists of its own, because other threads may be making tables, or growing rows.
@@ -297,7 +292,7 @@ def _send(backend: Backend, channel: Channel, handles: Sequence[Handle]) -> None
 
 
 def _listen(path: str, mode: int) -> socket.socket:
-    """A listening socket at `path`; one that a dead exporter left there is replaced."""
+    """Listen on a socket at `path`; the socket of a dead exporter is replaced."""
     if _is_abandoned(path):
         os.unlink(path)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
