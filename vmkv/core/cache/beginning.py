@@ -26,19 +26,13 @@ _KEPT_DIVISOR = 64
 
 
 def choose_row(space: RowSpace, num_tokens: int) -> int:
-    """Choose, without taking it, the row for a sequence of about `num_tokens` new tokens. Locked.
-
-    Raises `OutOfAddressSpaceError` if every row is live. Cost: a look at each parked row.
-    """
+    """Choose, without taking it, the row for about `num_tokens` new tokens. Locked."""
     wanted = space.prefixes.recorded - _giving_way(space, num_tokens)
     return space.rows.choose(num_tokens, space.adoptable_tokens, wanted)
 
 
 def _giving_way(space: RowSpace, num_tokens: int) -> Set[int]:
-    """Return the parked rows that eviction would take first for a sequence of `num_tokens`.
-
-    Empty where caches share the pool, because eviction then chooses among all their rows.
-    """
+    """Parked rows that eviction would take first for a sequence; none if caches share the pool."""
     pool = space.pool
     end_tokens = num_tokens + space.overread_tokens
     missing_bytes = pool.budget_bytes // _KEPT_DIVISOR - pool.available_bytes
@@ -81,8 +75,7 @@ _HOLDERS_LOOKED_AT = 4
 def begin_with_prefix(space: RowSpace, prompt: Any, tenant: str | None) -> tuple[int, int] | None:
     """Take a row with the longest known beginning of `prompt`, without its last token. Locked.
 
-    Returns the row, live now, and how many tokens it holds; None without a match. After
-    `ConfigError` (not a prompt) and `DriverError` (the tail could not be copied) no row is taken.
+    Returns the row, live now, and its token count; None without a match.
     """
     prefixes = space.prefixes
     for match in prefixes.matches(prompt, tenant, max(0, len(prompt) - 1)):
@@ -124,10 +117,7 @@ def begin_with_prefix(space: RowSpace, prompt: Any, tenant: str | None) -> tuple
 
 
 def _holders(space: RowSpace, rows: Iterator[int], num_tokens: int) -> list[int]:
-    """Return the first few of `rows` from which a sequence of `num_tokens` tokens can begin.
-
-    Rows that lack needed pages are marked, and not offered again.
-    """
+    """First few of `rows` that hold `num_tokens` tokens; rows that lost some are marked."""
     found: list[int] = []
     lost: list[int] = []
     for row in rows:

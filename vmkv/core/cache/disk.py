@@ -196,7 +196,6 @@ def _header(description: str, tensors: Sequence[StoredTensor], digests: Mapping[
 
 
 def _entries(tensors: Sequence[StoredTensor]) -> dict[str, Any]:
-    """Return the header's entries for tensors that follow one another."""
     entries, end = {}, 0
     for tensor in tensors:
         start, end = end, end + tensor.num_bytes
@@ -218,11 +217,7 @@ def digest_of(text: str) -> str:
 
 
 class SavedFile:
-    """A file in the format of `write`; `where` names it in messages.
-
-    Raises `ConfigError` if it is truncated, of another kind or version, or its description is
-    corrupt.
-    """
+    """A file in the format of `write`; raises `ConfigError` if it is truncated or foreign."""
 
     def __init__(self, file: IO[bytes], where: str):
         self._file, self._where = file, where
@@ -353,7 +348,6 @@ class _Buffer:
 
     @property
     def data(self) -> memoryview:
-        """The bytes of the CPU's buffer."""
         return self._near.numpy().data
 
     def read(self, source: _Range) -> Iterator[memoryview]:
@@ -463,8 +457,6 @@ def _ranges(
 
 
 class _Content(NamedTuple):
-    """A checked file, except for the token rows, whose checksums are compared as they are read."""
-
     file: SavedFile
     num_tokens: int
     first_tokens: Sequence[int]
@@ -512,7 +504,6 @@ def _checked(space: RowSpace, file: SavedFile, where: str) -> _Content:
 
 
 def _fill(space: RowSpace, row: int, content: _Content, tenant: str | None) -> None:
-    """Map the sequence's memory and read it from the file."""
     map_rows(space, [Target(row, content.num_tokens, content.num_tokens, tenant)])
     buffer = _Buffer(space)
     stream = space.current_stream()

@@ -304,11 +304,7 @@ def _check_beams(space: RowSpace, beams: Sequence[LiveRow], sources: Sequence[in
 
 
 class _Move(NamedTuple):
-    """Transfer of contents from row `source` to row `target` in one group.
-
-    `change` replaces mappings of the target, None if they stay; `readonly` mappings stay and become
-    writable; `copied_bytes` are copied from `copy_first_page` on.
-    """
+    """Transfer between two rows in one group; `change` is None if the target's mappings stay."""
 
     group: LayerGroup
     source: int
@@ -319,12 +315,10 @@ class _Move(NamedTuple):
     copied_bytes: int
 
     def address(self, row: int) -> Address:
-        """Address in `row` of the first copied byte."""
         return self.group.table.page_address(row, self.copy_first_page)
 
     @property
     def reads(self) -> list[Mapping]:
-        """Source mappings that are copied from."""
         table = self.group.table
         return table.overlapping(self.source, self.copy_first_page, table.row_pages)
 
@@ -344,7 +338,6 @@ def _reorder_moves(
     num_tokens: int,
     tenants: dict[int, str | None],
 ) -> list[_Move]:
-    """Plan for each target how it comes to hold its source's `num_tokens` tokens."""
     differences = [
         _after_common(group, *each, num_tokens, keeps_past=space.keeps_past) for each in rows
     ]
@@ -429,10 +422,7 @@ def _plan_move(
 def _through_buffer(
     space: RowSpace, moves: Sequence[_Move], stream: int
 ) -> tuple[list[CopyOp], torch.Tensor | None]:
-    """Copy contents that would be overwritten before they are read into a buffer.
-
-    Returns the copies to make afterwards, and the buffer, which lives until they are submitted.
-    """
+    """Save bytes that copies overwrite before reading them; returns the copies and the buffer."""
     targets = {move.target for move in moves}
     num_bytes = sum(move.copied_bytes for move in moves if move.source in targets)
     buffer = None

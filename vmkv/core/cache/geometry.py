@@ -36,10 +36,7 @@ def growth_quantum_class(held_pages: int, largest_class: int) -> int:
 
 
 def largest_class_for_window(window_pages: int, largest_class: int) -> int:
-    """Return the largest class worth using where only `window_pages` are kept.
-
-    An extent is freed only when the window has passed all of it, so a large one stays too long.
-    """
+    """Largest class for a window, since an extent is freed only when the window has passed it."""
     pages = max(1, window_pages // _WINDOW_DIVISOR)
     return min(pages.bit_length() - 1, largest_class)
 
@@ -47,10 +44,7 @@ def largest_class_for_window(window_pages: int, largest_class: int) -> int:
 def pages_to_map(
     row_end_page: int, needed_end_page: int, row_pages: int, quantum_class: int
 ) -> int:
-    """Return how many pages to add to a row that must reach `needed_end_page`.
-
-    At least the quantum, never past the end of the row, and 0 if the row is long enough.
-    """
+    """Pages to add up to `needed_end_page`: at least a quantum, never past the row's end."""
     missing = needed_end_page - row_end_page
     if missing <= 0:
         return 0
@@ -97,17 +91,9 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class Geometry:
-    """The layout of one layer group.
+    """The layout of one layer group: `num_rows` rows of at least `max_tokens` tokens.
 
-    Attributes:
-        num_layers: Layers that share the token row.
-        shape: The shape of every layer.
-        page_bytes: The pool's page.
-        max_tokens: Tokens a row must hold.
-        num_rows: Rows in the reservation.
-
-    Raises:
-        ConfigError: A number is not positive, or positions or addresses do not suffice.
+    Raises `ConfigError` if a number is not positive, or positions or addresses do not suffice.
     """
 
     num_layers: int

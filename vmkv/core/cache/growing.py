@@ -62,7 +62,6 @@ def _map_and_lengthen(
 
 
 def _lengthen(space: RowSpace, targets: Iterable[tuple[LiveRow, int]]) -> None:
-    """Set the lengths of sequences whose memory is mapped."""
     if not space.keeps_past:
         retire_behind_windows(space, (sequence for sequence, _ in targets))
     for sequence, num_tokens in targets:
@@ -71,7 +70,6 @@ def _lengthen(space: RowSpace, targets: Iterable[tuple[LiveRow, int]]) -> None:
 
 
 def _longest(targets: Iterable[tuple[LiveRow, int]]) -> dict[LiveRow, int]:
-    """Return the greatest length wanted for each sequence; a sequence may be named twice."""
     longest: dict[LiveRow, int] = {}
     for sequence, num_tokens in targets:
         longest[sequence] = max(num_tokens, longest.get(sequence, 0))
@@ -99,7 +97,6 @@ def _make_writable(
 
 
 def _unshare(space: RowSpace, sequence: LiveRow) -> None:
-    """Copy shared extents that a sequence will write."""
     row, num_tokens, stream = sequence.row, sequence.num_tokens, space.current_stream()
     for group in space.groups:
         if group.table.rows[row].shared_end_page:
@@ -119,23 +116,12 @@ def make_ready(
     begins_empty: bool = True,
     wait: bool = False,
 ) -> bool:
-    """Prepare free memory for a later `KVCache.grow`, which then only has to map it.
+    """Prepare free memory for a later `KVCache.grow`, which then only maps; returns success.
 
-    Call it while the device works; see `ExtentPool.make_ready`. Live sequences keep their mappings.
-
-    Args:
-        space: The cache.
-        wanted: As for `KVCache.grow`. Sequences that are swapped out or moving are skipped.
-        num_new_tokens: Tokens of a sequence that will begin meanwhile.
-        begins_empty: Whether that sequence begins with nothing and can adopt a parked row's memory;
-            otherwise `num_new_tokens` counts only tokens beyond those that it brings or shares.
-        wait: Wait for fences; otherwise this never blocks.
-
-    Returns:
-        Whether all of it is ready.
-
-    Raises:
-        DriverError: Parked rows may have lost memory; live sequences have not.
+    Call it while the device works; see `ExtentPool.make_ready`. It covers the resident sequences of
+    `wanted`, and `num_new_tokens` of a sequence that will begin: with nothing (`begins_empty`), so
+    that it can adopt a parked row, or after tokens that it brings or shares. Blocks only to `wait`
+    for fences. After a `DriverError` parked rows may have lost memory.
     """
     space.check_open()
     changes = _plan(space, _targets(space, wanted))
@@ -147,18 +133,11 @@ def make_ready(
 
 @uninterrupted
 def grow_ahead(space: RowSpace, wanted: Iterable[tuple[LiveRow, int]]) -> None:
-    """Map memory that sequences will need, so that a later `KVCache.grow` finds it; never blocks.
+    """Map memory that a later `KVCache.grow` will need, without blocking.
 
-    Call it while the device works, once `make_ready` has returned true. Sequences are skipped whose
-    memory is no longer ready, whose addresses are still in use, or that need a copy of shared
-    extents.
-
-    Args:
-        space: The cache.
-        wanted: As for `make_ready`. Sequences without tokens are skipped, too.
-
-    Raises:
-        DriverError: Nothing was mapped.
+    Call it while the device works, once `make_ready` has returned true. Skips sequences without
+    tokens and any whose memory is not ready, whose addresses are in use, or that need a copy of
+    shared extents. After a `DriverError` nothing was mapped.
     """
     begun = [each for each in wanted if each[0].num_tokens]
     changes = _plan(space, _targets(space, begun))
@@ -280,11 +259,7 @@ def _plan(
 
 
 def retire_surplus(space: RowSpace, wanted: Mapping[LiveRow, int] | None = None) -> int:
-    """Retire pages of live rows beyond their length, or beyond the length `wanted` for them.
-
-    Pages behind sliding windows are retired as well, unless the cache keeps past. Returns the bytes
-    that are free once their fences have passed.
-    """
+    """Retire live rows' memory beyond their (`wanted`) length and behind windows; returns bytes."""
     pool = space.pool
     with pool.lock:
         now = pool.reclaimer.new_fence()

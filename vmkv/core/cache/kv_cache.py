@@ -40,7 +40,7 @@ class KVCache(RowSpace):
     """Keys and values of many sequences on one device.
 
     A method that raises has changed nothing, unless it says otherwise. `ClosedError` means that the
-    cache or a sequence is closed.
+    cache or a sequence is closed, `DriverError` that a driver call failed.
 
     Args:
         memory: A device (`"cuda:0"`, `"host"`), a backend, or a pool to share with other caches.
@@ -111,21 +111,16 @@ class KVCache(RowSpace):
 
     @uninterrupted
     def drop_layers(self, layers: Iterable[int]) -> None:
-        """Forget layers that were added but never written.
-
-        Their bytes in the token row stay unused. A group with no layers left is closed.
-        """
+        """Forget layers that were never written; their bytes in the token row stay unused."""
         drop_layers(self, layers)
 
     @uninterrupted
     def compact(self) -> bool:
         """Close the gaps that `drop_layers` left, by copying groups; returns whether any moved.
 
-        Tensors made before keep pointing at the old memory: make new ones.
-
-        Raises:
-            OutOfPagesError, OutOfAddressSpaceError: Nothing moved; the gaps stay.
-            ConfigError: A sequence is swapped out.
+        Tensors made before keep pointing at the old memory: make new ones. Raises `ConfigError`
+        while a sequence is swapped out, `OutOfPagesError` and `OutOfAddressSpaceError` without room
+        for the copy.
         """
         return compact(self)
 
@@ -181,7 +176,6 @@ class KVCache(RowSpace):
     def _restored(
         self, row: int, num_tokens: int, token_ids: List_[int], tenant: str | None
     ) -> Sequence:
-        """The sequence of a row that began with `num_tokens` tokens, of which some are known."""
         sequence = Sequence(self, row, num_tokens, tenant)
         sequence.num_cached_tokens = num_tokens
         if token_ids:
@@ -190,23 +184,21 @@ class KVCache(RowSpace):
 
     @uninterrupted
     def reorder(self, sequences: List_[Sequence], sources: List_[int]) -> None:
-        """Let each sequence go on from another one: the step of a beam search.
-
-        What is recorded of a source is recorded of who goes on from it.
+        """Let each sequence continue from another one and its recorded tokens, as in beam search.
 
         Args:
             sequences: Live sequences of this cache, of equal length, each once.
-            sources: For each, which of `sequences` it continues.
+            sources: For each, the index in `sequences` of the one it continues.
 
         Raises:
-            ConfigError: They are not. Nothing changed.
-            OutOfPagesError: Nothing changed.
-            DriverError: Nothing changed, unless a copy failed: then the sequences that were to go
-                on from another one have undefined tails, and nothing of them is recorded.
+            ConfigError: The arguments are not as described.
+            OutOfPagesError: The pool cannot supply the pages.
+            DriverError: Nothing changed, unless a copy failed: then the continued sequences have
+                undefined tails, and nothing recorded.
 
-        Cost: a copy of what the beams have written since they parted; the first time, extents
-            are mapped instead of copied, which waits for the device once.
-        Ordering: behind what the current stream and others were given so far.
+        Cost: a copy of what the beams have written since they parted; the first time, extents are
+            mapped instead, which waits for the device once.
+        Ordering: after all work submitted so far on the current stream and others.
         """
         reorder(self, sequences, sources)
 
@@ -234,13 +226,9 @@ class KVCache(RowSpace):
     def keep_resident(self, overread_tokens: int) -> None:
         """Keep `overread_tokens` past every sequence's length mapped, now and from now on.
 
-        For kernels that fetch past the length they are told. The number never decreases. Swapped
-        sequences get the memory when they come back.
-
-        Raises:
-            OutOfPagesError: The pool cannot supply the pages.
-            ConfigError: The pool poisons memory, which such a kernel would fetch; or a sequence is
-                moving to the host.
+        For kernels that fetch past the length they are told. The number never decreases. Raises
+        `OutOfPagesError`, and `ConfigError` if the pool poisons memory or a sequence is moving to
+        the host.
         """
         keep_resident(self, overread_tokens)
 
@@ -248,20 +236,15 @@ class KVCache(RowSpace):
 
     @uninterrupted
     def load(self, path: str | os.PathLike[str], *, tenant: str | None = None) -> Sequence:
-        """A sequence as `Sequence.save` wrote it, with the tokens that were recorded.
+        """Restore a sequence from a file of `Sequence.save`, with its recorded tokens.
 
-        Args:
-            path: The file.
-            tenant: Whose it is from now on.
+        Contents are verified as they are read, so after an error parked rows may have been evicted.
 
         Raises:
-            ConfigError: The file is truncated, corrupt, of another kind, or of other layers than
-                this cache's, or longer than its rows.
+            ConfigError: The file is truncated, corrupt, or of another kind; or this cache has other
+                layers or shorter rows.
             OSError: It cannot be read.
             OutOfPagesError, OutOfAddressSpaceError: No memory for it, or no row.
-            ClosedError, DriverError.
-            In every case there is no sequence, and none that lives has changed. Keys and values
-            are checked as they are read, so for those parked rows may have given way.
 
         Cost: about 1 s per GiB, for the checksum; then a copy.
         """
@@ -397,7 +380,7 @@ class KVCache(RowSpace):
         self.is_closed = True
 
     def has_outside_views(self) -> bool:
-        """Whether tensors that the cache gave away are still alive. Drops the cache's own tensors."""
+        """Whether tensors that the cache gave away still exist; drops the cache's own tensors."""
         return any([group.has_outside_views() for group in self.groups])
 
     def __del__(self) -> None:

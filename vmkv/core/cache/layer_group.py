@@ -98,15 +98,8 @@ UNDERREAD_TOKENS = 256
 class LayerGroup:
     """The rows of one group of layers.
 
-    Args:
-        pool: The source of physical memory.
-        geometry: The layout of the rows.
-        dtype: The element type.
-        window_tokens: How many of the last tokens a query sees, itself included; None for all.
-        scales: One per layer for eight bits; None where numbers are stored unscaled.
-
-    Raises:
-        OutOfAddressSpaceError: The driver cannot reserve the addresses.
+    A query sees the last `window_tokens` tokens, itself included; all with None. `scales`, one per
+    layer, are for eight bits. Raises `OutOfAddressSpaceError` if addresses cannot be reserved.
     """
 
     def __init__(
@@ -177,10 +170,7 @@ class LayerGroup:
         return self._scale_tensors[place]
 
     def next_page(self, row: int, num_tokens: int) -> int:
-        """Return the page at which `row`, of `num_tokens` tokens, grows next.
-
-        An empty row of a windowed group starts at the first page of its window.
-        """
+        """Page at which `row`, of `num_tokens` tokens, grows: its end, or its window's start."""
         pages = self.table.rows[row]
         return pages.end_page if pages.mappings else self.first_needed_page(num_tokens)
 
@@ -207,11 +197,7 @@ class LayerGroup:
         return min(end_bytes // self.geometry.token_bytes, self.geometry.row_tokens)
 
     def writable_tokens(self, row: int, num_tokens: int, overread_tokens: int) -> int:
-        """Return the length up to which a sequence of `num_tokens` in `row` may be written now.
-
-        Pages from `num_tokens` to there are mapped, unshared and unprotected, and `overread_tokens`
-        more are mapped. Less than `num_tokens` where nothing may be written.
-        """
+        """Length up to which the row's sequence can be written now, with over-read mapped."""
         first_page = self.geometry.whole_pages_below(num_tokens)
         if not self.table.is_writable_from(row, first_page):
             return 0
@@ -291,10 +277,7 @@ class LayerGroup:
         return max(first_token, self.first_written(row))
 
     def first_kept_page(self, row: int, num_tokens: int, *, keeps_past: bool) -> int:
-        """The first page to copy or share when another row takes over `num_tokens` tokens of `row`.
-
-        Pages before the window are included with `keeps_past`.
-        """
+        """First page to take over with `num_tokens` tokens; what a window passed if `keeps_past`."""
         pages, needed = self.table.rows[row], self.first_needed_page(num_tokens)
         return min(needed, pages.first_page) if keeps_past and pages.mappings else needed
 

@@ -38,16 +38,10 @@ class Where(enum.IntEnum):
 
 
 class Node:
-    """A run of whole blocks in the tree.
+    """A run of whole blocks in the tree; `rows` lists its rows by `Where`, oldest first.
 
-    Attributes:
-        parent: The preceding node; None for the root.
-        key: Its key in the parent's `children`.
-        end_bytes: Bytes from the root to its end. Unchanged by splits and joins, so that threads
-            without the lock can ask a row for its length.
-        run: The blocks.
-        rows: By `Where`, the rows that hold it, in the order in which they came.
-        children: Following nodes, by their first block.
+    `end_bytes` is the length from the root to its end. Splits and joins leave it as it is, so that
+    threads without the lock can ask a row for its length.
     """
 
     __slots__ = ("children", "end_bytes", "key", "parent", "rows", "run")
@@ -74,10 +68,7 @@ class Node:
 
 @dataclass
 class Path:
-    """A row's place in the tree: it is listed at each node from the root to `end`.
-
-    Its first `lost_bytes` are listed as `AWAY`, whatever the row's state.
-    """
+    """A row's place in the tree, root to `end`; the first `lost_bytes` are listed as `AWAY`."""
 
     row: int
     tenant: bytes
@@ -87,11 +78,7 @@ class Path:
 
 
 class PrefixTree:
-    """The tree of the token blocks, `block_bytes` each, that rows hold.
-
-    `num_cuts` counts splits, joins and removals of nodes; while it is unchanged, a node that was
-    found still holds the same bytes, and perhaps more after them.
-    """
+    """The tree of token blocks that rows hold; `num_cuts` counts splits, joins and removals."""
 
     def __init__(self, block_bytes: int):
         self.block_bytes = block_bytes
@@ -162,7 +149,6 @@ class PrefixTree:
             path.lost_bytes = lost_bytes
 
     def _relist(self, path: Path, start_bytes: int, end_bytes: int, where: Where) -> None:
-        """Change the row's state in a range that starts and ends between blocks."""
         node = path.end
         while node.end_bytes > start_bytes:
             if node.start_bytes < end_bytes:
@@ -207,7 +193,6 @@ class PrefixTree:
     # ---- nodes ----------------------------------------------------------------------------
 
     def _key(self, node: Node, tenant: bytes, data: bytes, at: int) -> bytes:
-        """Return the key of the child of `node` that holds `data` from `at` on."""
         block = data[at : at + self.block_bytes]
         return tenant + block if node is self._root else block
 
@@ -239,10 +224,7 @@ class PrefixTree:
         )
 
     def _split(self, node: Node, num_bytes: int) -> Node:
-        """Split off the first `num_bytes` of `node` as its parent, and return that.
-
-        `node` keeps the rest, so that paths which end at it stay valid.
-        """
+        """Split off the first `num_bytes` of `node` as its new parent; paths keep their end."""
         self.num_cuts += 1
         first = Node(node.parent, node.key, node.run[:num_bytes])
         first.rows = tuple(map(dict, node.rows))
@@ -279,10 +261,7 @@ _DIGEST_BYTES = 16
 
 @dataclass
 class _Content:
-    """The recorded tokens of a row: whole blocks in the tree, and the tail.
-
-    `hashes` are those of its first whole blocks, as far as they have been asked for.
-    """
+    """The recorded tokens of a row: whole blocks in the tree, and the tail behind them."""
 
     tenant: str | None
     path: Path
@@ -339,11 +318,6 @@ class PrefixIndex:
 
     Each row is listed by state: parked, live, or away (swapped out, or without the window that a
     new sequence would see), so that finding one of a kind costs the same for any number of rows.
-
-    Attributes:
-        num_hits: Sequences that began with tokens found here.
-        num_misses: Sequences that looked for tokens and found none.
-        num_hit_tokens: Tokens found, over all hits.
     """
 
     def __init__(self) -> None:
@@ -356,10 +330,7 @@ class PrefixIndex:
     # ---- what rows hold -------------------------------------------------------------------
 
     def record(self, row: int, token_ids: Sequence[int], tenant: str | None = None) -> None:
-        """Record that a live row holds `token_ids` after those recorded before, for a tenant.
-
-        Raises `ConfigError` for values that are not token ids. Cost: about 10 ns per token.
-        """
+        """Record that a live row holds `token_ids` after those recorded before, for a tenant."""
         self._record(row, tenant, _as_bytes(token_ids))
 
     def _record(self, row: int, tenant: str | None, tokens: bytes) -> None:
@@ -395,10 +366,7 @@ class PrefixIndex:
             self._tree.lose(content.path, self._whole_bytes(num_bytes))
 
     def copy(self, moves: Iterable[tuple[int, int, str | None]], num_tokens: int) -> None:
-        """Record the sources' first `num_tokens` tokens for the targets, as if all at once.
-
-        `moves` are `(source, target, tenant of the target)`; targets are live.
-        """
+        """Record sources' first `num_tokens` for targets; moves are `(source, target, tenant)`."""
         num_bytes = num_tokens * _TOKEN_BYTES
         found = [(self._contents.get(source), target, tenant) for source, target, tenant in moves]
         targets = {target for _, target, _ in found}
@@ -429,7 +397,6 @@ class PrefixIndex:
             self._record(row, tenant, self._held(content, 0, num_bytes))
 
     def _beside(self, source: _Content, row: int, num_bytes: int) -> _Content:
-        """Make the content of `row`, which held nothing, from the first `num_bytes` of `source`."""
         path = self._tree.path(row, source.path.tenant)
         self._tree.follow(path, source.path, self._whole_bytes(num_bytes))
         whole_bytes = path.end.end_bytes
@@ -463,7 +430,6 @@ class PrefixIndex:
         return 0 if content is None else content.num_hits
 
     def _hashed(self, content: _Content) -> list[bytes]:
-        """Compute and keep the hashes of all whole blocks."""
         known = content.hashes
         blocks = self._tree.held(content.path, len(known) * self._tree.block_bytes)
         known.extend(_chain(blocks, known[-1] if known else _first_parent(content.tenant)))
@@ -506,9 +472,8 @@ class PrefixIndex:
     ) -> Iterator[Match]:
         """Yield matches of rows that hold a beginning of `token_ids`, the longest first.
 
-        Changes to rows between two matches are seen. `max_tokens` limits the length of a beginning.
-        Raises `ConfigError` for values that are not token ids. Cost: about 5 ns per token, and a
-        comparison for each place where rows part.
+        Changes to rows between two matches are seen. Cost: about 5 ns per token, and a comparison
+        for each place where rows part.
         """
         whose, tokens = _tenant_bytes(tenant), _as_bytes(token_ids)
         num_bytes = len(tokens) if max_tokens is None else max_tokens * _TOKEN_BYTES
@@ -523,15 +488,7 @@ class PrefixIndex:
                 break
 
     def beginnings(self, num_blocks: Sequence[int]) -> Iterator[tuple[int, bytes]]:
-        """What a sequence can begin with now, of so many blocks, with the hash of the last one.
-
-        What several rows hold comes as often.
-
-        Args:
-            num_blocks: Lengths to look at, ascending.
-
-        Cost: 0.1 µs for each row and length, and 1 µs for each block that nobody has asked about.
-        """
+        """Yield `(length, last hash)` of beginnings on offer, for the ascending `num_blocks`."""
         for content in self._contents.values():
             if content.path.where is Where.AWAY:
                 continue
@@ -555,10 +512,7 @@ class PrefixIndex:
 
 
 def block_hashes(token_ids: Sequence[int], tenant: str | None = None) -> Iterator[bytes]:
-    """Yield the hashes of the whole blocks of `token_ids`, in every process the same.
-
-    Raises `ConfigError` for values that are not token ids. Cost: about 1 µs per block of 16 tokens.
-    """
+    """Yield the hashes of the whole blocks of `token_ids`, in every process the same."""
     return _chain(_as_bytes(token_ids), _first_parent(tenant))
 
 

@@ -76,12 +76,7 @@ class Rows:
         adoptable_tokens: Callable[[int], int],
         with_prefix: Container[int] = (),
     ) -> int:
-        """Choose the row for a new sequence of about `num_tokens`, without taking it.
-
-        Order: the smallest parked row, not in `with_prefix`, that is large enough; else the largest
-        of those; else the first empty row; else the parked row whose prefix is least recently used.
-        Raises `OutOfAddressSpaceError` if every row is live.
-        """
+        """Choose a row, without taking it: best-fit parked without prefix, then empty, then oldest."""
         plain = [row for row in self._parked if row not in with_prefix]
         sizes = {row: adoptable_tokens(row) for row in plain}
         fitting = [row for row in plain if sizes[row] >= max(1, num_tokens)]
@@ -92,10 +87,7 @@ class Rows:
         return self.choose_unneeded()
 
     def choose_unneeded(self, but: int | None = None) -> int:
-        """Choose an empty row, else the least recently used parked row, other than row `but`.
-
-        Raises `OutOfAddressSpaceError` if there is none.
-        """
+        """Choose an empty row, else the least recently used parked one; never row `but`."""
         if self._empty:
             return self._empty[0]
         for row in self._parked:
@@ -144,10 +136,7 @@ Gives = Sequence[tuple[int, Extent]]
 
 
 def ends_of(groups: Sequence[LayerGroup], row: int) -> Gives:
-    """List the extents that a row can give up, from its end, in all groups.
-
-    Extents up to the last pinned one are left out. The rest of a prefix remains usable.
-    """
+    """List the extents that a row can give up, last token first, and none before a pinned one."""
     ends: list[tuple[int, Extent]] = []
     pinned_token = -1
     for group in groups:
@@ -164,10 +153,7 @@ def ends_of(groups: Sequence[LayerGroup], row: int) -> Gives:
 
 
 def own_bytes(groups: Sequence[LayerGroup], row: int) -> int | None:
-    """Bytes of a parked row if no extent of it is shared, else None; counts pinned extents, too.
-
-    Computed without a look at its dozens of extents, since a plan asks this for a dozen rows.
-    """
+    """Bytes of a parked row, pinned extents included, if nothing in it is shared; else None."""
     num_bytes = 0
     for group in groups:
         pages = group.table.rows[row]
@@ -195,11 +181,7 @@ def victim_of(
     num_hits: int = 0,
     num_prefix_tokens: int = 0,
 ) -> Victim:
-    """Present a row to the pool as a victim.
-
-    `gives` lists its evictable extents at the time of the call; `retire` retires the row from a
-    token on. `freeable_bytes` is computed from `gives` if None. Times are ticks.
-    """
+    """Make a victim: `gives` lists a row's evictable extents, `retire` cuts the row at a token."""
 
     def evict(num_bytes: int) -> int:
         evicted_bytes, keep_tokens = 0, None
@@ -266,16 +248,8 @@ class RowSpace:
     """The base of `KVCache`: its memory and rows, without the sequences' interface.
 
     Attributes:
-        pool: The source of physical memory.
-        max_tokens: The longest sequence.
-        max_sequences: The number of rows.
-        groups: The layer groups, in the order in which they were made.
-        rows: The state of each row: live, parked or empty.
         live: The sequence of each live row.
         moving: By row on its way to the host, a function that makes its victim.
-        prefixes: The recorded tokens of rows.
-        sharing: Counters of sharing and copying.
-        cost_model: Decides between mapping and copying.
         overread_tokens: Tokens past a sequence's length that are kept resident; see
             `KVCache.keep_resident`.
         keeps_past: While true, sliding-window groups keep tokens that have left the window (for
@@ -436,11 +410,7 @@ class RowSpace:
         return end
 
     def short(self, wanted: Iterable[tuple[Live, int]]) -> list[tuple[Live, int]]:
-        """Return the `(sequence, num_tokens)` of `wanted` that are beyond `writable_tokens`.
-
-        Equivalent to comparing with `writable_tokens`, but fast: every step asks for all running
-        sequences.
-        """
+        """Return those of `wanted` beyond their `writable_tokens`; fast, since every step asks."""
         overread_tokens = self.overread_tokens
         rows_tokens = [group.geometry.row_tokens for group in self.groups]
         row_tokens = min([self.max_tokens + overread_tokens, *rows_tokens])
@@ -483,11 +453,7 @@ class RowSpace:
         return pinned(self.pool, its)
 
     def submitting(self, writes: Iterable[tuple[int, int, int]]) -> AbstractContextManager[None]:
-        """Submit a step within this block; with checks on, its writes are checked against I10.
-
-        `writes` are `(row, first token, end token)`. A forbidden write raises `InternalError`
-        before anything is submitted. Free where checks are off.
-        """
+        """Submit a step in this block; with checks on, its writes `(row, start, end)` obey I10."""
         submitted = self.pool.submitted
         if submitted is None:
             return nullcontext()
@@ -507,10 +473,7 @@ class RowSpace:
     # ---- taking and leaving rows ----------------------------------------------------------
 
     def take(self, row: int, num_tokens: int, tenant: str | None) -> None:
-        """Make an empty or parked row live with its first `num_tokens` tokens; scrub the rest.
-
-        Raises `ConfigError` if `row` is live, or does not exist.
-        """
+        """Make a free row live with its first `num_tokens` tokens, and scrub the rest of it."""
         self.rows.check_free(row)
         if self.rows.is_parked(row):
             # Another stream may still read what this one will overwrite.
@@ -534,10 +497,7 @@ class RowSpace:
             self.rows.touch(row, self.pool.pressure.tick())
 
     def begin_anew(self, row: int) -> None:
-        """Note that `row` will be written from its first token on.
-
-        Retires runs that a window has moved off the row's start: no new sequence can use them.
-        """
+        """Prepare `row` to be written from token 0: retire runs that do not start there."""
         displaced = [group for group in self.groups if group.table.rows[row].first_page]
         if displaced:
             fence = self.pool.reclaimer.new_fence()
@@ -548,10 +508,7 @@ class RowSpace:
 
     @contextmanager
     def beginning(self, row: int | None = None) -> Iterator[int]:
-        """Take a row without memory for the block to fill; if the block fails, empty it again.
-
-        Raises `OutOfAddressSpaceError` if every row is live, `ConfigError` if `row` is not free.
-        """
+        """Take a row without memory for the block to fill; if the block fails, empty it again."""
         with self.pool.lock:
             if row is None:
                 row = self.rows.choose_unneeded()
@@ -564,11 +521,7 @@ class RowSpace:
             raise
 
     def take_emptied(self, row: int) -> None:
-        """Make a row live that holds nothing, after retiring its parked memory. Locked.
-
-        Raises `ConfigError` if `row` is not free; `DriverError` without a fence (the row stays
-        parked).
-        """
+        """Make a row live that holds nothing, after retiring its parked memory. Locked."""
         if self.rows.is_parked(row):
             self.retire_parked(row, 0)
         # Without memory there is nothing to scrub, to forget, or that others may still read.
@@ -582,7 +535,7 @@ class RowSpace:
         self.retire_parked(row, 0)
 
     def park(self, row: int, idle_since: int | None = None) -> None:
-        """Park the row of a sequence that ends; `idle_since` is `Sequence.close`'s. Locked."""
+        """Park the row of a sequence that ends. Locked."""
         if not self.prefixes.num_recorded(row):
             self.begin_anew(row)
         del self.live[row]

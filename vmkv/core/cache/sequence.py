@@ -31,8 +31,8 @@ class Sequence:
     """A sequence of tokens, contiguous in virtual memory in every layer.
 
     Made by `KVCache.open` and `fork`. Not thread-safe; one thread works on a cache at a time. After
-    an error the sequence is as it was, unless a method says otherwise; `ClosedError` means that it
-    or its cache is closed.
+    an error the sequence is as it was, unless a method says otherwise. `ClosedError` means that it
+    or its cache is closed, `DriverError` that a driver call failed.
 
     Attributes:
         cache: Its cache.
@@ -71,12 +71,8 @@ class Sequence:
     def truncate(self, num_tokens: int) -> None:
         """Forget all but the first `num_tokens` tokens; their memory stays for new ones.
 
-        Raises:
-            ConfigError: The sequence holds fewer, or they have left a sliding-window layer's
-                window.
-            DriverError: The driver failed.
-
-        Ordering: later work on the current stream waits for all work submitted so far.
+        Raises `ConfigError` if it holds fewer, or they have left a sliding window. Later work on
+        the current stream waits for all work submitted so far.
         """
         self.cache.check_open()
         self.check_open()
@@ -107,7 +103,6 @@ class Sequence:
             ConfigError: There are fewer tokens, or a sliding-window layer no longer holds the
                 window there.
             OutOfPagesError, OutOfAddressSpaceError: No memory for the tail, or no row.
-            DriverError: The driver failed.
 
         Cost: one mapping per shared extent (35 µs on an H200), and a copy of at most an extent.
         Ordering: after all work submitted so far on the current stream and others.
@@ -168,13 +163,8 @@ class Sequence:
         """Bring the sequence back to the same addresses. Does nothing if it is resident.
 
         Views of it and CUDA graphs captured over it are valid again. A transfer that is still under
-        way is cancelled. After an error the sequence stays swapped out, unharmed.
-
-        Raises:
-            OutOfPagesError: No device memory is left.
-            OutOfAddressSpaceError, DriverError: The driver failed.
-
-        Ordering: later work on the current stream waits for the copies; the caller does not.
+        way is cancelled. Without device memory (`OutOfPagesError`) it stays swapped out. Later work
+        on the current stream waits for the copies; the caller does not.
         """
         self._check_not_closed()
         if self._transfer is not None:
@@ -189,11 +179,7 @@ class Sequence:
 
         The sequence stays usable, but kernels read spilled extents over the bus. Shared extents and
         those at its end are not moved. Returns the bytes moved; fewer than asked for where no more
-        can be.
-
-        Raises:
-            OutOfPagesError: No host memory is left (`host_budget_bytes`).
-            ConfigError, OutOfAddressSpaceError, DriverError: Nothing was moved.
+        can be. Raises `OutOfPagesError` without host memory (`host_budget_bytes`).
 
         Cost: a copy over the bus and a wait for the device.
         Ordering: after all work submitted so far on the current stream and others.
@@ -214,11 +200,8 @@ class Sequence:
         """Write the sequence to a file, from which `KVCache.load` restores it in any process.
 
         It may be swapped out, and may be closed afterwards. The file's mode is 0600; it takes its
-        name when it is complete.
-
-        Raises:
-            OSError: The file cannot be written; an old file of that name is kept.
-            OutOfPagesError, OutOfAddressSpaceError, DriverError: The old file is kept.
+        name when it is complete, so after an error (`OSError`, `OutOfPagesError`) an old file is
+        still there.
 
         Cost: about 1 s per GiB, for the checksum and the disk; 1 MiB of memory.
         Ordering: after all work submitted so far on the current stream and others;
@@ -312,13 +295,8 @@ class Sequence:
     def close(self, *, idle_since: int | None = None) -> None:
         """End the sequence; its row is parked for the next one. Idempotent.
 
-        Args:
-            idle_since: Tick (`Pressure.tick`) of the caller's last submitted work on the row, forks
-                excepted; default: now.
-
-        Raises:
-            DriverError: No fence could be recorded for a window that has moved on. The sequence is
-                open; call `close` again.
+        `idle_since` is the tick (`Pressure.tick`) of the caller's last work on the row, forks
+        excepted; default: now. After a `DriverError` the sequence is open; call `close` again.
         """
         if not self.is_closed:
             with self.cache.pool.lock:

@@ -40,12 +40,7 @@ class SwappedExtent(NamedTuple):
 
 @dataclass(frozen=True)
 class Swapped:
-    """The host memory of a swapped row: per group a run of extents to the end of its tokens.
-
-    Staging addresses own the host memory and stay mapped, because granting access takes half as
-    long as copying. Copies go extent by extent: mapping the next one costs less than copying this
-    one.
-    """
+    """The host copy of a row; `staging` keeps it mapped, since mapping costs half of copying."""
 
     row: int
     extents: Sequence[SwappedExtent]
@@ -114,10 +109,7 @@ class Transfer:
 
     @uninterrupted
     def finish(self) -> None:
-        """Wait until the sequence is swapped out and its device memory free. Idempotent.
-
-        After a `DriverError` it may be swapped out, its memory not free yet.
-        """
+        """Wait until the sequence is swapped out and its device memory free. Idempotent."""
         self._leave()
         ends = ((self.swapped.address(each), each.extent) for each in self.swapped.extents)
         self._space.pool.reclaimer.wait_for(
@@ -143,7 +135,6 @@ class Transfer:
             return True
 
     def _leave(self) -> None:
-        """Retire the device memory: the sequence is swapped out from now on."""
         space = self._space
         with space.pool.lock:
             if self.is_moving:
@@ -175,9 +166,8 @@ class Transfer:
 def begin_swap_out(sequence: LiveRow) -> Transfer:
     """Start copying a sequence's own memory to the host; after any error nothing has changed.
 
-    `OutOfPagesError` is about host memory. Cost: a mapping and an asynchronous copy per extent;
-    host memory that the pool has to create takes ten times as long as filling it (10 ms for 64
-    MiB).
+    Cost: a mapping and an asynchronous copy per extent; host memory that the pool has to create
+        takes ten times as long as filling it (10 ms for 64 MiB).
     """
     space = sequence.cache
     pool, backend = space.pool, space.pool.backend
@@ -232,11 +222,7 @@ def _to_move(
 
 
 def swap_in(sequence: LiveRow, swapped: Swapped) -> None:
-    """Map new device memory at a sequence's addresses and copy its contents back.
-
-    The current stream waits for the copies, the caller does not. After any error nothing has
-    changed.
-    """
+    """Map new memory at a sequence's addresses and copy its contents back; all or nothing."""
     space, row, tenant = sequence.cache, swapped.row, sequence.tenant
     space.note_stream()
     backend, num_tokens = space.pool.backend, sequence.num_tokens

@@ -163,7 +163,7 @@ class PrefixExporter:
 
     @contextmanager
     def _talking(self, channel: Channel) -> Iterator[None]:
-        """Register a conversation that `close` can end; count it before the importer sees its end."""
+        """Register a conversation for `close`; count it before the importer sees its end."""
         with self._lock:
             self._check_open()
             self._channels.add(channel)
@@ -230,11 +230,7 @@ class PrefixExporter:
 
     @uninterrupted
     def close(self) -> None:
-        """Stop serving and release the shared memory. Idempotent.
-
-        Raises:
-            DriverError: It was the last user of its pool, which could not close. Call it again.
-        """
+        """Stop serving and release the shared memory. Idempotent; repeat it after a `DriverError`."""
         if not self._is_closed:
             with self._lock:
                 self._is_closed = True

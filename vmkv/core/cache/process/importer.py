@@ -64,7 +64,6 @@ def _connected(path: str, timeout_s: float) -> Channel:
 
 
 def _receive(pool: ExtentPool, channel: Channel, offer: Offer, extents: list[Extent]) -> None:
-    """Import the offered extents into `extents`, each with one owner."""
     sizes = (size for group in offer.groups for size in group.sizes_bytes)
     while batch := tuple(islice(sizes, BATCH)):
         fds = channel.receive_descriptors(len(batch))

@@ -24,10 +24,7 @@ _TOKEN_ID_MAX = (1 << 63) - 1
 
 @dataclass(frozen=True)
 class GroupOffer:
-    """The extents of one layer group, in order and without a hole, from `first_page` of the row on.
-
-    `first_token` is the first token that they hold.
-    """
+    """Extents of a layer group, gapless from `first_page` on; they hold `first_token` and later."""
 
     first_page: int
     sizes_bytes: Sequence[int]
@@ -36,7 +33,7 @@ class GroupOffer:
 
 @dataclass(frozen=True)
 class Offer:
-    """A prefix that can be mapped elsewhere; `token_ids` are its known tokens, from the first on."""
+    """A prefix that can be mapped elsewhere; `token_ids` are its first tokens, if known."""
 
     num_tokens: int
     token_ids: Sequence[int]
@@ -137,7 +134,7 @@ def _kind(space: RowSpace) -> str:
 
 
 def checked(space: RowSpace, values: object, where: str) -> Offer:
-    """Return the offer in `values`; raise `ConfigError`, with a reason, if the cache cannot map it."""
+    """Return the offer in `values`, or raise `ConfigError` if the cache cannot map it."""
     claims = Claims(values, where)
     if claims.text("backend") != _kind(space):
         raise ConfigError(
