@@ -276,10 +276,9 @@ class SavedFile:
             self._digests.text(tensor.name)
 
     def read(self, name: str, buffer: memoryview) -> Iterator[int]:
-        """Read a checked tensor into `buffer` part by part; yields the bytes used by each part.
+        """Read a tensor into `buffer` part by part, yielding the bytes of each part.
 
-        Contents are verified only when the iterator has ended: a wrong checksum, or a file that has
-        become shorter, raises `ConfigError`.
+        The checksum is compared at the end: nothing is to be used before the iterator has ended.
         """
         digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
         start, end = self._entries[name]["data_offsets"]

@@ -277,7 +277,7 @@ class LayerGroup:
         return max(first_token, self.first_written(row))
 
     def first_kept_page(self, row: int, num_tokens: int, *, keeps_past: bool) -> int:
-        """First page to take over with `num_tokens` tokens; what a window passed if `keeps_past`."""
+        """First page to take over with `num_tokens` tokens of `row`; its first with `keeps_past`."""
         pages, needed = self.table.rows[row], self.first_needed_page(num_tokens)
         return min(needed, pages.first_page) if keeps_past and pages.mappings else needed
 

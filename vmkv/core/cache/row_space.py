@@ -76,7 +76,11 @@ class Rows:
         adoptable_tokens: Callable[[int], int],
         with_prefix: Container[int] = (),
     ) -> int:
-        """Choose a row, without taking it: best-fit parked without prefix, then empty, then oldest."""
+        """Choose, without taking it, the row for a sequence of about `num_tokens` new tokens.
+
+        Among parked rows not in `with_prefix` the smallest that is large enough, else the largest;
+        without any the first empty row; else the least recently used parked one.
+        """
         plain = [row for row in self._parked if row not in with_prefix]
         sizes = {row: adoptable_tokens(row) for row in plain}
         fitting = [row for row in plain if sizes[row] >= max(1, num_tokens)]
@@ -410,7 +414,7 @@ class RowSpace:
         return end
 
     def short(self, wanted: Iterable[tuple[Live, int]]) -> list[tuple[Live, int]]:
-        """Return those of `wanted` beyond their `writable_tokens`; fast, since every step asks."""
+        """Return those of `wanted` beyond their `writable_tokens`; fast, since every step calls it."""
         overread_tokens = self.overread_tokens
         rows_tokens = [group.geometry.row_tokens for group in self.groups]
         row_tokens = min([self.max_tokens + overread_tokens, *rows_tokens])

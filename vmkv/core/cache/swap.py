@@ -40,7 +40,11 @@ class SwappedExtent(NamedTuple):
 
 @dataclass(frozen=True)
 class Swapped:
-    """The host copy of a row; `staging` keeps it mapped, since mapping costs half of copying."""
+    """The host copy of a row, which `staging` owns.
+
+    It stays mapped for both ways, because granting access takes half as long as copying. Copies go
+    extent by extent: mapping the next one costs less than copying this one.
+    """
 
     row: int
     extents: Sequence[SwappedExtent]
@@ -222,7 +226,10 @@ def _to_move(
 
 
 def swap_in(sequence: LiveRow, swapped: Swapped) -> None:
-    """Map new memory at a sequence's addresses and copy its contents back; all or nothing."""
+    """Map new memory at a sequence's addresses and copy its contents back; all or nothing.
+
+    The current stream waits for the copies, the caller does not.
+    """
     space, row, tenant = sequence.cache, swapped.row, sequence.tenant
     space.note_stream()
     backend, num_tokens = space.pool.backend, sequence.num_tokens

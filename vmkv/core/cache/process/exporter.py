@@ -126,21 +126,17 @@ class PrefixExporter:
     # ---- serving --------------------------------------------------------------------------
 
     def serve_one(self, timeout_s: float | None = None) -> Peer:
-        """Wait for an importer, and give it the prefix.
+        """Wait `timeout_s` (default: for ever) for an importer, serve it, and return its `Peer`.
 
-        Args:
-            timeout_s: How long to wait for one; by default for ever.
-
-        Returns:
-            Who it was.
+        After an error, except for `ClosedError`, the exporter can serve the next importer.
 
         Raises:
-            ConfigError: It may not have the prefix, cannot use it, or does not speak the protocol.
+            ConfigError: The importer is not allowed, cannot use the prefix, or speaks another
+                protocol; or `start` was called.
             ConnectionError: It went away midway.
-            TimeoutError: None came, or it took longer than it may.
+            TimeoutError: None came, or it exceeded its deadline.
             DriverError: A descriptor could not be made.
             ClosedError: The exporter is closed.
-            In every case the exporter can serve the next one. After `start` it is `ConfigError`.
         """
         self._check_open()
         self._check_not_started()
@@ -230,7 +226,7 @@ class PrefixExporter:
 
     @uninterrupted
     def close(self) -> None:
-        """Stop serving and release the shared memory. Idempotent; repeat it after a `DriverError`."""
+        """Stop serving and release the shared memory. Idempotent; repeat after a `DriverError`."""
         if not self._is_closed:
             with self._lock:
                 self._is_closed = True

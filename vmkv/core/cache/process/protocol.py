@@ -83,7 +83,11 @@ class Channel:
             self._connection.sendall(_PREFIX.pack(_MAGIC, VERSION, len(message)) + message)
 
     def receive(self, num_bytes_max: int) -> dict[str, object]:
-        """Return the JSON object in the next frame; raise `ConfigError` for a refusal."""
+        """Return the JSON object in the next frame.
+
+        Raises `ConfigError` for a frame of another protocol or version, one too large, or a
+        refusal.
+        """
         magic, version, num_bytes = _PREFIX.unpack(self._receive(_PREFIX.size))
         if magic != _MAGIC:
             raise ConfigError(f"{self.peer} does not speak vmkv's protocol: is it another server?")
@@ -137,7 +141,10 @@ class Channel:
         self._receive(1)
 
     def receive_descriptors(self, number: int) -> list[int]:
-        """Return the next batch of `number` descriptors, which the caller closes."""
+        """Return the next batch of `number` descriptors, which the caller closes.
+
+        Raises `ConfigError` for another number, `OSError` if this process has too many open files.
+        """
         with self._waiting():
             data, fds, flags, _ = socket.recv_fds(
                 self._connection, 1, _DESCRIPTORS_MAX, socket.MSG_CMSG_CLOEXEC
