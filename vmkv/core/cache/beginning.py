@@ -17,11 +17,11 @@ from .row_space import RowSpace
 
 # ---- adopting ------------------------------------------------------------------------------------
 
-#: Of the parked rows, so many may be taken for that: those unused for longest. To look at all, each
-#: time a sequence begins, would cost as much as they hold.
+#: How many of the least recently used parked rows are considered; a look at all of them for each
+#: new sequence would cost time proportional to their extents.
 _LOOKED_AT = 4
-#: Memory is short where less than this part of the budget would be left, for those who run to grow:
-#: what lies ready for them is no newcomer's.
+#: Memory is short if less than this part of the budget would be left for running sequences to
+#: grow by.
 _KEPT_DIVISOR = 64
 
 
@@ -45,8 +45,8 @@ def _giving_way(space: RowSpace, num_tokens: int) -> Set[int]:
     found: set[int] = set()
     for row in _first_to_go(space):
         num_kept = space.resident_tokens(row)
-        # What it does not need itself, others would have to wait for; what others map as well would
-        # have to be copied before it is written.
+        # A row much longer than needed would keep memory from others; shared extents would have to
+        # be copied before they are written.
         if 0 < num_kept <= 2 * num_tokens and space.adoptable_tokens(row) == num_kept:
             found.add(row)
         missing_bytes -= sum(group.resident_bytes(row) for group in space.groups)
@@ -59,7 +59,7 @@ def _first_to_go(space: RowSpace) -> Iterable[int]:
     """Return the least recently used parked rows in the eviction policy's order."""
     rows, policy = list(islice(space.rows.parked(), _LOOKED_AT)), space.pool.pressure.policy
     if isinstance(policy, LeastRecentlyUsed):
-        return rows  # In that order they are, without a look at what they hold.
+        return rows  # They are in that order already.
     victims = [space.victim(row) for row in rows]
     places = {id(victim): row for victim, row in zip(victims, rows, strict=True)}
     return [places[id(victim)] for victim in policy.order(victims)]
@@ -67,8 +67,8 @@ def _first_to_go(space: RowSpace) -> Iterable[int]:
 
 # ---- beginning -----------------------------------------------------------------------------------
 
-#: Of the rows that hold a prompt's beginning, live and parked, so many are compared: the last ones,
-#: which were cut where it ends if any was. To compare all would make hits of many costly.
+#: How many rows that hold a prompt's beginning are compared, latest first, because a row cut at the
+#: prompt's end is among these. To compare all would make hits costly.
 _HOLDERS_LOOKED_AT = 4
 
 
@@ -81,7 +81,7 @@ def begin_with_prefix(space: RowSpace, prompt: Any, tenant: str | None) -> tuple
     for match in prefixes.matches(prompt, tenant, max(0, len(prompt) - 1)):
         num_tokens = match.num_tokens
         parked = _holders(space, match.parked, num_tokens)
-        # Its memory is all there. What else it holds is lost, so it should not be much.
+        # Adopting a row loses its later tokens, so there should be few of them.
         whole = [
             row
             for row in parked
@@ -102,8 +102,8 @@ def begin_with_prefix(space: RowSpace, prompt: Any, tenant: str | None) -> tuple
             try:
                 row = fork_row(space, space, holder, num_tokens, tenant)
             except CapacityError:
-                # No second row, or no memory for the tail: one row can be had as it is. Looked
-                # for anew: who was parked may have given way to the attempt.
+                # No second row, or no memory for the tail: adopt a row as it is. Look again,
+                # because the attempt may have evicted parked rows.
                 parked = _holders(space, match.parked, num_tokens)
                 parked = [row for row in parked if space.can_begin(row, num_tokens)]
                 if not parked:

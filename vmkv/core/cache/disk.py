@@ -33,9 +33,9 @@ from .row_space import LiveRow, RowSpace
 from .swap import Swapped
 from .whole_file import whole_file
 
-# ---- portable ------------------------------------------------------------------------------------
+# ---- layout --------------------------------------------------------------------------------------
 
-#: What else than layers a group's layout can differ in, by what the user calls it.
+#: The user's options for differences of layout other than in layers.
 _REMEDIES = {"dtype": "dtype, or kv_dtype", "scales": "kv_scales"}
 
 
@@ -76,7 +76,7 @@ def check_length(space: RowSpace, num_tokens: int, where: str) -> None:
         )
 
 
-# ---- a stranger's claims ------------------------------------------------------------------
+# ---- untrusted values ---------------------------------------------------------------------
 
 
 class Claims:
@@ -142,7 +142,7 @@ _FORMAT, _VERSION = "vmkv sequence", "1"
 _DIGEST_BYTES = 32
 _UNKNOWN = "0" * (2 * _DIGEST_BYTES)
 _ITEM_BYTES = {"U8": 1, "I64": 8}
-#: Far more than the layers of any cache take; what claims more is not read into memory.
+#: Far more than the layers of any cache take; a larger header is rejected unread.
 _HEADER_BYTES_MAX = 16 * MiB
 
 
@@ -271,7 +271,7 @@ class SavedFile:
                 f"{self._where} has other tensors than its description says ({what}); save the "
                 "sequence again"
             )
-        self._entries = wanted  # As we write numbers: 1.0 and true are equal to 1, and no offsets.
+        self._entries = wanted  # Our integers: the file's may be 1.0 or true, which equal 1.
         for tensor in tensors:
             self._digests.text(tensor.name)
 
@@ -289,7 +289,7 @@ class SavedFile:
             yield len(part)
         self._check_digest(name, digest.hexdigest())
 
-    # ---- what both need -------------------------------------------------------------------
+    # ---- shared by both -------------------------------------------------------------------
 
     def _read(self, into: memoryview, start: int) -> None:
         num_bytes = 0
@@ -321,7 +321,7 @@ class SavedFile:
 # ---- disk ----------------------------------------------------------------------------------------
 
 _TOKEN_IDS = "token_ids"
-#: Through a small buffer, because there may be little memory left; hashing is slower by far.
+#: Size of the copy buffer: small, since memory may be short; hashing dominates the time.
 _CHUNK_BYTES = MiB
 
 
@@ -404,7 +404,7 @@ def save(sequence: LiveRow, swapped: Swapped | None, path: str | os.PathLike[str
     }
     space.note_stream()
     space.pool.backend.join_streams(space.current_stream())
-    # The file takes its name last: after everything that can fail.
+    # The file takes its name after everything that can fail.
     with whole_file(Path(path)) as file:
         buffer = _Buffer(space)
         ids = struct.pack(f"<{len(token_ids)}q", *token_ids)
@@ -435,7 +435,7 @@ def _ranges(
     """Locate token rows `first_token` to `num_tokens`: first in the row, then in staging."""
     token_bytes, page_bytes = group.geometry.token_bytes, group.geometry.page_bytes
     start, end = first_token * token_bytes, num_tokens * token_bytes
-    moved = end  # From here on it was swapped out.
+    moved = end  # Bytes from here on were swapped out.
     moved_address = Address(0)
     if swapped is not None:
         for each in swapped.firsts():
@@ -479,7 +479,7 @@ def load(
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)  # A pipe would wait for somebody to write.
+    return os.open(path, flags | os.O_NONBLOCK)  # Opening a pipe would wait for a writer.
 
 
 def _checked(space: RowSpace, file: SavedFile, where: str) -> _Content:
@@ -498,7 +498,7 @@ def _checked(space: RowSpace, file: SavedFile, where: str) -> _Content:
             raise ConfigError(f"{where}: group.{at} lacks tokens that a query still sees")
     ids = bytearray(8 * num_ids)
     for _ in file.read(_TOKEN_IDS, memoryview(ids)):
-        pass  # All of them are one part.
+        pass  # `ids` takes them in one part.
     return _Content(file, num_tokens, first_tokens, struct.unpack(f"<{num_ids}q", ids))
 
 
@@ -507,11 +507,11 @@ def _fill(space: RowSpace, row: int, content: _Content, tenant: str | None) -> N
     buffer = _Buffer(space)
     stream = space.current_stream()
     for at, (group, saved_from) in enumerate(zip(space.groups, content.first_tokens, strict=True)):
-        # With other pages than where it was saved, the window's first one lies elsewhere.
+        # With another page size the window's first page differs from the saving cache's.
         first_token = max(saved_from, group.first_mapped_token(row, content.num_tokens))
         cursor = group.table.page_address(row, 0)
         cursor = Address(cursor + first_token * group.geometry.token_bytes)
-        # Before that a kernel may fetch what it does not use, which must be a number.
+        # A kernel may fetch unused tokens before that, which must not be NaN.
         pages = group.table.rows[row]
         mapped = group.table.page_address(row, pages.first_page)
         if pages.mappings and mapped < cursor:

@@ -63,7 +63,7 @@ def fork_row(
             try:
                 _fill(origin, space, (source_row, row), num_tokens, tenant)
             finally:
-                # Used now, behind what was submitted: also a fork that fails may have read it.
+                # Also a fork that fails may have submitted reads of the source.
                 origin.rows.touch(source_row, space.pool.pressure.tick())
     except BaseException:
         space.leave_emptied(row)
@@ -82,8 +82,8 @@ def _fill(
     _check_alike(origin, space, num_tokens)
     pool, stream = space.pool, space.current_stream()
     plan = _plan(origin, space, rows, num_tokens, tenant)
-    # Nobody may take away what is about to be mapped again or copied, even if room must be made
-    # and the source is a parked row, or one that is moving.
+    # Pins the source's extents: making room must not evict them, even if the source is parked or
+    # moving to the host.
     with change(pool, plan.changes, reads=plan.reads) as made:
         made.map(stream)
         made.fill(stream, plan.copies)
@@ -170,7 +170,7 @@ def _aliased(
     aliased = source.table.overlapping(row, first_page, end_page)
     if aliased and aliased[-1].end_page > end_page:
         aliased.pop()
-    # From the end: what is small there is cheaper to copy, together with the tail.
+    # Small extents at the end are cheaper to copy, together with the tail.
     while aliased and not space.cost_model.prefers_alias_in_fork(aliased[-1].extent.num_bytes):
         aliased.pop()
     return aliased
@@ -191,7 +191,7 @@ def unshare(group: LayerGroup, row: int, num_tokens: int, *, tenant: object, str
     first_page = group.geometry.whole_pages_below(num_tokens)
     if pages.shared_end_page <= first_page:
         return 0
-    # Another stream may still read, for who shared it and has ended, what this one will overwrite.
+    # An ended sequence that shared an extent may still be read on another stream.
     group.pool.backend.join_streams(stream)
     concerned = group.table.overlapping(row, first_page, pages.end_page)
     shared = next((mapping for mapping in concerned if mapping.extent.is_shared), None)
@@ -202,7 +202,7 @@ def unshare(group: LayerGroup, row: int, num_tokens: int, *, tenant: object, str
             try:
                 copied_bytes = _replace(group, row, shared, num_tokens, tenant, stream)
             except OutOfPagesError:
-                # No room for a copy. None is needed where only victims show it besides.
+                # No room for a copy. If only victims share the extent, none is needed.
                 with group.pool.lock:
                     if not group.pool.pressure.give_up([shared.extent]):
                         raise
@@ -212,7 +212,7 @@ def unshare(group: LayerGroup, row: int, num_tokens: int, *, tenant: object, str
             group.table.retire_back(row, shared.first_page, fence)
         concerned = group.table.overlapping(row, first_page, pages.end_page)
     make_writable(group.table, row, concerned)
-    group.scrub(row, num_tokens, tenant, stream)  # While it was shared, nobody could.
+    group.scrub(row, num_tokens, tenant, stream)  # Shared extents cannot be scrubbed.
     pages.shared_end_page = min(pages.shared_end_page, first_page)
     return copied_bytes
 
@@ -259,7 +259,7 @@ def reorder(space: RowSpace, beams: Sequence[LiveRow], sources: Sequence[int]) -
     ]
     changes = [move.change for move in moves if move.change is not None]
     with change(pool, changes, reads=[read for move in moves for read in move.reads]) as made:
-        # Torch's allocator keeps the buffer for this stream until the copies are through.
+        # Torch's allocator reuses the buffer in stream order, after the copies.
         copies, _buffer = _through_buffer(space, moves, stream)
         for move in moves:
             make_writable(move.group.table, move.target, move.readonly)
@@ -267,7 +267,7 @@ def reorder(space: RowSpace, beams: Sequence[LiveRow], sources: Sequence[int]) -
         try:
             made.fill(stream, copies)
         except BaseException:
-            with pool.lock:  # The targets hold neither what they held nor all of the other.
+            with pool.lock:  # The targets' contents are undefined now.
                 for _, target in rows:
                     space.prefixes.truncate(target)
             raise
@@ -342,7 +342,7 @@ def _reorder_moves(
         _after_common(group, *each, num_tokens, keeps_past=space.keeps_past) for each in rows
     ]
     aliased = [_to_alias(group, each, num_tokens, space.cost_model) for each in differences]
-    # What a row gives to another it shares with it afterwards, and may not write either.
+    # Extents given to another row are shared afterwards, so their row may not write them.
     given = {id(mapping.extent) for mappings in aliased for mapping in mappings}
     return [
         _plan_move(group, *each, num_tokens, tenants[each[1]], difference, its, given)
@@ -370,7 +370,7 @@ def _to_alias(
     """Return the source's mappings, after the common part, that the target maps as well."""
     _, theirs, mine = difference
     aliased: list[Mapping] = []
-    # Both rows must have a boundary where the exchange begins.
+    # Both rows must have an extent boundary where the exchange begins.
     if theirs and mine and theirs[0].first_page == mine[0].first_page:
         full_end_page = group.geometry.whole_pages_below(num_tokens)
         for mapping in theirs:
@@ -395,7 +395,7 @@ def _plan_move(
     page, _, mine = difference
     page = aliased[-1].end_page if aliased else page
     behind = [mapping for mapping in mine if mapping.end_page > page]
-    # What is copied into must be the target's own.
+    # Only the target's own extents may be copied into.
     shared = [each for each in behind if each.extent.is_shared or id(each.extent) in given]
     exchange = None
     if aliased or shared:

@@ -20,9 +20,10 @@ from .geometry import LayerShape
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
-"""The largest number it holds."""
+"""The largest finite number of the format."""
 
-#: Between them a scale and its inverse are plain float32, and so is what they are multiplied with.
+#: Within these limits a scale, its inverse, and their products with stored numbers are normal
+#: float32 numbers.
 _SCALE_MIN, _SCALE_MAX = 2.0**-64, 2.0**64
 
 
@@ -65,7 +66,7 @@ class Scales(NamedTuple):
         """Copy scales to a device, as ordinary (not inference) tensors."""
         with torch.inference_mode(mode=False), torch.no_grad():
             keys, values = torch.tensor(scales.keys), torch.tensor(scales.values)
-            # Divided here, so that every device multiplies by the same numbers.
+            # Inverted on the CPU, so that every device multiplies by the same numbers.
             return cls(*(each.to(device) for each in (keys, values, 1 / keys, 1 / values)))
 
 

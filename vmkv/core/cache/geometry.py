@@ -23,7 +23,7 @@ from ...units import TiB, align_up, div_ceil, format_bytes
 # ---- growth --------------------------------------------------------------------------------------
 
 #: A row grows by the largest class not above 1/64 of it. 1/32 would halve the calls and reach
-#: the 2 % of waste that DESIGN.md allows; 1/128 buys nothing a user could see.
+#: the 2 % of waste that DESIGN.md allows; 1/128 has no measurable benefit.
 _QUANTUM_DIVISOR = 64
 #: A sliding window keeps at most this many extents more than it needs.
 _WINDOW_DIVISOR = 8
@@ -57,7 +57,7 @@ def pages_to_map(
 _TOKEN_ALIGNMENT_BYTES = 128
 #: Kernels index the tokens of all rows with int32.
 POSITIONS_MAX = 2**31
-#: Addresses are free but not endless: user space has 128 TiB, one reservation 16 at most.
+#: User space has 128 TiB of addresses; a reservation may take 16 TiB.
 _RESERVATION_MAX_BYTES = 16 * TiB
 
 
@@ -129,7 +129,7 @@ class Geometry:
     @cached_property
     def token_bytes(self) -> int:
         """Bytes from one token to the next."""
-        # Small rows are padded less, so that tiny models do not pay for DRAM's taste.
+        # Small token rows are padded less, so that tiny models waste no memory.
         payload = self.num_layers * self.layer_bytes
         return align_up(payload, min(_TOKEN_ALIGNMENT_BYTES, 1 << (payload - 1).bit_length()))
 

@@ -90,7 +90,7 @@ def _make_writable(
         if not retire_surplus(space, _longest(wanted)):
             raise
         map_rows(space, targets)
-    finally:  # What fails half-way may have filled memory, and left it there.
+    finally:  # Also after a failure, which may have left filled memory mapped.
         for sequence in short:
             if not sequence.num_tokens:
                 space.note_used(sequence.row)
@@ -165,7 +165,7 @@ def _lacking_at_first(space: RowSpace, num_tokens: int, *, begins_empty: bool) -
             with space.pool.lock:
                 row = choose_row(space, num_tokens)
         except OutOfAddressSpaceError:
-            return []  # Nobody can begin.
+            return []  # No sequence can begin.
     classes: list[int] = []
     for group in space.groups:
         end_tokens = min(num_tokens + space.overread_tokens, group.geometry.row_tokens)
@@ -255,7 +255,7 @@ def _plan(
     return changes
 
 
-# ---- what is not needed -------------------------------------------------------------------
+# ---- surplus ------------------------------------------------------------------------------
 
 
 def retire_surplus(space: RowSpace, wanted: Mapping[LiveRow, int] | None = None) -> int:
@@ -266,7 +266,7 @@ def retire_surplus(space: RowSpace, wanted: Mapping[LiveRow, int] | None = None)
         before_bytes = pool.stats().resident_bytes
         for sequence, num_tokens in _needed(space, wanted or {}):
             row, fence = sequence.row, now
-            if not sequence.num_tokens:  # It has just begun: what it was left is not in use yet.
+            if not sequence.num_tokens:  # It has just begun and not used its memory yet.
                 fence = pool.reclaimer.fence_since(space.rows.idle_since(row))
             for group in space.groups:
                 group.retire_from(row, num_tokens, fence)
@@ -317,7 +317,7 @@ def _behind_windows(
     for each in sequences if windowed else ():
         num_tokens = each.num_tokens
         if space.prefixes.num_recorded(each.row):
-            # What is found as a prefix is cut to whole blocks, and must see its own window.
+            # A prefix hit is cut to whole blocks, and needs the window at its end.
             num_tokens = max(0, num_tokens - BLOCK_TOKENS + 1)
         for group in windowed:
             if group.has_front_to_retire(each.row, num_tokens):

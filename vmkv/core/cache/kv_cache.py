@@ -62,7 +62,7 @@ class KVCache(RowSpace):
     @property
     def sequences(self) -> List_[Sequence]:
         """The open sequences, swapped out or not."""
-        return cast("list[Sequence]", list(self.live.values()))  # None but they are put there.
+        return cast("list[Sequence]", list(self.live.values()))  # `Sequence` is the only `LiveRow`.
 
     # ---- layers ---------------------------------------------------------------------------
 
@@ -232,7 +232,7 @@ class KVCache(RowSpace):
         """
         keep_resident(self, overread_tokens)
 
-    # ---- from elsewhere -------------------------------------------------------------------
+    # ---- files and other processes --------------------------------------------------------
 
     @uninterrupted
     def load(self, path: str | os.PathLike[str], *, tenant: str | None = None) -> Sequence:
@@ -326,7 +326,7 @@ class KVCache(RowSpace):
 
     def stats(self) -> CacheStats:
         """Return the cache's statistics. Cost: proportional to its rows."""
-        with self.pool.lock:  # Other caches' threads may have parked rows give way.
+        with self.pool.lock:  # Other caches' threads may evict parked rows.
             lengths = {
                 row: sequence.num_tokens if sequence.is_resident else 0
                 for row, sequence in self.live.items()
@@ -353,7 +353,7 @@ class KVCache(RowSpace):
         """Retire memory that no later query of these sequences (or all) can see."""
         retire_behind_windows(self, sequences)
 
-    # ---- end ------------------------------------------------------------------------------
+    # ---- closing --------------------------------------------------------------------------
 
     @uninterrupted
     def close(self) -> None:
@@ -364,13 +364,13 @@ class KVCache(RowSpace):
         """
         if self.is_closed:
             return
-        # A failing driver call stops this, and another `close` goes on from there.
+        # After a failing driver call another `close` continues from there.
         for sequence in self.sequences:
             sequence.is_closed = True
             sequence.drop_host_copy()
         self.live.clear()
         self.places.clear()
-        with self.pool.lock:  # Nobody evicts its rows from here on, nor is about to.
+        with self.pool.lock:  # Its rows are not evicted from here on.
             self.pool.pressure.remove_source(self.victims)
         self.end_side_stream()
         while self.groups:

@@ -59,7 +59,7 @@ def group_views(
     *,
     inference: bool = False,
 ) -> GroupViews:
-    """Make tensors over the reservation at `address`, which must outlive what `counter` counts.
+    """Make tensors over the reservation at `address`; `counter` counts their storages.
 
     A cache has two sets. Ordinary tensors work in every mode, but in inference mode each operation
     on one still passes through autograd's dispatch, which costs a decode step of 32 layers 1 ms.
@@ -206,7 +206,7 @@ class LayerGroup:
     def first_mapped_token(self, row: int, num_tokens: int) -> int:
         """The first of `num_tokens` tokens of `row` that is mapped in full; else `num_tokens`."""
         if not self.table.rows[row].mappings:
-            return num_tokens  # A window of one token sees nothing that was before.
+            return num_tokens  # A window of one token needs no earlier tokens.
         return self.first_token_at(self.table.rows[row].first_page)
 
     def first_readable_token(self, row: int, num_tokens: int) -> int:
@@ -239,7 +239,7 @@ class LayerGroup:
         pages = self.table.rows[row]
         if pages.first_page:
             return 0
-        if pages.shared_end_page:  # Else nothing is shared: every newcomer asks many rows.
+        if pages.shared_end_page:  # Else nothing is shared; a fast path for many rows.
             for mapping in self.table.overlapping(row, 0, pages.shared_end_page):
                 if mapping.extent.is_shared:
                     return self.token_at(mapping.first_page)
@@ -277,7 +277,7 @@ class LayerGroup:
         return max(first_token, self.first_written(row))
 
     def first_kept_page(self, row: int, num_tokens: int, *, keeps_past: bool) -> int:
-        """First page to take over with `num_tokens` tokens of `row`; its first with `keeps_past`."""
+        """First page that goes along with `num_tokens` of `row`; all pages with `keeps_past`."""
         pages, needed = self.table.rows[row], self.first_needed_page(num_tokens)
         return min(needed, pages.first_page) if keeps_past and pages.mappings else needed
 

@@ -104,7 +104,7 @@ def _without_gaps(space: RowSpace, group: LayerGroup, places: Sequence[int]) -> 
         targets = [Target(each.row, each.num_tokens, first[each.row], each.tenant) for each in live]
         map_rows(space, targets, [new])
         for each in live:
-            # The new row starts on another page boundary; both hold what is still needed.
+            # The new row starts on another page boundary; both rows hold all needed tokens.
             start = max(first[each.row], new.first_mapped_token(each.row, each.num_tokens))
             new.copy_row(each.row, slice(start, each.num_tokens), group, places)
     except BaseException:

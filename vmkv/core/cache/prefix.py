@@ -33,7 +33,7 @@ class Where(enum.IntEnum):
 
     PARKED = 0
     LIVE = 1
-    #: Nobody can begin with it.
+    #: Not offered to new sequences.
     AWAY = 2
 
 
@@ -85,7 +85,7 @@ class PrefixTree:
         self.num_cuts = 0
         self._root = Node(None, b"")
 
-    # ---- what rows hold -------------------------------------------------------------------
+    # ---- contents -------------------------------------------------------------------------
 
     def path(self, row: int, tenant: bytes) -> Path:
         """Return the path of a live row that holds nothing yet."""
@@ -171,7 +171,7 @@ class PrefixTree:
             node = node.above
         return b"".join(reversed(runs))
 
-    # ---- finding them ---------------------------------------------------------------------
+    # ---- lookup ---------------------------------------------------------------------------
 
     def find(self, tenant: bytes, data: bytes, num_bytes: int) -> list[tuple[Node, int]]:
         """Return the nodes that hold a beginning of `data[:num_bytes]`, from the root on.
@@ -199,11 +199,11 @@ class PrefixTree:
     def _common_bytes(self, node: Node, data: bytes, start: int, end: int) -> int:
         """Bytes, in whole blocks, that the run of `node` has in common with `data[start:end]`."""
         run, unit = node.run, self.block_bytes
-        if data.startswith(run, start, end):  # Mostly all of it agrees.
+        if data.startswith(run, start, end):  # The common case: the whole run agrees.
             return len(run)
         view = memoryview(data)
         differs = min(len(run), end - start) // unit + 1
-        # Otherwise: `same` blocks do, and not all of `differs` do.
+        # Binary search: the first `same` blocks agree, the first `differs` do not all.
         same, asked = 0, differs - 1
         while same < asked:
             if run.startswith(view[start + same * unit : start + asked * unit], same * unit):
@@ -243,7 +243,7 @@ class PrefixTree:
             del node.above.children[node.key]
         elif len(node.children) == 1:
             [child] = node.children.values()
-            # Those who hold the child hold the node. With as many in each place, none ends here.
+            # Rows of the child are rows of the node; with equal counts no row ends at the node.
             if [*map(len, node.rows)] == [*map(len, child.rows)]:
                 self.num_cuts += 1
                 child.run[:0] = node.run
@@ -253,7 +253,8 @@ class PrefixTree:
 
 # ---- prefix --------------------------------------------------------------------------------------
 
-#: Tokens of a block: what a hit can miss by at most. A page of Llama-3-8B holds as many.
+#: Tokens of a block: a hit is shorter than the common prefix by less. A 2 MiB page of Llama-3-8B
+#: holds as many.
 BLOCK_TOKENS = 16
 _TOKEN_BYTES = 8
 _DIGEST_BYTES = 16
@@ -327,7 +328,7 @@ class PrefixIndex:
         self._contents: dict[int, _Content] = {}
         self._tree = PrefixTree(BLOCK_TOKENS * _TOKEN_BYTES)
 
-    # ---- what rows hold -------------------------------------------------------------------
+    # ---- contents -------------------------------------------------------------------------
 
     def record(self, row: int, token_ids: Sequence[int], tenant: str | None = None) -> None:
         """Record that a live row holds `token_ids` after those recorded before, for a tenant."""
@@ -373,7 +374,7 @@ class PrefixIndex:
         copies: list[tuple[int, str | None, _Content | bytes]] = []
         for content, target, tenant in found:
             if content is not None:
-                # Whose source stays is listed beside it, without a look at tokens.
+                # If the source keeps its tokens, its path is followed without comparing tokens.
                 stays = content.path.row not in targets and content.tenant == tenant
                 source = content if stays else self._held(content, 0, num_bytes)
                 copies.append((target, tenant, source))
@@ -391,7 +392,7 @@ class PrefixIndex:
         if content is None or not num_bytes:
             return
         if content.tenant == tenant:
-            # Listed beside it, without a look at tokens.
+            # Follows the source's path without comparing tokens.
             self._contents[row] = self._beside(content, row, num_bytes)
         else:
             self._record(row, tenant, self._held(content, 0, num_bytes))
@@ -412,7 +413,7 @@ class PrefixIndex:
     @property
     def recorded(self) -> Set[int]:
         """The rows with recorded tokens."""
-        return self._contents.keys()  # Without tokens nothing is kept there.
+        return self._contents.keys()  # Rows without tokens have no entry.
 
     def token_ids(self, row: int) -> list[int]:
         """The recorded tokens of `row`."""
@@ -443,7 +444,7 @@ class PrefixIndex:
     def _whole_bytes(self, num_bytes: int) -> int:
         return num_bytes // self._tree.block_bytes * self._tree.block_bytes
 
-    # ---- where they are -------------------------------------------------------------------
+    # ---- states ---------------------------------------------------------------------------
 
     def park(self, row: int) -> None:
         """List `row` as parked."""
@@ -462,7 +463,7 @@ class PrefixIndex:
         if content is not None:
             self._tree.move(content.path, where)
 
-    # ---- finding them ---------------------------------------------------------------------
+    # ---- lookup ---------------------------------------------------------------------------
 
     def matches(
         self,
@@ -551,7 +552,7 @@ def _as_bytes(token_ids: Any) -> bytes:
             if isinstance(whole, bytes) and len(whole) == token_ids.nbytes:
                 return whole
             return token_ids.tobytes()
-        if hasattr(token_ids, "data_ptr"):  # A tensor; iterated over, each number would be one.
+        if hasattr(token_ids, "data_ptr"):  # A tensor: iterating would make a tensor per number.
             return _bytes_of_tensor(token_ids)
         return pack_token_ids(*token_ids)
     except (TypeError, ValueError, OverflowError) as error:

@@ -36,10 +36,9 @@ class Rows:
     def __init__(self, num_rows: int):
         self.num_rows = num_rows
         self._empty = list(range(num_rows))  # A heap: low rows first, so views stay narrow.
-        self._parked: dict[int, int] = {}  # When each was last used; longest ago first.
+        self._parked: dict[int, int] = {}  # Tick of last use; least recent first.
         self._live: set[int] = set()
-        # Since when nobody has submitted work on each, as far as is known; of live rows what forks
-        # of them say.
+        # Tick of the last known work on each row; for live rows only the reads by their forks.
         self._idle_since: dict[int, int] = {}
 
     @property
@@ -135,18 +134,18 @@ class Rows:
 
 # ---- victims -------------------------------------------------------------------------------------
 
-#: The token that what could go begins at, and its extent; what goes first comes first.
+#: Evictable extents with their first tokens, in the order of eviction.
 Gives = Sequence[tuple[int, Extent]]
 
 
 def ends_of(groups: Sequence[LayerGroup], row: int) -> Gives:
-    """List the extents that a row can give up, last token first, and none before a pinned one."""
+    """List the extents that a row can give up, last token first, but none up to a pinned one."""
     ends: list[tuple[int, Extent]] = []
     pinned_token = -1
     for group in groups:
         page_bytes, token_bytes = group.geometry.page_bytes, group.geometry.token_bytes
         mappings = group.table.rows[row].mappings
-        # As `token_at` says; dozens of a row, of dozens of rows for a plan where memory is short.
+        # `token_at`, inlined: a plan under memory pressure looks at dozens of extents of many rows.
         ends += [(each.first_page * page_bytes // token_bytes, each.extent) for each in mappings]
         for pin in [each.first_page for each in mappings if each.num_pins]:
             pinned_token = max(pinned_token, pin * page_bytes // token_bytes)
@@ -161,7 +160,7 @@ def own_bytes(groups: Sequence[LayerGroup], row: int) -> int | None:
     num_bytes = 0
     for group in groups:
         pages = group.table.rows[row]
-        if pages.shared_end_page:  # A parked row's own memory is the device's: see `drop_spilled`.
+        if pages.shared_end_page:  # No host extents: see `drop_spilled`.
             return None
         num_bytes += pages.num_pages * group.geometry.page_bytes
     return num_bytes
@@ -370,7 +369,7 @@ class RowSpace:
             self.pool.backend.stream_destroy(self._side_stream)
             self._side_stream = None
 
-    # ---- what rows hold -------------------------------------------------------------------
+    # ---- contents -------------------------------------------------------------------------
 
     def keeps(self, row: int, num_tokens: int) -> bool:
         """Whether `row` holds all that a query after `num_tokens` tokens sees."""
@@ -414,7 +413,7 @@ class RowSpace:
         return end
 
     def short(self, wanted: Iterable[tuple[Live, int]]) -> list[tuple[Live, int]]:
-        """Return those of `wanted` beyond their `writable_tokens`; fast, since every step calls it."""
+        """Return those of `wanted` beyond their `writable_tokens`; fast: every step calls it."""
         overread_tokens = self.overread_tokens
         rows_tokens = [group.geometry.row_tokens for group in self.groups]
         row_tokens = min([self.max_tokens + overread_tokens, *rows_tokens])
@@ -457,7 +456,7 @@ class RowSpace:
         return pinned(self.pool, its)
 
     def submitting(self, writes: Iterable[tuple[int, int, int]]) -> AbstractContextManager[None]:
-        """Submit a step in this block; with checks on, its writes `(row, start, end)` obey I10."""
+        """Submit a step in this block; with checks on, check `(row, start, end)` writes (I10)."""
         submitted = self.pool.submitted
         if submitted is None:
             return nullcontext()
@@ -474,18 +473,18 @@ class RowSpace:
             ]
         )
 
-    # ---- taking and leaving rows ----------------------------------------------------------
+    # ---- row states -----------------------------------------------------------------------
 
     def take(self, row: int, num_tokens: int, tenant: str | None) -> None:
         """Make a free row live with its first `num_tokens` tokens, and scrub the rest of it."""
         self.rows.check_free(row)
         if self.rows.is_parked(row):
-            # Another stream may still read what this one will overwrite.
+            # Another stream may still read memory that this one will overwrite.
             self.pool.backend.join_streams(self.current_stream())
         if not num_tokens:
             self.begin_anew(row)
-        self.prefixes.truncate(row, num_tokens)  # First: what follows overwrites the rest.
-        is_scrubbed = True  # Also where it fails half-way.
+        self.prefixes.truncate(row, num_tokens)  # First, because scrubbing overwrites the rest.
+        is_scrubbed = True  # Also if scrubbing fails half-way.
         try:
             stream = self.current_stream()
             is_scrubbed = any([it.scrub(row, num_tokens, tenant, stream) for it in self.groups])
@@ -528,7 +527,7 @@ class RowSpace:
         """Make a row live that holds nothing, after retiring its parked memory. Locked."""
         if self.rows.is_parked(row):
             self.retire_parked(row, 0)
-        # Without memory there is nothing to scrub, to forget, or that others may still read.
+        # A row without memory needs no scrubbing and no wait for readers.
         self.rows.take(row)
         for group in self.groups:
             group.begin_row(row)
@@ -548,7 +547,7 @@ class RowSpace:
 
     def retire_parked(self, row: int, num_tokens: int) -> None:
         """Retire a parked row's extents after its first `num_tokens` tokens."""
-        # What was submitted since does not read it.
+        # Work submitted after `idle_since` does not read the row.
         fence = self.pool.reclaimer.fence_since(self.rows.idle_since(row))
         self._retire(self.groups, row, num_tokens, fence)
         if not num_tokens:

@@ -48,7 +48,7 @@ class Sequence:
         self.num_tokens = num_tokens
         self.num_cached_tokens = 0
         self.tenant = tenant
-        self._transfer: Transfer | None = None  # The last one, until it came back.
+        self._transfer: Transfer | None = None  # The last one, until `swap_in`.
         self.is_closed = False
         cache.live[row] = self
 
@@ -83,7 +83,7 @@ class Sequence:
             )
         self.cache.check_keeps(self.row, num_tokens, "go back to")
         if num_tokens < self.num_tokens:
-            # A fork on another stream may still be copying what will be written over.
+            # A fork on another stream may still copy tokens that will be overwritten.
             self.cache.pool.backend.join_streams(self.cache.current_stream())
         if not num_tokens:
             self.cache.begin_anew(self.row)
@@ -208,7 +208,7 @@ class Sequence:
             host-synchronous.
         """
         self._check_not_closed()
-        with self.cache.pinned_row(self.row):  # First: from here on it stays where it is.
+        with self.cache.pinned_row(self.row):  # First, so that nothing moves it meanwhile.
             save(self, self.swapped, path)
 
     @uninterrupted

@@ -143,7 +143,7 @@ def add_stats(stats: list[CacheStats]) -> CacheStats:
         for field in fields(CacheStats)
         if field.name not in ("sharing", "driver_calls") and not field.name.startswith("num_")
     }
-    # A sequence that spans devices is one, and so is its prefix.
+    # A sequence on several devices counts once, and so does its prefix.
     counts = {
         field.name: max((getattr(each, field.name) for each in stats), default=0)
         for field in fields(CacheStats)

@@ -197,12 +197,12 @@ def begin_swap_out(sequence: LiveRow) -> Transfer:
                     source = swapped.address(each)
                     backend.copy(swapped.staged(each), source, each.num_bytes, side)
             fence = pool.reclaimer.new_fence()
-            pool.reclaimer.poll()  # While the copies run, for which nothing need be done.
+            pool.reclaimer.poll()  # Work for the CPU while the copies run.
         except BaseException:
             pool.closer.close_soon(staging.close_behind)
             raise
     finally:
-        pool.disown(extents)  # From here on the staging addresses hold them.
+        pool.disown(extents)  # The staging mappings own them from here on.
     return Transfer(sequence, swapped, fence)
 
 
@@ -243,7 +243,7 @@ def swap_in(sequence: LiveRow, swapped: Swapped) -> None:
             if each.num_bytes:
                 target = swapped.address(each)
                 backend.copy(target, swapped.staged(each), each.num_bytes, side)
-        # What is kept past its length may have become more meanwhile.
+        # `overread_tokens` may have grown meanwhile.
         map_rows(space, [Target(row, num_tokens, num_tokens, tenant)])
         backend.stream_wait(current, side)
         swapped.drop()
@@ -266,7 +266,7 @@ _Chosen = Sequence[tuple[LayerGroup, Mapping]]
 def spill(sequence: LiveRow, num_bytes: int) -> int:
     """Implement `Sequence.spill`."""
     space, row = sequence.cache, sequence.row
-    # Extents that are still written to, beyond the last full page, stay.
+    # Extents beyond the last full page are still written to, and stay.
     found = [
         (group, mapping)
         for group, mapping in _mapped(space, row, MemoryLocation.DEVICE)

@@ -18,7 +18,7 @@ from typing import IO
 
 from ...errors import ConfigError
 
-# Short, whatever the file is to be called: names end at 255 bytes.
+# Independent of the final name, since names end at 255 bytes.
 _PREFIX, _SUFFIX = ".vmkv-", ".tmp"
 
 
@@ -44,8 +44,8 @@ def whole_file(path: Path) -> Iterator[IO[bytes]]:
         except BaseException:
             os.unlink(temporary, dir_fd=folder)
             raise
-        with suppress(OSError):  # Not every file system can. The file is there in any case.
-            os.fsync(folder)  # The name, too, outlives a crash.
+        with suppress(OSError):  # Not every file system supports it.
+            os.fsync(folder)  # So that the name survives a crash.
     finally:
         os.close(folder)
 
@@ -54,7 +54,7 @@ def _check_can_be_replaced(path: Path) -> None:
     try:
         mode = os.stat(path).st_mode
     except OSError:
-        return  # It is not there, or whoever writes it will hear why not.
+        return  # It does not exist, or writing it will raise the error.
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not stat.S_ISREG(mode):
@@ -70,10 +70,10 @@ def _create(folder: int) -> tuple[int, str]:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
         except OSError:
-            pass  # Where nothing can be locked, nobody takes a file for abandoned either.
+            pass  # A file system without locks: abandoned files are not removed either.
         if os.fstat(fd).st_nlink:
             return fd, name
-        os.close(fd)  # Another writer found it before it was locked, and took it for abandoned.
+        os.close(fd)  # Another writer removed it as abandoned before it was locked.
 
 
 def _remove_abandoned(folder: int) -> None:
@@ -85,11 +85,11 @@ def _remove_abandoned(folder: int) -> None:
         try:
             fd = os.open(name, flags, dir_fd=folder)
         except OSError:
-            continue  # It has its final name by now, or is another user's.
+            continue  # It has been renamed, or is another user's.
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.unlink(name, dir_fd=folder)
         except OSError:
-            pass  # Its writer lives, or another one removed it.
+            pass  # Its writer is alive, or another writer removed it.
         finally:
             os.close(fd)

@@ -26,11 +26,11 @@ from .offer import as_values, whole_extents
 from .protocol import ANSWER_BYTES_MAX, BATCH, Channel, Peer
 
 _LOG = logging.getLogger(__name__)
-#: After a failure, so that one who tries again and again does not keep a core busy.
+#: Pause after a failure, so that an importer that retries does not keep a core busy.
 _PAUSE_S = 0.1
 _QUEUE = 64
-#: Each may have a batch of descriptors on its way. The kernel counts those against this process,
-#: to which it gives 1,024 by default.
+#: Each may have a batch of descriptors in flight, which count against this process's limit, by
+#: default 1,024.
 _CONVERSATIONS_MAX = 8
 
 
@@ -100,7 +100,7 @@ class PrefixExporter:
                 offer, chosen = whole_extents(space, row, wanted)
                 self._extents = [mapping.extent for mappings in chosen for mapping in mappings]
                 _protect(self._pool, self._extents)
-                # Importers know nothing of our streams: what they get must be there.
+                # Importers do not know our streams, so the contents must be complete.
                 self._pool.reclaimer.new_fence().wait()
                 for extent in self._extents:
                     extent.is_recyclable = False
@@ -117,11 +117,11 @@ class PrefixExporter:
         self._is_closed = False
         self._threads: list[threading.Thread] = []
         self._stops = threading.Event()
-        self._lock = threading.Lock()  # Of what follows, and of the numbers of importers.
+        self._lock = threading.Lock()  # Guards `_channels`, `num_served`, `num_failed`.
         self._channels: set[Channel] = set()
 
     def _allows_others(self) -> bool:
-        return not self.allowed_uids <= {os.geteuid(), 0}  # No mode stops root.
+        return not self.allowed_uids <= {os.geteuid(), 0}  # File modes do not restrict root.
 
     # ---- serving --------------------------------------------------------------------------
 
@@ -169,7 +169,7 @@ class PrefixExporter:
             with self._lock:
                 self._channels.discard(channel)
                 self.num_failed += 1
-                self._check_open()  # What `close` has ended is not the importer's.
+                self._check_open()  # `close` ended it, not the importer.
             raise
         with self._lock:
             self._channels.discard(channel)
@@ -210,7 +210,7 @@ class PrefixExporter:
             except ClosedError:
                 return
             except (VMKVError, OSError) as error:
-                # Even if it is closed by now: this was before.
+                # Logged even if the exporter has been closed since.
                 _LOG.warning("%s: %s", self.socket_path, error)
                 self._stops.wait(_PAUSE_S)
 
@@ -222,7 +222,7 @@ class PrefixExporter:
         if self._threads:
             raise ConfigError("this exporter serves already")
 
-    # ---- end ------------------------------------------------------------------------------
+    # ---- closing --------------------------------------------------------------------------
 
     @uninterrupted
     def close(self) -> None:
@@ -259,7 +259,7 @@ def _protect(pool: ExtentPool, extents: Sequence[Extent]) -> None:
     """Revoke write access to `extents` in all mappings. Locked."""
     wanted = set(map(id, extents))
     holders: list[tuple[MappedRows, int, list[Mapping]]] = []
-    # Lists of its own, because other threads may be making tables, or growing rows.
+    # Iterate over copies, because other threads may be making tables, or growing rows.
     for table in list(pool.page_tables):
         for row, pages in enumerate(table.rows):
             mappings = [each for each in list(pages.mappings) if id(each.extent) in wanted]
@@ -290,7 +290,7 @@ def _listen(path: str, mode: int) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         _bind(listener, path)
-        os.chmod(path, mode)  # Before `listen`: until then nobody can connect.
+        os.chmod(path, mode)  # Before `listen`, so that no connection precedes the mode.
         listener.listen(_QUEUE)
     except BaseException:
         listener.close()

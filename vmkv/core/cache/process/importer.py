@@ -45,7 +45,7 @@ def import_prefix(
         with space.beginning() as row:
             _fill(space, row, offer, extents, tenant)
     finally:
-        # From here on the mappings hold the extents; after a failure nobody does.
+        # The mappings own the extents from here on; after a failure they are freed.
         space.pool.disown(extents)
     return row, offer.num_tokens, offer.token_ids
 
@@ -58,7 +58,7 @@ def _connected(path: str, timeout_s: float) -> Channel:
         return Channel(connection, timeout_s)
     except BaseException as error:
         connection.close()
-        if isinstance(error, BlockingIOError | TimeoutError):  # Its queue is full.
+        if isinstance(error, BlockingIOError | TimeoutError):  # The exporter's queue is full.
             raise TimeoutError(f"nobody at {path} answers within {timeout_s:g} s") from error
         raise
 

@@ -45,7 +45,7 @@ class Offer:
         return sum(len(each.sizes_bytes) for each in self.groups)
 
 
-# ---- the exporter's side ------------------------------------------------------------------
+# ---- exporting ----------------------------------------------------------------------------
 
 
 def whole_extents(space: RowSpace, row: int, num_tokens: int) -> tuple[Offer, list[list[Mapping]]]:
@@ -130,7 +130,7 @@ def _kind(space: RowSpace) -> str:
     return space.pool.backend.name.partition(":")[0]
 
 
-# ---- the importer's side ------------------------------------------------------------------
+# ---- importing ----------------------------------------------------------------------------
 
 
 def checked(space: RowSpace, values: object, where: str) -> Offer:

@@ -32,7 +32,7 @@ VERSION = 1
 #: The offer of a million tokens, with an extent for each 16 of them, is 9 MiB.
 OFFER_BYTES_MAX = 64 << 20
 ANSWER_BYTES_MAX = 16 << 10
-#: Descriptors on their way count against their sender; the kernel carries 253 at most.
+#: Descriptors in flight count against their sender; a message carries 253 at most.
 BATCH = 64
 _DESCRIPTORS_MAX = 253
 _MAGIC = b"vmkv"
@@ -115,13 +115,13 @@ class Channel:
         try:
             self.send(json.dumps({"refused": why}).encode())
         except OSError:
-            pass  # Then it will not hear it.
+            pass  # The other end is gone.
 
     def _receive(self, num_bytes: int) -> bytes:
         data = bytearray()
         while len(data) < num_bytes:
             with self._waiting():
-                # What comes with it is closed by the kernel, as nobody asked for it.
+                # The kernel closes descriptors that come with it, since `recv` takes none.
                 num_wanted = min(_READ_BYTES, num_bytes - len(data))
                 new = interruptible(self._connection.recv, num_wanted)
             if not new:
@@ -170,14 +170,14 @@ class Channel:
         with self._waiting():
             self._connection.sendall(b"+")
 
-    # ---- end ------------------------------------------------------------------------------
+    # ---- closing --------------------------------------------------------------------------
 
     def shut_down(self) -> None:
         """End the conversation from any thread; pending calls on this channel fail at once."""
         try:
             self._connection.shutdown(socket.SHUT_RDWR)
         except OSError:
-            pass  # The other end was faster.
+            pass  # The other end has closed the connection already.
 
     def close(self) -> None:
         """Close the connection. Idempotent."""
