@@ -39,8 +39,9 @@ from .stats import CacheStats, collect_stats
 class KVCache(RowSpace):
     """Keys and values of many sequences on one device.
 
-    A method that raises has changed nothing, unless it says otherwise. `ClosedError` means that the
-    cache or a sequence is closed, `DriverError` that a driver call failed.
+    A method that raises leaves layers and live sequences as they were, unless it says otherwise;
+    parked rows may have been evicted. `ClosedError` means that the cache or a sequence is closed,
+    `DriverError` that a driver call failed.
 
     Args:
         memory: A device (`"cuda:0"`, `"host"`), a backend, or a pool to share with other caches.
@@ -238,8 +239,6 @@ class KVCache(RowSpace):
     def load(self, path: str | os.PathLike[str], *, tenant: str | None = None) -> Sequence:
         """Restore a sequence from a file of `Sequence.save`, with its recorded tokens.
 
-        Contents are verified as they are read, so after an error parked rows may have been evicted.
-
         Raises:
             ConfigError: The file is truncated, corrupt, or of another kind; or this cache has other
                 layers or shorter rows.
@@ -360,7 +359,8 @@ class KVCache(RowSpace):
         """Wait for submitted work, unmap everything, and detach from the pool. Idempotent.
 
         Tensors over the cache must not be used afterwards: their addresses stay reserved, so
-        touching one faults rather than reads other memory.
+        touching one faults rather than reads other memory. After a `DriverError` call `close`
+        again.
         """
         if self.is_closed:
             return

@@ -253,8 +253,7 @@ class PrefixTree:
 
 # ---- prefix --------------------------------------------------------------------------------------
 
-#: Tokens of a block: a hit is shorter than the common prefix by less. A 2 MiB page of Llama-3-8B
-#: holds as many.
+#: Tokens of a block; hits are cut to whole blocks. A 2 MiB page of Llama-3-8B holds as many.
 BLOCK_TOKENS = 16
 _TOKEN_BYTES = 8
 _DIGEST_BYTES = 16
