@@ -1,10 +1,10 @@
-"""What a user holds without transformers: sequences over contiguous virtual ranges.
+"""Sequences over contiguous virtual memory ranges, usable without transformers.
 
-`geometry.py` where bytes lie, and `fp8.py` what they mean in eight bits; `layer_group.py` one
-reservation; `row_space.py` all of them, and `row_space.py` who has which row. Over a row space:
-`layers.py`; `growing.py` and `geometry.py`; what rows share (`forking.py`, `beginning.py`,
-`prefix.py`, `forking.py`, `forking.py`, `cost.py`); memory elsewhere than on the device (`swap.py`,
-`swap.py`, `disk.py`, `process/`). `sequence.py` and `kv_cache.py` are what users hold.
+`sequence.py` and `kv_cache.py` are the user's interface. `geometry.py` computes byte offsets,
+`fp8.py` converts to eight bits, `layer_group.py` owns one reservation and `row_space.py` all of
+them, with the states of rows. `layers.py`, `growing.py`, `forking.py`, `beginning.py` and `swap.py`
+change what rows hold; `prefix.py` indexes their tokens; `disk.py` and `process/` save and share
+them.
 """
 
 from .cost import CostModel as CostModel

@@ -1,7 +1,7 @@
-"""Beginning with what is there: the row that holds most of a prompt is adopted, or forked.
+"""A new sequence begins with tokens already in the cache: its row is adopted, or forked from.
 
-A parked row that ends where the prompt's known beginning does is adopted as it is, for no driver
-call. Other holders keep theirs, and the new sequence is a fork of one.
+A parked row that ends near the known part of the prompt is adopted without a driver call. Otherwise
+the new sequence is a fork of a row that holds it.
 """
 
 from __future__ import annotations
@@ -17,33 +17,22 @@ from .row_space import RowSpace
 
 # ---- adopting ------------------------------------------------------------------------------------
 
-#: Of the parked rows, so many may be taken for that: those unused for longest. To look at all, each
-#: time a sequence begins, would cost as much as they hold.
+#: How many of the least recently used parked rows are considered; a look at all of them for each
+#: new sequence would cost time proportional to their extents.
 _LOOKED_AT = 4
-#: Memory is short where less than this part of the budget would be left, for those who run to grow:
-#: what lies ready for them is no newcomer's.
+#: Memory is short if less than this part of the budget would be left for running sequences to
+#: grow by.
 _KEPT_DIVISOR = 64
 
 
 def choose_row(space: RowSpace, num_tokens: int) -> int:
-    """The row for a sequence of about `num_tokens` tokens that begins with nothing. Locked.
-
-    It is not taken yet.
-
-    Raises:
-        OutOfAddressSpaceError: Every row is live.
-
-    Cost: a look at each parked row, and at the extents of a few where memory is short.
-    """
+    """Choose, without taking it, the row for about `num_tokens` new tokens. Locked."""
     wanted = space.prefixes.recorded - _giving_way(space, num_tokens)
     return space.rows.choose(num_tokens, space.adoptable_tokens, wanted)
 
 
 def _giving_way(space: RowSpace, num_tokens: int) -> Set[int]:
-    """The parked rows that eviction would take for a sequence of so many tokens, the first ones.
-
-    None where caches share the pool: whose rows go first then, eviction says.
-    """
+    """Parked rows that eviction would take first for a sequence; none if caches share the pool."""
     pool = space.pool
     end_tokens = num_tokens + space.overread_tokens
     missing_bytes = pool.budget_bytes // _KEPT_DIVISOR - pool.available_bytes
@@ -56,8 +45,8 @@ def _giving_way(space: RowSpace, num_tokens: int) -> Set[int]:
     found: set[int] = set()
     for row in _first_to_go(space):
         num_kept = space.resident_tokens(row)
-        # What it does not need itself, others would have to wait for; what others map as well would
-        # have to be copied before it is written.
+        # A row much longer than needed would keep memory from others; shared extents would have to
+        # be copied before they are written.
         if 0 < num_kept <= 2 * num_tokens and space.adoptable_tokens(row) == num_kept:
             found.add(row)
         missing_bytes -= sum(group.resident_bytes(row) for group in space.groups)
@@ -67,10 +56,10 @@ def _giving_way(space: RowSpace, num_tokens: int) -> Set[int]:
 
 
 def _first_to_go(space: RowSpace) -> Iterable[int]:
-    """The parked rows unused for longest, in the policy's order."""
+    """Return the least recently used parked rows in the eviction policy's order."""
     rows, policy = list(islice(space.rows.parked(), _LOOKED_AT)), space.pool.pressure.policy
     if isinstance(policy, LeastRecentlyUsed):
-        return rows  # In that order they are, without a look at what they hold.
+        return rows  # They are in that order already.
     victims = [space.victim(row) for row in rows]
     places = {id(victim): row for victim, row in zip(victims, rows, strict=True)}
     return [places[id(victim)] for victim in policy.order(victims)]
@@ -78,28 +67,21 @@ def _first_to_go(space: RowSpace) -> Iterable[int]:
 
 # ---- beginning -----------------------------------------------------------------------------------
 
-#: Of the rows that hold a prompt's beginning, live and parked, so many are compared: the last ones,
-#: which were cut where it ends if any was. To compare all would make hits of many costly.
+#: How many rows that hold a prompt's beginning are compared, latest first, because a row cut at the
+#: prompt's end is among these. To compare all would make hits costly.
 _HOLDERS_LOOKED_AT = 4
 
 
 def begin_with_prefix(space: RowSpace, prompt: Any, tenant: str | None) -> tuple[int, int] | None:
-    """Take a row that holds the longest beginning of `prompt` to be found. Locked.
+    """Take a row with the longest known beginning of `prompt`, without its last token. Locked.
 
-    Short of the last token, whose query must be computed.
-
-    Returns:
-        The row, which is live now, and how many tokens it holds; None if nothing was found.
-
-    Raises:
-        ConfigError: The prompt is none.
-        DriverError: The tail could not be copied. No row was taken.
+    Returns the row, live now, and its token count; None without a match.
     """
     prefixes = space.prefixes
     for match in prefixes.matches(prompt, tenant, max(0, len(prompt) - 1)):
         num_tokens = match.num_tokens
         parked = _holders(space, match.parked, num_tokens)
-        # Its memory is all there. What else it holds is lost, so it should not be much.
+        # Adopting a row loses its later tokens, so there should be few of them.
         whole = [
             row
             for row in parked
@@ -120,8 +102,8 @@ def begin_with_prefix(space: RowSpace, prompt: Any, tenant: str | None) -> tuple
             try:
                 row = fork_row(space, space, holder, num_tokens, tenant)
             except CapacityError:
-                # No second row, or no memory for the tail: one row can be had as it is. Looked
-                # for anew: who was parked may have given way to the attempt.
+                # No second row, or no memory for the tail: adopt a row as it is. Look again,
+                # because the attempt may have evicted parked rows.
                 parked = _holders(space, match.parked, num_tokens)
                 parked = [row for row in parked if space.can_begin(row, num_tokens)]
                 if not parked:
@@ -135,10 +117,7 @@ def begin_with_prefix(space: RowSpace, prompt: Any, tenant: str | None) -> tuple
 
 
 def _holders(space: RowSpace, rows: Iterator[int], num_tokens: int) -> list[int]:
-    """The first few of `rows` from which a sequence of `num_tokens` tokens can begin.
-
-    Those that turn out to lack something are not looked at again.
-    """
+    """First few of `rows` that hold `num_tokens` tokens; rows that lost some are marked."""
     found: list[int] = []
     lost: list[int] = []
     for row in rows:
@@ -164,7 +143,7 @@ def _can_extend(space: RowSpace, row: int, num_tokens: int) -> bool:
 
 
 def _whole_bytes(space: RowSpace, row: int, num_tokens: int) -> int:
-    """What a fork of `row` at `num_tokens` need not copy."""
+    """Bytes that a fork of `row` at `num_tokens` can share."""
     total_bytes = 0
     for group in space.groups:
         end_page = group.geometry.whole_pages_below(num_tokens)

@@ -1,8 +1,7 @@
-"""What the driver and a copy cost, and so when memory is shared and when it is copied.
+"""The cost of driver calls and copies, which decides between sharing and copying memory.
 
-A mapping costs the same for 2 MiB and for 64; a copy costs by the byte. Sharing also saves
-memory, which is worth something as long as it lasts: long for a fork, one step for beams, which
-are reordered again by the next one.
+A mapping costs the same for 2 MiB and for 64; a copy costs by the byte. Sharing also saves memory
+for as long as it lasts: a sequence's life for a fork, one step for beams.
 """
 
 from __future__ import annotations
@@ -21,9 +20,8 @@ class CostModel:
         map_us: Mapping an extent and granting access.
         unmap_us: Removing a mapping.
         copy_us_per_mib: Copying within the device, read and written.
-        lasting_us_per_mib: What it is worth not to hold a MiB twice, for as long as a sequence
-            lives.
-        passing_us_per_mib: What it is worth for one step.
+        lasting_us_per_mib: Value of not holding a MiB twice for a sequence's life.
+        passing_us_per_mib: Value of not holding a MiB twice for one step.
     """
 
     map_us: float = 35.0
@@ -34,7 +32,7 @@ class CostModel:
 
     @classmethod
     def of(cls, backend: Backend) -> CostModel:
-        """The costs on a backend's device."""
+        """Return the costs on a backend's device."""
         if backend.name == "host":
             # mmap and a fault or two; memcpy at 10 GB/s.
             return cls(map_us=5.0, unmap_us=5.0, copy_us_per_mib=100.0)
@@ -43,15 +41,12 @@ class CostModel:
     def prefers_alias_in_fork(self, num_bytes: int) -> bool:
         """Whether a new row should map an extent of `num_bytes` again rather than copy it.
 
-        The copy's own mapping is left out: a tail that is copied needs one anyway.
+        The copy's own mapping is not counted: a tail that is copied needs one anyway.
         """
         worth_us_per_mib = self.copy_us_per_mib + self.lasting_us_per_mib
         return self.map_us <= worth_us_per_mib * num_bytes / MiB
 
     def prefers_alias_in_reorder(self, num_bytes: int) -> bool:
-        """Whether an extent should replace what a row has mapped, rather than be copied into it.
-
-        A permutation copies twice, through a buffer.
-        """
+        """Whether to map an extent in a row rather than copy it there through a buffer."""
         worth_us_per_mib = 2 * self.copy_us_per_mib + self.passing_us_per_mib
         return self.map_us + self.unmap_us <= worth_us_per_mib * num_bytes / MiB

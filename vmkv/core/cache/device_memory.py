@@ -1,7 +1,7 @@
-"""One device's memory between a pool and torch's allocator.
+"""Device memory is shared between a pool and torch's allocator.
 
-A pool asks torch first when it is short. The other way round torch calls nothing before it raises
-`torch.OutOfMemoryError`, so what may be repeated is called again.
+A pool that is short asks torch's allocator to release its idle memory. Torch has no such hook: it
+raises `torch.OutOfMemoryError`, so `call_with_room` frees pool memory and calls the function again.
 """
 
 from __future__ import annotations
@@ -25,16 +25,11 @@ def open_pool(
     budget_bytes: int | None,
     host_budget_bytes: int | None = None,
 ) -> ExtentPool:
-    """The pool to build a cache on; one made here closes with its last user.
+    """Return the pool to build a cache on; a pool made here closes with its last user.
 
-    Args:
-        memory: A device's name, a backend, or a pool that is shared.
-        budget_bytes: Physical memory at most; by default what is free on the device now, with
-            what torch's allocator holds and does not use.
-        host_budget_bytes: Host memory for swapping at most; by default none.
-
-    Raises:
-        ConfigError: The budget is impossible, or given for a pool, which has its own.
+    Without `budget_bytes` the limit is the device's free memory, plus memory that torch's allocator
+    holds idle. Without `host_budget_bytes` there is no host memory for swapping. A shared pool
+    takes neither (`ConfigError`).
     """
     if isinstance(memory, ExtentPool):
         if budget_bytes is not None or host_budget_bytes is not None:
@@ -64,20 +59,20 @@ def call_with_room(
     *args: Arguments.args,
     **kwargs: Arguments.kwargs,
 ) -> Result:
-    """`function(*args, **kwargs)`; where torch runs out of memory, once more with what is idle.
+    """Call a function; if torch runs out of memory, free idle memory and call it once more.
 
     In between, parked rows and prefixes of every cache over the pool, and its free memory, go back
-    to the device. Live sequences keep what they have.
+    to the device. Live sequences keep their memory.
 
     Args:
         pool: The pool (`cache.pool`).
-        function: Something that can be called again after it failed: making a tensor, loading a
-            model; not a forward pass that writes to a cache.
-        *args: For the function.
-        **kwargs: For the function.
+        function: A function that can be repeated after a failure: making a tensor, loading a model;
+            not a forward pass that writes to a cache.
+        *args: Passed to the function.
+        **kwargs: Passed to the function.
 
     Raises:
-        torch.OutOfMemoryError: Also with all of that there is too little.
+        torch.OutOfMemoryError: The second attempt failed, too.
     """
     try:
         return function(*args, **kwargs)
@@ -96,7 +91,6 @@ def _idle_bytes(backend: Backend) -> int:
 
 
 def _release_idle(backend: Backend) -> None:
-    """Have torch's allocator give unused memory back to the device."""
     if _shares_device(backend):
         torch.cuda.empty_cache()
 

@@ -1,10 +1,11 @@
-"""Sequences on disk: what a row holds, in a file that checks itself.
+"""Sequences on disk: safetensors files with a checksum of every part.
 
     token_ids    int64 [recorded tokens]
     group.<n>    uint8 [tokens, token_bytes]: raw token rows of layer group n, from the first
                  token on that a query can still see
 
-How such a file is written and read is in `disk.py`.
+Nothing in a file is trusted before it has been checked. Contents pass through a small buffer, since
+memory may be short when a sequence is saved.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ from .row_space import LiveRow, RowSpace
 from .swap import Swapped
 from .whole_file import whole_file
 
-# ---- portable ------------------------------------------------------------------------------------
+# ---- layout --------------------------------------------------------------------------------------
 
-#: What else than layers a group's layout can differ in, by what the user calls it.
+#: The user's options for differences of layout other than in layers.
 _REMEDIES = {"dtype": "dtype, or kv_dtype", "scales": "kv_scales"}
 
 
 def describe_groups(space: RowSpace) -> list[dict[str, Any]]:
-    """How layers are laid out, as plain values: one entry for each group, in order."""
+    """Describe the layout of each layer group, in order, as plain values."""
     return [
         {"places_and_layers": [list(each) for each in space.members(group)], **group.layout}
         for group in space.groups
@@ -47,11 +48,7 @@ def describe_groups(space: RowSpace) -> list[dict[str, Any]]:
 
 
 def check_groups(space: RowSpace, theirs: Sequence[Mapping[str, Any]], where: str) -> None:
-    """Compare the groups that `where` describes with those of the cache.
-
-    Raises:
-        ConfigError: They differ; it says in what.
-    """
+    """Raise `ConfigError`, naming the difference, unless the groups `theirs` match the cache's."""
     mine = describe_groups(space)
     if not mine:
         raise ConfigError(f"this cache has no layers yet; add those of {where} first")
@@ -79,19 +76,11 @@ def check_length(space: RowSpace, num_tokens: int, where: str) -> None:
         )
 
 
-# ---- a stranger's claims ------------------------------------------------------------------
+# ---- untrusted values ---------------------------------------------------------------------
 
 
 class Claims:
-    """A JSON object that somebody else wrote, read with suspicion.
-
-    Args:
-        values: What it should be a mapping of.
-        where: Whose it is, for messages.
-
-    Raises:
-        ConfigError: It is no mapping; in every method, that the value is not what it must be.
-    """
+    """An untrusted JSON object; each method raises `ConfigError` if a value is not as required."""
 
     def __init__(self, values: object, where: str):
         if not isinstance(values, dict):
@@ -100,21 +89,21 @@ class Claims:
         self._where = where
 
     def integer(self, name: str, low: int, high: int) -> int:
-        """An integer in `[low, high]`."""
+        """Return an integer in `[low, high]`."""
         value = self._values.get(name)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
             raise self._wrong(name, f"an integer from {low} to {high}")
         return value
 
     def text(self, name: str) -> str:
-        """A string."""
+        """Return a string."""
         value = self._values.get(name)
         if not isinstance(value, str):
             raise self._wrong(name, "a string")
         return value
 
     def integers(self, name: str, low: int, high: int, *, at_most: int) -> list[int]:
-        """A list of at most so many integers in `[low, high]`."""
+        """Return a list of at most `at_most` integers in `[low, high]`."""
         values = self._list(name)
         is_right = all(type(each) is int and low <= each <= high for each in values)
         if len(values) > at_most or not is_right:
@@ -122,12 +111,12 @@ class Claims:
         return values
 
     def claims(self, name: str) -> list[Claims]:
-        """A list of further objects."""
+        """Return a list of further objects."""
         return [Claims(each, self._where) for each in self._list(name)]
 
     @property
     def values(self) -> Mapping[str, object]:
-        """As it came."""
+        """The unchecked values."""
         return self._values
 
     def _list(self, name: str) -> list[Any]:
@@ -153,7 +142,7 @@ _FORMAT, _VERSION = "vmkv sequence", "1"
 _DIGEST_BYTES = 32
 _UNKNOWN = "0" * (2 * _DIGEST_BYTES)
 _ITEM_BYTES = {"U8": 1, "I64": 8}
-#: Far more than the layers of any cache take; what claims more is not read into memory.
+#: Far more than the layers of any cache take; a larger header is rejected unread.
 _HEADER_BYTES_MAX = 16 * MiB
 
 
@@ -167,7 +156,7 @@ class StoredTensor:
 
     @property
     def num_bytes(self) -> int:
-        """What it takes."""
+        """Bytes of the tensor."""
         return math.prod(self.shape) * _ITEM_BYTES[self.dtype]
 
 
@@ -207,7 +196,6 @@ def _header(description: str, tensors: Sequence[StoredTensor], digests: Mapping[
 
 
 def _entries(tensors: Sequence[StoredTensor]) -> dict[str, Any]:
-    """What the header says of tensors that follow one another."""
     entries, end = {}, 0
     for tensor in tensors:
         start, end = end, end + tensor.num_bytes
@@ -220,7 +208,7 @@ def _entries(tensors: Sequence[StoredTensor]) -> dict[str, Any]:
 
 
 def digest_of(text: str) -> str:
-    """The checksum of a description."""
+    """Return the checksum of a description."""
     data = text.encode(errors="surrogatepass")  # JSON can say what UTF-8 cannot.
     return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).hexdigest()
 
@@ -229,19 +217,7 @@ def digest_of(text: str) -> str:
 
 
 class SavedFile:
-    """A file that `write` wrote, or that says so.
-
-    Args:
-        file: Open for reading.
-        where: What it is called, for messages.
-
-    Attributes:
-        description: What `write` was given, parsed.
-
-    Raises:
-        ConfigError: It is truncated, or of another kind or version, or its description has another
-            checksum than when it was written.
-    """
+    """A file in the format of `write`; raises `ConfigError` if it is truncated or foreign."""
 
     def __init__(self, file: IO[bytes], where: str):
         self._file, self._where = file, where
@@ -279,15 +255,12 @@ class SavedFile:
             )
 
     def num_items(self, name: str) -> int:
-        """How long a tensor of one dimension is said to be."""
+        """Return the claimed length of a one-dimensional tensor."""
         claims = Claims(self._entries.get(name), self._where)
         return sum(claims.integers("shape", 0, 1 << 31, at_most=1))
 
     def check(self, tensors: Sequence[StoredTensor]) -> None:
-        """Raise `ConfigError` unless the file consists of these, as `write` puts them.
-
-        And unless each has a checksum, with which `read` will compare it.
-        """
+        """Raise `ConfigError` unless the file consists of these tensors, each with a checksum."""
         if self._data_bytes != sum(tensor.num_bytes for tensor in tensors):
             raise self._truncated()
         wanted = _entries(tensors)
@@ -298,19 +271,14 @@ class SavedFile:
                 f"{self._where} has other tensors than its description says ({what}); save the "
                 "sequence again"
             )
-        self._entries = wanted  # As we write numbers: 1.0 and true are equal to 1, and no offsets.
+        self._entries = wanted  # Our integers: the file's may be 1.0 or true, which equal 1.
         for tensor in tensors:
             self._digests.text(tensor.name)
 
     def read(self, name: str, buffer: memoryview) -> Iterator[int]:
-        """Bring a tensor into `buffer`, a part at a time; yields how many bytes of it are used.
+        """Read a tensor into `buffer` part by part, yielding the bytes of each part.
 
-        For those that `check` has found to be there. Nothing of it is to be believed before the
-        iterator has ended.
-
-        Raises:
-            ConfigError: It has another checksum than when it was written; or the file has become
-                shorter meanwhile.
+        The checksum is compared at the end: nothing is to be used before the iterator has ended.
         """
         digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
         start, end = self._entries[name]["data_offsets"]
@@ -321,7 +289,7 @@ class SavedFile:
             yield len(part)
         self._check_digest(name, digest.hexdigest())
 
-    # ---- what both need -------------------------------------------------------------------
+    # ---- shared by both -------------------------------------------------------------------
 
     def _read(self, into: memoryview, start: int) -> None:
         num_bytes = 0
@@ -353,13 +321,11 @@ class SavedFile:
 # ---- disk ----------------------------------------------------------------------------------------
 
 _TOKEN_IDS = "token_ids"
-#: Through a small buffer, because there may be little memory left; hashing is slower by far.
+#: Size of the copy buffer: small, since memory may be short; hashing dominates the time.
 _CHUNK_BYTES = MiB
 
 
 class _Range(NamedTuple):
-    """Where some bytes lie."""
-
     address: Address
     num_bytes: int
 
@@ -367,8 +333,8 @@ class _Range(NamedTuple):
 class _Buffer:
     """A buffer between a cache's memory and the CPU's.
 
-    On a GPU two: pinned memory, and device memory beside it, because the driver would have the
-    CPU copy what a swapped sequence holds, which has no access to it.
+    On a GPU there are two, pinned and device memory: for a copy from swapped extents, which lie in
+    host memory, the driver would use the CPU, which has no access to them.
     """
 
     def __init__(self, space: RowSpace):
@@ -381,11 +347,10 @@ class _Buffer:
 
     @property
     def data(self) -> memoryview:
-        """The CPU's side of it, of bytes."""
         return self._near.numpy().data
 
     def read(self, source: _Range) -> Iterator[memoryview]:
-        """What a range of the cache's memory holds, in parts, each valid until the next."""
+        """Yield the contents of a range in parts, each valid until the next."""
         space = self._space
         for start in range(0, source.num_bytes, _CHUNK_BYTES):
             num_bytes = min(_CHUNK_BYTES, source.num_bytes - start)
@@ -397,7 +362,7 @@ class _Buffer:
             yield self.data[:num_bytes]
 
     def write(self, address: Address, start: int, end: int) -> None:
-        """Put the bytes from `start` to `end` of `data` at an address of the cache's memory."""
+        """Copy bytes `start` to `end` of `data` to an address of the cache's memory."""
         space = self._space
         if self._is_cuda:
             self._far[start:end].copy_(self._near[start:end], non_blocking=True)
@@ -426,7 +391,7 @@ def _device_buffer(space: RowSpace) -> torch.Tensor:
 
 
 def save(sequence: LiveRow, swapped: Swapped | None, path: str | os.PathLike[str]) -> None:
-    """See `Sequence.save`; `swapped` is what of it is swapped out. Its row is pinned."""
+    """Implement `Sequence.save`; `swapped` is the sequence's host copy. Its row is pinned."""
     space, row, num_tokens = sequence.cache, sequence.row, sequence.num_tokens
     with space.pool.lock:
         token_ids = space.prefixes.token_ids(row)
@@ -439,7 +404,7 @@ def save(sequence: LiveRow, swapped: Swapped | None, path: str | os.PathLike[str
     }
     space.note_stream()
     space.pool.backend.join_streams(space.current_stream())
-    # The file takes its name last: after everything that can fail.
+    # The file takes its name after everything that can fail.
     with whole_file(Path(path)) as file:
         buffer = _Buffer(space)
         ids = struct.pack(f"<{len(token_ids)}q", *token_ids)
@@ -453,7 +418,6 @@ def save(sequence: LiveRow, swapped: Swapped | None, path: str | os.PathLike[str
 def _tensors(
     space: RowSpace, num_tokens: int, num_ids: int, first_tokens: Sequence[int]
 ) -> list[StoredTensor]:
-    """What a file of so many tokens consists of."""
     tensors = [StoredTensor(_TOKEN_IDS, "I64", (num_ids,))]
     for at, (group, first_token) in enumerate(zip(space.groups, first_tokens, strict=True)):
         shape = (max(0, num_tokens - first_token), group.geometry.token_bytes)
@@ -468,10 +432,10 @@ def _ranges(
     num_tokens: int,
     swapped: Swapped | None,
 ) -> list[_Range]:
-    """Where the token rows from `first_token` to `num_tokens` lie: in the row, then in staging."""
+    """Locate token rows `first_token` to `num_tokens`: first in the row, then in staging."""
     token_bytes, page_bytes = group.geometry.token_bytes, group.geometry.page_bytes
     start, end = first_token * token_bytes, num_tokens * token_bytes
-    moved = end  # From here on it was swapped out.
+    moved = end  # Bytes from here on were swapped out.
     moved_address = Address(0)
     if swapped is not None:
         for each in swapped.firsts():
@@ -492,8 +456,6 @@ def _ranges(
 
 
 class _Content(NamedTuple):
-    """A file that has been checked, but for its groups' rows, which are as they are read."""
-
     file: SavedFile
     num_tokens: int
     first_tokens: Sequence[int]
@@ -503,10 +465,7 @@ class _Content(NamedTuple):
 def load(
     space: RowSpace, path: str | os.PathLike[str], tenant: str | None
 ) -> tuple[int, int, Sequence[int]]:
-    """A row with what a file holds; for `KVCache.load`.
-
-    Returns the row, which is live now, how many tokens it holds, and those that are known.
-    """
+    """Implement `KVCache.load`; returns the row, live now, its token count and its known tokens."""
     space.check_open()
     where = os.fspath(path)
     with open(where, "rb", buffering=0, opener=_open_at_once) as file:
@@ -520,11 +479,11 @@ def load(
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)  # A pipe would wait for somebody to write.
+    return os.open(path, flags | os.O_NONBLOCK)  # Opening a pipe would wait for a writer.
 
 
 def _checked(space: RowSpace, file: SavedFile, where: str) -> _Content:
-    """Check everything that the file says of itself, and read its token ids."""
+    """Check the file's description and tensors, and read its token ids."""
     claims = file.description
     check_groups(space, [each.values for each in claims.claims("groups")], where)
     num_tokens = claims.integer("num_tokens", 0, 1 << 31)
@@ -539,21 +498,20 @@ def _checked(space: RowSpace, file: SavedFile, where: str) -> _Content:
             raise ConfigError(f"{where}: group.{at} lacks tokens that a query still sees")
     ids = bytearray(8 * num_ids)
     for _ in file.read(_TOKEN_IDS, memoryview(ids)):
-        pass  # All of them are one part.
+        pass  # `ids` takes them in one part.
     return _Content(file, num_tokens, first_tokens, struct.unpack(f"<{num_ids}q", ids))
 
 
 def _fill(space: RowSpace, row: int, content: _Content, tenant: str | None) -> None:
-    """Map what the sequence needs and read it from the file."""
     map_rows(space, [Target(row, content.num_tokens, content.num_tokens, tenant)])
     buffer = _Buffer(space)
     stream = space.current_stream()
     for at, (group, saved_from) in enumerate(zip(space.groups, content.first_tokens, strict=True)):
-        # With other pages than where it was saved, the window's first one lies elsewhere.
+        # With another page size the window's first page differs from the saving cache's.
         first_token = max(saved_from, group.first_mapped_token(row, content.num_tokens))
         cursor = group.table.page_address(row, 0)
         cursor = Address(cursor + first_token * group.geometry.token_bytes)
-        # Before that a kernel may fetch what it does not use, which must be a number.
+        # A kernel may fetch unused tokens before that, which must not be NaN.
         pages = group.table.rows[row]
         mapped = group.table.page_address(row, pages.first_page)
         if pages.mappings and mapped < cursor:

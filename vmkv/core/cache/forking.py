@@ -1,12 +1,12 @@
-"""Forks: a second row that begins as another one does, without holding it twice.
+"""Forks, copy-on-write, and the reordering of beams: rows share extents and copy only tails.
 
     source   | extent | extent | extent | extent with the tail |
                  |        |        |          : copied, as far as it is used
     fork     | extent | extent | extent | fresh ones           |
 
-Whole extents are mapped a second time, read-only; the tail, which both will write, is copied.
-Both rows stay contiguous, at addresses of their own, and either may end first. The same is done
-for a prefix that a parked row still holds, and between two caches over one pool.
+Whole extents are mapped a second time, read-only; the tail, which both will write, is copied. Both
+rows stay contiguous, at addresses of their own, and either may end first. Prefixes of parked rows,
+and rows of another cache over the same pool, are shared in the same way.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .row_space import LiveRow, RowSpace
 
 
 def fork(space: RowSpace, source: LiveRow, num_tokens: int, row: int | None = None) -> int:
-    """A row of `space`, or the one named, that begins as `source` does; for `Sequence.fork`."""
+    """Implement `Sequence.fork`: take a row of `space`, or `row`, that begins as `source` does."""
     space.check_open()
     source.check_open()
     if not 0 <= num_tokens <= source.num_tokens:
@@ -47,26 +47,12 @@ def fork_row(
     tenant: str | None,
     row: int | None = None,
 ) -> int:
-    """Take a row, and have it begin with the first `num_tokens` tokens of another. Locked.
+    """Take a row that begins with the first `num_tokens` tokens of another row. Locked.
 
-    Args:
-        origin: Where the row forked from is.
-        space: Where the row forked to is: over the same pool, with the same groups.
-        source_row: The row forked from, live or parked.
-        num_tokens: How many tokens.
-        tenant: For whom.
-        row: The row forked to; by default one that is empty, or parked longest unused.
-
-    Returns:
-        The row, which is live now.
-
-    Raises:
-        ConfigError: The spaces do not lay out tokens alike; or `row` is not free.
-        OutOfAddressSpaceError: Every row is live.
-        OutOfPagesError, DriverError: No row is taken.
-
-    Cost: a map and access call per extent, a copy of the tail on the current stream; where the
-        pool protects what is shared, a wait for the device as well.
+    `origin` holds the source row, live or parked; both spaces are over one pool and have the same
+    groups. By default the row is an empty one, or the least recently used parked one. Returns the
+    row; after any error no row is taken. Cost: a map and access call per extent and a copy of the
+    tail on the current stream; a wait for the device where the pool protects shared memory.
     """
     if row is None:
         row = space.rows.choose_unneeded(but=source_row if origin is space else None)
@@ -77,7 +63,7 @@ def fork_row(
             try:
                 _fill(origin, space, (source_row, row), num_tokens, tenant)
             finally:
-                # Used now, behind what was submitted: also a fork that fails may have read it.
+                # Also a fork that fails may have submitted reads of the source.
                 origin.rows.touch(source_row, space.pool.pressure.tick())
     except BaseException:
         space.leave_emptied(row)
@@ -96,8 +82,8 @@ def _fill(
     _check_alike(origin, space, num_tokens)
     pool, stream = space.pool, space.current_stream()
     plan = _plan(origin, space, rows, num_tokens, tenant)
-    # Nobody may take away what is about to be mapped again or copied, even if room must be made
-    # and the source is a parked row, or one that is moving.
+    # Pins the source's extents: making room must not evict them, even if the source is parked or
+    # moving to the host.
     with change(pool, plan.changes, reads=plan.reads) as made:
         made.map(stream)
         made.fill(stream, plan.copies)
@@ -128,14 +114,7 @@ def _check_alike(origin: RowSpace, space: RowSpace, num_tokens: int) -> None:
 
 
 class _Plan(NamedTuple):
-    """What a fork does.
-
-    Attributes:
-        changes: What the fork's row holds then, in each group.
-        aliased_bytes: What of that is mapped again.
-        reads: The mappings of the source that are copied from.
-        copies: The copies of tails, where there are any.
-    """
+    """The changes of a fork: row changes per group, mappings that copies read, copies of tails."""
 
     changes: Sequence[RowChange]
     aliased_bytes: int
@@ -144,7 +123,7 @@ class _Plan(NamedTuple):
 
 
 def pages_to_fork(space: RowSpace, row: int, num_tokens: int) -> int:
-    """What a fork of `row` at `num_tokens` takes from the pool. Changes nothing."""
+    """Pages that a fork of `row` at `num_tokens` takes from the pool. Changes nothing."""
     plan = _plan(space, space, (row, -1), num_tokens, None)
     return sum(1 << size_class for each in plan.changes for size_class in each.classes)
 
@@ -186,12 +165,12 @@ def _plan(
 def _aliased(
     space: RowSpace, source: LayerGroup, row: int, first_page: int, num_tokens: int
 ) -> list[Mapping]:
-    """What of `row`, from `first_page` on, a fork at `num_tokens` maps again."""
+    """Return the mappings of `row`, from `first_page` on, that a fork at `num_tokens` shares."""
     end_page = source.geometry.whole_pages_below(num_tokens)
     aliased = source.table.overlapping(row, first_page, end_page)
     if aliased and aliased[-1].end_page > end_page:
         aliased.pop()
-    # From the end: what is small there is cheaper to copy, together with the tail.
+    # Small extents at the end are cheaper to copy, together with the tail.
     while aliased and not space.cost_model.prefers_alias_in_fork(aliased[-1].extent.num_bytes):
         aliased.pop()
     return aliased
@@ -201,25 +180,18 @@ def _aliased(
 
 
 def unshare(group: LayerGroup, row: int, num_tokens: int, *, tenant: object, stream: int) -> int:
-    """Make everything of `row` from token `num_tokens` on writable, keeping what is before.
+    """Make `row` writable from token `num_tokens` on; returns the bytes copied.
 
-    What lies wholly behind is given up where it is shared; a shared extent that holds some of
-    the first `num_tokens` tokens is replaced by a copy, at the same addresses.
-
-    Returns:
-        The bytes copied.
-
-    Raises:
-        OutOfPagesError, DriverError: The row holds what it held.
-
-    Cost: nothing while no page from there on is shared; else a wait for the device where
-        something is replaced.
+    Shared extents wholly after that token are given up. A shared extent that holds earlier tokens
+    is replaced by a copy at the same addresses. After `OutOfPagesError` or `DriverError` the row
+    holds the same tokens. Cost: nothing without shared pages there; a wait for the device for a
+    replacement.
     """
     pages = group.table.rows[row]
     first_page = group.geometry.whole_pages_below(num_tokens)
     if pages.shared_end_page <= first_page:
         return 0
-    # Another stream may still read, for who shared it and has ended, what this one will overwrite.
+    # An ended sequence that shared an extent may still be read on another stream.
     group.pool.backend.join_streams(stream)
     concerned = group.table.overlapping(row, first_page, pages.end_page)
     shared = next((mapping for mapping in concerned if mapping.extent.is_shared), None)
@@ -230,7 +202,7 @@ def unshare(group: LayerGroup, row: int, num_tokens: int, *, tenant: object, str
             try:
                 copied_bytes = _replace(group, row, shared, num_tokens, tenant, stream)
             except OutOfPagesError:
-                # No room for a copy. None is needed where only victims show it besides.
+                # No room for a copy. If only victims share the extent, none is needed.
                 with group.pool.lock:
                     if not group.pool.pressure.give_up([shared.extent]):
                         raise
@@ -240,7 +212,7 @@ def unshare(group: LayerGroup, row: int, num_tokens: int, *, tenant: object, str
             group.table.retire_back(row, shared.first_page, fence)
         concerned = group.table.overlapping(row, first_page, pages.end_page)
     make_writable(group.table, row, concerned)
-    group.scrub(row, num_tokens, tenant, stream)  # While it was shared, nobody could.
+    group.scrub(row, num_tokens, tenant, stream)  # Shared extents cannot be scrubbed.
     pages.shared_end_page = min(pages.shared_end_page, first_page)
     return copied_bytes
 
@@ -253,7 +225,7 @@ def _replace(
     tenant: object,
     stream: int,
 ) -> int:
-    """Put a copy of the tokens from `shared` on up to `num_tokens` in its place."""
+    """Replace `shared` by a copy of its tokens up to `num_tokens`; returns the bytes copied."""
     pool, table, first_page = group.pool, group.table, shared.first_page
     copied_bytes = num_tokens * group.geometry.token_bytes - first_page * pool.page_bytes
     num_pages = group.geometry.pages_for(num_tokens) - first_page
@@ -269,7 +241,7 @@ def _replace(
 
 
 def reorder(space: RowSpace, beams: Sequence[LiveRow], sources: Sequence[int]) -> None:
-    """See `KVCache.reorder`."""
+    """Implement `KVCache.reorder`."""
     space.check_open()
     _check_beams(space, beams, sources)
     rows = [(beams[source].row, beam.row) for source, beam in zip(sources, beams, strict=True)]
@@ -287,7 +259,7 @@ def reorder(space: RowSpace, beams: Sequence[LiveRow], sources: Sequence[int]) -
     ]
     changes = [move.change for move in moves if move.change is not None]
     with change(pool, changes, reads=[read for move in moves for read in move.reads]) as made:
-        # Torch's allocator keeps the buffer for this stream until the copies are through.
+        # Torch's allocator reuses the buffer in stream order, after the copies.
         copies, _buffer = _through_buffer(space, moves, stream)
         for move in moves:
             make_writable(move.group.table, move.target, move.readonly)
@@ -295,7 +267,7 @@ def reorder(space: RowSpace, beams: Sequence[LiveRow], sources: Sequence[int]) -
         try:
             made.fill(stream, copies)
         except BaseException:
-            with pool.lock:  # The targets hold neither what they held nor all of the other.
+            with pool.lock:  # The targets' contents are undefined now.
                 for _, target in rows:
                     space.prefixes.truncate(target)
             raise
@@ -332,17 +304,7 @@ def _check_beams(space: RowSpace, beams: Sequence[LiveRow], sources: Sequence[in
 
 
 class _Move(NamedTuple):
-    """What one row takes from another in one group.
-
-    Attributes:
-        group: The group.
-        source: The row to take from.
-        target: The row that takes.
-        change: How the target's mappings change; None where they stay.
-        readonly: Mappings of the target that stay, and must become writable.
-        copy_first_page: From where on contents are copied.
-        copied_bytes: How many.
-    """
+    """Transfer between two rows in one group; `change` is None if the target's mappings stay."""
 
     group: LayerGroup
     source: int
@@ -353,18 +315,16 @@ class _Move(NamedTuple):
     copied_bytes: int
 
     def address(self, row: int) -> Address:
-        """Where the copied bytes start in `row`."""
         return self.group.table.page_address(row, self.copy_first_page)
 
     @property
     def reads(self) -> list[Mapping]:
-        """What is copied from."""
         table = self.group.table
         return table.overlapping(self.source, self.copy_first_page, table.row_pages)
 
 
 class _Difference(NamedTuple):
-    """From which page on two rows differ, and the mappings of each from there on."""
+    """The first page at which two rows differ, and the mappings of each from there on."""
 
     page: int
     theirs: Sequence[Mapping]
@@ -378,12 +338,11 @@ def _reorder_moves(
     num_tokens: int,
     tenants: dict[int, str | None],
 ) -> list[_Move]:
-    """How each target comes to hold what its source does, of `num_tokens` both."""
     differences = [
         _after_common(group, *each, num_tokens, keeps_past=space.keeps_past) for each in rows
     ]
     aliased = [_to_alias(group, each, num_tokens, space.cost_model) for each in differences]
-    # What a row gives to another it shares with it afterwards, and may not write either.
+    # Extents given to another row are shared afterwards, so their row may not write them.
     given = {id(mapping.extent) for mappings in aliased for mapping in mappings}
     return [
         _plan_move(group, *each, num_tokens, tenants[each[1]], difference, its, given)
@@ -408,10 +367,10 @@ def _after_common(
 def _to_alias(
     group: LayerGroup, difference: _Difference, num_tokens: int, cost: CostModel
 ) -> list[Mapping]:
-    """The source's mappings, behind what it has in common with the target, to map there too."""
+    """Return the source's mappings, after the common part, that the target maps as well."""
     _, theirs, mine = difference
     aliased: list[Mapping] = []
-    # Both rows must have a boundary where the exchange begins.
+    # Both rows must have an extent boundary where the exchange begins.
     if theirs and mine and theirs[0].first_page == mine[0].first_page:
         full_end_page = group.geometry.whole_pages_below(num_tokens)
         for mapping in theirs:
@@ -436,7 +395,7 @@ def _plan_move(
     page, _, mine = difference
     page = aliased[-1].end_page if aliased else page
     behind = [mapping for mapping in mine if mapping.end_page > page]
-    # What is copied into must be the target's own.
+    # Only the target's own extents may be copied into.
     shared = [each for each in behind if each.extent.is_shared or id(each.extent) in given]
     exchange = None
     if aliased or shared:
@@ -463,10 +422,7 @@ def _plan_move(
 def _through_buffer(
     space: RowSpace, moves: Sequence[_Move], stream: int
 ) -> tuple[list[CopyOp], torch.Tensor | None]:
-    """Save what will be overwritten before it is read.
-
-    Returns the copies to make afterwards, and the buffer, which lives until they are submitted.
-    """
+    """Save bytes that copies overwrite before reading them; returns the copies and the buffer."""
     targets = {move.target for move in moves}
     num_bytes = sum(move.copied_bytes for move in moves if move.source in targets)
     buffer = None

@@ -1,8 +1,8 @@
-"""Keys and values in eight bits: `float8_e4m3fn`, as they are or divided by a scale for each head.
+"""Keys and values in eight bits: `float8_e4m3fn`, optionally divided by a scale per head.
 
-Four bits of exponent hold 2^-9 to 448, three of mantissa a number within 1/16. What is beyond 448
-becomes 448: a NaN, which the format knows and a plain conversion may make of it, would spread from
-one token to all that see it. A scale moves that range, and changes nothing about the precision.
+Four exponent bits cover 2^-9 to 448 and three mantissa bits a relative step of 1/16. Values beyond
+448 saturate, because the NaN that a plain conversion makes of them would spread to every token that
+attends to it. A scale shifts the range and leaves the precision as it is.
 
     stored = saturated(x / scale)        x' = stored * scale
 """
@@ -20,23 +20,16 @@ from .geometry import LayerShape
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
-"""The largest number it holds."""
+"""The largest finite number of the format."""
 
-#: Between them a scale and its inverse are plain float32, and so is what they are multiplied with.
+#: Within these limits a scale, its inverse, and their products with stored numbers are normal
+#: float32 numbers.
 _SCALE_MIN, _SCALE_MAX = 2.0**-64, 2.0**64
 
 
 @dataclass(frozen=True)
 class LayerScales:
-    """The scales of one layer.
-
-    Attributes:
-        keys: One for each key head.
-        values: One for each value head.
-
-    Raises:
-        ConfigError: One is no positive number, or too small or large for float32.
-    """
+    """The scales of one layer, one positive number per key head and value head."""
 
     keys: tuple[float, ...]
     values: tuple[float, ...]
@@ -53,18 +46,14 @@ class LayerScales:
                     )
 
     def as_values(self) -> list[list[float]]:
-        """As JSON can carry it."""
+        """Return the scales as JSON-serializable lists."""
         return [list(map(float, self.keys)), list(map(float, self.values))]
 
 
 class Scales(NamedTuple):
-    """The scales of one layer where its keys and values are: `[heads] float32` each.
+    """The scales of one layer on its device, and their inverses: `[heads] float32` each.
 
-    Attributes:
-        keys: What stored keys are multiplied by.
-        values: Likewise.
-        inverse_keys: What keys are multiplied by to be stored.
-        inverse_values: Likewise.
+    Stored numbers are multiplied by the scales, numbers to store by the inverses.
     """
 
     keys: torch.Tensor
@@ -74,17 +63,17 @@ class Scales(NamedTuple):
 
     @classmethod
     def of(cls, scales: LayerScales, device: torch.device) -> Scales:
-        """On a device; ordinary tensors, in whichever mode it is called."""
+        """Copy scales to a device, as ordinary (not inference) tensors."""
         with torch.inference_mode(mode=False), torch.no_grad():
             keys, values = torch.tensor(scales.keys), torch.tensor(scales.values)
-            # Divided here, so that every device multiplies by the same numbers.
+            # Inverted on the CPU, so that every device multiplies by the same numbers.
             return cls(*(each.to(device) for each in (keys, values, 1 / keys, 1 / values)))
 
 
 def check_layer_scales(
     scales: Sequence[LayerScales], layers: Sequence[int], shape: LayerShape, dtype: torch.dtype
 ) -> None:
-    """Raise `ConfigError` unless there is one for each head of each layer, in eight bits."""
+    """Raise `ConfigError` unless `dtype` is eight bits and each head of each layer has a scale."""
     if dtype != FP8:
         raise ConfigError(f"scales are for {FP8}; what is stored as {dtype} has none")
     if len(scales) != len(layers):
@@ -101,12 +90,9 @@ def check_layer_scales(
 def encode(
     numbers: torch.Tensor, inverse: torch.Tensor | None = None, *, heads_at: int = -2
 ) -> torch.Tensor:
-    """Numbers as they are stored; a new tensor.
+    """Convert floating-point numbers to eight bits, saturated; returns a new tensor.
 
-    Args:
-        numbers: Floating, of any shape.
-        inverse: `[heads] float32`, of `Scales`; None for 1.
-        heads_at: Which dimension of `numbers` is the heads', counted from the end.
+    `inverse` is `[heads]`, None for 1; `heads_at` is the heads' dimension, counted from the end.
     """
     if inverse is not None:
         numbers = numbers.float() * _along(inverse, heads_at)
@@ -120,10 +106,7 @@ def decode(
     *,
     heads_at: int = -2,
 ) -> torch.Tensor:
-    """Stored numbers, multiplied by their scale, as `dtype`; a new tensor.
-
-    What is not stored in eight bits is returned as it is.
-    """
+    """Convert stored numbers to `dtype`, times their scale; other types are returned unchanged."""
     if stored.dtype != FP8:
         return stored
     if scale is None:

@@ -1,14 +1,14 @@
-"""Where every byte of a layer group lies: pure arithmetic, no memory.
+"""Byte offsets in a layer group, and growth steps: pure arithmetic, no memory.
 
-All layers of a group lie side by side in one *token row*, so that one page holds few tokens
-of many layers rather than many tokens of one:
+The layers of a group lie side by side in one *token row*, so that a page holds few tokens of many
+layers rather than many tokens of one:
 
     row r      | token 0 | token 1 | token 2 | ...                       | (row_tokens of them)
     token row  | layer 0: K heads, V heads | layer 1: K heads, V heads | ... | padding |
 
-For Llama-3-8B a token row is 32 layers x 2 x 8 heads x 128 x 2 B = 128 KiB, so a page of
-2 MiB holds 16 tokens and growth costs one mapping where a per-layer layout needs 64.
-See Note [All layers share a page] in DESIGN.md.
+For Llama-3-8B a token row is 32 layers x 2 x 8 heads x 128 x 2 B = 128 KiB, so a page of 2 MiB
+holds 16 tokens and growth costs one mapping where a per-layer layout needs 64. See Note [All layers
+share a page] in DESIGN.md.
 """
 
 from __future__ import annotations
@@ -23,23 +23,20 @@ from ...units import TiB, align_up, div_ceil, format_bytes
 # ---- growth --------------------------------------------------------------------------------------
 
 #: A row grows by the largest class not above 1/64 of it. 1/32 would halve the calls and reach
-#: the 2 % of waste that DESIGN.md allows; 1/128 buys nothing a user could see.
+#: the 2 % of waste that DESIGN.md allows; 1/128 has no measurable benefit.
 _QUANTUM_DIVISOR = 64
 #: A sliding window keeps at most this many extents more than it needs.
 _WINDOW_DIVISOR = 8
 
 
 def growth_quantum_class(held_pages: int, largest_class: int) -> int:
-    """The size class by which a row that holds `held_pages` grows, when it need not more."""
+    """Return the size class of the growth quantum of a row that holds `held_pages`."""
     quantum_pages = max(1, held_pages // _QUANTUM_DIVISOR)
     return min(quantum_pages.bit_length() - 1, largest_class)
 
 
 def largest_class_for_window(window_pages: int, largest_class: int) -> int:
-    """The largest class worth using where only `window_pages` are kept.
-
-    An extent leaves only when the window has passed all of it, so a large one stays too long.
-    """
+    """Largest class for a window, since an extent is freed only when the window has passed it."""
     pages = max(1, window_pages // _WINDOW_DIVISOR)
     return min(pages.bit_length() - 1, largest_class)
 
@@ -47,11 +44,7 @@ def largest_class_for_window(window_pages: int, largest_class: int) -> int:
 def pages_to_map(
     row_end_page: int, needed_end_page: int, row_pages: int, quantum_class: int
 ) -> int:
-    """How many pages to add to a row that must reach `needed_end_page`.
-
-    A prompt gets exactly what it needs; a tail gets a quantum. Zero if the row is long enough.
-    Never past the end of the row.
-    """
+    """Pages to add up to `needed_end_page`: at least a quantum, never past the row's end."""
     missing = needed_end_page - row_end_page
     if missing <= 0:
         return 0
@@ -64,7 +57,7 @@ def pages_to_map(
 _TOKEN_ALIGNMENT_BYTES = 128
 #: Kernels index the tokens of all rows with int32.
 POSITIONS_MAX = 2**31
-#: Addresses are free but not endless: user space has 128 TiB, one reservation 16 at most.
+#: User space has 128 TiB of addresses; a reservation may take 16 TiB.
 _RESERVATION_MAX_BYTES = 16 * TiB
 
 
@@ -72,12 +65,7 @@ _RESERVATION_MAX_BYTES = 16 * TiB
 class LayerShape:
     """The shape of one layer's key and value of one token.
 
-    Attributes:
-        num_k_heads: Key heads (KV heads of grouped-query attention, this rank's share).
-        k_dim: Width of a key head.
-        num_v_heads: Value heads.
-        v_dim: Width of a value head; differs from `k_dim` for latent attention.
-        itemsize_bytes: Bytes of one element.
+    Heads are KV heads, this rank's share; `v_dim` differs from `k_dim` for latent attention.
     """
 
     num_k_heads: int
@@ -103,17 +91,9 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class Geometry:
-    """The layout of one layer group.
+    """The layout of one layer group: `num_rows` rows of at least `max_tokens` tokens.
 
-    Attributes:
-        num_layers: Layers that share the token row.
-        shape: What each of them stores per token.
-        page_bytes: The pool's page.
-        max_tokens: Tokens a row must hold.
-        num_rows: Rows in the reservation.
-
-    Raises:
-        ConfigError: A number is not positive, or positions or addresses do not suffice.
+    Raises `ConfigError` if a number is not positive, or positions or addresses do not suffice.
     """
 
     num_layers: int
@@ -149,16 +129,15 @@ class Geometry:
     @cached_property
     def token_bytes(self) -> int:
         """Bytes from one token to the next."""
-        # Small rows are padded less, so that tiny models do not pay for DRAM's taste.
+        # Small token rows are padded less, so that tiny models waste no memory.
         payload = self.num_layers * self.layer_bytes
         return align_up(payload, min(_TOKEN_ALIGNMENT_BYTES, 1 << (payload - 1).bit_length()))
 
     @cached_property
     def row_tokens(self) -> int:
-        """Tokens from one row's start to the next: `max_tokens`, up to where a page ends.
+        """Tokens from one row's start to the next: `max_tokens`, rounded up to a page boundary.
 
-        A whole number of tokens, so that row r starts at token `r * row_tokens` of one flat
-        tensor, which is how varlen kernels are told where a sequence lies.
+        Row r starts at token `r * row_tokens` of one flat tensor, as varlen kernels expect.
         """
         step = self.page_bytes // math.gcd(self.page_bytes, self.token_bytes)
         return align_up(self.max_tokens, step)
@@ -175,15 +154,15 @@ class Geometry:
 
     @cached_property
     def reserved_bytes(self) -> int:
-        """Addresses of all rows."""
+        """Bytes of virtual addresses of all rows."""
         return self.num_rows * self.row_bytes
 
     def k_offset_bytes(self, layer: int) -> int:
-        """Where the keys of the group's `layer` start in a token row."""
+        """Offset of the keys of the group's `layer` in a token row."""
         return layer * self.layer_bytes
 
     def v_offset_bytes(self, layer: int) -> int:
-        """Where the values of the group's `layer` start in a token row."""
+        """Offset of the values of the group's `layer` in a token row."""
         return layer * self.layer_bytes + align_up(self.shape.k_bytes, 16)
 
     def pages_for(self, num_tokens: int) -> int:
@@ -200,10 +179,7 @@ class Geometry:
 
 
 def fitting_rows(token_bytes: int, max_tokens: int, wanted_rows: int) -> int:
-    """How many rows fit beside each other, `wanted_rows` at most and one at least.
-
-    For defaults: a caller who named a number gets that number, or an error.
-    """
+    """Return how many rows fit in one reservation, from 1 to `wanted_rows`; used for defaults."""
     by_positions = (POSITIONS_MAX - 1) // (2 * max_tokens)
     by_addresses = _RESERVATION_MAX_BYTES // (2 * max_tokens * token_bytes)
     return max(1, min(wanted_rows, by_positions, by_addresses))

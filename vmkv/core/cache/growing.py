@@ -1,8 +1,8 @@
-"""Growing rows: plan, then change, for all rows and groups at once; everything or nothing.
+"""Rows grow: plan, then change, for all rows and groups at once; everything or nothing.
 
-What live rows hold and do not need is nobody's, and the first to go where memory is short: a
-sequence that adopts a row takes all that is mapped there, however short it is; and what a window
-has passed in a step goes with the next one.
+Memory that live rows hold beyond their length is surplus and the first to be retired when memory is
+short; a sequence that adopts a parked row takes all of its memory. Pages that a sliding window has
+passed in a step are retired in the next.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .row_space import LiveRow, RowSpace
 
 
 class Target(NamedTuple):
-    """A row that must hold `num_tokens`; no later query is before `num_past_tokens`."""
+    """A row that must hold `num_tokens`; later queries are at `num_past_tokens` or beyond."""
 
     row: int
     num_tokens: int
@@ -32,7 +32,7 @@ class Target(NamedTuple):
 
 
 def grow(space: RowSpace, wanted: Iterable[tuple[LiveRow, int]]) -> None:
-    """See `KVCache.grow`."""
+    """Implement `KVCache.grow`."""
     space.check_open()
     targets, max_tokens = list(wanted), space.max_tokens
     for sequence, num_tokens in targets:
@@ -62,7 +62,6 @@ def _map_and_lengthen(
 
 
 def _lengthen(space: RowSpace, targets: Iterable[tuple[LiveRow, int]]) -> None:
-    """Set the lengths of sequences whose memory is there."""
     if not space.keeps_past:
         retire_behind_windows(space, (sequence for sequence, _ in targets))
     for sequence, num_tokens in targets:
@@ -71,7 +70,6 @@ def _lengthen(space: RowSpace, targets: Iterable[tuple[LiveRow, int]]) -> None:
 
 
 def _longest(targets: Iterable[tuple[LiveRow, int]]) -> dict[LiveRow, int]:
-    """How far each is to go; one may be named twice."""
     longest: dict[LiveRow, int] = {}
     for sequence, num_tokens in targets:
         longest[sequence] = max(num_tokens, longest.get(sequence, 0))
@@ -81,7 +79,7 @@ def _longest(targets: Iterable[tuple[LiveRow, int]]) -> dict[LiveRow, int]:
 def _make_writable(
     space: RowSpace, short: Mapping[LiveRow, int], wanted: Iterable[tuple[LiveRow, int]]
 ) -> None:
-    """Unshare and map what sequences lack; what live rows hold beyond `wanted` may go."""
+    """Unshare and map memory for `short`; surplus beyond `wanted` may be retired for it."""
     for sequence, num_tokens in short.items():
         if num_tokens > sequence.num_tokens:
             _unshare(space, sequence)
@@ -92,14 +90,13 @@ def _make_writable(
         if not retire_surplus(space, _longest(wanted)):
             raise
         map_rows(space, targets)
-    finally:  # What fails half-way may have filled memory, and left it there.
+    finally:  # Also after a failure, which may have left filled memory mapped.
         for sequence in short:
             if not sequence.num_tokens:
                 space.note_used(sequence.row)
 
 
 def _unshare(space: RowSpace, sequence: LiveRow) -> None:
-    """Make what a sequence will write its own."""
     row, num_tokens, stream = sequence.row, sequence.num_tokens, space.current_stream()
     for group in space.groups:
         if group.table.rows[row].shared_end_page:
@@ -119,24 +116,12 @@ def make_ready(
     begins_empty: bool = True,
     wait: bool = False,
 ) -> bool:
-    """Have memory lie ready for a later `KVCache.grow`, which then makes no room: it only maps.
+    """Prepare free memory for a later `KVCache.grow`, which then only maps; returns success.
 
-    To be called while the device works; see `ExtentPool.make_ready`. Live sequences, and what is
-    mapped of them, stay as they are.
-
-    Args:
-        space: The cache.
-        wanted: As for `KVCache.grow`. Sequences that are swapped out or moving are passed over.
-        num_new_tokens: Tokens of a sequence that will begin meanwhile.
-        begins_empty: Whether that begins with nothing, so that it can take over a parked row's
-            memory; else it brings or shares some, and those are what it has beyond.
-        wait: Wait for fences; without it this never blocks.
-
-    Returns:
-        Whether all of it lies ready.
-
-    Raises:
-        DriverError: Parked rows may have lost memory, nobody else.
+    Call it while the device works; see `ExtentPool.make_ready`. It covers the resident sequences of
+    `wanted`, and `num_new_tokens` of a sequence that will begin: with nothing (`begins_empty`), so
+    that it can adopt a parked row, or after tokens that it brings or shares. Blocks only to `wait`
+    for fences. After a `DriverError` parked rows may have lost memory.
     """
     space.check_open()
     changes = _plan(space, _targets(space, wanted))
@@ -148,18 +133,11 @@ def make_ready(
 
 @uninterrupted
 def grow_ahead(space: RowSpace, wanted: Iterable[tuple[LiveRow, int]]) -> None:
-    """Map what sequences will need, so that a later `KVCache.grow` finds it done; never blocks.
+    """Map memory that a later `KVCache.grow` will need, without blocking.
 
-    To be called while the device works, once `make_ready` has said that all lies ready. Passed over
-    is what lies ready no more, and whoever has to wait: for an address that is still in use, or for
-    a copy of what it shares.
-
-    Args:
-        space: The cache.
-        wanted: See `make_ready`. Sequences that hold nothing yet are passed over, too.
-
-    Raises:
-        DriverError: Nothing was mapped.
+    Call it while the device works, once `make_ready` has returned true. Skips sequences without
+    tokens and any whose memory is not ready, whose addresses are in use, or that need a copy of
+    shared extents. After a `DriverError` nothing was mapped.
     """
     begun = [each for each in wanted if each[0].num_tokens]
     changes = _plan(space, _targets(space, begun))
@@ -171,7 +149,7 @@ def grow_ahead(space: RowSpace, wanted: Iterable[tuple[LiveRow, int]]) -> None:
 
 
 def _targets(space: RowSpace, wanted: Iterable[tuple[LiveRow, int]]) -> list[Target]:
-    """What those of `wanted` come to that lack something, and are not swapped out or moving."""
+    """Return targets for the resident sequences of `wanted` that are short of memory."""
     return [
         Target(each.row, min(to, space.max_tokens), each.num_tokens, each.tenant)
         for each, to in space.short(wanted)
@@ -180,14 +158,14 @@ def _targets(space: RowSpace, wanted: Iterable[tuple[LiveRow, int]]) -> list[Tar
 
 
 def _lacking_at_first(space: RowSpace, num_tokens: int, *, begins_empty: bool) -> list[int]:
-    """The size classes that a sequence will lack when it begins; see `make_ready`."""
+    """Return the size classes that a new sequence will need; see `make_ready`."""
     row: int | None = None
     if begins_empty:
         try:
             with space.pool.lock:
                 row = choose_row(space, num_tokens)
         except OutOfAddressSpaceError:
-            return []  # Nobody can begin.
+            return []  # No sequence can begin.
     classes: list[int] = []
     for group in space.groups:
         end_tokens = min(num_tokens + space.overread_tokens, group.geometry.row_tokens)
@@ -199,7 +177,7 @@ def _lacking_at_first(space: RowSpace, num_tokens: int, *, begins_empty: bool) -
 
 
 def keep_resident(space: RowSpace, overread_tokens: int) -> None:
-    """See `KVCache.keep_resident`."""
+    """Implement `KVCache.keep_resident`."""
     space.check_open()
     before = space.overread_tokens
     if overread_tokens <= before:
@@ -229,14 +207,10 @@ def keep_resident(space: RowSpace, overread_tokens: int) -> None:
 def map_rows(
     space: RowSpace, targets: Sequence[Target], groups: Sequence[LayerGroup] | None = None
 ) -> None:
-    """Map what `targets`, each another row, lack in `groups`, or in all.
+    """Map the missing pages of `targets`, each another row, in `groups` (default: all).
 
-    Where the pool is short, parked rows of all its caches give way, and only what is needed is
-    mapped.
-
-    Raises:
-        OutOfPagesError: The pool cannot supply everything. Nothing was mapped.
-        DriverError: The driver refused. Nothing was mapped.
+    If the pool is short, parked rows of all its caches are evicted and no growth quantum is added.
+    After `OutOfPagesError` or `DriverError` nothing was mapped.
     """
     try:
         changes = _plan(space, targets, groups, exactly=False)
@@ -266,7 +240,7 @@ def _plan(
     *,
     exactly: bool = False,
 ) -> list[RowChange]:
-    """What to map where: `exactly` what is needed, else a growth quantum (see `geometry.py`)."""
+    """Plan the row changes: `exactly` the pages needed, or a growth quantum (see `geometry.py`)."""
     changes = []
     for row, num_tokens, num_past_tokens, tenant in targets:
         if not num_tokens:
@@ -281,23 +255,18 @@ def _plan(
     return changes
 
 
-# ---- what is not needed -------------------------------------------------------------------
+# ---- surplus ------------------------------------------------------------------------------
 
 
 def retire_surplus(space: RowSpace, wanted: Mapping[LiveRow, int] | None = None) -> int:
-    """Retire what live rows hold beyond their length, or the one they are `wanted` to have.
-
-    With it goes what their windows have passed, unless the cache keeps past.
-
-    Returns the bytes that are free once their fences have passed.
-    """
+    """Retire live rows' memory beyond their (`wanted`) length and behind windows; returns bytes."""
     pool = space.pool
     with pool.lock:
         now = pool.reclaimer.new_fence()
         before_bytes = pool.stats().resident_bytes
         for sequence, num_tokens in _needed(space, wanted or {}):
             row, fence = sequence.row, now
-            if not sequence.num_tokens:  # It has just begun: what it was left is not in use yet.
+            if not sequence.num_tokens:  # It has just begun and not used its memory yet.
                 fence = pool.reclaimer.fence_since(space.rows.idle_since(row))
             for group in space.groups:
                 group.retire_from(row, num_tokens, fence)
@@ -307,7 +276,7 @@ def retire_surplus(space: RowSpace, wanted: Mapping[LiveRow, int] | None = None)
 
 
 def surplus_bytes(space: RowSpace) -> int:
-    """What `retire_surplus` would give back. Cost: proportional to the live rows."""
+    """Bytes that `retire_surplus` would retire. Cost: proportional to the live rows."""
     idle: list[Placed] = []
     books = [
         (group.table.rows, group.geometry.token_bytes, group.geometry.page_bytes)
@@ -329,7 +298,7 @@ def surplus_bytes(space: RowSpace) -> int:
 
 
 def retire_behind_windows(space: RowSpace, sequences: Iterable[LiveRow] | None = None) -> None:
-    """Retire what no later query of these sequences (or all) can see."""
+    """Retire pages that no later query of these sequences (or all) can see."""
     concerned = space.live_sequences() if sequences is None else sequences
     for group, row, num_tokens in _behind_windows(space, concerned):
         _retire_front(space, group, row, num_tokens)
@@ -343,15 +312,12 @@ def _retire_front(space: RowSpace, group: LayerGroup, row: int, num_tokens: int)
 def _behind_windows(
     space: RowSpace, sequences: Iterable[LiveRow]
 ) -> Iterator[tuple[LayerGroup, int, int]]:
-    """The groups and rows of sequences whose windows have passed an extent.
-
-    With the number of tokens after which the next query comes.
-    """
+    """Yield `(group, row, next query's position)` where a window has passed an extent."""
     windowed = [group for group in space.groups if group.window_tokens is not None]
     for each in sequences if windowed else ():
         num_tokens = each.num_tokens
         if space.prefixes.num_recorded(each.row):
-            # What is found as a prefix is cut to whole blocks, and must see its own window.
+            # A prefix hit is cut to whole blocks, and needs the window at its end.
             num_tokens = max(0, num_tokens - BLOCK_TOKENS + 1)
         for group in windowed:
             if group.has_front_to_retire(each.row, num_tokens):
@@ -359,7 +325,7 @@ def _behind_windows(
 
 
 def _needed(space: RowSpace, wanted: Mapping[LiveRow, int]) -> list[tuple[LiveRow, int]]:
-    """How far each live row must stay mapped."""
+    """Return the length up to which each live row must stay mapped."""
     overread_tokens = space.overread_tokens
     needed = [(each, each.num_tokens) for each in space.live_sequences()]
     if wanted:

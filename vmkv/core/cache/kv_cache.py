@@ -6,7 +6,7 @@
     sequence.append(100)
     sequence.keys(layer=0)[:] = ...      # [100, 2, 64], contiguous in virtual memory
 
-Whatever takes several sequences or groups is one change to all of them, or to none.
+Methods that take several sequences or groups change all of them, or none.
 """
 
 from __future__ import annotations
@@ -39,17 +39,21 @@ from .stats import CacheStats, collect_stats
 class KVCache(RowSpace):
     """Keys and values of many sequences on one device.
 
+    A method that raises leaves layers and live sequences as they were, unless it says otherwise;
+    parked rows may have been evicted. `ClosedError` means that the cache or a sequence is closed,
+    `DriverError` that a driver call failed.
+
     Args:
         memory: A device (`"cuda:0"`, `"host"`), a backend, or a pool to share with other caches.
         max_tokens: The longest sequence.
         max_sequences: How many sequences can be open or parked at once.
-        budget_bytes: Physical memory at most; by default what is free on the device now. Only
-            where `memory` is not a pool, which has its own.
-        host_budget_bytes: Host memory at most, for sequences that are swapped out; by default
-            none. Likewise.
-        layers_per_group: How many layers share a token row. By default all on a GPU, where
-            decode pays 2 % for it (8 at worst) and saves calls, and one on the host, where small
-            pages make calls cheap and interleaving costs 1.8 x in CPU attention.
+        budget_bytes: Limit of physical memory; by default what is free on the device now. Not
+            allowed with a pool, which has its own.
+        host_budget_bytes: Limit of host memory for swapped sequences; by default none. Not allowed
+            with a pool.
+        layers_per_group: Layers that share a token row. By default all on a GPU, where decode pays
+            2 % for it (8 at worst) and saves calls, and one on the host, where small pages make
+            calls cheap and interleaving costs 1.8 x in CPU attention.
         cost_model: Decides between mapping and copying; by default the device's measured costs.
 
     Raises:
@@ -58,8 +62,8 @@ class KVCache(RowSpace):
 
     @property
     def sequences(self) -> List_[Sequence]:
-        """Those that are open, swapped out or not."""
-        return cast("list[Sequence]", list(self.live.values()))  # None but they are put there.
+        """The open sequences, swapped out or not."""
+        return cast("list[Sequence]", list(self.live.values()))  # `Sequence` is the only `LiveRow`.
 
     # ---- layers ---------------------------------------------------------------------------
 
@@ -79,23 +83,23 @@ class KVCache(RowSpace):
     ) -> list[LayerGroup]:
         """Add layers of one shape; returns the groups made for them.
 
-        Sequences that are open already get memory for the tokens they hold.
+        Open sequences get memory for the tokens they hold.
 
         Args:
             layers: The caller's numbers for them.
-            num_kv_heads: Key heads, and value heads unless `num_v_heads` says otherwise.
-            head_dim: Width of a key head, and of a value head unless `v_head_dim` does.
+            num_kv_heads: Key heads, and value heads unless `num_v_heads` is given.
+            head_dim: Width of a key head, and of a value head unless `v_head_dim` is given.
             dtype: Element type.
-            v_head_dim: See `head_dim`.
-            num_v_heads: See `num_kv_heads`.
+            v_head_dim: Width of a value head.
+            num_v_heads: Value heads.
             window_tokens: For sliding-window layers, how many tokens a query sees.
-            num_past_tokens: Where the first query will be, in sequences that are open already:
-                what lies before its window is not mapped.
-            scales: Of each layer in `float8_e4m3fn`; see `fp8.py`. By default 1.
+            num_past_tokens: Position of the first query in open sequences: tokens before its window
+                are not mapped.
+            scales: One per layer, for `float8_e4m3fn`; see `fp8.py`. By default 1.
 
         Raises:
             ConfigError: A size is impossible, a layer was added before, or scales do not fit.
-            OutOfPagesError, OutOfAddressSpaceError: Nothing was added.
+            OutOfPagesError, OutOfAddressSpaceError: No memory or addresses for them.
         """
         shape = LayerShape(
             num_k_heads=num_kv_heads,
@@ -108,21 +112,16 @@ class KVCache(RowSpace):
 
     @uninterrupted
     def drop_layers(self, layers: Iterable[int]) -> None:
-        """Forget layers that were added but never written.
-
-        Their room in the token row stays empty. A group with none left is closed.
-        """
+        """Forget layers that were never written; their bytes in the token row stay unused."""
         drop_layers(self, layers)
 
     @uninterrupted
     def compact(self) -> bool:
-        """Close the gaps that `drop_layers` left, by moving the groups that have any.
+        """Close the gaps that `drop_layers` left, by copying groups; returns whether any moved.
 
-        Tensors made before do not follow: make new ones. Returns whether something moved.
-
-        Raises:
-            OutOfPagesError, OutOfAddressSpaceError: Nothing moved; the gaps stay.
-            ConfigError: A sequence is swapped out. Nothing moved.
+        Tensors made before keep pointing at the old memory: make new ones. Raises `ConfigError`
+        while a sequence is swapped out, `OutOfPagesError` and `OutOfAddressSpaceError` without room
+        for the copy.
         """
         return compact(self)
 
@@ -137,25 +136,24 @@ class KVCache(RowSpace):
         prompt: List_[int] | torch.Tensor | None = None,
         tenant: str | None = None,
     ) -> Sequence:
-        """Begin a sequence: empty, or with what the cache still holds of its prompt.
+        """Begin a sequence: empty, or with the tokens of its prompt that the cache still holds.
 
         Args:
-            num_tokens: About how long it will become: helps to choose the parked row to adopt.
-            row: Take just this row; it starts empty.
-            prompt: The tokens it will begin with. The longest beginning that a live or parked row
-                holds (see `Sequence.record`), short of the last token, is there already: the
-                sequence's `num_tokens` says how much. A tensor of 64-bit integers on the CPU, as
-                tokenizers make them, is read at once.
-            tenant: Whose it is: prefixes of other tenants are not found, and memory is scrubbed
+            num_tokens: Its expected length, for the choice of the parked row to adopt.
+            row: Take this row; the sequence starts empty.
+            prompt: Its first token ids. The longest beginning that a live or parked row holds (see
+                `Sequence.record`), short of the last token, is reused; the sequence's `num_tokens`
+                is its length. CPU tensors of 64-bit integers are read fastest.
+            tenant: Its owner: prefixes of other tenants are not found, and memory is scrubbed
                 between tenants where the pool says so.
 
         Raises:
             OutOfAddressSpaceError: Every row holds a live sequence.
-            ConfigError: `row` is live, or does not exist; or the prompt is none.
-            DriverError: The tail of a prefix could not be copied. No sequence.
+            ConfigError: `row` is not free, or the prompt is not a sequence of token ids.
+            DriverError: The tail of a prefix could not be copied.
 
-        Cost: no driver call where a parked row is adopted, with its prefix or without. A prefix
-            that other rows hold costs what a fork does.
+        Cost: no driver call where a parked row is adopted, with or without its prefix; else a
+            fork's.
         """
         self.check_open()
         self.note_stream()
@@ -173,13 +171,12 @@ class KVCache(RowSpace):
 
     @uninterrupted
     def fork(self, source: Sequence, num_tokens: int, *, row: int | None = None) -> Sequence:
-        """See `Sequence.fork`. `source` may be of another cache of the same pool and layers."""
+        """Fork a sequence of this cache, or of another over the same pool with the same layers."""
         return Sequence(self, fork(self, source, num_tokens, row), num_tokens, source.tenant)
 
     def _restored(
         self, row: int, num_tokens: int, token_ids: List_[int], tenant: str | None
     ) -> Sequence:
-        """The sequence of a row that began with `num_tokens` tokens, of which some are known."""
         sequence = Sequence(self, row, num_tokens, tenant)
         sequence.num_cached_tokens = num_tokens
         if token_ids:
@@ -188,79 +185,65 @@ class KVCache(RowSpace):
 
     @uninterrupted
     def reorder(self, sequences: List_[Sequence], sources: List_[int]) -> None:
-        """Let each sequence go on from another one: the step of a beam search.
-
-        What is recorded of a source is recorded of who goes on from it.
+        """Let each sequence continue from another one and its recorded tokens, as in beam search.
 
         Args:
             sequences: Live sequences of this cache, of equal length, each once.
-            sources: For each, which of `sequences` it continues.
+            sources: For each, the index in `sequences` of the one it continues.
 
         Raises:
-            ConfigError: They are not. Nothing changed.
-            OutOfPagesError: Nothing changed.
-            DriverError: Nothing changed, unless a copy failed: then the sequences that were to go
-                on from another one have undefined tails, and nothing of them is recorded.
+            ConfigError: The arguments are not as described.
+            OutOfPagesError: The pool cannot supply the pages.
+            DriverError: Nothing changed, unless a copy failed: then the continued sequences have
+                undefined tails, and nothing recorded.
 
-        Cost: a copy of what the beams have written since they parted; the first time, extents
-            are mapped instead of copied, which waits for the device once.
-        Ordering: behind what the current stream and others were given so far.
+        Cost: a copy of what the beams have written since they parted; the first time, extents are
+            mapped instead, which waits for the device once.
+        Ordering: after all work submitted so far on the current stream and others.
         """
         reorder(self, sequences, sources)
 
     def grow(self, wanted: Iterable[tuple[Sequence, int]]) -> None:
         """Make each sequence hold the given number of tokens, all of them or none.
 
-        Sequences that are longer already stay as they are. Memory is mapped where it is missing,
-        and what is shared is copied where it will be written; parked rows, free memory and what
-        other sequences hold beyond their length give way first where the pool is short.
+        Longer sequences stay as they are. Missing memory is mapped, and shared extents that will be
+        written are copied. Where the pool is short, parked rows, free memory and live rows' memory
+        beyond their length are evicted first.
 
         Raises:
-            OutOfPagesError: The pool cannot supply all pages. No sequence has changed.
-            SequenceFullError: A row ends before that. No sequence has changed.
-            ConfigError: A sequence is swapped out, or of another cache. Likewise.
-            ClosedError: The cache or a sequence is closed.
+            OutOfPagesError: The pool cannot supply all pages.
+            SequenceFullError: A row ends before that.
+            ConfigError: A sequence is swapped out, or of another cache.
 
         Cost: a comparison for a sequence below its `writable_tokens` (most decode steps).
         """
         grow(self, wanted)
 
     def pages_to_fork(self, sequence: Sequence, num_tokens: int) -> int:
-        """What a fork of `sequence` at `num_tokens` takes from the pool. Changes nothing."""
+        """Pages that a fork of `sequence` at `num_tokens` takes from the pool. Changes nothing."""
         return pages_to_fork(self, sequence.row, num_tokens)
 
     @uninterrupted
     def keep_resident(self, overread_tokens: int) -> None:
-        """Have `overread_tokens` past every sequence's length mapped, now and from now on.
+        """Keep `overread_tokens` past every sequence's length mapped, now and from now on.
 
-        For kernels that fetch past the length they are told. Never less than before. Sequences
-        that are swapped out have them when they come back.
-
-        Raises:
-            OutOfPagesError: They are not to be had. Nothing changed.
-            ConfigError: The pool poisons memory, which such a kernel would fetch; or a sequence is
-                moving to the host. Likewise.
+        For kernels that fetch past the length they are told. The number never decreases. Raises
+        `OutOfPagesError`, and `ConfigError` if the pool poisons memory or a sequence is moving to
+        the host.
         """
         keep_resident(self, overread_tokens)
 
-    # ---- from elsewhere -------------------------------------------------------------------
+    # ---- files and other processes --------------------------------------------------------
 
     @uninterrupted
     def load(self, path: str | os.PathLike[str], *, tenant: str | None = None) -> Sequence:
-        """A sequence as `Sequence.save` wrote it, with the tokens that were recorded.
-
-        Args:
-            path: The file.
-            tenant: Whose it is from now on.
+        """Restore a sequence from a file of `Sequence.save`, with its recorded tokens.
 
         Raises:
-            ConfigError: The file is truncated, corrupt, of another kind, or of other layers than
-                this cache's, or longer than its rows.
+            ConfigError: The file is truncated, corrupt, or of another kind; or this cache has other
+                layers or shorter rows.
             OSError: It cannot be read.
             OutOfPagesError, OutOfAddressSpaceError: No memory for it, or no row.
-            ClosedError, DriverError.
-            In every case there is no sequence, and none that lives has changed. Keys and values
-            are checked as they are read, so for those parked rows may have given way.
 
         Cost: about 1 s per GiB, for the checksum; then a copy.
         """
@@ -275,26 +258,23 @@ class KVCache(RowSpace):
         allowed_uids: Collection[int] | None = None,
         timeout_s: float = 10.0,
     ) -> Sequence:
-        """A sequence that begins with what another process exports (see `Sequence.export`).
+        """Begin a sequence with the prefix that another process exports (see `Sequence.export`).
 
-        Its memory is that process's, mapped read-only and outside this pool's budget; it lives on
-        if that process ends. The sequence goes on, forks and is found as a prefix like any other.
+        Its memory is mapped read-only, outside this pool's budget, and outlives the exporting
+        process. The sequence can grow, fork and be found as a prefix like any other.
 
         Args:
-            socket_path: Where the exporter listens.
-            tenant: Whose it is here.
-            allowed_uids: Users that the exporter may run as; by default only the one of this
-                process.
-            timeout_s: How long all of it may take.
+            socket_path: The exporter's socket.
+            tenant: The sequence's owner in this cache.
+            allowed_uids: Users that the exporter may run as; by default only this process's.
+            timeout_s: Deadline of the whole exchange.
 
         Raises:
-            ConfigError: The exporter is of another user, refuses, does not speak the protocol, or
-                offers what this cache cannot map.
+            ConfigError: The exporter is another user's, refuses, speaks another protocol, or offers
+                a layout that this cache cannot map.
             TimeoutError, ConnectionError, OSError: It is not there, too slow, or ended midway.
             OutOfPagesError, OutOfAddressSpaceError: No memory behind the prefix, or no row.
-            DriverError: A descriptor is no memory of the size it should have, or the driver failed.
-            ClosedError: The cache is closed.
-            In every case there is no sequence, and nothing of it is held.
+            DriverError: A descriptor is not memory of the offered size, or the driver failed.
 
         Cost: some 100 µs for each extent on a GPU; no copy.
         """
@@ -307,11 +287,11 @@ class KVCache(RowSpace):
 
     @uninterrupted
     def make_room(self, num_bytes: int) -> int:
-        """Have `num_bytes` more that sequences could grow by, as far as this cache can.
+        """Make `num_bytes` more available for sequences to grow by, if this cache can.
 
-        Its parked rows give way, the one used longest ago first, then what its live rows hold
-        beyond their length; other caches over the pool keep theirs. Waits for the fences of what is
-        unmapped. Returns how much more there is: less than asked for where no more can be had.
+        Evicts its parked rows, least recently used first, then live rows' memory beyond their
+        length; other caches over the pool keep theirs. Waits for fences. Returns the bytes gained,
+        perhaps fewer.
         """
         self.check_open()
         before_bytes = self.pool.available_bytes
@@ -324,11 +304,10 @@ class KVCache(RowSpace):
 
     @uninterrupted
     def trim(self, num_bytes: int | None = None) -> int:
-        """Give `num_bytes` at least back to the device, or all that no live sequence needs.
+        """Give at least `num_bytes` back to the device, or all that no live sequence needs.
 
-        What is free goes first, so there is not always more room afterwards (see `make_room`, which
-        is how it gets what is missing). Returns the bytes given back: less than asked for where
-        there is no more.
+        Free memory goes first; `make_room` supplies the rest. Returns the bytes given back, perhaps
+        fewer.
         """
         self.check_open()
         self.pool.reclaimer.poll()
@@ -345,8 +324,8 @@ class KVCache(RowSpace):
         return self.pool.trim(num_bytes)
 
     def stats(self) -> CacheStats:
-        """The cache now. Cost: proportional to its rows."""
-        with self.pool.lock:  # Other caches' threads may have parked rows give way.
+        """Return the cache's statistics. Cost: proportional to its rows."""
+        with self.pool.lock:  # Other caches' threads may evict parked rows.
             lengths = {
                 row: sequence.num_tokens if sequence.is_resident else 0
                 for row, sequence in self.live.items()
@@ -370,27 +349,28 @@ class KVCache(RowSpace):
                 raise InternalError(f"{sequence} is not short from {room + 1} tokens on")
 
     def retire_behind_windows(self, sequences: Iterable[Sequence] | None = None) -> None:
-        """Retire what no later query of these sequences (or all) can see."""
+        """Retire memory that no later query of these sequences (or all) can see."""
         retire_behind_windows(self, sequences)
 
-    # ---- end ------------------------------------------------------------------------------
+    # ---- closing --------------------------------------------------------------------------
 
     @uninterrupted
     def close(self) -> None:
-        """Wait for submitted work, unmap everything, and let the pool go. Idempotent.
+        """Wait for submitted work, unmap everything, and detach from the pool. Idempotent.
 
         Tensors over the cache must not be used afterwards: their addresses stay reserved, so
-        touching one faults rather than reads a stranger's memory.
+        touching one faults rather than reads other memory. After a `DriverError` call `close`
+        again.
         """
         if self.is_closed:
             return
-        # A failing driver call stops this, and another `close` goes on from there.
+        # After a failing driver call another `close` continues from there.
         for sequence in self.sequences:
             sequence.is_closed = True
             sequence.drop_host_copy()
         self.live.clear()
         self.places.clear()
-        with self.pool.lock:  # Nobody evicts its rows from here on, nor is about to.
+        with self.pool.lock:  # Its rows are not evicted from here on.
             self.pool.pressure.remove_source(self.victims)
         self.end_side_stream()
         while self.groups:
@@ -400,10 +380,7 @@ class KVCache(RowSpace):
         self.is_closed = True
 
     def has_outside_views(self) -> bool:
-        """Whether tensors that the cache gave away still live.
-
-        For caches about to be closed: the cache drops its own tensors to find out.
-        """
+        """Whether tensors that the cache gave away still exist; drops the cache's own tensors."""
         return any([group.has_outside_views() for group in self.groups])
 
     def __del__(self) -> None:

@@ -1,7 +1,7 @@
 """A layer group: layers that share a token row, a reservation, and a lifetime.
 
-Full-attention layers keep every token. Sliding-window layers need only the last ones, so
-they form a group of their own, whose front pages can leave as the window passes.
+Full-attention layers keep every token. Sliding-window layers need only the last ones, so they form
+a group of their own, whose front pages are retired as the window moves on.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _DLPACK_CUDA = 2
 
 
 def torch_device(backend: Backend) -> torch.device:
-    """The torch device whose tensors live in this backend's memory."""
+    """Return the torch device whose tensors live in this backend's memory."""
     device_type, index = backend.dlpack_device
     return torch.device("cuda", index) if device_type == _DLPACK_CUDA else torch.device("cpu")
 
 
 def stream_getter(backend: Backend) -> Callable[[], int]:
-    """A function that returns the raw handle of torch's current stream on this device."""
+    """Return a function that returns the raw handle of torch's current stream on this device."""
     device_type, index = backend.dlpack_device
     if device_type != _DLPACK_CUDA:
         return lambda: 0
@@ -44,12 +44,7 @@ def stream_getter(backend: Backend) -> Callable[[], int]:
 
 @dataclass(frozen=True)
 class GroupViews:
-    """The tensors over one layer group.
-
-    Attributes:
-        keys: `[layers, rows, k_heads, row_tokens, k_dim]`, strided over the reservation.
-        values: `[layers, rows, v_heads, row_tokens, v_dim]`.
-    """
+    """Strided tensors over one layer group: `[layers, rows, heads, row_tokens, dim]`."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -64,19 +59,11 @@ def group_views(
     *,
     inference: bool = False,
 ) -> GroupViews:
-    """Tensors over the reservation at `address`.
+    """Make tensors over the reservation at `address`; `counter` counts their storages.
 
-    A cache has two sets of them. Ordinary tensors work everywhere, but in inference mode each
-    operation on one passes through autograd's dispatch all the same, which costs a decode step
-    of 32 layers 1 ms. Inference tensors do not, and must not be written outside that mode.
-
-    Args:
-        backend: Whose memory it is.
-        address: Where the reservation starts.
-        geometry: How it is divided.
-        dtype: The element type, of the geometry's item size.
-        counter: Counts the storages that point into the range; the reservation must outlive it.
-        inference: Make inference tensors.
+    A cache has two sets. Ordinary tensors work in every mode, but in inference mode each operation
+    on one still passes through autograd's dispatch, which costs a decode step of 32 layers 1 ms.
+    Inference tensors avoid that, and must not be written outside inference mode.
     """
     device_type, device_index = backend.dlpack_device
     capsule = _native.view_capsule(
@@ -111,15 +98,8 @@ UNDERREAD_TOKENS = 256
 class LayerGroup:
     """The rows of one group of layers.
 
-    Args:
-        pool: Where memory comes from.
-        geometry: How the rows are laid out.
-        dtype: The element type.
-        window_tokens: How many of the last tokens a query sees, itself included; None for all.
-        scales: Of each layer, in eight bits; None where what is stored are the numbers themselves.
-
-    Raises:
-        OutOfAddressSpaceError: The reservation is not to be had.
+    A query sees the last `window_tokens` tokens, itself included; all with None. `scales`, one per
+    layer, are for eight bits. Raises `OutOfAddressSpaceError` if addresses cannot be reserved.
     """
 
     def __init__(
@@ -147,7 +127,7 @@ class LayerGroup:
 
     @property
     def layout(self) -> dict[str, Any]:
-        """What two groups must agree on to read each other's token rows, as plain values."""
+        """Layout as plain values; groups of equal layout can read each other's token rows."""
         shape = self.geometry.shape
         return {
             "num_layers": self.geometry.num_layers,
@@ -167,7 +147,7 @@ class LayerGroup:
         return self.views_in(inference=False)
 
     def views_in(self, *, inference: bool) -> GroupViews:
-        """The tensors over the rows; see `group_views` for what `inference` is good for."""
+        """Return the tensors over the rows; `group_views` says when to use inference tensors."""
         if inference not in self._views:
             self._views[inference] = group_views(
                 self.pool.backend,
@@ -180,10 +160,7 @@ class LayerGroup:
         return self._views[inference]
 
     def scales_at(self, place: int) -> Scales | None:
-        """What the layer at `place` is to be multiplied by, on its device; None for nothing.
-
-        Cost: the first time for each layer, a copy to the device, which it waits for.
-        """
+        """Scales of the layer at `place`, copied to the device once; None if unscaled."""
         if self.scales is None:
             return None
         if place not in self._scale_tensors:
@@ -193,18 +170,12 @@ class LayerGroup:
         return self._scale_tensors[place]
 
     def next_page(self, row: int, num_tokens: int) -> int:
-        """Where `row`, of a sequence that holds `num_tokens` now, grows next.
-
-        An empty row of a windowed group starts where its window does, not at the beginning.
-        """
+        """Page at which `row`, of `num_tokens` tokens, grows: its end, or its window's start."""
         pages = self.table.rows[row]
         return pages.end_page if pages.mappings else self.first_needed_page(num_tokens)
 
     def pages_lacking(self, row: int, num_tokens: int, end_tokens: int) -> int:
-        """Pages that `row`, of a sequence of `num_tokens`, lacks to be written to `end_tokens`.
-
-        Copies of what is shared there are among them.
-        """
+        """Count the pages, copies of shared ones too, that `row` lacks up to `end_tokens`."""
         first_page = self.next_page(row, num_tokens)
         if self.table.rows[row].mappings:
             written_page = self.geometry.whole_pages_below(num_tokens)
@@ -213,10 +184,7 @@ class LayerGroup:
         return max(0, self.geometry.pages_for(end_tokens) - first_page)
 
     def pages_to_add(self, first_page: int, num_tokens: int, *, exactly: bool) -> int:
-        """Pages to map from `first_page` for a row to hold `num_tokens`.
-
-        With a growth quantum unless `exactly`.
-        """
+        """Pages to map from `first_page` for `num_tokens`; a growth quantum unless `exactly`."""
         held_pages = max(0, first_page - self.first_needed_page(num_tokens))
         quantum_class = 0 if exactly else growth_quantum_class(held_pages, self.largest_class)
         return pages_to_map(
@@ -229,11 +197,7 @@ class LayerGroup:
         return min(end_bytes // self.geometry.token_bytes, self.geometry.row_tokens)
 
     def writable_tokens(self, row: int, num_tokens: int, overread_tokens: int) -> int:
-        """Up to which token a sequence of `num_tokens` in `row` may be written, as it is now.
-
-        From `num_tokens` on, all before it is mapped, the row's own and not protected; what is
-        read `overread_tokens` past it is mapped. Less than `num_tokens` where nothing is.
-        """
+        """Length up to which the row's sequence can be written now, with over-read mapped."""
         first_page = self.geometry.whole_pages_below(num_tokens)
         if not self.table.is_writable_from(row, first_page):
             return 0
@@ -242,17 +206,17 @@ class LayerGroup:
     def first_mapped_token(self, row: int, num_tokens: int) -> int:
         """The first of `num_tokens` tokens of `row` that is mapped in full; else `num_tokens`."""
         if not self.table.rows[row].mappings:
-            return num_tokens  # A window of one token sees nothing that was before.
+            return num_tokens  # A window of one token needs no earlier tokens.
         return self.first_token_at(self.table.rows[row].first_page)
 
     def first_readable_token(self, row: int, num_tokens: int) -> int:
-        """The first of `num_tokens` tokens of `row` that is there, as it was written."""
+        """The first of `num_tokens` tokens of `row` that is mapped and was written."""
         return min(
             num_tokens, max(self.first_mapped_token(row, num_tokens), self.first_written(row))
         )
 
     def keeps(self, row: int, num_tokens: int) -> bool:
-        """Whether all that a query at position `num_tokens` sees, and reads besides, is there."""
+        """Whether the row holds all tokens that a kernel reads for a query at `num_tokens`."""
         return num_tokens >= self.shortest_kept(row)
 
     def reaches(self, row: int, num_tokens: int) -> bool:
@@ -262,7 +226,7 @@ class LayerGroup:
         return is_mapped or self.first_needed_page(num_tokens) >= end_page
 
     def shortest_kept(self, row: int) -> int:
-        """From which length on all that the next query sees, and reads besides, is there."""
+        """The shortest length for which `keeps` is true."""
         if self.window_tokens is None:
             return 0
         first_page = self.table.rows[row].first_page
@@ -271,22 +235,22 @@ class LayerGroup:
         return seen + self.window_tokens - 1 if seen else 0
 
     def adoptable_tokens(self, row: int) -> int:
-        """Tokens a new sequence in `row` would find mapped, for itself alone."""
+        """Tokens that a new sequence in `row` would find mapped and unshared."""
         pages = self.table.rows[row]
         if pages.first_page:
             return 0
-        if pages.shared_end_page:  # Else nothing is shared: every newcomer asks many rows.
+        if pages.shared_end_page:  # Else nothing is shared; a fast path for many rows.
             for mapping in self.table.overlapping(row, 0, pages.shared_end_page):
                 if mapping.extent.is_shared:
                     return self.token_at(mapping.first_page)
         return self.resident_tokens(row)
 
     def token_at(self, page: int) -> int:
-        """The token that `page` of a row begins in, or with."""
+        """The token that contains the first byte of `page` of a row."""
         return self.geometry.whole_tokens_below(page)
 
     def first_token_at(self, page: int) -> int:
-        """The first token that begins in `page` of a row, or behind."""
+        """The first token that starts in `page` of a row, or after it."""
         return div_ceil(page * self.geometry.page_bytes, self.geometry.token_bytes)
 
     def resident_bytes(self, row: int) -> int:
@@ -313,17 +277,14 @@ class LayerGroup:
         return max(first_token, self.first_written(row))
 
     def first_kept_page(self, row: int, num_tokens: int, *, keeps_past: bool) -> int:
-        """The first page of what goes with `row` where another takes over its `num_tokens` tokens.
-
-        With `keeps_past` all that there is.
-        """
+        """First page that goes along with `num_tokens` of `row`; all pages with `keeps_past`."""
         pages, needed = self.table.rows[row], self.first_needed_page(num_tokens)
         return min(needed, pages.first_page) if keeps_past and pages.mappings else needed
 
     def first_common_page(
         self, source: int, target: int, num_tokens: int, *, keeps_past: bool
     ) -> int:
-        """The first page of what a live row can take over from another, of `num_tokens` both."""
+        """The first page that `target` can take over from `source`, both live with `num_tokens`."""
         rows = (source, target)
         return max(self.first_kept_page(row, num_tokens, keeps_past=keeps_past) for row in rows)
 
@@ -333,7 +294,7 @@ class LayerGroup:
         return bool(mappings) and mappings[0].end_page <= self.first_needed_page(num_tokens)
 
     def retire_front(self, row: int, num_tokens: int, fence: RecordedFence) -> None:
-        """Retire what no query at position `num_tokens` or later can see."""
+        """Retire extents that no query at position `num_tokens` or later can see."""
         self.table.retire_front(row, self.first_needed_page(num_tokens), fence)
 
     def retire_from(self, row: int, num_tokens: int, fence: RecordedFence) -> None:
@@ -341,17 +302,17 @@ class LayerGroup:
         self.table.retire_back(row, self.geometry.pages_for(num_tokens), fence)
 
     def begin_row(self, row: int, first_token: int = 0) -> None:
-        """`row` begins anew: what it will hold is written from `first_token` on, not before."""
+        """Note that `row` begins anew and will be written from `first_token` on."""
         self._first_written[row] = first_token
 
     def first_written(self, row: int) -> int:
-        """The first token of `row` that was written; what is mapped before it is not its own."""
+        """The first token of `row` that was written; pages mapped before it hold foreign data."""
         return self._first_written.get(row, 0)
 
     def note_taken_over(
         self, moves: Sequence[tuple[int, int]], num_tokens: int, *, keeps_past: bool
     ) -> None:
-        """Of each `(source, target)` row, the target holds what `first_common_page` says."""
+        """Note the first written token of the target of each `(source, target)` rows."""
         before = dict(self._first_written)
         for source, target in moves:
             first_page = self.first_common_page(source, target, num_tokens, keeps_past=keeps_past)
@@ -359,10 +320,7 @@ class LayerGroup:
             self._first_written[target] = max(first_token, before.get(source, 0))
 
     def scrub(self, row: int, num_tokens: int, tenant: object, stream: int) -> bool:
-        """Overwrite what `row`'s own extents behind `num_tokens` tokens still hold of others.
-
-        Returns whether they held anything.
-        """
+        """Scrub `row`'s own extents after `num_tokens` tokens; returns whether any needed it."""
         is_scrubbed = False
         first_page = self.geometry.pages_for(num_tokens)
         for mapping in self.table.overlapping(row, first_page, self.table.row_pages):
@@ -377,10 +335,7 @@ class LayerGroup:
     def copy_row(
         self, row: int, tokens: slice, source: LayerGroup, source_places: Sequence[int]
     ) -> None:
-        """Copy `tokens` of `row` from the layers of `source` at `source_places` to this group's.
-
-        What lies before them was never written here, though it may be mapped.
-        """
+        """Copy `tokens` of `row` from the layers of `source` at `source_places` to this group."""
         self.begin_row(row, max(tokens.start, source.first_written(row)))
         with torch.inference_mode(mode=False), torch.no_grad():
             for mine, theirs in (
@@ -391,11 +346,7 @@ class LayerGroup:
                     mine[at, row, :, tokens] = theirs[place, row, :, tokens]
 
     def check_row(self, row: int, num_tokens: int, overread_tokens: int) -> None:
-        """Check I6 for a live row.
-
-        Raises:
-            InternalError: Something that a sequence of `num_tokens` needs is not mapped.
-        """
+        """Check I6: raise `InternalError` unless every page that a live row needs is mapped."""
         if not num_tokens:
             return
         pages = self.table.rows[row]
@@ -413,13 +364,13 @@ class LayerGroup:
         return self._view_counter.live > 0
 
     def close(self) -> None:
-        """Unmap everything, after its fence; free the range once no tensor points into it."""
+        """Unmap everything after its fence; free the range once no tensor points into it."""
         self._views.clear()
         counter = self._view_counter
         self.table.close(lambda: counter.live > 0)
 
     def close_behind(self, fence: RecordedFence) -> None:
-        """`close`, without waiting: what `fence` covers may still run."""
+        """Close without waiting: submitted work may run until `fence` has passed."""
         self._views.clear()
         counter = self._view_counter
         self.table.close_behind(fence, lambda: counter.live > 0)

@@ -1,7 +1,7 @@
-"""Layers come, turn out to be none, and are moved together.
+"""Layers are added, dropped, and compacted.
 
-Gaps in token rows arise where layers were expected to look like the first and did not: another
-device, another shape. Their share of every page would be wasted for good; moving costs one copy.
+A layer that turns out to have another device or shape than expected is dropped and leaves a gap in
+every token row. Compaction removes the gaps with one copy.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def add_layers(
     num_past_tokens: int,
     scales: Sequence[LayerScales] | None,
 ) -> list[LayerGroup]:
-    """See `KVCache.add_layers`."""
+    """Implement `KVCache.add_layers`."""
     space.check_open()
     taken = [layer for layer in layers if layer in space.places]
     if taken or not layers or len(set(layers)) != len(layers):
@@ -61,7 +61,7 @@ def add_layers(
 
 
 def drop_layers(space: RowSpace, layers: Iterable[int]) -> None:
-    """See `KVCache.drop_layers`."""
+    """Implement `KVCache.drop_layers`."""
     space.check_open()
     for layer in layers:
         group, _ = space.place(layer)
@@ -72,7 +72,7 @@ def drop_layers(space: RowSpace, layers: Iterable[int]) -> None:
 
 
 def compact(space: RowSpace) -> bool:
-    """See `KVCache.compact`."""
+    """Implement `KVCache.compact`."""
     space.check_open()
     if not all(each.is_resident for each in space.live.values()):
         raise ConfigError("a sequence is swapped out; swap_in() before moving layers")
@@ -94,7 +94,7 @@ def compact(space: RowSpace) -> bool:
 
 
 def _without_gaps(space: RowSpace, group: LayerGroup, places: Sequence[int]) -> LayerGroup:
-    """A group of only the layers at `places` of `group`, with what live rows hold of them."""
+    """Make a group of only the layers at `places` of `group`, with the contents of live rows."""
     live = space.live.values()
     geometry = replace(group.geometry, num_layers=len(places))
     scales = None if group.scales is None else [group.scales[at] for at in places]
@@ -104,7 +104,7 @@ def _without_gaps(space: RowSpace, group: LayerGroup, places: Sequence[int]) -> 
         targets = [Target(each.row, each.num_tokens, first[each.row], each.tenant) for each in live]
         map_rows(space, targets, [new])
         for each in live:
-            # The new row starts on another page boundary; both hold what is still needed.
+            # The new row starts on another page boundary; both rows hold all needed tokens.
             start = max(first[each.row], new.first_mapped_token(each.row, each.num_tokens))
             new.copy_row(each.row, slice(start, each.num_tokens), group, places)
     except BaseException:

@@ -1,18 +1,14 @@
-"""Which rows hold the beginning of a prompt, in whole blocks of tokens.
+"""The prefix index: which rows hold the beginning of a prompt, in whole blocks of tokens.
 
-As in vLLM's automatic prefix caching, but a hit names a *row*, live or parked, rather than a block:
-its extents are mapped again for the new sequence, or the parked row is adopted as it is. Found by
-comparing tokens (`prefix.py`), since each row knows its own.
-
-Other processes know a beginning by a chained hash, so that one stands for everything up to its
-block's end:
+vLLM's automatic prefix caching finds blocks; here a hit is a *row*, live or parked, whose extents
+are mapped again or which is adopted. A tree of token blocks finds it by comparing tokens. For other
+processes a chained hash, unlike Python's the same everywhere, stands for all tokens up to a block's
+end:
 
     hash(block i) = blake2b(hash(block i - 1), tokens of block i),   hash(block -1) = tenant
 
-Python's own `hash` is neither chained nor stable.
-
-Torch-free, and knows no memory: whether a row still has what it held is its owner's to say
-(`truncate`). To be changed, and searched, under the pool's lock.
+Needs no torch and knows no memory: the owner calls `truncate` when a row loses tokens. Guarded by
+the pool's lock.
 """
 
 from __future__ import annotations
@@ -33,25 +29,19 @@ from .._native import pack_token_ids
 
 
 class Where(enum.IntEnum):
-    """Where a row is, for who looks for one."""
+    """The state of a row in the index."""
 
     PARKED = 0
     LIVE = 1
-    #: Nobody can begin with it.
+    #: Not offered to new sequences.
     AWAY = 2
 
 
 class Node:
-    """A run of whole blocks.
+    """A run of whole blocks in the tree; `rows` lists its rows by `Where`, oldest first.
 
-    Attributes:
-        parent: What comes before; None for the root.
-        key: What it is found by there.
-        end_bytes: How much there is up to its end. Stays, where the node is split or joined: who
-            does not hold the lock may ask a row how much it holds.
-        run: The blocks.
-        rows: By `Where`, the rows that hold it; the last to come is the last.
-        children: What comes behind, by the first block.
+    `end_bytes` is the length from the root to its end. Splits and joins leave it as it is, so that
+    threads without the lock can ask a row for its length.
     """
 
     __slots__ = ("children", "end_bytes", "key", "parent", "rows", "run")
@@ -66,27 +56,19 @@ class Node:
 
     @property
     def start_bytes(self) -> int:
-        """How much comes before."""
+        """Bytes from the root to its start."""
         return self.end_bytes - len(self.run)
 
     @property
     def above(self) -> Node:
-        """The parent of what has one."""
+        """The parent of a node other than the root."""
         assert self.parent is not None
         return self.parent
 
 
 @dataclass
 class Path:
-    """Where a row is listed: at the nodes from the root to `end`.
-
-    Attributes:
-        row: The row.
-        tenant: Whose it is: what has another one is never found.
-        where: Where the row is.
-        end: Where what it holds ends.
-        lost_bytes: Up to there it is `AWAY`, wherever the row is.
-    """
+    """A row's place in the tree, root to `end`; the first `lost_bytes` are listed as `AWAY`."""
 
     row: int
     tenant: bytes
@@ -96,29 +78,21 @@ class Path:
 
 
 class PrefixTree:
-    """The tree of what rows hold, in blocks of `block_bytes`.
-
-    Attributes:
-        num_cuts: How often a node was split, joined or removed. While it stays, a node that was
-            found holds what it did, and perhaps more behind.
-    """
+    """The tree of token blocks that rows hold; `num_cuts` counts splits, joins and removals."""
 
     def __init__(self, block_bytes: int):
         self.block_bytes = block_bytes
         self.num_cuts = 0
         self._root = Node(None, b"")
 
-    # ---- what rows hold -------------------------------------------------------------------
+    # ---- contents -------------------------------------------------------------------------
 
     def path(self, row: int, tenant: bytes) -> Path:
-        """The path of a live row that holds nothing yet."""
+        """Return the path of a live row that holds nothing yet."""
         return Path(row, tenant, Where.LIVE, self._root)
 
     def extend(self, path: Path, blocks: bytes) -> None:
-        """The row holds `blocks`, all of them whole, behind what it held.
-
-        Cost: a comparison for each node that holds some of them, and a copy of what none holds.
-        """
+        """Add whole `blocks` to the row's end. Cost: a comparison for each node that holds some."""
         at = 0
         while at < len(blocks):
             node = path.end
@@ -140,10 +114,7 @@ class PrefixTree:
             at += len(child.run)
 
     def follow(self, path: Path, other: Path, num_bytes: int) -> None:
-        """The row, which held nothing, holds the first `num_bytes`, whole blocks, of another.
-
-        Cost: of each node.
-        """
+        """List a row that held nothing at the first `num_bytes` (whole blocks) of another."""
         node = other.end
         while node.start_bytes >= num_bytes and node is not self._root:
             node = node.above
@@ -155,7 +126,7 @@ class PrefixTree:
             node = node.above
 
     def cut(self, path: Path, num_bytes: int) -> None:
-        """The row holds `num_bytes`, whole blocks, at most."""
+        """Shorten the row to `num_bytes`, whole blocks."""
         while path.end.end_bytes > num_bytes:
             node = path.end
             if node.start_bytes < num_bytes:
@@ -165,20 +136,19 @@ class PrefixTree:
         path.lost_bytes = min(path.lost_bytes, num_bytes)
 
     def move(self, path: Path, where: Where) -> None:
-        """The row is somewhere else now, with what is not lost of it."""
+        """Change the state of a row, except for its lost bytes."""
         if where is not path.where:
             self._relist(path, path.lost_bytes, path.end.end_bytes, where)
             path.where = where
 
     def lose(self, path: Path, num_bytes: int) -> None:
-        """Nobody can begin with `num_bytes`, whole blocks, of the row or less any more."""
+        """Stop offering beginnings of the row of up to `num_bytes`, whole blocks."""
         lost_bytes = min(num_bytes, path.end.end_bytes)
         if lost_bytes > path.lost_bytes:
             self._relist(path, path.lost_bytes, lost_bytes, Where.AWAY)
             path.lost_bytes = lost_bytes
 
     def _relist(self, path: Path, start_bytes: int, end_bytes: int, where: Where) -> None:
-        """List the row as being `where` from here to there, both between blocks."""
         node = path.end
         while node.end_bytes > start_bytes:
             if node.start_bytes < end_bytes:
@@ -191,7 +161,7 @@ class PrefixTree:
             node = node.above
 
     def held(self, path: Path, start_bytes: int = 0, end_bytes: int = sys.maxsize) -> bytes:
-        """What the row holds from here to there."""
+        """Return the row's bytes in a range."""
         runs: list[memoryview] = []
         node = path.end
         while node.end_bytes > start_bytes:
@@ -201,15 +171,13 @@ class PrefixTree:
             node = node.above
         return b"".join(reversed(runs))
 
-    # ---- finding them ---------------------------------------------------------------------
+    # ---- lookup ---------------------------------------------------------------------------
 
     def find(self, tenant: bytes, data: bytes, num_bytes: int) -> list[tuple[Node, int]]:
-        """The nodes that hold a beginning of the first `num_bytes` of `data`, from the root on.
+        """Return the nodes that hold a beginning of `data[:num_bytes]`, from the root on.
 
-        Each with how much of `data` is held up to its end, in whole blocks. Only of the last one
-        more may be held than that.
-
-        Cost: a comparison for each node.
+        Each comes with the end of its match in `data`, in whole blocks; only the last node can hold
+        more than its match. Cost: a comparison for each node.
         """
         found: list[tuple[Node, int]] = []
         node, at = self._root, 0
@@ -225,18 +193,17 @@ class PrefixTree:
     # ---- nodes ----------------------------------------------------------------------------
 
     def _key(self, node: Node, tenant: bytes, data: bytes, at: int) -> bytes:
-        """What the child of `node` is found by that holds `data` from `at` on."""
         block = data[at : at + self.block_bytes]
         return tenant + block if node is self._root else block
 
     def _common_bytes(self, node: Node, data: bytes, start: int, end: int) -> int:
-        """How much of `node`, in whole blocks, is what `data` has from `start` on."""
+        """Bytes, in whole blocks, that the run of `node` has in common with `data[start:end]`."""
         run, unit = node.run, self.block_bytes
-        if data.startswith(run, start, end):  # Mostly all of it agrees.
+        if data.startswith(run, start, end):  # The common case: the whole run agrees.
             return len(run)
         view = memoryview(data)
         differs = min(len(run), end - start) // unit + 1
-        # Otherwise: `same` blocks do, and not all of `differs` do.
+        # Binary search: the first `same` blocks agree, the first `differs` do not all.
         same, asked = 0, differs - 1
         while same < asked:
             if run.startswith(view[start + same * unit : start + asked * unit], same * unit):
@@ -248,7 +215,7 @@ class PrefixTree:
 
     @staticmethod
     def _is_the_rows_alone(node: Node, path: Path) -> bool:
-        """Whether nothing comes behind `node`, and only this row holds it, all in one place."""
+        """Whether `node` is a leaf that only this row holds, in a single state."""
         return (
             not node.children
             and sum(map(len, node.rows)) == 1
@@ -257,10 +224,7 @@ class PrefixTree:
         )
 
     def _split(self, node: Node, num_bytes: int) -> Node:
-        """Make a node of the first `num_bytes` of `node`, which keeps the rest; returns it.
-
-        So whoever ends at `node` still does.
-        """
+        """Split off the first `num_bytes` of `node` as its new parent; paths keep their end."""
         self.num_cuts += 1
         first = Node(node.parent, node.key, node.run[:num_bytes])
         first.rows = tuple(map(dict, node.rows))
@@ -271,7 +235,7 @@ class PrefixTree:
         return first
 
     def _unlist(self, node: Node, row: int) -> None:
-        """`row`, which ends before it, does not hold `node` any more."""
+        """Remove `row` from `node`; then remove an empty node, or join it with a single child."""
         for rows in node.rows:
             rows.pop(row, None)
         if not any(node.rows):
@@ -279,7 +243,7 @@ class PrefixTree:
             del node.above.children[node.key]
         elif len(node.children) == 1:
             [child] = node.children.values()
-            # Those who hold the child hold the node. With as many in each place, none ends here.
+            # Rows of the child are rows of the node; with equal counts no row ends at the node.
             if [*map(len, node.rows)] == [*map(len, child.rows)]:
                 self.num_cuts += 1
                 child.run[:0] = node.run
@@ -289,7 +253,7 @@ class PrefixTree:
 
 # ---- prefix --------------------------------------------------------------------------------------
 
-#: Tokens of a block: what a hit can miss by at most. A page of Llama-3-8B holds as many.
+#: Tokens of a block; hits are cut to whole blocks. A 2 MiB page of Llama-3-8B holds as many.
 BLOCK_TOKENS = 16
 _TOKEN_BYTES = 8
 _DIGEST_BYTES = 16
@@ -297,15 +261,7 @@ _DIGEST_BYTES = 16
 
 @dataclass
 class _Content:
-    """What one row is known to hold, from its first token on.
-
-    Attributes:
-        tenant: Whose it is.
-        path: Where its whole blocks are in the tree.
-        tail: The tokens behind those.
-        hashes: Of its first whole blocks, as far as somebody has asked.
-        num_hits: How often it was begun from.
-    """
+    """The recorded tokens of a row: whole blocks in the tree, and the tail behind them."""
 
     tenant: str | None
     path: Path
@@ -315,19 +271,11 @@ class _Content:
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens it holds."""
         return (self.path.end.end_bytes + len(self.tail)) // _TOKEN_BYTES
 
 
 class Match:
-    """Rows that hold the first `num_tokens` tokens of a prompt, and can be begun from.
-
-    Args:
-        tree: Where they were found.
-        tenant: Whose the prompt is.
-        tokens: The prompt.
-        found: The node that holds the last of those tokens, and how much is held up to there.
-    """
+    """Rows that hold the first `num_tokens` tokens of a prompt; looks again if the tree changes."""
 
     __slots__ = ("_found", "_num_cuts", "_tenant", "_tokens", "_tree", "num_tokens")
 
@@ -341,17 +289,17 @@ class Match:
 
     @property
     def parked(self) -> Iterator[int]:
-        """Those parked now, the last one first."""
+        """The parked rows, last listed first."""
         return self._rows(Where.PARKED)
 
     @property
     def live(self) -> Iterator[int]:
-        """Those live now, the last one first."""
+        """The live rows, last listed first."""
         return self._rows(Where.LIVE)
 
     @property
     def rows(self) -> Iterator[int]:
-        """All of them now."""
+        """The parked rows, then the live ones."""
         yield from self.parked
         yield from self.live
 
@@ -366,16 +314,10 @@ class Match:
 
 
 class PrefixIndex:
-    """From prompts to rows.
+    """The index from prompts to rows.
 
-    Who holds something is listed by whether it is parked, live, or away: swapped out, or a window
-    no longer holds what a sequence that begins there would see. So to find one of a kind costs the
-    same however many there are.
-
-    Attributes:
-        num_hits: Sequences that began with tokens found here.
-        num_misses: Those that looked and found none.
-        num_hit_tokens: Tokens found, over all hits.
+    Each row is listed by state: parked, live, or away (swapped out, or without the window that a
+    new sequence would see), so that finding one of a kind costs the same for any number of rows.
     """
 
     def __init__(self) -> None:
@@ -385,25 +327,13 @@ class PrefixIndex:
         self._contents: dict[int, _Content] = {}
         self._tree = PrefixTree(BLOCK_TOKENS * _TOKEN_BYTES)
 
-    # ---- what rows hold -------------------------------------------------------------------
+    # ---- contents -------------------------------------------------------------------------
 
     def record(self, row: int, token_ids: Sequence[int], tenant: str | None = None) -> None:
-        """`row`, which is live, now holds `token_ids` after those recorded before.
-
-        Args:
-            row: The row.
-            token_ids: What was appended.
-            tenant: Whose they are: only the same tenant finds them.
-
-        Raises:
-            ConfigError: They are not token ids. Nothing changed.
-
-        Cost: about 10 ns per token.
-        """
+        """Record that a live row holds `token_ids` after those recorded before, for a tenant."""
         self._record(row, tenant, _as_bytes(token_ids))
 
     def _record(self, row: int, tenant: str | None, tokens: bytes) -> None:
-        """`row` holds `tokens` behind what it held."""
         if not tokens:
             return
         content = self._contents.get(row)
@@ -416,7 +346,7 @@ class PrefixIndex:
         content.tail = tokens[whole_bytes:]
 
     def truncate(self, row: int, num_tokens: int = 0) -> None:
-        """`row` holds `num_tokens` tokens at most from now on."""
+        """Forget the tokens of `row` after the first `num_tokens`."""
         content = self._contents.get(row)
         if content is None or content.num_tokens <= num_tokens:
             return
@@ -429,26 +359,21 @@ class PrefixIndex:
             del self._contents[row]
 
     def lose_short(self, row: int, num_tokens: int) -> None:
-        """Of `row`, nobody can begin with fewer than `num_tokens` tokens any more."""
+        """Stop offering beginnings of `row` that are shorter than `num_tokens`."""
         content = self._contents.get(row)
         if content is not None:
             num_bytes = max(0, num_tokens - 1) * _TOKEN_BYTES
             self._tree.lose(content.path, self._whole_bytes(num_bytes))
 
     def copy(self, moves: Iterable[tuple[int, int, str | None]], num_tokens: int) -> None:
-        """Each target, which is live, holds what its source does now of its first `num_tokens`.
-
-        Args:
-            moves: `(source, target, tenant)`: two rows, and whose the target is.
-            num_tokens: How much of it.
-        """
+        """Record sources' first `num_tokens` for targets; moves are `(source, target, tenant)`."""
         num_bytes = num_tokens * _TOKEN_BYTES
         found = [(self._contents.get(source), target, tenant) for source, target, tenant in moves]
         targets = {target for _, target, _ in found}
         copies: list[tuple[int, str | None, _Content | bytes]] = []
         for content, target, tenant in found:
             if content is not None:
-                # Whose source stays is listed beside it, without a look at tokens.
+                # If the source keeps its tokens, its path is followed without comparing tokens.
                 stays = content.path.row not in targets and content.tenant == tenant
                 source = content if stays else self._held(content, 0, num_bytes)
                 copies.append((target, tenant, source))
@@ -461,25 +386,17 @@ class PrefixIndex:
                 self._contents[target] = self._beside(source, target, num_bytes)
 
     def begin(self, row: int, source: int, num_tokens: int, tenant: str | None) -> None:
-        """`row`, which is live and held nothing, holds what `source` does of so many tokens.
-
-        Args:
-            row: The row.
-            source: Another row.
-            num_tokens: How many of its first tokens.
-            tenant: Whose `row` is.
-        """
+        """Record the first `num_tokens` tokens of `source` for a live row that held nothing."""
         content, num_bytes = self._contents.get(source), num_tokens * _TOKEN_BYTES
         if content is None or not num_bytes:
             return
         if content.tenant == tenant:
-            # Listed beside it, without a look at tokens.
+            # Follows the source's path without comparing tokens.
             self._contents[row] = self._beside(content, row, num_bytes)
         else:
             self._record(row, tenant, self._held(content, 0, num_bytes))
 
     def _beside(self, source: _Content, row: int, num_bytes: int) -> _Content:
-        """What `row`, which held nothing, holds if that is the first `num_bytes` of `source`."""
         path = self._tree.path(row, source.path.tenant)
         self._tree.follow(path, source.path, self._whole_bytes(num_bytes))
         whole_bytes = path.end.end_bytes
@@ -488,62 +405,56 @@ class PrefixIndex:
         return _Content(source.tenant, path, tail, hashes)
 
     def num_recorded(self, row: int) -> int:
-        """Tokens that `row` is known to hold."""
+        """The number of recorded tokens of `row`."""
         content = self._contents.get(row)
         return 0 if content is None else content.num_tokens
 
     @property
     def recorded(self) -> Set[int]:
-        """The rows of which that is any."""
-        return self._contents.keys()  # Without tokens nothing is kept there.
+        """The rows with recorded tokens."""
+        return self._contents.keys()  # Rows without tokens have no entry.
 
     def token_ids(self, row: int) -> list[int]:
-        """The tokens that `row` is known to hold."""
+        """The recorded tokens of `row`."""
         content = self._contents.get(row)
         return [] if content is None else array("q", self._held(content)).tolist()
 
     def hashes(self, row: int) -> list[bytes]:
-        """The hashes of the whole blocks that `row` is known to hold.
-
-        Cost: about 1 µs per block that nobody has asked about.
-        """
+        """The hashes of the recorded whole blocks of `row`. Cost: about 1 µs per new hash."""
         content = self._contents.get(row)
         return [] if content is None else list(self._hashed(content))
 
     def hits_of(self, row: int) -> int:
-        """How often a sequence has started from `row`, as it is now."""
+        """How often a sequence has started from `row` with its present tokens."""
         content = self._contents.get(row)
         return 0 if content is None else content.num_hits
 
     def _hashed(self, content: _Content) -> list[bytes]:
-        """The hashes of all its whole blocks, which it knows from now on."""
         known = content.hashes
         blocks = self._tree.held(content.path, len(known) * self._tree.block_bytes)
         known.extend(_chain(blocks, known[-1] if known else _first_parent(content.tenant)))
         return known
 
     def _held(self, content: _Content, start_bytes: int = 0, end_bytes: int = sys.maxsize) -> bytes:
-        """Its tokens from here to there."""
         whole_bytes = content.path.end.end_bytes
         tail = content.tail[max(0, start_bytes - whole_bytes) : max(0, end_bytes - whole_bytes)]
         return self._tree.held(content.path, start_bytes, end_bytes) + tail
 
     def _whole_bytes(self, num_bytes: int) -> int:
-        """How much of it is whole blocks."""
         return num_bytes // self._tree.block_bytes * self._tree.block_bytes
 
-    # ---- where they are -------------------------------------------------------------------
+    # ---- states ---------------------------------------------------------------------------
 
     def park(self, row: int) -> None:
-        """`row` is parked now."""
+        """List `row` as parked."""
         self._move(row, Where.PARKED)
 
     def take(self, row: int) -> None:
-        """`row` is live now, and in device memory."""
+        """List `row` as live, in device memory."""
         self._move(row, Where.LIVE)
 
     def hide(self, row: int) -> None:
-        """`row` is swapped out: it holds what it did, and nobody can begin with it."""
+        """List `row` as swapped out: its tokens stay recorded, but are not found."""
         self._move(row, Where.AWAY)
 
     def _move(self, row: int, where: Where) -> None:
@@ -551,7 +462,7 @@ class PrefixIndex:
         if content is not None:
             self._tree.move(content.path, where)
 
-    # ---- finding them ---------------------------------------------------------------------
+    # ---- lookup ---------------------------------------------------------------------------
 
     def matches(
         self,
@@ -559,19 +470,10 @@ class PrefixIndex:
         tenant: str | None = None,
         max_tokens: int | None = None,
     ) -> Iterator[Match]:
-        """Rows that hold a beginning of `token_ids`, the longest beginnings first.
+        """Yield matches of rows that hold a beginning of `token_ids`, the longest first.
 
-        What happens to rows meanwhile is seen.
-
-        Args:
-            token_ids: A prompt.
-            tenant: Whose it is.
-            max_tokens: How long a beginning may be; by default all of it.
-
-        Raises:
-            ConfigError: They are not token ids.
-
-        Cost: about 5 ns per token, and a comparison of memory for each place where rows part.
+        Changes to rows between two matches are seen. Cost: about 5 ns per token, and a comparison
+        for each place where rows part.
         """
         whose, tokens = _tenant_bytes(tenant), _as_bytes(token_ids)
         num_bytes = len(tokens) if max_tokens is None else max_tokens * _TOKEN_BYTES
@@ -586,15 +488,7 @@ class PrefixIndex:
                 break
 
     def beginnings(self, num_blocks: Sequence[int]) -> Iterator[tuple[int, bytes]]:
-        """What a sequence can begin with now, of so many blocks, with the hash of the last one.
-
-        What several rows hold comes as often.
-
-        Args:
-            num_blocks: Lengths to look at, ascending.
-
-        Cost: 0.1 µs for each row and length, and 1 µs for each block that nobody has asked about.
-        """
+        """Yield `(length, last hash)` of beginnings on offer, for the ascending `num_blocks`."""
         for content in self._contents.values():
             if content.path.where is Where.AWAY:
                 continue
@@ -606,30 +500,24 @@ class PrefixIndex:
                     yield each, hashes[each - 1]
 
     def note_hit(self, row: int, num_tokens: int) -> None:
-        """A sequence began with `num_tokens` tokens of `row`."""
+        """Count a sequence that began with `num_tokens` tokens of `row`."""
         self.num_hits += 1
         self.num_hit_tokens += num_tokens
         if row in self._contents:
             self._contents[row].num_hits += 1
 
     def note_miss(self) -> None:
-        """A sequence found nothing to begin with."""
+        """Count a sequence that found nothing to begin with."""
         self.num_misses += 1
 
 
 def block_hashes(token_ids: Sequence[int], tenant: str | None = None) -> Iterator[bytes]:
-    """The hashes of the whole blocks of `token_ids`, in every process the same.
-
-    Raises:
-        ConfigError: They are not token ids.
-
-    Cost: about 1 µs per block of 16 tokens.
-    """
+    """Yield the hashes of the whole blocks of `token_ids`, in every process the same."""
     return _chain(_as_bytes(token_ids), _first_parent(tenant))
 
 
 def _chain(tokens: bytes, parent: bytes) -> Iterator[bytes]:
-    """The hashes of the whole blocks of `tokens`, which come after the block of hash `parent`."""
+    """Yield the hashes of the whole blocks of `tokens`, which follow a block of hash `parent`."""
     if sys.byteorder == "big":
         swapped = array("q", tokens)
         swapped.byteswap()
@@ -649,12 +537,12 @@ def _digest(data: bytes) -> bytes:
 
 
 def _tenant_bytes(tenant: str | None) -> bytes:
-    """Different for each; nobody in particular is not who has no name."""
+    """Encode a tenant so that None differs from the empty name."""
     return b"" if tenant is None else b"." + tenant.encode(errors="surrogatepass")
 
 
 def _as_bytes(token_ids: Any) -> bytes:
-    """Eight bytes for each, as the machine has them; what lies so in memory is taken as it is."""
+    """Convert token ids to native 64-bit integers; contiguous memory is used as it is."""
     try:
         if isinstance(token_ids, array):
             token_ids = memoryview(token_ids)
@@ -663,7 +551,7 @@ def _as_bytes(token_ids: Any) -> bytes:
             if isinstance(whole, bytes) and len(whole) == token_ids.nbytes:
                 return whole
             return token_ids.tobytes()
-        if hasattr(token_ids, "data_ptr"):  # A tensor; iterated over, each number would be one.
+        if hasattr(token_ids, "data_ptr"):  # A tensor: iterating would make a tensor per number.
             return _bytes_of_tensor(token_ids)
         return pack_token_ids(*token_ids)
     except (TypeError, ValueError, OverflowError) as error:
@@ -671,7 +559,7 @@ def _as_bytes(token_ids: Any) -> bytes:
 
 
 def _bytes_of_tensor(token_ids: Any) -> bytes:
-    """Through its address: by way of numpy it takes as long as everything else in a hit."""
+    """Read a tensor through its address; numpy would take as long as the rest of a hit."""
     if token_ids.is_floating_point() or token_ids.ndim != 1:
         raise TypeError(f"a tensor of {token_ids.dtype} and shape {tuple(token_ids.shape)}")
     whole = token_ids.cpu().long().contiguous()

@@ -1,7 +1,8 @@
-"""A row space: layer groups over one pool, and the rows of them that sequences take and leave.
+"""A row space: layer groups over one pool, and the states of their rows.
 
-All that forks, reorderings, swaps, files and other processes need to know of a cache. It knows
-which rows are live, and asks those who live there how far they are written.
+Forks, reorderings, swaps, files and other processes work on a row space. It knows live rows only
+through the `LiveRow` protocol, which `Sequence` implements. A row that must give memory back is
+presented to the pool as a `Victim`.
 """
 
 from __future__ import annotations
@@ -30,15 +31,14 @@ from .stats import SharingStats
 
 
 class Rows:
-    """The states of `num_rows` rows. Guarded by the pool's lock."""
+    """The states of `num_rows` rows: empty, live or parked. Guarded by the pool's lock."""
 
     def __init__(self, num_rows: int):
         self.num_rows = num_rows
         self._empty = list(range(num_rows))  # A heap: low rows first, so views stay narrow.
-        self._parked: dict[int, int] = {}  # When each was last used; longest ago first.
+        self._parked: dict[int, int] = {}  # Tick of last use; least recent first.
         self._live: set[int] = set()
-        # Since when nobody has submitted work on each, as far as is known; of live rows what forks
-        # of them say.
+        # Tick of the last known work on each row; for live rows only the reads by their forks.
         self._idle_since: dict[int, int] = {}
 
     @property
@@ -47,7 +47,7 @@ class Rows:
         return self._live
 
     def parked(self) -> Iterator[int]:
-        """Parked rows, used longest ago first."""
+        """Iterate over parked rows, least recently used first."""
         return iter(tuple(self._parked))
 
     def is_parked(self, row: int) -> bool:
@@ -55,15 +55,15 @@ class Rows:
         return row in self._parked
 
     def last_used(self, row: int) -> int:
-        """When a parked `row` was parked, or last started from."""
+        """The tick at which a parked `row` was parked, or last forked from."""
         return self._parked[row]
 
     def idle_since(self, row: int) -> int:
-        """When work was submitted last on `row`, parked or taken and not used yet; 0 for never."""
+        """The tick of the last work submitted on `row`, parked or just taken; 0 for never."""
         return self._idle_since.get(row, 0)
 
     def touch(self, row: int, now: int) -> None:
-        """A sequence has started from `row`, live or parked, and may have copied from it."""
+        """Note that work on `row`, live or parked, may have been submitted up to tick `now`."""
         self._idle_since[row] = now
         if row in self._parked:
             del self._parked[row]
@@ -75,14 +75,10 @@ class Rows:
         adoptable_tokens: Callable[[int], int],
         with_prefix: Container[int] = (),
     ) -> int:
-        """The row for a sequence of about `num_tokens` that starts from nothing, not taken yet.
+        """Choose, without taking it, the row for a sequence of about `num_tokens` new tokens.
 
-        Of the parked rows that are not `with_prefix`, the smallest that is large enough, else the
-        largest, which then grows; else the first empty one; else the one whose prefix was used
-        longest ago.
-
-        Raises:
-            OutOfAddressSpaceError: Every row is live.
+        Among parked rows not in `with_prefix` the smallest that is large enough, else the largest;
+        without any the first empty row; else the least recently used parked one.
         """
         plain = [row for row in self._parked if row not in with_prefix]
         sizes = {row: adoptable_tokens(row) for row in plain}
@@ -94,14 +90,7 @@ class Rows:
         return self.choose_unneeded()
 
     def choose_unneeded(self, but: int | None = None) -> int:
-        """A row for a sequence that brings its own memory: empty, or parked longest unused.
-
-        Args:
-            but: Not this one.
-
-        Raises:
-            OutOfAddressSpaceError: Every row is live.
-        """
+        """Choose an empty row, else the least recently used parked one; never row `but`."""
         if self._empty:
             return self._empty[0]
         for row in self._parked:
@@ -119,7 +108,7 @@ class Rows:
             raise ConfigError(f"row {row} of {self.num_rows} is not free")
 
     def take(self, row: int) -> None:
-        """Make `row` live. Raises what `check_free` does."""
+        """Make a free `row` live."""
         self.check_free(row)
         if row in self._parked:
             del self._parked[row]
@@ -131,35 +120,32 @@ class Rows:
         self._live.add(row)
 
     def park(self, row: int, now: int = 0, idle_since: int | None = None) -> None:
-        """`row`'s sequence has ended; its memory stays. Nobody works on it since `idle_since`."""
+        """Park a live `row` with its memory; the caller's work on it ended at tick `idle_since`."""
         self._live.remove(row)
         self._parked[row] = now
         since = now if idle_since is None else idle_since
         self._idle_since[row] = max(since, self._idle_since.get(row, since))
 
     def empty(self, row: int) -> None:
-        """A parked `row`'s memory has been retired."""
+        """Mark a parked `row`, whose memory has been retired, as empty."""
         del self._parked[row]
         heapq.heappush(self._empty, row)
 
 
 # ---- victims -------------------------------------------------------------------------------------
 
-#: The token that what could go begins at, and its extent; what goes first comes first.
+#: Evictable extents with their first tokens, in the order of eviction.
 Gives = Sequence[tuple[int, Extent]]
 
 
 def ends_of(groups: Sequence[LayerGroup], row: int) -> Gives:
-    """What a row could give up: it loses its end first, in all groups, and nothing pinned.
-
-    What is left of a prefix so still serves.
-    """
+    """List the extents that a row can give up, last token first, but none up to a pinned one."""
     ends: list[tuple[int, Extent]] = []
     pinned_token = -1
     for group in groups:
         page_bytes, token_bytes = group.geometry.page_bytes, group.geometry.token_bytes
         mappings = group.table.rows[row].mappings
-        # As `token_at` says; dozens of a row, of dozens of rows for a plan where memory is short.
+        # `token_at`, inlined: a plan under memory pressure looks at dozens of extents of many rows.
         ends += [(each.first_page * page_bytes // token_bytes, each.extent) for each in mappings]
         for pin in [each.first_page for each in mappings if each.num_pins]:
             pinned_token = max(pinned_token, pin * page_bytes // token_bytes)
@@ -170,22 +156,18 @@ def ends_of(groups: Sequence[LayerGroup], row: int) -> Gives:
 
 
 def own_bytes(groups: Sequence[LayerGroup], row: int) -> int | None:
-    """What a parked row holds, if all of it is the row's alone; else None.
-
-    Told without a look at extents, of which there are dozens: a plan asks this of a dozen rows.
-    What is pinned is counted as well, and passed over when it is to go.
-    """
+    """Bytes of a parked row, pinned extents included, if nothing in it is shared; else None."""
     num_bytes = 0
     for group in groups:
         pages = group.table.rows[row]
-        if pages.shared_end_page:  # A parked row's own memory is the device's: see `drop_spilled`.
+        if pages.shared_end_page:  # No host extents: see `drop_spilled`.
             return None
         num_bytes += pages.num_pages * group.geometry.page_bytes
     return num_bytes
 
 
 def check_own_bytes(groups: Sequence[LayerGroup], row: int) -> None:
-    """Hold `own_bytes` of a parked row against its extents; raise `InternalError` if it lies."""
+    """Raise `InternalError` if `own_bytes` of a parked row differs from a count of its extents."""
     told = own_bytes(groups, row)
     mapped = [each.extent for group in groups for each in group.table.rows[row].mappings]
     counted = sum(extent.num_bytes for extent in mapped if extent.is_freeable)
@@ -202,16 +184,7 @@ def victim_of(
     num_hits: int = 0,
     num_prefix_tokens: int = 0,
 ) -> Victim:
-    """A row as a victim.
-
-    Args:
-        gives: Says what it could give up, as things are when it is called.
-        retire: Retires what the row holds from so many tokens on.
-        freeable_bytes: What of that would become free; None if that is not known at sight.
-        last_used: When it was parked, or last matched.
-        num_hits: How often a sequence has started from it.
-        num_prefix_tokens: Tokens of it that a new sequence could start from.
-    """
+    """Make a victim: `gives` lists a row's evictable extents, `retire` cuts the row at a token."""
 
     def evict(num_bytes: int) -> int:
         evicted_bytes, keep_tokens = 0, None
@@ -256,7 +229,7 @@ Live = TypeVar("Live", bound="LiveRow")
 
 
 class LiveRow(Protocol):
-    """What a sequence says of the row it lives in. See `Sequence`."""
+    """The interface through which a row space sees a sequence."""
 
     row: int
     num_tokens: int
@@ -264,7 +237,7 @@ class LiveRow(Protocol):
 
     @property
     def cache(self) -> RowSpace:
-        """Where the row is."""
+        """The row space that the row belongs to."""
 
     @property
     def is_resident(self) -> bool:
@@ -275,22 +248,15 @@ class LiveRow(Protocol):
 
 
 class RowSpace:
-    """What `KVCache` is without its sequences. Args: as of `KVCache`.
+    """The base of `KVCache`: its memory and rows, without the sequences' interface.
 
     Attributes:
-        pool: Where memory comes from.
-        max_tokens: The longest sequence.
-        max_sequences: How many rows there are.
-        groups: The layer groups, in the order in which they were made.
-        rows: Which rows are live, parked or empty.
-        live: Who lives in which row.
-        moving: Rows on their way to the host, each with what it could give back by leaving now.
-        prefixes: What rows are known to hold.
-        sharing: What was shared and copied so far.
-        cost_model: Decides between mapping and copying.
+        live: The sequence of each live row.
+        moving: By row on its way to the host, a function that makes its victim.
         overread_tokens: Tokens past a sequence's length that are kept resident; see
             `KVCache.keep_resident`.
-        keeps_past: While true, sliding-window groups keep what has left the window (for rollback).
+        keeps_past: While true, sliding-window groups keep tokens that have left the window (for
+            rollback).
         current_stream: Returns the raw handle of torch's current stream on the device.
     """
 
@@ -346,7 +312,7 @@ class RowSpace:
 
     @property
     def device(self) -> torch.device:
-        """The device whose tensors live here."""
+        """The device of the cache's tensors."""
         return torch_device(self.pool.backend)
 
     @property
@@ -355,31 +321,27 @@ class RowSpace:
         return sorted(self.places)
 
     def place(self, layer: int) -> tuple[LayerGroup, int]:
-        """The group of `layer`, and its index in the group.
-
-        Raises:
-            ConfigError: No such layer was added.
-        """
+        """Return the group of `layer` and its index there; raise `ConfigError` if there is none."""
         if layer not in self.places:
             raise ConfigError(f"layer {layer} was not added; there are {self.layers}")
         return self.places[layer]
 
     def members(self, group: LayerGroup) -> list[tuple[int, int]]:
-        """`(place, layer)` of each layer in `group`, in order; fewer than places where dropped."""
+        """Return `(place, layer)` of each layer in `group`, in order, without dropped ones."""
         return sorted((at, layer) for layer, (home, at) in self.places.items() if home is group)
 
     def keys(self, layer: int) -> torch.Tensor:
-        """All rows' keys of `layer`: `[rows, row_tokens, k_heads, k_dim]`, mostly unmapped.
+        """Return all rows' keys of `layer`: `[rows, row_tokens, k_heads, k_dim]`, mostly unmapped.
 
-        What kernels take that are told rows and lengths, as it is stored: see `scales`. Only
-        tokens below a live sequence's `num_tokens` (and `overread_tokens` more) may be touched.
+        For kernels that are told rows and lengths; values are as stored (see `scales`). Only tokens
+        below a live sequence's `num_tokens` (and `overread_tokens` more) may be touched.
         """
         self.check_open()
         group, at = self.place(layer)
         return group.views.keys[at].transpose(1, 2)
 
     def values(self, layer: int) -> torch.Tensor:
-        """All rows' values of `layer`: `[rows, row_tokens, v_heads, v_dim]`, as `keys`."""
+        """Return all rows' values of `layer`: `[rows, row_tokens, v_heads, v_dim]`, as `keys`."""
         self.check_open()
         group, at = self.place(layer)
         return group.views.values[at].transpose(1, 2)
@@ -387,37 +349,37 @@ class RowSpace:
     # ---- streams --------------------------------------------------------------------------
 
     def scales(self, layer: int) -> Scales | None:
-        """What stored keys and values of `layer` are multiplied by; None for nothing."""
+        """Return the scales of stored keys and values of `layer`; None if unscaled."""
         group, at = self.place(layer)
         return group.scales_at(at)
 
     def note_stream(self) -> None:
-        """Say that torch's current stream works on this cache's memory. Cost: about 0.3 µs."""
+        """Note that torch's current stream works on this cache's memory. Cost: about 0.3 µs."""
         self.pool.backend.note_stream(self.current_stream())
 
     def side_stream(self) -> int:
-        """The stream on which sequences are swapped, made when first needed."""
+        """Return the stream on which sequences are swapped, made on first use."""
         if self._side_stream is None:
             self._side_stream = self.pool.backend.new_stream()
         return self._side_stream
 
     def end_side_stream(self) -> None:
-        """Give that stream back. Idempotent."""
+        """Destroy the side stream. Idempotent."""
         if self._side_stream is not None:
             self.pool.backend.stream_destroy(self._side_stream)
             self._side_stream = None
 
-    # ---- what rows hold -------------------------------------------------------------------
+    # ---- contents -------------------------------------------------------------------------
 
     def keeps(self, row: int, num_tokens: int) -> bool:
-        """Whether `row` has all that a query after `num_tokens` tokens sees."""
+        """Whether `row` holds all that a query after `num_tokens` tokens sees."""
         for each in self.groups:
             if not (each.keeps(row, num_tokens) and each.reaches(row, num_tokens)):
                 return False
         return True
 
     def check_keeps(self, row: int, num_tokens: int, doing: str) -> None:
-        """Raise `ConfigError`, for who is `doing` something, unless `keeps` or nothing is to be."""
+        """Raise `ConfigError`, which names `doing`, unless `keeps` or there are no tokens."""
         if num_tokens and not self.keeps(row, num_tokens):
             raise ConfigError(
                 f"cannot {doing} {num_tokens} tokens: a sliding-window layer no longer holds what "
@@ -425,7 +387,7 @@ class RowSpace:
             )
 
     def can_begin(self, row: int, num_tokens: int) -> bool:
-        """Whether all is mapped that a sequence of `num_tokens` must have, over-read included."""
+        """Whether a sequence of `num_tokens` in `row` has all pages mapped, over-read included."""
         end_tokens = num_tokens + self.overread_tokens
         return all(
             group.resident_tokens(row) >= min(end_tokens, group.geometry.row_tokens)
@@ -437,11 +399,11 @@ class RowSpace:
         return min((group.resident_tokens(row) for group in self.groups), default=0)
 
     def adoptable_tokens(self, row: int) -> int:
-        """Tokens that a new sequence in `row` would find mapped, for itself alone."""
+        """Tokens that a new sequence in `row` would find mapped and unshared."""
         return min((group.adoptable_tokens(row) for group in self.groups), default=0)
 
     def writable_tokens(self, sequence: LiveRow) -> int:
-        """See `Sequence.writable_tokens`."""
+        """Implement `Sequence.writable_tokens`."""
         if not self.groups or not sequence.is_resident:
             return 0
         row, num_tokens, overread_tokens = sequence.row, sequence.num_tokens, self.overread_tokens
@@ -451,10 +413,7 @@ class RowSpace:
         return end
 
     def short(self, wanted: Iterable[tuple[Live, int]]) -> list[tuple[Live, int]]:
-        """Those of `wanted` that are to be longer than they may be written now, and how long.
-
-        Every step asks for all who run, so this says at sight what `writable_tokens` says of one.
-        """
+        """Return those of `wanted` beyond their `writable_tokens`; fast: every step calls it."""
         overread_tokens = self.overread_tokens
         rows_tokens = [group.geometry.row_tokens for group in self.groups]
         row_tokens = min([self.max_tokens + overread_tokens, *rows_tokens])
@@ -488,25 +447,16 @@ class RowSpace:
         return found
 
     def live_sequences(self) -> list[LiveRow]:
-        """Those that kernels can read: neither swapped out nor moving."""
+        """The sequences that kernels can read: neither swapped out nor moving."""
         return [each for each in self.live.values() if each.is_resident]
 
     def pinned_row(self, row: int) -> AbstractContextManager[None]:
-        """For the length of a block, `row` is read: it stays mapped where it is."""
+        """Keep the extents of `row` mapped where they are while a block reads them."""
         its = (mapping for group in self.groups for mapping in group.table.rows[row].mappings)
         return pinned(self.pool, its)
 
     def submitting(self, writes: Iterable[tuple[int, int, int]]) -> AbstractContextManager[None]:
-        """Submit a step within this; where checks are on, it is held against I10.
-
-        Args:
-            writes: The rows that it writes, each from a token to another.
-
-        Raises:
-            InternalError: A row may not be written there. Nothing is submitted.
-
-        Cost: nothing where checks are off.
-        """
+        """Submit a step in this block; with checks on, check `(row, start, end)` writes (I10)."""
         submitted = self.pool.submitted
         if submitted is None:
             return nullcontext()
@@ -523,24 +473,18 @@ class RowSpace:
             ]
         )
 
-    # ---- taking and leaving rows ----------------------------------------------------------
+    # ---- row states -----------------------------------------------------------------------
 
     def take(self, row: int, num_tokens: int, tenant: str | None) -> None:
-        """Make an empty or parked row live, with the first `num_tokens` tokens that it holds.
-
-        Every sequence begins here: what the row knows of the one before is forgotten.
-
-        Raises:
-            ConfigError: `row` is live, or does not exist.
-        """
+        """Make a free row live with its first `num_tokens` tokens, and scrub the rest of it."""
         self.rows.check_free(row)
         if self.rows.is_parked(row):
-            # Another stream may still read what this one will overwrite.
+            # Another stream may still read memory that this one will overwrite.
             self.pool.backend.join_streams(self.current_stream())
         if not num_tokens:
             self.begin_anew(row)
-        self.prefixes.truncate(row, num_tokens)  # First: what follows overwrites the rest.
-        is_scrubbed = True  # Also where it fails half-way.
+        self.prefixes.truncate(row, num_tokens)  # First, because scrubbing overwrites the rest.
+        is_scrubbed = True  # Also if scrubbing fails half-way.
         try:
             stream = self.current_stream()
             is_scrubbed = any([it.scrub(row, num_tokens, tenant, stream) for it in self.groups])
@@ -551,15 +495,12 @@ class RowSpace:
         self.rows.take(row)
 
     def note_used(self, row: int) -> None:
-        """Work on `row` may have been submitted up to now."""
+        """Note that work on `row` may have been submitted up to now."""
         with self.pool.lock:
             self.rows.touch(row, self.pool.pressure.tick())
 
     def begin_anew(self, row: int) -> None:
-        """`row` will be written from its first token on: it remembers nothing of what was before.
-
-        Retires runs that a window has moved off the row's start: no new beginning can use them.
-        """
+        """Prepare `row` to be written from token 0: retire runs that do not start there."""
         displaced = [group for group in self.groups if group.table.rows[row].first_page]
         if displaced:
             fence = self.pool.reclaimer.new_fence()
@@ -570,12 +511,7 @@ class RowSpace:
 
     @contextmanager
     def beginning(self, row: int | None = None) -> Iterator[int]:
-        """A row without memory, live from now on, for the block to fill; else it is empty again.
-
-        Raises:
-            OutOfAddressSpaceError: Every row holds a live sequence.
-            ConfigError: `row` is live, or does not exist.
-        """
+        """Take a row without memory for the block to fill; if the block fails, empty it again."""
         with self.pool.lock:
             if row is None:
                 row = self.rows.choose_unneeded()
@@ -588,31 +524,21 @@ class RowSpace:
             raise
 
     def take_emptied(self, row: int) -> None:
-        """Make a row live that holds nothing; what it holds, parked, is retired. Locked.
-
-        Raises:
-            ConfigError: `row` is live, or does not exist.
-            DriverError: No fence could be recorded. The row is parked.
-        """
+        """Make a row live that holds nothing, after retiring its parked memory. Locked."""
         if self.rows.is_parked(row):
             self.retire_parked(row, 0)
-        # Without memory there is nothing to scrub, to forget, or that others may still read.
+        # A row without memory needs no scrubbing and no wait for readers.
         self.rows.take(row)
         for group in self.groups:
             group.begin_row(row)
 
     def leave_emptied(self, row: int) -> None:
-        """Retire what was mapped of a live row, which is empty then. Locked."""
+        """Make a live row empty and retire its memory. Locked."""
         self.rows.park(row, self.pool.pressure.tick())
         self.retire_parked(row, 0)
 
     def park(self, row: int, idle_since: int | None = None) -> None:
-        """The sequence of `row` has ended; what it leaves is the next one's. Locked.
-
-        Args:
-            row: Which.
-            idle_since: See `Sequence.close`.
-        """
+        """Park the row of a sequence that ends. Locked."""
         if not self.prefixes.num_recorded(row):
             self.begin_anew(row)
         del self.live[row]
@@ -620,8 +546,8 @@ class RowSpace:
         self.prefixes.park(row)
 
     def retire_parked(self, row: int, num_tokens: int) -> None:
-        """Retire what a parked row holds behind its first `num_tokens` tokens."""
-        # What was submitted since does not read it.
+        """Retire a parked row's extents after its first `num_tokens` tokens."""
+        # Work submitted after `idle_since` does not read the row.
         fence = self.pool.reclaimer.fence_since(self.rows.idle_since(row))
         self._retire(self.groups, row, num_tokens, fence)
         if not num_tokens:
@@ -639,14 +565,14 @@ class RowSpace:
         self.prefixes.truncate(row, num_tokens)
 
     def victims(self) -> Iterable[Victim]:
-        """What sequences that are on their way to the host, and parked rows, could give back."""
+        """Yield the victims of this cache: sequences moving to the host, then parked rows."""
         for victim in tuple(self.moving.values()):
             yield victim()
         for row in self.rows.parked():
             yield self.victim(row)
 
     def victim(self, row: int) -> Victim:
-        """What a parked row could give back."""
+        """Return a parked row as a victim."""
         return victim_of(
             partial(ends_of, self.groups, row),
             partial(self.retire_parked, row),

@@ -1,4 +1,4 @@
-"""A sequence: some tokens in a row, and the right to more."""
+"""The user's interface to one sequence in a row of a cache."""
 
 from __future__ import annotations
 
@@ -28,16 +28,18 @@ from .swap import (
 
 
 class Sequence:
-    """One sequence of tokens, contiguous in virtual memory in every layer.
+    """A sequence of tokens, contiguous in virtual memory in every layer.
 
-    Made by `KVCache.open` and `fork`. Not thread-safe; one thread works on a cache at a time.
+    Made by `KVCache.open` and `fork`. Not thread-safe; one thread works on a cache at a time. After
+    an error the sequence is as it was, unless a method says otherwise. `ClosedError` means that it
+    or its cache is closed, `DriverError` that a driver call failed.
 
     Attributes:
-        cache: Where it lives.
-        row: Its row in every layer group: what FlashAttention calls `cache_batch_idx`.
+        cache: Its cache.
+        row: Its row in every layer group: FlashAttention's `cache_batch_idx`.
         num_tokens: How many tokens it holds.
         num_cached_tokens: How many of them were there when it began (a prefix hit).
-        tenant: Whose it is.
+        tenant: Its owner.
     """
 
     def __init__(self, cache: RowSpace, row: int, num_tokens: int, tenant: str | None):
@@ -46,7 +48,7 @@ class Sequence:
         self.num_tokens = num_tokens
         self.num_cached_tokens = 0
         self.tenant = tenant
-        self._transfer: Transfer | None = None  # The last one, until it came back.
+        self._transfer: Transfer | None = None  # The last one, until `swap_in`.
         self.is_closed = False
         cache.live[row] = self
 
@@ -55,13 +57,9 @@ class Sequence:
 
         Tokens already present keep their addresses. Appending 0 tokens does nothing.
 
-        Args:
-            num_tokens: How many tokens the next forward pass will write.
-
         Raises:
-            OutOfPagesError: The pool cannot supply the pages. The sequence is unchanged.
-            SequenceFullError: The row ends before that. The sequence is unchanged.
-            ClosedError: The sequence or its cache is closed.
+            OutOfPagesError: The pool cannot supply the pages.
+            SequenceFullError: The row ends before that.
 
         Cost: nothing while the last extent has room (most decode steps); else one map and one
             access call per extent.
@@ -73,13 +71,8 @@ class Sequence:
     def truncate(self, num_tokens: int) -> None:
         """Forget all but the first `num_tokens` tokens; their memory stays for new ones.
 
-        Raises:
-            ConfigError: The sequence holds fewer, or they have left the window of a
-                sliding-window layer. The sequence is unchanged.
-            ClosedError: The sequence or its cache is closed.
-            DriverError: The sequence is unchanged.
-
-        Ordering: what the current stream is given next waits for what others were given so far.
+        Raises `ConfigError` if it holds fewer, or they have left a sliding window. Later work on
+        the current stream waits for all work submitted so far.
         """
         self.cache.check_open()
         self.check_open()
@@ -90,7 +83,7 @@ class Sequence:
             )
         self.cache.check_keeps(self.row, num_tokens, "go back to")
         if num_tokens < self.num_tokens:
-            # A fork on another stream may still be copying what will be written over.
+            # A fork on another stream may still copy tokens that will be overwritten.
             self.cache.pool.backend.join_streams(self.cache.current_stream())
         if not num_tokens:
             self.cache.begin_anew(self.row)
@@ -101,36 +94,29 @@ class Sequence:
 
     @uninterrupted
     def fork(self, num_tokens: int | None = None) -> Sequence:
-        """A second sequence that begins with the first `num_tokens` tokens of this one (or all).
+        """Return a second sequence with the first `num_tokens` tokens of this one (default: all).
 
-        Whole extents are shared, read-only for the fork; what is left over is copied. Both can go
-        on, and end, on their own; both stay contiguous. Tokens recorded here are recorded there.
+        Whole extents are shared, read-only for the fork; the rest is copied. Both can go on, and
+        end, on their own; both stay contiguous. Recorded tokens are recorded for the fork, too.
 
         Raises:
-            ConfigError: There are fewer tokens, or a sliding-window layer no longer holds what
-                the fork would see.
+            ConfigError: There are fewer tokens, or a sliding-window layer no longer holds the
+                window there.
             OutOfPagesError, OutOfAddressSpaceError: No memory for the tail, or no row.
-            ClosedError: The sequence or its cache is closed.
-            DriverError: The driver failed.
-            In every case this sequence is as it was, and there is no fork.
 
         Cost: one mapping per shared extent (35 µs on an H200), and a copy of at most an extent.
-        Ordering: behind what the current stream and others were given so far.
+        Ordering: after all work submitted so far on the current stream and others.
         """
         num_tokens = self.num_tokens if num_tokens is None else _checked(num_tokens)
         return Sequence(self.cache, fork(self.cache, self, num_tokens), num_tokens, self.tenant)
 
     @uninterrupted
     def record(self, token_ids: List_[int]) -> None:
-        """Say which tokens have been appended and computed, so that others can begin with them.
+        """Record ids of appended and computed tokens, so that other sequences share them.
 
-        Args:
-            token_ids: Those after the ones recorded before, of which there are `num_recorded`.
-
-        Raises:
-            ConfigError: More than the sequence holds, or no token ids. Nothing is recorded.
-
-        Cost: about 10 ns per token.
+        `token_ids` follow the `num_recorded` ids recorded before. Raises `ConfigError` for more ids
+        than the sequence holds tokens, or for values that are not token ids. Cost: about 10 ns per
+        token.
         """
         self.check_open()
         prefixes = self.cache.prefixes
@@ -149,24 +135,22 @@ class Sequence:
     def swap_out(self, *, wait: bool = True) -> Transfer | None:
         """Move the sequence to host memory; it keeps its row, its addresses and its length.
 
-        Until `swap_in` nothing may be done with it but closing it. What it shares with others
-        stays in device memory, where it costs nothing.
+        Until `swap_in` it can only be saved or closed. Extents shared with others stay in device
+        memory.
 
         Args:
             wait: Return when the device memory is free. Otherwise return a `Transfer`, whose
-                `finish` frees it and whose `cancel` takes everything back. Where memory is short,
-                what is moving leaves before anything else gives way.
+                `finish` frees it and whose `cancel` undoes it. Where memory is short, moving
+                sequences leave first.
 
         Raises:
             ConfigError: It is swapped out, or moving, already.
             OutOfPagesError: No host memory is left (`host_budget_bytes`).
-            ClosedError, OutOfAddressSpaceError.
-            In every case the sequence is as it was.
-            DriverError: Likewise; or, if the last steps failed, it is moving or swapped out. It is
-                whole in any case, and `swap_in` brings it back.
+            OutOfAddressSpaceError: No staging addresses are left.
+            DriverError: Nothing changed; or, in the last steps, it is moving or swapped out, its
+                contents intact, and `swap_in` brings it back.
 
-        Ordering: behind what the current stream and others were given so far, beside what they
-            are given next.
+        Ordering: after all work submitted so far; concurrent with later work on the current stream.
         """
         self.check_open()
         transfer = self._transfer = begin_swap_out(self)
@@ -176,16 +160,11 @@ class Sequence:
 
     @uninterrupted
     def swap_in(self) -> None:
-        """Bring the sequence back, to the same addresses. Nothing happens if it is resident.
+        """Bring the sequence back to the same addresses. Does nothing if it is resident.
 
-        Views of it and CUDA graphs captured over it are valid again. A move outwards that is
-        still under way is cancelled.
-
-        Raises:
-            OutOfPagesError: No device memory is left. The sequence stays swapped out, unharmed.
-            ClosedError, OutOfAddressSpaceError, DriverError: Likewise.
-
-        Ordering: what the current stream is given next waits for the copies; the caller does not.
+        Views of it and CUDA graphs captured over it are valid again. A transfer that is still under
+        way is cancelled. Without device memory (`OutOfPagesError`) it stays swapped out. Later work
+        on the current stream waits for the copies; the caller does not.
         """
         self._check_not_closed()
         if self._transfer is not None:
@@ -196,28 +175,21 @@ class Sequence:
 
     @uninterrupted
     def spill(self, num_bytes: int) -> int:
-        """Move the oldest extents to host memory, `num_bytes` at least, where kernels read them.
+        """Move at least `num_bytes` of the oldest extents to host memory, readable by kernels.
 
-        The sequence stays as usable as before, and slower: what is spilled is read over the bus.
-        What it shares, and the extents at its end, are not moved.
-
-        Returns:
-            The bytes moved; less than asked for where there is no more to move.
-
-        Raises:
-            OutOfPagesError: No host memory is left (`host_budget_bytes`).
-            ConfigError, ClosedError, OutOfAddressSpaceError, DriverError.
-            In every case the sequence is as it was.
+        The sequence stays usable, but kernels read spilled extents over the bus. Shared extents and
+        those at its end are not moved. Returns the bytes moved; fewer than asked for where no more
+        can be. Raises `OutOfPagesError` without host memory (`host_budget_bytes`).
 
         Cost: a copy over the bus and a wait for the device.
-        Ordering: behind what the current stream and others were given so far.
+        Ordering: after all work submitted so far on the current stream and others.
         """
         self.check_open()
         return spill(self, _checked(num_bytes))
 
     @uninterrupted
     def unspill(self) -> int:
-        """Bring back what was spilled; returns the bytes moved. Raises what `spill` does."""
+        """Bring spilled extents back; returns the bytes moved. Raises the errors of `spill`."""
         self.check_open()
         return unspill(self)
 
@@ -227,19 +199,16 @@ class Sequence:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the sequence to a file, from which `KVCache.load` restores it in any process.
 
-        It may be swapped out, and may be closed afterwards. Its memory is not changed. The file
-        is readable by this user alone, and takes its name when it is complete.
-
-        Raises:
-            ClosedError: The sequence or its cache is closed.
-            OSError: The file cannot be written; what was there before is still there.
-            OutOfPagesError, OutOfAddressSpaceError, DriverError: Likewise.
+        It may be swapped out, and may be closed afterwards. The file's mode is 0600; it takes its
+        name when it is complete, so after an error (`OSError`, `OutOfPagesError`) an old file is
+        still there.
 
         Cost: about 1 s per GiB, for the checksum and the disk; 1 MiB of memory.
-        Ordering: behind what the current stream and others were given so far; host-synchronous.
+        Ordering: after all work submitted so far on the current stream and others;
+            host-synchronous.
         """
         self._check_not_closed()
-        with self.cache.pinned_row(self.row):  # First: from here on it stays where it is.
+        with self.cache.pinned_row(self.row):  # First, so that nothing moves it meanwhile.
             save(self, self.swapped, path)
 
     @uninterrupted
@@ -253,8 +222,8 @@ class Sequence:
     ) -> PrefixExporter:
         """Share the first `num_tokens` tokens (or all) with processes that call `import_prefix`.
 
-        Only whole extents are shared. From now on they can only be read, here as well: whoever
-        truncates into them copies first. See `PrefixExporter` for arguments and errors.
+        Only whole extents are shared. They are read-only from now on, here as well; truncating into
+        them and appending copies first. `PrefixExporter` documents arguments and errors.
         """
         return PrefixExporter(
             self,
@@ -266,17 +235,17 @@ class Sequence:
 
     @property
     def writable_tokens(self) -> int:
-        """How long the sequence can become with nothing done before its tokens are written.
+        """The length up to which tokens can be written without a driver call or a copy.
 
-        From `num_tokens` up to there its memory is mapped, its own alone and not protected; what
-        kernels read past the end is mapped too. What is not so `append` makes so. 0 while the
-        sequence is swapped out or moving.
+        Memory from `num_tokens` to there is mapped, unshared and unprotected, and kernels'
+        over-read past it is mapped. `append` extends it. 0 while the sequence is swapped out or
+        moving.
         """
         return self.cache.writable_tokens(self)
 
     @property
     def num_recorded(self) -> int:
-        """How many of its tokens are recorded: `record` goes on behind them. 0 once closed."""
+        """How many of its tokens are recorded. 0 once closed."""
         return 0 if self.is_closed else self.cache.prefixes.num_recorded(self.row)
 
     @property
@@ -287,43 +256,38 @@ class Sequence:
 
     @property
     def transfer(self) -> Transfer | None:
-        """Its way to the host, while it is moving, else None."""
+        """The transfer to the host while it is under way, else None."""
         last = self._transfer
         return last if last is not None and last.is_moving else None
 
     @property
     def swapped(self) -> Swapped | None:
-        """Where its memory is while it is swapped out, else None."""
+        """The host copy while the sequence is swapped out, else None."""
         last = self._transfer
         return last.swapped if last is not None and last.has_left else None
 
     def first_token(self, layer: int) -> int:
-        """The first token of `layer` that is there; `num_tokens` if none is.
+        """Return the first token present in `layer`; `num_tokens` if none is.
 
-        0 but for sliding-window layers, which drop what no query will see. What lies before
-        has no memory: a kernel that is told the window does not touch it, and nobody else may.
-
-        Raises:
-            ClosedError, ConfigError: As `keys`; or there is no such layer.
+        0 except for sliding-window layers, which drop tokens that no query will see. Earlier tokens
+        have no memory, and only a kernel that is told the window may be given their addresses.
         """
         self.check_open()
         group, _ = self.cache.place(layer)
         return group.first_readable_token(self.row, self.num_tokens)
 
     def keys(self, layer: int) -> torch.Tensor:
-        """The keys of `layer`: `[num_tokens, k_heads, k_dim]`, a view to read and write.
+        """Return the keys of `layer`: `[num_tokens, k_heads, k_dim]`, a view to read and write.
 
-        Row i is token i, in every layer: of a sliding-window layer only those from
-        `first_token(layer)` on may be touched; what lies before is not mapped, and touching it ends
-        the process. What is in eight bits is as it is stored: see `fp8.encode`, `KVCache.scales`.
-
-        Valid until the sequence is closed or truncated. Never copied.
+        Row i is token i. In a sliding-window layer tokens before `first_token(layer)` are unmapped,
+        and touching them ends the process. Eight-bit keys are as stored: see `fp8.encode`,
+        `KVCache.scales`. Never copied; valid until the sequence is closed or truncated.
         """
         self.check_open()
         return self.cache.keys(layer)[self.row, : self.num_tokens]
 
     def values(self, layer: int) -> torch.Tensor:
-        """The values of `layer`: `[num_tokens, v_heads, v_dim]`, a view like `keys`."""
+        """Return the values of `layer`: `[num_tokens, v_heads, v_dim]`, a view like `keys`."""
         self.check_open()
         return self.cache.values(layer)[self.row, : self.num_tokens]
 
@@ -331,14 +295,8 @@ class Sequence:
     def close(self, *, idle_since: int | None = None) -> None:
         """End the sequence; its row is parked for the next one. Idempotent.
 
-        Args:
-            idle_since: Since when the caller has submitted nothing that reads or writes the row,
-                and has had nothing done with the sequence that does, by `Pressure.tick`; forks of
-                it are known of here. By default it did so up to now.
-
-        Raises:
-            DriverError: No fence could be recorded where a window has moved on, the only driver
-                call there is. The sequence is open; closing it again goes on.
+        `idle_since` is the tick (`Pressure.tick`) of the caller's last work on the row, forks
+        excepted; default: now. After a `DriverError` the sequence is open; call `close` again.
         """
         if not self.is_closed:
             with self.cache.pool.lock:
@@ -348,7 +306,7 @@ class Sequence:
             self.is_closed = True
 
     def drop_host_copy(self) -> None:
-        """Give up what is in host memory, or on its way there; for a sequence that ends."""
+        """Release the host copy, finished or not, of a sequence that ends."""
         if self._transfer is not None:
             self._transfer.stay()
         if self.swapped is not None:

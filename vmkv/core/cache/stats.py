@@ -1,4 +1,4 @@
-"""What a cache says about itself: an immutable snapshot."""
+"""Statistics of a cache: an immutable snapshot."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .prefix import PrefixIndex
 
 @dataclass
 class SharingStats:
-    """What a cache has shared and copied since it was made.
+    """Counters of sharing and copying since a cache was made.
 
     Attributes:
         num_forks: Sequences that began with tokens of another row.
-        aliased_bytes: Extents that were mapped a second time, with forks and reorderings.
-        copied_bytes: Tails, and whatever the cost model thought cheaper to copy.
-        copied_on_write_bytes: Shared extents that had to be written.
+        aliased_bytes: Extents mapped a second time by forks and reorderings.
+        copied_bytes: Tails, and extents that the cost model preferred to copy.
+        copied_on_write_bytes: Shared extents copied because they had to be written.
         swapped_out_bytes: Copied to host memory.
         swapped_in_bytes: Copied back.
     """
@@ -38,25 +38,24 @@ class SharingStats:
 class CacheStats:
     """A cache at one moment, in bytes.
 
-    For one sequence `reserved >= resident >= used`; for several that share, `used` counts what is
-    shared for each of them.
+    For one sequence `reserved >= resident >= used`; `used` counts shared memory once per sequence.
 
     Attributes:
         num_sequences: Live sequences.
         reserved_bytes: Virtual addresses; they cost nothing.
         resident_bytes: Physical memory mapped by this cache, parked rows included.
-        used_bytes: What the live tokens of live sequences need.
-        parked_bytes: The part of `resident_bytes` in rows that wait to be adopted.
-        shared_bytes: What sharing saves: bytes mapped beyond the memory that is behind them.
+        used_bytes: Memory that the tokens of live sequences need.
+        parked_bytes: The part of `resident_bytes` that only parked rows hold.
+        shared_bytes: Saved by sharing: bytes mapped in excess of the physical memory behind them.
         host_bytes: Host memory of the pool that holds swapped sequences.
         free_bytes: Physical memory of the pool that is mapped nowhere.
         retired_bytes: Physical memory of the pool that waits for fences.
-        budget_bytes: What the pool may create at most.
+        budget_bytes: The pool's limit.
         num_prefix_hits: Sequences that began with a prefix found in the cache.
-        num_prefix_misses: Those that looked for one in vain.
+        num_prefix_misses: Sequences that looked for a prefix and found none.
         num_prefix_hit_tokens: Tokens that need not be computed again, over all hits.
-        sharing: What was aliased and what copied since the cache was made.
-        driver_calls: How often each primitive reached the driver since the pool was made.
+        sharing: Bytes aliased and copied since the cache was made.
+        driver_calls: Calls of each driver primitive since the pool was made.
     """
 
     num_sequences: int
@@ -94,7 +93,7 @@ def collect_stats(
     prefixes: PrefixIndex,
     sharing: SharingStats,
 ) -> CacheStats:
-    """The stats of a cache with live rows of these `lengths` and these `parked` rows."""
+    """Collect the stats of a cache from its live rows' lengths and its parked rows."""
     pool_stats = pool.stats()
     live_extents = _extents(groups, list(lengths))
     parked_extents = _extents(groups, parked)
@@ -133,7 +132,7 @@ def _extents(groups: Sequence[LayerGroup], rows: Sequence[int]) -> list[Extent]:
 
 
 def add_stats(stats: list[CacheStats]) -> CacheStats:
-    """Several caches, one per device, as one."""
+    """Add the bytes and calls of one model's caches, one per device; counts take the maximum."""
     calls: Counter[str] = Counter()
     sharing: Counter[str] = Counter()
     for each in stats:
@@ -144,7 +143,7 @@ def add_stats(stats: list[CacheStats]) -> CacheStats:
         for field in fields(CacheStats)
         if field.name not in ("sharing", "driver_calls") and not field.name.startswith("num_")
     }
-    # A sequence that spans devices is one, and so is its prefix.
+    # A sequence on several devices counts once, and so does its prefix.
     counts = {
         field.name: max((getattr(each, field.name) for each in stats), default=0)
         for field in fields(CacheStats)

@@ -1,15 +1,12 @@
-"""Swapping: a sequence's memory to the host and back, at the same addresses.
+"""Swapping and spilling: a sequence's memory moves to the host and back, at the same addresses.
 
     resident --swap_out--> moving --leave--> swapped --swap_in--> resident
                               '----cancel--> resident
 
-A sequence leaves when its transfer is finished, or earlier when memory is short: its device
-memory is retired behind a fence that covers the copies.
-
-The copies run on a stream of their own, beside the compute stream's work: outwards behind what
-that was given so far, inwards before what it is given next. Because addresses stay, views of the
-sequence and CUDA graphs captured over it are valid again after `swap_in`. What a sequence shares
-stays where it is: it costs nothing as long as others hold it.
+A sequence leaves when its transfer is finished, or earlier when memory is short: its device memory
+is retired behind a fence that covers the copies. The copies run on a stream of their own: outwards
+after work submitted so far, inwards before the compute stream's next work. Shared extents stay on
+the device, because others hold them anyway. Spilled extents are read by kernels in host memory.
 """
 
 from __future__ import annotations
@@ -32,15 +29,7 @@ from .row_space import LiveRow, RowSpace, victim_of
 
 
 class SwappedExtent(NamedTuple):
-    """What one extent of host memory holds.
-
-    Attributes:
-        group: Of which group.
-        page: From which page of the row on.
-        num_bytes: How much of it holds tokens.
-        extent: The extent.
-        staging_page: Where it is mapped meanwhile.
-    """
+    """A host extent with tokens of `group` from `page` of the row on, mapped at `staging_page`."""
 
     group: LayerGroup
     page: int
@@ -51,15 +40,10 @@ class SwappedExtent(NamedTuple):
 
 @dataclass(frozen=True)
 class Swapped:
-    """Where the memory of a sequence is now.
+    """The host copy of a row, which `staging` owns.
 
-    Copies go extent by extent, because mapping the next one costs less than copying this one.
-
-    Attributes:
-        row: Its row.
-        extents: What moved: of each group a run to the end of what the sequence holds, in order.
-        staging: Where the host memory is mapped meanwhile, which also keeps it. Granting access
-            takes half as long as copying, so it is done once for both ways.
+    It stays mapped for both ways, because granting access takes half as long as copying. Copies go
+    extent by extent: mapping the next one costs less than copying this one.
     """
 
     row: int
@@ -68,20 +52,20 @@ class Swapped:
 
     @property
     def num_pages(self) -> int:
-        """What comes back."""
+        """Pages that `swap_in` maps."""
         return sum(each.extent.num_pages for each in self.extents)
 
     @property
     def num_bytes(self) -> int:
-        """What is copied."""
+        """Bytes that hold tokens, copied each way."""
         return sum(each.num_bytes for each in self.extents)
 
     def address(self, each: SwappedExtent) -> Address:
-        """Where what an extent holds belongs."""
+        """The device address of an extent's contents."""
         return each.group.table.page_address(self.row, each.page)
 
     def staged(self, each: SwappedExtent) -> Address:
-        """Where it lies meanwhile."""
+        """The staging address of an extent's contents."""
         return self.staging.page_address(0, each.staging_page)
 
     def firsts(self) -> list[SwappedExtent]:
@@ -92,7 +76,7 @@ class Swapped:
         return list(firsts.values())
 
     def mappings(self) -> list[Mapping]:
-        """What is mapped where it was, and behind."""
+        """Device mappings of the row from the first moved page of each group on."""
         return [
             mapping
             for group, page, *_ in self.firsts()
@@ -100,26 +84,17 @@ class Swapped:
         ]
 
     def drop(self) -> None:
-        """Give the host memory up, once the copies given to any stream so far are through.
-
-        Raises:
-            DriverError: It is still held.
-        """
+        """Release the host memory once the copies submitted so far are complete."""
         self.staging.close_behind(self.staging.pool.reclaimer.new_fence())
 
 
 class Transfer:
-    """A sequence on its way to host memory. Its device memory is held until it leaves.
-
-    Args:
-        sequence: The sequence.
-        swapped: What moves, and where to.
-        fence: Covers the copies.
+    """A sequence on its way to host memory, which holds its device memory until it leaves.
 
     Attributes:
-        swapped: What moves, and where to.
-        is_moving: Whether neither has happened yet: it left, or stays.
-        has_left: Whether it left.
+        swapped: The host memory.
+        is_moving: Whether the sequence has neither left nor been kept.
+        has_left: Whether the sequence is swapped out.
     """
 
     def __init__(self, sequence: LiveRow, swapped: Swapped, fence: Fence):
@@ -133,16 +108,12 @@ class Transfer:
             self._space.moving[sequence.row] = self._victim
 
     def has_arrived(self) -> bool:
-        """Whether the copies are through. Never blocks."""
+        """Whether the copies are complete. Never blocks."""
         return self._fence.has_passed()
 
     @uninterrupted
     def finish(self) -> None:
-        """Wait until the sequence is swapped out and its device memory free. Idempotent.
-
-        Raises:
-            DriverError: It may be swapped out, its memory not free yet.
-        """
+        """Wait until the sequence is swapped out and its device memory free. Idempotent."""
         self._leave()
         ends = ((self.swapped.address(each), each.extent) for each in self.swapped.extents)
         self._space.pool.reclaimer.wait_for(
@@ -151,17 +122,15 @@ class Transfer:
 
     @uninterrupted
     def cancel(self) -> None:
-        """Leave the sequence where it is; its copy is dropped.
+        """Keep the sequence on the device and drop its copy; can be repeated after a `DriverError`.
 
-        Raises:
-            ConfigError: It has left: `finish` was called, or a cache was out of memory.
-            DriverError: Call it again.
+        Raises `ConfigError` if it has left, by `finish` or because memory was short.
         """
         if not self.stay():
             raise ConfigError(f"{self._sequence} has left; swap_in() brings it back")
 
     def stay(self) -> bool:
-        """`cancel`, unless it has ended; returns whether it had not."""
+        """Cancel the transfer if it is still under way; returns whether it was."""
         with self._space.pool.lock:
             if not self.is_moving:
                 return False
@@ -170,7 +139,6 @@ class Transfer:
             return True
 
     def _leave(self) -> None:
-        """The sequence is swapped out from now on: its device memory is retired."""
         space = self._space
         with space.pool.lock:
             if self.is_moving:
@@ -187,11 +155,11 @@ class Transfer:
         del self._space.moving[self._sequence.row]
 
     def _victim(self) -> Victim:
-        """First in line: nobody loses anything by it."""
+        """Present this transfer as the first victim in line: its eviction loses nothing."""
         return victim_of(self._gives, lambda _: self._leave(), last_used=0)
 
     def _gives(self) -> list[tuple[int, Extent]]:
-        """What it could give up: it leaves as a whole, or not while some of it is pinned."""
+        """List the extents that leaving frees: all of them, or none while any is pinned."""
         if not self.is_moving:
             return []
         mappings = self.swapped.mappings()
@@ -200,14 +168,10 @@ class Transfer:
 
 
 def begin_swap_out(sequence: LiveRow) -> Transfer:
-    """Start copying a sequence's own memory to the host.
-
-    Raises:
-        OutOfPagesError: No host memory is left. Nothing changed.
-        OutOfAddressSpaceError, DriverError: Nothing changed.
+    """Start copying a sequence's own memory to the host; after any error nothing has changed.
 
     Cost: a mapping and an asynchronous copy per extent; host memory that the pool has to create
-        first costs ten times what it costs to fill (10 ms for 64 MiB).
+        takes ten times as long as filling it (10 ms for 64 MiB).
     """
     space = sequence.cache
     pool, backend = space.pool, space.pool.backend
@@ -233,22 +197,19 @@ def begin_swap_out(sequence: LiveRow) -> Transfer:
                     source = swapped.address(each)
                     backend.copy(swapped.staged(each), source, each.num_bytes, side)
             fence = pool.reclaimer.new_fence()
-            pool.reclaimer.poll()  # While the copies run, for which nothing need be done.
+            pool.reclaimer.poll()  # Work for the CPU while the copies run.
         except BaseException:
             pool.closer.close_soon(staging.close_behind)
             raise
     finally:
-        pool.disown(extents)  # From here on the staging addresses hold them.
+        pool.disown(extents)  # The staging mappings own them from here on.
     return Transfer(sequence, swapped, fence)
 
 
 def _to_move(
     space: RowSpace, row: int, num_tokens: int
 ) -> Iterator[tuple[LayerGroup, int, int, int]]:
-    """What swapping a row of `num_tokens` tokens out moves: all behind what it shares.
-
-    By group, page, bytes that hold tokens, and size class of the memory to hold them.
-    """
+    """Yield `(group, page, bytes of tokens, size class)` for each extent to swap out."""
     for group in space.groups:
         geometry = group.geometry
         end_tokens = min(num_tokens + space.overread_tokens, geometry.row_tokens)
@@ -265,13 +226,9 @@ def _to_move(
 
 
 def swap_in(sequence: LiveRow, swapped: Swapped) -> None:
-    """Map new device memory where that of a sequence was, and copy its contents back.
+    """Map new memory at a sequence's addresses and copy its contents back; all or nothing.
 
     The current stream waits for the copies, the caller does not.
-
-    Raises:
-        OutOfPagesError: No device memory is left, even if parked rows give way. Nothing changed.
-        OutOfAddressSpaceError, DriverError: Nothing changed.
     """
     space, row, tenant = sequence.cache, swapped.row, sequence.tenant
     space.note_stream()
@@ -286,7 +243,7 @@ def swap_in(sequence: LiveRow, swapped: Swapped) -> None:
             if each.num_bytes:
                 target = swapped.address(each)
                 backend.copy(target, swapped.staged(each), each.num_bytes, side)
-        # What is kept past its length may have become more meanwhile.
+        # `overread_tokens` may have grown meanwhile.
         map_rows(space, [Target(row, num_tokens, num_tokens, tenant)])
         backend.stream_wait(current, side)
         swapped.drop()
@@ -296,7 +253,7 @@ def swap_in(sequence: LiveRow, swapped: Swapped) -> None:
 
 
 def drop_swapped(space: RowSpace, swapped: Swapped) -> None:
-    """Give up what a row, whose sequence ends, has in host memory. Locked."""
+    """Release the host memory of a row whose sequence ends. Locked."""
     swapped.drop()
     space.prefixes.truncate(swapped.row, space.resident_tokens(swapped.row))
 
@@ -307,9 +264,9 @@ _Chosen = Sequence[tuple[LayerGroup, Mapping]]
 
 
 def spill(sequence: LiveRow, num_bytes: int) -> int:
-    """See `Sequence.spill`."""
+    """Implement `Sequence.spill`."""
     space, row = sequence.cache, sequence.row
-    # Extents that are still written to, beyond the last full page, stay.
+    # Extents beyond the last full page are still written to, and stay.
     found = [
         (group, mapping)
         for group, mapping in _mapped(space, row, MemoryLocation.DEVICE)
@@ -328,7 +285,7 @@ def spill(sequence: LiveRow, num_bytes: int) -> int:
 
 
 def unspill(sequence: LiveRow) -> int:
-    """See `Sequence.unspill`."""
+    """Implement `Sequence.unspill`."""
     space = sequence.cache
     spilled = _mapped(space, sequence.row, MemoryLocation.HOST)
     chosen = [each for each in spilled if not each[1].extent.is_shared]
@@ -336,17 +293,13 @@ def unspill(sequence: LiveRow) -> int:
 
 
 def drop_spilled(space: RowSpace, row: int) -> None:
-    """Retire what a row that ends has in host memory, and what comes behind it. Locked.
-
-    Also what it shares: a parked row keeps none, so the last live one lets it go.
-    """
+    """Retire an ending row from its first extent in host memory on, also if shared. Locked."""
     spilled = _mapped(space, row, MemoryLocation.HOST)
     if spilled:
         space.retire_from(row, min(group.token_at(each.first_page) for group, each in spilled))
 
 
 def _mapped(space: RowSpace, row: int, location: MemoryLocation) -> _Chosen:
-    """The extents of a row that are in memory of a location."""
     return [
         (group, mapping)
         for group in space.groups
@@ -356,7 +309,7 @@ def _mapped(space: RowSpace, row: int, location: MemoryLocation) -> _Chosen:
 
 
 def _relocate(space: RowSpace, sequence: LiveRow, chosen: _Chosen, location: MemoryLocation) -> int:
-    """Move mappings of a row to memory of another location, in place; returns the bytes moved."""
+    """Move mappings of a row to another memory location, in place; returns the bytes moved."""
     space.note_stream()
     if not chosen:
         return 0

@@ -1,7 +1,7 @@
-"""A file that is there whole or not at all: it takes its name when it is complete.
+"""A file that is written completely or not at all: it takes its name when it is complete.
 
-Until then it has a temporary one, which is locked as long as its writer lives. The next writer in
-the folder removes those that nobody holds.
+Until then it has a temporary name and a lock that its writer holds. The next writer in the folder
+removes temporary files without a lock.
 """
 
 from __future__ import annotations
@@ -18,19 +18,17 @@ from typing import IO
 
 from ...errors import ConfigError
 
-# Short, whatever the file is to be called: names end at 255 bytes.
+# Independent of the final name, since names end at 255 bytes.
 _PREFIX, _SUFFIX = ".vmkv-", ".tmp"
 
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write, which takes the name when the block ends well, and else is gone.
+    """Open a file for writing that takes its name when the block ends well, else is removed.
 
-    It is this user's alone. What had the name before stays what it is for those who have it open.
-
-    Raises:
-        ConfigError: The name is of something other than a file. Nothing has changed.
-        OSError: It cannot be written; what had the name before still has it.
+    Its mode is 0600. Readers that have the replaced file open keep its contents. Raises
+    `ConfigError` for a name that is not a regular file's, `OSError` where writing fails; the old
+    file stays then.
     """
     _check_can_be_replaced(path)
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -46,8 +44,8 @@ def whole_file(path: Path) -> Iterator[IO[bytes]]:
         except BaseException:
             os.unlink(temporary, dir_fd=folder)
             raise
-        with suppress(OSError):  # Not every file system can. The file is there in any case.
-            os.fsync(folder)  # The name, too, outlives a crash.
+        with suppress(OSError):  # Not every file system supports it.
+            os.fsync(folder)  # So that the name survives a crash.
     finally:
         os.close(folder)
 
@@ -56,7 +54,7 @@ def _check_can_be_replaced(path: Path) -> None:
     try:
         mode = os.stat(path).st_mode
     except OSError:
-        return  # It is not there, or whoever writes it will hear why not.
+        return  # It does not exist, or writing it will raise the error.
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not stat.S_ISREG(mode):
@@ -64,7 +62,7 @@ def _check_can_be_replaced(path: Path) -> None:
 
 
 def _create(folder: int) -> tuple[int, str]:
-    """A new file, locked, and its temporary name."""
+    """Create and lock a new file; returns its descriptor and temporary name."""
     while True:
         name = f"{_PREFIX}{secrets.token_hex(8)}{_SUFFIX}"
         flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC
@@ -72,14 +70,14 @@ def _create(folder: int) -> tuple[int, str]:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
         except OSError:
-            pass  # Where nothing can be locked, nobody takes a file for abandoned either.
+            pass  # A file system without locks: abandoned files are not removed either.
         if os.fstat(fd).st_nlink:
             return fd, name
-        os.close(fd)  # Another writer found it before it was locked, and took it for abandoned.
+        os.close(fd)  # Another writer removed it as abandoned before it was locked.
 
 
 def _remove_abandoned(folder: int) -> None:
-    """Remove the files of writers that died between two steps."""
+    """Remove the temporary files of writers that died."""
     for name in os.listdir(folder):
         if not (name.startswith(_PREFIX) and name.endswith(_SUFFIX)):
             continue
@@ -87,11 +85,11 @@ def _remove_abandoned(folder: int) -> None:
         try:
             fd = os.open(name, flags, dir_fd=folder)
         except OSError:
-            continue  # It has its final name by now, or is another user's.
+            continue  # It has been renamed, or is another user's.
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.unlink(name, dir_fd=folder)
         except OSError:
-            pass  # Its writer lives, or another one removed it.
+            pass  # Its writer is alive, or another writer removed it.
         finally:
             os.close(fd)

@@ -1,7 +1,7 @@
-"""Sharing between processes: the extents of a prefix, read by whoever may, without a copy.
+"""Sharing between processes: another process maps the extents of a prefix, without a copy.
 
-`protocol.py` what is said over the socket; `offer.py` what a prefix consists of; `exporter.py`
-the side whose memory it is; `importer.py` the side that maps it.
+`protocol.py` defines the messages, `offer.py` their contents; `exporter.py` is the side that owns
+the memory, `importer.py` the side that maps it.
 """
 
 from .exporter import PrefixExporter as PrefixExporter

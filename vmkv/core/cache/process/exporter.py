@@ -1,7 +1,7 @@
-"""The exporting side: a prefix on a Unix socket, for every process that may have it.
+"""The exporting side: a prefix on a Unix socket for processes of allowed users.
 
-What is exported is frozen for good: it is read-only here as well, and is released rather than
-recycled, because nobody can tell when the last importer is gone.
+Exported memory is frozen: it is read-only here as well, and is released rather than recycled,
+because nobody can tell when the last importer is gone.
 """
 
 from __future__ import annotations
@@ -26,42 +26,42 @@ from .offer import as_values, whole_extents
 from .protocol import ANSWER_BYTES_MAX, BATCH, Channel, Peer
 
 _LOG = logging.getLogger(__name__)
-#: After a failure, so that one who tries again and again does not keep a core busy.
+#: Pause after a failure, so that an importer that retries does not keep a core busy.
 _PAUSE_S = 0.1
 _QUEUE = 64
-#: Each may have a batch of descriptors on its way. The kernel counts those against this process,
-#: to which it gives 1,024 by default.
+#: Each may have a batch of descriptors in flight, which count against this process's limit, by
+#: default 1,024.
 _CONVERSATIONS_MAX = 8
 
 
 class PrefixExporter:
     """Shares the beginning of a sequence with other processes; see `Sequence.export`.
 
-    Use it as a context manager. Importers are served one after the other by `serve_one`, or after
-    `start` from threads, eight at a time. It holds what it shares until it is closed, whatever
-    happens to the sequence; importers hold it as long as they need it, even if this process ends.
+    Use it as a context manager. `serve_one` serves one importer; after `start`, threads serve eight
+    at a time. It holds the shared memory until it is closed, and importers as long as they need it,
+    even if the sequence or this process ends.
 
     Args:
-        sequence: Whose beginning; it may go on, and end.
-        socket_path: Where importers connect; made for this user alone (mode 0600). If others are
-            allowed it is open to all (0666) whom its folder lets through; who is there is the
-            kernel's word, and who is not allowed is told so and learns nothing else.
-        num_tokens: How long a beginning; by default all of it. What does not fill whole extents
-            is left out.
-        allowed_uids: Users that importers may run as; by default only the one of this process.
-        timeout_s: How long one importer may take.
+        sequence: The sequence; it may go on, and end.
+        socket_path: The socket to listen on; its mode is 0600. If other users are allowed it is
+            0666; the kernel then identifies each importer, and a user who is not allowed only gets
+            a refusal.
+        num_tokens: How many tokens; by default all. Tokens that do not fill whole extents are left
+            out.
+        allowed_uids: Users that importers may run as; by default only this process's.
+        timeout_s: Deadline for one importer.
 
     Attributes:
         num_tokens: How many tokens importers get.
-        socket_path: Where they connect.
+        socket_path: The socket to connect to.
         num_served: Importers that got all of it.
-        num_failed: Those that were refused, or failed.
+        num_failed: Importers that were refused, or failed.
 
     Raises:
-        ConfigError: The pool is not shareable, the path cannot be used, or there is no whole
-            extent to share. Nothing changed.
+        ConfigError: The pool is not shareable, the path cannot be used, or there is no whole extent
+            to share. Nothing changed.
         ClosedError: The sequence is closed.
-        DriverError: Nothing is shared; some of it may be read-only already, which is harmless.
+        DriverError: Nothing is shared; some extents may be read-only already, which is harmless.
         OSError: The socket could not be made. Nothing changed.
     """
 
@@ -100,7 +100,7 @@ class PrefixExporter:
                 offer, chosen = whole_extents(space, row, wanted)
                 self._extents = [mapping.extent for mappings in chosen for mapping in mappings]
                 _protect(self._pool, self._extents)
-                # Importers know nothing of our streams: what they get must be there.
+                # Importers do not know our streams, so the contents must be complete.
                 self._pool.reclaimer.new_fence().wait()
                 for extent in self._extents:
                     extent.is_recyclable = False
@@ -117,30 +117,26 @@ class PrefixExporter:
         self._is_closed = False
         self._threads: list[threading.Thread] = []
         self._stops = threading.Event()
-        self._lock = threading.Lock()  # Of what follows, and of the numbers of importers.
+        self._lock = threading.Lock()  # Guards `_channels`, `num_served`, `num_failed`.
         self._channels: set[Channel] = set()
 
     def _allows_others(self) -> bool:
-        return not self.allowed_uids <= {os.geteuid(), 0}  # No mode stops root.
+        return not self.allowed_uids <= {os.geteuid(), 0}  # File modes do not restrict root.
 
     # ---- serving --------------------------------------------------------------------------
 
     def serve_one(self, timeout_s: float | None = None) -> Peer:
-        """Wait for an importer, and give it the prefix.
+        """Wait `timeout_s` (default: for ever) for an importer, serve it, and return its `Peer`.
 
-        Args:
-            timeout_s: How long to wait for one; by default for ever.
-
-        Returns:
-            Who it was.
+        After an error, except for `ClosedError`, the exporter can serve the next importer.
 
         Raises:
-            ConfigError: It may not have the prefix, cannot use it, or does not speak the protocol.
+            ConfigError: The importer is not allowed, cannot use the prefix, or speaks another
+                protocol; or `start` was called.
             ConnectionError: It went away midway.
-            TimeoutError: None came, or it took longer than it may.
+            TimeoutError: None came, or it exceeded its deadline.
             DriverError: A descriptor could not be made.
             ClosedError: The exporter is closed.
-            In every case the exporter can serve the next one. After `start` it is `ConfigError`.
         """
         self._check_open()
         self._check_not_started()
@@ -163,7 +159,7 @@ class PrefixExporter:
 
     @contextmanager
     def _talking(self, channel: Channel) -> Iterator[None]:
-        """While `close` shall end this conversation. Counted before the importer sees its end."""
+        """Register a conversation for `close`; count it before the importer sees its end."""
         with self._lock:
             self._check_open()
             self._channels.add(channel)
@@ -173,7 +169,7 @@ class PrefixExporter:
             with self._lock:
                 self._channels.discard(channel)
                 self.num_failed += 1
-                self._check_open()  # What `close` has ended is not the importer's.
+                self._check_open()  # `close` ended it, not the importer.
             raise
         with self._lock:
             self._channels.discard(channel)
@@ -193,15 +189,10 @@ class PrefixExporter:
             _send(self._pool.backend, channel, self._handles[start : start + BATCH])
 
     def start(self) -> None:
-        """Serve importers from threads of its own, until `close`.
+        """Serve importers from threads, eight at a time, until `close`.
 
-        Eight at a time, so that one who says nothing keeps nobody waiting; a ninth waits until one
-        of them has what it came for, or has used up `timeout_s`. What goes wrong with one of them
-        is logged and counted in `num_failed`.
-
-        Raises:
-            ConfigError: It has started already.
-            ClosedError: The exporter is closed.
+        Further importers wait until one is served or has used up `timeout_s`. Failures are logged
+        and counted in `num_failed`. Raises `ConfigError` if it has started already.
         """
         self._check_open()
         self._check_not_started()
@@ -219,7 +210,7 @@ class PrefixExporter:
             except ClosedError:
                 return
             except (VMKVError, OSError) as error:
-                # Even if it is closed by now: this was before.
+                # Logged even if the exporter has been closed since.
                 _LOG.warning("%s: %s", self.socket_path, error)
                 self._stops.wait(_PAUSE_S)
 
@@ -231,15 +222,11 @@ class PrefixExporter:
         if self._threads:
             raise ConfigError("this exporter serves already")
 
-    # ---- end ------------------------------------------------------------------------------
+    # ---- closing --------------------------------------------------------------------------
 
     @uninterrupted
     def close(self) -> None:
-        """Serve nobody any more, and give up what was shared. Idempotent.
-
-        Raises:
-            DriverError: It was the last user of its pool, which could not close. Call it again.
-        """
+        """Stop serving and release the shared memory. Idempotent; repeat after a `DriverError`."""
         if not self._is_closed:
             with self._lock:
                 self._is_closed = True
@@ -269,10 +256,10 @@ class PrefixExporter:
 
 
 def _protect(pool: ExtentPool, extents: Sequence[Extent]) -> None:
-    """Take the right to write from everybody who has `extents` mapped. Locked."""
+    """Revoke write access to `extents` in all mappings. Locked."""
     wanted = set(map(id, extents))
     holders: list[tuple[MappedRows, int, list[Mapping]]] = []
-    # Lists of its own, because other threads may be making tables, or growing rows.
+    # Iterate over copies, because other threads may be making tables, or growing rows.
     for table in list(pool.page_tables):
         for row, pages in enumerate(table.rows):
             mappings = [each for each in list(pages.mappings) if id(each.extent) in wanted]
@@ -297,13 +284,13 @@ def _send(backend: Backend, channel: Channel, handles: Sequence[Handle]) -> None
 
 
 def _listen(path: str, mode: int) -> socket.socket:
-    """A listening socket at `path`; one that a dead exporter left there is replaced."""
+    """Listen on a socket at `path`; the socket of a dead exporter is replaced."""
     if _is_abandoned(path):
         os.unlink(path)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         _bind(listener, path)
-        os.chmod(path, mode)  # Before `listen`: until then nobody can connect.
+        os.chmod(path, mode)  # Before `listen`, so that no connection precedes the mode.
         listener.listen(_QUEUE)
     except BaseException:
         listener.close()

@@ -26,10 +26,7 @@ def import_prefix(
     allowed_uids: Collection[int] | None,
     timeout_s: float,
 ) -> tuple[int, int, Sequence[int]]:
-    """A row that begins with what is exported; for `KVCache.import_prefix`.
-
-    Returns the row, which is live now, how many tokens it holds, and those that are known.
-    """
+    """Implement `KVCache.import_prefix`; returns the row, live now, its length and known tokens."""
     space.check_open()
     where = os.fspath(socket_path)
     uids = frozenset((os.geteuid(),) if allowed_uids is None else allowed_uids)
@@ -48,7 +45,7 @@ def import_prefix(
         with space.beginning() as row:
             _fill(space, row, offer, extents, tenant)
     finally:
-        # From here on the mappings hold the extents; after a failure nobody does.
+        # The mappings own the extents from here on; after a failure they are freed.
         space.pool.disown(extents)
     return row, offer.num_tokens, offer.token_ids
 
@@ -61,13 +58,12 @@ def _connected(path: str, timeout_s: float) -> Channel:
         return Channel(connection, timeout_s)
     except BaseException as error:
         connection.close()
-        if isinstance(error, BlockingIOError | TimeoutError):  # Its queue is full.
+        if isinstance(error, BlockingIOError | TimeoutError):  # The exporter's queue is full.
             raise TimeoutError(f"nobody at {path} answers within {timeout_s:g} s") from error
         raise
 
 
 def _receive(pool: ExtentPool, channel: Channel, offer: Offer, extents: list[Extent]) -> None:
-    """Import what the offer promises, each extent with one owner; `extents` takes them."""
     sizes = (size for group in offer.groups for size in group.sizes_bytes)
     while batch := tuple(islice(sizes, BATCH)):
         fds = channel.receive_descriptors(len(batch))
@@ -88,7 +84,7 @@ def _receive(pool: ExtentPool, channel: Channel, offer: Offer, extents: list[Ext
 def _fill(
     space: RowSpace, row: int, offer: Offer, extents: Sequence[Extent], tenant: str | None
 ) -> None:
-    """Map the extents at the start of the row, and what kernels fetch past them behind."""
+    """Map the extents at the start of the row, and over-read pages after them."""
     supply = iter(extents)
     changes = []
     for group, theirs in zip(space.groups, offer.groups, strict=True):

@@ -1,7 +1,7 @@
-"""An offer: what a prefix consists of, said in values that another process can judge.
+"""An offer describes a prefix to another process as values that it can verify.
 
-Extents are mapped whole, so a prefix is offered as far as whole extents of every layer group hold
-nothing but it. What lies behind is the importer's to compute.
+Extents are mapped whole, so a prefix is offered as far as extents of every layer group are full of
+its tokens. The importer computes the rest.
 """
 
 from __future__ import annotations
@@ -24,13 +24,7 @@ _TOKEN_ID_MAX = (1 << 63) - 1
 
 @dataclass(frozen=True)
 class GroupOffer:
-    """What is offered of one layer group.
-
-    Attributes:
-        first_page: The page of the row at which its extents begin.
-        sizes_bytes: Their sizes, in the order in which they lie, without a hole.
-        first_token: The first token that they hold.
-    """
+    """Extents of a layer group, gapless from `first_page` on; they hold `first_token` and later."""
 
     first_page: int
     sizes_bytes: Sequence[int]
@@ -39,13 +33,7 @@ class GroupOffer:
 
 @dataclass(frozen=True)
 class Offer:
-    """A prefix that can be mapped elsewhere.
-
-    Attributes:
-        num_tokens: Its length.
-        token_ids: Those of its tokens that are known, from the first on.
-        groups: Its extents, by layer group.
-    """
+    """A prefix that can be mapped elsewhere; `token_ids` are its first tokens, if known."""
 
     num_tokens: int
     token_ids: Sequence[int]
@@ -53,22 +41,18 @@ class Offer:
 
     @property
     def num_extents(self) -> int:
-        """How many descriptors go with it."""
+        """The number of descriptors that go with the offer."""
         return sum(len(each.sizes_bytes) for each in self.groups)
 
 
-# ---- the exporter's side ------------------------------------------------------------------
+# ---- exporting ----------------------------------------------------------------------------
 
 
 def whole_extents(space: RowSpace, row: int, num_tokens: int) -> tuple[Offer, list[list[Mapping]]]:
-    """What of the first `num_tokens` tokens of a row can be offered. Changes nothing.
+    """Offer the first `num_tokens` tokens of a row, cut to whole extents. Changes nothing.
 
-    Returns:
-        The offer, cut to whole extents, and by layer group the mappings that it consists of.
-
-    Raises:
-        ConfigError: Not even the first extents are whole; or a sliding-window layer no longer
-            holds what the prefix sees; or some of it is in memory that cannot be shared.
+    Returns the offer, and per layer group its mappings. Raises `ConfigError` if no extent is whole,
+    a sliding-window layer has lost tokens that the prefix sees, or memory cannot be shared.
     """
     covered = num_tokens
     for group in space.groups:
@@ -131,7 +115,7 @@ def _lacks_past(num_tokens: int) -> ConfigError:
 
 
 def as_values(space: RowSpace, offer: Offer) -> dict[str, Any]:
-    """The offer as JSON can carry it, with all that an importer must have in common."""
+    """Return the offer as JSON-serializable values, with the layout that an importer must match."""
     return {
         "backend": _kind(space),
         "page_bytes": space.pool.page_bytes,
@@ -146,15 +130,11 @@ def _kind(space: RowSpace) -> str:
     return space.pool.backend.name.partition(":")[0]
 
 
-# ---- the importer's side ------------------------------------------------------------------
+# ---- importing ----------------------------------------------------------------------------
 
 
 def checked(space: RowSpace, values: object, where: str) -> Offer:
-    """The offer in `values`, if the cache can map it.
-
-    Raises:
-        ConfigError: It cannot, or this is no offer; it says why.
-    """
+    """Return the offer in `values`, or raise `ConfigError` if the cache cannot map it."""
     claims = Claims(values, where)
     if claims.text("backend") != _kind(space):
         raise ConfigError(

@@ -1,8 +1,8 @@
-"""What an exporter and an importer say to each other over a Unix socket.
+"""The protocol between an exporter and an importer on a Unix socket.
 
     exporter                                   importer
        | <------------------- connects ---------- |
-       | looks who it is                          | looks who it is
+       | checks the user                          | checks the user
        | --- frame: the offer, or a refusal ----> |
        |                                          | compares it with its cache
        | <------- frame: ready, or a refusal ---- |
@@ -10,7 +10,7 @@
        | <------------------------- one byte ---- |   is imported before the next
 
 A frame is a prefix (magic, version, length) and so many bytes of JSON. Nothing is trusted: lengths
-have limits, every wait has a deadline, and descriptors that nobody asked for are closed.
+have limits, every wait has a deadline, and unrequested descriptors are closed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ VERSION = 1
 #: The offer of a million tokens, with an extent for each 16 of them, is 9 MiB.
 OFFER_BYTES_MAX = 64 << 20
 ANSWER_BYTES_MAX = 16 << 10
-#: Descriptors on their way count against their sender; the kernel carries 253 at most.
+#: Descriptors in flight count against their sender; a message carries 253 at most.
 BATCH = 64
 _DESCRIPTORS_MAX = 253
 _MAGIC = b"vmkv"
@@ -42,7 +42,7 @@ _READ_BYTES = 1 << 16
 
 
 class Peer(NamedTuple):
-    """A process at the other end of a socket, by the kernel's word."""
+    """The process at the other end of a socket, as the kernel identifies it."""
 
     pid: int
     uid: int
@@ -53,20 +53,10 @@ class Peer(NamedTuple):
 
 
 class Channel:
-    """One connection, with a deadline for all that happens on it.
+    """A connected Unix stream socket, which the channel closes, with one deadline for all messages.
 
-    Args:
-        connection: A connected Unix stream socket; the channel closes it.
-        timeout_s: Seconds until the deadline.
-
-    Attributes:
-        peer: Who is at the other end; for a listener, who has called `listen`.
-
-    In every method:
-
-    Raises:
-        TimeoutError: The deadline has passed.
-        ConnectionError: The other end is gone.
+    Every method raises `TimeoutError` after the deadline and `ConnectionError` if the other end is
+    gone. `peer` is the other process; for a connecting side the one that called `listen`.
     """
 
     def __init__(self, connection: socket.socket, timeout_s: float):
@@ -88,15 +78,15 @@ class Channel:
     # ---- frames ---------------------------------------------------------------------------
 
     def send(self, message: bytes) -> None:
-        """Send a frame around JSON."""
+        """Send a JSON message as a frame."""
         with self._waiting():
             self._connection.sendall(_PREFIX.pack(_MAGIC, VERSION, len(message)) + message)
 
     def receive(self, num_bytes_max: int) -> dict[str, object]:
-        """The JSON object in the next frame.
+        """Return the JSON object in the next frame.
 
-        Raises:
-            ConfigError: It is no frame of this protocol, too large, or a refusal.
+        Raises `ConfigError` for a frame of another protocol or version, one too large, or a
+        refusal.
         """
         magic, version, num_bytes = _PREFIX.unpack(self._receive(_PREFIX.size))
         if magic != _MAGIC:
@@ -121,17 +111,17 @@ class Channel:
         return message
 
     def refuse(self, why: str) -> None:
-        """Say why this ends here, if the other end still listens."""
+        """Send a refusal, if the other end still listens."""
         try:
             self.send(json.dumps({"refused": why}).encode())
         except OSError:
-            pass  # Then it will not hear it.
+            pass  # The other end is gone.
 
     def _receive(self, num_bytes: int) -> bytes:
         data = bytearray()
         while len(data) < num_bytes:
             with self._waiting():
-                # What comes with it is closed by the kernel, as nobody asked for it.
+                # The kernel closes descriptors that come with it, since `recv` takes none.
                 num_wanted = min(_READ_BYTES, num_bytes - len(data))
                 new = interruptible(self._connection.recv, num_wanted)
             if not new:
@@ -142,20 +132,18 @@ class Channel:
     # ---- descriptors ----------------------------------------------------------------------
 
     def send_descriptors(self, fds: Sequence[int]) -> None:
-        """Send a batch. They stay the caller's, who may close them at once."""
+        """Send a batch; the caller keeps the descriptors and may close them at once."""
         with self._waiting():
             socket.send_fds(self._connection, [b"+"], fds)
 
     def await_confirmation(self) -> None:
-        """Wait until the other end has dealt with the batch."""
+        """Wait until the other end has imported the batch."""
         self._receive(1)
 
     def receive_descriptors(self, number: int) -> list[int]:
-        """The next batch, which has `number` descriptors; the caller closes them.
+        """Return the next batch of `number` descriptors, which the caller closes.
 
-        Raises:
-            ConfigError: It has another number.
-            OSError: This process has no descriptors left for it.
+        Raises `ConfigError` for another number, `OSError` if this process has too many open files.
         """
         with self._waiting():
             data, fds, flags, _ = socket.recv_fds(
@@ -178,21 +166,21 @@ class Channel:
         raise error
 
     def confirm(self) -> None:
-        """Say that a batch has been dealt with."""
+        """Confirm that a batch has been imported."""
         with self._waiting():
             self._connection.sendall(b"+")
 
-    # ---- end ------------------------------------------------------------------------------
+    # ---- closing --------------------------------------------------------------------------
 
     def shut_down(self) -> None:
-        """End the conversation from any thread: whoever waits on this channel waits no more."""
+        """End the conversation from any thread; pending calls on this channel fail at once."""
         try:
             self._connection.shutdown(socket.SHUT_RDWR)
         except OSError:
-            pass  # The other end was faster.
+            pass  # The other end has closed the connection already.
 
     def close(self) -> None:
-        """Hang up. Idempotent."""
+        """Close the connection. Idempotent."""
         self._connection.close()
 
     def __enter__(self) -> Channel:
@@ -203,7 +191,7 @@ class Channel:
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
-        """One call on the socket: until the deadline at most, and with errors that say who."""
+        """Limit one call on the socket to the deadline, and name the peer in its errors."""
         left_s = self._deadline - time.monotonic()
         if left_s <= 0:
             raise self._late()
