@@ -1,13 +1,13 @@
-"""Rotary embedding and append as one CUDA kernel: queries and keys are turned on their way.
+"""Rotary embedding and append fused in one CUDA kernel.
 
-Compilers make two kernels of the embedding, one for queries and one for keys, whose results the
-append reads again: three launches a layer where this is one, and of a decode step of an 8B model
-64 of some 470 kernels. It is the form that most models have, in which a half of a head's numbers is
-turned with the other:
+Compilers make two kernels of the embedding, one for queries and one for keys, and the append reads
+their results again. This kernel replaces all three launches of a layer: 64 of some 470 kernels in
+an 8B model's decode step are saved. It implements the common form, which pairs the halves of a
+head:
 
     out = x * cos + cat(-x[half:], x[:half]) * sin
 
-computed in float32 and rounded once, as compiled code does. One block turns one token.
+computed in float32 and rounded once, as compiled code does. Each block handles one token.
 """
 
 from __future__ import annotations
@@ -138,10 +138,7 @@ def can_rotate(
     keys: torch.Tensor,
     values: torch.Tensor,
 ) -> bool:
-    """Whether `append_rotated` takes these: 16-bit numbers on CUDA, all of them aligned.
-
-    Cost: comparisons on the host.
-    """
+    """Whether `append_rotated` takes these tensors: 16-bit numbers on CUDA, aligned to 16 bytes."""
     dim, dtype = query.shape[2], query.dtype
     if not query.is_cuda or dtype not in _DTYPES or dim % 16 or value.shape[2] % 8:
         return False
