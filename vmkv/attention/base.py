@@ -313,8 +313,7 @@ class AttentionSpec:
         kv_dtype: torch.dtype | None = None,
         max_tokens: int | None = None,
     ) -> AttentionSpec:
-        """Describe a layer by its `[B, H, T, D]` tensors; rows may be of another type, `kv_dtype`.
-        """
+        """Describe a layer by its `[B, H, T, D]` tensors; `kv_dtype` is the type of its rows."""
         return cls(
             device_type=query.device.type,
             dtype=query.dtype,

@@ -299,8 +299,7 @@ extern "C" __global__ __launch_bounds__(128, MIN_BLOCKS) void decode(
 
 
 def serves(call: Call) -> bool:
-    """Whether this device has the kernel and it takes this call: single queries over float8 rows.
-    """
+    """Whether the kernel runs here and takes this call: single queries over float8 rows."""
     query = call.query
     return (
         query.is_cuda
@@ -328,8 +327,7 @@ def takes(call: Call) -> bool:
 
 
 def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the output `[B, Hq, D]` and log-sum-exp `[B, Hq, 1]`, in one launch; needs `serves`.
-    """
+    """Return the output `[B, Hq, D]` and log-sum-exp `[B, Hq, 1]` in one launch; needs `serves`."""
     query, keys, values, batch = call[:4]
     query = query if query.stride()[1:] == (query.shape[2], 1) else query.contiguous()
     size, query_heads, dim = query.shape

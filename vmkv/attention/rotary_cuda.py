@@ -172,24 +172,10 @@ def append_rotated(
     *,
     keep_keys: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Turn packed queries and keys, and write keys and values behind what their rows hold.
+    """Rotate packed queries and keys by `cos`, `sin` `[Tq, D]`; append keys and values to the rows.
 
-    Args:
-        query: `[Tq, Hq, D]`, before the embedding.
-        key: `[Tq, H, D]`, likewise.
-        value: `[Tq, H, Dv]`.
-        cos: `[Tq, D]`, of each token's position.
-        sin: `[Tq, D]`, likewise.
-        keys: See `append`, as for `values`, `batch` and `scales`.
-        values: See there.
-        batch: See there.
-        scales: See there.
-        keep_keys: Whether the turned keys are wanted beside the rows.
-
-    Returns:
-        The turned queries `[Tq, Hq, D]`, and the turned keys `[Tq, H, D]` or None; new tensors.
-
-    Cost: one launch. Arguments are those that `can_rotate`; nothing is checked here.
+    Other arguments as in `append`; unchecked, see `can_rotate`. Returns the rotated queries `[Tq,
+    Hq, D]` and, with `keep_keys`, the rotated keys `[Tq, H, D]`; new tensors. One launch.
     """
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     kept = torch.empty(key.shape, dtype=key.dtype, device=key.device) if keep_keys else None

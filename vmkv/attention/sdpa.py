@@ -199,8 +199,7 @@ def _sdpa(
     causal: bool,
     window: int | None,
 ) -> torch.Tensor:
-    """Attend from `[Tq, Hq, Dk]` to `[Tk, H, D]` of a sequence; every query sees at least one key.
-    """
+    """Attend from `[Tq, Hq, Dk]` to `[Tk, H, D]` of a sequence; each query sees some key."""
     queries, heads, _ = query.shape
     kv_heads = key.shape[1]
     k, v = key.transpose(0, 1)[None], value.transpose(0, 1)[None]
