@@ -149,10 +149,7 @@ class AttentionBatch:
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
-        """The batch in host integers.
-
-        Cost: free after `build`; otherwise one device synchronisation per batch.
-        """
+        """The batch in host integers: free after `build`, else one device synchronisation."""
         starts = self.query_starts.tolist()
         pads = self.left_pad.tolist() if self.left_pad is not None else [0] * self.batch_size
         columns = zip(
@@ -197,8 +194,7 @@ class AttentionBatch:
     def flat_positions(self) -> torch.Tensor:
         """`[Tq] int64`: index of each query token in the flat view; -1 for padding.
 
-        Cost: a few small operations per batch; synchronises on CUDA, where the fused append
-        computes the index in its kernel instead.
+        Synchronises on CUDA, where the fused append computes the index in its kernel instead.
         """
         lengths = (self.query_starts[1:] - self.query_starts[:-1]).long()
         # Token i of a sequence whose queries start at s is at position `before + (i - s)`.
@@ -375,10 +371,7 @@ class AttentionBackend(Protocol):
         ...
 
     def why_not(self, spec: AttentionSpec) -> str | None:
-        """Return in one clause why this backend cannot serve `spec`, or None if it can.
-
-        Cost: attribute tests; the first call may import the kernel's package.
-        """
+        """Return why this backend cannot serve `spec`, in one clause, or None if it can."""
         ...
 
     def forward(

@@ -1,15 +1,13 @@
 """A CUDA kernel for decoding over float8 rows: one query per sequence.
 
-FlashAttention-3 rounds queries to float8 over such rows, and transposes values in shared memory,
-because Hopper's tensor cores require it (one H200, 32 sequences of 8,192 tokens: 3.1 TB/s where the
-16-bit kernel reads 4.25, and errors a hundred times as large). FlashInfer's kernel for bfloat16
-queries needs pages and a plan per step. Decoding is bound by these reads, hence a separate kernel.
+FlashAttention-3 rounds queries to float8 over such rows, and transposes values in shared memory
+(one H200, 32 sequences of 8,192 tokens: 3.1 TB/s where the 16-bit kernel reads 4.25, and errors a
+hundred times as large). FlashInfer's kernel for bfloat16 queries needs pages and a plan per step.
 
 Keys and values go from memory to registers once, 16 bytes per thread, in the operand order of
 `mma.m16n8k16`: any assignment of dimensions and tokens to a product's indices is valid if both
 operands use it. Both become float16 (exact for e4m3), as do queries; sums are float32. A warp takes
-32 tokens at a time and prefetches the next keys, so nothing is staged in shared memory. Nothing
-past a row's end is fetched.
+32 tokens at a time and prefetches the next keys. Nothing past a row's end is fetched.
 
 Long rows are cut into parts, so that few sequences occupy the device; the block that finishes last
 adds up its sequence's parts (split-K reduction), so there is no second launch.

@@ -7,23 +7,17 @@ Three packagings of the same kernels are accepted, tried in this order:
                            vLLM, already loaded, or named by `VMKV_FLASH3_LIBRARY`
   `flash-attn3`            the first one, from the Hugging Face Hub (`flash_common.py`)
 
-All read the 4-D view: rows by `kv_batch_idx`, lengths by `seqused_k`, and a mixed batch by
-`cu_seqlens_q`.
-
 The kernel fetches whole key tiles by TMA, past a sequence's length up to the tile's end, and faults
-on unmapped memory; it never fetches outside the tensor's shape. Hence two rules: `overread_tokens`
-is one tile, and the view is cut to the batch's longest sequence, so that a tile never reaches into
-the next row.
+on unmapped memory; it never fetches outside the tensor's shape. So `overread_tokens` is one tile,
+and the view is cut to the batch's longest sequence, lest a tile reach into the next row.
 
-The schedule over the device depends on the batch alone, so layers of one kind share one (`_plan`)
-instead of computing it in a kernel each: 32 of 536 kernels of an 8B model's decode step (H200: 50
-us and as many gaps).
+The schedule over the device depends on the batch alone, so layers of one kind share one (`_plan`):
+32 of 536 kernels of an 8B model's decode step are saved (H200: 50 us and as many gaps).
 
-Float8 rows are read in place with per-head scales; decode batches use `decode_fp8.py`. Prompt
-queries are rounded to float8, and the kernel accumulates in fewer bits than float32, which loses
-too much over long rows (DESIGN.md, Note [Eight bits]) unless it promotes partial sums. vLLM's
-library does; the package and the Hub's build do not, and are refused for float8 rows of more than
-8,192 tokens.
+Decode batches over float8 rows use `decode_fp8.py`. Prompt queries are rounded to float8, and sums
+in fewer bits than float32 lose too much over long rows (DESIGN.md, Note [Eight bits]) unless the
+kernel promotes them. vLLM's library does; the other two do not, and are refused for float8 rows of
+more than 8,192 tokens.
 """
 
 from __future__ import annotations

@@ -4,17 +4,14 @@ The order, with measurements (one H200, Llama-3-8B shape, all layers interleaved
 
   flash2   decode 221 us a layer; no over-read, so rows need no resident margin
   flash3   decode 207 us and the faster prefill, but its over-read keeps one key tile of every row
-           resident (176 tokens at head size 128: 22 MiB a sequence of Llama-3-8B)
+           resident (176 tokens at head size 128: 22 MiB a sequence); memory takes precedence
   torch    FlashAttention-2 without a package, 371-376 us: its varlen kernel splits less well
   sdpa     any other layer, on any device
 
-flash3 reads float8 rows in place; sdpa decodes them, except in decode batches on CUDA. flash3 is 7
-% faster in decode attention than flash2, but memory takes precedence. `reference` is a test oracle,
-chosen only by name.
-
-Rejected: FlashAttention-4 (`flash-attn-4`) prefills as fast as flash3 on Hopper with rows as pages
-(917 us for 8,192 tokens, torch 1,723), but its compiler fails in an engine, and it splits no
-sequence's keys. FlashInfer plans every step on the host, 90 to 600 us.
+flash3 reads float8 rows in place; sdpa decodes them, except in decode batches on CUDA. `reference`
+is a test oracle, chosen only by name. FlashAttention-4 (`flash-attn-4`) prefills as fast as flash3
+on Hopper, but its compiler fails in an engine, and it splits no sequence's keys; FlashInfer plans
+every step on the host, 90 to 600 us.
 
 An installed package may lack the kernel for a layer (builds are often narrowed to some head sizes
 or options), which only a launch reveals. So a CUDA backend that claims to serve a layer must first

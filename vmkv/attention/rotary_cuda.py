@@ -1,13 +1,11 @@
-"""Rotary embedding and append fused in one CUDA kernel.
+"""Rotary embedding and append fused in one CUDA kernel, one block per token.
 
-Compilers make two kernels of the embedding, one for queries and one for keys, and the append reads
-their results again. This kernel replaces all three launches of a layer: 64 of some 470 kernels in
-an 8B model's decode step are saved. It implements the common form, which pairs the halves of a
-head:
+Compiled code takes three launches a layer: queries, keys, append. This kernel replaces them, which
+saves 64 of some 470 kernels in an 8B model's decode step. It pairs the halves of a head,
 
     out = x * cos + cat(-x[half:], x[:half]) * sin
 
-computed in float32 and rounded once, as compiled code does. Each block handles one token.
+in float32, rounded once, as compiled code does.
 """
 
 from __future__ import annotations

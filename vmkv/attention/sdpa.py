@@ -1,21 +1,17 @@
 """SDPA backend over `torch.nn.functional.scaled_dot_product_attention`, and the reference oracle.
 
-SDPA is the default on CPU and the last resort on CUDA. It handles sequence by sequence: each is a
-view cut to the keys that its queries see, so nothing unmapped is read and nothing is copied. Float8
-rows are decoded into a tensor of the query's type per sequence, or read in place by `decode_fp8.py`
-where each sequence has one query on CUDA.
+SDPA is the default on CPU and the last resort on CUDA. Each sequence is a view cut to the keys that
+its queries see, so nothing unmapped is read and nothing is copied. Float8 rows are decoded per
+sequence, or read in place by `decode_fp8.py` where each sequence has one query on CUDA. Cases:
 
-Three cases, from cheap to expensive:
-
-  one query           all keys of the cut are visible: no mask. The query heads of one key/value
-                      head are folded into the query dimension, so its keys are read once.
-  no past, no window  SDPA's own `is_causal`, which is aligned at the top left: equivalent if there
-                      are as many queries as keys.
+  one query           no mask; the query heads of one key/value head are folded into the query
+                      dimension, so its keys are read once.
+  no past, no window  SDPA's own `is_causal`, aligned at the top left: equivalent if there are as
+                      many queries as keys.
   otherwise           a boolean mask aligned at the bottom right, heads folded as above.
 
 SDPA has neither soft caps nor sinks; `_plain` computes those, a bounded number of queries at a
-time. One padded SDPA call for the whole batch was rejected: it needs a gather of past tokens, or
-views over unmapped memory.
+time. One padded SDPA call for the whole batch would need a gather of past tokens.
 """
 
 from __future__ import annotations

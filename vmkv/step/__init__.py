@@ -1,4 +1,4 @@
-"""One packed step of a model over the rows of a cache.
+"""Packed steps of a model over the rows of a cache.
 
 piece           the work of one row in a step, and its packing into one copy to the device
 row_attention   append the new keys and values to their rows, and attend there graphs          steps

@@ -1,18 +1,16 @@
 """Compiled decoder layers: one compilation per kind of layer, for any number of tokens.
 
 Layers of a kind run the same code over different weights, so one compilation serves them all:
-seconds where the whole model would take minutes. Matrix products stay the library's; the compiler
-fuses norms, rotary embeddings, activations and residuals, some twenty-five kernels, into a few.
+seconds where the whole model would take minutes. The compiler fuses norms, rotary embeddings,
+activations and residuals, some twenty-five kernels, into a few. There are two variants:
 
-There are two variants:
+  one token   products with a single row are dot products, fused with the norm before and the
+              residual after, and tuned to read weights at full speed
+  many        the number of tokens is a symbol, so that nothing is recompiled; products are the
+              library's, and each layer computes the next one's first norm (`early_norms.py`)
 
-  one token   products with a single row are dot products, which fuse the norm before and the
-              residual after, and are tuned to read weights at full speed; where ranks add between
-              them, norms are fused with the sums (`norms_of_sums.py`), as with many tokens
-  many        the number of tokens is a symbol, so that nothing is recompiled; each layer computes
-              the norm that the next begins with (`early_norms.py`)
-
-The last norm is compiled too. Embedding, rotary angles and head run eagerly.
+Where ranks add between layers, norms are fused with the sums (`norms_of_sums.py`) in both variants.
+The last norm is compiled too; embedding, rotary angles and head run eagerly.
 """
 
 from __future__ import annotations

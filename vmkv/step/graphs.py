@@ -103,12 +103,7 @@ class GraphSpace:
             return self._forward(token_ids, positions, keep)
 
     def take(self, logits: torch.Tensor, slots: torch.Tensor) -> None:
-        """Choose greedily, and leave logits and tokens where the next step and the host look.
-
-        Args:
-            logits: `[n, vocabulary]`, or `head`'s part of them.
-            slots: `[n] int64`, whose tokens those are.
-        """
+        """Choose tokens greedily; store `logits [n, columns]` and the tokens of `slots [n]`."""
         num_kept = logits.shape[0]
         if logits.data_ptr() != self.logits.data_ptr():  # A part may be in place already.
             self.logits[:num_kept].copy_(logits)

@@ -1,8 +1,7 @@
 """A model's attention implementation, and checks that it still is the model that was captured.
 
-A model belongs to its user, who may set another attention implementation, train it or convert it
-between two steps. A step over such a model would compute wrong tokens silently, so each step checks
-first, in about 10 us for 32 layers:
+A user may set another attention implementation, train or convert the model between two steps, after
+which a step would compute wrong tokens silently. So each step checks, in about 10 us for 32 layers:
 
   training     each module but linear layers and embeddings, which compute the same in both modes
   type, place  the first and the last parameter; a change in between fails in the model, and the

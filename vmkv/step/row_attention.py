@@ -6,12 +6,10 @@ A step's tokens are packed by kind, because each kind can have a kernel of its o
   beginning  whole prompts, or their first chunks, over their own packed keys (`packed.py`)
   continued  later chunks of a prompt, over their rows
 
-A kernel that `mixes` takes all of them in one launch, unless decoding rows may be long: a row that
-is not split over the device occupies one processor for its whole length.
-
-A step that only decodes is one launch per layer if the kernel can append and rows have no left
-padding, which only such steps may have. A captured step (`mixed_graphs.py`) has two kinds, decode
-and tiles, with the graph's sizes.
+A kernel that `mixes` takes all of them in one launch, unless decoding rows may be long: an unsplit
+row occupies one processor for its whole length. A step that only decodes is one launch per layer if
+the kernel can append and rows have no left padding, which only such steps may have. A captured step
+(`mixed_graphs.py`) has two kinds, decode and tiles, with the graph's sizes.
 """
 
 from __future__ import annotations

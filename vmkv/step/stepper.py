@@ -140,15 +140,14 @@ class Stepper:
         """Launch a step. Never waits for the device.
 
         Args:
-            pieces: Of different slots and rows, each grown; in any order.
+            pieces: Pieces of different slots and rows, whose rows are grown; in any order.
             rows_elsewhere: For each cache but the first, the rows of the pieces there.
 
         Raises:
-            ConfigError: The model has changed since the stepper was made: how it attends, its mode,
-                its type or device, or where the parameters of a captured step lie. Nothing of the
-                step counts. Once the model is what it was, steps run again.
-            OutOfPagesError: There is no memory for what a kernel fetches past the rows' ends.
-            Exception: What the model raises. Keys and values of the new tokens may have been
+            ConfigError: The model has changed since the stepper was made (`ModelGuard`). The step
+                has no effect; steps run again once the change is undone.
+            OutOfPagesError: No memory for the kernel's over-read.
+            Exception: Any error of the model. Keys and values of the new tokens may have been
                 written; the same step again writes the same.
         """
         for cache in self.caches:
@@ -266,16 +265,9 @@ class Stepper:
     ) -> None:
         """Prepare captured steps; on the host the same padded steps run eagerly.
 
-        Args:
-            vocab_size: Columns of the logits.
-            dtype: Type of the logits.
-            max_mixed_tokens: The largest captured step with prompts.
-            few: Whether to use few sizes of decode steps, where graphs are captured on demand.
-            agree: Maximum of a value over all ranks.
-            head: The output head, if divided among ranks.
-
-        Raises:
-            CapacityError: No row, or no page, is left for padding.
+        Logits are `dtype` with `vocab_size` columns; steps with prompts are captured up to
+        `max_mixed_tokens`; `few` uses few sizes of decode steps, for captures on demand; `agree`
+        and `head` as in `GraphSpace`. Raises `CapacityError` if no row or page is left for padding.
         """
         scratch = self.open_scratch()
         space = self._space = self._graph_space(vocab_size, dtype, scratch, agree, head=head)
@@ -392,10 +384,7 @@ class Stepper:
         packed: Sequence[Piece],
         num_runs: Counter[tuple[int, int]],
     ) -> bool:
-        """Capture and replay a step that has run often enough without a graph.
-
-        Returns False if it is to run eagerly: the first times, and for good if capturing fails.
-        """
+        """Capture and replay a step if it has run often enough; False if it is to run eagerly."""
         num_runs[bucket] += 1
         if num_runs[bucket] <= _EAGER_RUNS or bucket in self._uncapturable:
             return False
