@@ -164,7 +164,7 @@ class AttentionBatch:
 
     @cached_property
     def plans(self) -> dict[Hashable, torch.Tensor]:
-        """Scheduling vectors that kernels share among layers of one kind, by kernel and kind."""
+        """Schedules and scratch memory that kernels share among layers of one kind, by kind."""
         return {}
 
     @cached_property
@@ -361,12 +361,8 @@ class AttentionBackend(Protocol):
 
         The cache keeps that many resident before every launch. The kernel multiplies them by a
         weight of zero, so they must be finite, as fresh pages and old keys and values are. 0 means
-        that the kernel predicates every fetch.
-
-        Args:
-            k_dim: Head size of the keys.
-            v_dim: Head size of the values; None means the keys'.
-            kv_dtype: Type of the rows, as in `AttentionSpec`.
+        that the kernel predicates every fetch. A `v_dim` of None is `k_dim`; `kv_dtype` as in
+        `AttentionSpec`.
         """
         ...
 

@@ -23,10 +23,7 @@ _LOG = logging.getLogger(__name__)
 
 @functools.cache
 def load(repository: str, version: int) -> ModuleType | str:
-    """Return a kernel package of the Hugging Face Hub, or why there is none.
-
-    `version` is the Hub's interface version. The first use on a machine downloads some 100 MB.
-    """
+    """Return a kernel package of the Hugging Face Hub, or why there is none; downloads it once."""
     try:
         from kernels import get_kernel
     except Exception as error:  # noqa: BLE001  # a release that does not fit others it needs
@@ -80,10 +77,7 @@ class FlashBackend(CheckedBackend):
 
     @abc.abstractmethod
     def launch(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the output `[Tq, Hq, Dv]` and the log-sum-exp of the scaled scores.
-
-        The latter is `[Hq, Tq]` or `[B, Hq, t]`, and is ignored without sinks.
-        """
+        """Return the output `[Tq, Hq, Dv]` and its log-sum-exp, `[Hq, Tq]` or `[B, Hq, t]`."""
 
 
 def by_token(logsumexp: torch.Tensor) -> torch.Tensor:

@@ -114,8 +114,7 @@ def decode_parts(
 ) -> StepParts:
     """Describe a step in which every sequence decodes, for attention.
 
-    Vectors are `int32` on the device, `[B]`, but `query_starts [B + 1]` is 0, 1, …; `capacities`
-    come from `row_capacities`.
+    Vectors are `int32` on the device, `[B]`; `query_starts [B + 1]` is 0, 1, ….
     """
     batches = {}
     for capacity in capacities:
@@ -133,10 +132,7 @@ def decode_parts(
 
 
 def batch_buckets(max_batch: int, *, few: bool = False) -> list[int]:
-    """Return widths of graphs up to `max_batch`: powers of two to 8, then steps of about an eighth.
-
-    With `few`, powers of two all the way.
-    """
+    """Return widths of graphs: powers of two, all the way if `few`; from 8 on, finer steps."""
     widths, width = [], 1
     while width < max_batch:
         widths.append(width)

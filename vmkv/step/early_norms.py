@@ -97,7 +97,7 @@ def handing_on(forward: Callable[..., Any]) -> Callable[..., Any]:
         own._vmkv_input, own._vmkv_output = hidden, early
         out = forward(layer, hidden, *args, **kwargs)
         own._vmkv_input = own._vmkv_output = None
-        # The class's `forward`: the last norm's own one would return this precomputed output.
+        # The class's `forward`: the last norm's instance has its own, which consumes this output.
         compute = type(following).forward
         return out, compute(following, _first(out))
 

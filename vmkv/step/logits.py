@@ -1,8 +1,4 @@
-"""Logits of a step, where the output head may be divided among ranks.
-
-Greedy decoding needs each rank's part only, so a captured step stores that; all ranks' logits are
-gathered on demand.
-"""
+"""Logits of a step; where the output head is divided among ranks, they are gathered on demand."""
 
 from __future__ import annotations
 

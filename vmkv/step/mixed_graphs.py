@@ -267,7 +267,7 @@ def _fill_decode(
 def _fill_tiles(
     fields: Fields, pieces: Sequence[Piece], start: int, bucket: Bucket, space: GraphSpace
 ) -> int:
-    """Cut `pieces`, whose tokens begin at `start`, and the padding into tiles; return their end."""
+    """Cut pieces, from token `start` on, and padding into tiles; return where padding begins."""
     tile_tokens = bucket.tile_tokens
     tiles: list[tuple[int, int, int]] = []
     for piece in pieces:

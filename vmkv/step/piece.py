@@ -1,7 +1,4 @@
-"""The work of one row in a step, and the packing of a step for the device.
-
-Pieces become one array of integers, sent in one copy.
-"""
+"""The work of one row in a step, and the packing of a step into one copy to the device."""
 
 from __future__ import annotations
 
@@ -87,10 +84,7 @@ class PackedStep:
 
 
 def pack(pieces: Sequence[Piece], capacities: set[int], device: torch.device) -> PackedStep:
-    """Send a step to the device in one copy.
-
-    Pieces are in `packing_order`; `capacities` come from `row_capacities`.
-    """
+    """Send a step of pieces in `packing_order` to the device in one copy."""
     new = [piece.num_new_tokens for piece in pieces]
     starts = [0, *accumulate(new)]
     total, count = starts[-1], len(pieces)

@@ -45,7 +45,7 @@ class CompileCache:
         content = self._path.read_bytes()
         try:
             found = torch.compiler.load_cache_artifacts(content)
-        except Exception as error:  # noqa: BLE001  # whatever is wrong with it, compiling helps
+        except Exception as error:  # noqa: BLE001  # any bad file is replaced by compiling
             _LOG.warning("%s cannot be read and will be replaced: %s", self._path, error)
             return False
         self._loaded_bytes = len(content)
