@@ -258,7 +258,7 @@ class AttentionSpec:
         max_tokens: Longest sequence of float8 rows, which some kernels limit; None if unknown.
 
     Raises:
-        ConfigError: Heads do not divide, a number is out of range, or `kv_dtype` is neither.
+        ConfigError: Heads do not divide, a number is out of range, or `kv_dtype` is unsupported.
     """
 
     device_type: str

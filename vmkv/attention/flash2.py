@@ -150,8 +150,8 @@ def _with_kvcache(
     query, keys, values, batch = call[:4]
     shape = (batch.batch_size, batch.max_query_tokens)
     # The kernel chooses its number of splits by the view's length, so cut the view to the longest
-    # sequence of the batch. Its choice is kept: no other number, 1 to 128, brings rows closer to the
-    # speed of a dense tensor, and the same numbers are best for both.
+    # sequence of the batch. Its choice is kept: no other number, 1 to 128, brings rows closer to
+    # the speed of a dense tensor, and the same numbers are best for both.
     # The view keeps at least as many keys as a key head has query heads: the kernel treats those
     # as queries of one head, and refuses to append to a shorter view. It reads no more keys.
     num_grouped = query.shape[1] // keys.shape[2] * batch.max_query_tokens

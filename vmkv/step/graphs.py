@@ -32,9 +32,10 @@ class GraphSpace:
     """Model, input, output and memory that all graphs of a stepper share.
 
     Graphs run one after the other, so each may reuse the memory of those before it. `forward` maps
-    token ids `[T]`, positions `[T]` and indices to keep `[n]` or None, all `int64`, to logits.
-    `agree` returns the maximum of a value over all ranks, so that they decide alike. `stream` is
-    for captures: libraries keep a workspace of tens of MiB for every stream that they have seen.
+    token ids `[T]`, positions `[T]` and indices to keep `[n]` or None, all `int64`, to logits;
+    `head` is the output head if it is divided among ranks. `agree` returns the maximum of a value
+    over all ranks, so that they decide alike. `stream` is for captures: libraries keep a workspace
+    of tens of MiB for every stream that they have seen.
     """
 
     def __init__(
