@@ -132,7 +132,7 @@ def decode_parts(
 
 
 def batch_buckets(max_batch: int, *, few: bool = False) -> list[int]:
-    """Return widths of graphs: powers of two, all the way if `few`; from 8 on, finer steps."""
+    """Return graph widths to `max_batch`: powers of two to 8, then finer; if `few`, only powers."""
     widths, width = [], 1
     while width < max_batch:
         widths.append(width)
