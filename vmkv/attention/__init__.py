@@ -1,10 +1,8 @@
 """Attention over rows: one protocol, several stock kernels, no block table.
 
-base        the protocol, the shapes, what a layer asks for
-batch       the ragged batch of one step
-registry    which backend serves a layer
-append      write a step's keys and values into their rows
-flash2, flash3, torch_flash, sdpa, reference    the backends, imported when first used
+base        the protocol, the ragged batch of a step, the description of a layer registry
+selection of the backend that serves a layer append      write a step's keys and values into their
+rows flash2, flash3, torch_flash, sdpa    the backends, imported when first used
 
   backend = select(AttentionSpec("cuda", torch.bfloat16, 32, 8, 128, 128))
   batch = AttentionBatch.build(rows, lengths, queries, row_tokens=..., device="cuda")

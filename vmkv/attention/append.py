@@ -1,12 +1,10 @@
-"""The fused append: write a step's keys and values, of every sequence, into their rows.
+"""The fused append: write a step's keys and values, for every sequence, into their rows.
 
-A model produces the new keys and values packed, `[Tq, H, D]`; each token belongs at the end of
-its own row. One call writes both tensors of a layer. On CUDA that is one kernel that finds each
-token's row by itself (`append.py`), where `index_put` takes two launches and an index vector;
-on CPU, two `index_copy_` over the flat view with indices shared by all layers.
-
-Only the new tokens' places are written, and nothing else is read or written: the rest of the
-view may not be mapped.
+A model produces new keys and values packed, `[Tq, H, D]`; each token goes to the end of its row. On
+CUDA one kernel writes both tensors of a layer and finds each token's row itself, where `index_put`
+takes two launches and an index vector. On CPU two `index_copy_` calls over the flat view use
+indices shared by all layers. Only the new tokens' places are accessed: the rest of the view may not
+be mapped.
 """
 
 from __future__ import annotations
@@ -23,13 +21,13 @@ from .nvrtc import FORMATS, NUMBERS, Kernel, compiled, launch
 
 # ---- append cuda ---------------------------------------------------------------------------------
 
-#: Bytes that a thread moves at once, widest first.
+#: Vector type by the bytes that a thread copies at once, widest first.
 _VECTOR_TYPES = {16: "uint4", 8: "uint2", 4: "unsigned int", 2: "unsigned short", 1: "char"}
 _THREADS = 128
 _WORDS = Struct("=23q")
 _FP8_CAPABILITY = (8, 9)
 
-# Strides and head sizes are in bytes, the latter as they are stored. Arguments are 64-bit words,
+# Strides and head sizes are in bytes; head sizes count stored bytes. Arguments are 64-bit words,
 # see vmkv/core/_native/launch.c.
 _MOVE = r"""
 typedef long long word;
@@ -43,7 +41,7 @@ __device__ void put_token(const char* from, word from_head_stride, const float*,
   }
 }
 """
-# COUNT numbers at a time, after NUMBERS. What is too large becomes the largest there is.
+# COUNT numbers at a time, after NUMBERS. Conversion saturates at the largest float8 value.
 _ENCODE = r"""
 typedef long long word;
 
@@ -125,24 +123,10 @@ def append_uniform(
     stored: torch.dtype | None = None,
     scales: Scales | None = None,
 ) -> None:
-    """Write `key` and `value` at `first_position` of rows 0, 1, 2 … of a layer.
+    """Write `key [B, H, T, Dk]` and `value [B, H, T, Dv]` at `first_position` of rows 0, 1, 2 ….
 
-    Args:
-        key: `[B, H, T, Dk]`, any strides whose last is 1, on the current device.
-        value: `[B, H, T, Dv]`, likewise.
-        keys_address: Where the layer's keys of row 0, token 0 lie.
-        values_address: Likewise for values.
-        row_stride_bytes: From one row to the next.
-        token_stride_bytes: From one token to the next.
-        first_position: The position of the first new token.
-        stream: Raw handle of the stream to launch on.
-        stored: What rows hold; None for the type of `key`.
-        scales: Of rows in eight bits; None for 1.
-
-    Raises:
-        CudaDriverError: The launch was refused. Nothing was written.
-
-    Cost: 3 us of host time for the launch, 2 us for its arguments. Nothing is checked here.
+    Addresses are those of row 0, token 0 of the layer; `stored` is the rows' dtype, None for the
+    dtype of `key`. Nothing is checked; 5 us of host time.
     """
     batch_size, k_heads, num_tokens, k_dim = key.shape
     v_heads, v_dim = value.shape[1], value.shape[3]
@@ -203,7 +187,7 @@ def append_ragged(
     query_starts: torch.Tensor,
     scales: Scales | None,
 ) -> None:
-    """Write packed tokens behind what their rows hold; arguments as `append`, checked there."""
+    """Write packed tokens into their rows; `append` has checked the arguments."""
     key = key if key.stride(2) == 1 else key.contiguous()
     value = value if value.stride(2) == 1 else value.contiguous()
     item, stored_item = key.element_size(), keys.element_size()
@@ -237,7 +221,7 @@ def append_ragged(
 
 
 def encoded(query: torch.Tensor) -> torch.Tensor:
-    """`query [T, H, D]` in eight bits, contiguous, by the same kernel: as a row without values."""
+    """Return `query [T, H, D]` as float8, contiguous; the append kernel encodes it."""
     out = torch.empty(query.shape, dtype=FP8, device=query.device)
     index, (_, num_heads, dim) = query.device.index, query.shape
     append_uniform(
@@ -255,7 +239,7 @@ def encoded(query: torch.Tensor) -> torch.Tensor:
 
 
 def inverses(scales: Scales | None) -> tuple[int, int]:
-    """Addresses of what keys and values are multiplied by; 0 for nothing."""
+    """Return the addresses of the inverse key and value scales; 0 without scales."""
     if scales is None:
         return 0, 0
     return scales.inverse_keys.data_ptr(), scales.inverse_values.data_ptr()
@@ -268,9 +252,9 @@ def _launch(
     stream: int,
     encodes: torch.dtype | None,
 ) -> None:
-    """Launch the variant that moves, or the one that encodes numbers of a type."""
+    """Launch the copying variant, or the one that encodes numbers of type `encodes`."""
     if encodes is not None:
-        # Both sides of a conversion are aligned to what they hold of it.
+        # `count` numbers must be aligned both as source numbers and as stored bytes.
         item = encodes.itemsize
         source = words[0] | words[1] | words[2] | words[3] | words[4] | words[5] | words[6]
         source |= words[7]
@@ -279,7 +263,7 @@ def _launch(
         kernel = _encoding_kernel(device_index, encodes, count)
         launch(kernel, num_blocks, _THREADS, stream, _WORDS.pack(*words))
         return
-    # Every address, stride and size must be a multiple of what a thread moves at once.
+    # Every address, stride and size must be a multiple of the bytes that a thread copies at once.
     joined = words[0] | words[1] | words[2] | words[3] | words[4] | words[5] | words[6] | words[7]
     joined |= words[8] | words[9] | words[10] | words[11] | words[13] | words[15]
     vector_bytes = min(16, joined & -joined)
@@ -300,14 +284,14 @@ def _encoding_kernel(device_index: int, dtype: torch.dtype, count: int) -> Kerne
 
 
 def check_fp8(device_index: int, dtype: torch.dtype) -> None:
-    """Raise `ConfigError` where `why_not_fp8` has a reason."""
+    """Raise `ConfigError` where `why_not_fp8` returns a reason."""
     reason = why_not_fp8(torch.device("cuda", device_index), dtype)
     if reason is not None:
         raise ConfigError(reason)
 
 
 def why_not_fp8(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why keys and values of a type cannot be stored in eight bits there, or None."""
+    """Return why keys and values of `dtype` cannot be stored as float8, or None."""
     if torch.cuda.get_device_capability(device) < _FP8_CAPABILITY:
         return (
             f"{torch.cuda.get_device_name(device)} makes no {FP8}: that needs compute capability "
@@ -333,22 +317,21 @@ def append(
 ) -> None:
     """Write new keys and values at positions `num_tokens - query_tokens + i` of their rows.
 
-    Of padding, whose positions are below 0, nothing is written.
+    Padding tokens, whose positions are negative, are not written.
 
     Args:
-        key: `[Tq, H, Dk]`, packed as `batch.query_starts` says; any strides whose last is 1.
-        value: `[Tq, H, Dv]`, likewise.
-        keys: `[rows, row_tokens, H, Dk]`, the layer's view; written. Of the new keys' type, or in
-            eight bits, see `core/cache/fp8.py`.
+        key: `[Tq, H, Dk]`, packed by `batch.query_starts`; any strides with a last stride of 1.
+        value: `[Tq, H, Dv]`, packed as `key` is.
+        keys: `[rows, row_tokens, H, Dk]`, the layer's view, in the key's dtype or float8; written.
         values: `[rows, row_tokens, H, Dv]`, the layer's view; written.
-        batch: This step's batch; its `num_tokens` already count the new ones.
-        scales: Of a layer in eight bits; None for 1.
+        batch: This step's batch; its `num_tokens` include the new tokens.
+        scales: Scales of a float8 layer; None for 1.
 
     Raises:
         ConfigError: Shapes, dtypes or devices do not fit. Nothing was written.
 
-    Cost: one launch on CUDA; elsewhere two operations, and a few per batch.
-    Ordering: on the current stream, before any attention launched on it later.
+    Cost: one launch on CUDA; elsewhere two operations, and a few per batch. Ordering: on the
+    current stream, before any attention launched on it later.
     """
     for new, view, what in ((key, keys, "keys"), (value, values, "values")):
         if view.ndim != 4 or new.ndim != 3 or new.shape[1:] != view.shape[2:]:
@@ -366,8 +349,6 @@ def append(
     if scales is not None:
         check_scales(scales, keys)
     if key.is_cuda:
-        # Imported here: it compiles for a GPU, which other machines have no tools for.
-
         append_ragged(
             key,
             value,
@@ -384,7 +365,7 @@ def append(
             is_real = positions >= 0
             positions, key, value = positions[is_real], key[is_real], value[is_real]
         if keys.dtype == FP8:
-            # Stored bytes are copied as what they are: torch indexes no numbers of eight bits.
+            # Copied as bytes: torch has no index_copy_ for float8.
             key = encode(key, None if scales is None else scales.inverse_keys).view(torch.uint8)
             value = encode(value, None if scales is None else scales.inverse_values)
             keys, values, value = (each.view(torch.uint8) for each in (keys, values, value))

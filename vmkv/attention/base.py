@@ -1,8 +1,8 @@
-"""What an attention backend is: one protocol over rows, and the shapes it speaks in.
+"""The attention protocol over rows, the ragged batch, and the checks that backends share.
 
-A cache layer is a pair of strided views, keys and values, in which every sequence is one
-contiguous row. A backend reads those views in place: it is told which rows, how long they are
-and where each sequence's queries lie, and no backend ever gathers, pads or copies the past.
+A cache layer is a pair of strided views, keys and values, in which every sequence is one contiguous
+row. A backend is told the rows, their lengths and the offsets of each sequence's queries; it reads
+the views in place and never gathers, pads or copies past tokens.
 
 Shape letters, used in every docstring of this package:
 
@@ -10,12 +10,9 @@ Shape letters, used in every docstring of this package:
   Tq  query tokens of the whole batch   H   key/value heads (Hq is a multiple of H)
   Dk  head size of queries and keys     Dv  head size of values
 
-The one invariant: of a live row only tokens `[0, num_tokens + overread_tokens)` are mapped
-memory. A backend that touches anything else faults, so none may reduce, copy or index over a
-whole view, and a kernel that fetches past the length must say by how much.
-
-This module holds the protocol and its argument types; `base.py` holds the batch. Neither
-launches anything.
+Invariant: only tokens `[0, num_tokens + overread_tokens)` of a live row are mapped memory, and any
+other access faults. No backend may reduce, copy or index over a whole view, and a kernel that
+fetches past the length must declare how far. Nothing here launches a kernel.
 """
 
 from __future__ import annotations
@@ -37,14 +34,14 @@ from ..errors import ConfigError
 
 
 class Span(NamedTuple):
-    """One sequence of a batch, in host integers.
+    """A sequence of a batch, in host integers.
 
     Attributes:
-        row: Its row.
-        query_start: Where its queries begin in the packed tensor.
-        query_end: One past where they end.
-        num_tokens: Its keys, this step's included.
-        left_pad: How many of them, from the first, are not attended to.
+        row: Row index.
+        query_start: Offset of its first query in the packed tensor.
+        query_end: Offset one past its last query.
+        num_tokens: Number of its keys, this step's included.
+        left_pad: Number of leading keys that are not attended to.
     """
 
     row: int
@@ -58,19 +55,19 @@ class Span(NamedTuple):
 class AttentionBatch:
     """A ragged batch over the rows of a cache.
 
-    The vectors live on the device of the views. Properties that derive further vectors do so
-    once per batch object and keep them for all layers; a batch whose vectors are rewritten in
-    place (by a CUDA graph) must therefore be a new object, made where the rewriting is captured.
+    The vectors live on the device of the views. Derived vectors are computed once per batch object
+    and kept for all layers; a batch whose vectors are rewritten in place (by a CUDA graph) must
+    therefore be a new object, made inside the capture.
 
     Attributes:
         row_indices: `[B] int32`, each sequence's row; distinct.
         num_tokens: `[B] int32`, keys of each sequence, this step's included.
-        query_starts: `[B + 1] int32`, where each sequence's queries begin, and the total.
-        max_query_tokens: An upper bound of any sequence's queries; the exact maximum unless
-            the batch was made on the device.
-        max_num_tokens: An upper bound of `num_tokens`; kernels choose their grid by it.
+        query_starts: `[B + 1] int32`, offset of each sequence's first query, then the total.
+        max_query_tokens: Upper bound of a sequence's queries; the exact maximum unless the batch
+            was made on the device.
+        max_num_tokens: Upper bound of `num_tokens`; kernels choose their grid by it.
         row_tokens: Capacity of a row, the views' second dimension.
-        left_pad: `[B] int32`, how many leading tokens of each row are not attended to, or None.
+        left_pad: `[B] int32`, leading tokens of each row that are not attended to, or None.
     """
 
     row_indices: torch.Tensor
@@ -93,25 +90,22 @@ class AttentionBatch:
         left_pad: Sequence[int] | None = None,
         device: torch.device | str = "cpu",
     ) -> AttentionBatch:
-        """Make a batch from host integers, refusing whatever a kernel could not survive.
+        """Make a batch from host integers and validate them.
 
         Args:
-            rows: Each sequence's row.
-            num_tokens: Each sequence's keys, this step's included.
-            query_tokens: How many of them, from the last, are queried in this step.
+            rows: Row of each sequence.
+            num_tokens: Keys of each sequence, this step's included.
+            query_tokens: Queries of each sequence: its last tokens.
             row_tokens: Capacity of a row.
-            num_rows: How many rows the views have; None skips that test.
-            left_pad: How many leading tokens of each row to ignore; None means none.
-            device: Where the views live.
-
-        Returns:
-            A batch whose vectors share one small allocation on `device`.
+            num_rows: Number of rows of the views; None skips that check.
+            left_pad: Leading tokens of each row to ignore; None means none.
+            device: Device of the views.
 
         Raises:
-            TypeError: Something is not an integer.
-            ConfigError: The batch is empty, the lists differ in length, a row is used twice or
-                does not exist, a length is zero or longer than its row, a sequence has no query
-                or more queries than tokens, or is padding only.
+            TypeError: A value is not an integer.
+            ConfigError: The batch is empty, the lists differ in length, a row is used twice or does
+                not exist, a length is zero or exceeds its row, a sequence has no query or more
+                queries than tokens, or a sequence is padding only.
 
         Cost: O(B) on the host, one copy of `4 * B + 1` integers to the device.
         """
@@ -139,31 +133,23 @@ class AttentionBatch:
             max_num_tokens=max(num_tokens),
             row_tokens=row_tokens,
         )
-        # What is known here need not be asked of the device later: fill the cached property.
+        # Fill the cached property, so that it need not read from the device later.
         columns = zip(rows, starts, starts[1:], num_tokens, pads, strict=False)
         vars(batch)["spans"] = tuple(Span(*column) for column in columns)
         return batch
 
     @property
     def batch_size(self) -> int:
-        """B."""
+        """Number of sequences, B."""
         return self.row_indices.shape[0]
 
     def is_uniform(self, total_query_tokens: int) -> bool:
-        """Whether every sequence has `max_query_tokens` queries.
-
-        Args:
-            total_query_tokens: Tq, the packed tensor's first dimension. The sum can only reach
-                `B * max_query_tokens` if no sequence has fewer.
-        """
+        """Whether all sequences have `max_query_tokens` queries, given the packed total Tq."""
         return self.batch_size * self.max_query_tokens == total_query_tokens
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
-        """The batch in host integers.
-
-        Cost: free after `build`; otherwise one device synchronisation per batch.
-        """
+        """The batch in host integers: free after `build`, else one device synchronisation."""
         starts = self.query_starts.tolist()
         pads = self.left_pad.tolist() if self.left_pad is not None else [0] * self.batch_size
         columns = zip(
@@ -178,7 +164,7 @@ class AttentionBatch:
 
     @cached_property
     def plans(self) -> dict[Hashable, torch.Tensor]:
-        """What kernels work out once for all layers that ask the same of them, by what they ask."""
+        """Schedules and scratch memory that kernels share among layers of one kind, by kind."""
         return {}
 
     @cached_property
@@ -188,11 +174,10 @@ class AttentionBatch:
 
     @cached_property
     def key_starts(self) -> torch.Tensor:
-        """`[B + 1] int32`: where each sequence's visible keys begin in the flat view.
+        """`[B + 1] int32`: each sequence's first visible key in the flat view (`cu_seqlens_k`).
 
-        What varlen kernels call `cu_seqlens_k`. Rows need not ascend: beside `visible_tokens`
-        kernels read only each sequence's start, and the last entry is there for its shape.
-        Left padding is skipped here, so a varlen kernel needs no notion of it.
+        Rows need not ascend: with `visible_tokens`, kernels read each sequence's start alone; the
+        last entry is only there for the shape. Left padding is skipped.
         """
         starts = torch.zeros_like(self.query_starts)
         torch.mul(self.row_indices, self.row_tokens, out=starts[:-1])
@@ -202,15 +187,14 @@ class AttentionBatch:
 
     @cached_property
     def visible_tokens(self) -> torch.Tensor:
-        """`[B] int32`: keys of each sequence, left padding not counted (`seqused_k`)."""
+        """`[B] int32`: keys of each sequence without left padding (`seqused_k`)."""
         return self.num_tokens if self.left_pad is None else self.num_tokens - self.left_pad
 
     @cached_property
     def flat_positions(self) -> torch.Tensor:
-        """`[Tq] int64`: each query token's place in the flat view; negative for padding.
+        """`[Tq] int64`: index of each query token in the flat view; -1 for padding.
 
-        Cost: a handful of small operations per batch; synchronises on a CUDA device, where the
-        fused append computes the same inside its kernel.
+        Synchronises on CUDA, where the fused append computes the index in its kernel instead.
         """
         lengths = (self.query_starts[1:] - self.query_starts[:-1]).long()
         # Token i of a sequence whose queries start at s is at position `before + (i - s)`.
@@ -257,26 +241,24 @@ def _check_sequence(row: int, tokens: int, queries: int, pad: int, row_tokens: i
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """What a layer asks of a backend; enough to decide whether one can serve it.
+    """Description of a layer, by which a backend decides whether it can serve it.
 
     Attributes:
         device_type: `"cuda"` or `"cpu"`, as in `torch.device.type`.
-        dtype: Of queries, and of keys and values unless `kv_dtype` says otherwise.
+        dtype: Type of queries, and of keys and values unless `kv_dtype` is given.
         num_query_heads: Hq.
         num_kv_heads: H; divides Hq.
         k_dim: Dk.
-        v_dim: Dv; most kernels want it equal to Dk.
-        window: A query at position p sees keys `(p - window, p]`; None means all before it.
-        softcap: Scores become `softcap * tanh(score / softcap)`; 0 means as they are.
+        v_dim: Dv; most kernels require Dv = Dk.
+        window: A query at position p sees keys `(p - window, p]`; None for all keys up to p.
+        softcap: Scores become `softcap * tanh(score / softcap)`; 0 for no cap.
         has_sinks: Each query head has a logit that joins the softmax's denominator only.
-        left_pad: Some rows begin with tokens that nothing may attend to.
-        kv_dtype: What rows hold: `float8_e4m3fn`, or None for `dtype`.
-        max_tokens: The longest sequence there will be, None where nobody knows; of rows in eight
-            bits, which not every kernel reads at every length.
+        left_pad: Whether rows may begin with tokens that are not attended to.
+        kv_dtype: Type of the rows: `float8_e4m3fn`, or None for `dtype`.
+        max_tokens: Longest sequence of float8 rows, which some kernels limit; None if unknown.
 
     Raises:
-        ConfigError: The numbers contradict each other (heads that do not divide, a window of
-            less than one token, a negative soft cap), or rows hold what is neither of the two.
+        ConfigError: Heads do not divide, a number is out of range, or `kv_dtype` is unsupported.
     """
 
     device_type: str
@@ -302,7 +284,7 @@ class AttentionSpec:
         if self.softcap < 0:
             raise ConfigError(f"softcap must be positive, or 0 for none, not {self.softcap}")
         if self.kv_dtype == self.dtype:
-            # One way to say it: specs are compared.
+            # Normalised, because specs are compared.
             object.__setattr__(self, "kv_dtype", None)
         if self.kv_dtype is None:
             object.__setattr__(self, "max_tokens", None)
@@ -310,7 +292,7 @@ class AttentionSpec:
 
     @property
     def is_fp8(self) -> bool:
-        """Whether rows hold keys and values in eight bits."""
+        """Whether rows hold keys and values as float8."""
         return self.kv_dtype == FP8
 
     @classmethod
@@ -327,10 +309,7 @@ class AttentionSpec:
         kv_dtype: torch.dtype | None = None,
         max_tokens: int | None = None,
     ) -> AttentionSpec:
-        """What a layer asks with `[B, H, T, D]` tensors; raises what making one does.
-
-        What rows hold may be of another type than `key` and `value`, which were just computed.
-        """
+        """Describe a layer by its `[B, H, T, D]` tensors; `kv_dtype` is the type of its rows."""
         return cls(
             device_type=query.device.type,
             dtype=query.dtype,
@@ -347,7 +326,6 @@ class AttentionSpec:
         )
 
     def __str__(self) -> str:
-        """One line for error messages."""
         parts = [
             f"{self.dtype} on {self.device_type}",
             *([f"rows in {self.kv_dtype}"] if self.kv_dtype is not None else []),
@@ -365,13 +343,13 @@ class AttentionSpec:
 
 @runtime_checkable
 class AttentionBackend(Protocol):
-    """One stock attention kernel behind the call that all of vmkv uses.
+    """A stock attention kernel behind the call that all of vmkv uses.
 
     A backend is stateless and shared by all layers. `forward` launches on the current stream and
-    returns without synchronising, unless its own docstring says otherwise.
+    returns without synchronising, unless the backend's docstring says otherwise.
 
     Attributes:
-        name: What `select(name=...)` and error messages call it.
+        name: Name in `select(name=...)` and in error messages.
     """
 
     name: str
@@ -379,24 +357,17 @@ class AttentionBackend(Protocol):
     def overread_tokens(
         self, k_dim: int, v_dim: int | None = None, kv_dtype: torch.dtype | None = None
     ) -> int:
-        """How many tokens past a row's length the kernel may fetch, at worst.
+        """Return the most tokens past a row's length that the kernel may fetch.
 
-        The cache keeps that many resident before every launch. What lies there gets a weight of
-        zero, but it is multiplied: it must be finite, as fresh pages and old keys and values
-        are. 0 means that the kernel predicates every fetch, and that anything may lie there.
-
-        Args:
-            k_dim: Head size of the keys.
-            v_dim: Head size of the values; None means the keys'.
-            kv_dtype: See `AttentionSpec.kv_dtype`.
+        The cache keeps that many resident before every launch. The kernel multiplies them by a
+        weight of zero, so they must be finite, as fresh pages and old keys and values are. 0 means
+        that the kernel predicates every fetch. A `v_dim` of None is `k_dim`; `kv_dtype` as in
+        `AttentionSpec`.
         """
         ...
 
     def why_not(self, spec: AttentionSpec) -> str | None:
-        """Why this backend cannot serve `spec`, in one clause, or None when it can.
-
-        Cost: attribute tests; the first call may import the kernel's package.
-        """
+        """Return why this backend cannot serve `spec`, in one clause, or None if it can."""
         ...
 
     def forward(
@@ -415,22 +386,21 @@ class AttentionBackend(Protocol):
     ) -> torch.Tensor:
         """Attend from packed queries to the rows of one layer.
 
-        A sequence's queries are its last tokens, and its keys are already in its row: causality
-        is aligned at the bottom right. A query that may see no key at all (a padding token)
-        yields zeros.
+        A sequence's queries are its last tokens, and its keys are already in its row: causality is
+        aligned at the bottom right. A query that sees no key (a padding token) yields zeros.
 
         Args:
-            query: `[Tq, Hq, Dk]`, sequence after sequence as `batch.query_starts` cuts them.
-            keys: `[rows, row_tokens, H, Dk]`, a strided view of a cache layer; read only. In the
-                query's dtype, or in `float8_e4m3fn`.
-            values: `[rows, row_tokens, H, Dv]`, likewise.
-            batch: Which rows, how long.
-            scale: What scores are multiplied by, usually `Dk ** -0.5`.
-            causal: Whether a query sees only its own position and those before it.
-            window: See `AttentionSpec.window`; needs `causal`.
-            softcap: See `AttentionSpec.softcap`.
+            query: `[Tq, Hq, Dk]`, packed by `batch.query_starts`.
+            keys: `[rows, row_tokens, H, Dk]`, a strided view of a cache layer, in the query's dtype
+                or `float8_e4m3fn`; read only.
+            values: `[rows, row_tokens, H, Dv]`, as `keys`.
+            batch: Rows and lengths.
+            scale: Factor of the scores, usually `Dk ** -0.5`.
+            causal: Whether a query sees only its own position and earlier ones.
+            window: As in `AttentionSpec`; needs `causal`.
+            softcap: As in `AttentionSpec`.
             sinks: `[Hq]`, floating, one logit per query head, or None.
-            scales: What keys and values in eight bits are multiplied by; None for 1.
+            scales: Scales of float8 keys and values; None for 1.
 
         Returns:
             `[Tq, Hq, Dv]`, a new tensor in the query's dtype, owned by the caller.
@@ -443,7 +413,7 @@ class AttentionBackend(Protocol):
 
 @runtime_checkable
 class AppendingBackend(AttentionBackend, Protocol):
-    """A backend whose kernel can also write the new tokens, saving a launch per layer."""
+    """A backend whose kernel can also write the new tokens, which saves a launch per layer."""
 
     def append_and_attend(
         self,
@@ -461,36 +431,16 @@ class AppendingBackend(AttentionBackend, Protocol):
         sinks: torch.Tensor | None = None,
         scales: Scales | None = None,
     ) -> torch.Tensor:
-        """Write `key` and `value` into their rows and attend, in one launch.
+        """Write `key [Tq, H, Dk]` and `value [Tq, H, Dv]` into their rows and attend in one launch.
 
-        The batch must be uniform (`batch.is_uniform`). `batch.num_tokens` counts the new tokens,
-        as everywhere. Otherwise as `append` followed by `forward`.
-
-        Args:
-            query: As in `forward`.
-            key: `[Tq, H, Dk]`, the new keys, packed as the queries are.
-            value: `[Tq, H, Dv]`, likewise.
-            keys: As in `forward`, but written at the new tokens' places.
-            values: Likewise.
-            batch: As in `forward`; uniform.
-            scale: As in `forward`.
-            causal: As in `forward`.
-            window: As in `forward`.
-            softcap: As in `forward`.
-            sinks: As in `forward`.
-            scales: As in `forward`.
-
-        Returns:
-            As `forward`.
-
-        Raises:
-            ConfigError: As `forward`, or the batch is not uniform. Nothing was written.
+        Equivalent to `append` and then `forward`, with their arguments and errors; the batch must
+        also be uniform (`batch.is_uniform`), else `ConfigError` is raised and nothing is written.
         """
         ...
 
 
 class Call(NamedTuple):
-    """A call of `AttentionBackend.forward`; see there."""
+    """The arguments of `CheckedBackend.forward`."""
 
     query: torch.Tensor
     keys: torch.Tensor
@@ -506,12 +456,12 @@ class Call(NamedTuple):
 
 
 class CheckedBackend(abc.ABC):
-    """The protocol's call, spelt out and checked once for all backends of this package."""
+    """Base class of the backends here: `forward` checks its arguments once for all of them."""
 
     name: str
 
     def mixes(self, spec: AttentionSpec) -> bool:
-        """Whether one launch for sequences that decode and for prompts is as fast as one each."""
+        """Whether one launch for decodes and prompts together is as fast as one for each."""
         return False
 
     def forward(
@@ -529,10 +479,10 @@ class CheckedBackend(abc.ABC):
         scales: Scales | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See `AttentionBackend.forward`; a kernel that can writes into `out`.
+        """Attend as `AttentionBackend.forward`; a kernel that can writes into `out`.
 
-        That is `[Tq, Hq, Dv]`, contiguous and in the query's dtype. What cannot write there returns
-        a new tensor, as without it.
+        `out` is `[Tq, Hq, Dv]`, contiguous and in the query's dtype; other kernels return a new
+        tensor.
         """
         call = Call(query, keys, values, batch, scale, causal, window, softcap, sinks, scales, out)
         check_call(call)
@@ -540,11 +490,11 @@ class CheckedBackend(abc.ABC):
 
     @abc.abstractmethod
     def attend(self, call: Call) -> torch.Tensor:
-        """`forward`, with arguments that fit each other."""
+        """Attend; the arguments have been checked."""
 
 
 def check_dtypes(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
-    """Raise `ConfigError` unless rows are of the queries' type, or in eight bits."""
+    """Raise `ConfigError` unless rows have the queries' type or float8."""
     if kv_dtype not in (dtype, FP8):
         raise ConfigError(
             f"queries are {dtype} and rows {kv_dtype}: rows are of the same type, or {FP8}"
@@ -552,7 +502,7 @@ def check_dtypes(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
 
 
 def check_scales(scales: Scales, keys: torch.Tensor) -> None:
-    """Raise `ConfigError` unless `keys` are in eight bits, and there is a scale for each head."""
+    """Raise `ConfigError` unless `keys` are float8 and every head has a scale."""
     if keys.dtype != FP8:
         raise ConfigError(f"scales are for {FP8}, and these keys are {keys.dtype}")
     for each in scales:
@@ -573,13 +523,10 @@ def check_heads(num_query_heads: int, num_kv_heads: int) -> None:
 
 
 def check_call(call: Call) -> None:
-    """Refuse what a kernel would misread, from shapes and strides alone.
+    """Raise `ConfigError` where a kernel would misread its arguments, by shapes and strides alone.
 
-    It is called once per layer and step, so it compares host integers only: about 5 us, no
-    device synchronisation. Lengths were checked when the batch was built.
-
-    Raises:
-        ConfigError: See the messages.
+    Called once per layer and step: about 5 us of host comparisons, no device synchronisation. The
+    lengths were checked when the batch was built.
     """
     query, keys, values, batch = call[:4]
     if query.ndim != 3 or keys.ndim != 4 or values.ndim != 4:
@@ -637,14 +584,13 @@ def check_rows(view: torch.Tensor, row_tokens: int) -> None:
 
 
 def split(packed: torch.Tensor, dim: int, sizes: tuple[int, int]) -> torch.Tensor:
-    """Dimension `dim` of `packed` as two of `sizes`; never a copy."""
-    # `Tensor.unflatten` under a type: torch leaves it untyped.
+    """Split dimension `dim` of `packed` into two of `sizes`; never a copy."""
     parted: torch.Tensor = packed.unflatten(dim, sizes)  # type: ignore[no-untyped-call]
     return parted
 
 
 def flat(view: torch.Tensor) -> torch.Tensor:
-    """`[rows, row_tokens, H, D]` as `[rows * row_tokens, H, D]`; never a copy."""
+    """View `[rows, row_tokens, H, D]` as `[rows * row_tokens, H, D]`; never a copy."""
     # `view` and not `reshape`: where the rows were not back to back, a copy of the whole
     # reservation would fault, and an error is better.
     return view.view(-1, *view.shape[2:])

@@ -1,19 +1,16 @@
-"""One query of each sequence over rows in eight bits, as one CUDA kernel.
+"""A CUDA kernel for decoding over float8 rows: one query per sequence.
 
-FlashAttention-3 reads such rows with queries rounded to eight bits as well, and has to turn values
-around in shared memory, since that is how Hopper's tensor cores take eight bits: one H200, 32
-sequences of 8,192 tokens, 3.1 TB/s where the same kernel reads 4.25 in sixteen bits, and errors a
-hundred times as large. FlashInfer's kernel for that (bfloat16 queries) wants pages and a plan for
-each step. A decode step is bound by those bytes, so this has a kernel of its own.
+FlashAttention-3 rounds queries to float8 over such rows, and transposes values in shared memory
+(one H200, 32 sequences of 8,192 tokens: 3.1 TB/s where the 16-bit kernel reads 4.25, and errors a
+hundred times as large). FlashInfer's kernel for bfloat16 queries needs pages and a plan per step.
 
-Keys and values go from memory to registers once, 16 bytes a thread, in the order in which
-`mma.m16n8k16` takes its operands: which dimension or token is which index of a product is free, as
-long as both operands agree. They become float16 there (exactly: e4m3 is a part of it), queries as
-well; sums are float32. A warp takes 32 tokens at a time and asks for the next keys before it has
-done with these, so nothing waits in shared memory. Nothing past a row's end is fetched.
+Keys and values go from memory to registers once, 16 bytes per thread, in the operand order of
+`mma.m16n8k16`: any assignment of dimensions and tokens to a product's indices is valid if both
+operands use it. Both become float16 (exact for e4m3), as do queries; sums are float32. A warp takes
+32 tokens at a time and prefetches the next keys. Nothing past a row's end is fetched.
 
-Long rows are cut into parts, so that few sequences occupy the device; the block that ends last adds
-its sequence's parts up (as "stream-K" and split-K kernels do), so there is no second launch.
+Long rows are cut into parts, so that few sequences occupy the device; the block that finishes last
+adds up its sequence's parts (split-K reduction), so there is no second launch.
 """
 
 from __future__ import annotations
@@ -30,9 +27,9 @@ from .base import Call
 from .nvrtc import FORMATS, NUMBERS, Kernel, compiled, launch
 
 HEAD_DIMS = (64, 128)
-"""Head sizes that it has been compiled and measured for."""
+"""Head sizes that the kernel is compiled and measured for."""
 MAX_GROUP = 8
-"""Query heads at most that share a head of keys: columns of a product."""
+"""Most query heads that may share a key head: columns of a product."""
 _CAPABILITY = (8, 9)
 _THREADS = 128
 _BLOCKS_PER_PROCESSOR = 3
@@ -300,10 +297,7 @@ extern "C" __global__ __launch_bounds__(128, MIN_BLOCKS) void decode(
 
 
 def serves(call: Call) -> bool:
-    """Whether the kernel can take this call here: one query each over rows in eight bits.
-
-    Cost: comparisons on the host.
-    """
+    """Whether the kernel runs here and takes this call: single queries over float8 rows."""
     query = call.query
     return (
         query.is_cuda
@@ -313,7 +307,7 @@ def serves(call: Call) -> bool:
 
 
 def takes(call: Call) -> bool:
-    """Whether a device that has the kernel can take this call."""
+    """Whether the kernel can take this call on a device that supports it."""
     query, keys, values, batch = call[:4]
     dim = query.shape[2]
     return (
@@ -331,13 +325,7 @@ def takes(call: Call) -> bool:
 
 
 def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output `[B, Hq, D]` and the log-sum-exp `[B, Hq, 1]`; see `FlashBackend.launch`.
-
-    Args:
-        call: Which `serves`.
-
-    Cost: one launch.
-    """
+    """Return the output `[B, Hq, D]` and log-sum-exp `[B, Hq, 1]` in one launch; needs `serves`."""
     query, keys, values, batch = call[:4]
     query = query if query.stride()[1:] == (query.shape[2], 1) else query.contiguous()
     size, query_heads, dim = query.shape
@@ -381,17 +369,17 @@ def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _num_parts(device: torch.device, num_blocks: int, max_num_tokens: int) -> int:
-    """Into how many parts rows are cut.
+    """Return the number of parts to cut rows into.
 
-    So many that each processor has two blocks, and none waits for a place; where rows alone give
-    one or two, about six, because rows may differ in length. One H200, a layer of 32 heads over 8:
-    one sequence of 2,048 tokens 11 us in 8 parts, 14 in 4; 32 of a chat 28 us in 3, 46 in one.
+    The aim is two blocks per processor, all resident; where rows alone give one or two, about six,
+    because rows may differ in length. One H200, 32 heads over 8: one sequence of 2,048 tokens takes
+    11 us in 8 parts, 14 in 4; 32 chat sequences 28 us in 3, 46 in one.
     """
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     wanted = 2 * processors // num_blocks
     if wanted < 2:
         wanted = round(2 * _BLOCKS_PER_PROCESSOR * processors / num_blocks)
-    # What the last block adds up takes as long as a part of some hundred tokens.
+    # The final reduction takes as long as a part of some hundred tokens.
     useful = min(
         div_ceil(max_num_tokens, _MIN_PART_TOKENS),
         max(8, div_ceil(max_num_tokens, 2 * _MIN_PART_TOKENS)),
@@ -402,9 +390,9 @@ def _num_parts(device: torch.device, num_blocks: int, max_num_tokens: int) -> in
 def _scratch(
     call: Call, parts: int, num_queries: int, dim: int, num_blocks: int
 ) -> tuple[int, int, int]:
-    """Addresses of where parts are left, and of how many are done; the same for all layers.
+    """Return the addresses of partial sums, partial weights and completion counts.
 
-    Layers follow each other on a stream, and each leaves the counts at zero.
+    All layers share them: layers run in order on a stream, and each leaves the counts at zero.
     """
     if parts == 1:
         return 0, 0, 0

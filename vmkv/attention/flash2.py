@@ -1,6 +1,4 @@
-"""FlashAttention-2, from the package `flash-attn`: no over-read, and appends in its kernel.
-
-Or, where that is not installed, the same from the Hugging Face Hub (`flash_common.py`).
+"""FlashAttention-2, from the package `flash-attn` or the Hugging Face Hub (`flash_common.py`).
 
 Two of its kernels read rows in place:
 
@@ -11,8 +9,8 @@ Two of its kernels read rows in place:
                   cumulative length (`cu_seqlens_k`) and its length in `seqused_k`. The package's
                   public varlen function hides `seqused_k`; the function below it has it.
 
-Every fetch is predicated by the length, so `overread_tokens` is 0. Sinks come from the returned
-log-sum-exp.
+Every fetch is predicated by the length, so `overread_tokens` is 0. Sinks are applied from the
+returned log-sum-exp.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ _TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 
 @functools.cache
 def _load() -> ModuleType | str:
-    """The interface module, or why there is none."""
+    """Return the interface module, or the reason why there is none."""
     package = _package()
     if not isinstance(package, str):
         return package
@@ -72,18 +70,18 @@ def _interface() -> ModuleType:
 
 
 class Flash2Backend(FlashBackend):
-    """FlashAttention-2 as a backend; see `AttentionBackend` and `AppendingBackend`."""
+    """FlashAttention-2 as an `AttentionBackend` and `AppendingBackend`."""
 
     name = "flash2"
 
     def overread_tokens(
         self, k_dim: int, v_dim: int | None = None, kv_dtype: torch.dtype | None = None
     ) -> int:
-        """0: the kernel predicates every key row by the sequence's length."""
+        """Return 0: the kernel predicates every key row by the sequence's length."""
         return 0
 
     def why_not(self, spec: AttentionSpec) -> str | None:
-        """The package, and the limits of FlashAttention-2."""
+        """Check the limits of FlashAttention-2 and that the package can be imported."""
         limit = why_not_flash(spec, same_head_sizes=True)
         if limit is not None:
             return limit
@@ -93,7 +91,7 @@ class Flash2Backend(FlashBackend):
         return loaded if isinstance(loaded, str) else None
 
     def launch(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `FlashBackend.launch`."""
+        """Launch the decode kernel for a uniform batch, the varlen kernel for a mixed one."""
         query, keys, values, batch = call[:4]
         if batch.is_uniform(query.shape[0]):
             return _with_kvcache(call)
@@ -132,7 +130,7 @@ class Flash2Backend(FlashBackend):
         sinks: torch.Tensor | None = None,
         scales: Scales | None = None,
     ) -> torch.Tensor:
-        """See `AppendingBackend.append_and_attend`."""
+        """Append and attend in one launch; the batch must be uniform."""
         call = Call(query, keys, values, batch, scale, causal, window, softcap, sinks, scales)
         check_call(call)
         check_dtype(self.name, query, keys)
@@ -148,15 +146,14 @@ class Flash2Backend(FlashBackend):
 def _with_kvcache(
     call: Call, appended: tuple[torch.Tensor, torch.Tensor] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The decode kernel; keys and values to append are written first."""
+    """Run the decode kernel, which first writes the keys and values in `appended`."""
     query, keys, values, batch = call[:4]
     shape = (batch.batch_size, batch.max_query_tokens)
-    # The kernel decides from the view's length how far to split a sequence, so show it the
-    # longest sequence of the batch and not the capacity of a row. Its choice is left alone: no
-    # number of splits, 1 to 128, brings rows closer to a dense tensor (bench_attention says what
-    # does), and the same numbers are best for both.
-    # Not less than the query heads of a key head, though: the kernel takes those for queries of
-    # one head, and refuses to append to a view with fewer keys. It reads no more for it.
+    # The kernel chooses its number of splits by the view's length, so cut the view to the longest
+    # sequence of the batch. Its choice is kept: no other number, 1 to 128, brings rows closer to
+    # the speed of a dense tensor, and the same numbers are best for both.
+    # The view keeps at least as many keys as a key head has query heads: the kernel treats those
+    # as queries of one head, and refuses to append to a shorter view. It reads no more keys.
     num_grouped = query.shape[1] // keys.shape[2] * batch.max_query_tokens
     longest = min(batch.row_tokens, max(batch.max_num_tokens, num_grouped))
     out, logsumexp = _interface().flash_attn_with_kvcache(

@@ -1,30 +1,23 @@
-"""FlashAttention-3 (Hopper): the fastest kernel there, at the price of an over-read.
+"""FlashAttention-3 (Hopper): the fastest kernel there, at the cost of an over-read.
 
-Three packagings of the same kernels are accepted, looked for in this order:
+Three packagings of the same kernels are accepted, tried in this order:
 
-  `flash_attn_interface`   what the flash-attention repository installs from `hopper/`
+  `flash_attn_interface`   installed by the flash-attention repository from `hopper/`
   `_vllm_fa3_C`            the operator library inside vLLM's wheel; found beside an installed
                            vLLM, already loaded, or named by `VMKV_FLASH3_LIBRARY`
   `flash-attn3`            the first one, from the Hugging Face Hub (`flash_common.py`)
 
-All read the 4-D view: rows by `kv_batch_idx`, lengths by `seqused_k`, and a mixed batch by
-`cu_seqlens_q`; no row starts are needed.
+The kernel fetches whole key tiles by TMA, past a sequence's length up to the tile's end, and faults
+on unmapped memory; it never fetches outside the tensor's shape. So `overread_tokens` is one tile,
+and the view is cut to the batch's longest sequence, lest a tile reach into the next row.
 
-The kernel fetches whole key tiles by TMA, past a sequence's length up to the tile's end, and
-faults where that is not mapped. Rows outside the tensor's own shape are never fetched. Hence two
-rules: `overread_tokens` is one tile, and the view is cut to the longest sequence of the batch, so
-that a tile never reaches past a row's end into the next row.
+The schedule over the device depends on the batch alone, so layers of one kind share one (`_plan`):
+32 of 536 kernels of an 8B model's decode step are saved (H200: 50 us and as many gaps).
 
-How sequences are spread over the device depends on the batch alone, so the library's kernels are
-told once for all layers that are alike (`_plan`), instead of each launching a kernel that finds it:
-of a decode step of an 8B model 32 of 536 kernels (H200: 50 us, and as many gaps).
-
-Rows in eight bits are read in place, with a scale for each head; where sequences have one query
-each by a kernel of our own (`decode_fp8.py`). For prompts queries are made eight bits wide on the
-way, and products are summed up in fewer bits than float32 has. Over long rows that loses what
-matters (DESIGN.md, Note [Eight bits]), unless the kernel adds its sums to wider ones now and then.
-The library inside vLLM's wheel does; the package does not, wherever it comes from, and is refused
-for rows of more than 8,192 tokens.
+Decode batches over float8 rows use `decode_fp8.py`. Prompt queries are rounded to float8, and sums
+in fewer bits than float32 lose too much over long rows (DESIGN.md, Note [Eight bits]) unless the
+kernel promotes them. vLLM's library does; the other two do not, and are refused for float8 rows of
+more than 8,192 tokens.
 """
 
 from __future__ import annotations
@@ -53,27 +46,27 @@ LIBRARY_VARIABLE = "VMKV_FLASH3_LIBRARY"
 # packagings (`tile_size_fwd_sm90` in hopper/tile_size.h).
 KEY_TILES = ((64, 192), (96, 144), (128, 176), (192, 128), (256, 80))
 FP8_KEY_TILES = ((64, 160), (96, 128), (128, 224), (192, 160), (256, 128))
-"""Likewise of the kernels for eight bits."""
+"""Widest key tile by head size, of the float8 kernels."""
 NARROW_SUMS_MAX_TOKENS = 8192
-"""The longest rows in eight bits that a kernel may read which sums up in one level."""
+"""Longest float8 rows, in tokens, for kernels that do not promote partial sums."""
 
 HUB_KERNEL = ("kernels-community/flash-attn3", 1)
 """Repository and version on the Hugging Face Hub."""
 
 _QUERY_BLOCK = 128
-"""Queries, of all heads, that a processor takes at a time."""
+"""Queries, over all heads, of one thread block."""
 
-# Values of the library's arguments that are neither tensors nor set by a call. Whatever else a
-# release adds is optional and left out as None, or makes `library_kernel` refuse it.
+# Values of the library's arguments that are neither tensors nor set by a call. Other arguments
+# must be optional and get None; `library_kernel` refuses a release that requires more.
 NEUTRAL = {
     "is_rotary_interleaved": True,
-    "num_splits": 0,  # 0: the kernel's own heuristic; `Flash3Backend` says when not
+    "num_splits": 0,  # 0: the kernel's own heuristic; `Flash3Backend.launch` may override it
     "sm_margin": 0,
     "attention_chunk": 0,
     "cp_world_size": 1,
     "cp_rank": 0,
 }
-# What a call sets, and what the kernel must therefore accept.
+# Arguments that a call sets, which the kernel must accept.
 CALL_ARGUMENTS = frozenset(
     {
         *("q", "k", "v", "out", "cu_seqlens_q", "seqused_k", "max_seqlen_q", "kv_batch_idx"),
@@ -101,32 +94,32 @@ PLAN_ARGUMENTS = frozenset(
         "has_softcap",
     }
 )
-"""What a plan depends on."""
+"""Arguments that the schedule of a batch depends on."""
 
 Kernel = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 class Flash3Backend(FlashBackend):
-    """FlashAttention-3 as a backend; see `AttentionBackend`."""
+    """FlashAttention-3 as an `AttentionBackend`."""
 
     name = "flash3"
     reads_fp8 = True
 
     def mixes(self, spec: AttentionSpec) -> bool:
-        """Unless rows are in eight bits, over which decoding has a kernel of its own."""
+        """Whether rows are not float8; those have a separate decode kernel."""
         return not spec.is_fp8
 
     def overread_tokens(
         self, k_dim: int, v_dim: int | None = None, kv_dtype: torch.dtype | None = None
     ) -> int:
-        """One key tile: 192 tokens at head size 64, 176 at 128, 80 at 256; see `FP8_KEY_TILES`."""
+        """Return one key tile, e.g. 176 tokens at head size 128 (`KEY_TILES`, `FP8_KEY_TILES`)."""
         for limit, tile in FP8_KEY_TILES if kv_dtype == FP8 else KEY_TILES:
             if k_dim <= limit:
                 return tile
         raise ConfigError(f"FlashAttention-3 serves head sizes up to 256, not {k_dim}")
 
     def why_not(self, spec: AttentionSpec) -> str | None:
-        """Hopper, one of the packagings, and the limits of FlashAttention-3."""
+        """Check for Hopper, a packaging, and the limits of FlashAttention-3."""
         limit = why_not_flash(spec, same_head_sizes=False, reads_fp8=True)
         if limit is not None:
             return limit
@@ -144,7 +137,7 @@ class Flash3Backend(FlashBackend):
         return wide if isinstance(wide, str) else None
 
     def launch(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `FlashBackend.launch`."""
+        """Launch the kernel over rows cut to the batch's longest sequence."""
         if decode_fp8.serves(call):
             return decode_fp8.decode(call)
         query, keys, values, batch = call[:4]
@@ -154,7 +147,7 @@ class Flash3Backend(FlashBackend):
             raise ConfigError(f"'flash3' cannot run: {kernel}")
         dtype = query.dtype
         if is_fp8:
-            # Imported here: it compiles for a GPU, which other machines have no tools for.
+            # Imported here: it needs tools that machines without a GPU lack.
             from .append import encoded
 
             query = encoded(query)
@@ -162,15 +155,15 @@ class Flash3Backend(FlashBackend):
         if uniform:
             query = split(query, 0, (batch.batch_size, batch.max_query_tokens))
         longest = batch.max_num_tokens
-        # Whoever may split pays for the pass that joins the parts, split or not (H200, 2,048
-        # queries in tiles: 45 us, 32 without): no use where queries alone keep the device busy.
+        # Permission to split costs a pass that joins the parts even if nothing is split (H200,
+        # 2,048 queries in tiles: 45 us, 32 without); not worth it if queries fill the device.
         num_blocks = query.numel() // (query.shape[-1] * _QUERY_BLOCK)
         is_busy = num_blocks >= _num_processors(query.device)
         options = _descales(call.scales, batch.batch_size)
         if kernel is library_kernel():
             if not is_busy:
                 options |= _plan(call, query, uniform)
-            # What is made of eight bits is bfloat16.
+            # The kernel's output for float8 inputs is bfloat16.
             if call.out is not None and call.out.dtype == (torch.bfloat16 if is_fp8 else dtype):
                 options["out"] = call.out.view(*query.shape[:-1], call.out.shape[-1])
         out, logsumexp = kernel(
@@ -194,7 +187,7 @@ class Flash3Backend(FlashBackend):
 
 
 def _descales(scales: Scales | None, batch_size: int) -> dict[str, torch.Tensor]:
-    """What the kernel multiplies by: `[B, H]` each, of which all rows are one."""
+    """Return the kernel's scale arguments, `[B, H]` each, the same for every sequence."""
     if scales is None:
         return {}
     return {
@@ -204,7 +197,7 @@ def _descales(scales: Scales | None, batch_size: int) -> dict[str, torch.Tensor]
 
 
 def _plan(call: Call, query: torch.Tensor, uniform: bool) -> dict[str, torch.Tensor]:
-    """How the batch's sequences are spread over the device, from the first layer that asks."""
+    """Return the batch's schedule over the device; the first layer of each kind computes it."""
     planner = _planner()
     if planner is None:
         return {}
@@ -236,7 +229,7 @@ def _plan(call: Call, query: torch.Tensor, uniform: bool) -> dict[str, torch.Ten
 
 @functools.cache
 def _planner() -> Callable[..., torch.Tensor] | None:
-    """The library's function that plans a batch; None where a release has none that we know."""
+    """Return the library's scheduling function; None where its arguments are not supported."""
     if isinstance(_operator(), str) or not hasattr(torch.ops._vllm_fa3_C, "get_scheduler_metadata"):
         return None
     operator: Any = torch.ops._vllm_fa3_C.get_scheduler_metadata.default
@@ -260,9 +253,9 @@ def _num_processors(device: torch.device) -> int:
 
 @functools.cache
 def _load() -> Kernel | str:
-    """The kernel behind one signature (see `package_kernel`), or why there is none."""
+    """Return the first kernel found, or the reasons why there is none."""
     reasons = []
-    # The Hub last, which may take the network.
+    # The Hub last, because it may use the network.
     for source in (package_kernel, library_kernel, hub_kernel):
         found = source()
         if not isinstance(found, str):
@@ -272,7 +265,7 @@ def _load() -> Kernel | str:
 
 
 def _load_for_fp8(max_tokens: int | None) -> Kernel | str:
-    """The kernel for rows of so many tokens in eight bits, or why there is none."""
+    """Return the kernel for float8 rows of up to `max_tokens`, or why there is none."""
     library = _fp8_library_kernel()
     if not isinstance(library, str):
         return library
@@ -309,7 +302,7 @@ def _fp8_package_kernel() -> Kernel | str:
 
 
 def package() -> ModuleType | str:
-    """The package `flash_attn_interface`, or why there is none."""
+    """Return the package `flash_attn_interface`, or why there is none."""
     try:
         import flash_attn_interface
     except Exception as error:  # noqa: BLE001  # a wheel for another torch fails in its own ways
@@ -319,24 +312,24 @@ def package() -> ModuleType | str:
 
 
 def of_hub() -> ModuleType | str:
-    """The same from the Hugging Face Hub, or why there is none."""
+    """Return the package from the Hugging Face Hub, or why there is none."""
     return hub.load(*HUB_KERNEL)
 
 
 def package_kernel() -> Kernel | str:
-    """The kernel of the package `flash_attn_interface`, or why there is none."""
+    """Return the kernel of the package `flash_attn_interface`, or why there is none."""
     module = package()
     return module if isinstance(module, str) else _over_kvcache(module.flash_attn_with_kvcache)
 
 
 def hub_kernel() -> Kernel | str:
-    """The kernel of the Hugging Face Hub, or why there is none."""
+    """Return the kernel of the Hugging Face Hub, or why there is none."""
     module = of_hub()
     return module if isinstance(module, str) else _over_kvcache(module.flash_attn_with_kvcache)
 
 
 def _over_kvcache(flash_attn_with_kvcache: Callable[..., Any]) -> Kernel:
-    """The kernel behind the package's function."""
+    """Wrap the package's `flash_attn_with_kvcache` in the signature of `Kernel`."""
 
     def kernel(
         query: torch.Tensor,
@@ -379,10 +372,10 @@ def _over_kvcache(flash_attn_with_kvcache: Callable[..., Any]) -> Kernel:
 
 @functools.cache
 def library_kernel() -> Kernel | str:
-    """The kernel of vLLM's library, or why there is none.
+    """Return the kernel of vLLM's library, or why there is none.
 
-    Its releases differ in the arguments they take. Whatever the operator knows may be passed by
-    name; what is not passed is left neutral.
+    Its releases differ in their arguments: any that the operator declares may be passed by name,
+    and the others get neutral values.
     """
     operator = _operator()
     if isinstance(operator, str):
@@ -420,7 +413,7 @@ def library_kernel() -> Kernel | str:
 
 
 def _operator() -> Any:
-    """`torch.ops._vllm_fa3_C.fwd.default`, loading its library if need be, or why there is none."""
+    """Return `torch.ops._vllm_fa3_C.fwd.default`, loading its library if needed, or a reason."""
     if not hasattr(torch.ops._vllm_fa3_C, "fwd"):
         path = _library_path()
         if path is None:

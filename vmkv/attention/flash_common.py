@@ -1,4 +1,4 @@
-"""What all FlashAttention kernels share: limits, window convention, sinks from the log-sum-exp.
+"""Code that all FlashAttention kernels share: limits, window convention, sinks, the Hub's packages.
 
 No kernel is imported here.
 """
@@ -23,14 +23,7 @@ _LOG = logging.getLogger(__name__)
 
 @functools.cache
 def load(repository: str, version: int) -> ModuleType | str:
-    """A kernel's package, or why there is none.
-
-    Args:
-        repository: On the Hub: `"kernels-community/flash-attn3"`.
-        version: Of its interface, as the Hub numbers it.
-
-    Cost: at the first use on a machine some hundred megabytes from the network.
-    """
+    """Return a kernel package of the Hugging Face Hub, or why there is none; downloads it once."""
     try:
         from kernels import get_kernel
     except Exception as error:  # noqa: BLE001  # a release that does not fit others it needs
@@ -51,13 +44,7 @@ DTYPES = (torch.float16, torch.bfloat16)
 def why_not_flash(
     spec: AttentionSpec, *, same_head_sizes: bool, reads_fp8: bool = False
 ) -> str | None:
-    """The limits of every FlashAttention generation, or None when `spec` is within them.
-
-    Args:
-        spec: What is asked for.
-        same_head_sizes: Whether this generation also wants Dk and Dv equal.
-        reads_fp8: Whether it reads keys and values in eight bits.
-    """
+    """Return which limit of every FlashAttention generation `spec` exceeds, or None."""
     if spec.device_type != "cuda":
         return f"it runs on CUDA, not on {spec.device_type}"
     if not torch.cuda.is_available():
@@ -76,16 +63,12 @@ def why_not_flash(
 
 
 class FlashBackend(CheckedBackend):
-    """A FlashAttention kernel as a backend, whose sinks come from its log-sum-exp.
-
-    Attributes:
-        reads_fp8: Whether its rows may be in eight bits.
-    """
+    """A FlashAttention kernel as a backend; sinks are applied from its log-sum-exp."""
 
     reads_fp8 = False
 
     def attend(self, call: Call) -> torch.Tensor:
-        """See `CheckedBackend.attend`."""
+        """Launch the kernel and apply the sinks."""
         check_dtype(self.name, call.query, call.keys, reads_fp8=self.reads_fp8)
         out, logsumexp = self.launch(call)
         if call.sinks is None:
@@ -94,16 +77,11 @@ class FlashBackend(CheckedBackend):
 
     @abc.abstractmethod
     def launch(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-        """Launch the kernel.
-
-        Returns:
-            The output `[Tq, Hq, Dv]`, and the log-sum-exp of the scaled scores as the kernel
-            gives it, `[Hq, Tq]` or `[B, Hq, t]`; anything, where there are no sinks.
-        """
+        """Return the output `[Tq, Hq, Dv]` and its log-sum-exp, `[Hq, Tq]` or `[B, Hq, t]`."""
 
 
 def by_token(logsumexp: torch.Tensor) -> torch.Tensor:
-    """A log-sum-exp `[Hq, Tq]` or `[B, Hq, t]` as `[Tq, Hq]`."""
+    """Reshape a log-sum-exp `[Hq, Tq]` or `[B, Hq, t]` to `[Tq, Hq]`."""
     by_token = logsumexp.transpose(-2, -1)
     return by_token if by_token.ndim == 2 else by_token.flatten(0, 1)
 
@@ -111,7 +89,7 @@ def by_token(logsumexp: torch.Tensor) -> torch.Tensor:
 def check_dtype(
     name: str, query: torch.Tensor, keys: torch.Tensor, *, reads_fp8: bool = False
 ) -> None:
-    """Raise `ConfigError` where a kernel would be handed what it does not compute in."""
+    """Raise `ConfigError` unless the kernel supports the dtypes and device."""
     if keys.dtype == FP8 and not reads_fp8:
         raise ConfigError(f"{name!r} reads no keys and values in {FP8}; select 'flash3' or 'sdpa'")
     if query.dtype not in DTYPES or not query.is_cuda:
@@ -122,10 +100,10 @@ def check_dtype(
 
 
 def window_bounds(causal: bool, window: int | None) -> tuple[int, int]:
-    """The kernels' `(left, right)` of a window; -1 is unbounded.
+    """Return the kernels' `(left, right)` of a window; -1 is unbounded.
 
-    Kernels count neighbours, vmkv counts visible tokens: a window of W is the query itself and
-    W - 1 before it. `causal` closes the right side by itself where there is no window.
+    A vmkv window of W includes the query itself, so `left` is W - 1. `causal` bounds the right side
+    by itself if there is no window.
     """
     if window is None:
         return (-1, -1)
@@ -133,21 +111,13 @@ def window_bounds(causal: bool, window: int | None) -> tuple[int, int]:
 
 
 def apply_sinks(out: torch.Tensor, logsumexp: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
-    """Give an attention output the sinks that its kernel does not know.
+    """Apply sinks `[Hq]` to an output `[Tq, Hq, Dv]`, given its log-sum-exp `[Tq, Hq]`.
 
     A sink s joins the softmax's denominator, exp(lse), and no numerator:
 
         out * exp(lse) / (exp(lse) + exp(s)) = out * sigmoid(lse - s)
 
-    Args:
-        out: `[Tq, Hq, Dv]`, what the kernel returned.
-        logsumexp: `[Tq, Hq] float32`, of the scaled scores.
-        sinks: `[Hq]`.
-
-    Returns:
-        `[Tq, Hq, Dv]` in the dtype of `out`. Queries that see nothing stay zero.
-
-    Cost: three elementwise launches over the output.
+    Queries that see nothing stay zero. Three elementwise launches.
     """
     weight = torch.sigmoid(logsumexp - sinks.float())
     return (out.float() * weight.unsqueeze(-1)).to(out.dtype)

@@ -1,9 +1,8 @@
-"""Small CUDA kernels of our own: compiled by NVRTC on first use, launched natively.
+"""Small CUDA kernels of vmkv: compiled by NVRTC on first use, launched natively.
 
-Triton's launcher takes 14 us of host time and needs a C compiler on the user's machine, while
-NVRTC comes with torch and cuda-python, which are here anyway. A launch takes 3 us.
-
-Arguments are 64-bit words, see vmkv/core/_native/launch.c.
+Triton's launcher takes 14 us of host time and needs a C compiler on the user's machine, while NVRTC
+comes with torch and cuda-python. A launch takes 3 us. Arguments are 64-bit words, see
+vmkv/core/_native/launch.c.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from ..core import _native
 from ..errors import ConfigError, CudaDriverError
 
 FORMATS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
-"""What kernels that compute with numbers call their type."""
+"""Value of `-DFORMAT` by dtype."""
 
 NUMBERS = r"""
 #if FORMAT == 2
@@ -46,18 +45,11 @@ __device__ number as_number(float value) {
 }
 #endif
 """
-"""Numbers of `-DFORMAT`, as bits and as what a kernel computes with."""
+"""CUDA source: conversion between numbers of `-DFORMAT` and float."""
 
 
 class Kernel(NamedTuple):
-    """A compiled kernel on one device.
-
-    Attributes:
-        name: What errors call it.
-        device_index: Its device.
-        launch_fn: The driver's launch function.
-        function: The kernel, as the driver names it.
-    """
+    """A compiled kernel on one device: driver handles of `cuLaunchKernel` and of the function."""
 
     name: str
     device_index: int
@@ -66,13 +58,7 @@ class Kernel(NamedTuple):
 
 
 def launch(kernel: Kernel, num_blocks: int, num_threads: int, stream: int, words: bytes) -> None:
-    """Launch `kernel` with packed 64-bit arguments.
-
-    Raises:
-        CudaDriverError: The launch was refused.
-
-    Cost: 3 us.
-    """
+    """Launch `kernel` with packed 64-bit arguments in 3 us; raises `CudaDriverError` if refused."""
     _, index, launch_fn, function = kernel
     if torch._C._cuda_getDevice() == index:
         status = _native.launch(launch_fn, function, num_blocks, num_threads, stream, words)
@@ -85,20 +71,17 @@ def launch(kernel: Kernel, num_blocks: int, num_threads: int, stream: int, words
 
 @functools.cache
 def compiled(source: str, name: str, device_index: int, *options: str) -> Kernel:
-    """The kernel `name` of `source`, for a device.
+    """Compile the kernel `name` of `source` for a device: 15 to 60 ms, once per device and options.
 
-    Raises:
-        ConfigError: NVRTC refuses the source.
-        CudaDriverError: The driver refuses the kernel.
-
-    Cost: 15 to 60 ms, once per device and options.
+    Raises `ConfigError` if NVRTC refuses the source, `CudaDriverError` if the driver refuses the
+    kernel.
     """
     from cuda.bindings import driver
 
     major, minor = torch.cuda.get_device_capability(device_index)
     binary = assembled(source, name, f"sm_{major}{minor}", *options)
     with torch.cuda.device(device_index):
-        torch.cuda.current_stream()  # Makes sure that the device has its context.
+        torch.cuda.current_stream()  # Creates the device's context.
         # The module lives as long as the process, as torch's own kernels do.
         module = _checked(name, driver.cuModuleLoadData(binary))
         function = _checked(name, driver.cuModuleGetFunction(module, name.encode()))
@@ -107,11 +90,7 @@ def compiled(source: str, name: str, device_index: int, *options: str) -> Kernel
 
 
 def assembled(source: str, name: str, architecture: str, *options: str) -> bytes:
-    """The kernel `name` of `source` for a kind of device; needs none.
-
-    Raises:
-        ConfigError: NVRTC refuses the source, with what it says.
-    """
+    """Compile the kernel `name` of `source` to a cubin; needs no device."""
     from cuda.bindings import nvrtc
 
     flags = [each.encode() for each in (f"--gpu-architecture={architecture}", *options)]

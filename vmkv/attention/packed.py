@@ -1,13 +1,11 @@
-"""Attention of whole prompts over themselves: the packed new keys, and no row at all.
+"""Attention of whole prompts over their own packed keys, without reading rows.
 
-A prompt's first chunk has no past, so its queries need only the keys and values that were just
-computed, which lie packed in one dense tensor. Reading them there, not in their rows, lets the
-fastest kernel do it without its over-read: past the last key it fetches what the tensor holds,
-and the copy engine returns zeros beyond the tensor's end, so no row needs a resident margin.
+A prompt's first chunk has no past, so its queries need only the new keys and values, which lie
+packed in one dense tensor. There the fastest kernel needs no over-read margin: past the last key it
+fetches the tensor's own memory, and beyond the tensor's end the copy engine returns zeros.
 
-On an H200 that is FlashAttention-3, in the packagings that `flash3.py` knows; elsewhere
-FlashAttention-2's varlen kernel, at half its speed. Where there is none, the rows are read like any
-past.
+On Hopper this is FlashAttention-3 (`flash3.py`), elsewhere FlashAttention-2's varlen kernel, at
+half its speed. Without either, prompts read their rows.
 """
 
 from __future__ import annotations
@@ -25,19 +23,14 @@ from .registry import why_not
 
 
 class Beginnings(NamedTuple):
-    """Sequences without a past, packed.
+    """Packed sequences without a past."""
 
-    Attributes:
-        starts: `[B + 1] int32`, where each begins, and the number of all tokens.
-        max_tokens: The longest.
-    """
-
-    starts: torch.Tensor
+    starts: torch.Tensor  # `[B + 1] int32`: offset of each sequence, then the total.
     max_tokens: int
 
 
 class _Call(NamedTuple):
-    """What a kernel is called with; see `PackedAttention.__call__`."""
+    """Arguments of a kernel, as in `PackedAttention.__call__`."""
 
     qkv: Sequence[torch.Tensor]
     starts: torch.Tensor
@@ -49,25 +42,14 @@ class _Call(NamedTuple):
 
 
 class _Kernel(NamedTuple):
-    """From a call to what was attended, and the logarithm of each query's sum `[Hq, T]`.
-
-    Attributes:
-        compute: See above.
-        writes_out: Whether it can write into a tensor it is given.
-    """
+    """A kernel that returns the output and log-sum-exp `[Hq, T]`; some write into `out`."""
 
     compute: Callable[[_Call], tuple[torch.Tensor, torch.Tensor]]
     writes_out: bool = False
 
 
 class PackedAttention:
-    """Causal attention of packed sequences over their own keys, for layers of one kind.
-
-    Args:
-        spec: The kind of layer.
-        name: Of the kernel.
-        kernel: What computes it; see `packed_attention`.
-    """
+    """Causal attention of packed sequences over their own keys, for layers of one kind."""
 
     def __init__(self, spec: AttentionSpec, name: str, kernel: _Kernel):
         self.spec = spec
@@ -82,18 +64,10 @@ class PackedAttention:
         sinks: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend; every sequence's queries and keys are the same tokens.
+        """Attend to packed queries `[T, Hq, D]`, keys `[T, H, D]` and values `[T, H, Dv]`.
 
-        Args:
-            qkv: Queries `[T, Hq, D]`, keys `[T, H, D]` and values `[T, H, Dv]`, sequence after
-                sequence; any strides whose last is 1.
-            sequences: Where each lies.
-            scale: What scores are multiplied by.
-            sinks: `[Hq]`, see `AttentionSpec.has_sinks`.
-            out: `[T, Hq, Dv]`, where the kernel is to write, if it can.
-
-        Returns:
-            `[T, Hq, Dv]`: `out`, or a new tensor.
+        Returns `[T, Hq, Dv]`: `out`, where the kernel can write into it, or a new tensor. Any
+        strides with a last stride of 1.
         """
         window = window_bounds(causal=True, window=self.spec.window)
         into = out if self._kernel.writes_out and sinks is None else None
@@ -105,12 +79,11 @@ class PackedAttention:
 
 
 def packed_attention(spec: AttentionSpec) -> PackedAttention | None:
-    """The best kernel for layers of this kind on this machine; None where there is none.
+    """Return the best kernel for layers of this kind on this machine; None if there is none.
 
-    Nor is there one for rows in eight bits: a prompt that saw its own keys before they were rounded
-    would say something else than one that goes on from a prefix, or is computed in chunks.
-
-    Cost: the first call may load a kernel library. Call it when a model is set up.
+    None for float8 rows: a prompt that attends to keys before rounding would give other results
+    than one continued from a prefix or computed in chunks. The first call may load a kernel
+    library.
     """
     if spec.is_fp8:
         return None
@@ -130,12 +103,12 @@ def _flash3_kernel() -> _Kernel | None:
     library = _flash3_library_kernel()
     if library is not None:
         return library
-    of_hub = flash3.of_hub()  # Last, which may take the network.
+    of_hub = flash3.of_hub()  # Last, because it may use the network.
     return None if isinstance(of_hub, str) else _over_varlen(of_hub.flash_attn_varlen_func)
 
 
 def _over_varlen(flash_attn_varlen_func: Callable[..., Any]) -> _Kernel:
-    """The kernel behind the package's function."""
+    """Wrap the package's `flash_attn_varlen_func` as a `_Kernel`."""
 
     def compute(call: _Call) -> tuple[torch.Tensor, torch.Tensor]:
         out, logsumexp, *_ = flash_attn_varlen_func(
@@ -159,7 +132,7 @@ def _flash3_library_kernel() -> _Kernel | None:
     library = flash3.library_kernel()
     if isinstance(library, str):
         return None
-    # What a build knows may be passed by name.
+    # These arguments must exist in the build.
     known = {argument.name for argument in flash3._operator()._schema.arguments}
     if not known >= {"out", "cu_seqlens_k", "max_seqlen_k"}:
         return None

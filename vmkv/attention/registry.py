@@ -1,27 +1,21 @@
-"""Which backend serves a layer: by capability in a fixed order, or by name.
+"""Selection of the backend that serves a layer: by capability in a fixed order, or by name.
 
-Order, and why (one H200, Llama-3-8B shape, all layers interleaved):
+The order, with measurements (one H200, Llama-3-8B shape, all layers interleaved):
 
   flash2   decode 221 us a layer; no over-read, so rows need no resident margin
   flash3   decode 207 us and the faster prefill, but its over-read keeps one key tile of every row
-           resident (176 tokens at head size 128: 22 MiB a sequence of Llama-3-8B)
+           resident (176 tokens at head size 128: 22 MiB a sequence); memory takes precedence
   torch    FlashAttention-2 without a package, 371-376 us: its varlen kernel splits less well
-  sdpa     anything else, everywhere
+  sdpa     any other layer, on any device
 
-Rows in eight bits are read in place by flash3 alone; sdpa decodes them. flash2 and flash3 are
-packages of their own, or come from the Hugging Face Hub (`flash_common.py`)
+flash3 reads float8 rows in place; sdpa decodes them, except in decode batches on CUDA. `reference`
+is a test oracle, chosen only by name. FlashAttention-4 (`flash-attn-4`) prefills as fast as flash3
+on Hopper, but its compiler fails in an engine, and it splits no sequence's keys; FlashInfer plans
+every step on the host, 90 to 600 us.
 
-Memory is what this project is for, so the 7 % of decode attention that flash3 would gain are
-left to those who name it. `reference` is never chosen, only named: it is an oracle.
-
-Not among them: FlashAttention-4 (`flash-attn-4`, pip alone). Called by hand on rows as pages of a
-page table its Hopper kernels prefill as fast as flash3 (917 us for 8,192 tokens, torch 1,723), but
-an engine does not get through its compiler, which runs at every first use, and it splits no
-sequence's keys. FlashInfer plans every step on the host, 90 to 600 us.
-
-A package can be installed and still lack the one kernel that is asked for (builds are often
-narrowed to some head sizes or options), which only a launch can tell. So a CUDA backend that
-claims to serve a layer must first prove it on one token, once per process and kind of layer.
+An installed package may lack the kernel for a layer (builds are often narrowed to some head sizes
+or options), which only a launch reveals. So a CUDA backend that claims to serve a layer must first
+attend to one token, once per process and kind of layer.
 """
 
 from __future__ import annotations
@@ -41,7 +35,7 @@ ORDER = ("flash2", "flash3", "torch", "sdpa")
 
 
 DECODING = ("sdpa", "reference")
-"""Backends that read rows in eight bits by way of a tensor of the query's type."""
+"""Backends that decode float8 rows into a tensor of the query's type."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -59,21 +53,21 @@ _FACTORIES: dict[str, Callable[[], AttentionBackend]] = {
     "flash2": _lazy("flash2", "Flash2Backend"),
     "torch": _lazy("torch_flash", "TorchFlashBackend"),
     "sdpa": _lazy("sdpa", "SdpaBackend"),
-    "reference": _lazy("reference", "ReferenceBackend"),
+    "reference": _lazy("sdpa", "ReferenceBackend"),
 }
 
 
 def backend_names() -> tuple[str, ...]:
-    """Every name `select` and `get` know; whether one can run is for `why_not` to say."""
+    """Return the names that `select` and `get` accept, whether or not the backends can run here."""
     return tuple(_FACTORIES)
 
 
 def register(name: str, factory: Callable[[], AttentionBackend]) -> None:
-    """Add a backend of your own, to be selected by name.
+    """Add a backend, to be selected by name.
 
     Args:
         name: A new name.
-        factory: Called once, at first use.
+        factory: Makes the backend; called once, at first use.
 
     Raises:
         ConfigError: The name is taken.
@@ -84,10 +78,10 @@ def register(name: str, factory: Callable[[], AttentionBackend]) -> None:
 
 
 def get(name: str) -> AttentionBackend:
-    """The backend called `name`, whether or not it can run here.
+    """Return the backend called `name`, whether or not it can run here.
 
     Raises:
-        ConfigError: There is none; the message lists those there are.
+        ConfigError: There is none; the message lists the known names.
     """
     if name not in _FACTORIES:
         raise ConfigError(
@@ -97,9 +91,9 @@ def get(name: str) -> AttentionBackend:
 
 
 def why_not(name: str, spec: AttentionSpec) -> str | None:
-    """Why backend `name` cannot serve `spec` on this machine, or None when it can.
+    """Return why backend `name` cannot serve `spec` on this machine, or None if it can.
 
-    Asks the backend, then has it attend to one token on CUDA, once per `spec` and process.
+    On CUDA the backend also attends to one token, once per `spec` and process.
 
     Raises:
         ConfigError: There is no backend of that name.
@@ -112,19 +106,18 @@ def why_not(name: str, spec: AttentionSpec) -> str | None:
 
 
 def select(spec: AttentionSpec, name: str | None = None) -> AttentionBackend:
-    """The backend to serve a layer with.
+    """Return the backend to serve a layer with.
 
     Args:
-        spec: What the layer asks for.
-        name: Take this backend and no other; None takes the first of `ORDER` that can.
+        spec: The layer.
+        name: Name of the only acceptable backend; None for the first of `ORDER` that can serve it.
 
     Raises:
-        ConfigError: The named backend cannot serve it, or none can. The message says what is
-            missing, and which backend would serve it.
+        ConfigError: The named backend cannot serve the layer, or none can; the message gives the
+            reasons and, for a named one, an alternative.
 
     Cost: the first call for a kind of layer may import a package and launch a tiny kernel;
-        later ones look in a table. Call it when a model is set up, not in every step, and not
-        while a CUDA graph is captured.
+        later ones look in a table. Call it when a model is set up, never in a CUDA graph capture.
     """
     if name is not None:
         reason = why_not(name, spec)
@@ -161,7 +154,7 @@ def _say_that_it_decodes(name: str, device_type: str) -> None:
 
 @functools.cache
 def _trial(name: str, spec: AttentionSpec) -> str | None:
-    """What the backend says when it is really asked, for one sequence of one token."""
+    """Attend to one token of one sequence; return the error if the backend fails."""
     backend = get(name)
     device = torch.device("cuda", torch.cuda.current_device())
     row_tokens = 1 + backend.overread_tokens(spec.k_dim, spec.v_dim, spec.kv_dtype)

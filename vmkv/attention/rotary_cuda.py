@@ -1,13 +1,11 @@
-"""Rotary embedding and append as one CUDA kernel: queries and keys are turned on their way.
+"""Rotary embedding and append fused in one CUDA kernel, one block per token.
 
-Compilers make two kernels of the embedding, one for queries and one for keys, whose results the
-append reads again: three launches a layer where this is one, and of a decode step of an 8B model
-64 of some 470 kernels. It is the form that most models have, in which a half of a head's numbers is
-turned with the other:
+Compiled code takes three launches a layer: queries, keys, append. This kernel replaces them, which
+saves 64 of some 470 kernels in an 8B model's decode step. It pairs the halves of a head,
 
     out = x * cos + cat(-x[half:], x[:half]) * sin
 
-computed in float32 and rounded once, as compiled code does. One block turns one token.
+in float32, rounded once, as compiled code does.
 """
 
 from __future__ import annotations
@@ -138,10 +136,7 @@ def can_rotate(
     keys: torch.Tensor,
     values: torch.Tensor,
 ) -> bool:
-    """Whether `append_rotated` takes these: 16-bit numbers on CUDA, all of them aligned.
-
-    Cost: comparisons on the host.
-    """
+    """Whether `append_rotated` takes these tensors: 16-bit numbers on CUDA, aligned to 16 bytes."""
     dim, dtype = query.shape[2], query.dtype
     if not query.is_cuda or dtype not in _DTYPES or dim % 16 or value.shape[2] % 8:
         return False
@@ -175,24 +170,10 @@ def append_rotated(
     *,
     keep_keys: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Turn packed queries and keys, and write keys and values behind what their rows hold.
+    """Rotate packed queries and keys by `cos`, `sin` `[Tq, D]`; append keys and values to the rows.
 
-    Args:
-        query: `[Tq, Hq, D]`, before the embedding.
-        key: `[Tq, H, D]`, likewise.
-        value: `[Tq, H, Dv]`.
-        cos: `[Tq, D]`, of each token's position.
-        sin: `[Tq, D]`, likewise.
-        keys: See `append`, as for `values`, `batch` and `scales`.
-        values: See there.
-        batch: See there.
-        scales: See there.
-        keep_keys: Whether the turned keys are wanted beside the rows.
-
-    Returns:
-        The turned queries `[Tq, Hq, D]`, and the turned keys `[Tq, H, D]` or None; new tensors.
-
-    Cost: one launch. Arguments are those that `can_rotate`; nothing is checked here.
+    Other arguments as in `append`; unchecked, see `can_rotate`. Returns the rotated queries `[Tq,
+    Hq, D]` and, with `keep_keys`, the rotated keys `[Tq, H, D]`; new tensors. One launch.
     """
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     kept = torch.empty(key.shape, dtype=key.dtype, device=key.device) if keep_keys else None

@@ -1,24 +1,17 @@
-"""`torch.nn.functional.scaled_dot_product_attention`, sequence by sequence: works everywhere.
+"""SDPA backend over `torch.nn.functional.scaled_dot_product_attention`, and the reference oracle.
 
-The default on CPU and the last resort on CUDA. Every sequence is a view cut to exactly the keys
-its queries can see (its length, less left padding, less what lies before the window), so nothing
-past the mapped part is touched and the past is not copied; unless rows hold it in eight bits, which
-SDPA does not read: then the cut is decoded into a tensor of the query's type, sequence by sequence,
-or on CUDA, where each has one query, read in place by a kernel of our own (`decode_fp8.py`).
+SDPA is the default on CPU and the last resort on CUDA. Each sequence is a view cut to the keys that
+its queries see, so nothing unmapped is read and nothing is copied. Float8 rows are decoded per
+sequence, or read in place by `decode_fp8.py` where each sequence has one query on CUDA. Cases:
 
-Three cases, from cheap to dear:
-
-  one query           all keys of the cut are visible: no mask. The query heads of one key/value
-                      head are folded into the query dimension, so its keys are read once.
-  no past, no window  SDPA's own `is_causal`, which is aligned at the top left: the same thing
-                      when there are as many queries as keys.
+  one query           no mask; the query heads of one key/value head are folded into the query
+                      dimension, so its keys are read once.
+  no past, no window  SDPA's own `is_causal`, aligned at the top left: equivalent if there are as
+                      many queries as keys.
   otherwise           a boolean mask aligned at the bottom right, heads folded as above.
 
-SDPA knows neither soft caps nor sinks; those go to the plain math of `sdpa.py`, a bounded
-number of queries at a time.
-
-Rejected: one padded SDPA call for the whole batch. It needs a gather of the past, or views over
-memory that is not mapped.
+SDPA has neither soft caps nor sinks; `_plain` computes those, a bounded number of queries at a
+time. One padded SDPA call for the whole batch would need a gather of past tokens.
 """
 
 from __future__ import annotations
@@ -41,7 +34,7 @@ def visible_keys(
     window: int | None,
     device: torch.device | None = None,
 ) -> torch.Tensor:
-    """Which keys each query sees: `[num_queries, num_keys] bool`, aligned at the bottom right.
+    """Return which keys each query sees: `[num_queries, num_keys] bool`, aligned bottom right.
 
     The last query is at the last key's position; queries before the first key see nothing.
     """
@@ -64,22 +57,11 @@ def attend(
     sinks: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Attention of one sequence, computed in `dtype`.
+    """Compute the attention of one sequence in `dtype`; zeros where a query sees nothing.
 
-    Args:
-        query: `[Tq, Hq, Dk]`.
-        key: `[Tk, H, Dk]`.
-        value: `[Tk, H, Dv]`.
-        seen: `[Tq, Tk] bool`, from `visible_keys`.
-        scale: What scores are multiplied by.
-        softcap: See `AttentionSpec.softcap`.
-        sinks: `[Hq]` or None.
-        dtype: What to compute in.
-
-    Returns:
-        `[Tq, Hq, Dv]` in `dtype`; zeros where a query sees nothing.
-
-    Cost: materialises `Hq * Tq * Tk` scores and repeats keys and values to Hq heads.
+    Shapes: `query [Tq, Hq, Dk]`, `key [Tk, H, Dk]`, `value [Tk, H, Dv]`, `seen [Tq, Tk] bool`;
+    returns `[Tq, Hq, Dv]`. Materialises `Hq * Tq * Tk` scores, and keys and values repeated to Hq
+    heads.
     """
     groups = query.shape[1] // key.shape[1]
     queries = query.to(dtype).transpose(0, 1)
@@ -93,19 +75,15 @@ def attend(
         column = sinks.to(dtype)[:, None, None].expand(-1, scores.shape[1], 1)
         scores = torch.cat([scores, column], dim=2)
     weights = torch.softmax(scores, dim=2)[:, :, : key.shape[0]]
-    # A query that sees nothing makes the softmax of nothing, NaN; kernels return zeros.
+    # The softmax over no key is NaN; kernels return zeros.
     weights = weights.masked_fill(~seen.any(dim=1, keepdim=True), 0.0)
     return (weights @ values).transpose(0, 1)
 
 
 class ReferenceBackend(CheckedBackend):
-    """The oracle as a backend; see `AttentionBackend`. Serves anything, slowly.
+    """The oracle as a backend, computing in `dtype`: slow, for any layer.
 
-    It reads lengths on the host, so on CUDA it synchronises once for a batch that was not built
-    by `AttentionBatch.build`.
-
-    Args:
-        dtype: What to compute in; the tests also use float64, and the inputs' own.
+    On CUDA it synchronises once for a batch that was not built by `AttentionBatch.build`.
     """
 
     name = "reference"
@@ -116,15 +94,15 @@ class ReferenceBackend(CheckedBackend):
     def overread_tokens(
         self, k_dim: int, v_dim: int | None = None, kv_dtype: torch.dtype | None = None
     ) -> int:
-        """0: rows are cut to their exact length."""
+        """Return 0: rows are cut to their exact length."""
         return 0
 
     def why_not(self, spec: AttentionSpec) -> str | None:
-        """None, always."""
+        """Return None: every layer is supported."""
         return None
 
     def attend(self, call: Call) -> torch.Tensor:
-        """See `CheckedBackend.attend`."""
+        """Attend sequence by sequence in plain math."""
         query, keys, values, batch, scale, causal, window, softcap, sinks, scales, _ = call
         wide = torch.promote_types(query.dtype, self._dtype)
         out = query.new_empty(*query.shape[:2], values.shape[3])
@@ -154,14 +132,13 @@ class ReferenceBackend(CheckedBackend):
 # ---- sdpa ----------------------------------------------------------------------------------------
 
 SCORES_AT_ONCE = 2**24
-"""How many scores the plain math materialises at most: 64 MiB in float32."""
+"""Most scores that the plain math materialises at once: 64 MiB in float32."""
 
 
 class SdpaBackend(CheckedBackend):
-    """SDPA as a backend; see `AttentionBackend`.
+    """SDPA as an `AttentionBackend`, with at least one launch per sequence.
 
-    It launches once or more per sequence and reads lengths on the host: on CUDA it synchronises
-    once for a batch that was not built by `AttentionBatch.build`.
+    On CUDA it synchronises once for a batch that was not built by `AttentionBatch.build`.
     """
 
     name = "sdpa"
@@ -169,15 +146,15 @@ class SdpaBackend(CheckedBackend):
     def overread_tokens(
         self, k_dim: int, v_dim: int | None = None, kv_dtype: torch.dtype | None = None
     ) -> int:
-        """0: rows are cut to their exact length."""
+        """Return 0: rows are cut to their exact length."""
         return 0
 
     def why_not(self, spec: AttentionSpec) -> str | None:
-        """Only what is not floating."""
+        """Refuse dtypes that are not floating."""
         return None if spec.dtype.is_floating_point else f"{spec.dtype} is not floating"
 
     def attend(self, call: Call) -> torch.Tensor:
-        """See `CheckedBackend.attend`."""
+        """Attend sequence by sequence, over views cut to the visible keys."""
         if call.sinks is None and decode_fp8.serves(call):
             return decode_fp8.decode(call)[0]
         query, keys, values, batch, scale, causal, window, softcap, sinks, scales, _ = call
@@ -218,7 +195,7 @@ def _sdpa(
     causal: bool,
     window: int | None,
 ) -> torch.Tensor:
-    """One sequence, `[Tq, Hq, Dk]` against `[Tk, H, D]`; every query sees at least one key."""
+    """Attend from `[Tq, Hq, Dk]` to `[Tk, H, D]` of a sequence; each query sees some key."""
     queries, heads, _ = query.shape
     kv_heads = key.shape[1]
     k, v = key.transpose(0, 1)[None], value.transpose(0, 1)[None]
@@ -251,7 +228,7 @@ def _plain(
     softcap: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """One sequence in float32 (or better), some queries at a time so that scores stay small."""
+    """Attend in at least float32, in slices of queries of at most `SCORES_AT_ONCE` scores."""
     queries, heads, _ = query.shape
     dtype = torch.promote_types(query.dtype, torch.float32)
     seen = visible_keys(queries, key.shape[0], causal=causal, window=window, device=query.device)

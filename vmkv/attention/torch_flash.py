@@ -1,13 +1,11 @@
-"""torch's own FlashAttention, for ragged batches: needs no package beyond torch.
+"""torch's own FlashAttention-2 kernels for ragged batches: no package beyond torch.
 
 `torch.nn.attention.varlen.varlen_attn` over the flat view, with each row's start in place of a
-cumulative length and its length in `seqused_k`. Releases whose public function does not take
-`seqused_k` yet have it on the operator below, `aten::_flash_attention_forward`, with the same
-kernels behind it.
+cumulative length and its length in `seqused_k`. In releases whose public function lacks
+`seqused_k`, the operator `aten::_flash_attention_forward` takes it.
 
-They are FlashAttention-2 kernels: every fetch is predicated, `overread_tokens` is 0. torch passes
-no soft cap through. Left padding is skipped by moving the row's start, sinks come from the
-returned log-sum-exp.
+Every fetch is predicated, so `overread_tokens` is 0. torch passes no soft cap through. Left padding
+moves a row's start, and sinks are applied from the returned log-sum-exp.
 """
 
 from __future__ import annotations
@@ -27,18 +25,18 @@ Varlen = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 class TorchFlashBackend(FlashBackend):
-    """torch's FlashAttention as a backend; see `AttentionBackend`."""
+    """torch's FlashAttention as an `AttentionBackend`."""
 
     name = "torch"
 
     def overread_tokens(
         self, k_dim: int, v_dim: int | None = None, kv_dtype: torch.dtype | None = None
     ) -> int:
-        """0: the kernel predicates every key row by the sequence's length."""
+        """Return 0: the kernel predicates every key row by the sequence's length."""
         return 0
 
     def why_not(self, spec: AttentionSpec) -> str | None:
-        """The limits of FlashAttention-2, no soft cap, and a torch built with it."""
+        """Check the limits of FlashAttention-2, no soft cap, and torch's build."""
         limit = why_not_flash(spec, same_head_sizes=True)
         if limit is not None:
             return limit
@@ -51,7 +49,7 @@ class TorchFlashBackend(FlashBackend):
         return None if _varlen() is not None else f"torch {torch.__version__} has no seqused_k"
 
     def launch(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `FlashBackend.launch`."""
+        """Launch the varlen kernel over the flat view."""
         varlen, batch = _varlen(), call.batch
         if call.softcap or varlen is None:
             raise ConfigError(
@@ -62,8 +60,8 @@ class TorchFlashBackend(FlashBackend):
         elif call.causal and batch.max_query_tokens > 1:
             bounds = (-1, 0)
         else:
-            # A single query is the last token and sees everything. Saying so, instead of
-            # "causal", lets the kernel handle a group's query heads together and split the keys.
+            # A single query is the last token and sees every key. Unbounded instead of causal lets
+            # the kernel handle a group's query heads together and split the keys.
             bounds = (-1, -1)
         return varlen(
             call.query,
@@ -81,10 +79,11 @@ class TorchFlashBackend(FlashBackend):
 
 @functools.cache
 def _varlen() -> Varlen | None:
-    """A function `(q, k, v, starts_q, starts_k, max_q, max_k, *, scale, window_size, seqused_k)`.
+    """Return torch's varlen attention: the public function if it suits, else the operator.
 
-    The public one where it can, the operator where it must; both return the output and the
-    log-sum-exp `[Hq, Tq]`. None where neither takes `seqused_k`.
+    Its arguments are `(q, k, v, starts_q, starts_k, max_q, max_k, *, scale, window_size,
+    seqused_k)`; it returns the output and the log-sum-exp `[Hq, Tq]`. None if neither takes
+    `seqused_k`.
     """
     public = _public_varlen()
     if public is not None:

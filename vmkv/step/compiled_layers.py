@@ -1,19 +1,16 @@
-"""A model's decoder layers, compiled: one of them, for all of them, for any number of tokens.
+"""Compiled decoder layers: one compilation per kind of layer, for any number of tokens.
 
-All layers of a kind run the same code over other weights, so one is compiled and serves the rest:
-seconds where the whole model would take minutes. What the compiler gains is in between the
-matrix products, which stay the library's: norms, rotary embeddings, activations and residuals
-become a few kernels instead of some twenty-five.
+Layers of a kind run the same code over different weights, so one compilation serves them all:
+seconds where the whole model would take minutes. The compiler fuses norms, rotary embeddings,
+activations and residuals, some twenty-five kernels, into a few. There are two variants:
 
-There are two variants:
+  one token   products with a single row are dot products, fused with the norm before and the
+              residual after, and tuned to read weights at full speed
+  many        the number of tokens is a symbol, so that nothing is recompiled; products are the
+              library's, and each layer computes the next one's first norm (`early_norms.py`)
 
-  one token   products with a single row are dot products: written as such, they take in the
-              norm before and the residual after, and are tuned to read weights at full speed;
-              where ranks add between them, norms are the sums' (`norms_of_sums.py`), as with many
-  many        the number of tokens is a symbol, so that nothing is ever compiled again; each
-              layer computes the norm that the next begins with (`early_norms.py`)
-
-The last norm is compiled likewise. The rest (embedding, rotary angles, head) runs as it is.
+Where ranks add between layers, norms are fused with the sums (`norms_of_sums.py`) in both variants.
+The last norm is compiled too; embedding, rotary angles and head run eagerly.
 """
 
 from __future__ import annotations
@@ -33,16 +30,11 @@ _Compiled = Callable[..., Any]
 
 
 class CompiledLayers:
-    """Makes a model's layers run compiled, until `close`; but see `stand_aside`.
+    """Makes a model's layers run compiled, until `stand_aside` or `close`.
 
-    Args:
-        model: A transformers causal language model.
-        backend: `"inductor"`, or another backend of `torch.compile`, for tests.
-        tune: Search for the fastest tiling of the one-token products: tens of seconds, once.
-
-    Raises:
-        ConfigError: The decoder's layers cannot be told, or somebody has wrapped one's `forward`.
-            Nothing has changed.
+    `backend` is one of `torch.compile`; `tune` searches for the fastest tiling of the one-token
+    products, tens of seconds once. Raises `ConfigError`, with the model unchanged, if the decoder's
+    layers are not found or one's `forward` is wrapped.
     """
 
     def __init__(self, model: Any, *, backend: str = "inductor", tune: bool = True):
@@ -69,13 +61,13 @@ class CompiledLayers:
             module.forward = functools.partial(self._run, module)
 
     def stand_aside(self) -> None:
-        """Let the layers run as before, but for `in_place`. What was compiled is kept."""
+        """Let the layers run eagerly outside `in_place`; compiled code is kept."""
         for module in self._compiled:
             vars(module).pop("forward", None)
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """While this lasts, layers that stand aside run compiled."""
+        """Context in which layers that stand aside run compiled."""
         self._step_in()
         try:
             yield
@@ -101,7 +93,7 @@ class CompiledLayers:
         return out
 
     def _early(self, module: Any, hidden: torch.Tensor) -> torch.Tensor | None:
-        """What the layer before has made of `hidden`, if that is this module's norm of it."""
+        """Return this module's norm of `hidden` if the previous layer computed it, else None."""
         handed, self._handed = self._handed, None
         return None if handed is None else handed.of(module, hidden)
 
@@ -120,18 +112,14 @@ class CompiledLayers:
         return variant
 
     def close(self) -> None:
-        """Let the layers run as before. Idempotent."""
+        """Restore the model's own layers. Idempotent."""
         self.stand_aside()
         early_norms.undo(self._decoder, self._last)
         joined_layers.separate(self._model)
 
 
 def decoder_layers(model: Any) -> Sequence[Any]:
-    """The decoder's layers, in order.
-
-    Raises:
-        ConfigError: The model has no list of as many layers as its configuration says.
-    """
+    """Return the decoder's layers, in order; `ConfigError` if no list matches the configuration."""
     decoder = model.get_decoder()
     wanted = decoder.config.get_text_config(decoder=True).num_hidden_layers
     for module in decoder.modules():
@@ -144,17 +132,17 @@ def decoder_layers(model: Any) -> Sequence[Any]:
 
 
 def _last_norm(model: Any) -> list[Any]:
-    """The norm after the layers, under the name that most models give it; or nothing."""
+    """Return the norm after the layers, in a list; empty if there is none by the usual name."""
     norm = getattr(model.get_decoder(), "norm", None)
     is_plain = isinstance(norm, torch.nn.Module) and not list(norm.children())
     return [norm] if is_plain and "forward" not in vars(norm) else []
 
 
 def _with_own_code(forward: Any) -> Any:
-    """The same function, of which the compiler has seen nothing yet.
+    """Copy a function with a code object of its own.
 
-    It counts what it compiles by code object and gives up silently after eight: another model of
-    the same class, served earlier in the process, must not have used them up.
+    torch.compile counts compilations by code object and gives up silently after eight; models of
+    the same class served earlier in the process must not use them up.
     """
     if not isinstance(forward, types.FunctionType):
         return forward
@@ -170,9 +158,9 @@ def _with_own_code(forward: Any) -> Any:
 
 
 def _compiler(backend: str, patches: dict[str, Any]) -> Callable[..., Any]:
-    """A backend of `torch.compile`: what operators of our own do is given to them, then `backend`.
+    """Return a `torch.compile` backend that applies vmkv's graph passes, then `backend`.
 
-    A new function each time, because code compiled for one backend is not used for another.
+    A new function each time, because code compiled for one backend is not reused for another.
     """
 
     def compiled(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:

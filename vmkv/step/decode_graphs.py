@@ -1,9 +1,8 @@
-"""Decode steps as graphs: one token of every sequence.
+"""CUDA graphs of decode steps: one new token per sequence, for packed steps and fixed batches.
 
-A bucket is a number of sequences and an upper bound of their lengths. The bound matters to few
-sequences only. A kernel that splits a row over the device cuts it by that bound, so with a bound of
-128k a row of 2k would be one split's work; where there are as many sequences as the device can hold
-at once nothing is split, and one graph serves any length.
+A bucket is a number of sequences and an upper bound of their lengths. Kernels that split rows over
+the device cut them by that bound: with a bound of 128k, a row of 2k would be one split. With enough
+sequences to fill the device nothing is split, and one graph serves any length.
 """
 
 from __future__ import annotations
@@ -21,22 +20,20 @@ from .row_attention import StepParts
 
 # ---- decode graphs -------------------------------------------------------------------------------
 
-#: Lines of a step's input: slots, rows, tokens before, tokens after, and the token from the host,
-#: or -1 where it is on the device.
+#: Lines of a step's input: slots, rows, tokens before, tokens after, and the token from the host
+#: (-1 if it is on the device).
 _LINES = 5
 _SHORTEST_TOKENS = 1024
 
 Bucket = tuple[int, int]
-"""How many sequences, and how long at most."""
+"""Number of sequences, and the bound of their lengths in tokens."""
 
 
 class DecodeGraphs(StepGraphs[Bucket]):
     """The decode graphs of one stepper.
 
-    Args:
-        space: What they share with others.
-        split_below: How many sequences keep the device busy without being split.
-        few: Have few widths, which waste more.
+    Batches of `split_below` or more sequences get no length buckets; `few` gives fewer widths,
+    which pad more.
     """
 
     name = "decode steps"
@@ -50,14 +47,14 @@ class DecodeGraphs(StepGraphs[Bucket]):
         self._starts = torch.arange(widest + 1, dtype=torch.int32, device=space.device)
 
     def key(self, batch_size: int, longest: int) -> Bucket:
-        """The bucket of so many sequences of at most `longest` tokens."""
+        """Return the bucket of `batch_size` sequences of at most `longest` tokens."""
         width = self.batch_buckets[bisect_left(self.batch_buckets, batch_size)]
         if width >= self._split_below:
             return width, self.space.max_tokens
         return width, self.length_buckets[bisect_left(self.length_buckets, longest)]
 
     def keys(self) -> Sequence[Bucket]:
-        """See `StepGraphs.keys`."""
+        """Return all buckets, the largest first."""
         found: list[Bucket] = []
         for width in reversed(self.batch_buckets):
             if width >= self._split_below:
@@ -67,7 +64,7 @@ class DecodeGraphs(StepGraphs[Bucket]):
         return found
 
     def fill(self, key: Bucket, pieces: Sequence[Piece]) -> torch.Tensor:
-        """The input of a step in which `pieces` decode, on the host."""
+        """Return a step's input for decoding `pieces`, on the host."""
         width, count = key[0], len(pieces)
         host, flat = pinned(_LINES * width, self.space.device)
         lines = flat.reshape(_LINES, width)
@@ -84,15 +81,15 @@ class DecodeGraphs(StepGraphs[Bucket]):
         return host
 
     def empty(self, key: Bucket) -> torch.Tensor:
-        """See `StepGraphs.empty`."""
+        """Return the input of a step of padding, on the host."""
         return self.fill(key, [])
 
     def needs_warm_up(self, key: Bucket) -> bool:
-        """Products with a single row are compiled by themselves, and kernels tuned for them."""
+        """Whether the bucket has one sequence: those layers are compiled and tuned separately."""
         return key[0] == 1
 
     def step(self, key: Bucket, integers: torch.Tensor) -> None:
-        """See `StepGraphs.step`."""
+        """Run the step: tokens from the host or the slots, to `GraphSpace.take`."""
         width, bound = key
         lines = integers[: _LINES * width].view(_LINES, width)
         space = self.space
@@ -115,16 +112,9 @@ def decode_parts(
     max_num_tokens: int,
     left_pad: torch.Tensor | None = None,
 ) -> StepParts:
-    """A step in which every sequence decodes, as attention sees it.
+    """Describe a step in which every sequence decodes, for attention.
 
-    Args:
-        capacities: Of rows, as `row_capacities` says.
-        rows: `[B] int32`, on the device as all that follow.
-        tokens_before: `[B] int32`, in the rows before the step.
-        num_tokens: `[B] int32`, after it.
-        query_starts: `[B + 1] int32`: 0, 1, …
-        max_num_tokens: An upper bound of `num_tokens`.
-        left_pad: See `AttentionBatch`.
+    Vectors are `int32` on the device, `[B]`; `query_starts [B + 1]` is 0, 1, ….
     """
     batches = {}
     for capacity in capacities:
@@ -142,12 +132,7 @@ def decode_parts(
 
 
 def batch_buckets(max_batch: int, *, few: bool = False) -> list[int]:
-    """Widths of graphs: powers of two to 8, then steps that waste at most an eighth or so.
-
-    Args:
-        max_batch: The widest.
-        few: Powers of two all the way: each may waste a half.
-    """
+    """Return graph widths to `max_batch`: powers of two to 8, then finer; if `few`, only powers."""
     widths, width = [], 1
     while width < max_batch:
         widths.append(width)
@@ -159,7 +144,7 @@ def batch_buckets(max_batch: int, *, few: bool = False) -> list[int]:
 
 
 def length_buckets(max_tokens: int) -> list[int]:
-    """Bounds of lengths: powers of two and halfway between, to `max_tokens`."""
+    """Return bounds of lengths: powers of two and midpoints, up to `max_tokens`."""
     bounds, bound = [], _SHORTEST_TOKENS
     while bound < max_tokens:
         bounds += [bound, bound * 3 // 2]
@@ -174,27 +159,16 @@ _BATCH_LINES = 2
 
 
 class BatchBucket(NamedTuple):
-    """What a step is captured for.
-
-    Attributes:
-        max_num_tokens: How long the rows are at most; see `decode_graphs.py`.
-        is_padded: Whether `BatchGraphs.left_pad` counts.
-    """
+    """Key of a batch graph: the bound of the rows' lengths, and whether `left_pad` applies."""
 
     max_num_tokens: int
     is_padded: bool
 
 
 class BatchGraphs(StepGraphs[BatchBucket]):
-    """The graphs of one batch, of as many sequences as `space` has room for.
+    """The decode graphs of one fixed batch of `space.max_num_seqs` sequences.
 
-    Args:
-        space: What they share with others.
-        split_below: See `DecodeGraphs`.
-
-    Attributes:
-        positions: `[B] int64`, of the new tokens; written before a step.
-        left_pad: `[B] int32`, how many leading tokens of each row nothing attends to; likewise.
+    The caller writes `positions` and `left_pad` before a step.
     """
 
     name = "decode steps of a batch"
@@ -205,16 +179,18 @@ class BatchGraphs(StepGraphs[BatchBucket]):
         self._bounds = length_buckets(space.max_tokens)
         if width >= split_below:
             self._bounds = [space.max_tokens]
+        # `[B]`: positions of the new tokens.
         self.positions = torch.zeros(width, dtype=torch.int64, device=space.device)
+        # `[B]`: leading tokens of each row that are not attended to.
         self.left_pad = torch.zeros(width, dtype=torch.int32, device=space.device)
         self._starts = torch.arange(width + 1, dtype=torch.int32, device=space.device)
 
     def key(self, num_tokens: int, *, is_padded: bool) -> BatchBucket:
-        """The bucket of rows that hold `num_tokens` after the step."""
+        """Return the bucket of rows that hold `num_tokens` after the step."""
         return BatchBucket(self._bounds[bisect_left(self._bounds, num_tokens)], is_padded)
 
     def keys(self) -> Sequence[BatchBucket]:
-        """See `StepGraphs.keys`."""
+        """Return all buckets, the largest first."""
         return [
             BatchBucket(bound, is_padded)
             for bound in reversed(self._bounds)
@@ -222,18 +198,18 @@ class BatchGraphs(StepGraphs[BatchBucket]):
         ]
 
     def fill(self, num_tokens: int) -> torch.Tensor:
-        """The input of a step after which rows hold `num_tokens`, on the host."""
+        """Return the input of a step after which rows hold `num_tokens`, on the host."""
         width = self.space.max_num_seqs
         host, flat = pinned(_BATCH_LINES * width, self.space.device)
         flat[:width], flat[width:] = num_tokens - 1, num_tokens
         return host
 
     def empty(self, key: BatchBucket) -> torch.Tensor:
-        """See `StepGraphs.empty`; only ever captured, never run."""
+        """Return an input for capturing; it is never run."""
         return self.fill(1)
 
     def step(self, key: BatchBucket, integers: torch.Tensor) -> None:
-        """See `StepGraphs.step`; logits go to `GraphSpace.logits`, and nothing is chosen."""
+        """Run the step: logits go to `GraphSpace.logits`, and no token is chosen."""
         space = self.space
         width = space.max_num_seqs
         before, after = integers.view(_BATCH_LINES, width)

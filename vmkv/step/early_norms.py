@@ -1,12 +1,10 @@
-"""The norm that a layer begins with, computed where the layer before adds its last residual.
+"""Each layer's first norm, fused with the previous layer's last residual.
 
-Layers are compiled one by one, so what one ends with and the next begins with are never in one
-kernel: a pass over the activations for the sum, and another for the norm. Here a layer computes the
-next one's norm as well, and hands it on beside its output (Llama-3-8B's shape on an H200: 32 of a
-step's 505 kernels less).
-
-Only norms called `input_layernorm` are, and whether a layer asks its norm for its very input is
-seen where it is traced: one that does anything else gets what it asks for.
+Layers are compiled one by one, so the residual sum and the norm that follows would take two passes
+over the activations. Here a layer also computes the next one's norm and returns it beside its
+output (Llama-3-8B's shape on an H200: 32 of a step's 505 kernels saved). Only norms called
+`input_layernorm` take part. A layer that applies its norm to anything but its own input computes
+the norm itself.
 """
 
 from __future__ import annotations
@@ -21,13 +19,13 @@ _NAME = "input_layernorm"
 
 
 class EarlyNorm(torch.nn.Module):
-    """A norm that may have been computed already. Only ever made by `prepare`, over its class."""
+    """A norm whose output may be precomputed; only `prepare` makes it, by changing a class."""
 
     _vmkv_input: torch.Tensor | None
     _vmkv_output: torch.Tensor | None
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """The norm, as ever."""
+        """Return the precomputed norm if it is for this input, else compute it."""
         early = self._vmkv_output
         if early is not None and hidden_states is self._vmkv_input:
             return early
@@ -36,14 +34,9 @@ class EarlyNorm(torch.nn.Module):
 
 
 class Handed(NamedTuple):
-    """What a layer hands on.
+    """A precomputed norm, from one layer to the next.
 
-    Attributes:
-        norm: Whose output it is: another layer may come next than the one that follows.
-        hidden: The layer's output.
-        version: How often that was written; None for inference tensors, which do not count it,
-            so that nobody takes what may be of something else.
-        output: What the norm makes of it.
+    `version` is the count of writes to `hidden`; inference tensors have none, and are not used.
     """
 
     norm: Any
@@ -53,12 +46,12 @@ class Handed(NamedTuple):
 
     @classmethod
     def on(cls, norm: Any, out: Any, output: torch.Tensor) -> Handed:
-        """After a layer that returned `out`."""
+        """Pack `output`, computed by `norm` of a layer's result `out`."""
         hidden: torch.Tensor = _first(out)
         return cls(norm, hidden, _version(hidden), output)
 
     def of(self, module: Any, hidden: torch.Tensor) -> torch.Tensor | None:
-        """What the norm of `module`, or `module` itself, makes of `hidden`, if it is this."""
+        """Return the output if it is the norm of `module` for an unchanged `hidden`, else None."""
         norm = getattr(module, _NAME, module)
         if norm is not self.norm or hidden is not self.hidden or self.version is None:
             return None
@@ -66,16 +59,11 @@ class Handed(NamedTuple):
 
 
 def prepare(layers: Sequence[Any], last: Sequence[Any]) -> dict[int, Any]:
-    """The norm that follows each layer, by the layer's `id`; norms change their class.
-
-    Args:
-        layers: The decoder's, in order.
-        last: The norm after them, if there is one.
-    """
+    """Let norms take precomputed outputs; return each layer's following norm by layer id."""
     following = [*(getattr(layer, _NAME, None) for layer in layers[1:]), *last]
     firsts = [getattr(layer, _NAME, None) for layer in layers]
     norms = [*firsts, *last]
-    # One class, so that one compiled layer serves all; and nothing between them moves tensors.
+    # One class and one device: one compiled layer serves all, and no tensor moves between them.
     if not all(_is_plain(norm) for norm in norms):
         return {}
     if len({(type(norm), _device(norm)) for norm in norms}) > 1:
@@ -83,13 +71,13 @@ def prepare(layers: Sequence[Any], last: Sequence[Any]) -> dict[int, Any]:
     for norm in norms:
         kind: Any = type(norm)
         norm.__class__ = _early(kind)
-        # Of their own from the start, so that nothing is compiled again when a layer sets them.
+        # Set from the start, so that nothing is compiled again when a layer sets them.
         norm._vmkv_input = norm._vmkv_output = None
     return {id(layer): norm for layer, norm in zip(layers, following, strict=False)}
 
 
 def undo(layers: Sequence[Any], last: Sequence[Any]) -> None:
-    """Give norms their class back. Idempotent."""
+    """Restore the norms' classes. Idempotent."""
     for norm in [*(getattr(layer, _NAME, None) for layer in layers), *last]:
         if isinstance(norm, EarlyNorm):
             norm.__class__ = type(norm).__mro__[2]
@@ -98,10 +86,10 @@ def undo(layers: Sequence[Any], last: Sequence[Any]) -> None:
 
 
 def handing_on(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A layer's `forward` that takes its norm's output, and returns the next one's as well.
+    """Wrap a layer's `forward` to take its norm's output and to return the next norm's output too.
 
-    Its arguments are the layer, the norm that follows, the output of the layer's own norm, and
-    then the layer's; it is to be compiled.
+    Arguments of the result, which is to be compiled: the layer, the following norm, the output of
+    the layer's own norm, then the layer's arguments.
     """
 
     def run(layer: Any, following: Any, early: Any, hidden: Any, *args: Any, **kwargs: Any) -> Any:
@@ -109,7 +97,7 @@ def handing_on(forward: Callable[..., Any]) -> Callable[..., Any]:
         own._vmkv_input, own._vmkv_output = hidden, early
         out = forward(layer, hidden, *args, **kwargs)
         own._vmkv_input = own._vmkv_output = None
-        # Past its own `forward`, which the last norm has: that takes what is returned here.
+        # The class's `forward`: the last norm's instance has its own, which consumes this output.
         compute = type(following).forward
         return out, compute(following, _first(out))
 
@@ -117,7 +105,7 @@ def handing_on(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _first(out: Any) -> Any:
-    """The activations, of what a layer returns."""
+    """Return the activations in a layer's output."""
     return out[0] if isinstance(out, tuple) else out
 
 
@@ -142,5 +130,5 @@ def _device(norm: torch.nn.Module) -> torch.device | None:
 
 @functools.cache
 def _early(of: type) -> type:
-    """A class that computes as `of` does; one for all modules of a class."""
+    """Return the early class of a norm class, the same for all modules of the class."""
     return type(f"Early{of.__name__}", (EarlyNorm, of), {})

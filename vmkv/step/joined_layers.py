@@ -1,10 +1,9 @@
-"""Projections of one input, as one matrix product: queries with keys and values, gate with up.
+"""Projections of one input as one matrix product: queries with keys and values, gate with up.
 
-With few tokens a product takes as long as reading its matrix, and three small matrices are read
-less well than one large one. So siblings' weights are laid side by side, each parameter becoming a
-view of its part: nothing is copied twice, and whoever calls a projection alone gets what it always
-gave. Under a compiler each asks for the joint product and takes its part, and
-`merge_equal_products` leaves one product of the equal ones.
+With few tokens a product is bound by reading its matrix, and three small matrices are read less
+efficiently than a large one. So sibling weights are stored side by side, and each parameter becomes
+a view of its part; calling one projection alone still works. Under a compiler each takes its part
+of the joint product, and `merge_equal_products` removes the duplicates.
 """
 
 from __future__ import annotations
@@ -22,33 +21,31 @@ _PARTS = ("narrow", "as_strided")
 
 
 class SiblingLinear(torch.nn.Linear):
-    """A linear layer whose weight is a part of a joint one. Only ever made by `join`."""
+    """A linear layer whose weight is part of a joint one; only `join` makes it."""
 
     _vmkv_joint: torch.Tensor
     _vmkv_joint_bias: torch.Tensor | None
     _vmkv_start: int
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """The projection, as ever."""
+        """Apply the projection."""
         if not torch.compiler.is_compiling():
             return super().forward(input)
         joint = functional.linear(input, self._vmkv_joint, self._vmkv_joint_bias)
         if input.numel() > input.shape[-1]:
             return joint.narrow(-1, self._vmkv_start, self.out_features)
-        # A product of one row is no library's call: unless the compiler must have all of it in
-        # memory, it rounds each part in a kernel of its own.
+        # The compiler generates products of one row itself; `as_strided` makes it materialise the
+        # joint one, instead of rounding each part in a separate kernel.
         shape = (*input.shape[:-1], self.out_features)
         return joint.as_strided(shape, joint.stride(), self._vmkv_start)
 
 
 def join(model: torch.nn.Module) -> int:
-    """Join all siblings of `model` in place; returns how many groups there are.
+    """Join all siblings of `model` in place; return the number of groups.
 
-    Only plain linear layers over the same input are joined: what is quantised, adapted, hooked
-    or tied stays as it is.
-
-    Cost: a copy of the weights, one group at a time. What they lay in goes back to the device at
-        the end, with all else that torch keeps and does not use; so until then there are two.
+    Only plain linear layers over the same input are joined; quantised, adapted, hooked or tied ones
+    stay. Weights are copied group by group, and the freed memory returns to the device at the end,
+    so until then both copies exist.
     """
     tied = _tied_parameters(model)
     count = 0
@@ -59,12 +56,12 @@ def join(model: torch.nn.Module) -> int:
                 _join(group)
                 count += 1
     if count and any(parameter.is_cuda for parameter in model.parameters()):
-        torch.cuda.empty_cache()  # The parts' own memory: of sizes that nothing asks for again.
+        torch.cuda.empty_cache()  # Sizes that nothing allocates again.
     return count
 
 
 def separate(model: torch.nn.Module) -> None:
-    """Undo `join`: every layer gets a weight of its own again. Idempotent."""
+    """Undo `join`: copy every weight out of the joint one. Idempotent."""
     for module in model.modules():
         if type(module) is SiblingLinear:
             module.__class__ = torch.nn.Linear  # type: ignore[assignment]  # what it was
@@ -75,10 +72,7 @@ def separate(model: torch.nn.Module) -> None:
 
 
 def merge_equal_products(module: torch.fx.GraphModule) -> None:
-    """Leave one of several linear products of the same tensors in a traced graph.
-
-    Of those only that parts are taken of: others may be written to.
-    """
+    """Merge equal linear products in a traced graph, if only parts of them are taken."""
     seen: dict[object, torch.fx.Node] = {}
     for node in tuple(module.graph.nodes):
         if node.op != "call_function" or node.target not in _PRODUCTS:
@@ -117,7 +111,7 @@ def _join(group: Sequence[object]) -> None:
         biases: list[torch.Tensor] = [each.bias for each in layers if each.bias is not None]
         weight = torch.cat(weights)
         bias = torch.cat(biases) if biases else None
-    # A compiler is to know their shapes, as it does those of parameters.
+    # Compile with static shapes, as for parameters.
     for joint in (weight, bias):
         if joint is not None:
             torch._dynamo.mark_static(joint)
@@ -133,7 +127,7 @@ def _join(group: Sequence[object]) -> None:
 
 
 def _tied_parameters(model: torch.nn.Module) -> set[int]:
-    """Parameters that more than one module holds."""
+    """Return the ids of parameters that more than one module holds."""
     holders = Counter(
         id(parameter)
         for module in model.modules()

@@ -1,8 +1,4 @@
-"""What a step has computed, where the output head may be divided among ranks.
-
-Whoever wants no more than the likeliest token needs no rank's logits but its own, so a captured
-step leaves those, and all of them are put together for whoever asks.
-"""
+"""Logits of a step; where the output head is divided among ranks, they are gathered on demand."""
 
 from __future__ import annotations
 
@@ -14,19 +10,15 @@ from typing import Protocol
 
 import torch
 
-#: Into how many parts a row is cut, the first of these that divides it.
+#: Numbers of parts to cut a row into: the first that divides it is used.
 _PARTS = (64, 48, 32, 24, 16, 8)
 
 
 def likeliest(logits: torch.Tensor, parts: int | None = None) -> torch.Tensor:
-    """`[n] int64`, the argmax of each row of `[n, columns]`; the first among equals.
+    """Return the argmax `[n] int64` of each row of `[n, columns]`; the first among equals.
 
-    On CUDA torch reads a row by one block, however few rows there are (H200, 24 of 128,256: 29 us);
-    so rows are cut, and the likeliest of the parts' likeliest is taken.
-
-    Args:
-        logits: Floating, of any strides whose last is 1.
-        parts: Into how many; by default what suits the device.
+    On CUDA, torch reads each row by one block, however few rows there are (H200, 24 of 128,256: 29
+    us); so rows are cut into `parts`, by default to suit the device.
     """
     columns = logits.shape[-1]
     if parts is None:
@@ -34,7 +26,6 @@ def likeliest(logits: torch.Tensor, parts: int | None = None) -> torch.Tensor:
         parts = next(suitable, 1) if logits.is_cuda else 1
     if parts == 1:
         return logits.argmax(-1)
-    # torch leaves it untyped.
     cut: torch.Tensor = logits.unflatten(-1, (parts, -1))  # type: ignore[no-untyped-call]
     values, places = cut.max(-1)
     best = values.argmax(-1, keepdim=True)
@@ -42,45 +33,33 @@ def likeliest(logits: torch.Tensor, parts: int | None = None) -> torch.Tensor:
 
 
 class HeadInParts(Protocol):
-    """An output head of which this rank has some columns. Every call is made by all ranks.
+    """An output head divided by columns among ranks; every call is made by all ranks.
 
-    Attributes:
-        num_columns: How many, as many as every rank; the last ranks' may be filled up.
+    `num_columns` is the same on every rank; the last ranks' columns may be padding.
     """
 
     num_columns: int
 
     def in_part(self, room: torch.Tensor) -> contextlib.AbstractContextManager[None]:
-        """While this lasts, the model's logits are this rank's, and lie in `room` if they fit.
-
-        Args:
-            room: `[any, num_columns]`.
-        """
+        """Context in which the model returns this rank's logits, stored in `room` if they fit."""
 
     def likeliest(self, part: torch.Tensor) -> torch.Tensor:
-        """`[n] int64`, the argmax of all ranks' logits, from this rank's `[n, num_columns]`."""
+        """Return the argmax `[n] int64` over all ranks, given this rank's `[n, num_columns]`."""
 
     def whole(self, part: torch.Tensor) -> torch.Tensor:
-        """`[…, vocabulary]` of all ranks' `[…, num_columns]`."""
+        """Gather all ranks' `[…, num_columns]` as `[…, vocabulary]`."""
 
 
 @dataclass(frozen=True)
 class StepLogits:
-    """What a step has computed; good until the next one.
+    """The logits of a step; valid until the next one."""
 
-    Attributes:
-        kept: `[n, columns]`, this rank's logits, of the last tokens of the pieces that sample.
-        pieces: `[n]`, which pieces those are.
-        token_ids: `[n] int64`, their likeliest tokens, if those are in `last_tokens` already.
-        head: What `kept` is a part by; None where it is all there is.
-    """
-
-    kept: torch.Tensor
-    pieces: Sequence[int]
-    token_ids: torch.Tensor | None = None
-    head: HeadInParts | None = None
+    kept: torch.Tensor  # `[n, columns]`: this rank's logits of each sampling piece's last token.
+    pieces: Sequence[int]  # `[n]`: indices of those pieces.
+    token_ids: torch.Tensor | None = None  # `[n]`: their argmax, if stored in `last_tokens`.
+    head: HeadInParts | None = None  # The divided head; None if `kept` is complete.
 
     @cached_property
     def logits(self) -> torch.Tensor:
-        """`[n, vocabulary]`. Of parts, put together when first asked for: by all ranks or none."""
+        """`[n, vocabulary]`; gathered at the first access, by all ranks or none."""
         return self.kept if self.head is None else self.head.whole(self.kept)

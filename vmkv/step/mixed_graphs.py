@@ -1,13 +1,12 @@
-"""Steps that have prompts in them as graphs: pieces of prompts, and whoever decodes beside them.
+"""CUDA graphs of steps with prompts: pieces of prompts, together with decoding sequences.
 
-A piece is cut into tiles of at most `TILE_TOKENS` queries. To attention a tile is a sequence of its
-own: its row, and its row's length as far as its last query. So kernels get the same small bound of
-queries whatever the pieces look like, and their grid is as large as the work. What is left of a
-bucket is filled with tiles of no keys at the scratch row: nothing is written for their tokens, and
-what they see is nothing.
+A piece is cut into tiles of at most `TILE_TOKENS` queries. To attention each tile is a sequence:
+its row, with a length up to the tile's last query. So kernels see the same small bound of queries
+for any mix of pieces, and their grid is proportional to the work. The rest of a bucket is filled
+with tiles without keys at the scratch row, for which nothing is written or attended to.
 
-Those who decode come first, and have a launch of their own over a fixed number of entries; entries
-that nobody decodes in see nothing either, and their output is dropped.
+Decoding sequences come first, with a launch of their own over a fixed number of entries; unused
+entries see no keys, and their output is dropped.
 """
 
 from __future__ import annotations
@@ -30,60 +29,43 @@ from .piece import Piece, pinned
 from .row_attention import TiledParts
 
 TILE_TOKENS = 128
-"""Queries of a tile at most: what kernels take at a time, so nothing is computed twice for it."""
-#: Tiles beyond those that the tokens of a bucket fill: one in so many tokens, and not fewer than
+"""Most queries of a tile: the block size of kernels, so that tiling repeats no work."""
+#: Spare tiles of a bucket, beyond those that its tokens fill: one per so many tokens, and at least
 #: so many. Steps of more and shorter pieces take a larger bucket.
 _SPARE_TILE_TOKENS, _NUM_SPARE_TILES_MIN = 32, 4
-#: A size is of no use if a larger one takes less than its time over this.
+#: A size is dropped if its step takes longer than this factor of a larger size's.
 _SLOWER_MAX = 1.1
 
 
 class Bucket(NamedTuple):
-    """The sizes of a step.
+    """The sizes of a step."""
 
-    Attributes:
-        num_tokens: Tokens, of all that it holds.
-        num_decode: Entries for those who decode.
-        num_tiles: Tiles; more than full ones could fill, so that kernels never take the batch for
-            uniform.
-    """
-
-    num_tokens: int
-    num_decode: int
+    num_tokens: int  # Tokens of the whole step.
+    num_decode: int  # Decode entries.
+    # More tiles than full ones could fill, so that kernels never take the batch for uniform.
     num_tiles: int
 
     @property
     def tile_tokens(self) -> int:
-        """Queries of a tile at most."""
+        """Most queries of a tile."""
         return min(TILE_TOKENS, self.num_tokens)
 
 
 class Fields(NamedTuple):
-    """The input of a step, in the order in which it lies in one array of integers; or its views.
+    """The input of a step in the order of its array of integers, or views of the fields.
 
-    Sequences are the entries that decode, and then the tiles.
-
-    Attributes:
-        token_ids: `[num_tokens]`; -1 where a token is on the device already.
-        positions: `[num_tokens]`.
-        rows: `[num_decode + num_tiles]`.
-        lengths: Likewise: tokens of a row as far as the sequence's last query; 0 where it is empty.
-        starts: `[num_decode + num_tiles + 1]`, where the queries of each begin.
-        slots: `[num_decode]`, whose tokens are on the device.
-        ends: `[samples]`, where the tokens to sample from lie.
-        sampling_slots: `[samples]`, who samples.
-        count: `[1]`, how many decode.
+    Sequences are the decode entries, and then the tiles.
     """
 
-    token_ids: Any
-    positions: Any
-    rows: Any
-    lengths: Any
-    starts: Any
-    slots: Any
-    ends: Any
-    sampling_slots: Any
-    count: Any
+    token_ids: Any  # `[num_tokens]`; -1 if a token is on the device already.
+    positions: Any  # `[num_tokens]`.
+    rows: Any  # `[num_decode + num_tiles]`.
+    lengths: Any  # `[num_decode + num_tiles]`: tokens up to the last query; 0 for padding.
+    starts: Any  # `[num_decode + num_tiles + 1]`: offset of each sequence's queries.
+    slots: Any  # `[num_decode]`: slots of the tokens on the device.
+    ends: Any  # `[samples]`: offsets of the tokens to sample from.
+    sampling_slots: Any  # `[samples]`: slots to sample into.
+    count: Any  # `[1]`: number of decoding sequences.
 
 
 @functools.cache
@@ -105,18 +87,12 @@ def _places(bucket: Bucket, max_num_seqs: int) -> Fields:
 
 
 class MixedGraphs(StepGraphs[Bucket]):
-    """The mixed graphs of one stepper.
-
-    Args:
-        space: What they share with others.
-        max_step_tokens: The largest step that is to have a graph.
-        num_processors: Of the device.
-    """
+    """The mixed graphs of one stepper, for steps of up to `max_step_tokens`."""
 
     name = "steps with prompts"
 
     def __init__(self, space: GraphSpace, max_step_tokens: int, num_processors: int):
-        #: Those in use, by size.
+        #: Buckets in use, by size.
         self._buckets = [
             Bucket(num_tokens, width, _num_tiles(num_tokens, num_processors))
             for num_tokens in token_buckets(max_step_tokens)
@@ -128,7 +104,7 @@ class MixedGraphs(StepGraphs[Bucket]):
         self._starts = torch.arange(space.max_num_seqs + 1, dtype=torch.int32, device=space.device)
 
     def key(self, pieces: Sequence[Piece]) -> Bucket | None:
-        """The smallest bucket that takes `pieces`; None where there is none."""
+        """Return the smallest bucket that fits `pieces`, or None."""
         num_decode = sum(piece.decodes for piece in pieces)
         total = sum(piece.num_new_tokens for piece in pieces)
         num_tiles = sum(
@@ -141,18 +117,15 @@ class MixedGraphs(StepGraphs[Bucket]):
         return None
 
     def keys(self) -> Sequence[Bucket]:
-        """See `StepGraphs.keys`."""
+        """Return all buckets, the largest first."""
         return self._buckets[::-1]
 
     def capture_all(self, captured: Callable[[], object]) -> None:
-        """Capture all that are of use, and use no others.
+        """Capture all useful graphs, and use no others; raises if the first one cannot be captured.
 
-        Products of matrices take much longer at some sizes than at larger ones (H200, 8B Llama
-        shape: 448 tokens 14.9 ms, 480 tokens 11.0 ms), so one graph of each number of tokens is
-        timed. Sizes that device memory is too short for are left out.
-
-        Raises:
-            RuntimeError, ConfigError: The first graph cannot be captured.
+        Matrix products are much slower at some sizes than at larger ones (H200, 8B Llama shape: 448
+        tokens 14.9 ms, 480 tokens 11.0 ms), so one graph of each number of tokens is timed. Sizes
+        that do not fit device memory are left out.
         """
         in_use: list[Bucket] = []
         shortest_ms = math.inf
@@ -187,7 +160,7 @@ class MixedGraphs(StepGraphs[Bucket]):
         return False
 
     def _step_ms(self, bucket: Bucket) -> float:
-        """What a step takes; where nothing is captured, less the fewer its tokens."""
+        """Return a step's time in ms; its number of tokens where nothing is captured."""
         if self.space.device.type != "cuda":
             return bucket.num_tokens
         return (
@@ -195,7 +168,7 @@ class MixedGraphs(StepGraphs[Bucket]):
         )
 
     def unlike_tokens(self, bucket: Bucket) -> torch.Tensor:
-        """The input of a step of padding whose tokens differ: equal ones are multiplied faster."""
+        """Return the input of a padding step with differing tokens: equal ones multiply faster."""
         integers = self.empty(bucket)
         tokens = torch.arange(bucket.num_tokens, dtype=torch.int32) % self.space.vocab_size
         integers[self._places(bucket).token_ids] = tokens
@@ -207,12 +180,7 @@ class MixedGraphs(StepGraphs[Bucket]):
     # ---- input ----------------------------------------------------------------------------
 
     def fill(self, bucket: Bucket, pieces: Sequence[Piece]) -> torch.Tensor:
-        """The input of a step, on the host.
-
-        Args:
-            bucket: What `key` says.
-            pieces: Those that decode first.
-        """
+        """Return the input of a step of `pieces`, decoding ones first, on the host."""
         places = self._places(bucket)
         host, flat = pinned(places.count.stop, self.space.device)
         fields = Fields(*(flat[place] for place in places))
@@ -234,13 +202,13 @@ class MixedGraphs(StepGraphs[Bucket]):
         return host
 
     def empty(self, key: Bucket) -> torch.Tensor:
-        """See `StepGraphs.empty`."""
+        """Return the input of a step of padding, on the host."""
         return self.fill(key, [])
 
-    # ---- what is captured -----------------------------------------------------------------
+    # ---- step -----------------------------------------------------------------------------
 
     def step(self, key: Bucket, integers: torch.Tensor) -> None:
-        """See `StepGraphs.step`."""
+        """Run the step: tokens from the host or the slots, to `GraphSpace.take`."""
         space = self.space
         fields = Fields(*(integers[place] for place in self._places(key)))
         token_ids = fields.token_ids.long()
@@ -299,7 +267,7 @@ def _fill_decode(
 def _fill_tiles(
     fields: Fields, pieces: Sequence[Piece], start: int, bucket: Bucket, space: GraphSpace
 ) -> int:
-    """Cut `pieces`, whose tokens begin at `start`, and the padding; returns where that begins."""
+    """Cut pieces, from token `start` on, and padding into tiles; return where padding begins."""
     tile_tokens = bucket.tile_tokens
     tiles: list[tuple[int, int, int]] = []
     for piece in pieces:
@@ -320,10 +288,10 @@ def _fill_tiles(
 
 
 def _num_tiles(num_tokens: int, num_processors: int) -> int:
-    """Enough for full ones and some short ones, and no divisor in common with the processors.
+    """Return a number of tiles with spares for short ones, coprime to the number of processors.
 
-    Kernels begin with the first tile of every head, so a few tiles, of many heads, would meet at
-    few processors otherwise (H200, flash2, one tile of 32 heads: 97 us instead of 63).
+    Kernels begin with the first tile of every head, so a few tiles of many heads would share few
+    processors otherwise (H200, flash2, one tile of 32 heads: 97 us instead of 63).
     """
     spare = max(_NUM_SPARE_TILES_MIN, num_tokens // _SPARE_TILE_TOKENS)
     count = num_tokens // min(TILE_TOKENS, num_tokens) + spare
@@ -333,7 +301,7 @@ def _num_tiles(num_tokens: int, num_processors: int) -> int:
 
 
 def token_buckets(most: int) -> list[int]:
-    """Tokens of a step, to `most`: steps of 32 while weights bound the time, then of an eighth."""
+    """Return token counts to `most`: steps of 32 while weights bound the time, then an eighth."""
     sizes, size = [], 0
     while size < most:
         size += 32 if size < 256 else 1 << (size.bit_length() - 4)
@@ -342,5 +310,5 @@ def token_buckets(most: int) -> list[int]:
 
 
 def decode_widths(max_num_seqs: int) -> list[int]:
-    """Entries for those who decode: few sizes, because an empty entry costs next to nothing."""
+    """Return numbers of decode entries: few sizes, because an empty entry costs almost nothing."""
     return [each for each in (16, 64) if each < max_num_seqs] + [max_num_seqs]

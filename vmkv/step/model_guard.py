@@ -1,19 +1,16 @@
-"""Whether a model still is what its steps were proven, compiled or captured with.
+"""A model's attention implementation, and checks that it still is the model that was captured.
 
-A model belongs to its user, who may set another attention implementation, train it or convert it
-between two steps. A step over such a model would compute wrong tokens in silence, so each step
-checks first.
-
-A check is to take about 10 us for 32 layers, so not everything is looked at:
+A user may set another attention implementation, train or convert the model between two steps, after
+which a step would compute wrong tokens silently. So each step checks, in about 10 us for 32 layers:
 
   training     each module but linear layers and embeddings, which compute the same in both modes
-  type, place  the first and the last parameter; what lies between fails in the model, and the
-               error is then explained by a look at all
+  type, place  the first and the last parameter; a change in between fails in the model, and the
+               error is then explained by a search over all parameters
   addresses    for captured and compiled steps alone: the first parameter of each attention layer,
                the model's first and its last
 
-So a captured step does not see that a module beside attention was converted by itself, that a
-parameter was replaced by another object, or that a value was changed in place, which it reads.
+So a captured step misses a conversion of a single module outside attention and a parameter replaced
+by another object. It reads values that were changed in place.
 """
 
 from __future__ import annotations
@@ -35,10 +32,7 @@ from .joined_layers import SiblingLinear
 
 
 def register_attention(name: str, attention: Any, mask: Any) -> None:
-    """Put an attention function and its mask function into transformers' registries.
-
-    Both, because an attention without a mask function silently gets no mask at all.
-    """
+    """Register an attention function with its mask function, without which it would get no mask."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
@@ -47,30 +41,30 @@ def register_attention(name: str, attention: Any, mask: Any) -> None:
 
 
 PACKED = "vmkv"
-"""The implementation that packed steps attend through where layers are not compiled."""
+"""Attention implementation of packed steps whose layers are not compiled."""
 
 
 class _Users:
-    """The users of one configuration, and what its attention implementation was before them."""
+    """The users of one configuration, and its attention implementation before them."""
 
     def __init__(self) -> None:
         self.chosen = ""
-        self.names: dict[object, str] = {}  # What each user has set, in order.
+        self.names: dict[object, str] = {}  # Implementation by user, in order.
 
 
-#: By the id of the configuration, while it has users: models may share a configuration.
+#: Users by the id of the configuration: models may share a configuration.
 _USERS: dict[int, _Users] = {}
 _LOCK = threading.RLock()
 
 
 def text_config(model: Any) -> Any:
-    """The configuration whose attention implementation the decoder reads."""
+    """Return the configuration whose attention implementation the decoder reads."""
     text = getattr(model.config, "text_config", None)
     return model.config if text is None else text
 
 
 def chosen_attention(model: Any) -> str:
-    """The attention implementation that the model has without users of this module."""
+    """Return the attention implementation of the model without users of this module."""
     config = text_config(model)
     users = _USERS.get(id(config))
     now = str(config._attn_implementation)
@@ -78,7 +72,7 @@ def chosen_attention(model: Any) -> str:
 
 
 def has_users(model: Any) -> bool:
-    """Whether the model attends through an implementation that `attending_through` has set."""
+    """Whether `attending_through` has set the model's attention implementation."""
     return id(text_config(model)) in _USERS
 
 
@@ -87,7 +81,7 @@ def _last(users: _Users) -> str | None:
 
 
 def _set_attention(model: Any, name: str) -> None:
-    """Set the implementation of the decoder; vision towers and the like are left alone."""
+    """Set the decoder's implementation only; vision towers and the like keep theirs."""
     config = text_config(model)
     if config._attn_implementation != name:
         model.set_attn_implementation(name if config is model.config else {"text_config": name})
@@ -95,13 +89,13 @@ def _set_attention(model: Any, name: str) -> None:
 
 @contextlib.contextmanager
 def refusing_waits() -> Iterator[None]:
-    """Have torch raise where it would wait for a CUDA device, as it must not while capturing.
+    """Context in which torch raises where it would wait for a CUDA device.
 
-    In all threads: make it short.
+    The mode applies to all threads: keep the context short.
     """
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # That this is a prototype.
+        warnings.simplefilter("ignore")  # The mode is a prototype.
         torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -111,15 +105,15 @@ def refusing_waits() -> Iterator[None]:
 
 @contextlib.contextmanager
 def attending_through(model: Any, name: str) -> Iterator[None]:
-    """Have the model attend through an implementation.
+    """Context in which the model attends through an implementation.
 
-    Users may end in any order. The implementation set last, by a user that has not ended, counts;
-    after the last one that which the model had before the first. An implementation that somebody
-    else sets meanwhile stays.
+    Contexts may end in any order: the one entered last among the open ones counts, and after the
+    last one the model gets its original implementation back. An implementation that other code sets
+    meanwhile stays.
 
     Args:
-        model: The model.
-        name: The implementation's name among transformers' own.
+        model: A transformers model.
+        name: The implementation's name in transformers' registry.
     """
     config, user = text_config(model), object()
     with _LOCK:
@@ -144,18 +138,13 @@ def attending_through(model: Any, name: str) -> Iterator[None]:
 # ---- model guard ---------------------------------------------------------------------------------
 
 _SAME_IN_BOTH_MODES = (torch.nn.Linear, SiblingLinear, torch.nn.Embedding)
-#: The property's own name costs a microsecond and more: configurations intercept each look-up.
+#: The private name: configurations intercept look-ups of the property, which take over 1 us.
 _ATTENTION = "_attn_implementation_internal"
 _is_training = operator.itemgetter("training")
 
 
 class ModelGuard:
-    """Remembers a model as it is now.
-
-    Args:
-        model: The model, in any mode.
-        attention: The attention implementation that its steps need.
-    """
+    """Remembers a model's state, and the attention implementation that its steps need."""
 
     def __init__(self, model: torch.nn.Module, attention: str):
         self._model = model
@@ -177,13 +166,9 @@ class ModelGuard:
         self._addresses = self._addresses_now()
 
     def check(self, *, is_fixed: bool = False) -> None:
-        """Refuse a step of a model that has changed.
+        """Raise `ConfigError` if the model has changed; the message says how, and the remedy.
 
-        Args:
-            is_fixed: Whether the step reads the parameters where they were at first.
-
-        Raises:
-            ConfigError: The model has changed; the message says in what, and what to do.
+        `is_fixed` includes the parameters' memory, for captured and compiled steps.
         """
         if (
             self._config.get(_ATTENTION, self._attention) != self._attention
@@ -198,7 +183,7 @@ class ModelGuard:
         return not any(map(_is_training, self._modes)) and self._addresses_now() == self._addresses
 
     def change(self) -> str | None:
-        """What has changed, by a look at all modules and parameters; None for nothing seen."""
+        """Describe the change found among all modules and parameters, or None."""
         now = self._config.get(_ATTENTION, self._attention)
         if now != self._attention:
             return (
@@ -235,7 +220,7 @@ _MOVED = (
 
 
 def numbered_layers(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, int]]:
-    """Modules that say which layer they are; decoder layers among them, which is harmless."""
+    """Yield modules that have a layer index, decoder layers included."""
     for module in model.modules():
         layer = getattr(module, "layer_idx", None)
         if isinstance(layer, int):

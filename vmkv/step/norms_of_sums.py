@@ -1,14 +1,14 @@
-"""Sums of ranks, residuals and norms in compiled layers, for one operator to do them.
+"""Graph pass: fuse ranks' sums with the residual and norm that follow into one operator.
 
-Ranks that share a model add their parts twice a layer, and most models go on with the same lines:
+Ranks that share a model add their parts twice a layer, usually followed by:
 
     hidden = residual + sum
     wide = hidden.to(torch.float32)
     weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)).to(dtype)
 
-Where a traced layer has exactly that after `all_reduce_`, it is given `norm_of_sum_` instead, which
-reads and writes all of it once. Whatever is written otherwise stays as it is. The operators are
-those of `parallel`: a graph that has the one was made where there is the other.
+Where a traced layer has exactly this after `all_reduce_`, `norm_of_sum_` replaces it, which reads
+and writes each tensor once. Any other form is unchanged. `vmkv.serve.parallel` defines both
+operators.
 """
 
 from __future__ import annotations
@@ -20,20 +20,14 @@ from typing import Any, NamedTuple
 import torch
 
 GROUP = "_vmkv_group"
-"""The attribute of a model, and of its modules, that names the ranks which share it."""
+"""Attribute of a model and its modules: the name of the group of ranks that share it."""
 
 _SUM = "vmkv.all_reduce_"
 _Order = dict[torch.fx.Node, int]
 
 
 class _Norm(NamedTuple):
-    """The norm that ends with a node of a graph.
-
-    Attributes:
-        hidden: What it is of.
-        weight, epsilon: What it multiplies by, and adds to the mean of the squares.
-        chain: Its nodes, the last first.
-    """
+    """A norm in a graph: its input, its weight and epsilon, and its nodes, the last first."""
 
     hidden: torch.fx.Node
     weight: torch.fx.Node
@@ -42,11 +36,7 @@ class _Norm(NamedTuple):
 
 
 def take_in(module: torch.fx.GraphModule) -> int:
-    """Have norms of sums be one operator; returns in how many places.
-
-    Args:
-        module: A traced layer, as the compiler's backend is given it.
-    """
+    """Replace norms of sums in a traced layer by the fused operator; return the number replaced."""
     count = 0
     for node in tuple(module.graph.nodes):
         norm = _norm_at(node)
@@ -69,8 +59,8 @@ def _take_in(graph: torch.fx.Graph, norm: _Norm) -> bool:
     order = {node: place for place, node in enumerate(graph.nodes)}
     if not _is_last(part, added, hidden, order):
         return False
-    # Whoever else wants the new residual comes after the operator, which stands where `out` is;
-    # so does whoever uses the old one, which is read there: it may be written to.
+    # The operator takes the place of `out`. Other users of the new residual must come after it; so
+    # must users of the old one, which it reads there and which they may write to.
     for each, start in ((hidden, 0), (residual, order[hidden] + 1)):
         if any(start <= order[user] < order[out] for user in _users(each, order) - {*norm.chain}):
             return False
@@ -87,7 +77,7 @@ def _take_in(graph: torch.fx.Graph, norm: _Norm) -> bool:
 
 
 def _sum_of(part: Any, hidden: torch.fx.Node) -> torch.fx.Node | None:
-    """What adds up `part`, if nobody wants that but `hidden`."""
+    """Return the all-reduce of `part` if `hidden` is the only other user; else None."""
     if not isinstance(part, torch.fx.Node):
         return None
     others = [each for each in part.users if each is not hidden]
@@ -99,19 +89,19 @@ def _sum_of(part: Any, hidden: torch.fx.Node) -> torch.fx.Node | None:
 def _is_last(
     part: torch.fx.Node, added: torch.fx.Node, hidden: torch.fx.Node, order: _Order
 ) -> bool:
-    """Whether nobody but `hidden` sees the memory of the sum, callers of the layer included."""
+    """Whether no node but `hidden`, and no caller, reads the sum's memory after the sum."""
     is_made_here = all(each.op.startswith("call_") for each in _aliases(part, order))
     others = _users(part, order) - {hidden}
     return is_made_here and all(order[user] <= order[added] < order[hidden] for user in others)
 
 
 def _users(node: torch.fx.Node, order: _Order) -> set[torch.fx.Node]:
-    """Of the same memory."""
+    """Return the users of all nodes that share this node's memory."""
     return {user for alias in _aliases(node, order) for user in alias.users}
 
 
 def _aliases(node: torch.fx.Node, order: _Order) -> list[torch.fx.Node]:
-    """The nodes of a graph that are the same memory, `node` among them."""
+    """Return the nodes of a graph that share this node's memory, itself included."""
     storage = _storage(node)
     return [each for each in order if _storage(each) == storage]
 
@@ -122,7 +112,7 @@ def _storage(node: torch.fx.Node) -> int | None:
 
 
 def _are_alike(part: torch.fx.Node, residual: Any, norm: _Norm) -> bool:
-    """Whether the two have one shape and no memory in common, and the norm is of such rows."""
+    """Whether part and residual have one shape and separate memory, and the weight fits them."""
     values = part_value, residual_value, weight = [
         _value(each) for each in (part, residual, norm.weight)
     ]
@@ -137,7 +127,7 @@ def _are_alike(part: torch.fx.Node, residual: Any, norm: _Norm) -> bool:
 
 
 def _norm_at(out: torch.fx.Node) -> _Norm | None:
-    """The norm whose last node this is, if it is one of the usual form."""
+    """Match the usual form of a norm whose last node is `out`; None if it is something else."""
     for weight, narrow in _both_ways(out, operator.mul):
         scaled = _converted(narrow)
         for wide, root in _both_ways(scaled, operator.mul):
@@ -155,7 +145,7 @@ def _norm_at(out: torch.fx.Node) -> _Norm | None:
 
 
 def _under_root(root: Any, wide: Any) -> tuple[Any, tuple[torch.fx.Node, ...]]:
-    """What is added to the mean of `wide`'s squares, and the nodes; none if `root` is not that."""
+    """Match `rsqrt(mean(wide ** 2) + epsilon)`; return epsilon and the nodes, none if no match."""
     added: Any = root.args[0] if _is_call(root, torch.rsqrt) else None
     if not _is_call(added, operator.add):
         return None, ()
@@ -169,7 +159,7 @@ def _under_root(root: Any, wide: Any) -> tuple[Any, tuple[torch.fx.Node, ...]]:
 
 
 def _converted(node: Any, dtype: torch.dtype | None = None) -> Any:
-    """What a node is of another type, of `dtype` if given; None if it is anything else."""
+    """Return the source of a `to` node, optionally to `dtype`; None for other nodes."""
     if not isinstance(node, torch.fx.Node) or node.op != "call_method" or node.target != "to":
         return None
     source, *to = node.args
@@ -179,7 +169,7 @@ def _converted(node: Any, dtype: torch.dtype | None = None) -> Any:
 
 
 def _both_ways(node: Any, function: Callable[..., Any]) -> tuple[tuple[Any, Any], ...]:
-    """The two arguments of a call, in either order; none of anything else."""
+    """Return a call's two arguments in both orders; empty for other nodes."""
     if not _is_call(node, function) or len(node.args) != 2:
         return ()
     first, second = node.args
@@ -203,5 +193,5 @@ def _dtype(node: torch.fx.Node) -> torch.dtype | None:
 
 
 def _value(node: Any) -> Any:
-    """What stands for a node while it is traced; of anything else, that itself."""
+    """Return a node's example value from tracing; anything but a node unchanged."""
     return node.meta.get("example_value") if isinstance(node, torch.fx.Node) else node

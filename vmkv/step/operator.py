@@ -1,12 +1,12 @@
-"""Attention over rows as an operator that compilers see as one opaque call.
+"""Attention over rows as an operator that compilers treat as one opaque call.
 
-`"vmkv_rows"` is an attention implementation of transformers, as `"vmkv"` is, for models whose
-layers are compiled and captured: a layer's place is a tensor beside the layer, not a Python number
-in its code, so that one compiled layer serves all of them; and what the step is (rows, lengths)
-never passes through the model's code at all.
+`"vmkv_rows"` is an attention implementation of transformers, as `"vmkv"` is, for models with
+compiled or captured layers. Each layer has a tensor of its number and its `RowAttention`'s, instead
+of numbers in code, so one compiled layer serves all; the step's rows and lengths never pass through
+the model.
 
-An operator takes tensors and numbers, so it finds its cache by a number: `attending` keeps the
-process-wide table that this needs. It holds nothing alive: Note [State of the process].
+Operators take only tensors and numbers, so a process-wide table maps numbers to `RowAttention`s, by
+weak reference: Note [State of the process].
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .model_guard import attending_through, numbered_layers, register_attention
 from .row_attention import RowAttention
 
 IMPLEMENTATION = "vmkv_rows"
-"""The name among transformers' attention implementations."""
+"""Name in transformers' registry of attention implementations."""
 
 _PLACE = "_vmkv_place"
 _NUMBERS = itertools.count()
@@ -32,7 +32,6 @@ _NUMBERS = itertools.count()
 
 _SERVING: weakref.WeakValueDictionary[int, RowAttention] = weakref.WeakValueDictionary()
 
-# torch leaves the library untyped.
 _LIBRARY: Any = torch.library.Library("vmkv", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define(
     "attend_rows(Tensor query, Tensor key, Tensor value, Tensor place, Tensor? sinks, "
@@ -52,10 +51,10 @@ def _attend_rows(
     cos: torch.Tensor | None = None,
     sin: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Append and attend; with angles, queries and keys are turned first (`rotary.py`).
+    """Append and attend; with `cos` and `sin`, first rotate queries and keys.
 
-    That rows are written is no business of a compiler: no tensor that it sees aliases them, and
-    each layer's call depends on the one before through the activations.
+    The operator declares no mutation of rows: no tensor that a compiler sees aliases them, and each
+    layer's call depends on the previous one through the activations.
     """
     number, layer = place.tolist()  # On the CPU: no synchronisation.
     serving = _SERVING.get(number)
@@ -97,7 +96,7 @@ def rows_attention(
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What transformers calls in every attention layer; arguments as `vmkv_attention`."""
+    """Attention function for transformers; arguments as `vmkv_attention`."""
     out = torch.ops.vmkv.attend_rows(
         query,
         key,
@@ -113,10 +112,9 @@ def rows_attention(
 
 @contextlib.contextmanager
 def attending(model: Any, attention: RowAttention) -> Iterator[None]:
-    """While this lasts, the model's layers attend through `attention`.
+    """Context in which the model's layers attend through `attention`.
 
-    Raises:
-        ConfigError: Another stepper has the model, or no layer says which one it is.
+    Raises `ConfigError` if another stepper has the model, or no layer has a `layer_idx`.
     """
     check_free(model)
     layers = list(numbered_layers(model))
@@ -137,11 +135,7 @@ def attending(model: Any, attention: RowAttention) -> Iterator[None]:
 
 
 def check_free(model: Any) -> None:
-    """Refuse a model whose layers attend through this operator already.
-
-    Raises:
-        ConfigError: They do.
-    """
+    """Raise `ConfigError` if the model's layers attend through this operator already."""
     for module, _ in numbered_layers(model):
         place = vars(module).get(_PLACE)
         if place is not None and int(place[0]) in _SERVING:
@@ -149,4 +143,4 @@ def check_free(model: Any) -> None:
 
 
 def _no_mask(**_: Any) -> None:
-    """Causality is the kernels' own."""
+    """Return no mask: kernels apply causality themselves."""

@@ -1,4 +1,4 @@
-"""What one row does in a step."""
+"""The work of one row in a step, and the packing of a step into one copy to the device."""
 
 from __future__ import annotations
 
@@ -18,17 +18,16 @@ from .row_attention import StepParts
 
 
 class Piece(NamedTuple):
-    """What one row does in a step.
+    """The work of one row in a step.
 
     Attributes:
-        slot: Where its last token is on the device: `Stepper.last_tokens`. Its own in a step.
-        row: Its row in the cache, grown to `num_tokens` and the over-read before the step.
+        slot: Index into `Stepper.last_tokens`; distinct within a step.
+        row: Row in the cache, grown to `num_tokens` plus the over-read before the step.
         num_past_tokens: Tokens whose keys and values are in the row.
         num_new_tokens: Tokens of this step.
-        token_ids: The new tokens, from the host; None for the one that is in the slot (then
-            `num_new_tokens` is 1).
-        samples: Whether the logits of the last token are wanted. False for the early chunks of a
-            prompt, and for tokens that are only computed again.
+        token_ids: The new tokens, on the host; None for the one token in the slot.
+        samples: Whether the logits of the last token are needed: not for a prompt's early chunks,
+            nor for recomputed tokens.
     """
 
     slot: int
@@ -45,61 +44,47 @@ class Piece(NamedTuple):
 
     @property
     def decodes(self) -> bool:
-        """Whether it is one query over its row."""
+        """Whether the piece has one new token."""
         return self.num_new_tokens == 1
 
     @property
     def kind(self) -> int:
-        """0 for those that decode, 1 for those without a past, 2 for what continues one."""
+        """0 for decodes, 1 for prompts without past tokens, 2 for continued prompts."""
         if self.num_new_tokens == 1:
             return 0
         return 2 if self.num_past_tokens else 1
 
 
 def packing_order(pieces: Sequence[Piece]) -> list[int]:
-    """Pieces as they are packed: those that decode, those that begin, those that continue."""
+    """Return the indices of pieces by kind: decodes, beginnings, continued prompts."""
     return sorted(range(len(pieces)), key=lambda at: pieces[at].kind)
 
 
 # ---- packing -------------------------------------------------------------------------------------
 
-#: FlashAttention-2 appends to no view shorter than the query heads that share a key head.
+#: FlashAttention-2 refuses to append to views with fewer tokens than query heads per key head.
 _SHORTEST_VIEW_TOKENS = 256
 
 
 def pinned(num_integers: int, device: torch.device) -> tuple[torch.Tensor, np.ndarray]:
-    """Host memory that copies to `device` need not wait for, and numpy's view of it."""
+    """Allocate host memory for asynchronous copies to `device`, with its numpy view."""
     host = torch.empty(num_integers, dtype=torch.int32, pin_memory=device.type == "cuda")
     return host, host.numpy()
 
 
 @dataclass(frozen=True)
 class PackedStep:
-    """A step of any kind, on the device.
+    """A step of any kind, on the device; vectors are `int64`."""
 
-    Attributes:
-        token_ids: `[T] int64`; -1 where a token is on the device already.
-        positions: `[T] int64`.
-        decode_slots: `[num_decode] int64`, whose tokens those are.
-        ends: `[samples] int64`, where the tokens to sample from lie.
-        parts: The step as attention sees it.
-    """
-
-    token_ids: torch.Tensor
-    positions: torch.Tensor
-    decode_slots: torch.Tensor
-    ends: torch.Tensor
+    token_ids: torch.Tensor  # `[T]`; -1 if a token is on the device already.
+    positions: torch.Tensor  # `[T]`.
+    decode_slots: torch.Tensor  # `[num_decode]`: slots of the tokens on the device.
+    ends: torch.Tensor  # `[samples]`: offsets of the tokens to sample from.
     parts: StepParts
 
 
 def pack(pieces: Sequence[Piece], capacities: set[int], device: torch.device) -> PackedStep:
-    """Send a step to the device: one copy.
-
-    Args:
-        pieces: In the order that `packing_order` gives.
-        capacities: Of rows, as `row_capacities` says.
-        device: Where to.
-    """
+    """Send a step of pieces in `packing_order` to the device in one copy."""
     new = [piece.num_new_tokens for piece in pieces]
     starts = [0, *accumulate(new)]
     total, count = starts[-1], len(pieces)
@@ -169,7 +154,7 @@ def _fill_tokens(
 
 @dataclass(frozen=True)
 class _Vectors:
-    """A step's vectors on the device, and what the host knows of them."""
+    """A step's vectors on the device, with its pieces on the host."""
 
     rows: torch.Tensor
     num_tokens: torch.Tensor
@@ -180,7 +165,7 @@ class _Vectors:
     def batches(
         self, start: int, end: int, query_starts: torch.Tensor
     ) -> dict[int, AttentionBatch]:
-        """Chunks `[start, end)` as a batch, by capacity of a row."""
+        """Return pieces `[start, end)` as a batch for each row capacity."""
         chosen = self.pieces[start:end]
         longest = max(piece.num_tokens for piece in chosen)
         made = {}

@@ -1,12 +1,11 @@
-"""Rotary embeddings taken out of compiled layers, for the kernel that appends to do them.
+"""Graph pass: move rotary embeddings of compiled layers into the append kernel.
 
-Most models turn queries and keys by the same few lines, just before they attend:
+Most models rotate queries and keys by the same lines, just before attention:
 
     x * cos.unsqueeze(1) + cat((-x[..., half:], x[..., :half]), -1) * sin.unsqueeze(1)
 
-Where a traced layer hands exactly that to `attend_rows`, the operator is given what is turned, and
-the angles; `RowAttention` does the rest, in one launch where it can. Whatever is written otherwise
-stays as it is.
+Where a traced layer passes exactly this to `attend_rows`, the operator gets the unrotated tensors
+and the angles, and `RowAttention` rotates, in one launch where it can. Any other form is unchanged.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _ATTEND = "attend_rows"
 
 
 class _Turned(NamedTuple):
-    """`x`, turned by the angles; nodes of a graph."""
+    """A matched embedding: `x`, rotated by the angles; nodes of a graph."""
 
     x: torch.fx.Node
     cos: torch.fx.Node
@@ -28,11 +27,7 @@ class _Turned(NamedTuple):
 
 
 def take_out(module: torch.fx.GraphModule) -> int:
-    """Give `attend_rows` what was to be turned, and the angles; returns in how many places.
-
-    Args:
-        module: A traced layer, as the compiler's backend is given it.
-    """
+    """Pass unrotated tensors and angles to `attend_rows` in a traced layer; return the count."""
     count = 0
     for node in tuple(module.graph.nodes):
         if node.op != "call_function" or _ATTEND not in str(node.target) or node.kwargs:
@@ -52,10 +47,10 @@ def take_out(module: torch.fx.GraphModule) -> int:
 
 
 def _erase(unused: list[torch.fx.Node], kept: set[torch.fx.Node]) -> None:
-    """Erase nodes that nobody uses, and what they alone were made of, down to `kept`.
+    """Erase unused nodes and their otherwise unused inputs, down to `kept`.
 
-    No others: whatever changes its arguments and returns nothing has no users either, and torch
-    takes some such operators for dead code.
+    A general dead-code pass would also erase some operators that mutate their arguments and return
+    nothing.
     """
     while unused:
         node = unused.pop()
@@ -67,7 +62,7 @@ def _erase(unused: list[torch.fx.Node], kept: set[torch.fx.Node]) -> None:
 
 
 def _turned(node: Any) -> _Turned | None:
-    """What a node turns, if it does."""
+    """Match the rotary-embedding pattern at an fx node; None if it is something else."""
     if not _calls(node, operator.add) or node.kwargs:
         return None
     straight, crossed = node.args
@@ -104,7 +99,7 @@ def _calls(node: Any, function: Any) -> bool:
 
 
 def _unsqueezed(node: Any) -> torch.fx.Node | None:
-    """The angles `[1, T, D]` that a node gives a dimension for heads, if it does."""
+    """Return the angles `[1, T, D]` that a node unsqueezes for heads; None for other nodes."""
     if not isinstance(node, torch.fx.Node) or node.op != "call_method":
         return None
     if node.target != "unsqueeze" or [*node.args[1:], *node.kwargs.values()] != [1]:
@@ -116,7 +111,7 @@ def _unsqueezed(node: Any) -> torch.fx.Node | None:
 
 
 def _part(node: Any, x: torch.fx.Node) -> slice | None:
-    """Which numbers of each head of `x` a node is; None if it is anything else."""
+    """Return the slice of each head of `x` that a node takes; None for other nodes."""
     if not _calls(node, operator.getitem) or node.args[0] is not x:
         return None
     index = node.args[1]
@@ -126,7 +121,7 @@ def _part(node: Any, x: torch.fx.Node) -> slice | None:
 
 
 def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """`x [T, H, D]` turned by `cos` and `sin [T, D]`, operation by operation as models do it."""
+    """Rotate `x [T, H, D]` by `cos` and `sin [T, D]`, with the operations that models use."""
     half = x.shape[-1] // 2
     crossed = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
     return x * cos[:, None] + crossed * sin[:, None]

@@ -1,17 +1,15 @@
-"""How the layers of one step append and attend: which tokens decode, which begin, which continue.
+"""Append and attention of a step's layers, over the rows of caches.
 
-The tokens of a step are packed in that order, because each kind can have a kernel of its own:
+A step's tokens are packed by kind, because each kind can have a kernel of its own:
 
   decode     one query per sequence over its row; splits long rows over the device
   beginning  whole prompts, or their first chunks, over their own packed keys (`packed.py`)
   continued  later chunks of a prompt, over their rows
 
-A kernel that `mixes` takes all of them over their rows in one launch, unless those who decode may
-have long rows: what is not split over the device takes one processor that long.
-
-A step that only decodes, and whose kernel can append, is one launch per layer, unless rows begin
-with padding, which only such steps may have. A step that is captured (`mixed_graphs.py`) has two
-kinds, decode and tiles, whose sizes are the graph's.
+A kernel that `mixes` takes all of them in one launch, unless decoding rows may be long: an unsplit
+row occupies one processor for its whole length. A step that only decodes is one launch per layer if
+the kernel can append and rows have no left padding, which only such steps may have. A captured step
+(`mixed_graphs.py`) has two kinds, decode and tiles, with the graph's sizes.
 """
 
 from __future__ import annotations
@@ -40,64 +38,41 @@ from ..core.cache.fp8 import Scales
 from ..errors import InternalError
 from .rotary import turned
 
-#: The longest rows that decode in one launch with prompts, which splits none of them: one of so
-#: many tokens takes a processor about 0.15 ms. (H200, 8B Llama shape, chat: a step with prompts
-#: takes 1.8 % less than with a launch for each kind.)
+#: Longest rows that decode in one launch with prompts, which splits no row: this many tokens take a
+#: processor about 0.15 ms. (H200, 8B Llama shape, chat: a step with prompts takes 1.8 % less than
+#: with a launch for each kind.)
 _LONG_ROW_TOKENS = 16_384
 
 Angles = tuple[torch.Tensor, torch.Tensor]
-"""Cosines and sines `[1, T, D]` of the angles that positions turn queries and keys by."""
+"""Cosines and sines `[1, T, D]` of the rotary angles of each token's position."""
 
 
 @dataclass(frozen=True)
 class StepParts:
-    """A step as attention sees it; batches are by capacity of a row, which groups differ in.
+    """A step as attention sees it; batches are by row capacity, which layer groups differ in."""
 
-    Attributes:
-        num_decode_tokens: The first tokens of the step.
-        num_beginning_tokens: Those after them.
-        everything: All tokens, for the append.
-        decode: The first part; None where it is empty.
-        beginnings: The second; likewise.
-        continued: The third, in rows, beside a second; likewise.
-        prompts: The second and third in rows, where there is no second or no kernel for it.
-    """
-
-    num_decode_tokens: int
-    num_beginning_tokens: int
-    everything: dict[int, AttentionBatch]
+    num_decode_tokens: int  # The first tokens of the step.
+    num_beginning_tokens: int  # The tokens after those.
+    everything: dict[int, AttentionBatch]  # All tokens, for the append.
     decode: dict[int, AttentionBatch] | None = None
     beginnings: Beginnings | None = None
-    continued: dict[int, AttentionBatch] | None = None
-    prompts: dict[int, AttentionBatch] | None = None
+    continued: dict[int, AttentionBatch] | None = None  # Only where there are beginnings too.
+    prompts: dict[int, AttentionBatch] | None = None  # Beginnings and continued, over rows.
 
 
 @dataclass(frozen=True)
 class TiledParts:
-    """A step of fixed sizes as attention sees it; batches are by capacity of a row.
-
-    Attributes:
-        everything: All tokens, for the append.
-        decode: One query each of the first tokens; without keys where nobody decodes.
-        tiles: The tokens that do not decode, in pieces, at their rows.
-        is_decode: `[entries of decode, 1, 1] bool`, whether one decodes.
-    """
+    """A captured step of fixed sizes as attention sees it; batches are by row capacity."""
 
     everything: dict[int, AttentionBatch]
-    decode: dict[int, AttentionBatch]
-    tiles: dict[int, AttentionBatch]
-    is_decode: torch.Tensor
+    decode: dict[int, AttentionBatch]  # One query per entry; unused entries have no keys.
+    tiles: dict[int, AttentionBatch]  # Prompt tokens and padding, over rows.
+    is_decode: torch.Tensor  # `[entries of decode, 1, 1] bool`: whether an entry is used.
 
 
 @dataclass(frozen=True)
 class _Kernels:
-    """What serves one kind of layer.
-
-    Attributes:
-        rows: The kernel for rows.
-        packed: That for beginnings; None where there is none.
-        mixes: See `CheckedBackend.mixes`.
-    """
+    """Kernels of one kind of layer; `packed` is for beginnings."""
 
     rows: AttentionBackend
     packed: PackedAttention | None
@@ -105,7 +80,7 @@ class _Kernels:
 
 
 class _Layer(NamedTuple):
-    """Where a layer lies: its cache, and all rows of it `[rows, row_tokens, heads, dim]`."""
+    """A layer's cache and the views of all its rows, `[rows, row_tokens, heads, dim]`."""
 
     cache: KVCache
     device: torch.device
@@ -118,17 +93,10 @@ class _Layer(NamedTuple):
 class RowAttention:
     """Appends to and attends from the rows of caches, for every layer of a model.
 
-    Args:
-        caches: One for each device of the model. Their layers are the model's, by number.
-        attention_backend: The kernel for rows; None for what can serve.
-        preferred: The kernel for rows where none is named and this one can serve a layer; else
-            what `select` takes. `select` itself leaves flash3 to those who name it, for its
-            over-read; among many sequences of different lengths it is worth that (one H200, 8B
-            Llama shape: a decode step of 64 at 128 to 4,096 tokens takes 8.6 ms, with flash2 9.6).
-
-    Attributes:
-        steps: The step that the next forward pass is, as each device sees it; None between steps.
-        called: Layers that have attended, in order, until somebody clears it.
+    `caches` has one entry per device; layers are numbered as in the model. Layers use the backend
+    `attention_backend`; if None, `preferred` where it can serve, else the choice of `select`, which
+    avoids flash3 for its over-read. With many sequences of different lengths flash3 pays (one H200,
+    8B Llama shape: a decode step of 64 at 128 to 4,096 tokens takes 8.6 ms, with flash2 9.6).
     """
 
     def __init__(
@@ -153,8 +121,9 @@ class RowAttention:
         }
         self._kernels: dict[tuple[int, AttentionSpec], _Kernels] = {}
         self._side: torch.cuda.Stream | None = None
+        # The next forward pass's step by device; None between steps.
         self.steps: Mapping[torch.device, StepParts | TiledParts] | None = None
-        self.called: list[int] = []
+        self.called: list[int] = []  # Layers that attended, in order; the caller clears it.
 
     def attend(
         self,
@@ -171,19 +140,9 @@ class RowAttention:
     ) -> torch.Tensor:
         """Append a layer's new keys and values, and attend from its rows: `[1, T, Hq, Dv]`.
 
-        Args:
-            layer: The model's number for it.
-            query: `[1, Hq, T, D]`, packed.
-            key: `[1, H, T, D]`, the new keys.
-            value: `[1, H, T, Dv]`.
-            scale: See `AttentionBackend.forward`.
-            window: None for the layer's own.
-            softcap: See `AttentionBackend.forward`.
-            sinks: Likewise.
-            angles: What queries and keys are still to be turned by; None if they are.
-
-        Raises:
-            InternalError: No step was set.
+        `query` is `[1, Hq, T, D]`, `key` and `value` are `[1, H, T, D]`, packed; they are rotated
+        by `angles` if given. A `window` of None means the layer's own; other options as in
+        `AttentionBackend.forward`.
         """
         if self.steps is None:
             raise InternalError("attention was asked for outside a step")
@@ -207,7 +166,7 @@ class RowAttention:
             "scale": scale, "window": window, "softcap": softcap, "sinks": sinks, "scales": scales
         }  # fmt: skip
         q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
-        # With angles the append has more to do than a kernel for attention knows.
+        # Attention kernels that append cannot rotate by angles.
         if is_decode and isinstance(rows, AppendingBackend) and angles is None and not has_left_pad:
             return rows.append_and_attend(q, k, v, keys, values, batch, **options)[None]
 
@@ -216,7 +175,7 @@ class RowAttention:
             batches: dict[int, AttentionBatch],
             out: torch.Tensor | None = None,
         ) -> torch.Tensor:
-            # Other people's kernels know no more than their protocol.
+            # `out` is no part of the `AttentionBackend` protocol.
             into: dict[str, Any] = {"out": out} if isinstance(rows, CheckedBackend) else {}
             return rows.forward(queries, keys, values, batches[capacity], **options, **into)
 
@@ -241,11 +200,11 @@ class RowAttention:
         new: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         step: StepParts,
     ) -> torch.Tensor:
-        """`[T, Hq, Dv]` of new queries, keys and values `[T, H, D]`, part by part."""
+        """Attend part by part with new tensors `[T, H, D]`; returns `[T, Hq, Dv]`."""
         query, _, value = new
         begin = step.num_decode_tokens
         end = begin + step.num_beginning_tokens
-        # Kernels that can write where all are to lie.
+        # Kernels that can write into `out` do so; `_put` copies the others' results.
         out = query.new_empty((query.shape[0], query.shape[1], value.shape[2]))
         if step.decode is not None:
             _put(forward(query[:begin], step.decode, out[:begin]), out[:begin])
@@ -266,7 +225,7 @@ class RowAttention:
         query: torch.Tensor,
         step: TiledParts,
     ) -> torch.Tensor:
-        """`[T, Hq, Dv]` of `query [T, Hq, Dk]`: tiles, and beside them those who decode."""
+        """Attend from `query [T, Hq, Dk]` in tiles, and in parallel for decodes: `[T, Hq, Dv]`."""
         width = step.is_decode.shape[0]
         beside = self._beside(name, query.device)
         with torch.cuda.stream(beside):
@@ -278,19 +237,18 @@ class RowAttention:
         return out
 
     def _beside(self, name: str, device: torch.device) -> torch.cuda.Stream | None:
-        """A stream for tiles, to run at the same time as decoding; None where that is of no use.
+        """Return a stream to run tiles in parallel with decoding; None where that does not help.
 
-        A few prompt tokens leave most of the device idle to a kernel that does not split keys
-        (H200, flash2, 14 tokens after 2,048, beside 64 that decode: 118 us instead of 183).
-        flash3 splits them, and would only pay: a graph with branches holds 7 MiB more.
+        A few prompt tokens leave most of the device idle if the kernel does not split keys (H200,
+        flash2, 14 tokens after 2,048, beside 64 that decode: 118 us instead of 183). flash3 splits
+        them and would not gain, and a graph with branches holds 7 MiB more.
 
-        What is made on that stream need not be recorded on this one: its memory serves none but
-        that stream again, which waits for this one first.
+        Tensors made on that stream need no `record_stream`: their memory is reused only there, and
+        the stream first waits for the current one.
         """
         if device.type != "cuda" or name == "flash3":
             return None
         if self._side is None:
-            # torch leaves its constructor untyped.
             self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._side.wait_stream(torch.cuda.current_stream(device))
         return self._side
@@ -333,7 +291,7 @@ class RowAttention:
         return kernels
 
     def close(self) -> None:
-        """Drop the caches' tensors: they keep addresses reserved. Idempotent."""
+        """Drop the caches' tensors, which keep addresses reserved. Idempotent."""
         self._layers.clear()
         self.steps = None
 
@@ -347,10 +305,9 @@ def _append(
     *,
     keep_keys: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Append new queries, keys and values `[T, H, D]`, turned first if there are angles.
+    """Append new queries, keys and values `[T, H, D]`, rotated first if there are angles.
 
-    Returns:
-        The queries to attend from and, if they are to be kept, the keys.
+    Returns the queries to attend from and, with `keep_keys`, the rotated keys.
     """
     q, k, v = new
     if angles is not None:
@@ -364,11 +321,11 @@ def _append(
 
 
 def _put(attended: torch.Tensor, out: torch.Tensor) -> None:
-    """Have `out` hold what was attended, unless the kernel wrote it there."""
+    """Copy `attended` into `out`, unless the kernel wrote it there."""
     if attended.data_ptr() != out.data_ptr():
         out.copy_(attended)
 
 
 def row_capacities(cache: KVCache) -> set[int]:
-    """The capacities of a row, over the layer groups."""
+    """Return the row capacities of a cache's layer groups, in tokens."""
     return {group.geometry.row_tokens for group in cache.groups}

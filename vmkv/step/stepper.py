@@ -1,14 +1,13 @@
 """Steps of one model: pieces in, logits out.
 
-A step is one packed forward pass, or the replay of one that was captured. Whoever has a stepper
-grows the rows before a step and chooses the tokens after it; `last_tokens` is where tokens go from
-one step to the next on the device.
+A step is one packed forward pass, or the replay of a captured one. The caller grows the rows before
+a step and chooses the tokens after it; `last_tokens` keeps tokens on the device from one step to
+the next.
 
-Layers run as they are, and are handed the step as a keyword by an attention implementation that
-passes it on (`vmkv.hf.attention`); or compiled, and find it through an operator (`operator.py`).
-
-Captures come ahead of all steps (`warm_up.py`), or where they pay: a size that comes again and
-again is captured the third time.
+Eager layers get the step as a keyword that their attention implementation passes on
+(`vmkv.hf.attention`); compiled layers find it through an operator (`operator.py`). Graphs are
+captured in advance (`warm_up.py`), or when a size comes for the third time
+(`capture_where_it_pays`).
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from .piece import Piece, pack, packing_order
 from .row_attention import RowAttention, row_capacities
 
 _LOG = logging.getLogger(__name__)
-#: How often a size runs eagerly before it is captured, which takes about as long as that saves.
+#: Eager runs of a size before it is captured; later runs must amortise the capture.
 _EAGER_RUNS = 2
 
 
@@ -42,33 +41,30 @@ class Stepper:
     """Runs steps of one model over the rows of its caches, until `close`.
 
     Args:
-        model: A transformers causal language model that has proven itself. Unless its layers are
-            compiled, it attends through "vmkv", which hands `vmkv_batch` on.
+        model: A transformers causal language model that passed its proof. Unless its layers are
+            compiled, it attends through "vmkv", which passes `vmkv_batch` on.
         caches: One for each device of the model.
-        num_slots: Pieces of a step at most.
-        attention_backend: The kernel for rows; see `RowAttention`.
-        preferred_backend: Likewise.
-        compile_with: Compile the layers with this backend of `torch.compile`; None for not at all.
-        layers: Layers that are compiled already, for several steppers in turn: steps run within
-            `attending`, and between them the model is as before.
-        calls: The layers whose attention the model calls in each pass, in ascending order, each as
-            often as its proof found; by default each layer of the caches once.
+        num_slots: Most pieces of a step.
+        attention_backend: Backend for rows; see `RowAttention`.
+        preferred_backend: Backend to prefer if none is named.
+        compile_with: Compile the layers with this backend of `torch.compile`; None to run eagerly.
+        layers: Compiled layers that several steppers share in turn: steps run within `attending`,
+            and in between the model runs as before.
+        calls: Layers whose attention the model calls in each pass, ascending, with repetitions; by
+            default each layer of the caches once.
 
     Attributes:
-        model: See above.
-        caches: Likewise.
-        device: Where its tokens go.
-        uses_operator: Whether the stepper makes the model attend by itself.
-        calls: See above; None to take those of the next pass.
-        guard: Whether the model is what it was when the stepper was made.
-        last_tokens: `[num_slots + 1] int64`, the token that was chosen last in each slot.
-        decode_graphs: Captured steps of one token each; None where there are none.
-        mixed_graphs: Captured steps with prompts; likewise.
+        device: Device of the token ids.
+        uses_operator: Whether layers attend through `operator.py`.
+        calls: As the argument; None to take those of the next pass.
+        guard: Checks that the model is unchanged.
+        last_tokens: `[num_slots + 1] int64`, the token chosen last in each slot.
+        decode_graphs: Captured decode steps, or None.
+        mixed_graphs: Captured steps with prompts, or None.
 
     Raises:
-        ConfigError: A cache has no layers, or the layers cannot be compiled, or another stepper
-            runs them compiled, or with `compile_with` anybody attends through the model already.
-            The model is as before.
+        ConfigError: A cache has no layers, the layers cannot be compiled, or the model is served
+            already where `compile_with` is given. The model is unchanged.
     """
 
     def __init__(
@@ -95,7 +91,7 @@ class Stepper:
         if calls is None:
             self.calls = tuple(sorted(layer for cache in caches for layer in cache.layers))
         self._attention = RowAttention(caches, attention_backend, preferred_backend)
-        # Four dimensions: transformers hands such a mask on as it is, and ours ignores it.
+        # transformers passes a 4-D mask on unchanged, and vmkv's attention ignores it.
         self._mask = torch.empty((1, 1, 1, 1), dtype=torch.bool, device=self.device)
         self.uses_operator = compile_with is not None or layers is not None
         self._keywords: dict[str, Any] = {}
@@ -104,7 +100,7 @@ class Stepper:
         self.mixed_graphs: MixedGraphs | None = None
         self.scratch: Scratch | None = None
         self._space: GraphSpace | None = None
-        # Where steps are captured when it pays: how often each size has come.
+        # Eager runs of each size; None unless `capture_where_it_pays`.
         self._num_runs: Counter[tuple[int, int]] | None = None
         self._uncapturable: set[tuple[int, int]] = set()
         self._logits_like: tuple[int, torch.dtype] | None = None
@@ -127,13 +123,10 @@ class Stepper:
 
     @contextlib.contextmanager
     def attending(self, layers: CompiledLayers) -> Iterator[None]:
-        """While this lasts, the model runs compiled, over this stepper's rows.
+        """Context in which the model runs compiled, over this stepper's rows.
 
-        Args:
-            layers: What the stepper was made with.
-
-        Raises:
-            ConfigError: Another stepper runs the layers. The model is as before.
+        `layers` are those that the stepper was made with; `ConfigError` if another stepper runs
+        them.
         """
         with operator.attending(self.model, self._attention), layers.in_place():
             yield
@@ -147,15 +140,14 @@ class Stepper:
         """Launch a step. Never waits for the device.
 
         Args:
-            pieces: Of different slots and rows, each grown; in any order.
+            pieces: Pieces of different slots and rows, whose rows are grown; in any order.
             rows_elsewhere: For each cache but the first, the rows of the pieces there.
 
         Raises:
-            ConfigError: The model has changed since the stepper was made: how it attends, its mode,
-                its type or device, or where the parameters of a captured step lie. Nothing of the
-                step counts. Once the model is what it was, steps run again.
-            OutOfPagesError: There is no memory for what a kernel fetches past the rows' ends.
-            Exception: What the model raises. Keys and values of the new tokens may have been
+            ConfigError: The model has changed since the stepper was made (`ModelGuard`). The step
+                has no effect; steps run again once the change is undone.
+            OutOfPagesError: No memory for the kernel's over-read.
+            Exception: Any error of the model. Keys and values of the new tokens may have been
                 written; the same step again writes the same.
         """
         for cache in self.caches:
@@ -183,9 +175,9 @@ class Stepper:
         graphs.replay(key, integers)
 
     def _replayed(self, kept: Sequence[int], sampling: Sequence[int]) -> StepLogits:
-        """The logits at `kept` that a graph has left."""
+        """Return the logits at indices `kept` that a graph has left."""
         space = self._space
-        assert space is not None  # Graphs have one.
+        assert space is not None  # Set with the graphs.
         count = len(kept)
         if not count or kept[-1] == count - 1:
             return StepLogits(space.logits[:count], sampling, space.token_ids[:count], space.head)
@@ -198,13 +190,10 @@ class Stepper:
         rows_elsewhere: Sequence[Sequence[int]] = (),
         keep: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """Any step, as one forward pass; logits `[n, vocabulary]`.
+        """Run any step as one forward pass; return logits `[n, vocabulary]`.
 
-        Args:
-            packed: Pieces in the order that `packing_order` gives.
-            rows_elsewhere: See `run`, as for what is raised.
-            keep: Which of the packed tokens' logits are wanted; by default those of the last tokens
-                of the pieces that sample.
+        `packed` is in `packing_order`; `keep` selects packed tokens, by default the last tokens of
+        pieces that sample. Other arguments and errors as in `run`.
         """
         first = self.caches[0]
         step = pack(packed, row_capacities(first), self.device)
@@ -231,10 +220,9 @@ class Stepper:
     def _forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor | None
     ) -> torch.Tensor:
-        """Logits `[kept, vocabulary]` of packed tokens `[T]`; of all of them by default.
+        """Return logits `[kept, vocabulary]` of packed tokens `[T]`; of all tokens by default.
 
-        Raises:
-            ConfigError: The model has changed, or it did not attend as its proof found.
+        Raises `ConfigError` if the model has changed, or did not attend as its proof found.
         """
         self.guard.check(is_fixed=self.uses_operator)
         called = self._attention.called
@@ -275,18 +263,11 @@ class Stepper:
         agree: Callable[[int], int] = int,
         head: HeadInParts | None = None,
     ) -> None:
-        """Prepare for captured steps; on the host the same padded steps run as they are.
+        """Prepare captured steps; on the host the same padded steps run eagerly.
 
-        Args:
-            vocab_size: Columns of the logits.
-            dtype: Theirs.
-            max_mixed_tokens: The largest step with prompts that is captured.
-            few: Have few sizes of decode steps, because each is captured when it is wanted.
-            agree: See `GraphSpace`.
-            head: Likewise.
-
-        Raises:
-            CapacityError: No row, or no page, is left for padding.
+        Logits are `dtype` with `vocab_size` columns; steps with prompts are captured up to
+        `max_mixed_tokens`; `few` uses few sizes of decode steps, for captures on demand; `agree`
+        and `head` as in `GraphSpace`. Raises `CapacityError` if no row or page is left for padding.
         """
         scratch = self.open_scratch()
         space = self._space = self._graph_space(vocab_size, dtype, scratch, agree, head=head)
@@ -297,17 +278,12 @@ class Stepper:
     def make_batch_graphs(
         self, vocab_size: int, dtype: torch.dtype, stream: torch.cuda.Stream | None = None
     ) -> BatchGraphs:
-        """Prepare for captured steps in which the rows 0, 1, … of all slots decode; see there.
+        """Prepare captured decode steps of rows 0, 1, … of all slots.
 
-        Whoever asks has them: runs them, beside `run`, and closes them before the stepper. They
-        hold the stepper, and it does not hold them.
-
-        Args:
-            vocab_size: Columns of the logits.
-            dtype: Theirs.
-            stream: See `GraphSpace`.
+        Logits are `dtype` with `vocab_size` columns. The caller owns the graphs, and closes them
+        before the stepper.
         """
-        no_padding = Scratch(self.num_slots, 0)  # Nobody asks for it.
+        no_padding = Scratch(self.num_slots, 0)  # Never used.
         space = self._graph_space(vocab_size, dtype, no_padding, stream=stream)
         return BatchGraphs(space, self._split_below)
 
@@ -342,17 +318,13 @@ class Stepper:
 
     @property
     def _split_below(self) -> int:
-        """How many sequences keep the device busy without being split."""
+        """Number of sequences that keep the device busy without splitting rows."""
         heads = min(group.geometry.shape.num_k_heads for group in self.caches[0].groups)
-        # A sequence occupies a processor per key head; kernels split below 0.8 of them all.
+        # A sequence occupies a processor per key head; kernels split if under 0.8 are occupied.
         return int(0.8 * self._num_processors / heads) + 1
 
     def open_scratch(self) -> Scratch:
-        """The row that padding works on, which holds one token. Opened once.
-
-        Raises:
-            CapacityError: No row, or no page, is left.
-        """
+        """Return the padding row, of one token, opened once; `CapacityError` if none is left."""
         if self.scratch is None:
             cache = self.caches[0]
             sequence = cache.open(1)
@@ -363,10 +335,7 @@ class Stepper:
 
     @property
     def can_capture(self) -> bool:
-        """Whether steps may be captured, as far as is known without trying.
-
-        Not where somebody hooked into the model is to be called in every step.
-        """
+        """Whether steps may be captured, before trying: CUDA, one device, no autocast, no hooks."""
         return (
             self._is_cuda
             and [cache.device for cache in self.caches] == [self.device]
@@ -375,10 +344,10 @@ class Stepper:
         )
 
     def capture_where_it_pays(self) -> None:
-        """Have decode steps captured that come again and again, where `can_capture`.
+        """Capture decode steps that recur, if `can_capture`.
 
-        For a model whose steps never wait for the device: a capture that fails leaves torch's
-        allocator as if it went on.
+        Only for models whose steps never wait for the device: a failed capture leaves torch's
+        allocator in capture mode.
         """
         if self.can_capture:
             self._num_runs = Counter()
@@ -386,7 +355,7 @@ class Stepper:
     def _run_captured_decode(
         self, packed: Sequence[Piece], sampling: Sequence[int]
     ) -> StepLogits | None:
-        """A step in which all decode, as a graph; None where there is none (yet)."""
+        """Run a decode-only step as a graph; None if there is none yet."""
         if self.decode_graphs is None and self._num_runs is not None:
             self._make_graphs_late()
         graphs = self.decode_graphs
@@ -401,7 +370,7 @@ class Stepper:
         return self._replayed(kept, sampling)
 
     def _make_graphs_late(self) -> None:
-        """Once a step has shown what logits look like; not at all without room for padding."""
+        """Make graphs once a step has shown the logits' shape; never without room for padding."""
         if self._logits_like is not None:
             try:
                 self.make_graphs(*self._logits_like, 0, few=True)
@@ -415,16 +384,13 @@ class Stepper:
         packed: Sequence[Piece],
         num_runs: Counter[tuple[int, int]],
     ) -> bool:
-        """Capture a step that has no graph yet and replay it, if it has come often enough.
-
-        False where it is to run eagerly: the first times, and for good where capturing fails.
-        """
+        """Capture and replay a step if it has run often enough; False if it is to run eagerly."""
         num_runs[bucket] += 1
         if num_runs[bucket] <= _EAGER_RUNS or bucket in self._uncapturable:
             return False
         try:
             graphs.capture(bucket)
-        except Exception as error:  # noqa: BLE001  # eagerly it has run, and goes on to
+        except Exception as error:  # noqa: BLE001  # the step still runs eagerly
             _LOG.info("%s cannot be captured as CUDA graphs: %s", graphs.name, error)
             self._uncapturable.add(bucket)
             return False
@@ -432,7 +398,7 @@ class Stepper:
         return True
 
     def run_layers_plainly(self) -> bool:
-        """Give up compiling the layers; whether they were compiled until now."""
+        """Run the layers eagerly from now on; return whether they were compiled."""
         if self._layers is None:
             return False
         self._layers.close()
@@ -442,7 +408,7 @@ class Stepper:
     # ---- end ------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Wait for the device, drop the graphs, and let the model run as before. Idempotent."""
+        """Wait for the device, drop the graphs and restore the model. Idempotent."""
         if self._is_cuda:
             torch.cuda.synchronize(self.device)
         for graphs in (self.mixed_graphs, self.decode_graphs):
@@ -453,7 +419,7 @@ class Stepper:
 
 
 def has_hooks(model: torch.nn.Module) -> bool:
-    """Whether somebody hooked into a module is to be called in every step."""
+    """Whether a module has forward hooks."""
     return any(each._forward_hooks or each._forward_pre_hooks for each in model.modules())
 
 
@@ -469,7 +435,7 @@ def _other_calls(called: Sequence[int], proven: Sequence[int]) -> str:
 
 @contextlib.contextmanager
 def _compiled(model: Any, backend: str) -> Iterator[CompiledLayers]:
-    """The layers compiled; a generator, which ends with its stepper also where nobody closes it."""
+    """Context with compiled layers; as a generator, it also ends with an unclosed stepper."""
     layers = CompiledLayers(model, backend=backend)
     try:
         yield layers
@@ -478,24 +444,19 @@ def _compiled(model: Any, backend: str) -> Iterator[CompiledLayers]:
 
 
 class _ByKeyword:
-    """A step as `vmkv_batch` of layers that run as they are."""
+    """A step as the keyword `vmkv_batch` of eager layers."""
 
     def __init__(self, attention: RowAttention):
         self._attention = attention
 
     def attend(self, module: Any, *tensors: torch.Tensor, **options: Any) -> torch.Tensor:
-        """See `RowAttention.attend`; masks and biases the model has proven not to have."""
+        """Attend from rows; masks and biases are dropped, as the model was proven to have none."""
         for name in ("mask", "bias"):
             options.pop(name, None)
         return self._attention.attend(int(module.layer_idx), *tensors, **options)
 
 
 def kept_logits(output: Any, keep: torch.Tensor | None) -> torch.Tensor:
-    """Logits `[kept, vocabulary]` of a packed pass, whether or not the model can keep but those.
-
-    Args:
-        output: What the model returned.
-        keep: Which tokens' were asked for; None for all.
-    """
+    """Return logits `[kept, vocabulary]` of a packed pass, even if the model returned all."""
     logits: torch.Tensor = output.logits[0]
     return logits if keep is None or logits.shape[0] == keep.shape[0] else logits[keep]

@@ -1,4 +1,4 @@
-"""Warming up: everything is compiled, tuned and captured before the first step that matters."""
+"""Warm-up: compile, tune and capture all steps in advance, with a cache file of compiled code."""
 
 from __future__ import annotations
 
@@ -25,13 +25,9 @@ _LOG = logging.getLogger(__name__)
 
 
 class CompileCache:
-    """One file of compiled code.
+    """A file of compiled code for a model's configuration, device and torch; no folder, no file.
 
-    It holds code that torch will run: use a folder that only you can write.
-
-    Args:
-        folder: Where it lies; None keeps nothing.
-        config: The model's configuration.
+    torch runs its content: use a folder that only you can write.
     """
 
     def __init__(self, folder: Path | None, config: Any):
@@ -43,27 +39,27 @@ class CompileCache:
         self._loaded_bytes = 0
 
     def load(self) -> bool:
-        """Hand what the file holds to torch; whether there was any. A bad file is ignored."""
+        """Load the file into torch; return whether there was any code. A bad file is ignored."""
         if self._path is None or not self._path.exists():
             return False
         content = self._path.read_bytes()
         try:
             found = torch.compiler.load_cache_artifacts(content)
-        except Exception as error:  # noqa: BLE001  # whatever is wrong with it, compiling helps
+        except Exception as error:  # noqa: BLE001  # any bad file is replaced by compiling
             _LOG.warning("%s cannot be read and will be replaced: %s", self._path, error)
             return False
         self._loaded_bytes = len(content)
         return found is not None
 
     def save(self) -> bool:
-        """Write what was compiled since the process began, if it is more; whether it did."""
+        """Write the code compiled since the process began, if it has grown; return whether so."""
         if self._path is None:
             return False
         artifacts = torch.compiler.save_cache_artifacts()
         if artifacts is None or len(artifacts[0]) <= self._loaded_bytes:
             return False
         self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        # A reader sees the old file or the new one, whichever rank writes at the same time.
+        # Atomic: a reader sees the old file or the new one, even if several ranks write.
         with whole_file(self._path) as file:
             file.write(artifacts[0])
         return True
@@ -71,7 +67,7 @@ class CompileCache:
 
 # ---- warm up -------------------------------------------------------------------------------------
 
-#: Of logits, relative and absolute: coarser than any type's last place, finer than a defect.
+#: Tolerance of logits, relative and absolute: above any dtype's rounding, below a defect.
 _ROUNDING = 0.02
 
 
@@ -88,22 +84,10 @@ def warm_up(
 ) -> int:
     """Compile, tune and capture everything, so that no step waits for it.
 
-    A model that cannot be captured runs without graphs.
-
-    Args:
-        stepper: What runs the model; its one cache has a row left for prompts.
-        max_num_batched_tokens: The largest step.
-        compile_cache: A folder that keeps what was compiled.
-        must_compile: Raise where layers cannot be compiled, rather than run them as they are.
-        then: What else is to warm up, after the steps and before the graphs.
-        show_progress: Draw a progress bar.
-        agree: See `GraphSpace`.
-
-    Returns:
-        Bytes of device memory that graphs hold.
-
-    Raises:
-        CapacityError: Not even a short prompt fits the cache.
+    A kind of step that cannot be captured runs without graphs; with `must_compile`, layers that
+    cannot be compiled raise. `then` runs after the steps and before the graphs. The stepper's one
+    cache needs a free row; `CapacityError` if not even a short prompt fits. Returns the bytes of
+    device memory that graphs hold.
     """
     cache = CompileCache(compile_cache, stepper.model.config)
     cache.load()
@@ -132,14 +116,14 @@ def warm_up(
 def _prove_head(
     stepper: Stepper, space: GraphSpace, piece: Piece, agree: Callable[[int], int]
 ) -> None:
-    """Have logits put together in every step where a model changes them other than one by one."""
+    """Gather logits in every step if the model transforms logits other than element-wise."""
     head = space.head
     if head is None:
         return
     with head.in_part(space.logits):
         part = stepper.run_eagerly([piece])
     found, expected = head.whole(part), stepper.run_eagerly([piece])
-    # They are the same numbers, but for how the library rounds a product at another place.
+    # Equal but for rounding: the library may round a product of other columns differently.
     is_same = found.shape == expected.shape and torch.allclose(
         found.float(), expected.float(), rtol=_ROUNDING, atol=_ROUNDING, equal_nan=True
     )
@@ -154,7 +138,7 @@ def _capture_all(
     captured: Callable[[], object],
     agree: Callable[[int], int],
 ) -> int:
-    """Capture every graph, those with most tokens first; kinds that cannot be are dropped."""
+    """Capture every graph, kind by kind; drop the kinds that fail. Returns their bytes."""
     start_s, free_bytes = time.perf_counter(), _free_bytes(stepper.device)
     for graphs in kinds:
         failure: Exception | None = None
@@ -189,7 +173,7 @@ def _free_bytes(device: torch.device) -> int:
 
 
 def _warm_up_prompts(stepper: Stepper, max_num_batched_tokens: int, must_compile: bool) -> None:
-    """The largest step that fits, and then one with pieces of every kind."""
+    """Run the largest prompt that fits, and then a step with pieces of every kind."""
     (cache,) = stepper.caches
     num_tokens = min(max_num_batched_tokens, cache.max_tokens)
     while True:
@@ -228,7 +212,7 @@ def _warm_up_in(stepper: Stepper, row: int, num_tokens: int, must_compile: bool)
 
 @contextlib.contextmanager
 def progress(total: int, *, is_shown: bool) -> Iterator[Any]:
-    """A progress bar over so many steps, or one that shows nothing."""
+    """Context with a progress bar of `total` steps, hidden unless `is_shown`."""
     from tqdm import tqdm  # type: ignore[import-untyped]  # comes with transformers
 
     with tqdm(total=total, disable=not is_shown, leave=False) as bar:
