@@ -85,7 +85,7 @@ def default_layers(config: Any) -> list[Any]:
 
 
 def default_cache(config: Any) -> DynamicCache:
-    """Make this release's empty cache for the model; `ConfigError` if that is no `DynamicCache`."""
+    """Make this release's empty cache for the model; raises `ConfigError` if it has none."""
     decoder = text_config(config)
     if not _CROP_REMOVES:
         # Before 5.x, hybrid models had caches of their own, which DynamicCache cannot replace.

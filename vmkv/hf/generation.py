@@ -199,7 +199,7 @@ def _generate(
     streamer: Any,
     max_num_batched_tokens: int,
 ) -> None:
-    """Continue the sequences of `state` until all have ended, in `memory` or a cache made from it."""
+    """Continue the sequences of `state` to their ends, in `memory` or a cache made from it."""
     if not isinstance(memory, RaggedCache | Settings):
         raise ConfigError(
             f"a {type(memory).__name__} cannot be the cache of vmkv.generate: pass a RaggedCache"

@@ -95,7 +95,7 @@ class DeviceRows:
         self._padding_tokens = -1
 
     def ensure(self, batch_size: int, num_tokens: int) -> None:
-        """Make the first `batch_size` rows hold `num_tokens` tokens; grows the cache once a step."""
+        """Make the first `batch_size` rows hold `num_tokens`; grows the cache once per step."""
         num_rows = len(self.sequences)
         if batch_size <= num_rows and num_tokens <= self.sequences[0].num_tokens:
             return
@@ -124,7 +124,7 @@ class DeviceRows:
             self.core.keep_resident(overread_tokens)
 
     def left_pad(self, padding: torch.Tensor, num_tokens: int) -> tuple[bool, torch.Tensor | None]:
-        """Whether `padding [B, num_tokens]` is left padding, and how much: `[B] int32`, None for none.
+        """Whether `padding [B, T]` is left padding, and how much: `[B] int32`, None for none.
 
         Waits for the device once per mask, so once per step and not per layer.
         """
