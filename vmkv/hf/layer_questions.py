@@ -20,7 +20,7 @@ from .unservable import UnservableError
 def layer_signatures(
     model: Any, kinds: Sequence[LayerKind], token_ids: torch.Tensor
 ) -> dict[int, Signature]:
-    """Return the signatures of the layers' keys and values, from a packed pass over `token_ids [T]`.
+    """Return the signatures of all layers' keys and values, from a packed pass over `[T]` tokens.
 
     Raises `ConfigError` if a layer attends in a way that rows cannot serve.
     """

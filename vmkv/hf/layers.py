@@ -66,7 +66,7 @@ class VirtualLayer:
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append keys and values, each `[batch, kv_heads, new_tokens, dim]`; returns those to attend to.
+        """Append keys and values `[batch, kv_heads, new_tokens, dim]`; returns all to attend to.
 
         Returns views `[batch, kv_heads, tokens, dim]` over the cache's memory, without a copy; a
         sliding layer returns the window before the new tokens, and these. Rows in eight bits are
@@ -78,8 +78,8 @@ class VirtualLayer:
             ConfigError: Shape, dtype or device differ from before, or gradients are wanted.
             ClosedError: The cache is closed.
 
-        Cost: one launch per layer on CUDA; once per step, two view calls per layer group. Uses torch's
-            current stream and never waits for the device.
+        Cost: one launch per layer on CUDA; once per step, two view calls per layer group. Runs on
+            torch's current stream and never waits for the device.
         """
         if key_states.dtype != value_states.dtype and torch.is_autocast_enabled(
             key_states.device.type
@@ -159,7 +159,7 @@ class VirtualLayer:
         self._note_update(self._length)
 
     def _note_update(self, end: int) -> None:
-        """Advance the window of a sliding layer."""
+        """Hook after an update, in which a sliding layer advances its window."""
 
     def _mismatch(self, keys: torch.Tensor, values: torch.Tensor) -> ConfigError:
         assert self._place is not None
@@ -211,7 +211,7 @@ class VirtualLayer:
     def backend_for(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **asked: Any
     ) -> AttentionBackend:
-        """Return the kernel for this layer, kept while requests are the same, with its over-read mapped.
+        """Return the kernel for such a request, chosen once, after mapping what it over-reads.
 
         Tensors are `[B, heads, T, dim]`; `asked` holds the other arguments of `AttentionSpec.of`.
         """
@@ -386,7 +386,7 @@ class VMKVSlidingLayer(VirtualLayer, DynamicSlidingWindowLayer):  # type: ignore
         return self._length
 
     def activate_past_recording(self) -> None:
-        """Keep tokens that leave the window until the next `crop`, which may remove later ones."""
+        """Keep tokens that leave the window until the next `crop`, so that later ones can be undone."""
         self.record_past = True
         self._store.keep_past()
 

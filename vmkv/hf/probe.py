@@ -59,7 +59,7 @@ def build_without_weights(config: Any, dtype: torch.dtype) -> Any:
 
 
 def kept_layers(model: Any) -> list[KeptLayer]:
-    """Return what each layer of a model from `build_without_weights` keeps; takes up to some seconds.
+    """Return what each layer of a model from `build_without_weights` keeps; may take seconds.
 
     Raises `ConfigError` if the model takes no cache, cannot run without weights, or keeps tensors
     that neither grow token by token nor stay as they are.
