@@ -169,11 +169,7 @@ class CapturedDecoding:
     # ---- a call ---------------------------------------------------------------------------
 
     def serve(self, model: Any, cache: VMKVCache, given: Mapping[str, Any]) -> Any:
-        """Compute the model's output by a captured step; None where the model must run itself.
-
-        `OutOfPagesError` and `SequenceFullError` leave the cache unchanged; a changed mask raises
-        what `LeftPadding.check` raises.
-        """
+        """Compute the model's output by a captured step; None where the model must run itself."""
         known = self._caches.get(cache)
         if self._is_closed or known is None or known.runs_plainly:
             return None

@@ -118,10 +118,7 @@ def has_keys(layer: Any) -> bool:
 
 
 def window_of(layer: Any) -> tuple[bool, int | None]:
-    """Whether vmkv can replace `layer`, by exact type, and the window of a sliding one.
-
-    Layers of other types (linear, hybrid, indexed, …) have state of their own and stay as they are.
-    """
+    """Whether vmkv can replace `layer`, by exact type, and the window of a sliding one."""
     if type(layer) is DynamicLayer:
         return True, None
     if type(layer) is DynamicSlidingWindowLayer:

@@ -53,10 +53,7 @@ def rows_and_tokens(
     *,
     past_stated: bool = True,
 ) -> tuple[int, int]:
-    """Return how many rows of how many tokens to reserve, given what the first update shows.
-
-    Values that the user gave are kept; the others shrink until both fit.
-    """
+    """Return rows and tokens to reserve: given values are kept, the others shrink until both fit."""
     for name, value in (("max_batch_size", max_batch_size), ("max_tokens", max_tokens)):
         if value is not None:
             check_positive(name, value)

@@ -251,10 +251,7 @@ def _prefill(
     *,
     finds: bool,
 ) -> torch.Tensor:
-    """Run all prompts in passes of bounded size; returns logits `[B, vocabulary]`.
-
-    With `finds`, prompts begin with cached prefixes and leave theirs in the cache.
-    """
+    """Run all prompts in passes of bounded size; returns logits `[B, vocabulary]`."""
     lengths = [len(prompt) for prompt in prompts]
 
     def begin(at: int) -> int:
@@ -298,11 +295,7 @@ def _decode(
     *,
     records: bool,
 ) -> None:
-    """Generate a token for every live sequence, until all have ended.
-
-    `logits` `[B, vocabulary]` are of the prompts' last tokens; with `records`, the cache can find
-    generated tokens as prefixes.
-    """
+    """Generate a token for every live sequence, until all have ended."""
     num_sequences = len(logits)
     while True:
         tokens = state.choose(logits)

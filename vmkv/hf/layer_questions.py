@@ -20,10 +20,7 @@ from .unservable import UnservableError
 def layer_signatures(
     model: Any, kinds: Sequence[LayerKind], token_ids: torch.Tensor
 ) -> dict[int, Signature]:
-    """Return the signatures of all layers' keys and values, from a packed pass over `[T]` tokens.
-
-    Raises `ConfigError` if a layer attends in a way that rows cannot serve.
-    """
+    """Return all layers' key and value signatures, from a packed pass over `[T]` tokens."""
     signatures: dict[int, Signature] = {}
 
     def hear(asked: _Asked) -> None:
@@ -63,10 +60,7 @@ def layer_signatures(
 
 
 def check_windows(model: Any, kinds: Sequence[LayerKind], token_ids: torch.Tensor) -> None:
-    """Refuse a model whose masks have other windows than its rows.
-
-    Compares numbers, because windows are longer than the passes of a proof.
-    """
+    """Refuse a model whose masks have windows of other lengths than its rows."""
     windows: dict[int, tuple[int | None, int | None]] = {}
 
     def hear(asked: _Asked) -> None:

@@ -198,10 +198,7 @@ class VirtualLayer:
     def attention_batch(
         self, num_queries: int, padding: torch.Tensor | None
     ) -> AttentionBatch | None:
-        """Return the step's batch for `vmkv.attention`, shared by the layers of the group.
-
-        None where the mask is not left padding, or belongs to other tokens.
-        """
+        """Return the batch for `vmkv.attention`; None unless the mask is this step's left padding."""
         assert self._place is not None
         step = self._place.step
         if step.end != self._length or num_queries != step.end - step.start:
@@ -211,10 +208,7 @@ class VirtualLayer:
     def backend_for(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **asked: Any
     ) -> AttentionBackend:
-        """Return the kernel for such a request, chosen once, after mapping what it over-reads.
-
-        Tensors are `[B, heads, T, dim]`; `asked` holds the other arguments of `AttentionSpec.of`.
-        """
+        """Return the kernel for `[B, heads, T, dim]` tensors, with what it over-reads mapped."""
         kind = (query.shape[1], query.dtype, query.shape[3], *asked.values())
         if self._kernel is None or self._kernel[0] != kind:
             assert self._place is not None
@@ -239,10 +233,7 @@ class VirtualLayer:
 
     @property
     def keys(self) -> torch.Tensor | None:
-        """Contents as a dynamic layer has them: `[batch, kv_heads, kept_tokens, k_dim]`, or None.
-
-        Rows in eight bits are not decoded.
-        """
+        """Contents `[batch, kv_heads, kept_tokens, k_dim]` as stored, eight bits included; or None."""
         if not self.is_initialized:
             return None
         return self._views(self._first_kept, self._length)[0]
@@ -375,10 +366,7 @@ class VMKVFullLayer(VirtualLayer, DynamicLayer):  # type: ignore[misc]
 
 
 class VMKVSlidingLayer(VirtualLayer, DynamicSlidingWindowLayer):  # type: ignore[misc]
-    """A layer whose queries see the last `sliding_window` tokens.
-
-    Positions only grow: the row is not a ring. Pages behind the window are retired.
-    """
+    """A layer whose queries see the last `sliding_window` tokens; pages before them are retired."""
 
     @property
     def cumulative_length(self) -> int:
@@ -386,7 +374,7 @@ class VMKVSlidingLayer(VirtualLayer, DynamicSlidingWindowLayer):  # type: ignore
         return self._length
 
     def activate_past_recording(self) -> None:
-        """Keep tokens that leave the window until the next `crop`, so that later ones can be undone."""
+        """Keep tokens that leave the window until the next `crop`, so that it can go back."""
         self.record_past = True
         self._store.keep_past()
 

@@ -83,8 +83,8 @@ def prove(model: Any, attention_backend: str | None = None) -> Proof:
     """Refuse a model whose packed passes do not compute what its plain pass computes.
 
     Runs once per model object, device, dtype and kernel, while modules and hooks stay; after that,
-    looks at each module. The `ConfigError` of a refusal names an alternative. Errors, of memory
-    too, leave the model and the random generators as before.
+    looks at each module. The `ConfigError` of a refusal names an alternative. Any error, also for
+    want of memory, leaves the model and the random generators as before.
 
     Cost: a plain pass over 112 tokens, two packed passes in a cache of seven short rows, and two
     passes over two tokens; after that torch's unused memory is returned to the device.

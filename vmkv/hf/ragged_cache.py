@@ -180,7 +180,7 @@ class RaggedCache:
     # ---- sequences ------------------------------------------------------------------------
 
     def find(self, prompt: List_[int]) -> int:
-        """Return how many tokens of `prompt` a sequence that begins now would find; changes nothing.
+        """Return how many tokens of `prompt` a sequence begun now would find; changes nothing.
 
         Cost: about 5 ns per token, and one look per row that holds the last one found.
         """
@@ -300,7 +300,7 @@ def _check_settings(settings: Settings) -> None:
 def _open(
     core: KVCache, num_tokens: int, prompt: List_[int] | None, tenant: str | None
 ) -> Sequence:
-    """Open a sequence with what `core` holds of `prompt`, or without if there is no room to share."""
+    """Open a sequence with what `core` holds of `prompt`; with nothing if there is no room."""
     if prompt is not None:
         # Sharing needs memory for a tail, or a second row; computing may need neither.
         with contextlib.suppress(CapacityError):

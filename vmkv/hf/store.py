@@ -61,7 +61,7 @@ class Settings:
 
 
 class Signature(NamedTuple):
-    """Properties that stay the same between updates of a layer: shapes `(heads, dim)`, type, device."""
+    """Properties that updates of a layer must not change; shapes are `(heads, dim)`."""
 
     k_shape: tuple[int, int]
     v_shape: tuple[int, int]
@@ -196,7 +196,7 @@ class Store:
             self._signatures[other] = signature
 
     def _stored(self, index: int, signature: Signature) -> torch.dtype:
-        """Return the type that a layer is stored in; refuses one that the device cannot convert to."""
+        """Return the type that a layer is stored in; refused if the device cannot convert to it."""
         window = self.kinds[index].window_tokens
         stored = self.settings.kv_format.stored(index, window, signature.dtype)
         if stored == FP8 and signature.device.type == "cuda":
@@ -328,7 +328,7 @@ class Store:
             rows.take_over(sources)
 
     def fork_from(self, other: Store) -> bool:
-        """Share the contents of `other`, bound alike; False unless pools and layouts are the same."""
+        """Share the contents of `other`, bound alike; False if pools or layouts differ."""
         if not any(rows.sequences for rows in other._rows.values()):
             return True
         if self._rows.keys() != other._rows.keys() or any(
@@ -426,7 +426,7 @@ _collecting = threading.Lock()
 
 
 def add(store: Store) -> None:
-    """Keep the store of a garbage-collected cache as an orphan, with a warning if it was open."""
+    """Keep the open store of a garbage-collected cache as an orphan, with a ResourceWarning."""
     if store.is_closed:
         return
     _orphans.append(store)

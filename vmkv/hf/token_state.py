@@ -47,10 +47,7 @@ class TokenState:
         return None if None in limits else max(each for each in limits if each is not None)
 
     def choose(self, logits: torch.Tensor) -> torch.Tensor:
-        """Choose the next token of every sequence: `[B]`, padding where one has ended.
-
-        `logits` are `[live, vocabulary]`, in the order of `live`.
-        """
+        """Choose every sequence's next token, `[B]`; `logits` are `[live, vocabulary]`."""
         scores = self._process(logits.to(self.ids.device, torch.float32, copy=True))
         if self._do_sample:
             chosen = torch.multinomial(scores.softmax(-1), 1).squeeze(1)
@@ -99,7 +96,7 @@ class TokenState:
         return values
 
     def stop(self) -> list[int]:
-        """End sequences by the criteria and return them; waits for the device once, or not at all."""
+        """End sequences by the criteria and return them; waits for the device once, or never."""
         is_done = self._is_done()
         if not any(is_done):
             return []
