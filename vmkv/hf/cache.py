@@ -88,7 +88,7 @@ class VMKVCache(DynamicCache):  # type: ignore[misc]
             if value is not None:
                 check_positive(name, value)
         if attention_backend is not None:
-            get_attention_backend(attention_backend)  # An unknown name is refused now.
+            get_attention_backend(attention_backend)  # Refuses an unknown name.
         orphans.collect()
         decoder_config = compat.text_config(config)
         if max_tokens is None:

@@ -299,7 +299,7 @@ class _Forward:
         return self._of_class(copied)
 
     def __reduce__(self) -> Any:
-        # An unpickled model has its class's `forward` only, too.
+        # An unpickled model has its class's `forward` only.
         return getattr, (self._model(), "forward")
 
     def restore(self, model: Any) -> None:

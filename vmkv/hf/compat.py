@@ -62,7 +62,7 @@ def rope_limit_tokens(config: Any) -> int | None:
     of a pass, once the longest of them is longer than that.
     """
     decoder = text_config(config)
-    # 4.57 has the latter name.
+    # 4.57 has `rope_scaling`.
     parameters = getattr(decoder, "rope_parameters", None) or getattr(decoder, "rope_scaling", None)
     if not isinstance(parameters, dict):
         return None
@@ -99,7 +99,7 @@ def default_cache(config: Any) -> DynamicCache:
     try:
         cache = DynamicCache(config=config)
         reason = "no layers"
-    except (AttributeError, KeyError, TypeError, ValueError) as error:  # Depends on its values.
+    except (AttributeError, KeyError, TypeError, ValueError) as error:  # Invalid values.
         cache, reason = None, one_line(error)
     if cache is None or not cache.layers:
         raise ConfigError(
@@ -261,7 +261,7 @@ def takes_cache(model: Any) -> bool:
     supports = getattr(model, "_supports_default_dynamic_cache", lambda: True)
     parameters = inspect.signature(model.forward).parameters
     return bool(supports()) and (
-        "past_key_values" in parameters or "input_ids" not in parameters  # A wrapper's.
+        "past_key_values" in parameters or "input_ids" not in parameters  # A wrapper.
     )
 
 

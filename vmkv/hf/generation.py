@@ -76,8 +76,8 @@ def generate(
 
     Raises:
         ConfigError: No prompts, an empty one, a way of decoding that needs more than one
-            sequence per prompt, or a cache of another model. The model is in training mode, or
-            changes on the way (attention, type or device).
+            sequence per prompt, or a cache of another model. The model fails its proof, is in
+            training mode, or changes on the way (attention, type or device).
         ClosedError: The cache is closed.
         OutOfPagesError: All sequences together do not fit the budget.
         After any error the sequences of this call have ended, and `cache` stays usable.

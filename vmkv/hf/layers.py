@@ -33,7 +33,7 @@ class VirtualLayer:
     record_past = False  # Only sliding layers ever set it, and 4.57 does not know it.
 
     def __init__(self, index: int, store: Store, window_tokens: int | None, original: Any):
-        # transformers' __init__ differs between releases; what it set is copied instead.
+        # transformers' __init__ differs between releases; copy the attributes that it set.
         for name, value in vars(original).items():
             if name not in ("keys", "values", "cumulative_length", "is_initialized"):
                 setattr(self, name, value)
@@ -47,7 +47,7 @@ class VirtualLayer:
         self._place: LayerPlace | None = None
         # The kernel, and the request that it was chosen for.
         self._kernel: tuple[tuple[object, ...], AttentionBackend] | None = None
-        self._tag = weakref.ref(self)  # Weak, lest a tensor and its layer keep each other.
+        self._tag = weakref.ref(self)  # Weak, so that tensor and layer form no cycle.
 
     # ---- update ---------------------------------------------------------------------------
 
@@ -117,13 +117,13 @@ class VirtualLayer:
         if step.is_fp8 and not self._store.attends_in_place:
             _say_that_it_decodes()
             keys, values = step.decoded(index, self.dtype)
-        for each in (keys, values):  # A model may change either on its way to attention.
+        for each in (keys, values):  # A model may transform either before attention.
             each._vmkv_layer = self._tag  # type: ignore[attr-defined]
         return keys, values
 
     def decoded(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the tensors of the last `update`, decoded to the model's type."""
-        assert self._place is not None  # Updated.
+        assert self._place is not None  # Set by `update`.
         return self._place.step.decoded(self._place.index, self.dtype)
 
     def _begin_step(
@@ -198,7 +198,7 @@ class VirtualLayer:
     def attention_batch(
         self, num_queries: int, padding: torch.Tensor | None
     ) -> AttentionBatch | None:
-        """Return the batch for `vmkv.attention`; None unless the mask is this step's left padding."""
+        """Return the batch for `vmkv.attention`; None unless the mask is left padding of this step."""
         assert self._place is not None
         step = self._place.step
         if step.end != self._length or num_queries != step.end - step.start:
@@ -233,24 +233,26 @@ class VirtualLayer:
 
     @property
     def keys(self) -> torch.Tensor | None:
-        """Contents `[batch, kv_heads, kept_tokens, k_dim]` as stored, eight bits included; or None."""
+        """Contents `[batch, kv_heads, kept_tokens, k_dim]` as stored, also in eight bits; or None."""
         if not self.is_initialized:
             return None
         return self._views(self._first_kept, self._length)[0]
 
     @keys.setter
     def keys(self, value: torch.Tensor | None) -> None:
+        """Refuse any assignment but None."""
         self._refuse_assignment(value)
 
     @property
     def values(self) -> torch.Tensor | None:
-        """Contents like those of `keys`, with `v_dim`."""
+        """Contents `[batch, kv_heads, kept_tokens, v_dim]` as stored; or None."""
         if not self.is_initialized:
             return None
         return self._views(self._first_kept, self._length)[1]
 
     @values.setter
     def values(self, value: torch.Tensor | None) -> None:
+        """Refuse any assignment but None."""
         self._refuse_assignment(value)
 
     def _refuse_assignment(self, value: torch.Tensor | None) -> None:

@@ -78,7 +78,7 @@ def prefill_passes(
         chunks = []
         room = max_num_batched_tokens
         for at in [*running, *(each for each in waiting if each not in agenda.later)]:
-            if room or at in has_waited:  # Its prefix may be evicted later.
+            if room or at in has_waited:  # Its prefix may be gone later.
                 past[at] = begin(at) if at not in past else past[at]
             if room:
                 stop = agenda.stops.get(at, 0)

@@ -54,7 +54,7 @@ class Prepared:
 def prepare(
     model: Any, prompts: Sequence[Sequence[int]], options: Mapping[str, Any]
 ) -> list[Prepared]:
-    """Prepare generation for each length of prompt, with the same processors and criteria in order.
+    """Prepare generation for each prompt length; processors and criteria correspond in order.
 
     Raises `ConfigError` for options that cannot be served. Costs a millisecond for each length, if
     an option depends on the prompt.

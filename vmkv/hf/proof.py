@@ -364,7 +364,7 @@ def _undisturbed(model: Any) -> Iterator[None]:
             for module in training:
                 module.training = True
             if devices:
-                torch.cuda.empty_cache()  # Logits: a third of the rows of a short prompt.
+                torch.cuda.empty_cache()  # The logits' memory, a third of a short prompt's rows.
 
 
 @contextlib.contextmanager

@@ -46,8 +46,7 @@ class RaggedCache:
         budget_bytes: Physical memory at most, per device; by default what is free then.
         pool: Physical memory to share with other caches; excludes budget_bytes.
         layers_per_group: See `KVCache`.
-        attention_backend: See `VMKVCache`, as for the rest.
-        kv_dtype, kv_scales, skip_layers: See `VMKVCache`.
+        attention_backend, kv_dtype, kv_scales, skip_layers: See `VMKVCache`.
 
     Raises:
         ConfigError: An argument is invalid; or the model has layers whose state is not keys and

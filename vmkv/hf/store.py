@@ -212,7 +212,7 @@ class Store:
         self.close_gaps()
 
     def close_gaps(self) -> None:
-        """Between two passes, compact groups with gaps; without room in the pool the gaps stay."""
+        """Compact groups with gaps, between two passes; without room in the pool the gaps stay."""
         if not self._has_gaps or not self.has_seen_all:
             return
         self._has_gaps = False
