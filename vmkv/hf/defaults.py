@@ -53,7 +53,7 @@ def rows_and_tokens(
     *,
     past_stated: bool = True,
 ) -> tuple[int, int]:
-    """Return rows and tokens to reserve: given values are kept, the others shrink until both fit."""
+    """Return rows and tokens to reserve: given values stay, the others shrink until both fit."""
     for name, value in (("max_batch_size", max_batch_size), ("max_tokens", max_tokens)):
         if value is not None:
             check_positive(name, value)

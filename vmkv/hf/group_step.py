@@ -124,7 +124,7 @@ class DeviceRows:
             self.core.keep_resident(overread_tokens)
 
     def left_pad(self, padding: torch.Tensor, num_tokens: int) -> tuple[bool, torch.Tensor | None]:
-        """Whether `padding [B, T]` is left padding, and how much: `[B] int32`. Waits once per mask."""
+        """Whether `padding [B, T]` is left padding, and how much: `[B] int32`; read once."""
         if num_tokens != self._padding_tokens:
             self.forget_paddings()
             self._padding_tokens = num_tokens

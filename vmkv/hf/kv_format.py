@@ -91,7 +91,7 @@ def model_name(config: Any) -> str:
 
 
 def calibrate_kv_scales(model: Any, token_ids: Iterable[Sequence[int]]) -> KVScales:
-    """Measure scales by which a model's keys and values fit eight bits, with a factor of 2 to spare.
+    """Measure scales by which a model's keys and values fit eight bits, with twofold headroom.
 
     Args:
         model: A transformers causal language model.

@@ -198,7 +198,7 @@ class VirtualLayer:
     def attention_batch(
         self, num_queries: int, padding: torch.Tensor | None
     ) -> AttentionBatch | None:
-        """Return the batch for `vmkv.attention`; None unless the mask is left padding of this step."""
+        """Return the step's attention batch; None if the mask is not this step's left padding."""
         assert self._place is not None
         step = self._place.step
         if step.end != self._length or num_queries != step.end - step.start:
@@ -233,7 +233,7 @@ class VirtualLayer:
 
     @property
     def keys(self) -> torch.Tensor | None:
-        """Contents `[batch, kv_heads, kept_tokens, k_dim]` as stored, also in eight bits; or None."""
+        """Contents `[batch, kv_heads, kept_tokens, k_dim]`, or None; eight bits are not decoded."""
         if not self.is_initialized:
             return None
         return self._views(self._first_kept, self._length)[0]
@@ -245,7 +245,7 @@ class VirtualLayer:
 
     @property
     def values(self) -> torch.Tensor | None:
-        """Contents `[batch, kv_heads, kept_tokens, v_dim]` as stored; or None."""
+        """Contents `[batch, kv_heads, kept_tokens, v_dim]`, or None; eight bits are not decoded."""
         if not self.is_initialized:
             return None
         return self._views(self._first_kept, self._length)[1]
