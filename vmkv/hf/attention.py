@@ -45,7 +45,7 @@ def vmkv_attention(
 ) -> tuple[torch.Tensor, None]:
     """Compute attention for one layer of a transformers model; returns `[B, Tq, Hq, Dv]` and None.
 
-    `query` is `[B, Hq, Tq, D]`; `key` and `value` are `[B, H, T, …]`: what the cache returned, or
+    `query` is `[B, Hq, Tq, D]`; `key` and `value` are `[B, H, T, …]`: the cache's tensors, or
     in a packed step (`vmkv_batch`) the new tokens' alone. `attention_mask` is a result of
     `vmkv_mask`, None, a padding mask `[B, T]` or a mask `[B, 1, Tq, T]`; `s_aux` are sinks `[Hq]`.
     """

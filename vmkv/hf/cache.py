@@ -40,7 +40,7 @@ class VMKVCache(DynamicCache):  # type: ignore[misc]
         max_tokens: The longest sequence. Only addresses are reserved for it, which are free; by
             default twice the length that the model was trained for, at least 32k.
         max_batch_size: The largest batch, beams included; by default 256 or the first batch.
-        budget_bytes: Physical memory at most, per device; by default what is free then.
+        budget_bytes: Physical memory at most, per device; by default all that is free.
         backend: `"host"`, `"cuda:0"`, a backend, or None to follow the model's tensors.
         pool: Physical memory to share with other caches; excludes backend and budget_bytes.
         layers_per_group: See `KVCache`.
@@ -196,10 +196,10 @@ class VMKVCache(DynamicCache):  # type: ignore[misc]
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Replace batch entry i by entry `beam_idx[i]`: the step of a beam search.
 
-        Entries share what they have in common: see `KVCache.reorder`. An `OutOfPagesError` changes
+        Entries share their common tokens: see `KVCache.reorder`. An `OutOfPagesError` changes
         nothing if the model is on one device.
 
-        Cost: waits for the indices; copies what the beams wrote since they diverged.
+        Cost: waits for the indices; copies tokens that the beams wrote since they diverged.
         """
         self._rearrange("reorder_cache", beam_idx, beam_idx)
 
@@ -238,7 +238,7 @@ class VMKVCache(DynamicCache):  # type: ignore[misc]
     # ---- memory ---------------------------------------------------------------------------
 
     def stats(self) -> CacheStats:
-        """Return what the cache holds now, all devices together."""
+        """Return the cache's present contents and memory, all devices together."""
         return self._store.stats()
 
     def trim(self, num_bytes: int | None = None) -> int:

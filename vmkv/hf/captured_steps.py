@@ -132,7 +132,7 @@ class CapturedSteps:
 
         `token_ids` is `[B, 1]`; `positions` is `[B or 1, 1]`, by default `num_past_tokens`. Returns
         new logits `[B, 1, vocabulary]`, or None where steps of this size cannot be captured: the
-        model then computes the step itself and overwrites what was written.
+        model then computes the step itself, over the same rows.
         """
         graphs, num_tokens = self._graphs, num_past_tokens + 1
         bucket = graphs.key(num_tokens, is_padded=self.is_padded)

@@ -21,7 +21,7 @@ _MAX_BATCH_SIZE = 256
 
 
 def default_max_tokens(decoder_config: Any, *, past_stated: bool = True) -> int:
-    """Return the default row length: twice what the model was made for, at least 32k tokens.
+    """Return the default row length: twice the model's stated length, at least 32k tokens.
 
     Without `past_stated`, sequences end at the stated length, or where they would change the rotary
     embedding of others in their pass.

@@ -149,8 +149,8 @@ class DeviceRows:
     def take_over(self, sources: Sequence_[int]) -> None:
         """Make the batch the entries `sources` of the present one, in that order.
 
-        New entries are forks; the others take over their source's contents without copying what the
-        two have in common. An error leaves the batch unchanged.
+        New entries are forks; the others take over their source's contents without copying
+        common tokens. An error leaves the batch unchanged.
         """
         before = len(self.sequences)
         if len(sources) > self.core.max_sequences:

@@ -95,8 +95,8 @@ def calibrate_kv_scales(model: Any, token_ids: Iterable[Sequence[int]]) -> KVSca
 
     Args:
         model: A transformers causal language model.
-        token_ids: Texts to measure, each within the model's length: some thousand tokens of what
-            the model will be used for.
+        token_ids: Texts to measure, each within the model's length: some thousand tokens of
+            typical use.
 
     Raises:
         ConfigError: There are no texts, the model has layers whose state is not keys and values, or

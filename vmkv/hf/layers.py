@@ -208,7 +208,7 @@ class VirtualLayer:
     def backend_for(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **asked: Any
     ) -> AttentionBackend:
-        """Return the kernel for `[B, heads, T, dim]` tensors, with what it over-reads mapped."""
+        """Return the kernel for `[B, heads, T, dim]` tensors, with its over-read mapped."""
         kind = (query.shape[1], query.dtype, query.shape[3], *asked.values())
         if self._kernel is None or self._kernel[0] != kind:
             assert self._place is not None

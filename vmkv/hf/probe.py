@@ -198,7 +198,7 @@ def _is_host(device: Any) -> bool:
 
 
 def _whole(subject: torch.Tensor, sizes: Sequence[int], dim: int = 0) -> list[int]:
-    """Give a split without values the tensor's size: its first part takes what the others leave."""
+    """Give a split without values the tensor's size: its first part takes the rest."""
     return [subject.shape[dim] - sum(sizes[1:]), *sizes[1:]]
 
 

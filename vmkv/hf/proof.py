@@ -1,4 +1,4 @@
-"""Proof that a model fits packed batches: packed, it must compute what it computes as it is.
+"""Proof that a model fits packed batches: packed and plain passes must agree.
 
 A model's code does not tell whether it attends through transformers' interface once in each layer,
 uses the positions it is given, and leaves masks to the attention. So a few short sequences go
@@ -80,7 +80,7 @@ _proven: weakref.WeakKeyDictionary[
 
 
 def prove(model: Any, attention_backend: str | None = None) -> Proof:
-    """Refuse a model whose packed passes do not compute what its plain pass computes.
+    """Refuse a model whose packed passes and plain pass compute different results.
 
     Runs once per model object, device, dtype and kernel, while modules and hooks stay; after that,
     looks at each module. The `ConfigError` of a refusal names an alternative. Any error, also for
@@ -110,7 +110,7 @@ def prove(model: Any, attention_backend: str | None = None) -> Proof:
 
 
 def _made_of(model: Any, kinds: Sequence[LayerKind]) -> tuple[object, ...]:
-    """Return what a proof depends on: layers, modules, and hooks of modules."""
+    """Return the subject of a proof: layers, modules, and hooks of modules."""
     modules = [
         (id(each), *each._forward_pre_hooks, *each._forward_hooks) for each in model.modules()
     ]
@@ -279,7 +279,7 @@ def _kind(piece: Piece) -> str:
 class _Difference(NamedTuple):
     """A kind of sequence whose packed tokens differ by more than rounding errors explain.
 
-    `excess` is the factor; `share` compares the error with what the model changed there.
+    `excess` is the factor; `share` is the error relative to the change that the model made.
     """
 
     excess: float
@@ -296,7 +296,7 @@ def _differences(
 ) -> list[_Difference]:
     """Return the kinds of sequence whose tokens differ by more than rounding errors explain.
 
-    Tensors are `[tokens, …]`; `made` is what the preceding part of the model has changed, and `eps`
+    Tensors are `[tokens, …]`; `made` is the change by the preceding part of the model, and `eps`
     the unit in the last place. Half of the tokens must agree with a coarse type, because ties
     between experts may break differently, and all of them with a fine one.
     """

@@ -1,7 +1,7 @@
 """Rows of ragged batches, and the prefixes that ended sequences have left in them.
 
-A cache that outlives a call of `vmkv.generate` keeps what the sequences of that call have left in
-their rows. The next call's prompts begin with it, as far as they are the same:
+A cache that outlives a call of `vmkv.generate` keeps the rows of that call's sequences. The next
+call's prompts begin with their contents, as far as the tokens are the same:
 
     with vmkv.RaggedCache(model.config) as cache:
         first = vmkv.generate(model, [system + question], cache=cache)
@@ -39,11 +39,11 @@ class RaggedCache:
 
     Args:
         config: The model's configuration.
-        settings: Everything else at once, in place of what follows.
+        settings: Everything else at once, in place of the arguments below.
         max_tokens: The longest sequence. Only addresses are reserved for it, which are free; by
             default twice the length that the model was trained for, at least 32k.
         max_batch_size: Sequences that are generated or kept at most; by default up to 256.
-        budget_bytes: Physical memory at most, per device; by default what is free then.
+        budget_bytes: Physical memory at most, per device; by default all that is free.
         pool: Physical memory to share with other caches; excludes budget_bytes.
         layers_per_group: See `KVCache`.
         attention_backend, kv_dtype, kv_scales, skip_layers: See `VMKVCache`.
@@ -198,7 +198,7 @@ class RaggedCache:
     def begin(self, sequence_id: int, num_tokens: int, prompt: List_[int] | None = None) -> int:
         """Begin a sequence of about `num_tokens`; returns how many of its tokens are cached.
 
-        With `prompt`, it begins with what the cache holds of these tokens.
+        With `prompt`, it begins with the prefix of these tokens in the cache.
 
         Raises:
             OutOfAddressSpaceError: Every row is live. The sequence was not begun.
@@ -255,7 +255,7 @@ class RaggedCache:
     # ---- the whole ------------------------------------------------------------------------
 
     def stats(self) -> CacheStats:
-        """Return what the cache holds now, all devices together."""
+        """Return the cache's present contents and memory, all devices together."""
         return self.store.stats()
 
     def trim(self, num_bytes: int | None = None) -> int:
@@ -299,7 +299,7 @@ def _check_settings(settings: Settings) -> None:
 def _open(
     core: KVCache, num_tokens: int, prompt: List_[int] | None, tenant: str | None
 ) -> Sequence:
-    """Open a sequence with what `core` holds of `prompt`; with nothing if there is no room."""
+    """Open a sequence with the prefix of `prompt` in `core`; with none if there is no room."""
     if prompt is not None:
         # Sharing needs memory for a tail, or a second row; computing may need neither.
         with contextlib.suppress(CapacityError):

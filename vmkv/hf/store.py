@@ -288,7 +288,7 @@ class Store:
 
     @property
     def attends_in_place(self) -> bool:
-        """Whether the model reads rows themselves, and not what updates return."""
+        """Whether the model reads rows themselves rather than the tensors that updates return."""
         return getattr(self.settings.decoder_config, "_attn_implementation", None) == "vmkv"
 
     def num_rows(self, core: KVCache) -> int:
@@ -343,7 +343,7 @@ class Store:
         return True
 
     def keeps(self, num_tokens: int) -> bool:
-        """Whether the batch can go back to `num_tokens`: its windows still hold what they need."""
+        """Whether the batch can go back to `num_tokens`: its windows still hold their tokens."""
         return all(rows.keeps(num_tokens) for rows in self._rows.values())
 
     def forget_past(self) -> None:
@@ -381,7 +381,7 @@ class Store:
         return released_bytes
 
     def stats(self) -> CacheStats:
-        """Return what the caches hold now, all devices together."""
+        """Return the caches' present contents and memory, all devices together."""
         return add_stats([core.stats() for core in self.cores])
 
     def has_outside_views(self) -> bool:

@@ -1,9 +1,8 @@
 """The tokens of ragged generation: choosing the next ones, and ending sequences.
 
-The batch is left-padded, as transformers' processors and criteria expect. Those of transformers
-that look at tokens get each prompt as it was prepared (`prepared.py`), without the padding before
-it. The caller's own get the whole padded batch, as in `model.generate`: they may keep state of
-rows.
+The batch is left-padded, as processors and criteria expect. transformers' own, if they read
+tokens, get each prompt as it was prepared (`prepared.py`), without padding before it. The
+caller's own get the whole padded batch, as in `model.generate`: they may keep state of rows.
 """
 
 from __future__ import annotations
