@@ -1,11 +1,11 @@
 """transformers: the cache it takes, attention in place, and generation without padding.
 
-`cache.py` and `layers.py` are the cache; `store.py`, `group_step.py` and `group_step.py` its
-memory; `kv_format.py` and `kv_format.py` what it is stored as; `attention.py` the implementation
-"vmkv"; `proof.py` which models packed steps serve; `ragged_cache.py`, `prefill.py`, `prepared.py`,
-`token_state.py` and `generation.py` generation over such steps; `capture.py`, `captured_steps.py`
-and `group_step.py` transformers' own generation over them; `compat.py` every version branch.
-Importing this package registers "vmkv" with transformers.
+`cache.py` and `layers.py` are the cache, `store.py` and `group_step.py` its memory, and
+`kv_format.py` the stored types; `attention.py` is the implementation "vmkv"; `proof.py` decides
+which models packed steps serve; `ragged_cache.py`, `prefill.py`, `prepared.py`, `token_state.py`
+and `generation.py` generate over such steps; `capture.py` and `captured_steps.py` capture them for
+transformers' own loop; `compat.py` has every version branch. Importing this package registers
+"vmkv" with transformers.
 """
 
 from .attention import register

@@ -1,16 +1,15 @@
-"""`"vmkv"` as an attention implementation of transformers.
+"""The `"vmkv"` attention implementation for transformers.
 
     model.set_attn_implementation("vmkv")
 
-With a `VMKVCache`, attention reads the rows in place through a stock kernel (`vmkv.attention`):
-no copy of the past for left-padded batches, which transformers' own flash paths copy up to
-three times per step, and no device synchronisation per layer. In a packed step (`vmkv.step`) it
-hands all of it over. Whatever it does not recognise (another cache, keys transformed on the way,
-bidirectional or custom masks) goes to torch's SDPA with an explicit mask: slower, and correct.
+With a `VMKVCache`, a stock kernel (`vmkv.attention`) reads the rows in place: left-padded batches
+are not copied (transformers' flash paths copy the past up to three times per step), and no layer
+waits for the device. In a packed step (`vmkv.step`) the step's batch attends. Everything else
+(another cache, transformed keys, bidirectional or custom masks) goes to torch's SDPA with an
+explicit mask.
 
-The cache is found through an attribute on the keys that `update` returned, because model code
-never passes it to the attention function. A model that transforms the keys loses the attribute,
-which is just when they must not be looked up.
+The layer is found through an attribute of the keys that `update` returned, because models do not
+pass the cache to attention. Transformed keys lose the attribute and must not be read in place.
 """
 
 from __future__ import annotations
@@ -44,26 +43,11 @@ def vmkv_attention(
     vmkv_batch: Any = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What transformers calls in every attention layer.
+    """Compute attention for one layer of a transformers model; returns `[B, Tq, Hq, Dv]` and None.
 
-    Args:
-        module: The layer.
-        query: `[B, Hq, Tq, D]`.
-        key: `[B, H, T, D]`: what the cache returned, or in a packed step the new keys.
-        value: `[B, H, T, Dv]`.
-        attention_mask: What `vmkv_mask` made, or None, a padding mask `[B, T]`, or a mask
-            `[B, 1, Tq, T]`.
-        scaling: What scores are multiplied by; by default `D ** -0.5`.
-        dropout: For training.
-        sliding_window: A query sees this many of the last tokens.
-        softcap: Scores become `softcap * tanh(score / softcap)`.
-        s_aux: `[Hq]`, attention sinks.
-        is_causal: Overrides the layer's own.
-        vmkv_batch: What attends in a packed step; the model was called by a `Stepper`.
-        **kwargs: What models pass to other implementations.
-
-    Returns:
-        `[B, Tq, Hq, Dv]`, and no weights.
+    `query` is `[B, Hq, Tq, D]`; `key` and `value` are `[B, H, T, …]`: the cache's tensors, or
+    in a packed step (`vmkv_batch`) the new tokens' alone. `attention_mask` is a result of
+    `vmkv_mask`, None, a padding mask `[B, T]` or a mask `[B, 1, Tq, T]`; `s_aux` are sinks `[Hq]`.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     softcap = softcap or 0.0
@@ -121,7 +105,7 @@ def _in_place(
     softcap: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor | None:
-    """Attend from the rows of `layer` themselves; None where the mask does not allow it."""
+    """Attend to the layer's rows in place; None where the mask does not allow it."""
     padding = attention_mask if recipe is None else recipe.padding
     batch = layer.attention_batch(query.shape[2], padding)
     if batch is None:
@@ -129,8 +113,8 @@ def _in_place(
     sees_all = recipe is not None and recipe.window is None and sliding_window is None
     kept_tokens = layer.window_tokens
     if sees_all and kept_tokens is not None and query.shape[2] > 1 and key.shape[2] > kept_tokens:
-        return None  # More of what `update` returned than the layer's configuration says.
-    # Some models tell their window to the mask alone.
+        return None  # The mask sees more of these tokens than the layer's configured window.
+    # Some models state their window only in the mask.
     windows = (sliding_window, None if recipe is None else recipe.window, layer.window_tokens)
     window = min((each for each in windows if each is not None), default=None)
     keys, values = layer.rows()
@@ -161,7 +145,7 @@ def _in_place(
 
 
 def _decoded(layer: VirtualLayer | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values that came in eight bits, for attention that cannot read those."""
+    """Decode keys and values stored in eight bits for attention that cannot read them."""
     if layer is None:
         raise ConfigError(
             "keys or values in eight bits have been changed on their way to attention, which then "
@@ -172,7 +156,7 @@ def _decoded(layer: VirtualLayer | None) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class _Recipe:
-    """What a mask is made from, for whom it must be made after all."""
+    """The arguments of an attention mask, which is built only if a layer needs it."""
 
     def __init__(self, window: int | None, arguments: dict[str, Any]):
         self.window = window
@@ -181,30 +165,29 @@ class _Recipe:
         self._mask: torch.Tensor | None = None
 
     def build(self) -> torch.Tensor:
-        """The mask `[B, 1, Tq, T]`; made once for all layers that share it."""
+        """Return the mask `[B, 1, Tq, T]`, built once for all layers that share it."""
         if self._mask is None:
-            # A mask that may be skipped says nothing of queries that follow a past.
+            # A skipped mask (None) would not tell which cached tokens the queries see.
             self._mask = compat.sdpa_mask(**self._arguments | {"allow_is_causal_skip": False})
         assert self._mask is not None  # Only a mask that may be skipped can be None.
         return self._mask
 
 
 def vmkv_mask(**arguments: Any) -> torch.Tensor | None:
-    """The mask that transformers prepares once per step for `vmkv_attention`.
+    """Prepare the mask that transformers passes to `vmkv_attention`, once per step.
 
-    A causal or sliding-window mask needs no tensor of its own: the padding mask says everything.
-    What is returned then is no mask but carries the recipe for one, should a layer need it. Any
-    other mask is made by transformers, as for SDPA.
+    A causal or sliding-window mask becomes an empty tensor that carries a `_Recipe`, since the
+    padding mask is enough to read rows in place. transformers builds any other mask, as for SDPA.
     """
     plain = compat.plain_mask(arguments.get("mask_function"))
     if plain is None or isinstance(arguments.get("q_offset"), torch.Tensor):
-        # A tensor is a static cache's count, which goes on counting: the mask is made now.
+        # A static cache counts its tokens in a tensor, which changes later: build the mask now.
         return compat.sdpa_mask(**arguments)
     padding = arguments.get("attention_mask")
     if isinstance(padding, torch.Tensor) and hasattr(padding, "_vmkv_recipe"):
-        return padding  # Made by `generate` already, and passed in again.
-    # Two dimensions, as flash attention's masks have, so that models pass it on unchanged; on the
-    # right device, because a move would lose what it carries.
+        return padding  # `generate` has made it already and passes it in again.
+    # Two dimensions, like flash attention's masks, so that models pass it on unchanged; on the
+    # right device, because a copy to another one would lose the attribute.
     like = arguments.get("cache_position")
     device = like.device if isinstance(like, torch.Tensor) else arguments.get("device")
     shape = (int(arguments["batch_size"]), 0)
@@ -220,7 +203,7 @@ def _explicit_mask(
     causal: bool,
     window: int | None,
 ) -> torch.Tensor | None:
-    """`[B or 1, 1, Tq, T]`, true where a query sees a key; None where all see all."""
+    """Build a mask `[B or 1, 1, Tq, T]`, true where a query sees a key; None if all see all."""
     num_queries, num_keys = query.shape[2], key.shape[2]
     mask = None
     if causal:
@@ -247,7 +230,7 @@ def _plain(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention with everything that models ask for; SDPA where it can."""
+    """Attend to the given tensors: SDPA where possible, explicit scores for softcap and sinks."""
     groups = query.shape[1] // key.shape[1]
     if not softcap and sinks is None:
         if bias is not None:
@@ -280,11 +263,11 @@ def _plain(
 
 
 def register() -> None:
-    """Make `"vmkv"` known to transformers, as attention and as mask. Idempotent."""
+    """Register `"vmkv"` with transformers, as attention and as mask. Idempotent."""
     register_attention(PACKED, vmkv_attention, vmkv_mask)
 
 
 def attending_in_place(model: Any) -> contextlib.AbstractContextManager[None]:
-    """While this lasts, the model attends through `"vmkv"`."""
+    """Make the model attend through `"vmkv"` inside a `with` block."""
     register()
     return attending_through(model, PACKED)

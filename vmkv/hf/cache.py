@@ -29,35 +29,34 @@ _EIGHT_BIT_OPTIONS = ("kv_dtype", "kv_scales", "skip_layers")
 
 
 class VMKVCache(DynamicCache):  # type: ignore[misc]
-    """A transformers cache that grows by mapping pages instead of copying.
+    """A transformers cache that grows by mapping pages instead of copying. Not thread-safe.
 
-    Full-attention and sliding-window layers live in virtual memory; layers of other kinds
-    (linear attention, state spaces, …) stay as transformers makes them. Nothing is allocated
-    before the first update, which also tells device, dtype and shapes.
+    Full-attention and sliding-window layers live in virtual memory; layers of other kinds (linear
+    attention, state spaces, …) stay transformers' own. The first update allocates memory and
+    determines device, dtype and shapes.
 
     Args:
         config: The model's configuration.
-        max_tokens: The longest sequence. Only addresses are reserved for it, which are free;
-            by default twice what the model was trained for, at least 32k.
+        max_tokens: The longest sequence. Only addresses are reserved for it, which are free; by
+            default twice the length that the model was trained for, at least 32k.
         max_batch_size: The largest batch, beams included; by default 256 or the first batch.
-        budget_bytes: Physical memory at most, per device; by default what is free then.
+        budget_bytes: Physical memory at most, per device; by default all that is free.
         backend: `"host"`, `"cuda:0"`, a backend, or None to follow the model's tensors.
         pool: Physical memory to share with other caches; excludes backend and budget_bytes.
         layers_per_group: See `KVCache`.
         kv_dtype: "fp8" stores keys and values in eight bits (`float8_e4m3fn`), in half the memory;
             "auto" in the model's type.
-        kv_scales: What they are divided by to be stored: `KVScales`, or a file of them; by
-            default 1.
-        skip_layers: Layers that stay in the model's type: their numbers, or "sliding" for those
+        kv_scales: Divisors of stored keys and values: `KVScales`, or a file of them; by default 1.
+        skip_layers: Layers that stay in the model's type: their indices, or "sliding" for layers
             with a sliding window.
         attention_backend: The kernel for models that attend through `"vmkv"`: a name of
             `vmkv.attention.backend_names()`; by default the best that can serve.
 
     Raises:
-        ConfigError: An argument is impossible, or the model cannot be served.
+        ConfigError: An argument is invalid, or the model cannot be served.
 
-    The cache is freed by `close()`, or at the end of a `with` block. One that is dropped is
-    freed when the next one is made, with a ResourceWarning. Not thread-safe.
+    `close()` or the end of a `with` block frees the cache. A cache dropped without `close` is freed
+    when the next one is made, with a ResourceWarning.
     """
 
     def __init__(
@@ -89,11 +88,11 @@ class VMKVCache(DynamicCache):  # type: ignore[misc]
             if value is not None:
                 check_positive(name, value)
         if attention_backend is not None:
-            get_attention_backend(attention_backend)  # An unknown name is refused now.
+            get_attention_backend(attention_backend)  # Refuses an unknown name.
         orphans.collect()
         decoder_config = compat.text_config(config)
         if max_tokens is None:
-            default_max_tokens(decoder_config)  # Complain now rather than in the first update.
+            default_max_tokens(decoder_config)  # Refused now rather than at the first update.
         settings = Settings(
             decoder_config,
             max_tokens,
@@ -124,30 +123,26 @@ class VMKVCache(DynamicCache):  # type: ignore[misc]
             )
         super(DynamicCache, self).__init__(layers=layers)
         self._virtual_layers = [layer for layer in layers if isinstance(layer, VirtualLayer)]
-        # The store does not know the cache, so that it can be handed on when the cache dies.
+        # The store does not refer to the cache, so that it can outlive it as an orphan.
         self._finalizer = weakref.finalize(self, orphans.add, self._store)
         self._finalizer.atexit = False
 
     @classmethod
     def for_encoder_decoder(cls, config: Any, **options: Any) -> EncoderDecoderCache:
-        """The pair of caches that an encoder-decoder model wants, both in virtual memory.
+        """Make the two caches of an encoder-decoder model, both in virtual memory.
 
-        What attends to the encoder stays in the model's type, whatever `kv_dtype`: models read
-        those keys and values themselves.
-
-        Args:
-            config: The model's configuration.
-            options: As for `VMKVCache`.
+        `options` are those of `VMKVCache`. The cross-attention cache stays in the model's type
+        whatever `kv_dtype`, because models read its keys and values themselves.
         """
         plain = {name: each for name, each in options.items() if name not in _EIGHT_BIT_OPTIONS}
         return EncoderDecoderCache(cls(config, **options), cls(config, **plain))
 
-    # ---- steps that the layers do not see --------------------------------------------------
+    # ---- steps that bypass the layers -----------------------------------------------------
 
     def is_uniform(self, batch_size: int) -> bool:
-        """Whether all layers lie here, and hold the same tokens of `batch_size` entries each.
+        """Whether all layers are virtual and hold equally many tokens of `batch_size` entries each.
 
-        Then a decode step may go by without them: `begin_step`, `end_step`.
+        Decode steps may then bypass the layers, between `begin_step` and `end_step`.
         """
         layers = self._virtual_layers
         if not layers or len(layers) != len(self.layers):
@@ -164,58 +159,52 @@ class VMKVCache(DynamicCache):  # type: ignore[misc]
         )
 
     def begin_step(self, batch_size: int) -> int:
-        """Have room for one more token in every row; returns how many there are.
-
-        Raises:
-            OutOfPagesError, SequenceFullError: Nothing changed.
-        """
+        """Make room for one token per row; returns the tokens held. An error changes nothing."""
         num_tokens = self._virtual_layers[0]._length
         (rows,) = self._store.device_rows
         rows.ensure(batch_size, num_tokens + 1)
         return num_tokens
 
     def end_step(self) -> None:
-        """Keys and values of one more token were written by other means than the layers'."""
+        """Count one more token in every layer, written by other means than `update`."""
         for layer in self._virtual_layers:
             layer.note_token()
 
     # ---- changes of the whole batch -------------------------------------------------------
 
     def crop(self, argument: int) -> None:
-        """Forget the last tokens of every layer, as this transformers release means it.
+        """Remove the last tokens of every layer; `argument` as in this transformers release.
 
         Raises:
-            ValueError, RuntimeError: What the release's own layers raise. Nothing changed.
+            ValueError, RuntimeError: As the release's own layers. Nothing changed.
         """
         argument = int(argument)  # Assisted decoding may pass a tensor.
-        # All or none.
+        # Check all layers before any is changed.
         lengths = [layer.cropped_length(argument) for layer in self._virtual_layers]
         if not self._store.keeps(max(lengths, default=0)):
             raise past_is_lost()
         for layer in sorted(self.layers, key=lambda each: isinstance(each, VirtualLayer)):
-            layer.crop(argument)  # First those that may yet refuse.
+            layer.crop(argument)  # Layers of other kinds first: they may still refuse.
         self._settle()
         self._store.forget_past()
 
     def reset(self) -> None:
-        """Forget everything; memory stays parked for the next batch, of any size."""
+        """Forget all tokens; memory stays parked for the next batch, of any size."""
         super().reset()
         self._settle()
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Give batch entry i the contents of entry `beam_idx[i]`: the step of a beam search.
+        """Replace batch entry i by entry `beam_idx[i]`: the step of a beam search.
 
-        What entries have in common is shared, not copied: see `KVCache.reorder`.
+        Entries share their common tokens: see `KVCache.reorder`. An `OutOfPagesError` changes
+        nothing if the model is on one device.
 
-        Raises:
-            OutOfPagesError: Nothing changed.
-
-        Cost: asks the device for the indices; copies what the beams wrote since they parted.
+        Cost: waits for the indices; copies tokens that the beams wrote since they diverged.
         """
         self._rearrange("reorder_cache", beam_idx, beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each batch entry `repeats` times, next to itself; the new ones are forks."""
+        """Repeat each batch entry `repeats` times, next to itself; the new entries are forks."""
         entries = torch.arange(self._batch_size).repeat_interleave(repeats)
         self._rearrange("batch_repeat_interleave", repeats, entries)
 
@@ -228,9 +217,9 @@ class VMKVCache(DynamicCache):  # type: ignore[misc]
         return max((layer._batch_size for layer in self._virtual_layers), default=0)
 
     def _rearrange(self, method: str, argument: Any, sources: torch.Tensor) -> None:
-        """Have the store rearrange its rows, and the other layers do as transformers does."""
+        """Rearrange the store's rows; call `method` of layers of other kinds."""
         if any(layer._length for layer in self._virtual_layers):
-            # As transformers' layers would: entries may be a mask or count from the end.
+            # Like transformers' layers, accept a boolean mask and negative indices.
             entries: list[int] = torch.arange(self._batch_size)[sources.cpu()].tolist()
             self._store.take_over(entries)
             for layer in self._virtual_layers:
@@ -249,11 +238,11 @@ class VMKVCache(DynamicCache):  # type: ignore[misc]
     # ---- memory ---------------------------------------------------------------------------
 
     def stats(self) -> CacheStats:
-        """What the cache holds now, all devices together."""
+        """Return the cache's present contents and memory, all devices together."""
         return self._store.stats()
 
     def trim(self, num_bytes: int | None = None) -> int:
-        """Give memory that no token needs back to the device; returns the bytes given back."""
+        """Return memory that no token needs to the device; returns the bytes released."""
         return self._store.trim(num_bytes)
 
     def check(self) -> None:
@@ -264,7 +253,7 @@ class VMKVCache(DynamicCache):  # type: ignore[misc]
     def close(self) -> None:
         """Wait for submitted work and free everything. Idempotent.
 
-        Tensors that came from the cache must not be used afterwards.
+        Tensors from the cache must not be used afterwards.
         """
         self._finalizer.detach()
         compat.drop_shared_layers(self)
@@ -284,10 +273,10 @@ class VMKVCache(DynamicCache):  # type: ignore[misc]
     # ---- copies ---------------------------------------------------------------------------
 
     def __deepcopy__(self, memo: dict[int, Any]) -> VMKVCache:
-        """A cache with the same contents, from the same pool, each batch entry a fork.
+        """Copy the cache within its pool, each batch entry a fork; neither sees the other's writes.
 
-        What is written to either is not seen by the other. Where the two cannot share memory
-        (a model spread over devices, or layers that went elsewhere), contents are copied.
+        Contents are copied where the two cannot share memory: a model spread over devices, or
+        layers that lie elsewhere.
         """
         import copy
         from dataclasses import replace

@@ -3,9 +3,9 @@
     vmkv.capture_decoding(model)
     model.generate(**inputs, past_key_values=VMKVCache(model.config))
 
-The model's `forward` is asked as ever. A call that is one token of every row of a `VMKVCache`, and
-nothing else, is answered by a graph over the cache's rows, whose addresses stay; any other call by
-the model itself, over the same rows. See Note [Graphs over addresses that stay] in DESIGN.md.
+An object replaces the model's `forward`. A call with one token for every row of a `VMKVCache`, and
+nothing else, replays a graph over the cache's rows, whose addresses stay; the model itself computes
+any other call, over the same rows. See Note [Graphs over addresses that stay] in DESIGN.md.
 """
 
 from __future__ import annotations
@@ -30,51 +30,48 @@ from .proof import Proof, prove
 from .store import Store
 
 _LOG = logging.getLogger(__name__)
-#: What a decode step of `generate` passes, and is looked at here.
+#: Arguments of a decode step of `generate` that captured steps handle.
 _KNOWN = {
     *("input_ids", "attention_mask", "position_ids", "cache_position", "past_key_values"),
     *("use_cache", "return_dict", "logits_to_keep"),
 }
-#: What a configuration may ask for that a graph does not return.
+#: Outputs that a configuration may request and a graph does not return.
 _OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
 
 
 def capture_decoding(
     model: Any, *, compile_layers: bool = False, compile_backend: str = "inductor"
 ) -> CapturedDecoding:
-    """Have a model's decode steps over a `VMKVCache` captured, whoever's loop they are of.
+    """Capture a model's decode steps over a `VMKVCache`, in any decoding loop.
 
-    After this `model.generate(**inputs, past_key_values=VMKVCache(model.config))` decodes by
+    Afterwards `model.generate(**inputs, past_key_values=VMKVCache(model.config))` decodes by
     replaying CUDA graphs, captured once a size has come three times: greedily or sampling, with
-    beams, with left padding. Memory is mapped as the tokens come, and graphs stay with their cache
-    from one call to the next. Everything else runs as before, with the same cache: prompts, other
-    caches, masks other than left padding, left padding without positions, models with hooks or
-    adapters, in training or under autocast, divided or spread over devices, and those that cannot
-    prove themselves (see `vmkv.generate`), which are logged. Without CUDA the same steps run
-    uncaptured.
+    beams, with left padding. Graphs stay with their cache between calls. Everything else runs as
+    before, with the same cache: prompts, other caches, masks other than left padding, left padding
+    without positions, models with hooks or adapters, in training or under autocast, divided or
+    spread over devices, and models that fail their proof (see `vmkv.generate`), which are logged.
+    Without CUDA the same steps run uncaptured.
 
-    What the model's code does is seen when a step is captured: after changing it, `close` and call
-    this again. While a part of the model is in training mode, or after another attention
-    implementation was set or the model was converted, the model itself computes its steps, until
-    the next prompt.
+    A graph holds the model's code as it was at capture: after changing it, call `close` and this
+    again. While a part of the model is in training mode, or after another attention implementation
+    was set or the model was converted, the model itself computes its steps, until the next prompt.
 
     Args:
-        model: A transformers causal language model. It is changed in place: its `forward`.
-        compile_layers: Compile the layers for captured steps, once for all of them: some tens of
-            seconds at the first step of one row, and of several. `vmkv.generate` then runs them so
-            as well, prompts included; everything else runs as it is.
+        model: A transformers causal language model, whose `forward` is replaced.
+        compile_layers: Compile the layers for captured steps: some tens of seconds at the first
+            step of one row, and of several. `vmkv.generate` then uses them too, prompts included.
         compile_backend: Of `torch.compile`.
 
     Returns:
-        What ends it, by `close()` or as a context manager; the same for a second call.
+        A handle with `close()`, also a context manager; the same one for a second call.
 
     Raises:
-        ConfigError: The model is an encoder-decoder, its layers cannot be compiled, or it was
-            called before with other options. The model is as before.
+        ConfigError: The model is an encoder-decoder, its layers cannot be compiled, or it is
+            captured already with another `compile_layers`. The model is unchanged.
 
-    Cost: nothing now, but for a copy of the weights, part by part, where layers are compiled; at
-        the first step that could be captured, a proof (see `vmkv.generate`). A mask is read once
-        for each prompt, and later ones are checked without waiting.
+    Cost: a copy of the weights, part by part, where layers are compiled; at the first step that
+        could be captured, a proof (see `vmkv.generate`). A mask is read once per prompt, and later
+        ones are checked without waiting.
     """
     forward = vars(model).get("forward")
     if isinstance(forward, _Forward):
@@ -97,13 +94,13 @@ def capture_decoding(
 
 
 def compiled_layers_of(model: Any) -> CompiledLayers | None:
-    """The layers that `capture_decoding` has compiled for the model's captured steps, if it has."""
+    """Return the layers that `capture_decoding` has compiled for the model, or None."""
     forward = vars(model).get("forward")
     return forward.capture.layers if isinstance(forward, _Forward) else None
 
 
 class _Step(NamedTuple):
-    """A call that is one token of every row. Tensors as `CapturedSteps` takes them."""
+    """A call with one token of every row; tensors as `CapturedSteps` takes them."""
 
     token_ids: torch.Tensor
     positions: torch.Tensor | None
@@ -111,14 +108,10 @@ class _Step(NamedTuple):
 
 
 class _OfCache:
-    """What is known of one cache.
+    """The captured steps of one cache, and the form of its model's outputs.
 
-    Attributes:
-        logits: What the model returned last for a prompt, without contents.
-        output_type: In what.
-        steps: Its captured steps; None before the first.
-        is_checked: Whether it was looked for hooks and other weights since then.
-        runs_plainly: What came of that.
+    `logits` is `[0, vocabulary]`. `is_checked` says that the model was checked for hooks and moved
+    weights since the last prompt, and `runs_plainly` that its steps cannot be captured.
     """
 
     def __init__(self, output: Any):
@@ -126,7 +119,7 @@ class _OfCache:
         self.note(output)
 
     def note(self, output: Any) -> None:
-        """The model itself has run over a prompt."""
+        """Reset after the model itself has run over a prompt."""
         self.logits = output.logits.new_empty((0, output.logits.shape[-1]))
         self.output_type = type(output)
         self.is_checked = self.runs_plainly = False
@@ -135,21 +128,17 @@ class _OfCache:
 class CapturedDecoding:
     """The captured decode steps of one model, over any number of caches; see `capture_decoding`.
 
-    Args:
-        model: The model.
-        layers: Its layers, compiled and standing aside, which end with this; or None.
-
     Attributes:
-        layers: Those.
+        layers: The compiled layers, which `close` ends; None without `compile_layers`.
         num_steps: Steps that the model's own `forward` did not run.
-        refusals: Why steps could not be captured, each once.
+        refusals: Reasons why steps could not be captured, each once.
     """
 
     def __init__(self, model: Any, layers: CompiledLayers | None = None):
         self.layers = layers
         self.num_steps = 0
         self.refusals: list[str] = []
-        # The kernels and devices that the model has not proven itself with.
+        # Kernels and devices with which the model failed its proof.
         self._unproven: set[tuple[str | None, torch.device]] = set()
         self._model = weakref.ref(model)
         self._caches: weakref.WeakKeyDictionary[VMKVCache, _OfCache] = weakref.WeakKeyDictionary()
@@ -159,7 +148,7 @@ class CapturedDecoding:
         model.forward = self._forward
 
     def close(self) -> None:
-        """Drop all graphs, and let the model run as before. Idempotent."""
+        """Drop all graphs and restore the model's `forward`. Idempotent."""
         self._is_closed = True
         for known in list(self._caches.values()):
             if known.steps is not None:
@@ -180,17 +169,7 @@ class CapturedDecoding:
     # ---- a call ---------------------------------------------------------------------------
 
     def serve(self, model: Any, cache: VMKVCache, given: Mapping[str, Any]) -> Any:
-        """What the model would return, computed by a captured step; None where it is to run.
-
-        Args:
-            model: The model.
-            cache: What it was given as its past.
-            given: All that it was given.
-
-        Raises:
-            OutOfPagesError, SequenceFullError: The cache is as it was.
-            ConfigError: See `LeftPadding.check`.
-        """
+        """Compute the model's output by a captured step; None where the model must run itself."""
         known = self._caches.get(cache)
         if self._is_closed or known is None or known.runs_plainly:
             return None
@@ -204,7 +183,7 @@ class CapturedDecoding:
         if not steps.takes(step.mask, num_past_tokens, cache._store.num_batches):
             return None
         if steps.is_padded and given.get("position_ids") is None:
-            return None  # Some models count them by the mask, some by the cache.
+            return None  # Models derive missing positions from the mask or from the cache.
         cache.begin_step(steps.batch_size)
         logits = steps.run(step.token_ids, step.positions, num_past_tokens)
         if logits is None:
@@ -214,21 +193,21 @@ class CapturedDecoding:
         return known.output_type(logits=logits, past_key_values=cache)
 
     def note(self, cache: VMKVCache, given: Mapping[str, Any], output: Any) -> None:
-        """The model itself has run over `cache`, and returned `output`."""
+        """Record an output that the model itself computed over `cache`."""
         if self._is_closed or not isinstance(getattr(output, "logits", None), torch.Tensor):
             return
         known, token_ids = self._caches.get(cache), given.get("input_ids")
         if known is None:
             self._caches[cache] = _OfCache(output)
         elif token_ids is None or token_ids.shape[1] > 1 or cache.get_seq_length() == 1:
-            known.note(output)  # A prompt, and no step that goes on from one.
+            known.note(output)  # A prompt, not a decode step.
 
     def _steps(
         self, model: Any, cache: VMKVCache, known: _OfCache, token_ids: torch.Tensor
     ) -> CapturedSteps | None:
-        """The steps of a cache; None where they cannot be captured (now)."""
+        """Return the steps of a cache, made anew if necessary; None if there can be none now."""
         store, steps = cache._store, known.steps
-        store.close_gaps()  # First: what follows asks where layers are.
+        store.close_gaps()  # First: the checks below compare layouts.
         if not known.is_checked:
             known.is_checked = True
             known.runs_plainly = has_hooks(model) or _is_divided_or_adapted(model)
@@ -255,14 +234,14 @@ class CapturedDecoding:
         return steps
 
     def _stream_on(self, device: torch.device) -> torch.cuda.Stream | None:
-        """What all caches' steps are captured on, one after the other."""
+        """Return the stream on which the steps of all caches are captured; None without CUDA."""
         if device.type == "cuda" and (self._stream is None or self._stream.device != device):
             # torch leaves its constructor untyped.
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         return self._stream
 
     def _proof(self, model: Any, store: Store) -> Proof | None:
-        """The model's proof, if packed steps serve the model and its cache."""
+        """Return the model's proof; None if packed steps cannot serve the model or its cache."""
         backend, device = store.settings.attention_backend, store.cores[0].device
         if (backend, device) in self._unproven:
             return None
@@ -285,18 +264,17 @@ class CapturedDecoding:
 
 
 class _Forward:
-    """A model's `forward`, as an object in its place."""
+    """A replacement for a model's `forward` that tries a captured step first."""
 
     def __init__(self, capture: CapturedDecoding, model: Any):
         self.capture = capture
         self.__signature__ = inspect.signature(model.forward)  # transformers looks at it.
         self._names = tuple(self.__signature__.parameters)
         self._model = weakref.ref(model)
-        # What stood in the instance, of accelerate for one; mostly it is the class's.
+        # A `forward` that was set on the instance, e.g. by accelerate; mostly None.
         self._before: Any = vars(model).get("forward")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """A captured step, where the call is one; else what the model computes."""
         model = self._model()
         given = {**dict(zip(self._names, args, strict=False)), **kwargs}
         cache = given.get("past_key_values")
@@ -314,25 +292,24 @@ class _Forward:
         return types.MethodType(type(model).forward, model)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copied model runs as its class says: it has no captured steps."""
+        """Give a copied model its class's `forward`: it has no captured steps."""
         if self._before is not None:
             return copy.deepcopy(self._before, memo)
         copied = memo[id(self._model())]
         return self._of_class(copied)
 
     def __reduce__(self) -> Any:
-        # Likewise of one that is pickled: when this is read, the model has its class's alone.
+        # An unpickled model has its class's `forward` only.
         return getattr, (self._model(), "forward")
 
     def restore(self, model: Any) -> None:
-        """Put back what was there before."""
         if self._before is None:
             del model.forward
         else:
             model.forward = self._before
 
     def as_step(self, model: Any, given: Mapping[str, Any]) -> _Step | None:
-        """The call as a step; None where it asks for anything else."""
+        """Return the call as a step; None where it asks for anything else."""
         token_ids, config = given.get("input_ids"), model.config
         if (
             not isinstance(token_ids, torch.Tensor)
@@ -354,7 +331,7 @@ class _Forward:
             return None
         positions = given.get("position_ids")
         if positions is None and "cache_position" in self._names:
-            positions = given.get("cache_position")  # What 4.57 takes then.
+            positions = given.get("cache_position")  # 4.57 uses these then.
             positions = None if positions is None else positions[None]
         return _Step(token_ids, positions, given.get("attention_mask"))
 
@@ -368,7 +345,7 @@ def _keeps_last(logits_to_keep: Any) -> bool:
 
 
 def _fit(step: _Step, num_past_tokens: int) -> bool:
-    """Whether mask and positions are of the forms that captured steps know."""
+    """Whether captured steps support the forms of mask and positions."""
     batch_size, device = step.token_ids.shape[0], step.token_ids.device
     mask, positions = step.mask, step.positions
     return (
@@ -390,7 +367,7 @@ def _fit(step: _Step, num_past_tokens: int) -> bool:
 
 
 def _is_divided_or_adapted(model: Any) -> bool:
-    """Whether other processes compute parts of the model, or adapters that may be switched off."""
+    """Whether the model is divided over processes, or has adapters that may be switched off."""
     return compat.num_parts(model) > 1 or any(
         type(each).__module__.partition(".")[0] == "peft" for each in model.modules()
     )

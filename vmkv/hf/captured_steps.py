@@ -1,8 +1,8 @@
-"""Decode steps of one transformers cache, captured: what lies between the cache and its graphs.
+"""Captured decode steps of one transformers cache.
 
-A size that comes for the first time runs uncaptured, so that kernels are loaded and tuned; the
-second time too, while torch refuses to wait for the device, because a capture that fails leaves
-torch's allocator as if it went on. Then it is captured. Without CUDA, steps run uncaptured.
+A step size first runs uncaptured, so that kernels are loaded and tuned. Its second run is
+uncaptured too, while torch refuses to wait for the device, because a failed capture leaves torch's
+allocator in the state of a capture. The third run is captured. Without CUDA, steps run uncaptured.
 """
 
 from __future__ import annotations
@@ -29,18 +29,8 @@ _LOG = logging.getLogger(__name__)
 class CapturedSteps:
     """The decode steps of one cache, while its layers stay where they are.
 
-    Args:
-        model: A model that has proven itself.
-        store: The cache's memory, with rows on the model's device alone.
-        logits: `[B, …, vocabulary]`, as the model returned them for this batch.
-        batch_size: B.
-        layers: The model's layers, compiled and standing aside; None where they run as they are.
-        stream: What to capture on; see `GraphSpace`.
-        calls: See `Proof`.
-
-    Attributes:
-        batch_size: B.
-        is_closed: Whether `close` was called, or the cache closed.
+    `store` has rows on the model's device alone, `logits` is `[B, …, vocabulary]` as the model
+    returned them for this batch, and `layers` are compiled and stand aside, or None.
     """
 
     def __init__(
@@ -60,7 +50,7 @@ class CapturedSteps:
         self._layers = layers
         self._core = core
         self._num_layouts = store.num_layouts
-        # Ordinary tensors: steps may come in inference mode, and without.
+        # No inference tensors: steps may run in inference mode or outside it.
         with torch.inference_mode(mode=False), torch.no_grad():
             self._stepper = Stepper(
                 model,
@@ -76,8 +66,8 @@ class CapturedSteps:
         self._weights = _addresses(model)
         self._attention = chosen_attention(model)
         self._padding: LeftPadding | None = None
-        # Where the next step would be if nothing else happened to the batch, and whether this one
-        # was declined for its mask.
+        # Tokens and batch count of a step that continues the last one, and whether the last one was
+        # declined for its mask.
         self._next = (-1, -1)
         self._was_declined = False
         store.add_reader(self)
@@ -92,33 +82,21 @@ class CapturedSteps:
 
     @property
     def is_current(self) -> bool:
-        """Whether the model is what it was at first, by the look of `ModelGuard`.
-
-        False also while it attends otherwise, by its user's choice: what that computes is for the
-        model to say.
-        """
+        """Whether the model is as at capture, by `ModelGuard`, and attends by the same function."""
         return (
             self._stepper.guard.is_as_captured()
             and chosen_attention(self._model) == self._attention
         )
 
     def has_weights_of(self, model: Any) -> bool:
-        """Whether the model's parameters are where they were. Cost: a look at each."""
+        """Whether the model's parameters have the same addresses. Cost: a look at each."""
         return self._weights == _addresses(model)
 
     def takes(self, mask: torch.Tensor | None, num_past_tokens: int, num_batches: int) -> bool:
-        """Whether the next step's mask is one that captured steps know: none, or left padding.
+        """Whether the next step's mask `[B, num_past_tokens + 1]` is left padding, or None.
 
-        Args:
-            mask: `[B, num_past_tokens + 1]` or None.
-            num_past_tokens: Tokens in the rows.
-            num_batches: `Store.num_batches`.
-
-        Raises:
-            ConfigError: See `LeftPadding.check`; the mask is read anew the next time.
-
-        Cost: waits for the device where the batch does not go on from the last step; after that
-            never.
+        Waits for the device only where the batch does not continue the last step. Raises what
+        `LeftPadding.check` raises, after which the mask is read anew.
         """
         goes_on = self._next == (num_past_tokens, num_batches)
         self._next = (num_past_tokens + 1, num_batches)
@@ -144,7 +122,7 @@ class CapturedSteps:
 
     @property
     def is_padded(self) -> bool:
-        """Whether the mask that was taken last begins with padding somewhere."""
+        """Whether the mask taken last begins with padding in some row."""
         return self._padding is not None and self._padding.left_pad is not None
 
     def run(
@@ -152,14 +130,9 @@ class CapturedSteps:
     ) -> torch.Tensor | None:
         """Run a step whose rows have grown and whose mask was taken; never waits for the device.
 
-        Args:
-            token_ids: `[B, 1]`.
-            positions: `[B or 1, 1]`; None for `num_past_tokens`.
-            num_past_tokens: Tokens in each row before the step.
-
-        Returns:
-            Logits `[B, 1, vocabulary]`, a new tensor; None where steps of this size cannot be
-            captured, and the model is to compute it itself, over whatever was written.
+        `token_ids` is `[B, 1]`; `positions` is `[B or 1, 1]`, by default `num_past_tokens`. Returns
+        new logits `[B, 1, vocabulary]`, or None where steps of this size cannot be captured: the
+        model then computes the step itself, over the same rows.
         """
         graphs, num_tokens = self._graphs, num_past_tokens + 1
         bucket = graphs.key(num_tokens, is_padded=self.is_padded)
@@ -183,7 +156,7 @@ class CapturedSteps:
         return graphs.space.logits[:, None].clone()
 
     def _run_uncaptured(self, bucket: BatchBucket, integers: torch.Tensor) -> None:
-        """A step that has no graph yet, with which it may get one."""
+        """Run a step that has no graph yet; on CUDA its third run is captured."""
         graphs = self._graphs
         self._num_runs[bucket] += 1
         is_first = graphs.space.device.type != "cuda" or self._num_runs[bucket] == 1
@@ -196,18 +169,17 @@ class CapturedSteps:
                         graphs.run(bucket, integers)
                 else:
                     if not graphs.captured:
-                        torch.cuda.empty_cache()  # What prompts leave there, graphs cannot use.
+                        torch.cuda.empty_cache()  # Graphs cannot use what prompts left there.
                     graphs.replay(bucket, integers)
         except (ConfigError, CapacityError) as error:  # No kernel, or no memory for its over-read.
             self._refuse(bucket, error)
         except Exception as error:
-            # What the model itself would raise is for it to say; compilers raise anything.
+            # The model's own errors are raised; compilers may raise anything.
             if is_first and self._layers is None:
                 raise
             self._refuse(bucket, error)
 
     def _attending(self) -> contextlib.AbstractContextManager[None]:
-        """While this lasts, the model attends over the cache's rows."""
         if self._layers is None:
             return attending_in_place(self._model)
         return self._stepper.attending(self._layers)
@@ -238,5 +210,5 @@ class CapturedSteps:
 
 
 def _addresses(model: Any) -> list[int]:
-    """Where a graph reads the model's parameters."""
+    """Return the addresses at which graphs read the model's parameters and buffers."""
     return [each.data_ptr() for part in (model.parameters(), model.buffers()) for each in part]

@@ -1,7 +1,7 @@
-"""What vmkv knows of transformers' insides, and of how its releases differ, in one file.
+"""Everything that depends on transformers' internals and on its releases.
 
-Supported: 4.57 and 5.x. Features are told by what the installed release has, not by its number,
-wherever that is possible.
+Supported: 4.57 and 5.x. Features are detected by what the installed release has, rather than by its
+version number, where possible.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from ..errors import ConfigError, one_line
 _CROP_REMOVES = hasattr(CacheLayerMixin, "is_croppable")
 #: Since 5.20 a length is refused; before, it brought a warning.
 _CROP_REFUSES_LENGTHS = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 20)
-#: What a sliding layer raises where its past is lost: before it could be recorded, a ValueError.
+#: Error of a sliding layer whose past is lost: ValueError before the past could be recorded.
 CROPPED_TOO_FAR: type[Exception] = (
     RuntimeError if hasattr(DynamicSlidingWindowLayer, "activate_past_recording") else ValueError
 )
-#: Layer types that 4.57 puts behind plain dynamic layers, rightly.
+#: Layer types for which 4.57's plain dynamic layers are correct.
 _PLAIN_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
-#: Logits processors and stopping criteria for which it does not matter what a prompt was. By
-#: name, because not every release has them all.
+#: Logits processors and stopping criteria that do not read the prompt. By name, because not every
+#: release has them all.
 _READ_NO_PROMPT = {
     *("EpsilonLogitsWarper", "EtaLogitsWarper", "InfNanRemoveLogitsProcessor"),
     *("LogitNormalization", "MinPLogitsWarper", "SuppressTokensLogitsProcessor"),
@@ -47,11 +47,7 @@ _READ_NO_PROMPT = {
 
 
 def text_config(config: Any) -> Any:
-    """The decoder's part of a model's configuration.
-
-    Raises:
-        ConfigError: `config` is no transformers configuration.
-    """
+    """Return the decoder's part of a configuration; raises `ConfigError` for anything else."""
     if not hasattr(config, "get_text_config"):
         raise ConfigError(
             f"config={type(config).__name__} is no transformers configuration; pass model.config"
@@ -60,13 +56,13 @@ def text_config(config: Any) -> Any:
 
 
 def rope_limit_tokens(config: Any) -> int | None:
-    """Up to how many tokens positions mean the same, whoever else is in a pass; None: any number.
+    """Return the length up to which positions mean the same in any pass; None for any length.
 
-    Rotary embeddings of the types "longrope" and "dynamic" have other angles, for all sequences
+    Rotary embeddings of the types "longrope" and "dynamic" change their angles, for all sequences
     of a pass, once the longest of them is longer than that.
     """
     decoder = text_config(config)
-    # 4.57 has the latter name.
+    # 4.57 has `rope_scaling`.
     parameters = getattr(decoder, "rope_parameters", None) or getattr(decoder, "rope_scaling", None)
     if not isinstance(parameters, dict):
         return None
@@ -84,20 +80,12 @@ def rope_limit_tokens(config: Any) -> int | None:
 
 
 def default_layers(config: Any) -> list[Any]:
-    """The layers that this release's own `DynamicCache` would use for the model.
-
-    Raises:
-        ConfigError: The release keeps such a model's state in a cache of the model's own.
-    """
+    """Return the layers that this release's own `DynamicCache` would use for the model."""
     return list(default_cache(config).layers)
 
 
 def default_cache(config: Any) -> DynamicCache:
-    """The cache that this release would make for the model, empty.
-
-    Raises:
-        ConfigError: The release keeps such a model's state in a cache of the model's own.
-    """
+    """Make this release's empty cache for the model; raises `ConfigError` if it has none."""
     decoder = text_config(config)
     if not _CROP_REMOVES:
         # Before 5.x, hybrid models had caches of their own, which DynamicCache cannot replace.
@@ -111,7 +99,7 @@ def default_cache(config: Any) -> DynamicCache:
     try:
         cache = DynamicCache(config=config)
         reason = "no layers"
-    except (AttributeError, KeyError, TypeError, ValueError) as error:  # Whatever its values are.
+    except (AttributeError, KeyError, TypeError, ValueError) as error:  # Invalid values.
         cache, reason = None, one_line(error)
     if cache is None or not cache.layers:
         raise ConfigError(
@@ -119,7 +107,7 @@ def default_cache(config: Any) -> DynamicCache:
             "of a model with a key-value cache"
         )
     if getattr(config, "is_encoder_decoder", False):
-        # What T5 calls its number of layers is the encoder's.
+        # T5's number of layers is the encoder's.
         del cache.layers[getattr(config, "num_decoder_layers", None) or len(cache.layers) :]
     return cache
 
@@ -130,11 +118,7 @@ def has_keys(layer: Any) -> bool:
 
 
 def window_of(layer: Any) -> tuple[bool, int | None]:
-    """Whether vmkv can stand in for `layer`, and the window of a sliding one.
-
-    By exact type: every other layer (linear, hybrid, indexed, …) has state of its own and
-    stays transformers'.
-    """
+    """Whether vmkv can replace `layer`, by exact type, and the window of a sliding one."""
     if type(layer) is DynamicLayer:
         return True, None
     if type(layer) is DynamicSlidingWindowLayer:
@@ -143,11 +127,7 @@ def window_of(layer: Any) -> tuple[bool, int | None]:
 
 
 def cropped_length(length: int, argument: int) -> int:
-    """How many of `length` tokens `crop(argument)` keeps, as this release means it.
-
-    Raises:
-        ValueError: A positive argument, since 5.20.
-    """
+    """Return how many of `length` tokens `crop(argument)` keeps in this release."""
     if argument < 0:
         return max(0, length + argument)
     if not _CROP_REMOVES:
@@ -163,11 +143,7 @@ def cropped_length(length: int, argument: int) -> int:
 
 
 def in_parts(num_ranks: int) -> dict[str, Any]:
-    """What has `from_pretrained` load a rank's part of a model. Since 5.17.
-
-    Raises:
-        ConfigError: This release cannot.
-    """
+    """Return options of `from_pretrained` that load a rank's part of a model. Since 5.17."""
     try:
         from transformers.distributed.configuration_utils import DistributedConfig
 
@@ -180,21 +156,18 @@ def in_parts(num_ranks: int) -> dict[str, Any]:
 
 
 def num_parts(model: Any) -> int:
-    """Over how many processes transformers has divided a model."""
+    """Return over how many processes transformers has divided a model."""
     return int(getattr(model, "tp_size", None) or 1)
 
 
 class PlainMask(NamedTuple):
-    """A mask that is just causal, within a window or without."""
+    """A mask that is only causal, within a window or without."""
 
     window: int | None
 
 
 def plain_mask(mask_function: Any) -> PlainMask | None:
-    """What a mask function stands for, if it is just causal or causal in a sliding window.
-
-    transformers composes masks from functions; those two are told by what they are made of.
-    """
+    """Recognise a mask function that is causal, or causal in a sliding window, by its parts."""
     from transformers import masking_utils
 
     if mask_function is masking_utils.causal_mask_function:
@@ -213,7 +186,7 @@ def plain_mask(mask_function: Any) -> PlainMask | None:
 
 
 def sdpa_mask(**arguments: Any) -> torch.Tensor | None:
-    """The mask transformers would make for SDPA: `[B, 1, Tq, T]`, or None."""
+    """Build the mask that transformers would make for SDPA: `[B, 1, Tq, T]`, or None."""
     from transformers import masking_utils
 
     mask: torch.Tensor | None = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](**arguments)
@@ -226,18 +199,14 @@ def is_transformers_own(rule: Any) -> bool:
 
 
 def reads_prompt(rule: Any) -> bool:
-    """Whether a logits processor or stopping criterion of transformers looks at earlier tokens.
-
-    Those that do not look at scores, at the last token or at the clock alone.
-    """
+    """Whether a processor or criterion of transformers reads more than scores or the last token."""
     return is_transformers_own(rule) and type(rule).__name__ not in _READ_NO_PROMPT
 
 
 def decoder(tokenizer: Any) -> Callable[[list[int], bool], str]:
-    """`tokenizer.decode(token_ids, skip_special_tokens)`, its spaces left as they are.
+    """Return `tokenizer.decode(token_ids, skip_special_tokens)` without cleaning up spaces.
 
-    For most tokenizers transformers looks at each token in Python, and has tokenizers decode them
-    all: then the latter is called at once, which takes a third of the time.
+    Where possible this calls the tokenizers library directly, which takes a third of the time.
     """
     kind, base = type(tokenizer), transformers.PreTrainedTokenizerFast
     is_plain = isinstance(tokenizer, base) and "decode" not in vars(tokenizer)
@@ -260,44 +229,44 @@ def decoder(tokenizer: Any) -> Callable[[list[int], bool], str]:
 
 
 def is_length_limit(criterion: Any) -> bool:
-    """Whether a stopping criterion ends sequences at a length, `max_length`, and nothing else."""
+    """Whether a stopping criterion is exactly a `max_length`."""
     return type(criterion) is MaxLengthCriteria
 
 
 def length_limit(max_tokens: int) -> Any:
-    """The stopping criterion that ends sequences of so many tokens, their prompts included."""
+    """Make the criterion that ends sequences of `max_tokens`, prompts included."""
     return MaxLengthCriteria(max_length=max_tokens)
 
 
 def stop_string_criterion(tokenizer: Any, stop_strings: Any) -> Any:
-    """The stopping criterion that ends sequences whose text ends in one of `stop_strings`."""
+    """Make the criterion that ends sequences whose text ends in one of `stop_strings`."""
     return StopStringCriteria(tokenizer, stop_strings)
 
 
 def pad_token(generation_config: Any) -> int:
-    """The token that fills a batch, of a generation config that transformers has prepared."""
+    """Return the padding token of a generation config that transformers has prepared."""
     pad = getattr(generation_config, "_pad_token_tensor", None)
     return 0 if pad is None else int(pad.flatten()[0])
 
 
 def takes_positions(model: Any) -> bool:
-    """Whether a model's forward names `position_ids`, rather than to swallow them."""
+    """Whether a model's forward names `position_ids` rather than swallowing them."""
     parameters = inspect.signature(model.forward).parameters
     names_anything = {"input_ids", "inputs_embeds"} & parameters.keys()
-    return "position_ids" in parameters or not names_anything  # A wrapper names nothing.
+    return "position_ids" in parameters or not names_anything  # A wrapper names no input.
 
 
 def takes_cache(model: Any) -> bool:
-    """Whether a model can be handed a cache, and will use it."""
+    """Whether a model accepts and uses a cache."""
     supports = getattr(model, "_supports_default_dynamic_cache", lambda: True)
     parameters = inspect.signature(model.forward).parameters
     return bool(supports()) and (
-        "past_key_values" in parameters or "input_ids" not in parameters  # A wrapper's.
+        "past_key_values" in parameters or "input_ids" not in parameters  # A wrapper.
     )
 
 
 def special_tokens(config: Any) -> set[int]:
-    """Tokens that a model's configuration names: pads, ends, places of images, …"""
+    """Return tokens that a configuration names: padding, ends, image placeholders, …"""
     found: set[int] = set()
     for part in (config, text_config(config)):
         for name, value in part.to_dict().items():
@@ -308,7 +277,7 @@ def special_tokens(config: Any) -> set[int]:
 
 
 def eager_options() -> dict[str, str]:
-    """Options of `from_config` for a model without any kernel but torch's own operators."""
+    """Return options of `from_config` for a model that uses torch's own operators only."""
     options = {"attn_implementation": "eager"}
     if hasattr(transformers.PreTrainedModel, "set_experts_implementation"):  # Since 5.0.
         options["experts_implementation"] = "eager"
@@ -317,10 +286,9 @@ def eager_options() -> dict[str, str]:
 
 @contextlib.contextmanager
 def autocast_on_meta() -> Iterator[None]:
-    """Lets models run on the `meta` device that switch autocast off for the device they are on.
+    """Let models run on the `meta` device that switch autocast off, which torch lacks there.
 
-    torch has none for `meta`, and before 5.x models do not ask. For one thread: while this lasts,
-    `torch.autocast` does nothing there.
+    Before 5.x, `torch.autocast` does nothing inside the block, in the whole process.
     """
     if hasattr(generic, "maybe_autocast"):
         yield
@@ -334,7 +302,7 @@ def autocast_on_meta() -> Iterator[None]:
 
 
 def drop_shared_layers(cache: Any) -> None:
-    """Forget tensors that a model has hung onto the cache (Gemma3n's shared layers, in 4.57)."""
+    """Drop tensors that a model attached to the cache (Gemma3n's shared layers, in 4.57)."""
     vars(cache).pop("shared_layers", None)
 
 
@@ -342,16 +310,16 @@ def drop_shared_layers(cache: Any) -> None:
 
 
 def num_embeddings(model: Any) -> int:
-    """Tokens that a model can be given."""
+    """Return how many token ids a model accepts."""
     return _stated(model.get_input_embeddings(), "num_embeddings")
 
 
 def num_logits(model: Any) -> int:
-    """Columns of a model's logits."""
+    """Return the number of columns of a model's logits."""
     return _stated(model.get_output_embeddings(), "out_features")
 
 
 def _stated(module: Any, name: str) -> int:
-    """What a module says of itself; of those that do not, the rows of the weight."""
+    """Return the module's attribute `name`, or the rows of its weight if it has none."""
     stated = getattr(module, name, None)
     return int(module.weight.shape[0] if stated is None else stated)

@@ -1,4 +1,4 @@
-"""What a cache assumes where the user says nothing. All free: addresses cost no memory."""
+"""Default sizes of a cache. Generous, because reserved addresses cost no memory."""
 
 from __future__ import annotations
 
@@ -15,21 +15,16 @@ _LENGTH_NAMES = (
     "max_sequence_length",
     "seq_length",
 )
-#: Models run past the length they were trained for, and transformers lets them; so do we.
+#: As in transformers, models may run past the length that they were trained for.
 _MAX_TOKENS_FLOOR = 32 * 1024
 _MAX_BATCH_SIZE = 256
 
 
 def default_max_tokens(decoder_config: Any, *, past_stated: bool = True) -> int:
-    """The longest sequence to reserve addresses for: twice what the model was made for.
+    """Return the default row length: twice the model's stated length, at least 32k tokens.
 
-    Args:
-        decoder_config: The model's configuration.
-        past_stated: Whether sequences may run past what the model was made for; if not, they
-            end there, or where they would change others that they are packed with.
-
-    Raises:
-        ConfigError: The configuration states a length that is no positive integer.
+    Without `past_stated`, sequences end at the stated length, or where they would change the rotary
+    embedding of others in their pass.
     """
     stated = stated_max_tokens(decoder_config)
     if not past_stated:
@@ -38,11 +33,7 @@ def default_max_tokens(decoder_config: Any, *, past_stated: bool = True) -> int:
 
 
 def stated_max_tokens(decoder_config: Any) -> int | None:
-    """The longest sequence that a model was made for, None where its configuration names none.
-
-    Raises:
-        ConfigError: The configuration states a length that is no positive integer.
-    """
+    """Return the longest sequence that a model was made for; None if the configuration has none."""
     lengths = [getattr(decoder_config, name, None) for name in _LENGTH_NAMES]
     stated: list[int] = [length for length in lengths if length is not None]
     for length in stated:
@@ -62,13 +53,7 @@ def rows_and_tokens(
     *,
     past_stated: bool = True,
 ) -> tuple[int, int]:
-    """How many rows of how many tokens to reserve, given what the first update shows.
-
-    What the user named is kept; what they left open shrinks until both fit.
-
-    Raises:
-        ConfigError: The batch is larger than the `max_batch_size` the user named.
-    """
+    """Return rows and tokens to reserve: given values stay, the others shrink until both fit."""
     for name, value in (("max_batch_size", max_batch_size), ("max_tokens", max_tokens)):
         if value is not None:
             check_positive(name, value)

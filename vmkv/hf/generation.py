@@ -3,12 +3,11 @@
     outputs = vmkv.generate(model, [[1, 2, 3], [4, 5], ...], max_new_tokens=64)
     outputs = model.generate(**inputs, custom_generate=vmkv.ragged_generate)
 
-Generation settings, logits processors and stopping criteria are transformers' own: the first
-line has them prepared for each prompt alone (`prepared.py`), the second takes those that
-`model.generate` has prepared for its padded batch. Prompts are prefilled in packed chunks, then all
-sequences decode together, on CUDA by steps that are captured once; one that is finished leaves the
-batch, and its row is free at once. What prompts have in common is computed once; with a
-`RaggedCache` that outlives the call, once for all calls.
+Generation settings, logits processors and stopping criteria are transformers' own: the first line
+has them prepared for each prompt alone (`prepared.py`), the second takes those that
+`model.generate` prepared for its padded batch. Prompts are prefilled in packed chunks, then all
+sequences decode together, on CUDA by captured steps; a finished sequence leaves the batch and frees
+its row.
 """
 
 from __future__ import annotations
@@ -55,17 +54,16 @@ def generate(
     streamer: Any = None,
     **options: Any,
 ) -> list[list[int]]:
-    """Continue each prompt; what `model.generate` would do for each of them alone.
+    """Continue each prompt as `model.generate` would continue it alone.
 
     Args:
         model: A transformers causal language model.
         prompts: Token ids, one sequence each, of any lengths.
         max_num_batched_tokens: Tokens per prefill pass.
-        prefix_caching: Whether prompts begin with what the cache holds of them, and leave what
-            they hold to others. Without it every token is computed.
-        cache: Where sequences live and what they leave, for calls to come; by default a cache of
-            this call alone.
-        tenant: Whose the prompts are: they begin with nothing of other tenants.
+        prefix_caching: Whether prompts reuse common beginnings, of each other and from `cache`, and
+            leave theirs there. Otherwise every token is computed.
+        cache: Cache to use and leave prefixes in, for later calls; by default one for this call.
+        tenant: Owner of the prompts: prefixes of other tenants are not reused.
         attention_backend: See `VMKVCache`.
         pool: Physical memory to share with other caches.
         budget_bytes: Physical memory at most, where there is no pool.
@@ -78,11 +76,11 @@ def generate(
 
     Raises:
         ConfigError: No prompts, an empty one, a way of decoding that needs more than one
-            sequence per prompt, or a cache of another model. The model is in training mode, or
-            changes on the way (how it attends, its type or device).
+            sequence per prompt, or a cache of another model. The model fails its proof, is in
+            training mode, or changes on the way (attention, type or device).
         ClosedError: The cache is closed.
         OutOfPagesError: All sequences together do not fit the budget.
-        Whatever is raised, the sequences of this call have ended, and `cache` can be used.
+        After any error the sequences of this call have ended, and `cache` stays usable.
     """
     check_positive("max_num_batched_tokens", max_num_batched_tokens)
     embedding = model.get_input_embeddings().weight
@@ -133,33 +131,32 @@ def ragged_generate(
     vmkv_max_num_batched_tokens: int = _MAX_BATCHED_TOKENS,
     **model_kwargs: Any,
 ) -> torch.Tensor:
-    """The decoding loop, for `model.generate(custom_generate=vmkv.ragged_generate)`.
+    """Decode ragged rows, for `model.generate(custom_generate=vmkv.ragged_generate)`.
 
-    Returns what `model.generate` returns for the padded batch: as there, lengths and logits
-    processors count padding.
+    Lengths and logits processors count padding, as in `model.generate` for a padded batch.
 
     Args:
         model: The model.
         input_ids: `[B, T]`, left-padded prompts.
         logits_processor: Prepared by transformers for the padded batch.
-        stopping_criteria: Prepared by transformers; likewise.
+        stopping_criteria: Prepared by transformers for the padded batch.
         generation_config: Prepared by transformers.
         vmkv_options: Memory and kernels; by default derived from the model.
         vmkv_cache: See `generate`; excludes `vmkv_options`.
         vmkv_prefix_caching: See `generate`.
         vmkv_tenant: See `generate`.
-        vmkv_streamer: A streamer. One that is given to `model.generate` gets the prompt from it
-            and nothing after; use `vmkv.generate(streamer=…)`.
+        vmkv_streamer: A streamer. `model.generate(streamer=…)` would get the prompts only; use
+            this, or `vmkv.generate(streamer=…)`.
         vmkv_max_num_batched_tokens: Tokens per prefill pass.
-        **model_kwargs: What transformers would give to the model; only the mask matters.
+        **model_kwargs: Inputs of the model, of which only the mask is used.
 
     Returns:
         `[B, T + new]` token ids, left-padded like the input and right-padded where a sequence
         ended early.
 
     Raises:
-        ConfigError, ClosedError, OutOfPagesError: See `generate`; also what the model would be
-            given beside tokens, and a mask that is not left padding.
+        ConfigError, ClosedError, OutOfPagesError: See `generate`; also for model inputs besides
+            tokens, and a mask that is not left padding.
     """
     _check_model(model)
     check_config(generation_config)
@@ -202,18 +199,7 @@ def _generate(
     streamer: Any,
     max_num_batched_tokens: int,
 ) -> None:
-    """Continue the sequences of `state` until all have ended.
-
-    Args:
-        model: The model.
-        state: The prompts; afterwards, what was generated.
-        prompts: Their tokens.
-        memory: A cache that outlives the call, or what one of its own is made from.
-        prefix_caching: See `generate`, as for the rest.
-        tenant: Likewise.
-        streamer: Likewise.
-        max_num_batched_tokens: Likewise.
-    """
+    """Continue the sequences of `state` to their ends, in `memory` or a cache made from it."""
     if not isinstance(memory, RaggedCache | Settings):
         raise ConfigError(
             f"a {type(memory).__name__} cannot be the cache of vmkv.generate: pass a RaggedCache"
@@ -244,7 +230,7 @@ def _generate(
         stack.enter_context(
             attending_in_place(model) if layers is None else stepper.attending(layers)
         )
-        # One prompt finds nothing in a cache of its own.
+        # A single prompt can share nothing in a cache of its own.
         finds = prefix_caching and (outlives or len(prompts) > 1)
         logits = _prefill(stepper, cache, prompts, max_num_batched_tokens, finds=finds)
         if proof.never_waits:
@@ -265,15 +251,7 @@ def _prefill(
     *,
     finds: bool,
 ) -> torch.Tensor:
-    """Run all prompts, in passes of at most so many tokens; logits `[B, vocabulary]`.
-
-    Args:
-        stepper: Runs the model.
-        cache: Where the sequences begin.
-        prompts: Their tokens.
-        max_num_batched_tokens: Tokens of a pass.
-        finds: Whether they begin with what the cache holds of them, and leave what they hold.
-    """
+    """Run all prompts in passes of bounded size; returns logits `[B, vocabulary]`."""
     lengths = [len(prompt) for prompt in prompts]
 
     def begin(at: int) -> int:
@@ -317,16 +295,7 @@ def _decode(
     *,
     records: bool,
 ) -> None:
-    """One token for every sequence, again and again, until all have ended.
-
-    Args:
-        stepper: Runs the model.
-        cache: Where the sequences are.
-        state: Their tokens.
-        logits: `[B, vocabulary]`, of their prompts' last tokens.
-        streamer: Gets every token; or None.
-        records: Whether the cache is to find what was generated, when a prompt begins with it.
-    """
+    """Generate a token for every live sequence, until all have ended."""
     num_sequences = len(logits)
     while True:
         tokens = state.choose(logits)
@@ -352,7 +321,7 @@ def _step(
     token_ids: Sequence[Sequence[int] | None],
     samples: Sequence[bool],
 ) -> StepLogits:
-    """Grow the sequences of `chunks`, and run them. What they are told and say is as in `Piece`."""
+    """Grow the sequences of `chunks` and run them; `token_ids` and `samples` as in `Piece`."""
     cache.grow([(chunk.sequence_id, chunk.num_tokens) for chunk in chunks])
     rows, *elsewhere = cache.rows([chunk.sequence_id for chunk in chunks])
     pieces = [
@@ -383,11 +352,7 @@ def _token_ids(prompt: Any, at: int, vocab_size: int) -> list[int]:
 
 
 def _check_padded_tokens(model: Any, input_ids: torch.Tensor, lengths: Sequence[int]) -> None:
-    """Refuse tokens that are none, but for padding; asks the device once.
-
-    Raises:
-        ConfigError: A token is not in the vocabulary.
-    """
+    """Refuse tokens outside the vocabulary, except padding; waits for the device once."""
     at = torch.arange(input_ids.shape[1], device=input_ids.device)
     starts = torch.tensor(lengths, device=input_ids.device).neg() + input_ids.shape[1]
     given = input_ids[at >= starts[:, None]]
@@ -396,11 +361,7 @@ def _check_padded_tokens(model: Any, input_ids: torch.Tensor, lengths: Sequence[
 
 
 def _lengths(input_ids: torch.Tensor, mask: torch.Tensor | None) -> list[int]:
-    """Prompt lengths of a left-padded batch; asks the device once.
-
-    Raises:
-        ConfigError: The mask is not left padding.
-    """
+    """Return the prompt lengths of a left-padded batch; waits for the device once."""
     if mask is None:
         return [input_ids.shape[1]] * input_ids.shape[0]
     kept = mask.bool()

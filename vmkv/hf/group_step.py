@@ -1,4 +1,8 @@
-"""One step of a batch: the tensors that all layers of a group share."""
+"""Left padding, device rows, and the tensors that all layers of a group share in a step.
+
+`LeftPadding` reads and checks masks, `DeviceRows` holds a batch's sequences in one `KVCache`, and
+`GroupStep` makes the tensors of a step for every layer of a group at once.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +22,7 @@ from ..errors import ConfigError
 
 
 def read_left_pad(mask: torch.Tensor) -> tuple[bool, bool, torch.Tensor]:
-    """Whether `mask [B, T]` is 0 … 0 1 … 1 in every row, whether it has any 0, and how many.
-
-    The last is `[B] int32`. Asks the device.
-    """
+    """Whether `mask [B, T]` is left padding, whether it has any, and how much: `[B] int32`."""
     num_tokens = mask.shape[1]
     left_pad = num_tokens - mask.sum(1, dtype=torch.int32)
     at = torch.arange(num_tokens, device=mask.device)
@@ -31,14 +32,9 @@ def read_left_pad(mask: torch.Tensor) -> tuple[bool, bool, torch.Tensor]:
 
 
 class LeftPadding:
-    """What the masks of one batch say.
+    """The left padding of one batch, read from a mask; later masks are checked against it.
 
-    Args:
-        left_pad: `[B] int32`, where its masks are.
-        dtype: Of the masks.
-
-    Attributes:
-        left_pad: Leading tokens of each row that nothing attends to; None for none.
+    `left_pad` is `[B] int32`: leading tokens of each row that are not attended to; None for none.
     """
 
     def __init__(self, left_pad: torch.Tensor, dtype: torch.dtype, *, has_any: bool):
@@ -52,23 +48,17 @@ class LeftPadding:
 
     @classmethod
     def read(cls, mask: torch.Tensor) -> LeftPadding | None:
-        """What `mask [B, T]` says; None where it is no left padding. Asks the device."""
-        # Ordinary tensors: later masks may come in another mode.
+        """Read `mask [B, T]`; None where it is no left padding. Waits for the device."""
+        # No inference tensors: later masks may come in another mode.
         with torch.inference_mode(mode=False), torch.no_grad():
             is_left_padding, has_any, left_pad = read_left_pad(mask)
             return cls(left_pad, mask.dtype, has_any=has_any) if is_left_padding else None
 
     def check(self, mask: torch.Tensor) -> None:
-        """Have a later mask compared, and see what comparing earlier ones has brought.
+        """Compare a later mask `[B, T]` without waiting, and raise if an earlier one differed.
 
-        Args:
-            mask: `[B, T]`, of as many rows.
-
-        Raises:
-            ConfigError: An earlier one was another. Then the step that came with it, mostly the
-                last, attended to other tokens than it asked for.
-
-        Cost: four small launches; never waits.
+        The step of the differing mask, mostly the last one, has then attended to other tokens than
+        its mask says. Costs four small launches.
         """
         self.look()
         num_tokens = mask.shape[1]
@@ -81,7 +71,7 @@ class LeftPadding:
         self._seen.copy_(self._differs, non_blocking=True)
 
     def look(self) -> None:
-        """See what has come of earlier checks; raises what `check` does."""
+        """Raise `ConfigError` if an earlier check has found a difference."""
         if self._seen_on_host[()]:
             raise ConfigError(
                 "the attention mask of a captured decode step was not the one of the step before "
@@ -100,15 +90,12 @@ class DeviceRows:
     def __init__(self, core: KVCache):
         self.core = core
         self.sequences: list[Sequence] = []
-        # What masks of the current step say; a model has one for each kind of layer.
+        # Masks of the current step, as read; a model has one for each kind of layer.
         self._paddings: dict[int, tuple[weakref.ref[torch.Tensor], bool, torch.Tensor | None]] = {}
         self._padding_tokens = -1
 
     def ensure(self, batch_size: int, num_tokens: int) -> None:
-        """Make the first `batch_size` rows hold `num_tokens` tokens.
-
-        Cost: once a step what `KVCache.grow` costs; a comparison for further layer groups.
-        """
+        """Make the first `batch_size` rows hold `num_tokens`; grows the cache once per step."""
         num_rows = len(self.sequences)
         if batch_size <= num_rows and num_tokens <= self.sequences[0].num_tokens:
             return
@@ -132,20 +119,12 @@ class DeviceRows:
         )
 
     def keep_resident(self, overread_tokens: int) -> None:
-        """Have `overread_tokens` past every row's length mapped, now and from now on.
-
-        Raises:
-            OutOfPagesError: They are not to be had.
-        """
+        """Keep `overread_tokens` past every row's length mapped, from now on."""
         if overread_tokens > self.core.overread_tokens:
             self.core.keep_resident(overread_tokens)
 
     def left_pad(self, padding: torch.Tensor, num_tokens: int) -> tuple[bool, torch.Tensor | None]:
-        """What a padding mask `[B, num_tokens]` says: whether it is left padding, and how much.
-
-        The second is `[B] int32`, leading tokens to ignore in each row, or None for none.
-        Asks the device once per mask, so once per step and not per layer.
-        """
+        """Whether `padding [B, T]` is left padding, and how much: `[B] int32`; read once."""
         if num_tokens != self._padding_tokens:
             self.forget_paddings()
             self._padding_tokens = num_tokens
@@ -156,7 +135,7 @@ class DeviceRows:
         return known[1], known[2]
 
     def forget_paddings(self) -> None:
-        """The batch is another one: a mask that was read may be the same tensor, rewritten."""
+        """Forget masks that were read: another batch may rewrite the same tensor."""
         self._paddings.clear()
 
     def _read_padding(
@@ -168,13 +147,10 @@ class DeviceRows:
         return (is_left_padding, left_pad.to(self.core.device) if has_any else None)
 
     def take_over(self, sources: Sequence_[int]) -> None:
-        """Make the batch the entries `sources` of what it is now, in that order.
+        """Make the batch the entries `sources` of the present one, in that order.
 
-        New entries are forks; entries that stay take over what their source holds, without a copy
-        of what the two have in common.
-
-        Raises:
-            OutOfPagesError, ConfigError: The batch is as it was.
+        New entries are forks; the others take over their source's contents without copying
+        common tokens. An error leaves the batch unchanged.
         """
         before = len(self.sequences)
         if len(sources) > self.core.max_sequences:
@@ -192,32 +168,28 @@ class DeviceRows:
         self.keep_rows(len(sources))
 
     def fork_from(self, other: DeviceRows) -> None:
-        """Begin with the batch of `other`, whose memory is shared with it from now on.
-
-        Raises:
-            OutOfPagesError, DriverError: Some rows have begun; end them.
-        """
+        """Fork the sequences of `other`; after an error, some rows are open and must be ended."""
         for row, sequence in enumerate(other.sequences):
             self.sequences.append(self.core.fork(sequence, sequence.num_tokens, row=row))
 
     def begin_at(self, batch_size: int, num_tokens: int) -> None:
-        """Make rows as if `num_tokens` had been seen: for a copy of another cache."""
+        """Open rows that count `num_tokens` as seen, for a copy of another cache."""
         for row in range(len(self.sequences), batch_size):
             self.sequences.append(self.core.open(row=row))
         for sequence in self.sequences:
-            # First: what no window of theirs sees is not mapped.
+            # Before growing, so that tokens behind the windows are not mapped.
             sequence.num_tokens = max(sequence.num_tokens, num_tokens)
         self.core.grow([(sequence, num_tokens) for sequence in self.sequences])
 
     def keeps(self, num_tokens: int) -> bool:
-        """Whether every row can go back to `num_tokens`."""
+        """Whether every row can be truncated to `num_tokens`."""
         return not num_tokens or all(
             num_tokens >= each.num_tokens or self.core.keeps(each.row, num_tokens)
             for each in self.sequences
         )
 
     def set_length(self, num_tokens: int) -> None:
-        """Forget tokens from `num_tokens` on, in every row."""
+        """Truncate every row to at most `num_tokens`."""
         for sequence in self.sequences:
             if num_tokens < sequence.num_tokens:
                 sequence.truncate(num_tokens)
@@ -234,14 +206,10 @@ class DeviceRows:
 class GroupStep:
     """The tensors of one step, for every layer of a group.
 
-    A step is the tokens `[start, end)` of the first `batch_size` rows. The first layer of a
-    step to be updated makes the tensors of all of them: one by one they would cost more than
-    `torch.cat` does.
-
-    Attributes:
-        key_shape, value_shape: What each layer writes: `[B, H, end - start, D]`.
-        keys, values: Per layer, what attention reads: `[B, H, end - first, D]`, as it is stored.
-        is_fp8: Whether that is in eight bits.
+    A step is the tokens `[start, end)` of the first `batch_size` rows. Its first layer makes the
+    tensors of all: one by one they would cost more than `torch.cat` does. Each layer writes
+    `key_shape`, `value_shape`: `[B, H, end - start, D]`; attention reads `keys`, `values`: per
+    layer, `[B, H, end - first, D]` as stored.
     """
 
     def __init__(self, rows: DeviceRows, group: LayerGroup):
@@ -265,15 +233,11 @@ class GroupStep:
         ]
 
     def advance(self, batch_size: int, first: int, start: int, end: int) -> None:
-        """Make the step's tokens resident and its tensors.
-
-        Raises:
-            OutOfPagesError, SequenceFullError, ConfigError, ClosedError: Nothing changed.
-        """
+        """Map the step's tokens and make its tensors; an error changes nothing."""
         self.rows.core.check_open()
         self.rows.core.note_stream()
         self.rows.ensure(batch_size, end)
-        # The rows may be ahead of this layer, and their windows with them.
+        # The rows, and so their windows, may be ahead of this layer.
         if self.group.window_tokens is not None and self.group.first_readable_token(0, end) > first:
             raise ConfigError(
                 f"tokens from {first} on, which a sliding-window layer is to read or write, have "
@@ -296,13 +260,7 @@ class GroupStep:
         self._batch = None
 
     def write(self, place: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Put the step's keys and values of the layer at `place` where they belong.
-
-        Args:
-            place: The layer, as the group counts.
-            keys: `key_shape`, in the model's dtype and on the group's device.
-            values: `value_shape`, likewise.
-        """
+        """Write the step's keys and values of the layer at index `place` of the group."""
         if self._is_cuda:
             geometry = self.group.geometry
             k_address, v_address = self._addresses[place]
@@ -328,11 +286,11 @@ class GroupStep:
             self._new_values[place].copy_(values)
 
     def scales(self, place: int) -> Scales | None:
-        """What the layer at `place` is multiplied by."""
+        """Return the scales of the layer at `place`; None for 1."""
         return self.group.scales_at(place)
 
     def decoded(self, place: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """`keys` and `values` of the layer at `place`, copied into tensors of `dtype`."""
+        """Return `keys` and `values` of the layer at `place`, decoded into new tensors."""
         scales = self.scales(place)
         with torch.no_grad():
             return (
@@ -341,7 +299,7 @@ class GroupStep:
             )
 
     def all_rows(self, place: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of the layer at `place`: `[rows, row_tokens, heads, dim]`."""
+        """Return keys and values of the layer at `place`: `[rows, row_tokens, heads, dim]`."""
         inference = torch.is_inference_mode_enabled()
         if inference not in self._all_rows:
             views = self.group.views_in(inference=inference)
@@ -352,7 +310,7 @@ class GroupStep:
         return self._all_rows[inference][place]
 
     def attention_batch(self, padding: torch.Tensor | None) -> AttentionBatch | None:
-        """This step as a batch of equally long rows; None where `padding` is not left padding."""
+        """Return this step as a batch of equal rows; None where `padding` is not left padding."""
         if self._batch is None or self._batch[0] is not padding:
             left_pad = None
             if padding is not None:
@@ -374,10 +332,10 @@ class GroupStep:
         return self._batch[1]
 
     def _vectors(self, batch_size: int, num_queries: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows and starts of the queries, which stay the same while a batch decodes."""
+        """Return rows and starts of the queries, kept while a batch decodes."""
         if self._uniform is None or self._uniform[0] != (batch_size, num_queries):
             device = self.rows.core.device
-            # Ordinary tensors: a batch may be used in another mode than the one before.
+            # No inference tensors: the next batch may run in another mode.
             with torch.inference_mode(mode=False):
                 count = torch.arange(batch_size + 1, dtype=torch.int32, device=device)
                 self._uniform = ((batch_size, num_queries), count[:-1], count * num_queries)
@@ -393,7 +351,7 @@ class GroupStep:
 
 @dataclass
 class LayerPlace:
-    """Where a layer is: the step tensors of its group, and its index among them."""
+    """A layer's index in its group, and the group's step tensors."""
 
     step: GroupStep
     index: int

@@ -1,4 +1,4 @@
-"""What a cache stores keys and values as, layer by layer, as its user asked."""
+"""Stored types and scales of a cache's keys and values, and the calibration of scales."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from . import compat
 # ---- kv scales -----------------------------------------------------------------------------------
 
 _FORMAT, _VERSION = "vmkv kv scales", 1
-#: Texts that nobody has seen reach further than those that were measured. In floating point room
-#: above costs nothing, while what does not fit is cut off.
+#: Other texts may exceed the measured values. In floating point, headroom costs nothing, while
+#: values that do not fit are clipped.
 _HEADROOM = 2.0
-#: More than the scales of any model take.
+#: More than the scales of any model need.
 _FILE_BYTES_MAX = 64 << 20
 
 
 @dataclass(frozen=True)
 class KVScales:
-    """The scales of a model.
+    """The scales of a model's keys and values, for storage in eight bits.
 
     Attributes:
-        model: What it is called: see `model_name`.
-        layers: Those of each layer, in order.
+        model: The model's name: see `model_name`.
+        layers: The scales of each layer, in order.
     """
 
     model: str
@@ -44,7 +44,7 @@ class KVScales:
         """Write a file; it takes its name when it is complete.
 
         Raises:
-            OSError: It cannot be written. What was there before is.
+            OSError: The file cannot be written. An earlier file of this name is kept.
         """
         values = {
             "format": _FORMAT,
@@ -62,7 +62,7 @@ class KVScales:
         """Read a file that `save` wrote.
 
         Raises:
-            ConfigError: It is none, or a scale in it is no positive number.
+            ConfigError: It has another format, or a scale in it is no positive number.
             OSError: It cannot be read.
         """
         where = os.fspath(path)
@@ -85,22 +85,22 @@ class KVScales:
 
 
 def model_name(config: Any) -> str:
-    """What scales know a model by: the last part of what it was loaded from, or else its type."""
+    """Return the last part of the path that a model was loaded from, or else its type."""
     name = str(getattr(config, "_name_or_path", "") or "").rstrip("/")
     return name.rpartition("/")[2] or str(config.model_type)
 
 
 def calibrate_kv_scales(model: Any, token_ids: Iterable[Sequence[int]]) -> KVScales:
-    """Scales by which a model's keys and values fit eight bits, with as much room again.
+    """Measure scales by which a model's keys and values fit eight bits, with twofold headroom.
 
     Args:
         model: A transformers causal language model.
-        token_ids: Texts it is to be measured on, each within the model's length: some thousand
-            tokens of what it will be used for.
+        token_ids: Texts to measure, each within the model's length: some thousand tokens of
+            typical use.
 
     Raises:
         ConfigError: There are no texts, the model has layers whose state is not keys and values, or
-            what it computes is not finite.
+            its keys or values are not finite.
 
     Cost: a forward pass over each text.
     """
@@ -119,7 +119,7 @@ def calibrate_kv_scales(model: Any, token_ids: Iterable[Sequence[int]]) -> KVSca
 
 
 class _Reach:
-    """The largest keys and values that each head of each layer has been given."""
+    """The largest absolute keys and values of each head of each layer."""
 
     def __init__(self, layers: Sequence[Any]):
         self._num_layers = len(layers)
@@ -131,7 +131,7 @@ class _Reach:
         self._largest: dict[int, list[torch.Tensor]] = {}
 
     def watch(self, cache: DynamicCache) -> None:
-        """Look at what `cache` is given, from now on."""
+        """Record everything that `cache` is given from now on."""
         for index, layer in enumerate(cache.layers):
             layer.update = self._looking(index, layer.update)
 
@@ -145,7 +145,7 @@ class _Reach:
         return look
 
     def scales(self) -> tuple[LayerScales, ...]:
-        """What fits all of it."""
+        """Return scales that fit all recorded values."""
         missing = set(range(self._num_layers)) - self._largest.keys()
         if missing:
             raise ConfigError(
@@ -161,7 +161,7 @@ class _Reach:
 def _scale(largest: float) -> float:
     if not math.isfinite(largest):
         raise ConfigError(f"a head's keys or values reach {largest}; is the model whole?")
-    # A head that is silent has any scale. Rounded as it will be used.
+    # A head of zeros gets scale 1. Rounded to float32, as it will be used.
     scale = _HEADROOM * largest / FP8_MAX or 1.0
     return float(torch.tensor(scale, dtype=torch.float32))
 
@@ -169,7 +169,7 @@ def _scale(largest: float) -> float:
 # ---- kv format -----------------------------------------------------------------------------------
 
 KV_DTYPES = ("auto", "fp8")
-"""What `kv_dtype` may be: the model's own type, or eight bits (`float8_e4m3fn`)."""
+"""Values of `kv_dtype`: the model's own type, or eight bits (`float8_e4m3fn`)."""
 _SLIDING = "sliding"
 
 SkipLayers = Collection[int | str] | str
@@ -177,13 +177,10 @@ SkipLayers = Collection[int | str] | str
 
 @dataclass(frozen=True)
 class KVFormat:
-    """The types and scales of a cache's layers.
+    """The stored types and scales of a cache's layers.
 
-    Attributes:
-        is_fp8: Whether layers are stored in eight bits.
-        scales: Of all layers; None for 1.
-        skipped: Layers that stay in the model's type.
-        skips_sliding: Whether those with a sliding window do.
+    Without `scales` they are 1. Layers in `skipped`, and with `skips_sliding` those with a sliding
+    window, stay in the model's type.
     """
 
     is_fp8: bool = False
@@ -199,12 +196,7 @@ class KVFormat:
         kv_scales: KVScales | str | os.PathLike[str] | None,
         skip_layers: SkipLayers,
     ) -> KVFormat:
-        """What the arguments of a cache mean; see `VMKVCache`.
-
-        Raises:
-            ConfigError: They mean nothing, or the scales are another model's.
-            OSError: The scales cannot be read.
-        """
+        """Make the format that the arguments of `VMKVCache` describe, reading a file of scales."""
         if kv_dtype not in KV_DTYPES:
             names = " and ".join(f'"{each}"' for each in KV_DTYPES)
             raise ConfigError(f"kv_dtype={kv_dtype!r} is none of {names}")
@@ -230,7 +222,7 @@ class KVFormat:
         return cls(True, kv_scales, indices, _SLIDING in skipped)
 
     def check(self, layers: Iterable[int]) -> None:
-        """Raise `ConfigError` unless layers that are named, and scales, are of `layers`."""
+        """Raise `ConfigError` if skipped layers or scales do not match the indices `layers`."""
         known = set(layers)
         if self.skipped - known:
             raise ConfigError(
@@ -245,12 +237,12 @@ class KVFormat:
             )
 
     def stored(self, index: int, window_tokens: int | None, dtype: torch.dtype) -> torch.dtype:
-        """What a layer of a model in `dtype` is stored as."""
+        """Return the type in which a layer of a model in `dtype` is stored."""
         is_skipped = index in self.skipped or (self.skips_sliding and window_tokens is not None)
         return FP8 if self.is_fp8 and not is_skipped else dtype
 
     def scales_of(self, indices: Iterable[int]) -> list[LayerScales] | None:
-        """The scales of layers that are stored in eight bits."""
+        """Return the scales of the layers `indices`; None for 1."""
         if self.scales is None:
             return None
         return [self.scales.layers[index] for index in indices]

@@ -1,7 +1,7 @@
-"""What a model's layers are asked before rows serve them: what they hold, and how far they see.
+"""Checks of a model's layers before rows serve them: their keys and values, and their windows.
 
-Two tokens go through the model, with something in the place of a step that hears what each layer
-asks for, and attends without a cache.
+Two tokens go through the model. A `_Listener` stands in for a packed step: it reports how each
+layer calls attention, and attends without a cache.
 """
 
 from __future__ import annotations
@@ -20,16 +20,7 @@ from .unservable import UnservableError
 def layer_signatures(
     model: Any, kinds: Sequence[LayerKind], token_ids: torch.Tensor
 ) -> dict[int, Signature]:
-    """Ask the layers what their keys and values look like, in a packed pass.
-
-    Args:
-        model: The model.
-        kinds: Its layers.
-        token_ids: `[T]`, any tokens.
-
-    Raises:
-        ConfigError: A layer attends in a way that rows cannot, or not here.
-    """
+    """Return all layers' key and value signatures, from a packed pass over `[T]` tokens."""
     signatures: dict[int, Signature] = {}
 
     def hear(asked: _Asked) -> None:
@@ -69,18 +60,7 @@ def layer_signatures(
 
 
 def check_windows(model: Any, kinds: Sequence[LayerKind], token_ids: torch.Tensor) -> None:
-    """See that rows keep what the model's masks let its layers see.
-
-    Windows are longer than what the passes above can afford, so they are asked for by number.
-
-    Args:
-        model: The model.
-        kinds: Its layers.
-        token_ids: `[T]`, any tokens.
-
-    Raises:
-        ConfigError: A layer's mask has another window than its rows.
-    """
+    """Refuse a model whose masks have windows of other lengths than its rows."""
     windows: dict[int, tuple[int | None, int | None]] = {}
 
     def hear(asked: _Asked) -> None:
@@ -105,7 +85,7 @@ def check_windows(model: Any, kinds: Sequence[LayerKind], token_ids: torch.Tenso
 
 
 class _Asked(NamedTuple):
-    """What a layer asks for: itself, its new keys and values, and how it means to attend."""
+    """A layer's call of attention: the module, its new keys and values, and its options."""
 
     module: torch.nn.Module
     key: torch.Tensor
@@ -116,11 +96,9 @@ class _Asked(NamedTuple):
 
 
 class _Listener:
-    """Stands where a step would: hears what the layers ask for, and attends without a cache.
+    """Stand-in for a packed step that reports each call of attention and attends without a cache.
 
-    Args:
-        hear: Called for each layer that attends.
-        is_packed: The tokens are one sequence, whatever the mask.
+    With `is_packed`, the tokens are one causal sequence, whatever the mask.
     """
 
     def __init__(self, hear: Callable[[_Asked], None], *, is_packed: bool):
@@ -141,7 +119,6 @@ class _Listener:
         mask: torch.Tensor | None,
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Arguments as `vmkv_attention`, which calls this."""
         self._hear(_Asked(module, key, value, window, mask, bias))
         out, _ = vmkv_attention(
             module,
@@ -165,7 +142,7 @@ def _window(num_tokens: int | None) -> str:
 
 
 def explained(error: Exception, what: str) -> Exception:
-    """What to raise where a pass has failed: want of memory and our own words are left alone."""
+    """Wrap the error of a failed pass, unless it is vmkv's own or out of memory."""
     if isinstance(error, (VMKVError, torch.OutOfMemoryError)):
         return error
     message = str(error).partition("\n")[0][:200]

@@ -1,8 +1,8 @@
 """The two layer classes: transformers' own, with virtual memory instead of `torch.cat`.
 
-They subclass the layers that the installed release would use, so that masks, lengths and
-flags are that release's; only where keys and values live is replaced. `keys` and `values` are
-properties, because models and transformers read them as attributes.
+Both subclass the layers of the installed release, so that masks, lengths and flags are that
+release's; only the storage of keys and values is replaced. `keys` and `values` are properties,
+because models and transformers read them as attributes.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _LOG = logging.getLogger(__name__)
 
 
 class VirtualLayer:
-    """What both kinds share; mixed in before the transformers class."""
+    """The common part of both classes; mixed in before the transformers class."""
 
     # `_layer_type` stays None: setting it would replace transformers' layer for everybody.
     is_compileable = False
     record_past = False  # Only sliding layers ever set it, and 4.57 does not know it.
 
     def __init__(self, index: int, store: Store, window_tokens: int | None, original: Any):
-        # transformers' __init__ differs between releases; what it set is copied instead.
+        # transformers' __init__ differs between releases; copy the attributes that it set.
         for name, value in vars(original).items():
             if name not in ("keys", "values", "cumulative_length", "is_initialized"):
                 setattr(self, name, value)
@@ -45,14 +45,14 @@ class VirtualLayer:
         self._first_kept = 0
         self._batch_size = 0
         self._place: LayerPlace | None = None
-        # What attends, and what was asked for when it was chosen.
+        # The kernel, and the request that it was chosen for.
         self._kernel: tuple[tuple[object, ...], AttentionBackend] | None = None
-        self._tag = weakref.ref(self)  # Weak, lest a tensor and its layer keep each other.
+        self._tag = weakref.ref(self)  # Weak, so that tensor and layer form no cycle.
 
     # ---- update ---------------------------------------------------------------------------
 
     def lazy_initialization(self, key_states: torch.Tensor, *value_states: torch.Tensor) -> None:
-        """Bind the layer to memory. 4.57 shows only the keys; values are then like them."""
+        """Bind the layer to memory. 4.57 passes only the keys; values then have their shape."""
         values = value_states[0] if value_states else key_states
         self._bind(key_states, values)
 
@@ -66,19 +66,11 @@ class VirtualLayer:
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write new keys and values behind the old ones; return all that attention needs.
+        """Append keys and values `[batch, kv_heads, new_tokens, dim]`; returns all to attend to.
 
-        Args:
-            key_states: `[batch, kv_heads, new_tokens, k_dim]`.
-            value_states: `[batch, kv_heads, new_tokens, v_dim]`.
-            *args: Whatever this release passes along; unused.
-            **kwargs: Likewise.
-
-        Returns:
-            Views `[batch, kv_heads, tokens, dim]` over the cache's memory, of exact length and
-            without a copy; for a sliding layer the window before the new tokens, and those. From
-            eight bits they are decoded into new tensors, unless attention is `"vmkv"`, which
-            reads the rows themselves.
+        Returns views `[batch, kv_heads, tokens, dim]` over the cache's memory, without a copy; a
+        sliding layer returns the window before the new tokens, and these. Rows in eight bits are
+        decoded into new tensors, unless attention is `"vmkv"`, which reads the rows themselves.
 
         Raises:
             OutOfPagesError: The pool is full. The layer is unchanged and stays usable.
@@ -86,13 +78,13 @@ class VirtualLayer:
             ConfigError: Shape, dtype or device differ from before, or gradients are wanted.
             ClosedError: The cache is closed.
 
-        Cost: one launch per layer on CUDA; once per step, two view calls per layer group.
-        Ordering: on torch's current stream; never waits for the device.
+        Cost: one launch per layer on CUDA; once per step, two view calls per layer group. Runs on
+            torch's current stream and never waits for the device.
         """
         if key_states.dtype != value_states.dtype and torch.is_autocast_enabled(
             key_states.device.type
         ):
-            # Rotary embeddings have made keys as fine as the weights; DynamicCache makes values so.
+            # Rotary embeddings promoted the keys; promote the values too, as DynamicCache does.
             dtype = torch.promote_types(key_states.dtype, value_states.dtype)
             key_states, value_states = key_states.to(dtype), value_states.to(dtype)
         if self._length == 0:
@@ -125,19 +117,19 @@ class VirtualLayer:
         if step.is_fp8 and not self._store.attends_in_place:
             _say_that_it_decodes()
             keys, values = step.decoded(index, self.dtype)
-        for each in (keys, values):  # A model may change either on its way to attention.
+        for each in (keys, values):  # A model may transform either before attention.
             each._vmkv_layer = self._tag  # type: ignore[attr-defined]
         return keys, values
 
     def decoded(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """What `update` returned last, in the model's type."""
-        assert self._place is not None  # Updated.
+        """Return the tensors of the last `update`, decoded to the model's type."""
+        assert self._place is not None  # Set by `update`.
         return self._place.step.decoded(self._place.index, self.dtype)
 
     def _begin_step(
         self, place: LayerPlace, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[GroupStep, int]:
-        """This layer is the first of its group to see the step: make it resident."""
+        """Begin the step for all layers of the group, of which this one is the first."""
         self._store.check_open()
         start, num_tokens = self._length, keys.shape[-2]
         shape = place.step.group.geometry.shape
@@ -158,16 +150,16 @@ class VirtualLayer:
         return place.step, place.index
 
     def _visible_from(self, start: int) -> int:
-        """The first token that a query at position `start` sees."""
+        """Return the first token that a query at position `start` sees."""
         return 0 if self._window is None else max(0, start - self._window + 1)
 
     def note_token(self) -> None:
-        """Keys and values of one more token were written by other means than `update`."""
+        """Count one more token, written by other means than `update`."""
         self._length += 1
         self._note_update(self._length)
 
     def _note_update(self, end: int) -> None:
-        """A sliding layer keeps only its window."""
+        """Hook after an update, in which a sliding layer advances its window."""
 
     def _mismatch(self, keys: torch.Tensor, values: torch.Tensor) -> ConfigError:
         assert self._place is not None
@@ -187,13 +179,13 @@ class VirtualLayer:
         return self._window
 
     def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """All rows of the layer, `[rows, row_tokens, heads, dim]`, mostly unmapped."""
+        """Return all rows of the layer, `[rows, row_tokens, heads, dim]`, mostly unmapped."""
         assert self._place is not None  # Only updated layers attend.
         return self._place.step.all_rows(self._place.index)
 
     @property
     def scales(self) -> Scales | None:
-        """What `rows` are multiplied by; None for nothing."""
+        """Factors that decode `rows`; None for 1."""
         assert self._place is not None
         return self._place.step.scales(self._place.index)
 
@@ -206,10 +198,7 @@ class VirtualLayer:
     def attention_batch(
         self, num_queries: int, padding: torch.Tensor | None
     ) -> AttentionBatch | None:
-        """The step's batch for `vmkv.attention`, shared by the layers of the group.
-
-        None where the mask is not left padding, or belongs to other tokens.
-        """
+        """Return the step's attention batch; None if the mask is not this step's left padding."""
         assert self._place is not None
         step = self._place.step
         if step.end != self._length or num_queries != step.end - step.start:
@@ -219,20 +208,7 @@ class VirtualLayer:
     def backend_for(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **asked: Any
     ) -> AttentionBackend:
-        """The kernel for this layer; what it may fetch past the length is mapped.
-
-        Args:
-            query: `[B, Hq, T, D]`.
-            key: `[B, H, T, D]`.
-            value: `[B, H, T, Dv]`.
-            **asked: The rest of `AttentionSpec.of`.
-
-        Raises:
-            ConfigError: None can serve it.
-            OutOfPagesError: There is no memory for what it fetches.
-
-        Cost: a comparison, while the same is asked as in the step before.
-        """
+        """Return the kernel for `[B, heads, T, dim]` tensors, with its over-read mapped."""
         kind = (query.shape[1], query.dtype, query.shape[3], *asked.values())
         if self._kernel is None or self._kernel[0] != kind:
             assert self._place is not None
@@ -257,29 +233,26 @@ class VirtualLayer:
 
     @property
     def keys(self) -> torch.Tensor | None:
-        """What a dynamic layer would hold: `[batch, kv_heads, kept_tokens, k_dim]`, or None.
-
-        As it is stored: in eight bits, divided by `scales`.
-        """
+        """Contents `[batch, kv_heads, kept_tokens, k_dim]`, or None; eight bits are not decoded."""
         if not self.is_initialized:
             return None
         return self._views(self._first_kept, self._length)[0]
 
     @keys.setter
     def keys(self, value: torch.Tensor | None) -> None:
-        """Only None may be assigned."""
+        """Refuse any assignment but None."""
         self._refuse_assignment(value)
 
     @property
     def values(self) -> torch.Tensor | None:
-        """As `keys`."""
+        """Contents `[batch, kv_heads, kept_tokens, v_dim]`, or None; eight bits are not decoded."""
         if not self.is_initialized:
             return None
         return self._views(self._first_kept, self._length)[1]
 
     @values.setter
     def values(self, value: torch.Tensor | None) -> None:
-        """Only None may be assigned."""
+        """Refuse any assignment but None."""
         self._refuse_assignment(value)
 
     def _refuse_assignment(self, value: torch.Tensor | None) -> None:
@@ -291,48 +264,41 @@ class VirtualLayer:
             )
 
     def get_seq_length(self, *args: Any) -> int:
-        """Tokens seen so far, as a Python int: nothing is asked of the device."""
+        """Return the number of tokens seen so far, without waiting for the device."""
         self._store.check_open()
         return self._length
 
     # ---- changes --------------------------------------------------------------------------
 
     def crop(self, argument: int) -> None:
-        """Forget the last tokens; the argument means what this transformers release means.
-
-        Raises:
-            ValueError: This release does not take such an argument. Nothing changed.
-        """
+        """Remove the last tokens; `argument` as in the installed transformers release."""
         self._length = self.cropped_length(int(argument))
 
     def cropped_length(self, argument: int) -> int:
-        """How many tokens `crop(argument)` would leave; raises what it would raise."""
+        """Return how many tokens `crop(argument)` would leave; raises what it would raise."""
         self._store.check_open()
         return compat.cropped_length(self._length, argument)
 
     def reset(self) -> None:
-        """Forget all tokens. Memory stays for the next ones, which may be another batch.
-
-        (Layers of other kinds in the same cache may insist on the batch size they had.)
-        """
+        """Forget all tokens; memory stays for the next batch, which may be of another size."""
         self._store.check_open()
         self._length = self._first_kept = self._batch_size = 0
         self.is_initialized = False
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Not for one layer: raises `ConfigError`."""
+        """Refused for a single layer: raises `ConfigError`."""
         raise _needs_all_layers("reorder_cache")
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Not for one layer: raises `ConfigError`."""
+        """Refused for a single layer: raises `ConfigError`."""
         raise _needs_all_layers("batch_repeat_interleave")
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Not for one layer: raises `ConfigError`."""
+        """Refused for a single layer: raises `ConfigError`."""
         raise _needs_all_layers("batch_select_indices")
 
     def set_batch_size(self, batch_size: int) -> None:
-        """The store has made the batch another one, of this size."""
+        """Set the batch size after the store has rearranged the rows."""
         self._batch_size = batch_size
 
     # ---- refusals -------------------------------------------------------------------------
@@ -348,11 +314,11 @@ class VirtualLayer:
     # ---- copies ---------------------------------------------------------------------------
 
     def bind_alike(self, other: VirtualLayer) -> None:
-        """Give `other`, a fresh layer of another store, the state of this one, without contents."""
+        """Give `other`, a fresh layer of another store, this one's state without contents."""
         other.record_past = self.record_past
         if not self.is_initialized:
             return
-        # Of rows in eight bits, what they were made of.
+        # In the model's type, also where rows are stored in eight bits.
         keys, values = (
             each.new_empty((), dtype=self.dtype).expand(each.shape)
             for each in self._views(self._first_kept, self._length)
@@ -361,7 +327,7 @@ class VirtualLayer:
         other._length, other._first_kept = self._length, self._first_kept
 
     def copy_into(self, other: VirtualLayer) -> None:
-        """Give `other`, bound alike, the contents of this one in memory of its own."""
+        """Copy the contents into the memory of `other`, which was bound alike."""
         if not self.is_initialized:
             return
         assert other._place is not None
@@ -391,7 +357,7 @@ def _say_that_it_decodes() -> None:
 
 
 def layer_behind(tensor: torch.Tensor) -> VirtualLayer | None:
-    """The layer whose `update` returned just this tensor, as keys or as values, or None."""
+    """Return the layer whose `update` returned exactly this tensor, or None."""
     tag = getattr(tensor, "_vmkv_layer", None)
     layer: VirtualLayer | None = None if tag is None else tag()
     return layer
@@ -402,18 +368,15 @@ class VMKVFullLayer(VirtualLayer, DynamicLayer):  # type: ignore[misc]
 
 
 class VMKVSlidingLayer(VirtualLayer, DynamicSlidingWindowLayer):  # type: ignore[misc]
-    """A layer whose queries see the last `sliding_window` tokens.
-
-    Positions only ever grow: the row is not a ring. Pages behind the window are retired.
-    """
+    """A layer whose queries see the last `sliding_window` tokens; pages before them are retired."""
 
     @property
     def cumulative_length(self) -> int:
-        """Tokens seen so far; transformers computes masks from it."""
+        """Number of tokens seen so far; transformers computes masks from it."""
         return self._length
 
     def activate_past_recording(self) -> None:
-        """Keep what leaves the window until the next `crop`, so that it can be undone."""
+        """Keep tokens that leave the window until the next `crop`, so that it can go back."""
         self.record_past = True
         self._store.keep_past()
 
@@ -422,7 +385,7 @@ class VMKVSlidingLayer(VirtualLayer, DynamicSlidingWindowLayer):  # type: ignore
             self._first_kept = self._visible_from(end)
 
     def cropped_length(self, argument: int) -> int:
-        """As transformers' layer: beyond the window only what was recorded can be undone."""
+        """Return how many tokens `crop` would leave; past the window it needs recorded tokens."""
         self._store.check_open()
         if self._length >= self.sliding_window:
             if not self.record_past:
@@ -435,7 +398,7 @@ class VMKVSlidingLayer(VirtualLayer, DynamicSlidingWindowLayer):  # type: ignore
         return compat.cropped_length(self._length, argument)
 
     def crop(self, argument: int) -> None:
-        """See `cropped_length`; what was recorded and left the window is forgotten as well."""
+        """Remove the last tokens, and forget recorded ones that have left the window."""
         was_beyond_window = self._length >= self.sliding_window
         self._length = self.cropped_length(int(argument))
         if was_beyond_window:
@@ -443,7 +406,7 @@ class VMKVSlidingLayer(VirtualLayer, DynamicSlidingWindowLayer):  # type: ignore
 
 
 def past_is_lost() -> Exception:
-    """What to raise where tokens have left a sliding window for good."""
+    """Make the error for tokens that have left a sliding window for good."""
     return compat.CROPPED_TOO_FAR(
         "cannot crop beyond a sliding window: call activate_past_recording() before the tokens "
         "that are to be undone"

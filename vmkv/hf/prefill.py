@@ -1,19 +1,19 @@
-"""Which tokens of which prompts go through the model next: prefill passes.
+"""Prefill passes: which tokens of which prompts the model computes next.
 
-Prompts are cut into passes of a bounded number of tokens. Where prompts begin alike, one of them,
-the *leader*, goes first, and the others, its *followers*, wait until what they have in common is
-computed, so that they find it in the cache:
+Prompts are cut into passes of a bounded number of tokens. Of prompts that begin alike, one, the
+*leader*, goes first; the others, its *followers*, wait until their common beginning is computed,
+and then find it in the cache:
 
     pass 1   | system prompt, question A |  other prompts ...   |
     pass 2   | question B | question C | question D | ...
 
-Rows of sliding-window layers forget what has left the window, so that a follower finds nothing
-once its leader is far ahead. There a leader stops where its followers part from it:
+Rows of sliding-window layers drop tokens behind the window, so that a follower finds nothing once
+its leader is far ahead. There a leader stops where its followers diverge:
 
     pass 1   | system prompt |  other prompts ...   |
     pass 2   | question A | question B | question C | ...
 
-Pure: knows tokens and numbers, no memory and no model.
+Nothing here needs memory or a model.
 """
 
 from __future__ import annotations
@@ -26,18 +26,12 @@ from typing import NamedTuple
 from ..core.cache.geometry import check_positive
 from ..core.cache.prefix import BLOCK_TOKENS
 
-#: What a pass of its own must save at least: one pass more costs the time of some hundred tokens.
+#: Tokens that one more pass must save at least: it costs the time of some hundred tokens.
 MIN_SAVED_TOKENS = 256
 
 
 class Chunk(NamedTuple):
-    """What one sequence does in a pass.
-
-    Attributes:
-        sequence_id: Which.
-        num_past_tokens: Tokens it holds already.
-        num_new_tokens: Tokens of this pass.
-    """
+    """The tokens of one sequence in a pass: how many it holds already, and how many are new."""
 
     sequence_id: int
     num_past_tokens: int
@@ -45,24 +39,19 @@ class Chunk(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens it holds after the pass."""
+        """Number of tokens that the sequence holds after the pass."""
         return self.num_past_tokens + self.num_new_tokens
 
 
 class Agenda(NamedTuple):
-    """What sharing asks of the next pass.
-
-    Attributes:
-        later: Prompts that wait.
-        stops: Prompts that go no further than so many tokens.
-    """
+    """Constraints on a pass: prompts to defer, and token counts at which others stop."""
 
     later: Collection[int] = frozenset()
     stops: Mapping[int, int] = {}
 
 
-#: What the next pass should do, given how many tokens are computed of each prompt that has begun,
-#: and which ones have not.
+#: Chooses the agenda of the next pass from the computed tokens of each prompt that has begun, and
+#: the waiting prompts.
 Chooser = Callable[[Mapping[int, int], Sequence[int]], Agenda]
 
 
@@ -75,17 +64,9 @@ def prefill_passes(
 ) -> Iterator[list[Chunk]]:
     """Cut prompts into passes of at most `max_num_batched_tokens`, in order, without gaps.
 
-    Go on to the next pass when the last one has been submitted.
-
-    Args:
-        lengths: Tokens of each prompt.
-        max_num_batched_tokens: Tokens of a pass.
-        begin: Called once for each prompt, when its turn comes: how many of its tokens need not
-            be computed; never all of them.
-        choose: Called before each pass. While none is under way, the first to wait must not.
-
-    Raises:
-        ConfigError: The bound is no positive integer.
+    Submit each pass before taking the next. `begin` is called once per prompt, when its turn comes,
+    and returns how many of its tokens need not be computed; never all of them. `choose` is called
+    before each pass, and must not defer the first waiting prompt while none is running.
     """
     check_positive("max_num_batched_tokens", max_num_batched_tokens)
     past: dict[int, int] = {}
@@ -97,7 +78,7 @@ def prefill_passes(
         chunks = []
         room = max_num_batched_tokens
         for at in [*running, *(each for each in waiting if each not in agenda.later)]:
-            if room or at in has_waited:  # Later, what it has waited for may be gone.
+            if room or at in has_waited:  # Its prefix may be gone later.
                 past[at] = begin(at) if at not in past else past[at]
             if room:
                 stop = agenda.stops.get(at, 0)
@@ -112,21 +93,15 @@ def prefill_passes(
 
 
 class LeadersFirst:
-    """A `Chooser`: prompts that begin like one under way wait for it, where that saves enough.
+    """A `Chooser` that defers prompts which begin like a running one, where that saves enough.
 
-    Args:
-        prompts: Their tokens.
-        find: How many tokens of a prompt the cache held before any of them began.
-        leaders_stop: Whether leaders stop where their followers part from them.
-        max_num_batched_tokens: Tokens of a pass. One that is full without those who wait is no
-            pass more.
-        min_saved_tokens: What all who wait must save together, where it is one.
+    Deferred prompts must save `min_saved_tokens` together, unless the pass is full without them.
+    `find` returns how many tokens of a prompt the cache held before any began; with `leaders_stop`,
+    leaders stop where their followers diverge. No prompt waits for ever: each waits for one that
+    has begun, and not for tokens that are computed.
 
-    Nobody waits for ever: each waits for one that has begun, and does not wait for what another
-    has computed.
-
-    Cost: a look-up for each block of 16 tokens; then for each prompt that waits, and pass, one
-        for each doubling of its blocks.
+    Cost: a look-up for each block of 16 tokens; then for each waiting prompt and pass, one for each
+    doubling of its blocks.
     """
 
     def __init__(
@@ -148,8 +123,8 @@ class LeadersFirst:
         self._num_noted: dict[int, int] = {}  # Blocks of each prompt that are in `_computed`.
 
     def __call__(self, past: Mapping[int, int], waiting: Sequence[int]) -> Agenda:
-        """See `Chooser`."""
-        coming: dict[int, int] = {}  # The beginnings that are under way, and whose they are.
+        """Choose the agenda of the next pass; see `Chooser`."""
+        coming: dict[int, int] = {}  # Nodes to be computed, and their prompt.
         for at, num_tokens in past.items():
             path, num_blocks = self._paths[at], num_tokens // BLOCK_TOKENS
             self._computed.update(path[self._num_noted.get(at, 0) : num_blocks])
@@ -182,21 +157,21 @@ class LeadersFirst:
             coming.setdefault(node, at)
 
     def _shared_tokens(self, at: int, nodes: Container[int]) -> int:
-        """How many tokens of a prompt, but for its last one, begin like what is in `nodes`."""
+        """Return how many tokens of a prompt, but for its last one, begin like `nodes`."""
         path = self._paths[at][: (self._lengths[at] - 1) // BLOCK_TOKENS]
-        # What begins like a prompt's 20th block begins like its 19th, so this may be bisected.
+        # If a path's 20th node is in `nodes`, so is its 19th: this may be bisected.
         return BLOCK_TOKENS * bisect_left(path, True, key=lambda node: node not in nodes)
 
     def _known_tokens(self, at: int) -> int:
-        """How many tokens of a prompt it would find in the cache now."""
+        """Return how many tokens of a prompt the cache holds now."""
         computed_tokens = self._shared_tokens(at, self._computed)
         return max(computed_tokens, self._find(at))
 
 
 def beginnings(prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-    """A number for the end of each whole block of 16 tokens of each prompt.
+    """Number the end of each whole block of 16 tokens of each prompt.
 
-    Equal where prompts are equal up to there, and only there: the nodes of a tree of blocks.
+    Numbers are equal only where prompts are equal up to there: nodes of a tree of blocks.
     """
     children: dict[tuple[int, tuple[int, ...]], int] = {}
     paths = []

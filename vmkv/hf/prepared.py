@@ -1,10 +1,9 @@
 """Logits processors and stopping criteria, as transformers prepares them for each prompt alone.
 
-Much of what they do depends on the prompt: its length (`max_length`, `min_length`,
-`forced_eos_token_id`, …) or its tokens (`no_repeat_ngram_size`, `encoder_repetition_penalty`, …).
-In a padded batch all of that counts padding. So transformers is asked once for the prompts of
-each length, without padding, through the one door that is public: `model.generate` with a
-decoding loop that does nothing but keep what it is handed.
+Many depend on the prompt's length (`max_length`, `min_length`, `forced_eos_token_id`, …) or tokens
+(`no_repeat_ngram_size`, `encoder_repetition_penalty`, …), and would count the padding of a batch.
+So transformers prepares them once per prompt length, without padding, through the public
+`model.generate` with a decoding loop that only returns its arguments.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ import torch
 from ..errors import ConfigError
 from . import compat
 
-#: What `model.generate` makes by itself, and a packed pass has its own of.
+#: Inputs that `model.generate` makes by itself and packed passes replace by their own.
 _KNOWN_INPUTS = {
     *("attention_mask", "cache_params", "cache_position", "logits_to_keep", "past_key_values"),
     *("position_ids", "use_cache"),
 }
-#: What would have to be one for each prompt, and is made here.
+#: Options that vmkv makes from the prompts.
 _OURS = (
     *("attention_mask", "cache_position", "custom_generate", "input_ids", "inputs"),
     *("inputs_embeds", "past_key_values", "position_ids", "synced_gpus"),
@@ -34,14 +33,9 @@ _OUTPUTS = ("output_attentions", "output_hidden_states", "output_logits", "outpu
 
 @dataclass(frozen=True)
 class Prepared:
-    """What is prepared for the prompts of one length.
+    """Processors and criteria of the prompts `rows`, which have one length.
 
-    Attributes:
-        rows: Which prompts.
-        num_tokens: Their length, as processors and criteria count it.
-        processors: Logits processors, in order.
-        criteria: Stopping criteria.
-        config: The generation config, with every value filled in.
+    `num_tokens` is that length as they count it; every value of `config` is filled in.
     """
 
     rows: tuple[int, ...]
@@ -52,7 +46,7 @@ class Prepared:
 
     @property
     def max_tokens(self) -> int | None:
-        """Tokens at which a sequence ends, its prompt included."""
+        """Number of tokens at which a sequence ends, its prompt included."""
         limits = [each.max_length for each in self.criteria if compat.is_length_limit(each)]
         return min(limits, default=None)
 
@@ -60,20 +54,10 @@ class Prepared:
 def prepare(
     model: Any, prompts: Sequence[Sequence[int]], options: Mapping[str, Any]
 ) -> list[Prepared]:
-    """Prepare generation for each length of prompt.
+    """Prepare generation for each prompt length; processors and criteria correspond in order.
 
-    Args:
-        model: The model.
-        prompts: Token ids.
-        options: What `model.generate` takes.
-
-    Returns:
-        One for each length, with the same processors and criteria in the same order.
-
-    Raises:
-        ConfigError: An option cannot be served, or transformers refuses one.
-
-    Cost: a millisecond for each length, where anything asked for depends on the prompt.
+    Raises `ConfigError` for options that cannot be served. Costs a millisecond for each length, if
+    an option depends on the prompt.
     """
     options = dict(options)
     _check_options(options)
@@ -104,11 +88,7 @@ def prepare(
 
 
 def check_inputs(inputs: Mapping[str, Any]) -> None:
-    """Refuse what the model would be given beside its tokens.
-
-    Raises:
-        ConfigError: There is such a thing, or a cache that holds something already.
-    """
+    """Refuse model inputs besides token ids, and a cache that holds tokens already."""
     past = inputs.get("past_key_values")
     if past is not None and past.get_seq_length():
         raise ConfigError(
@@ -130,11 +110,7 @@ def check_inputs(inputs: Mapping[str, Any]) -> None:
 
 
 def check_config(config: Any) -> None:
-    """Refuse ways of decoding that are more than one token after another per prompt.
-
-    Raises:
-        ConfigError: The generation config asks for one.
-    """
+    """Refuse ways of decoding other than one token after another per prompt."""
     if getattr(config, "prompt_lookup_num_tokens", None):
         raise ConfigError("ragged generation does not look prompts up; use a VMKVCache for that")
     for name in ("num_beams", "num_return_sequences"):
@@ -167,11 +143,7 @@ def _check_options(options: Mapping[str, Any]) -> None:
 
 
 def _replace_stop_strings(model: Any, options: dict[str, Any]) -> None:
-    """Make the criterion for stop strings: transformers keeps the tokenizer from decoding loops.
-
-    Raises:
-        ConfigError: There is no tokenizer.
-    """
+    """Make the criterion for stop strings, because decoding loops get no tokenizer."""
     tokenizer = options.pop("tokenizer", None)
     strings = _effective(model, options, "stop_strings")
     if strings is None:
@@ -184,7 +156,7 @@ def _replace_stop_strings(model: Any, options: dict[str, Any]) -> None:
 
 
 def _effective(model: Any, options: Mapping[str, Any], name: str) -> Any:
-    """An option, from wherever transformers would take it."""
+    """Return the value of an option from where transformers would take it."""
     sources = (options.get("generation_config"), model.generation_config)
     values = (options.get(name), *(getattr(source, name, None) for source in sources))
     return next((value for value in values if value is not None), None)
@@ -197,7 +169,7 @@ def _prepare(
     options: Mapping[str, Any],
     is_one_of_many: bool,
 ) -> Prepared:
-    """Have transformers prepare generation for prompts of the same length."""
+    """Have transformers prepare generation for the prompts `rows`, which have one length."""
     options = dict(options)
     for name in ("negative_prompt_ids", "negative_prompt_attention_mask"):
         each = options.get(name)
@@ -207,7 +179,7 @@ def _prepare(
     if allowed is not None:
         options["prefix_allowed_tokens_fn"] = lambda at, tokens: allowed(rows[at], tokens)
     if is_one_of_many and options.get("logits_processor"):
-        # Those of transformers may keep something of each row; the model is not to be copied.
+        # transformers' processors may keep state of each row. The model must not be copied.
         options["logits_processor"] = [
             copy.deepcopy(each, {id(model): model}) if compat.is_transformers_own(each) else each
             for each in options["logits_processor"]
@@ -218,7 +190,7 @@ def _prepare(
         processors, criteria, config, inputs = model.generate(
             ids, attention_mask=torch.ones_like(ids), custom_generate=_keep, **options
         )
-    except ValueError as error:  # An option that makes no sense; its words say which.
+    except ValueError as error:  # An invalid option, which its message names.
         raise ConfigError(str(error)) from error
     check_inputs(inputs)
     check_config(config)
@@ -233,12 +205,12 @@ def _keep(
     generation_config: Any,
     **model_kwargs: Any,
 ) -> tuple[Any, Any, Any, dict[str, Any]]:
-    """A decoding loop that decodes nothing."""
+    """Return the arguments of a decoding loop, without decoding."""
     return logits_processor, stopping_criteria, generation_config, model_kwargs
 
 
 def _depends_on_prompt(prepared: Prepared) -> bool:
-    """Whether anything but the number of tokens depends on the prompt that it was prepared for."""
+    """Whether a processor or criterion reads the prompt, beyond its number of tokens."""
     return any(
         compat.reads_prompt(each)
         for each in (*prepared.processors, *prepared.criteria)

@@ -1,9 +1,9 @@
-"""What a model keeps of every token, asked of the model itself: a forward pass without weights.
+"""Memory that a model keeps of every token, measured by forward passes without weights.
 
-A configuration does not tell. Latent attention is cached compressed or expanded, one field or
-another says how many heads share keys, layers differ by type, and transformers' releases differ.
-So the model is built on torch's `meta` device, which knows shapes and holds no memory, and its
-cache is looked at after two passes: what differs between them grows with the text.
+A configuration does not tell: latent attention is cached compressed or expanded, different fields
+say how many heads share keys, layers differ by type, and transformers' releases differ. So the
+model is built on torch's `meta` device, which has shapes and no memory, and its cache is compared
+after two passes: differences between them grow with the text.
 """
 
 from __future__ import annotations
@@ -23,21 +23,18 @@ from ..core.cache.geometry import LayerShape
 from ..errors import ConfigError, one_line
 from . import compat
 
-#: Tokens of the first pass, and how many the second has more. Layers of transformers' own take
-#: tokens one by one; those that a model brings may take them together (DeepSeek-V4 up to 128).
+#: Tokens of the first pass, and how many more the second has. transformers' own layers grow with
+#: each token; a model's own may group tokens (DeepSeek-V4 up to 128).
 _SHORT_TOKENS, _MORE_TOKENS, _MANY_MORE_TOKENS = 2, 1, 128
 
 
 @dataclass(frozen=True)
 class KeptLayer:
-    """What one layer keeps of one sequence.
+    """Memory that one layer keeps of one sequence.
 
-    Attributes:
-        shape: Its key and value of one token; None where it keeps none.
-        window_tokens: For sliding windows, how many tokens a query sees.
-        is_paged: Whether `VMKVCache` keeps it in virtual memory; others stay transformers'.
-        extra_token_bytes: Of each token besides key and value, such as an indexer's keys.
-        fixed_bytes: Whatever the length: states of linear attention, convolutions and the like.
+    `shape` is of one token's key and value, None without them. `is_paged` layers live in virtual
+    memory, others stay transformers'. `extra_token_bytes` come with each token (an indexer's keys),
+    `fixed_bytes` do not depend on the length (states of linear attention, convolutions, …).
     """
 
     shape: LayerShape | None
@@ -48,11 +45,7 @@ class KeptLayer:
 
 
 def build_without_weights(config: Any, dtype: torch.dtype) -> Any:
-    """The causal language model of a configuration, on the `meta` device, in eval mode.
-
-    Raises:
-        ConfigError: This transformers has no such model, or cannot build it from these values.
-    """
+    """Build the causal language model of a configuration on the `meta` device, in eval mode."""
     try:
         with _shapes_only():
             return transformers.AutoModelForCausalLM.from_config(
@@ -66,11 +59,10 @@ def build_without_weights(config: Any, dtype: torch.dtype) -> Any:
 
 
 def kept_layers(model: Any) -> list[KeptLayer]:
-    """What each layer of a model from `build_without_weights` keeps; up to some seconds.
+    """Return what each layer of a model from `build_without_weights` keeps; may take seconds.
 
-    Raises:
-        ConfigError: The model takes no cache, cannot run without weights, or keeps something
-            that neither grows token by token nor stays as it is.
+    Raises `ConfigError` if the model takes no cache, cannot run without weights, or keeps tensors
+    that neither grow token by token nor stay as they are.
     """
     name = model.config.model_type
     if "past_key_values" not in inspect.signature(model.forward).parameters:
@@ -92,7 +84,7 @@ def kept_layers(model: Any) -> list[KeptLayer]:
 
 
 def _run(model: Any, num_tokens: int) -> list[Any]:
-    """The layers of transformers' own cache after a text of `num_tokens`."""
+    """Return the layers of transformers' own cache after a text of `num_tokens`."""
     cache = compat.default_cache(model.config)
     tokens = torch.zeros((1, num_tokens), dtype=torch.long, device="meta")
     try:
@@ -107,7 +99,7 @@ def _run(model: Any, num_tokens: int) -> list[Any]:
 
 
 def _kept(name: str, before: Any, after: Any, num_more: int) -> KeptLayer:
-    """One layer, from its state after a text and after one of `num_more` tokens more."""
+    """Measure one layer, from its states after a text and after `num_more` tokens more."""
     is_paged, window_tokens = compat.window_of(before)
     if not is_paged:
         window_tokens = getattr(before, "sliding_window", None)
@@ -140,7 +132,7 @@ def _kept(name: str, before: Any, after: Any, num_more: int) -> KeptLayer:
 
 
 def _others(layer: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of a layer but its keys and values, and a name for each."""
+    """Yield every tensor of a layer but its keys and values, with a name."""
     for name, value in vars(layer).items():
         entries = value.items() if isinstance(value, dict) else [(None, value)]
         for key, tensor in entries:
@@ -150,7 +142,7 @@ def _others(layer: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _token_bytes(before: torch.Tensor, after: torch.Tensor | None, num_more: int) -> int | None:
-    """What a tensor takes of each token; 0 where it keeps its size, None where it does neither."""
+    """Return a tensor's bytes per token, 0 if its size is fixed; None if it is neither."""
     if after is None or after.ndim != before.ndim:
         return None
     grown = [
@@ -167,18 +159,18 @@ def _token_bytes(before: torch.Tensor, after: torch.Tensor | None, num_more: int
 
 @contextlib.contextmanager
 def _shapes_only() -> Iterator[None]:
-    """What is made and computed here has a shape, no memory, and no values."""
+    """Make and compute tensors that have a shape, but no memory and no values."""
     values = _NoValues()  # type: ignore[no-untyped-call]
     with torch.no_grad(), torch.device("meta"), compat.autocast_on_meta(), values:
         yield
 
 
 class _NoValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Answers what a model asks of values where there are only shapes.
+    """Answers a model's questions about values where there are only shapes.
 
-    Routers look for the experts that were chosen, masks are checked for being all true. Without
-    values nothing is nonzero, and a number is 0: experts are left out, and attention, which is
-    what fills the cache, is not. Of nothing, everything is true.
+    Routers look for the chosen experts, masks are checked for being all true. Here nothing is
+    nonzero, numbers are 0 and flags true, so that experts are skipped, and attention, which fills
+    the cache, is not.
     """
 
     def __torch_dispatch__(
@@ -206,17 +198,17 @@ def _is_host(device: Any) -> bool:
 
 
 def _whole(subject: torch.Tensor, sizes: Sequence[int], dim: int = 0) -> list[int]:
-    """Sizes that were read where there are none, made those of the tensor: the first has all."""
+    """Give a split without values the tensor's size: its first part takes the rest."""
     return [subject.shape[dim] - sum(sizes[1:]), *sizes[1:]]
 
 
 def _nowhere(mask: torch.Tensor) -> torch.Tensor:
-    """The positions at which a mask without values is set: none. `[0, mask.ndim]`."""
+    """Return the positions at which a mask without values is set: none, `[0, mask.ndim]`."""
     return mask.new_empty((0, mask.ndim), dtype=torch.long)
 
 
 def _by_position(indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """Indices of a tensor, with masks as positions."""
+    """Return indices of a tensor with masks turned into positions."""
     found: list[torch.Tensor | None] = []
     for index in indices:
         if index is not None and index.dtype in (torch.bool, torch.uint8):

@@ -1,13 +1,12 @@
-"""A model proves itself before it is served: packed, it must compute what it computes as it is.
+"""Proof that a model fits packed batches: packed and plain passes must agree.
 
-What makes a model fit for packed batches cannot be read off its code: it must attend through
-transformers' interface, once in each layer, take the positions it is given, and leave masks to
-the attention. So it is measured. A few short sequences go through the model as it is, and then
-packed, as they would be served: some begin, one goes on, some decode, one begins beside them.
+A model's code does not tell whether it attends through transformers' interface once in each layer,
+uses the positions it is given, and leaves masks to the attention. So a few short sequences go
+through the model as it is, and then packed: some begin, one continues, some decode.
 
-Both are compared layer by layer. Each layer of a packed pass is handed the input that it had in
-the plain pass, so that roundings do not add up, and a router of experts that falls the other way
-at a tie changes what its own layer makes of that token, and nothing else:
+Both are compared layer by layer. Each layer of a packed pass gets the input that it had in the
+plain pass, so that rounding errors do not add up, and a router of experts that breaks a tie
+differently changes the output of its own layer for that token only:
 
     plain    tokens -> embedding -> h0 -> layer 0 -> h1 -> layer 1 -> h2 -> ... -> logits
                                     ?                ?                ?              ?
@@ -39,7 +38,7 @@ from .unservable import UnservableError, layer_kinds
 #: Tokens of each sequence: more than the windows of models that are made for tests.
 _NUM_TOKENS = 16
 _NUM_SEQUENCES = 7
-#: Kernels append to no row that is shorter than the query heads that share a key head.
+#: Kernels need rows that are at least as long as there are query heads per key head.
 _ROW_TOKENS = 256
 
 
@@ -47,7 +46,7 @@ def _piece(at: int, num_past_tokens: int, num_new_tokens: int) -> Piece:
     return Piece(at, at, num_past_tokens, num_new_tokens, None)
 
 
-#: The packed passes. In the second nobody is where a model that counts by itself would think.
+#: The packed passes. In the second, no sequence has positions that a model could count by itself.
 _PASSES = (
     (_piece(0, 0, 5), *(_piece(at, 0, past) for at, past in enumerate((3, 7, 9, 12, 15), 1))),
     (
@@ -55,21 +54,18 @@ _PASSES = (
         *(_piece(3, 9, 1), _piece(4, 12, 1), _piece(5, 15, 1)),
     ),
 )
-#: How often a model may try, each time with other tokens: ties fall elsewhere, defects do not.
+#: Attempts, each with other tokens: ties then fall elsewhere, defects do not.
 _NUM_ATTEMPTS = 3
-#: A unit in the last place below which no model meets a tie by chance.
+#: The unit in the last place below which ties do not occur by chance.
 _FINE_EPS = 1e-4
 
 
 class Proof(NamedTuple):
-    """What is known of a model that has proven itself.
+    """Properties of a model that has passed its proof.
 
-    Attributes:
-        signatures: What keys and values of each layer look like.
-        calls: The layers whose attention a packed pass calls, in ascending order, each as often as
-            it is called.
-        never_waits: Whether its decode steps never wait for the device, so that they may be
-            captured.
+    `calls` lists the layers whose attention a packed pass calls, in ascending order, each as often
+    as it is called; `never_waits` says whether decode steps never wait for the device, so that they
+    may be captured.
     """
 
     signatures: Mapping[int, Signature]
@@ -77,32 +73,21 @@ class Proof(NamedTuple):
     never_waits: bool
 
 
-# What models that have proven themselves are made of, and what they proved. An entry dies with its
-# model.
+# Per model, what its proofs depend on (`_made_of`), and the proofs. An entry dies with its model.
 _proven: weakref.WeakKeyDictionary[
     Any, tuple[tuple[object, ...], dict[tuple[object, ...], Proof]]
 ] = weakref.WeakKeyDictionary()
 
 
 def prove(model: Any, attention_backend: str | None = None) -> Proof:
-    """Refuse a model whose packed passes do not compute what its plain pass computes.
+    """Refuse a model whose packed passes and plain pass compute different results.
 
-    Once for each model object, its device, its dtype and the kernel, as long as it keeps its
-    modules and their hooks; after that, a look-up.
-
-    Args:
-        model: A decoder-only causal language model.
-        attention_backend: The kernel that is to read the rows; see `VMKVCache`.
-
-    Raises:
-        ConfigError: It is to be refused; the message says why, and what to use instead. Or its
-            cache cannot be made, or there is no such kernel.
-        CapacityError, torch.OutOfMemoryError: There is no memory for it.
-        Whatever is raised, the model and the random generators are as before.
+    Runs once per model object, device, dtype and kernel, while modules and hooks stay; after that,
+    looks at each module. The `ConfigError` of a refusal names an alternative. Any error, also for
+    want of memory, leaves the model and the random generators as before.
 
     Cost: a plain pass over 112 tokens, two packed passes in a cache of seven short rows, and two
-        passes over two tokens; after that torch's unused memory is given back to the device. Of
-        the look-up, a look at each module.
+    passes over two tokens; after that torch's unused memory is returned to the device.
     """
     weight = model.get_input_embeddings().weight
     autocast = None
@@ -125,7 +110,7 @@ def prove(model: Any, attention_backend: str | None = None) -> Proof:
 
 
 def _made_of(model: Any, kinds: Sequence[LayerKind]) -> tuple[object, ...]:
-    """What a model's proof is of: layers, modules, and whoever hooked into these."""
+    """Return the subject of a proof: layers, modules, and hooks of modules."""
     modules = [
         (id(each), *each._forward_pre_hooks, *each._forward_hooks) for each in model.modules()
     ]
@@ -133,11 +118,7 @@ def _made_of(model: Any, kinds: Sequence[LayerKind]) -> tuple[object, ...]:
 
 
 def _check_passes(model: Any, kinds: Sequence[LayerKind], attention_backend: str | None) -> Proof:
-    """Compare packed passes with a plain one.
-
-    Raises:
-        ConfigError: They differ with whichever tokens, or do not run.
-    """
+    """Compare packed passes with a plain one; refuse if they differ for all tokens tried."""
     differences: list[_Difference] = []
     signatures: dict[int, Signature] = {}
     for attempt in range(_NUM_ATTEMPTS):
@@ -155,12 +136,9 @@ def _check_passes(model: Any, kinds: Sequence[LayerKind], attention_backend: str
 
 
 class _PlainPass(NamedTuple):
-    """What a plain pass over all sequences computed; of each token, whichever it is among them.
+    """Results of a plain pass over n sequences of T tokens, each flattened to `[n * T, …]`.
 
-    Attributes:
-        token_ids: `[n * T]`.
-        inputs: What each layer was given, in the order of the calls: `[n * T, …]`.
-        logits: `[n * T, vocabulary]`.
+    `inputs` holds the input of each layer, in the order of the calls.
     """
 
     token_ids: torch.Tensor
@@ -177,7 +155,7 @@ def _plain_pass(model: Any, token_ids: torch.Tensor) -> _PlainPass:
             inputs.append(hidden.flatten(0, 1).clone())
 
     chosen = chosen_attention(model)
-    # A model that attends through "vmkv" already is compared with what transformers does.
+    # A model that attends through "vmkv" already is compared with eager attention.
     reference = "eager" if chosen == PACKED else chosen
     with attending_through(model, reference), _before_layers(model, keep):
         try:
@@ -195,11 +173,7 @@ def _packed_passes(
     attention_backend: str | None,
     plain: _PlainPass,
 ) -> tuple[tuple[int, ...], bool, list[_Difference]]:
-    """Run the packed passes over the same tokens, in a cache of their own.
-
-    Returns:
-        `Proof.calls`, whether its decode steps never wait for the device, and what differs.
-    """
+    """Run the packed passes in their own cache; returns `calls`, `never_waits`, differences."""
     settings = Settings(
         compat.text_config(model.config),
         max_tokens=_ROW_TOKENS,
@@ -235,7 +209,7 @@ def _never_waits(stepper: Stepper, rows: Sequence[Sequence[Row]]) -> bool:
     row.append(1)
     piece = Piece(row.row, row.row, row.num_tokens - 1, 1, [0])
     try:
-        stepper.run_eagerly([piece])  # What it loads and tunes, it may wait for.
+        stepper.run_eagerly([piece])  # Loading and tuning kernels may wait.
         with refusing_waits():
             stepper.run_eagerly([piece])
     except RuntimeError:
@@ -246,7 +220,7 @@ def _never_waits(stepper: Stepper, rows: Sequence[Sequence[Row]]) -> bool:
 def _packed_pass(
     model: Any, stepper: Stepper, pieces: Sequence[Piece], plain: _PlainPass, eps: float
 ) -> list[_Difference]:
-    """Run one packed pass; what of it roundings do not explain."""
+    """Run one packed pass; returns differences that rounding errors do not explain."""
     places = torch.cat(
         [
             torch.arange(piece.num_past_tokens, piece.num_tokens) + piece.row * _NUM_TOKENS
@@ -271,7 +245,7 @@ def _packed_pass(
             made = expected - last.to(expected.device)
         differences.extend(_differences(hidden[0], expected, made, kinds, eps))
         last = expected
-        return expected[None].clone()  # Some layers add to what they are given, in place.
+        return expected[None].clone()  # Some layers change their input in place.
 
     tokens = plain.token_ids.tolist()
     at = [piece.row * _NUM_TOKENS for piece in pieces]
@@ -282,7 +256,7 @@ def _packed_pass(
     elsewhere = [[piece.row for piece in pieces]] * (len(stepper.caches) - 1)
     with _before_layers(model, compare):
         try:
-            # The first one's are left out, to see that the model keeps those it is asked for.
+            # All but the first token's, to check that the model returns the requested logits.
             logits = stepper.run_eagerly(told, elsewhere, list(range(1, len(kinds))))
         except Exception as error:
             raise explained(error, "it does not run on packed tokens") from error
@@ -293,22 +267,19 @@ def _packed_pass(
 
 
 def _kind(piece: Piece) -> str:
-    """What a sequence does, in words of a message."""
+    """Describe the part of a sequence in the passes, for a message."""
     if not piece.num_past_tokens:
         return "begin" if piece in _PASSES[0] else "begin beside others that go on"
     return "decode" if piece.num_new_tokens == 1 else "go on"
 
 
-# ---- what is compared ---------------------------------------------------------------------------
+# ---- comparison ---------------------------------------------------------------------------------
 
 
 class _Difference(NamedTuple):
-    """Tokens that packed passes computed otherwise than roundings explain.
+    """A kind of sequence whose packed tokens differ by more than rounding errors explain.
 
-    Attributes:
-        excess: By which factor.
-        share: The difference, as a share of what was made there.
-        kind: What their sequences did.
+    `excess` is the factor; `share` is the error relative to the change that the model made.
     """
 
     excess: float
@@ -323,17 +294,11 @@ def _differences(
     kinds: Sequence[str],
     eps: float,
 ) -> list[_Difference]:
-    """For each kind of sequence, whether roundings explain what its tokens differ by.
+    """Return the kinds of sequence whose tokens differ by more than rounding errors explain.
 
-    With a coarse type, half of the tokens must agree: a tie between experts may have fallen the
-    other way for the rest. With a fine one, all of them.
-
-    Args:
-        actual: `[tokens, …]`.
-        expected: Likewise.
-        made: What the part of the model before has changed, likewise.
-        kinds: Of each token.
-        eps: The unit in the last place.
+    Tensors are `[tokens, …]`; `made` is the change by the preceding part of the model, and `eps`
+    the unit in the last place. Half of the tokens must agree with a coarse type, because ties
+    between experts may break differently, and all of them with a fine one.
     """
     actual, expected, made = (each.flatten(1) for each in (actual, expected, made))
     known = expected.isfinite()
@@ -356,14 +321,14 @@ def _differences(
 
 
 def _eps(model: Any) -> float:
-    """The unit in the last place of what the model computes in: of its coarsest weights."""
+    """Return the unit in the last place of the coarsest type that the model computes in."""
     device_type = model.get_input_embeddings().weight.device.type
     types = {each.dtype for each in model.parameters() if each.dtype.is_floating_point}
     if torch.is_autocast_enabled(device_type):
         types.add(torch.get_autocast_dtype(device_type))
     if getattr(model, "is_quantized", False):
         types.add(torch.bfloat16)
-    # What products of float32 may be made of.
+    # Types in which float32 products may be computed.
     products = {"highest": torch.float32, "high": torch.float16, "medium": torch.bfloat16}
     if torch.float32 in types:
         types.add(products[torch.get_float32_matmul_precision()])
@@ -372,7 +337,7 @@ def _eps(model: Any) -> float:
 
 
 def _token_ids(model: Any, attempt: int) -> torch.Tensor:
-    """`[n, T]` tokens of the vocabulary, none of which means anything to the model."""
+    """Return `[n, T]` tokens of the vocabulary, none of them special."""
     embedding = model.get_input_embeddings().weight
     special = compat.special_tokens(model.config)
     plain = [each for each in range(min(num_embeddings(model), 8192)) if each not in special]
@@ -387,7 +352,7 @@ def _token_ids(model: Any, attempt: int) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _undisturbed(model: Any) -> Iterator[None]:
-    """In eval mode and without a compiler; modes, generators, free memory as before afterwards."""
+    """Run in eval mode without a compiler; restores modes and generators, frees unused memory."""
     training = [module for module in model.modules() if module.training]
     devices = {each.device for each in model.parameters() if each.device.type == "cuda"}
     with torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):
@@ -399,14 +364,14 @@ def _undisturbed(model: Any) -> Iterator[None]:
             for module in training:
                 module.training = True
             if devices:
-                torch.cuda.empty_cache()  # Logits of many tokens: a third of a short prompt's rows.
+                torch.cuda.empty_cache()  # The logits' memory, a third of a short prompt's rows.
 
 
 @contextlib.contextmanager
 def _before_layers(
     model: Any, look: Callable[[torch.Tensor], torch.Tensor | None]
 ) -> Iterator[None]:
-    """Have `look` see the hidden states before each layer; what it returns goes in instead."""
+    """Call `look` with the hidden states before each layer; its result replaces them."""
 
     def hook(
         layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -433,7 +398,7 @@ def _before_layers(
             handle.remove()
 
 
-# ---- what is said -------------------------------------------------------------------------------
+# ---- messages -----------------------------------------------------------------------------------
 
 
 def _why_different(model: Any, difference: _Difference) -> str:

@@ -1,7 +1,7 @@
-"""The rows of ragged batches: which sequences there are, and what of ended ones is left.
+"""Rows of ragged batches, and the prefixes that ended sequences have left in them.
 
-A cache that outlives a call of `vmkv.generate` keeps what the sequences of that call have left
-in their rows. The next call's prompts begin with it, as far as they are the same:
+A cache that outlives a call of `vmkv.generate` keeps the rows of that call's sequences. The next
+call's prompts begin with their contents, as far as the tokens are the same:
 
     with vmkv.RaggedCache(model.config) as cache:
         first = vmkv.generate(model, [system + question], cache=cache)
@@ -32,32 +32,28 @@ from .unservable import layer_kinds
 
 
 class RaggedCache:
-    """The rows of many sequences, on every device that the model is spread over.
+    """The rows of many sequences, on every device that the model is spread over. Not thread-safe.
 
-    Nothing is allocated before the first call with a model, which tells devices and shapes.
-    What is kept was computed with the weights and adapters of that time, and nobody can see that
-    these have changed: call `trim()` then.
+    The first call with a model allocates memory and determines devices and shapes. Cached prefixes
+    were computed with the weights and adapters of that time: after changing these, call `trim()`.
 
     Args:
         config: The model's configuration.
-        settings: Everything else at once, in place of what follows.
-        max_tokens: The longest sequence. Only addresses are reserved for it, which are free;
-            by default twice what the model was trained for, at least 32k.
+        settings: Everything else at once, in place of the arguments below.
+        max_tokens: The longest sequence. Only addresses are reserved for it, which are free; by
+            default twice the length that the model was trained for, at least 32k.
         max_batch_size: Sequences that are generated or kept at most; by default up to 256.
-        budget_bytes: Physical memory at most, per device; by default what is free then.
+        budget_bytes: Physical memory at most, per device; by default all that is free.
         pool: Physical memory to share with other caches; excludes budget_bytes.
         layers_per_group: See `KVCache`.
-        attention_backend: See `VMKVCache`.
-        kv_dtype: Likewise.
-        kv_scales: Likewise.
-        skip_layers: Likewise.
+        attention_backend, kv_dtype, kv_scales, skip_layers: See `VMKVCache`.
 
     Raises:
-        ConfigError: An argument is impossible; or the model has layers whose state is not keys
-            and values of their own.
+        ConfigError: An argument is invalid; or the model has layers whose state is not keys and
+            values of their own.
 
-    Freed by `close()`, or at the end of a `with` block. One that is dropped is freed when the
-    next one is made, with a ResourceWarning. Not thread-safe.
+    `close()` or the end of a `with` block frees the cache. A cache dropped without `close` is freed
+    when the next one is made, with a ResourceWarning.
     """
 
     def __init__(
@@ -89,7 +85,7 @@ class RaggedCache:
             )
             _check_settings(settings)
         self.store = Store(settings, layer_kinds(config), num_spare_rows=1)
-        # Of each sequence, its part on each device; empty until `serving` binds the layers.
+        # Per sequence, its part on each device; empty until `serving` binds the layers.
         self._sequences: dict[int, list[Sequence]] = {}
         self._signatures: Mapping[int, Signature] | None = None
         self._model: weakref.ref[Any] | None = None
@@ -100,7 +96,7 @@ class RaggedCache:
 
     @property
     def has_windows(self) -> bool:
-        """Whether some layers forget what has left a sliding window."""
+        """Whether some layers have a sliding window."""
         return any(kind.window_tokens is not None for kind in self.store.kinds.values())
 
     # ---- a call ---------------------------------------------------------------------------
@@ -113,19 +109,15 @@ class RaggedCache:
         num_sequences: int,
         tenant: str | None,
     ) -> Iterator[None]:
-        """For a call of `vmkv.generate`: its sequences end when it does, whatever happens.
+        """Serve one call of `vmkv.generate`; its sequences end with the block, also after an error.
 
-        Args:
-            model: The model. A cache is one model's: what is kept is of no use to another.
-            signatures: What keys and values of its layers look like; see `prove`.
-            num_sequences: How many sequences it will have.
-            tenant: Whose they are: prefixes of other tenants are not found.
+        A cache serves one model; prompts do not find prefixes of other tenants than `tenant`.
 
         Raises:
             ConfigError: The cache is another model's, has too few rows, or serves another call; or
-                the model was moved, or made another type, since the last one.
+                the model was moved or converted since the last one.
             ClosedError: The cache is closed.
-            OutOfAddressSpaceError, DriverError: Its layers have no place.
+            OutOfAddressSpaceError, DriverError: The layers cannot be laid out.
         """
         if self.store.is_closed:
             raise ClosedError("this RaggedCache is closed; make a new one")
@@ -146,7 +138,7 @@ class RaggedCache:
                 self.end(sequence_id)
 
     def _bind(self, signatures: Mapping[int, Signature]) -> None:
-        """Lay out the layers, or see that they are as they were."""
+        """Lay out the layers, or check that their signatures have not changed."""
         if self._signatures is None:
             self.store.bind_all(signatures)
             self._signatures = signatures
@@ -187,9 +179,9 @@ class RaggedCache:
     # ---- sequences ------------------------------------------------------------------------
 
     def find(self, prompt: List_[int]) -> int:
-        """How many tokens of `prompt` a sequence that begins now would find. Changes nothing.
+        """Return how many tokens of `prompt` a sequence begun now would find; changes nothing.
 
-        Cost: about 5 ns per token, and one look per row that holds the last.
+        Cost: about 5 ns per token, and one look per row that holds the last one found.
         """
         for core in self.store.cores[:1]:
             with core.pool.lock:
@@ -204,16 +196,13 @@ class RaggedCache:
         return 0
 
     def begin(self, sequence_id: int, num_tokens: int, prompt: List_[int] | None = None) -> int:
-        """Begin a sequence; returns how many of its tokens are there already.
+        """Begin a sequence of about `num_tokens`; returns how many of its tokens are cached.
 
-        Args:
-            sequence_id: What to call it.
-            num_tokens: About how long it will become.
-            prompt: Its tokens, where it is to begin with what the cache holds of them.
+        With `prompt`, it begins with the prefix of these tokens in the cache.
 
         Raises:
-            OutOfAddressSpaceError: Every row is live. There is no such sequence.
-            ConfigError: The prompt is none. Likewise.
+            OutOfAddressSpaceError: Every row is live. The sequence was not begun.
+            ConfigError: The prompt is invalid. The sequence was not begun.
         """
         opened: list[Sequence] = []
         try:
@@ -231,20 +220,19 @@ class RaggedCache:
         """Make each sequence hold so many tokens, on every device.
 
         Raises:
-            OutOfPagesError, SequenceFullError, DriverError: On a device, either all have grown or
-                none.
+            OutOfPagesError, SequenceFullError, DriverError: On each device all have grown, or none.
         """
         for at, core in enumerate(self.store.cores):
             core.grow([(self._sequences[each][at], num_tokens) for each, num_tokens in wanted])
 
     def rows(self, sequence_ids: List_[int]) -> list[list[int]]:
-        """The rows of sequences on each device."""
+        """Return the rows of the sequences, per device."""
         found = [self._sequences[each] for each in sequence_ids]
         return [[each[at].row for each in found] for at in range(len(self.store.cores))]
 
     @contextlib.contextmanager
     def submitting(self, chunks: List_[Chunk]) -> Iterator[None]:
-        """Submit a step of grown sequences within this; see `KVCache.submitting`."""
+        """Submit a step of grown sequences inside the block; see `KVCache.submitting`."""
         with contextlib.ExitStack() as stack:
             for at, core in enumerate(self.store.cores):
                 writes = (
@@ -255,30 +243,25 @@ class RaggedCache:
             yield
 
     def record(self, sequence_id: int, token_ids: List_[int]) -> None:
-        """Say which tokens a sequence's steps have computed, after those recorded before.
-
-        Raises:
-            ConfigError: More than it holds, or no token ids.
-        """
+        """Append token ids that a sequence's steps have computed, at most as many as it holds."""
         for sequence in self._sequences[sequence_id]:
             sequence.record(token_ids)
 
     def end(self, sequence_id: int) -> None:
-        """A sequence is finished: its rows are parked for the next one, on every device."""
+        """End a sequence; its rows are parked for the next one, on every device."""
         for sequence in self._sequences.pop(sequence_id):
             sequence.close()
 
     # ---- the whole ------------------------------------------------------------------------
 
     def stats(self) -> CacheStats:
-        """All devices together."""
+        """Return the cache's present contents and memory, all devices together."""
         return self.store.stats()
 
     def trim(self, num_bytes: int | None = None) -> int:
-        """Give memory that no sequence needs back; returns the bytes given back.
+        """Return memory that no sequence needs to the device; returns the bytes released.
 
-        What ended sequences left goes first, and with it what prompts could begin with. Without
-        `num_bytes` all of that.
+        Rows of ended sequences go first, and with them their prefixes: all, without `num_bytes`.
         """
         return self.store.trim(num_bytes)
 
@@ -300,7 +283,7 @@ class RaggedCache:
 
 
 def _check_settings(settings: Settings) -> None:
-    """Refuse at once what the first update would refuse."""
+    """Refuse settings at once that the first update would refuse."""
     for name in ("max_tokens", "max_batch_size", "budget_bytes", "layers_per_group"):
         value = getattr(settings, name)
         if value is not None:
@@ -316,16 +299,16 @@ def _check_settings(settings: Settings) -> None:
 def _open(
     core: KVCache, num_tokens: int, prompt: List_[int] | None, tenant: str | None
 ) -> Sequence:
-    """A sequence that begins with what `core` holds of `prompt`; with nothing if it must."""
+    """Open a sequence with the prefix of `prompt` in `core`; with none if there is no room."""
     if prompt is not None:
-        # To share takes memory for a tail, or a row besides the one shared. Computing may not.
+        # Sharing needs memory for a tail, or a second row; computing may need neither.
         with contextlib.suppress(CapacityError):
             return core.open(num_tokens, prompt=prompt, tenant=tenant)
     return core.open(num_tokens, tenant=tenant)
 
 
 def _cut_to_least(sequences: List_[Sequence]) -> int:
-    """Have one sequence's parts on all devices be equally long; returns how long."""
+    """Truncate the parts of a sequence on all devices to the shortest; returns its length."""
     least = min((each.num_tokens for each in sequences), default=0)
     if any(each.num_tokens > least for each in sequences):
         try:

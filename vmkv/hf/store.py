@@ -1,12 +1,12 @@
 """The memory behind a `VMKVCache`: one `KVCache` per device, shared by the cache's layers.
 
-A transformers cache is a list of layers, each updated on its own; a `KVCache` lays all layers
-of one kind side by side. The store joins the two: it learns shapes and devices from the first
-update (configurations lie under tensor parallelism), groups layers by kind, and gives every
-layer of a step its tensors at once, because making views one by one would cost more than
-`torch.cat` does.
+transformers updates each layer on its own; a `KVCache` lays all layers of one kind side by side.
+The store learns shapes and devices from the first update (configurations are wrong under tensor
+parallelism), groups layers by kind, and makes the tensors of a step for all layers at once, because
+views made one by one would cost more than `torch.cat`.
 
-The store knows nothing of transformers, so that it can outlive the cache (see `store.py`).
+A store does not refer to its cache and may outlive it: the store of a cache that was never closed
+becomes an orphan, which is closed when the next cache is made.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .kv_format import KVFormat
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What is known of a layer before its first update."""
+    """Properties of a layer that are known before its first update."""
 
     index: int
     window_tokens: int | None
@@ -46,7 +46,7 @@ class LayerKind:
 
 @dataclass(frozen=True)
 class Settings:
-    """What the user asked for; None where they left it to us."""
+    """Settings that the user gave; None where the choice is left to vmkv."""
 
     decoder_config: Any
     max_tokens: int | None = None
@@ -61,7 +61,7 @@ class Settings:
 
 
 class Signature(NamedTuple):
-    """What must not change between updates of a layer; the type is the model's."""
+    """Properties that updates of a layer must not change; shapes are `(heads, dim)`."""
 
     k_shape: tuple[int, int]
     v_shape: tuple[int, int]
@@ -70,11 +70,7 @@ class Signature(NamedTuple):
 
     @classmethod
     def of(cls, keys: torch.Tensor, values: torch.Tensor) -> Signature:
-        """The signature of `[batch, heads, tokens, head_dim]` tensors.
-
-        Raises:
-            ConfigError: They are not of that form, or do not agree.
-        """
+        """Return the signature of `[batch, heads, tokens, head_dim]` tensors, which must agree."""
         if keys.ndim != 4 or values.ndim != 4:
             raise ConfigError(
                 "keys and values must be [batch, heads, tokens, head_dim]; got "
@@ -89,7 +85,7 @@ class Signature(NamedTuple):
         return cls((k[1], k[3]), (v[1], v[3]), keys.dtype, keys.device)
 
     def empty(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of one sequence without tokens."""
+        """Return keys and values of one sequence without tokens."""
         k, v = (
             torch.empty((1, heads, 0, dim), dtype=self.dtype, device=self.device)
             for heads, dim in (self.k_shape, self.v_shape)
@@ -98,26 +94,17 @@ class Signature(NamedTuple):
 
 
 class Reader(Protocol):
-    """What keeps tensors over rows, or graphs that read them."""
+    """Holder of tensors over rows, or of graphs that read them."""
 
     def close(self) -> None:
-        """Wait for what was submitted, and drop them. Idempotent."""
+        """Wait for submitted work, and drop tensors and graphs. Idempotent."""
 
 
 class Store:
     """Binds layers to memory on their first update.
 
-    Args:
-        settings: The user's wishes.
-        kinds: The layers that vmkv holds.
-        num_spare_rows: Rows besides those that were asked for, on CUDA, if there are addresses.
-
-    Attributes:
-        num_layouts: How often layers were given other places.
-        num_batches: How often the batch was made another one, or shorter.
-
-    Raises:
-        ConfigError: The wishes name other layers.
+    `num_layouts` counts changes of the layers' places, `num_batches` changes and truncations of the
+    batch. `num_spare_rows` are added on CUDA to the rows asked for, if there are addresses.
     """
 
     def __init__(self, settings: Settings, kinds: Sequence[LayerKind], *, num_spare_rows: int = 0):
@@ -142,15 +129,12 @@ class Store:
     def bind(
         self, index: int, keys: torch.Tensor, values: torch.Tensor, num_past_tokens: int = 0
     ) -> LayerPlace:
-        """Where layer `index` lies, given its first keys and values.
+        """Return the place of layer `index`, given its first keys and values.
 
-        The layers of the same kind that have not been seen yet are expected to look the same
-        and laid beside it. Where one turns out different, it and those after it form a group
-        of their own, and `close_gaps` later takes back the room they were given.
-
-        Raises:
-            ConfigError: The tensors cannot be held here.
-            OutOfPagesError, OutOfAddressSpaceError: Nothing was bound.
+        Unseen layers of the same kind are expected to have the same shapes and are laid beside it.
+        A layer that differs forms a new group with those after it, and `close_gaps` later takes
+        back the room they had. `OutOfPagesError` and `OutOfAddressSpaceError` mean that nothing was
+        bound.
         """
         self.check_open()
         if index not in self.kinds:
@@ -212,11 +196,7 @@ class Store:
             self._signatures[other] = signature
 
     def _stored(self, index: int, signature: Signature) -> torch.dtype:
-        """What a layer is stored as.
-
-        Raises:
-            ConfigError: The device cannot make that of the model's type.
-        """
+        """Return the type that a layer is stored in; refused if the device cannot convert to it."""
         window = self.kinds[index].window_tokens
         stored = self.settings.kv_format.stored(index, window, signature.dtype)
         if stored == FP8 and signature.device.type == "cuda":
@@ -226,21 +206,13 @@ class Store:
         return stored
 
     def bind_all(self, signatures: Mapping[int, Signature]) -> None:
-        """Bind every layer, where all of them are known before the first update.
-
-        Raises:
-            ConfigError, OutOfPagesError, OutOfAddressSpaceError: As `bind`.
-        """
+        """Bind every layer, where all signatures are known before the first update."""
         for index, signature in sorted(signatures.items()):
             self.bind(index, *signature.empty())
         self.close_gaps()
 
     def close_gaps(self) -> None:
-        """Between two forward passes: move groups together whose layers went elsewhere.
-
-        Wasteful memory is better than none: where the pool has no room for the move, the gaps
-        stay.
-        """
+        """Compact groups with gaps, between two passes; without room in the pool the gaps stay."""
         if not self._has_gaps or not self.has_seen_all:
             return
         self._has_gaps = False
@@ -253,7 +225,7 @@ class Store:
                 self._follow(rows)
 
     def _follow(self, rows: DeviceRows) -> None:
-        """Note where moved layers are now."""
+        """Update the places of layers after a move."""
         self.num_layouts += 1
         steps: dict[int, GroupStep] = {}
         for layer, place in self._places.items():
@@ -265,7 +237,7 @@ class Store:
                     place.index = at
 
     def looks_like(self, signatures: Mapping[int, Signature]) -> bool:
-        """Whether these are all layers, and what they hold."""
+        """Whether all layers have exactly these signatures."""
         return self._signatures == signatures
 
     @property
@@ -274,7 +246,7 @@ class Store:
         return len(self._seen) == len(self.kinds)
 
     def _rows_on(self, keys: torch.Tensor, values: torch.Tensor) -> DeviceRows:
-        """The rows on the tensors' device, made on first use."""
+        """Return the rows on the tensors' device, made on first use."""
         device = keys.device
         if device not in self._rows:
             settings = self.settings
@@ -316,15 +288,15 @@ class Store:
 
     @property
     def attends_in_place(self) -> bool:
-        """Whether the model reads rows themselves, and not what updates return."""
+        """Whether the model reads rows themselves rather than the tensors that updates return."""
         return getattr(self.settings.decoder_config, "_attn_implementation", None) == "vmkv"
 
     def num_rows(self, core: KVCache) -> int:
-        """How many sequences a cache takes."""
+        """Return how many sequences a cache takes, spare rows excluded."""
         return core.max_sequences - self._num_spare[core.device]
 
     def keep_past(self) -> None:
-        """Keep what leaves sliding windows, so that it can be rolled back to."""
+        """Keep tokens that leave sliding windows, so that they can be rolled back to."""
         self.keeps_past = True
         for rows in self._rows.values():
             rows.core.keeps_past = True
@@ -332,7 +304,7 @@ class Store:
     # ---- the batch ------------------------------------------------------------------------
 
     def settle(self, batch_size: int, num_tokens: int) -> None:
-        """After layers changed their batch or length: end rows and forget tokens to match."""
+        """End rows and truncate them, after layers have changed their batch or length."""
         self.num_batches += 1
         for place in self._places.values():
             place.step.forget()
@@ -344,10 +316,9 @@ class Store:
             self._seen.clear()  # The next batch may have other shapes.
 
     def take_over(self, sources: Sequence[int]) -> None:
-        """Make the batch the entries `sources` of what it is now, on every device.
+        """Make the batch the entries `sources` of the present one, on every device.
 
-        Raises:
-            OutOfPagesError, ConfigError: Nothing changed, or on no other device than the first.
+        An error leaves its own device and later ones unchanged.
         """
         self.check_open()
         self.num_batches += 1
@@ -357,10 +328,7 @@ class Store:
             rows.take_over(sources)
 
     def fork_from(self, other: Store) -> bool:
-        """Share the contents of `other`, whose layers this store has bound alike.
-
-        Returns whether that was possible: it takes one pool, and the same layout.
-        """
+        """Share the contents of `other`, bound alike; False if pools or layouts differ."""
         if not any(rows.sequences for rows in other._rows.values()):
             return True
         if self._rows.keys() != other._rows.keys() or any(
@@ -375,11 +343,11 @@ class Store:
         return True
 
     def keeps(self, num_tokens: int) -> bool:
-        """Whether the batch can go back to `num_tokens`: its windows still hold what they need."""
+        """Whether the batch can go back to `num_tokens`: its windows still hold their tokens."""
         return all(rows.keeps(num_tokens) for rows in self._rows.values())
 
     def forget_past(self) -> None:
-        """Retire what has left the windows, even while past is being kept."""
+        """Retire tokens behind the windows, even while past tokens are kept."""
         for rows in self._rows.values():
             rows.core.retire_behind_windows()
 
@@ -404,7 +372,7 @@ class Store:
         return [rows.core for rows in self._rows.values()]
 
     def trim(self, num_bytes: int | None) -> int:
-        """See `KVCache.trim`."""
+        """Return memory that no token needs to the devices; returns the bytes released."""
         self.check_open()
         released_bytes = 0
         for rows in self._rows.values():
@@ -413,18 +381,18 @@ class Store:
         return released_bytes
 
     def stats(self) -> CacheStats:
-        """All devices together."""
+        """Return the caches' present contents and memory, all devices together."""
         return add_stats([core.stats() for core in self.cores])
 
     def has_outside_views(self) -> bool:
-        """Whether tensors that the cache gave away still live. Drops the store's own."""
+        """Whether tensors from the cache still live outside it; drops the store's own."""
         self._end_readers()
         for place in self._places.values():
             place.step.forget()
         return any([core.has_outside_views() for core in self.cores])
 
     def close(self) -> None:
-        """Close the caches of all devices. Idempotent."""
+        """Close readers, and the caches of all devices. Idempotent."""
         if self.is_closed:
             return
         self._end_readers()
@@ -458,7 +426,7 @@ _collecting = threading.Lock()
 
 
 def add(store: Store) -> None:
-    """Called by the garbage collector with the store of a cache that is gone."""
+    """Keep the open store of a garbage-collected cache as an orphan, with a ResourceWarning."""
     if store.is_closed:
         return
     _orphans.append(store)

@@ -1,9 +1,8 @@
-"""The tokens of ragged generation so far: choosing them, and when a sequence ends.
+"""The tokens of ragged generation: choosing the next ones, and ending sequences.
 
-The batch is kept left-padded, as transformers' processors and criteria expect one. Those of
-transformers that look at its tokens see each prompt as it was prepared (`prepared.py`),
-without the padding before it. The caller's own are called with the whole padded batch, as
-`model.generate` does: they may keep something of each of its rows.
+The batch is left-padded, as processors and criteria expect. transformers' own, if they read
+tokens, get each prompt as it was prepared (`prepared.py`), without padding before it. The
+caller's own get the whole padded batch, as in `model.generate`: they may keep state of rows.
 """
 
 from __future__ import annotations
@@ -17,16 +16,10 @@ from .prepared import Prepared
 
 
 class TokenState:
-    """The tokens so far.
+    """The tokens of all sequences so far.
 
-    Args:
-        input_ids: `[B, T]`, left-padded prompts.
-        lengths: Tokens of each prompt.
-        prepared: What decides over them; each row in one.
-
-    Attributes:
-        ids: `[B, T + new]`; padding follows where a sequence has ended.
-        live: Which sequences have not ended.
+    `ids` are `[B, T + new]`: left-padded prompts `[B, T]`, generated tokens, and padding where a
+    sequence has ended. `live` lists the sequences that have not.
     """
 
     def __init__(
@@ -34,7 +27,7 @@ class TokenState:
     ):
         self.ids = input_ids
         self.live = list(range(len(lengths)))
-        self._live_at: torch.Tensor | None = None  # The same on the device; None while all live.
+        self._live_at: torch.Tensor | None = None  # `live` on the device; None while all live.
         self._prompt_width = int(input_ids.shape[1])
         self._pads = [self._prompt_width - length for length in lengths]
         self._ends: list[int | None] = [None] * len(lengths)
@@ -43,21 +36,17 @@ class TokenState:
         self._pad = compat.pad_token(prepared[0].config)
 
     def length(self, row: int) -> int:
-        """Tokens of a live sequence, without padding."""
+        """Return the number of tokens of a live sequence, without padding."""
         return int(self.ids.shape[1]) - self._pads[row]
 
     @property
     def max_tokens(self) -> int | None:
-        """What the longest sequence may reach, its prompt included; None if there is no limit."""
+        """The length that the longest sequence may reach, its prompt included; None for any."""
         limits = [part.max_tokens for part in self._parts]
         return None if None in limits else max(each for each in limits if each is not None)
 
     def choose(self, logits: torch.Tensor) -> torch.Tensor:
-        """The next token of every sequence: `[B]`; padding for those that have ended.
-
-        Args:
-            logits: `[live, vocabulary]`, in the order of `live`.
-        """
+        """Choose every sequence's next token, `[B]`; `logits` are `[live, vocabulary]`."""
         scores = self._process(logits.to(self.ids.device, torch.float32, copy=True))
         if self._do_sample:
             chosen = torch.multinomial(scores.softmax(-1), 1).squeeze(1)
@@ -71,7 +60,7 @@ class TokenState:
         return tokens
 
     def _process(self, scores: torch.Tensor) -> torch.Tensor:
-        """Logits processors, on all sequences, those included that have ended."""
+        """Apply the logits processors to all sequences, ended ones included."""
         if not self._parts[0].processors:
             return scores
         if self._live_at is not None:
@@ -91,9 +80,9 @@ class TokenState:
         at: int,
         values: torch.Tensor,
     ) -> torch.Tensor:
-        """`call(part, at, ids, its values)` for each part, put together; `[B, …]`.
+        """Return `call(part, at, ids, values)` of each part with its rows, put together: `[B, …]`.
 
-        Parts that have ended as a whole are left out, and keep the values they have.
+        Parts that have ended as a whole are skipped, and keep their values.
         """
         if len(self._parts) == 1:
             (part,) = self._parts
@@ -106,15 +95,12 @@ class TokenState:
         return values
 
     def stop(self) -> list[int]:
-        """End the sequences that the criteria end; returns them.
-
-        Asks the device once, unless lengths alone decide.
-        """
+        """End sequences by the criteria and return them; waits for the device once, or never."""
         is_done = self._is_done()
         if not any(is_done):
             return []
         ended = [row for row in self.live if is_done[row]]
-        if not ended:  # Those that ended before may go on looking as if they did.
+        if not ended:  # Criteria may still report sequences that ended before.
             return []
         for row in ended:
             self._ends[row] = self.ids.shape[1]
@@ -123,7 +109,7 @@ class TokenState:
         return ended
 
     def _is_done(self) -> list[bool]:
-        """What the stopping criteria say of every sequence."""
+        """Return for every sequence whether a stopping criterion ends it."""
         is_done: torch.Tensor | None = None
         for at, criterion in enumerate(self._parts[0].criteria):
             if compat.is_length_limit(criterion):
@@ -142,17 +128,17 @@ class TokenState:
         return done
 
     def prompts(self) -> list[list[int]]:
-        """The prompts without padding. Asks the device once."""
+        """Return the prompts without padding; waits for the device once."""
         padded = self.ids[:, : self._prompt_width].tolist()
         return [row[pad:] for row, pad in zip(padded, self._pads, strict=True)]
 
     def generated(self, rows: Sequence[int]) -> list[list[int]]:
-        """The new tokens of these sequences, live or just ended. Asks the device once."""
+        """Return new tokens of sequences, live or just ended; waits for the device once."""
         tokens: list[list[int]] = self.ids[list(rows), self._prompt_width :].tolist()
         return tokens
 
     def as_lists(self) -> list[list[int]]:
-        """Each sequence without padding on either side."""
+        """Return each sequence without padding on either side."""
         return [
             row[pad:end]
             for row, pad, end in zip(self.ids.tolist(), self._pads, self._ends, strict=True)
@@ -160,13 +146,9 @@ class TokenState:
 
 
 class _Part:
-    """The rows of the batch that something was prepared for.
+    """Rows of the batch that share processors and criteria.
 
-    Attributes:
-        rows: Which rows.
-        at: The same on the device.
-        pad: How many tokens of theirs are padding to what was prepared.
-        max_tokens: See `Prepared`.
+    `at` are the rows on the device; `pad` is how many leading tokens are padding for all of them.
     """
 
     def __init__(self, prepared: Prepared, width: int, device: torch.device):
@@ -178,15 +160,14 @@ class _Part:
         self.max_tokens = prepared.max_tokens
 
     def process(self, at: int, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Scores after the processor at `at`."""
+        """Return scores after the processor with index `at`."""
         processed: torch.Tensor = self.processors[at](ids, scores)
         return processed
 
     def stop(self, at: int, ids: torch.Tensor, is_done: torch.Tensor) -> torch.Tensor:
-        """Which rows have ended, after the criterion at `at`."""
+        """Return which rows have ended after the criterion with index `at`."""
         stopped: torch.Tensor = is_done | self.criteria[at](ids, None)
         return stopped
 
     def is_live(self, ends: Sequence[int | None]) -> bool:
-        """Whether any of the rows has not ended."""
         return any(ends[row] is None for row in self.rows)

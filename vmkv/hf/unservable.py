@@ -1,4 +1,4 @@
-"""Models that packed batches cannot serve: one sentence, and what to use in their stead."""
+"""Models that packed batches cannot serve: the error, and checks of lengths and layers."""
 
 from __future__ import annotations
 
@@ -14,13 +14,7 @@ from .store import LayerKind
 class UnservableError(ConfigError):
     """A packed batch cannot serve the model; `generate` and `Engine` refuse it before it runs.
 
-    Args:
-        why: The reason, as the end of "cannot be served in a packed batch: ".
-        name: What the model is called.
-        instead: What to do in its stead.
-
-    Attributes:
-        why: See above.
+    The message ends in "cannot be served in a packed batch: {why}; {instead}".
     """
 
     def __init__(
@@ -33,7 +27,7 @@ class UnservableError(ConfigError):
         self.why = why
 
     def of(self, model: Any) -> UnservableError:
-        """The same of a model, with what serves that one."""
+        """Return this error with the model's name, and an alternative that serves it."""
         if compat.takes_cache(model):
             return UnservableError(self.why, type(model).__name__)
         return UnservableError(
@@ -42,15 +36,7 @@ class UnservableError(ConfigError):
 
 
 def check_length(config: Any, max_tokens: int | None) -> None:
-    """Refuse sequences that would change those that they are packed with.
-
-    Args:
-        config: The model's configuration.
-        max_tokens: What the longest of them may reach; None if there is no limit.
-
-    Raises:
-        ConfigError: The angles of the model's rotary embedding depend on the longest sequence.
-    """
+    """Refuse sequences that would change the rotary angles of others in their pass."""
     limit = compat.rope_limit_tokens(config)
     if limit is not None and (max_tokens is None or max_tokens > limit):
         raise ConfigError(
@@ -64,11 +50,7 @@ def check_length(config: Any, max_tokens: int | None) -> None:
 
 
 def layer_kinds(config: Any) -> list[LayerKind]:
-    """The layers of a model's configuration, all of which vmkv holds.
-
-    Raises:
-        ConfigError: It has others.
-    """
+    """Return the layers of a configuration; refuses layers that vmkv cannot hold."""
     decoder = compat.text_config(config)
     if "chunked_attention" in (getattr(decoder, "layer_types", None) or ()):
         raise UnservableError("it attends in chunks, which no kernel here does")
