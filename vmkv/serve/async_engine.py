@@ -1,10 +1,10 @@
-"""An engine with a thread of its own, asked from an event loop.
+"""An engine in a thread of its own, used from an event loop.
 
     async with AsyncEngine(Engine(model, tokenizer=tokenizer)) as engine:
         async for output in engine.stream("Once upon a time", SamplingParams(max_tokens=64)):
             ...
 
-`engine_loop.py` is what the thread does, `engine_client.py` what the event loop has of it.
+The thread runs an `EngineLoop`; `AsyncEngine` is its client.
 """
 
 from __future__ import annotations
@@ -25,11 +25,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class _ThreadLink:
-    """Between a thread and an event loop. Implements `Link`.
-
-    Args:
-        take: Called in the event loop with what is new.
-    """
+    """`Link` between the engine's thread and an event loop, where `take` is called with news."""
 
     is_broken = False
 
@@ -44,19 +40,19 @@ class _ThreadLink:
     # ---- in the event loop ----------------------------------------------------------------
 
     def use(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Have `loop` take what is new."""
+        """Deliver news in `loop` from now on."""
         if loop is not self._loop:
             self._loop = loop
             self.deliver()  # What another loop, which is closed, did not take.
 
     def post(self, command: Command) -> None:
-        """Send a command."""
+        """Send a command to the engine's thread."""
         with self._changed:
             self._commands.append(command)
             self._changed.notify()
 
     def deliver(self) -> None:
-        """Take what is new."""
+        """Take the pending news, and let the engine's thread send more."""
         with self._changed:
             news, self._news = self._news, None
             if self._waits_to_send:
@@ -67,7 +63,7 @@ class _ThreadLink:
     # ---- in the thread --------------------------------------------------------------------
 
     def receive(self) -> Sequence[Command]:
-        """See `Link`."""
+        """Take the commands that have arrived."""
         if not self._commands:  # Without the lock: whoever comes just now is seen the next time.
             return ()
         with self._changed:
@@ -75,20 +71,20 @@ class _ThreadLink:
         return commands
 
     def can_send(self) -> bool:
-        """See `Link`."""
+        """Whether the event loop has taken the last news."""
         return self._news is None
 
     def send(self, news: News) -> None:
-        """See `Link`."""
+        """Have the event loop deliver `news`."""
         self._news = news
         self.call(self.deliver)
 
     def wake(self) -> None:
-        """See `Link`."""
+        """Send a `Look` command."""
         self.post(Look())
 
     def call(self, callback: Callable[[], None]) -> None:
-        """Have the event loop call something."""
+        """Call `callback` in the event loop, unless that is closed."""
         try:
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(callback)
@@ -96,7 +92,7 @@ class _ThreadLink:
             self._news = None
 
     def wait(self, *, for_commands: bool, to_send: bool, timeout_s: float | None = None) -> None:
-        """See `Link`."""
+        """Block until a command has arrived or news can be sent, as requested, or the timeout."""
         with self._changed:
             self._waits_to_send = to_send
             self._changed.wait_for(
@@ -106,14 +102,14 @@ class _ThreadLink:
 
 
 class AsyncEngine(EngineClient):
-    """Runs an engine in a thread. Nobody else may work on that engine meanwhile.
+    """Runs an engine in a thread. The engine must not be used otherwise meanwhile.
 
     Args:
-        engine: The engine; it is closed with this.
-        options: See `EngineClient`.
+        engine: The engine; closed with this object.
+        options: Keyword arguments of `EngineClient`.
 
     Attributes:
-        engine: The same, to ask what never changes.
+        engine: The engine, for reading its constant properties.
     """
 
     def __init__(self, engine: Engine, **options: Any):
@@ -144,7 +140,7 @@ class AsyncEngine(EngineClient):
 
     @property
     def failure(self) -> str | None:
-        """See `EngineClient`."""
+        """Why no request can be served; None while requests are served. See `EngineClient`."""
         # No event loop may have been there to be told.
         return super().failure if self._thread.is_alive() else self._death_notice
 

@@ -1,12 +1,12 @@
-"""Text from tokens as they come, and where a stop text ends it.
+"""Incremental detokenization, and the search for stop texts.
 
-A token's text depends on its neighbours: a character may be spread over several tokens, and
-many tokenizers write a space only between words. So each new token is decoded together with the
-last few before it, and what that adds is its text; bytes that are no whole character yet wait.
+A token's text depends on its neighbours: a character may span several tokens, and many tokenizers
+write a space only between words. Each new token is therefore decoded together with the few tokens
+before it; incomplete characters are held back.
 
-Bytes that never become a character are replaced by U+FFFD. Decoders with a byte fallback replace a
-whole run of bytes if one of them is invalid: here, characters of the run that were complete before
-stay, and each byte after them becomes one replacement character.
+Bytes that never form a character become U+FFFD. Decoders with a byte fallback replace a whole run
+of bytes if one of them is invalid; here, characters of the run that were complete before stay, and
+each byte after them becomes one replacement character.
 """
 
 from __future__ import annotations
@@ -26,25 +26,14 @@ START = 0
 
 
 class Found(NamedTuple):
-    """A stop text in a text.
-
-    Attributes:
-        end: How many characters after the place where the search began it ends.
-        stop: The stop text.
-    """
+    """A stop text found in a text; `end` counts characters from where the search began."""
 
     end: int
     stop: str
 
 
 class StopTexts:
-    """Finds stop texts. Holds no place in a text: any number of searches may share one.
-
-    Args:
-        stops: The texts, none of them empty.
-
-    Cost: proportional to their characters together, to build and to keep.
-    """
+    """Automaton (Aho-Corasick) that finds non-empty stop texts; shared by any number of searches."""
 
     def __init__(self, stops: Sequence[str]):
         self._next: list[dict[str, int]] = [{}]
@@ -72,7 +61,6 @@ class StopTexts:
         self._stop[state] = stop
 
     def _link(self) -> None:
-        """What each state falls back to: those nearer the start first."""
         states = deque(self._next[START].values())
         while states:
             state = states.popleft()
@@ -91,17 +79,14 @@ class StopTexts:
         return self._next[state].get(char, START)
 
     def num_begun(self, state: int) -> int:
-        """How many characters at the end of the text may become part of a stop text."""
+        """Length in characters of the text's longest end that may become part of a stop text."""
         return self._num_begun[state]
 
     def advance(self, state: int, text: str) -> tuple[int, Found | None]:
-        """Go through more `text` from `state`.
+        """Read more `text` from `state`; returns the state after it and the first match, if any.
 
-        Returns:
-            The state behind it, and of the stop texts that end in it the one that begins first.
-            The state means nothing where one was found.
-
-        Cost: constant per character, in the mean over a text.
+        Of the stop texts that end in `text`, the match is the one that begins first. The state is
+        meaningless after a match.
         """
         found, first = None, len(text)
         for end, char in enumerate(text, 1):
@@ -114,7 +99,7 @@ class StopTexts:
 
 @functools.lru_cache(maxsize=16)
 def stop_texts(stops: tuple[str, ...]) -> StopTexts:
-    """The automaton of `stops`; the samples of one request share it."""
+    """Return the automaton of `stops`, shared by the samples of a request."""
     return StopTexts(stops)
 
 
@@ -133,17 +118,10 @@ _INCOMPLETE_BYTES = 3
 
 
 class Detokenizer:
-    """The text of one output, token by token.
+    """Text of one output, token by token; a token costs one decoding of a bounded window.
 
-    Args:
-        tokenizer: A transformers tokenizer.
-        prompt_token_ids: The prompt: context for the first tokens.
-        params: Stop texts and what to leave out.
-
-    Attributes:
-        stop: The stop text that was found; None as long as none was.
-
-    Cost: of a token, a decoding of some of them, however many there were before.
+    `prompt_token_ids` are context for the first tokens. `stop` is the stop text that was found, or
+    None.
     """
 
     def __init__(self, tokenizer: Any, prompt_token_ids: Sequence[int], params: SamplingParams):
@@ -167,12 +145,12 @@ class Detokenizer:
         self.stop: str | None = None
 
     def take_text(self) -> str:
-        """What is new of the text that no stop text can still begin in."""
+        """Return the new text, except for an end that may begin a stop text."""
         text, self._new = self._new, ""
         return text
 
     def append(self, token_id: int) -> str | None:
-        """One more token; returns the stop text if that ended the output."""
+        """Add a token; returns the stop text if one ends the output here."""
         self._num_tokens += 1
         self._window.append(token_id)
         before, self._window_text = self._window_text, self._decode(self._window)
@@ -183,14 +161,14 @@ class Detokenizer:
         return self._accept(_without_incomplete(self._window_text))
 
     def finish(self) -> str | None:
-        """No more tokens: incomplete bytes are text; returns the stop text if they complete it."""
+        """Flush held-back text and incomplete bytes; returns the stop text if they complete one."""
         if self.stop is None:
             self._accept(self._window_text)
             self._new, self._held = self._new + self._held, ""
         return self.stop
 
     def _accept(self, certain: str) -> str | None:
-        """Add the window's text, of which `certain` will not change, to the output's."""
+        """Append the new part of the window's text, of which `certain` is final, to the output."""
         if self._num_taken and not certain.startswith(self._taken):
             # An incomplete or invalid byte has replaced characters of its run that were taken.
             is_end = certain == self._window_text
@@ -248,7 +226,6 @@ class Detokenizer:
         self._keep(len(window) - start, self._decode(window[start:]))
 
     def _keep(self, num_tokens: int, text: str) -> None:
-        """Make the last tokens, with their text, the window."""
         num_waiting = len(self._window_text) - len(self._taken)
         self._num_taken = max(0, self._num_taken - len(self._window) + num_tokens)
         self._window, self._window_text = self._window[-num_tokens:], text
@@ -256,6 +233,6 @@ class Detokenizer:
 
 
 def _without_incomplete(text: str) -> str:
-    """Text without the replacement characters at its end that may become a character."""
+    """Remove trailing replacement characters that may still become a character."""
     num_replaced = len(text) - len(text.rstrip(_REPLACEMENT))
     return text[: len(text) - min(num_replaced, _INCOMPLETE_BYTES)]

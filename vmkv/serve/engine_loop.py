@@ -1,9 +1,8 @@
-"""The loop around an engine that runs on its own: commands between steps, what is new after each.
+"""Loop of an engine in its own thread or process: commands between steps, news after each.
 
-It runs in the thread of an `AsyncEngine`, and in the process of an `EngineProcess`; a `Link` brings
-the commands and takes the news. Nothing here waits for who reads: while nobody does, what is new
-adds up, and goes in one piece when somebody does: a few numbers for each request, however long
-that takes.
+An `AsyncEngine` runs it in a thread, an `EngineProcess` in a process; a `Link` carries commands and
+news. The loop never waits for a reader: unread updates accumulate in the requests and are sent in
+one piece once the last news was taken.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Add(NamedTuple):
-    """A request, by a number that the asking side gives it; see `Engine.add`."""
+    """Add a request under the client's `key`; see `Engine.add`."""
 
     key: int
     prompt: tuple[int, ...]
@@ -38,26 +37,26 @@ class Add(NamedTuple):
 
 
 class Cancel(NamedTuple):
-    """Nobody wants a request any more."""
+    """Cancel a request."""
 
     key: int
 
 
 class Finish(NamedTuple):
-    """A sample of a request has ended in a stop text, which the engine does not look for."""
+    """End a sample at a stop text, which the client has found."""
 
     key: int
     sample: int
 
 
 class Stop(NamedTuple):
-    """It is over, once what is under way has ended or, without `drain`, is cancelled."""
+    """End the loop, after unfinished requests with `drain`, or else cancelling them."""
 
     drain: bool
 
 
 class Look(NamedTuple):
-    """The engine has to see what became of what it runs on. Not sent: its own side says it."""
+    """Wake the loop to check the engine's ranks. Sent by the engine's own side only."""
 
 
 Command = Add | Cancel | Finish | Stop | Look
@@ -67,22 +66,14 @@ Command = Add | Cancel | Finish | Stop | Look
 
 
 class Refused(NamedTuple):
-    """A request was not taken."""
+    """A request that was not accepted."""
 
     key: int
     error: Exception
 
 
 class Update(NamedTuple):
-    """What is new of one sample of a request.
-
-    Attributes:
-        key: Which request.
-        sample: Which of its samples.
-        token_ids: Its new tokens.
-        logprobs: Of its new tokens, where they were asked for.
-        num_cached_tokens: See `Request`, as for the rest.
-    """
+    """New tokens of one sample of a request, and its end; fields as in `Request`."""
 
     key: int
     sample: int
@@ -99,14 +90,10 @@ Event = tuple[str, Sequence[Any]]
 
 
 class News(NamedTuple):
-    """All that is new since the last.
+    """Everything new since the last news.
 
-    Attributes:
-        refused: Requests that were not taken.
-        updates: What is new of those that run.
-        num_failed_steps: See `Engine.num_failed_steps`.
-        events: What observers elsewhere are to hear.
-        stats: The cache, where it was looked at for them.
+    `events` and `stats` are observer calls and the cache statistics for observers on the client's
+    side.
     """
 
     refused: Sequence[Refused]
@@ -126,38 +113,34 @@ _COMMANDS_S = 0.01
 
 
 class Link(Protocol):
-    """Where commands come from and news go to. Asked from the engine's thread."""
+    """Transport of commands and news, called from the engine's thread except for `wake`."""
 
     @property
     def is_broken(self) -> bool:
-        """Whether nobody is on the other side any more."""
+        """Whether the other side is gone."""
 
     def receive(self) -> Sequence[Command]:
-        """The commands that have come."""
+        """Take the commands that have arrived."""
 
     def can_send(self) -> bool:
-        """Whether the last news are gone; sends more of them if not."""
+        """Whether the last news was sent completely; continues sending if not."""
 
     def send(self, news: News) -> None:
-        """Begin to send; the last news are gone."""
+        """Start to send `news`; requires `can_send`."""
 
     def wait(self, *, for_commands: bool, to_send: bool, timeout_s: float | None = None) -> None:
-        """Until a command has come, or until news can be sent, as far as that is waited for."""
+        """Block until a command has arrived or news can be sent, as requested, or the timeout."""
 
     def wake(self) -> None:
-        """Have a `Look` come. From any thread."""
+        """Enqueue a `Look` command. Callable from any thread."""
 
 
 class EngineLoop:
-    """Runs an engine until somebody says stop, or nobody is there any more.
+    """Runs an engine until a `Stop` command, or until the link breaks.
 
-    Args:
-        engine: The engine; nobody else may work on it meanwhile.
-        link: Whom it runs for.
-        take_events: What observers on the other side are to hear since the last call, and the
-            cache, if it was looked at.
-        ends_with_device: End where every step fails, for those who can begin anew in another
-            process: a device that has met an illegal access serves no process again that has.
+    `take_events` returns new observer events for the client's side and the cache statistics, if
+    they were read. With `ends_with_device` the loop ends once every step fails, so that a new
+    process can take over: after an illegal access the device serves no more in this one.
     """
 
     def __init__(
@@ -185,14 +168,11 @@ class EngineLoop:
         engine.when_lost(link.wake)
 
     def run(self) -> None:
-        """Run; closes the engine at the end.
-
-        The thread waits while there is nothing to do, without polling. Before that the engine falls
-        idle; a command that comes meanwhile does not wait for all of what goes back to the device.
+        """Run until stopped, then close the engine. Sleeps without polling while idle.
 
         Raises:
-            RuntimeError: It ends with the device; the engine is left as it is.
-            RankError: Or with one of its ranks.
+            RuntimeError: `ends_with_device`, and every step fails; the engine is not closed.
+            RankError: The same, because of a rank.
         """
         self._engine.use_device()
         while self._wait():
@@ -216,7 +196,7 @@ class EngineLoop:
             self._publish()
 
     def _wait(self) -> bool:
-        """Wait for something to do; false to end."""
+        """Wait for work; false to end. Publishes all news before the engine falls idle."""
         # Once all is published, so that no client waits for it.
         while self._has_news and not self._engine.has_unfinished and not self._is_wanted():
             self._link.wait(for_commands=True, to_send=True)
@@ -237,13 +217,13 @@ class EngineLoop:
 
     @property
     def _has_news(self) -> bool:
-        """Whether something is still to be sent."""
+        """Whether updates or refusals are unsent."""
         return bool(self._updated or self._refused)
 
     # ---- commands -------------------------------------------------------------------------
 
     def _is_wanted(self) -> bool:
-        """Whether there is a command, or it is over."""
+        """Whether a command has arrived or the loop is stopping."""
         for command in self._link.receive():
             if isinstance(command, Add):
                 self._to_add.add(command.key)
@@ -257,7 +237,7 @@ class EngineLoop:
         return bool(self._commands) or self._is_stopping
 
     def _obey(self, most_s: float = _COMMANDS_S) -> None:
-        """Carry out what was asked for; if it is much, the rest after the next step."""
+        """Carry out commands for up to `most_s` seconds; the rest follows after the next step."""
         start_s = time.monotonic()
         while (self._commands or self._is_wanted()) and self._commands:
             command = self._commands.popleft()
@@ -273,7 +253,7 @@ class EngineLoop:
                 return
 
     def _hold(self) -> None:
-        """While the device is busy anyway, take in who comes: they are in the next step then."""
+        """Accept new requests while the device is busy anyway; they join the next step."""
         while not self._is_stopping and (spare_s := self._engine.spare_s) > 0:
             # What could not be sent yet does not wait for the step either.
             is_sent = self._link.can_send()
@@ -318,7 +298,7 @@ class EngineLoop:
         self._updated[handle] = None
 
     def _publish(self, *, has_stepped: bool = False) -> None:
-        """Send what is new, a step for one, unless the last of it is still on its way."""
+        """Send the news, unless the last is still being sent."""
         if not self._link.can_send():
             return
         refused, self._refused = self._refused, []
