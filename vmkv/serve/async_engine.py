@@ -46,7 +46,6 @@ class _ThreadLink:
             self.deliver()  # What another loop, which is closed, did not take.
 
     def post(self, command: Command) -> None:
-        """Send a command to the engine's thread."""
         with self._changed:
             self._commands.append(command)
             self._changed.notify()
@@ -63,7 +62,6 @@ class _ThreadLink:
     # ---- in the thread --------------------------------------------------------------------
 
     def receive(self) -> Sequence[Command]:
-        """Take the commands that have arrived."""
         if not self._commands:  # Without the lock: whoever comes just now is seen the next time.
             return ()
         with self._changed:
@@ -71,16 +69,13 @@ class _ThreadLink:
         return commands
 
     def can_send(self) -> bool:
-        """Whether the event loop has taken the last news."""
         return self._news is None
 
     def send(self, news: News) -> None:
-        """Have the event loop deliver `news`."""
         self._news = news
         self.call(self.deliver)
 
     def wake(self) -> None:
-        """Send a `Look` command."""
         self.post(Look())
 
     def call(self, callback: Callable[[], None]) -> None:
@@ -92,7 +87,6 @@ class _ThreadLink:
             self._news = None
 
     def wait(self, *, for_commands: bool, to_send: bool, timeout_s: float | None = None) -> None:
-        """Block until a command has arrived or news can be sent, as requested, or the timeout."""
         with self._changed:
             self._waits_to_send = to_send
             self._changed.wait_for(
@@ -102,14 +96,9 @@ class _ThreadLink:
 
 
 class AsyncEngine(EngineClient):
-    """Runs an engine in a thread. The engine must not be used otherwise meanwhile.
+    """Runs `engine` in a thread; the engine must not be used otherwise, and is closed at shutdown.
 
-    Args:
-        engine: The engine; closed with this object.
-        options: Keyword arguments of `EngineClient`.
-
-    Attributes:
-        engine: The engine, for reading its constant properties.
+    `options` are keyword arguments of `EngineClient`.
     """
 
     def __init__(self, engine: Engine, **options: Any):

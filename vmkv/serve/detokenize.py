@@ -33,7 +33,7 @@ class Found(NamedTuple):
 
 
 class StopTexts:
-    """Automaton (Aho-Corasick) that finds non-empty stop texts; shared by any number of searches."""
+    """Automaton (Aho-Corasick) that finds non-empty stop texts; any number of searches share it."""
 
     def __init__(self, stops: Sequence[str]):
         self._next: list[dict[str, int]] = [{}]

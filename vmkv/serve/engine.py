@@ -154,29 +154,29 @@ class Engine:
             per vocabulary entry, allocated at the start.
         max_num_batched_tokens: Token budget of a step; longer prompts take several steps.
         max_num_mixed_tokens: Token budget of a mixed step, which both decodes and computes prompts;
-            twice as much if that fits half of the next prompt. Every running request still decodes
-            and prompts get at least half of the budget, so many decoding requests may exceed it.
-            Not applied while more prompt tokens are left than `max_num_batched_tokens`. None, the
-            default, for no extra bound, which suits requests that arrive together.
+            doubled if that fits half of the next prompt. All running requests decode and prompts
+            get at least half of the budget, so many decoding requests may exceed it. Not applied
+            while more prompt tokens are left than `max_num_batched_tokens`. None, the default, for
+            no extra bound, which suits requests that arrive together.
         max_tokens: Maximum length of a request, prompt and output; by default the model's.
         budget_bytes: Physical memory for keys and values; by default 0.9 of what is free now.
         host_budget_bytes: Host memory for swapping preempted requests; 0 to recompute them.
-        deterministic: Make a request's tokens independent of the rest of the batch. Every request
-            then runs in passes of its own, which costs most of the throughput.
+        deterministic: Make a request's tokens independent of the rest of the batch, by forward
+            passes of its own. This costs most of the throughput.
         prefix_caching: Reuse cached keys and values of prompts' prefixes.
         attention_backend, kv_dtype, kv_scales, skip_layers: See `VMKVCache`.
         runner: "eager", "graphs" (compiled layers and CUDA graphs), or "auto": graphs on CUDA.
         runner_options: A `RunnerOptions` for "graphs".
-        pool: Physical memory, with its own budget, to share with other caches and engines. Engines
-            over one pool preempt each other's requests in one order of arrival and priority. A
-            request that fits the pool alone waits for memory; it fails with `OutOfPagesError` if
-            for 100 steps no memory comes free and no engine makes progress.
+        pool: Physical memory, with its own budget, shared with other caches and engines. Its
+            engines preempt each other's requests in one order of arrival and priority. A request
+            that fits the pool alone waits for memory; it fails with `OutOfPagesError` if for 100
+            steps no memory comes free and no engine makes progress.
         preemption_costs: Speed of the machine; by default an H200 and the model's size.
         aging_steps: Number of steps by which one level of priority lets a request overtake.
         watermark_bytes: Device memory, free memory and cached prefixes together, that the pool
-            keeps when no request is left. Memory above it returns to the device: free memory first,
-            then the least recently used prefixes. Memory of the pool's other users counts but is
-            not taken. None, the default, keeps everything.
+            keeps when no request is left. The rest returns to the device: free memory first, then
+            the least recently used prefixes. Memory of the pool's other users counts but is not
+            taken. None, the default, keeps everything.
         seed: Seed for requests without one; by default random.
         observer: Receives the engine's events.
 
@@ -287,7 +287,7 @@ class Engine:
         *,
         tenant: str | None = None,
     ) -> RequestHandle:
-        """Add a request to the queue.
+        """Add a request to the queue and return a handle to read its outputs and to cancel it.
 
         Args:
             prompt: Token ids, or text if the engine has a tokenizer.
@@ -295,9 +295,6 @@ class Engine:
             priority: Lower values run first.
             tenant: Owner of the request's keys and values; prefixes are shared only within a
                 tenant. None is a tenant of its own.
-
-        Returns:
-            A handle to read the outputs and to cancel the request.
 
         Raises:
             ConfigError: The request can never be served: the prompt is empty or too long, a token
@@ -377,10 +374,7 @@ class Engine:
 
     @uninterrupted
     def finish(self, handle: RequestHandle, sample: int) -> None:
-        """End one sample of a request as if at a stop token. Idempotent.
-
-        For callers that find stop texts themselves.
-        """
+        """End a sample as if at a stop token, for callers that find stop texts. Idempotent."""
         self._loop.end(handle.requests[sample], FinishReason.STOP)
 
     @uninterrupted
@@ -400,10 +394,7 @@ class Engine:
 
     @property
     def num_failed_steps(self) -> int:
-        """Consecutive steps that failed, up to now.
-
-        Failures of a single request and shortages of memory do not count.
-        """
+        """Consecutive failed steps, without failures of single requests and memory shortages."""
         return self._loop.num_failed_steps
 
     @property
@@ -414,9 +405,8 @@ class Engine:
     def step(self) -> None:
         """Run one step and update the handles; with nothing left to do, call `fall_idle`.
 
-        Raises:
-            ClosedError: The engine is closed.
-            DriverError: A driver call failed that no single request caused; stepping may continue.
+        Raises `ClosedError`, or a `DriverError` that no single request caused; stepping may
+        continue.
         """
         if not self.advance():
             self.fall_idle()
@@ -430,15 +420,9 @@ class Engine:
     def fall_idle(self, is_wanted: Callable[[], bool] = lambda: False) -> None:
         """Return memory above the watermark to the device, and notify the observer.
 
-        Does nothing while requests are left, or if already idle. Driver errors are logged; the
-        memory is returned at the next idle time.
-
-        Args:
-            is_wanted: Polled before each slice of memory; once true, the rest is left to the next
-                call.
-
-        Raises:
-            ClosedError: The engine is closed.
+        Does nothing while requests are left, or if already idle. `is_wanted` is polled before each
+        slice of memory; once true, the rest is left to the next call, as it is after a driver
+        error, which is logged.
 
         Cost: some 10 µs with nothing above the watermark, else some 3 ms per GiB.
         """
@@ -468,7 +452,7 @@ class Engine:
         return True
 
     def _reclaim(self, num_bytes: int) -> int:
-        """Return memory to the device; waits for fences, so that retired memory goes before prefixes."""
+        """Return memory to the device; waits for fences, so that retired memory goes first."""
         self.cache.pool.reclaimer.wait()
         return self._view.reclaim(num_bytes)
 
@@ -480,16 +464,15 @@ class Engine:
         *,
         tenant: str | None = None,
     ) -> list[RequestOutput]:
-        """Generate outputs for all prompts, like vLLM's `LLM.generate`.
+        """Generate one output per prompt, in order, like vLLM's `LLM.generate`.
+
+        A failed output has `finish_reason` "error".
 
         Args:
             prompts: One prompt or several, each token ids or text.
             params: One for all prompts, or one each.
             priority: Priority of all of them.
             tenant: Tenant of all of them; see `add`.
-
-        Returns:
-            One output per prompt, in order. A failed one has `finish_reason` "error".
 
         Raises:
             ConfigError: A prompt cannot be served, or the number of `params` differs from that of

@@ -48,7 +48,6 @@ class _Sample:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the sample has ended."""
         return self._finish_reason is not None
 
     def update(self, update: Update) -> bool:
@@ -86,7 +85,6 @@ class _Sample:
         return num_tokens
 
     def take(self) -> CompletionOutput:
-        """Take the output since the last call."""
         token_ids, self._token_ids = self._token_ids, []
         logprobs, self._logprobs = self._logprobs, []
         return CompletionOutput(
@@ -123,23 +121,19 @@ class _Stream:
 
     @property
     def is_finished(self) -> bool:
-        """Whether every sample has ended."""
         return all(each.is_finished for each in self._samples)
 
     def update(self, update: Update) -> bool:
-        """Add new tokens of a sample; see `_Sample.update`."""
         if not update.sample:
             self._num_cached_tokens = update.num_cached_tokens
         self.has_news.set()
         return self._samples[update.sample].update(update)
 
     def fail(self, error: Exception) -> None:
-        """End the stream with `error`."""
         self.error = error
         self.has_news.set()
 
     def take(self) -> RequestOutput:
-        """Take the outputs of all samples since the last call."""
         errors = [each.error for each in self._samples if each.error is not None]
         return RequestOutput(
             request_id=self.key,
@@ -154,12 +148,8 @@ class _Stream:
 class EngineClient(abc.ABC):
     """Client of an engine that runs on its own, for one event loop at a time.
 
-    As an async context manager it drains and shuts down the engine on exit.
-
-    Args:
-        tokenizer: For prompts and outputs that are text.
-        silence_max_s: Seconds without news after which `failure` reports an engine that has work.
-        clock: Returns seconds.
+    As an async context manager it drains and shuts down the engine on exit. An engine that has work
+    and sends no news for `silence_max_s` seconds of `clock` is reported by `failure`.
     """
 
     def __init__(
@@ -228,8 +218,7 @@ class EngineClient(abc.ABC):
     async def shutdown(self, drain: bool = True) -> None:
         """Stop the engine, after unfinished requests or, with `drain=False`, cancelling them.
 
-        New requests are refused from now on. Returns when the engine has ended and everything is
-        freed. Idempotent.
+        New requests are refused at once. Returns when everything is freed. Idempotent.
         """
         self._is_stopping = True
         await self._connect()

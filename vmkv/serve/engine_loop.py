@@ -90,11 +90,7 @@ Event = tuple[str, Sequence[Any]]
 
 
 class News(NamedTuple):
-    """Everything new since the last news.
-
-    `events` and `stats` are observer calls and the cache statistics for observers on the client's
-    side.
-    """
+    """Everything new since the last news; `events` and `stats` are for observers at the client."""
 
     refused: Sequence[Refused]
     updates: Sequence[Update]
@@ -170,9 +166,8 @@ class EngineLoop:
     def run(self) -> None:
         """Run until stopped, then close the engine. Sleeps without polling while idle.
 
-        Raises:
-            RuntimeError: `ends_with_device`, and every step fails; the engine is not closed.
-            RankError: The same, because of a rank.
+        With `ends_with_device` it raises `RuntimeError`, or a rank's `RankError`, once every step
+        fails, and leaves the engine open.
         """
         self._engine.use_device()
         while self._wait():
@@ -217,13 +212,11 @@ class EngineLoop:
 
     @property
     def _has_news(self) -> bool:
-        """Whether updates or refusals are unsent."""
         return bool(self._updated or self._refused)
 
     # ---- commands -------------------------------------------------------------------------
 
     def _is_wanted(self) -> bool:
-        """Whether a command has arrived or the loop is stopping."""
         for command in self._link.receive():
             if isinstance(command, Add):
                 self._to_add.add(command.key)
@@ -298,7 +291,6 @@ class EngineLoop:
         self._updated[handle] = None
 
     def _publish(self, *, has_stepped: bool = False) -> None:
-        """Send the news, unless the last is still being sent."""
         if not self._link.can_send():
             return
         refused, self._refused = self._refused, []

@@ -22,13 +22,10 @@ _LOG = logging.getLogger(__name__)
 
 
 class MemoryView:
-    """Sequences of requests in one cache. Implements `CacheView`.
+    """Sequences of requests in one cache, used by the engine's thread only. Implements `CacheView`.
 
-    Args:
-        cache: The cache, used by the engine's thread only.
-        max_chunk_tokens: Most tokens that a sequence grows by in a step.
-        prefix_caching: Reuse cached prefixes.
-        num_reserved_rows: Rows that swapped sequences must leave free.
+    A sequence grows by at most `max_chunk_tokens` per step, and swapped sequences leave
+    `num_reserved_rows` rows free.
     """
 
     def __init__(
@@ -67,10 +64,7 @@ class MemoryView:
             self._leaders[request.request_id] = leader_id
 
     def begin(self, request_id: int) -> int:
-        """Open a request's sequence; returns the number of tokens it already holds.
-
-        Raises `OutOfPagesError`, `OutOfAddressSpaceError` or `DriverError`, and then opens nothing.
-        """
+        """Open a request's sequence and return its number of cached tokens; on errors, open none."""
         self.end(request_id)  # A preemption that failed half-way may have left it.
         request = self._requests[request_id]
         tokens = request.tokens(0, self._num_known(request))
@@ -108,11 +102,11 @@ class MemoryView:
         *,
         begins_empty: bool = True,
     ) -> bool:
-        """Map or reserve memory for upcoming growth, without blocking; returns whether all is ready.
+        """Map or reserve memory for upcoming growth, without blocking; returns whether all succeeded.
 
         `wanted` is as for `grow`; `num_new_tokens` are of a request that begins or resumes next,
-        and `begins_empty` is whether it has no cached tokens. A `DriverError` may cost parked rows
-        memory, never open sequences. Costs one comparison for a request that has room.
+        and `begins_empty` is whether it has no cached tokens. A `DriverError` affects parked rows
+        at most.
         """
         short = [(self._sequences[each], to) for each, to in self._short(wanted)]
         if not short and not num_new_tokens:
@@ -175,9 +169,7 @@ class MemoryView:
             _LOG.warning("a sequence could not be closed yet", exc_info=True)
 
     def close_ended(self) -> None:
-        """Close ended sequences that are still open; on `DriverError` the rest is left for the next
-        call.
-        """
+        """Close ended sequences that are still open; a `DriverError` leaves the rest for later."""
         while self._ending:
             sequence, idle_since = self._ending[-1]
             sequence.close(idle_since=idle_since)
@@ -201,17 +193,15 @@ class MemoryView:
         self.cache.make_room(num_bytes)
 
     def reclaim(self, num_bytes: int | None = None) -> int:
-        """Return unused memory to the device, at least `num_bytes` or all; returns the bytes returned.
+        """Return at least `num_bytes`, or all, of unused memory to the device; returns the bytes.
 
-        Unused is memory of no live sequence, and memory beyond the sequences' lengths. Waits for
-        the device.
+        Memory beyond the sequences' lengths is unused, too. Waits for the device.
         """
         self.close_ended()
         self._room_tokens.clear()
         return self.cache.trim(num_bytes)
 
     def _record(self, request_id: int) -> None:
-        """Enter a request's known and computed tokens into the prefix cache."""
         sequence, request = self._sequences[request_id], self._requests[request_id]
         if not self._prefix_caching or not sequence.is_resident:
             return
@@ -225,7 +215,7 @@ class MemoryView:
         return len(request.prompt_token_ids) + len(request.output_token_ids)
 
     def _leader(self, request_id: int) -> Sequence | None:
-        """Live sequence of the sibling that has computed the whole prompt, to be forked; or None."""
+        """Live sequence of the sibling that has computed the whole prompt, for a fork; or None."""
         leader_id = self._leaders.get(request_id, -1)
         leader = self._sequences.get(leader_id)
         if leader is None or not leader.is_resident:
@@ -341,7 +331,6 @@ class MemoryView:
         return {each: self._pages_lacking(each, to) for each, to in self._short(wanted)}
 
     def _short(self, wanted: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Entries of `wanted` beyond their sequence's writable tokens."""
         room_tokens, found = self._room_tokens, []
         for each in wanted:
             request_id, num_tokens = each
@@ -352,7 +341,6 @@ class MemoryView:
         return found
 
     def _pages_lacking(self, request_id: int, num_tokens: int) -> int:
-        """Pages that a sequence lacks for `num_tokens`, over all layer groups."""
         sequence = self._sequences[request_id]
         num_pages = 0
         for group in self.cache.groups:

@@ -29,7 +29,7 @@ _PARTS_S = (1e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.0
 
 
 class Metrics:
-    """Observer that counts; `registry` holds its metrics, not prometheus-client's global registry."""
+    """Observer that counts, with a `registry` other than prometheus-client's global one."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()

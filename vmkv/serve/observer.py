@@ -27,8 +27,7 @@ class StepRecord:
         fence_wait_s: Part of `map_s` spent waiting for fences.
         num_prefill_tokens: Prompt tokens that the step computes.
         num_decode_tokens: Sequences that the step decodes.
-        num_running: Running requests after the step.
-        num_waiting: Waiting requests after the step.
+        num_running, num_waiting: Requests after the step.
         num_swapped: Requests preempted by swapping.
         num_recomputed: Requests preempted by dropping their memory.
     """
@@ -55,18 +54,10 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """A finished request, one sample of a prompt. Times are `time.perf_counter`; None if not reached.
+    """A finished request, one sample of a prompt; `time.perf_counter` times, None if not reached.
 
-    Attributes:
-        request_id: The engine's number of the request.
-        arrival_s: When it was added.
-        start_s: When its first chunk was submitted.
-        first_token_s: When its first token was known.
-        end_s: When it ended.
-        num_prompt_tokens: Tokens of the prompt.
-        num_cached_tokens: Prompt tokens found in the prefix cache.
-        num_output_tokens: Generated tokens.
-        finish_reason: `stop`, `length`, `cancelled` or `error`.
+    `start_s` is when its first chunk was submitted, `num_cached_tokens` the prompt tokens found in
+    the prefix cache; `finish_reason` is `stop`, `length`, `cancelled` or `error`.
     """
 
     request_id: int

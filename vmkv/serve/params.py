@@ -1,9 +1,4 @@
-"""Sampling parameters of a request, validated once.
-
-    SamplingParams(temperature=0.8, top_p=0.95, max_tokens=128, stop=["###"])
-
-Names are those of the field; objects are frozen and may be shared by requests.
-"""
+"""Sampling parameters of a request: the field's names, validated once, frozen."""
 
 from __future__ import annotations
 
