@@ -43,7 +43,7 @@ class _ThreadLink:
         """Deliver news in `loop` from now on."""
         if loop is not self._loop:
             self._loop = loop
-            self.deliver()  # What another loop, which is closed, did not take.
+            self.deliver()  # News that a closed loop did not take.
 
     def post(self, command: Command) -> None:
         with self._changed:
@@ -62,7 +62,7 @@ class _ThreadLink:
     # ---- in the thread --------------------------------------------------------------------
 
     def receive(self) -> Sequence[Command]:
-        if not self._commands:  # Without the lock: whoever comes just now is seen the next time.
+        if not self._commands:  # Unlocked: a command that arrives now is seen next time.
             return ()
         with self._changed:
             commands, self._commands = self._commands, []
@@ -83,7 +83,7 @@ class _ThreadLink:
         try:
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(callback)
-        except RuntimeError:  # The loop is closed: nobody is left to be told.
+        except RuntimeError:  # The loop is closed.
             self._news = None
 
     def wait(self, *, for_commands: bool, to_send: bool, timeout_s: float | None = None) -> None:
@@ -113,10 +113,10 @@ class AsyncEngine(EngineClient):
     def _run(self) -> None:
         try:
             self._loop.run()
-        except BaseException as error:  # noqa: BLE001  # everybody who asks is told
+        except BaseException as error:  # noqa: BLE001  # reported to every client
             self._end_reason = f"{error!r:.200}"
             _LOG.critical("the engine's thread has ended", exc_info=error)
-        # Whatever has happened, nobody is to wait for a thread that is gone.
+        # Streams must not wait for a thread that has ended.
         self._link.call(self._end)
 
     def _end(self) -> None:
@@ -130,7 +130,7 @@ class AsyncEngine(EngineClient):
     @property
     def failure(self) -> str | None:
         """Why no request can be served; None while requests are served. See `EngineClient`."""
-        # No event loop may have been there to be told.
+        # The thread may have ended before an event loop was connected.
         return super().failure if self._thread.is_alive() else self._death_notice
 
     async def _connect(self) -> None:

@@ -21,7 +21,7 @@ from .params import SamplingParams
 
 # ---- stop texts ----------------------------------------------------------------------------------
 
-#: The state of a text that begins no stop text.
+#: State of a text that has no end that begins a stop text.
 START = 0
 
 
@@ -37,11 +37,11 @@ class StopTexts:
 
     def __init__(self, stops: Sequence[str]):
         self._next: list[dict[str, int]] = [{}]
-        # The state of the longest end of this state's text that begins a stop text as well.
+        # Fallback: state of the longest proper end of the text that begins a stop text.
         self._shorter = [START]
-        # The longest stop text that this state's text ends with.
+        # Longest stop text at the end of the state's text.
         self._stop: list[str | None] = [None]
-        # How long the longest end is that begins a stop text and does not complete one.
+        # Length of the longest end that begins a stop text without completing it.
         self._num_begun = [0]
         for stop in stops:
             self._insert(stop)
@@ -105,15 +105,15 @@ def stop_texts(stops: tuple[str, ...]) -> StopTexts:
 
 # ---- detokenize ----------------------------------------------------------------------------------
 
-#: Tokens decoded again as context for the next: more than a character or a word's rule needs.
+#: Tokens decoded again as context: enough for any character or word-boundary rule.
 _CONTEXT_TOKENS = 6
-#: The window is moved on when it has grown so long, at a whole character; and in any case when
-#: it has grown so much longer that there can be none. Each token costs a decoding of it.
+#: Window length at which it moves on, at a whole character; at the maximum it moves anyway, as no
+#: character is that long. Each token costs a decoding of the window.
 _WINDOW_TOKENS = 2 * _CONTEXT_TOKENS
 _WINDOW_MAX_TOKENS = 96
-#: What decoders write for bytes that are no character (yet), once for each or once for several.
+#: Decoders' replacement for bytes that form no character (yet), once per byte or per run.
 _REPLACEMENT = "\ufffd"
-#: Bytes of a character that is not complete, at most.
+#: Most bytes of an incomplete character.
 _INCOMPLETE_BYTES = 3
 
 
@@ -125,7 +125,7 @@ class Detokenizer:
     """
 
     def __init__(self, tokenizer: Any, prompt_token_ids: Sequence[int], params: SamplingParams):
-        # Tidying spaces before punctuation would change text that was given out already.
+        # Without clean-up of spaces before punctuation, which would change text already returned.
         self._decode_tokens = compat.decoder(tokenizer)
         self._skips_special = params.skip_special_tokens
         self._stops = stop_texts(tuple(params.stop)) if params.stop else None
@@ -134,13 +134,13 @@ class Detokenizer:
         self._includes_stop = params.include_stop_str_in_output
         self._window = list(prompt_token_ids[-_WINDOW_MAX_TOKENS:])
         self._window_text = self._decode(self._window)
-        # The part of the window's text that was taken; half a character of a prompt was not.
+        # Part of the window's text that is final, without an incomplete character of the prompt.
         self._taken = self._window_text.rstrip(_REPLACEMENT)
-        # The window's first tokens, whose text was taken to its end.
+        # Number of leading window tokens whose whole text is final.
         self._num_taken = len(self._window) if self._taken == self._window_text else 0
         self._move_window()
-        self._new = ""  # Certain, and not taken yet.
-        self._held = ""  # What comes after that, and may begin a stop text.
+        self._new = ""  # Final text that was not taken yet.
+        self._held = ""  # Text after it that may begin a stop text.
         self._num_tokens = 0
         self.stop: str | None = None
 
@@ -155,7 +155,7 @@ class Detokenizer:
         self._window.append(token_id)
         before, self._window_text = self._window_text, self._decode(self._window)
         if self._window_text == before != "" and not self._decode([token_id]):
-            # Skipped: as context it would displace the tokens that have text.
+            # A skipped special token: as context it would displace tokens with text.
             self._window.pop()
             return None
         return self._accept(_without_incomplete(self._window_text))
@@ -170,7 +170,7 @@ class Detokenizer:
     def _accept(self, certain: str) -> str | None:
         """Append the new part of the window's text, of which `certain` is final, to the output."""
         if self._num_taken and not certain.startswith(self._taken):
-            # An incomplete or invalid byte has replaced characters of its run that were taken.
+            # An incomplete or invalid byte has replaced final characters of its run.
             is_end = certain == self._window_text
             new = self._window[self._num_taken :]
             text = self._decode(new)
@@ -213,8 +213,8 @@ class Detokenizer:
                 return
         if len(window) < _WINDOW_MAX_TOKENS:
             return
-        # A long run of invalid bytes. Its end must be invalid as well without its last bytes, or
-        # it may become characters when others are added.
+        # A long run of invalid bytes. Its end must decode the same without the last bytes, or
+        # later bytes could turn it into characters.
         ends = [len(window) - num_bytes for num_bytes in range(_INCOMPLETE_BYTES + 1)]
         texts = [self._decode(window[:end]) for end in ends]
         for start in range(len(window) - _CONTEXT_TOKENS, 0, -1):

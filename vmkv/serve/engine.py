@@ -81,7 +81,7 @@ class Outcomes:
         """Take a request's next token; returns why the request ends, or None."""
         if logprobs is not None:
             request.logprobs.append(logprobs)
-        # Last: other threads look for what is said of it.
+        # Last: other threads expect the log-probabilities of each token they see.
         request.output_token_ids.append(token_id)
         num_tokens = len(request.output_token_ids)
         if num_tokens == 1:
@@ -96,7 +96,7 @@ class Outcomes:
     def _stop(self, request: Request, token_id: int, num_tokens: int) -> FinishReason | None:
         params = request.params
         if token_id in params.stop_token_ids and num_tokens >= params.min_tokens:
-            # Its text is not the answer's.
+            # The text of a stop token is not part of the output.
             request.stop_reason = None if token_id in self.end_tokens else token_id
             return FinishReason.STOP
         detokenizer = self._detokenizers.get(request.request_id)
@@ -115,11 +115,11 @@ class Outcomes:
         if detokenizer is not None:
             try:
                 detokenizer.finish()
-            except Exception as late:  # noqa: BLE001  # the tokenizer's; nobody else's request ends
+            except Exception as late:  # noqa: BLE001  # a tokenizer's, for this request alone
                 reason, error = FinishReason.ERROR, error or late
             request.texts.append(detokenizer.take_text())
         request.error = error
-        request.finish_reason = reason  # Last: other threads take it for the end of changes.
+        request.finish_reason = reason  # Last: other threads take it as the end.
         self._updated(request)
         if self._observer is not None:
             self._observer.request_finished(
@@ -140,7 +140,7 @@ class Outcomes:
 # ---- engine --------------------------------------------------------------------------------------
 
 _LOG = logging.getLogger(__name__)
-#: What goes back to the device before somebody may want the engine again: some 10 ms.
+#: Memory returned to the device between polls for new work: some 10 ms.
 _SLICE_BYTES = 1 * GiB
 
 
@@ -244,7 +244,7 @@ class Engine:
             self._view = MemoryView(
                 self.cache,
                 max_num_batched_tokens,
-                # What is computed with other chunks is rounded otherwise.
+                # Cached values from other chunk sizes are rounded differently.
                 prefix_caching=prefix_caching and not deterministic,
                 num_reserved_rows=max_num_seqs + 2,
             )
@@ -259,7 +259,7 @@ class Engine:
                 options=runner_options,
             )
             undo.callback(self._runner.close)
-            self._view.fitting_tokens()  # One at least; the kernels' over-read is known now.
+            self._view.fitting_tokens()  # Checks that one token fits, with the over-read.
             self._undo = undo.pop_all()
         self._loop = StepLoop(
             self._scheduler,
@@ -439,13 +439,13 @@ class Engine:
             return True
         pool = self.cache.pool
         try:
-            self._reclaim(0)  # And, once: what others do with the pool is not this engine's.
+            self._reclaim(0)  # Measured once: later changes are other users'.
             excess_bytes = pool.stats().created_bytes - self._watermark_bytes
             while excess_bytes > 0:
                 if is_wanted():
                     return False
                 released_bytes = self._reclaim(min(excess_bytes, _SLICE_BYTES))
-                # Nothing where the rest is live: a runner's scratch row, or what others hold.
+                # Zero if the rest is live: a runner's padding row, or memory of other users.
                 excess_bytes = excess_bytes - released_bytes if released_bytes else 0
         except (CapacityError, DriverError) as error:
             _LOG.warning("memory above the watermark could not be given back: %s", error)

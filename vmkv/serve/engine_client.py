@@ -28,7 +28,7 @@ from .request import CompletionOutput, FinishReason, RequestOutput, TokenLogprob
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-#: How long an engine that has work may say nothing; it does after each step. Steps take seconds at
+#: Longest silence of an engine with work, which sends news after each step. Steps take seconds at
 #: most, but the first of a size may compile kernels.
 SILENCE_MAX_S = 60.0
 
@@ -60,7 +60,7 @@ class _Sample:
         if self._detokenizer is not None:
             try:
                 num_tokens = self._put_into_text(self._detokenizer, update)
-            except Exception as error:  # noqa: BLE001  # the tokenizer's, and this request's alone
+            except Exception as error:  # noqa: BLE001  # a tokenizer's, for this request alone
                 self._finish_reason, self.error = FinishReason.ERROR, self.error or error
         self._token_ids += update.token_ids[:num_tokens]
         self._logprobs += update.logprobs[:num_tokens]
@@ -69,7 +69,7 @@ class _Sample:
     def _put_into_text(self, detokenizer: Detokenizer, update: Update) -> int:
         """Detokenize an update; returns how many of its tokens belong to the output."""
         num_tokens = len(update.token_ids)
-        # The text of a stop token, the last one then, is not the answer's.
+        # The text of a stop token, always the last, is not part of the output.
         num_text_tokens = num_tokens - (update.finish_reason is FinishReason.STOP)
         stop = None
         for count, token_id in enumerate(update.token_ids[:num_text_tokens], 1):
@@ -162,7 +162,7 @@ class EngineClient(abc.ABC):
         self._tokenizer = tokenizer
         self._silence_max_s = silence_max_s
         self._clock = clock
-        self._heard_s = clock()  # When the engine said something last, or had to.
+        self._heard_s = clock()  # Last news, or the start of the current work.
         self._new_keys = itertools.count()
         self._streams: dict[int, _Stream] = {}
         self._num_failed_steps = 0
@@ -195,7 +195,7 @@ class EngineClient(abc.ABC):
         key = next(self._new_keys)
         stream = _Stream(key, prompt, params, self._tokenizer)
         if not self.has_work:
-            self._heard_s = self._clock()  # It had nothing to say before.
+            self._heard_s = self._clock()  # An idle engine is silent.
         params = replace(params, stop=(), detokenize=False)
         self._send(Add(key, stream.prompt, params, priority, tenant))
         self._streams[key] = stream
@@ -280,7 +280,7 @@ class EngineClient(abc.ABC):
                 self._streams[key].fail(error)
         for update in news.updates:
             stream = self._streams.get(update.key)
-            # Whoever asked may have left.
+            # The client may have cancelled the request.
             if stream is not None and stream.update(update):
                 self._send(Finish(update.key, update.sample))
 

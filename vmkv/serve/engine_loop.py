@@ -85,7 +85,7 @@ class Update(NamedTuple):
     error: Exception | None
 
 
-#: A call of an `EngineObserver`: its name and arguments, without the cache that some have.
+#: A call of an `EngineObserver`: its name and arguments, except the cache.
 Event = tuple[str, Sequence[Any]]
 
 
@@ -102,9 +102,9 @@ class News(NamedTuple):
 # ---- engine loop ---------------------------------------------------------------------------------
 
 _LOG = logging.getLogger(__name__)
-#: So many steps in a row fail only where every one does.
+#: Consecutive failed steps after which every step is assumed to fail.
 FAILED_STEPS_MAX = 5
-#: What running requests wait at most for the commands between two steps, but for the last one.
+#: Time budget for commands between two steps; the last command may exceed it.
 _COMMANDS_S = 0.01
 
 
@@ -158,7 +158,7 @@ class EngineLoop:
         self._keys: dict[RequestHandle, int] = {}
         self._refused: list[Refused] = []
         self._updated: dict[RequestHandle, None] = {}
-        #: Tokens and log-probabilities of each sample that were sent.
+        #: Numbers of sent tokens and log-probabilities of each sample.
         self._sent: dict[int, tuple[int, int]] = {}
         engine.on_update = self._note_update
         engine.when_lost(link.wake)
@@ -176,7 +176,7 @@ class EngineLoop:
                 self._obey()
                 self._hold()
                 self._engine.advance()
-            except Exception as error:  # noqa: BLE001  # every request ends with it
+            except Exception as error:  # noqa: BLE001  # fails every request
                 failure = error
                 self._engine.cancel_all(error)
             self._publish(has_stepped=True)
@@ -192,19 +192,19 @@ class EngineLoop:
 
     def _wait(self) -> bool:
         """Wait for work; false to end. Publishes all news before the engine falls idle."""
-        # Once all is published, so that no client waits for it.
+        # Publish everything first, so that no client waits for this.
         while self._has_news and not self._engine.has_unfinished and not self._is_wanted():
             self._link.wait(for_commands=True, to_send=True)
             self._publish()
         try:
             self._engine.fall_idle(is_wanted=self._is_wanted)
         except RankError:
-            pass  # Whoever looks, or asks, is told.
-        except Exception:  # noqa: BLE001  # no request is left to end with it
+            pass  # The next step or `Look` reports it.
+        except Exception:  # noqa: BLE001  # no request is left to fail
             _LOG.exception("the engine could not fall idle")
         if self._engine.has_unfinished:
             return True
-        self._publish()  # That it is idle, for one.
+        self._publish()  # Includes the observers' idle event.
         while not self._is_wanted():
             self._link.wait(for_commands=True, to_send=self._has_news)
             self._publish()
@@ -221,7 +221,7 @@ class EngineLoop:
             if isinstance(command, Add):
                 self._to_add.add(command.key)
             elif isinstance(command, Cancel):
-                self._to_add.discard(command.key)  # Nothing is done for those not yet added.
+                self._to_add.discard(command.key)  # Cancelled before it was added.
             self._is_stopping |= isinstance(command, Stop)
             self._commands.append(command)
         if self._link.is_broken and not self._is_stopping:
@@ -248,7 +248,7 @@ class EngineLoop:
     def _hold(self) -> None:
         """Accept new requests while the device is busy anyway; they join the next step."""
         while not self._is_stopping and (spare_s := self._engine.spare_s) > 0:
-            # What could not be sent yet does not wait for the step either.
+            # News that could not be sent before does not wait for the step.
             is_sent = self._link.can_send()
             if is_sent and self._has_news:
                 self._publish()
@@ -263,7 +263,7 @@ class EngineLoop:
         try:
             prompt, params, priority = asked.prompt, asked.params, asked.priority
             handle = self._engine.add(prompt, params, priority, tenant=asked.tenant)
-        except Exception as error:  # noqa: BLE001  # the asking side's, which waits for it
+        except Exception as error:  # noqa: BLE001  # reported to the client
             self._refused.append(Refused(asked.key, error))
             return
         self._handles[asked.key], self._keys[handle] = handle, asked.key

@@ -44,13 +44,13 @@ class MemoryView:
         self._leaders: dict[int, int] = {}
         self._sequences: dict[int, Sequence] = {}
         self._ending: list[tuple[Sequence, int | None]] = []
-        # How far each sequence is computed: it is grown before a step is submitted.
+        # Computed tokens of each sequence; its length grows earlier, before the step is submitted.
         self._computed_tokens: dict[int, int] = {}
-        # How far each could be written when that was asked last. A hint, which a growth that fails
-        # clears: where it says too much, growing makes room itself.
+        # Writable tokens of each sequence when last asked. A hint, cleared by failed growth: if it
+        # is too high, growing makes room.
         self._room_tokens: dict[int, int] = {}
-        # The step that each was last grown for, by number, and when the last two were submitted:
-        # who ends by its length is not in the one that runs while its last token is read.
+        # Number of the step that each sequence was last grown for, and the last two submissions: a
+        # request that ends by length is not in the step that runs when its last token is read.
         self._last_steps: dict[int, int] = {}
         self._num_steps = 0
         self._submitted_at = (0, 0)
@@ -64,8 +64,8 @@ class MemoryView:
             self._leaders[request.request_id] = leader_id
 
     def begin(self, request_id: int) -> int:
-        """Open a request's sequence and return its number of cached tokens; on errors, open none."""
-        self.end(request_id)  # A preemption that failed half-way may have left it.
+        """Open a sequence and return its number of cached tokens; on errors, open none."""
+        self.end(request_id)  # An incomplete preemption may have left a sequence.
         request = self._requests[request_id]
         tokens = request.tokens(0, self._num_known(request))
         leader = self._leader(request_id)
@@ -87,7 +87,7 @@ class MemoryView:
     def grow(self, wanted: Iterable[tuple[int, int]]) -> None:
         """Grow sequences to `(request_id, num_tokens)` targets, all of them or, on errors, none."""
         targets, sequences = list(wanted), self._sequences
-        # First: where growing fails, it may have copied already.
+        # First: a failed growth may have submitted copies.
         self._last_steps.update(dict.fromkeys([each for each, _ in targets], self._num_steps + 1))
         try:
             self.cache.grow([(sequences[each], to) for each, to in targets])
@@ -102,7 +102,7 @@ class MemoryView:
         *,
         begins_empty: bool = True,
     ) -> bool:
-        """Map or reserve memory for upcoming growth, without blocking; returns whether all succeeded.
+        """Prepare memory for upcoming growth, without blocking; returns whether all is ready.
 
         `wanted` is as for `grow`; `num_new_tokens` are of a request that begins or resumes next,
         and `begins_empty` is whether it has no cached tokens. A `DriverError` affects parked rows
@@ -115,7 +115,7 @@ class MemoryView:
             self.cache, short, num_new_tokens, begins_empty=begins_empty
         )
         if not is_ready and short and num_new_tokens:
-            # What is too much for all need not be for who runs.
+            # Running requests alone may still fit.
             is_ready_for_short = make_ready(self.cache, short)
         if is_ready_for_short:
             grow_ahead(self.cache, short)
@@ -131,7 +131,7 @@ class MemoryView:
     def note_computed(self, chunks: Iterable[PlannedChunk]) -> None:
         """Record that a step with `chunks` was submitted."""
         submitted_at = self.cache.pool.reclaimer.note_submitted()
-        # In this order: whoever is in a step that an interrupt keeps from counting is waited for.
+        # In this order: if an interrupt comes in between, `_idle_since` waits for this step.
         self._submitted_at = (self._submitted_at[1], submitted_at)
         self._num_steps += 1
         for chunk in chunks:
@@ -179,7 +179,7 @@ class MemoryView:
         """Submission after which no step uses an ending sequence; None for the latest."""
         last_step = self._last_steps.pop(request_id, None)
         if last_step is None or last_step > self._num_steps:
-            return None  # What was submitted is no whole step: copies, or one that has failed.
+            return None  # Work outside a counted step: copies, or a failed step.
         return self._submitted_at[last_step == self._num_steps]
 
     def remove(self, request_id: int) -> None:
@@ -224,7 +224,7 @@ class MemoryView:
         if num_prompt < 2 or self._computed_tokens[leader_id] < num_prompt:
             return None
         if any(group.window_tokens is not None for group in self.cache.groups):
-            return None  # The leader may have gone on, and its windows with it.
+            return None  # The leader's windows may have moved on.
         return leader
 
     # ---- host memory ----------------------------------------------------------------------
@@ -247,7 +247,7 @@ class MemoryView:
 
     def swap_out(self, request_id: int) -> bool:
         """Move a request's sequence to host memory; false if that failed and nothing moved."""
-        self._last_steps.pop(request_id, None)  # Copies are no step's.
+        self._last_steps.pop(request_id, None)  # The copies belong to no step.
         self._room_tokens.pop(request_id, None)
         try:
             self._sequences[request_id].swap_out()
@@ -266,7 +266,7 @@ class MemoryView:
         pages = self.peak_pages(sequence.num_tokens + 1)
         if sequence.swapped is None:
             return pages
-        # What it shares has stayed.
+        # Shared pages have stayed.
         moved_pages = sequence.swapped.num_pages
         return min(pages, moved_pages + pages - self.peak_pages(sequence.num_tokens))
 
@@ -313,7 +313,7 @@ class MemoryView:
         if group.window_tokens is None:
             return pages
         window = group.window_tokens + UNDERREAD_TOKENS + self._max_chunk_tokens + overread
-        # Extents leave whole, and both ends of the window may lie within one.
+        # Extents are released whole, and both ends of the window may lie within one.
         return min(pages, geometry.pages_for(window) + 1 + (2 << group.largest_class))
 
     def pages_to_begin(self, request_id: int, num_tokens: int) -> int:
@@ -384,7 +384,7 @@ class MemoryView:
         """Length of the longest request that fits the budget alone, at most a row."""
         total_pages = self.total_pages
         low, high = 0, self.cache.max_tokens
-        middle = high  # Mostly a whole row fits.
+        middle = high  # Usually a whole row fits.
         while low < high:
             if self.peak_pages(middle) <= total_pages:
                 low = middle

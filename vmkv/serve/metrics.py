@@ -19,9 +19,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from ..core.cache import CacheStats
 from .observer import ObservedCache, RequestRecord, StepRecord
 
-#: What the text of `Metrics.text` is, for an HTTP header.
+#: Content type of `Metrics.text`.
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-#: Looking at the cache costs some 100 µs with many rows; a scraper asks every few seconds.
+#: Reading the statistics costs some 100 µs with many rows; scrapes come every few seconds.
 _SNAPSHOT_INTERVAL_S = 0.5
 _WAITS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _TOKENS_S = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 1)
@@ -82,7 +82,7 @@ class Metrics:
         )
         self._preemptions = self._counter("preemptions", "Requests preempted", "kind")
         for kind in ("swap", "recompute"):
-            self._preemptions.labels(kind)  # A counter that is there at zero can be graphed.
+            self._preemptions.labels(kind)  # Exports the counter at zero.
 
     def _counter(self, name: str, what: str, *labels: str) -> Counter:
         return Counter(f"vmkv_{name}", what, labels, registry=self.registry)

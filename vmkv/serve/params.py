@@ -11,10 +11,10 @@ from typing import Any
 
 from ..errors import ConfigError, shown
 
-#: More alternatives than that per token is a distribution, not a log-probability.
+#: Most alternatives per token.
 _LOGPROBS_MAX = 1024
 _SAMPLES_MAX = 1024
-#: What the device counts in. Seeds feed a generator of as many bits.
+#: Largest integer on the device, int64; seeds are 64 bits, too.
 _INTEGER_MAX = 2**63 - 1
 _FLOAT_MAX = sys.float_info.max
 
@@ -73,7 +73,7 @@ class SamplingParams:
     logits_processors: Sequence[Callable[..., Any]] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
-        # One form of each, whatever was passed: later code need not ask.
+        # Normalize each sequence to a tuple, and top_k=-1 to 0.
         stop = (self.stop,) if isinstance(self.stop, str) else _tuple("stop", self.stop)
         object.__setattr__(self, "stop", stop)
         for name in ("stop_token_ids", "logits_processors"):
@@ -157,7 +157,7 @@ def _check_number(
 ) -> None:
     """Check for `[least, most]`, without `least` if `is_open`; infinity and NaN are rejected."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    # Comparing is exact for integers of any size, where a conversion would overflow.
+    # Comparison is exact for large integers; a conversion would overflow.
     is_finite = is_number and -_FLOAT_MAX <= value <= _FLOAT_MAX
     if not is_finite or not least <= value <= most or (is_open and value == least):
         bound = "a finite number" + (f" above {least}" if is_open else f", at least {least}")

@@ -23,8 +23,8 @@ from .request import Request, RequestState
 class PreemptionMethod(enum.Enum):
     """How the keys and values of a preempted request are restored."""
 
-    SWAP = "swap"  # They go to host memory, and come back.
-    RECOMPUTE = "recompute"  # They are dropped, and computed again.
+    SWAP = "swap"  # Moved to host memory and back.
+    RECOMPUTE = "recompute"  # Dropped and computed again.
 
     @property
     def leaves(self) -> RequestState:
@@ -277,7 +277,7 @@ class PreemptionCosts:
 
 # ---- planning ------------------------------------------------------------------------------------
 
-#: Free memory that admission leaves alone while something runs: room for a few steps of growth.
+#: Share of the pages that admission keeps free for a few steps of growth of running requests.
 _HEADROOM_DIVISOR = 100
 
 
@@ -309,7 +309,7 @@ class Capacity:
             return min(wanted, num_tokens_left)
         num_prompt = len(request.prompt_token_ids)
         if request.num_computed < num_prompt:
-            # Fits beside a token of everybody else, so nobody waits for a step of his own.
+            # Fits with one token of every other request, so no request needs a step of its own.
             size = self.max_num_batched_tokens - self.max_num_seqs + 1
             end = min((request.num_computed // size + 1) * size, num_prompt)
             wanted = end - request.num_computed
@@ -364,7 +364,7 @@ def take(request: Request, num_new_tokens: int, num_left: int) -> PlannedChunk:
     samples = num_new_tokens == num_left
     from_device = request.is_on_device and not request.params.needs_host_tokens
     past = request.num_computed
-    # A plan makes hundreds: this is a third of what the class's own call takes.
+    # Hundreds per plan: `tuple.__new__` takes a third of the time of the class's call.
     chunk = tuple.__new__(
         PlannedChunk,
         (request.request_id, request.slot, past, num_new_tokens, from_device, samples),
@@ -385,7 +385,7 @@ def untake(request: Request, chunk: PlannedChunk) -> None:
 
 def look_up(request: Request, view: CacheView) -> None:
     """Look up how many tokens of a waiting request are cached; the last one is always computed."""
-    # Somebody must say what comes next.
+    # The last token must be computed, to sample the next one.
     request.num_computed = min(view.cached_tokens(request.request_id), request.num_tokens - 1)
 
 
@@ -416,23 +416,23 @@ class StepPlanning:
         self._view = view
         self._free_pages = view.free_pages() - withheld_pages
         self._max_begun = max_begun
-        self._evictable_pages = 0  # Those that were asked for so far.
-        self._has_counted_evictable = self._has_counted_surplus = False  # All of them.
+        self._evictable_pages = 0  # Evictable pages counted so far.
+        self._has_counted_evictable = self._has_counted_surplus = False  # Completely.
         self._looks_for_surplus = looks_for_surplus
         self._outranked_by = outranked_by
         self._running = [(request, request.num_left) for request in queue.running]
         begun = [request for request, num_left in self._running if num_left > 1]
-        # What each lacks until all of it is computed: who decodes, in this step.
+        # Pages that each request lacks for all its tokens; for a decoding one, in this step.
         self._lacking = view.lacking(
             [(each.request_id, each.num_computed + left) for each, left in self._running if left]
         )
-        self._promised_pages = sum(self._lacking.values())  # To those who have yet to have a turn.
+        self._promised_pages = sum(self._lacking.values())  # For requests not planned yet.
         num_decodes = sum([num_left == 1 for _, num_left in self._running])
         self._decode_tokens = min(num_tokens, num_decodes)
         self._prompt_tokens = capacity.prompt_tokens_beside(
             self._decode_tokens, num_tokens, begun, queue
         )
-        self._is_short = False  # Whether somebody has to give way, or to stall.
+        self._is_short = False  # Whether a request must be preempted, or stall.
         self._preempted: list[Preemption] = []
         self._admitted: list[int] = []
         self._resumed: list[int] = []
@@ -442,10 +442,10 @@ class StepPlanning:
         """Make the plan."""
         running, lacking, chunks = RequestState.RUNNING, self._lacking, self._chunks
         for request, num_left in self._running:
-            if num_left > 1:  # It has begun, and can wait for who is ranked before it.
+            if num_left > 1:  # A begun prompt: requests ranked before it come first.
                 self._admit_before(request)
             if request.state is not running:
-                continue  # Somebody ranked before took its place.
+                continue  # Preempted by a request ranked before it.
             if request.num_unread and request.params.needs_host_tokens:
                 continue
             if num_left != 1:
@@ -471,7 +471,7 @@ class StepPlanning:
                 break
             if self._outranked_by is not None and waiting.rank > self._outranked_by:
                 break
-            # Who does not fit now will not in this plan, and nobody behind it may pass.
+            # A request that does not fit ends admission: none behind it may pass.
             self._max_begun = self._max_begun - 1 if self._admit(waiting) else 0
 
     def _prefill(self, request: Request) -> None:
@@ -488,9 +488,9 @@ class StepPlanning:
         view = self._view
         is_swapped = request.state is RequestState.SWAPPED
         if request.num_unread:
-            return False  # It gave way in this very step: its last token is not known yet.
+            return False  # Preempted in this step: its last token is not known yet.
         if not self._prompt_tokens:
-            return False  # Before a long prompt is looked up in vain.
+            return False  # Avoids a lookup of a long prompt in vain.
         if not is_swapped and not view.is_ready(request.request_id):
             return False
         if is_swapped:
@@ -517,7 +517,7 @@ class StepPlanning:
 
     def _make_room(self, request: Request, num_pages: int) -> bool:
         """Take pages for a request, preempting requests ranked behind it; returns success."""
-        self._promised_pages -= num_pages  # This is its turn.
+        self._promised_pages -= num_pages
         if num_pages and self._outranked_by is not None and request.rank > self._outranked_by:
             return False
         while not self._has_free(num_pages):

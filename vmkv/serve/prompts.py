@@ -94,7 +94,7 @@ def end_tokens(model: Any) -> frozenset[int]:
         return frozenset()
     try:
         return frozenset(map(operator.index, [ends] if isinstance(ends, int) else ends))
-    except TypeError as error:  # A text, for one, whose digits would be tokens.
+    except TypeError as error:  # For instance a text, whose digits would be tokens.
         raise ConfigError(
             f"the model's eos_token_id is {shown(ends)}: neither a token nor a list of tokens"
         ) from error

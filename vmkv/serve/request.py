@@ -14,7 +14,7 @@ from .params import SamplingParams
 class RequestState(enum.Enum):
     """State of a request; FINISHED is final."""
 
-    WAITING = "waiting"  # Not begun, or preempted and to be computed again.
+    WAITING = "waiting"  # Not begun, or preempted and to be recomputed.
     SWAPPED = "swapped"  # Preempted; its keys and values are in host memory.
     RUNNING = "running"
     FINISHED = "finished"
@@ -159,7 +159,7 @@ class Request:
     @property
     def num_left(self) -> int:
         """Tokens to compute before another can be sampled; 0 when all requested ones exist."""
-        # `num_tokens` at sight: each plan asks every request.
+        # `num_tokens` inlined: called for every request in each plan.
         num_tokens = len(self.prompt_token_ids) + len(self.output_token_ids) + self.num_unread
         return 0 if num_tokens >= self.max_total_tokens else num_tokens - self.num_computed
 
@@ -245,8 +245,8 @@ class RequestHandle:
 
 
 def _completion(index: int, request: Request) -> CompletionOutput:
-    # The engine's thread sets the reason last and only ever appends, so what is read after the
-    # reason is complete if there is one; and log-probabilities come before their tokens.
+    # The engine's thread only appends, log-probabilities before their tokens, and sets the reason
+    # last: values read after a reason are complete.
     reason = request.finish_reason
     token_ids = tuple(request.output_token_ids)
     wants_logprobs = request.params.logprobs is not None

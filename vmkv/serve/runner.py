@@ -143,7 +143,7 @@ class HostTokens:
                     for processor in params.logits_processors:
                         scores = processor(input_ids, scores)
                     processed[at : at + 1] = scores
-                except Exception as error:  # noqa: BLE001  # raised once all ranks know of it
+                except Exception as error:  # noqa: BLE001  # raised after the ranks agree
                     failed_at, failure = at, error
                     break
         agreed_at = self._agree(failed_at)
@@ -185,7 +185,7 @@ class PendingTokens:
             for part in parts
         ]
         if parts and parts[0].token_ids.is_cuda:
-            # Reading a tensor would wait for what was submitted after it as well.
+            # Reading a tensor would also wait for later steps.
             self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._ready.record()
 
@@ -201,7 +201,7 @@ class PendingTokens:
         """Whether the copy to the host has ended, or failed."""
         try:
             return self._ready is None or self._ready.query()
-        except RuntimeError:  # What went wrong on the device is for who waits.
+        except RuntimeError:  # Errors of the device are raised by `wait`.
             return True
 
     def wait(self) -> None:
@@ -250,7 +250,7 @@ def _logprobs(
 # ---- model runner --------------------------------------------------------------------------------
 
 _LOG = logging.getLogger(__name__)
-#: What rows are read with where it can serve a layer; see `RowAttention`.
+#: Attention backend where it can serve a layer; see `RowAttention`.
 _PREFERRED_BACKEND = "flash3"
 
 
@@ -392,7 +392,7 @@ class ModelRunner:
 
     def _sample(self, step: StepLogits, slots: Sequence[int]) -> SampledTokens:
         if step.token_ids is not None and self._is_plain(slots):
-            # From the device they are copied; here the next step would overwrite them.
+            # On CUDA they are copied to the host; here the next step would overwrite them.
             return SampledTokens(step.token_ids if self._is_cuda else step.token_ids.clone())
         at = torch.tensor(slots, dtype=torch.int64).to(self._device, non_blocking=True)
         processed = self._host_tokens.process(step.logits, slots)

@@ -25,7 +25,7 @@ from .params import SamplingParams
 
 # ---- random --------------------------------------------------------------------------------------
 
-# splitmix64's and murmur3's constants, as signed integers: arithmetic wraps.
+# Constants of splitmix64 (as signed integers: arithmetic wraps) and murmur3.
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _SPLIT_1 = 0xBF58476D1CE4E5B9 - 2**64
 _SPLIT_2 = 0x94D049BB133111EB - 2**64
@@ -47,8 +47,8 @@ def gumbel_noise(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     low, high = keys & _LOW_32, (keys >> 32) & _LOW_32
     bits = _mix_32(token_ids ^ low[:, None])
     bits = _mix_32((bits + high[:, None]) & _LOW_32)
-    # An exponential variable by inversion, from the end where floats are densest: what wins is
-    # the smallest. 32 bits, so that no two tokens of a vocabulary often tie.
+    # An exponential variable by inversion, from the end where floats are densest, as the smallest
+    # wins. 32 bits make ties between tokens rare.
     uniform = ((bits.float() + 0.5) * 2.0**-32).clamp_(max=1 - 2.0**-24)
     return -torch.log(-torch.log1p(-uniform))
 
@@ -78,10 +78,9 @@ def _shifted(bits: torch.Tensor, by: int) -> torch.Tensor:
 
 #: Columns of the float parameters.
 _TEMPERATURE, _TOP_P, _MIN_P, _REPETITION, _PRESENCE, _FREQUENCY = range(6)
-#: Columns of the integer parameters, and behind them what is sent along.
+#: Columns of the integer parameters, followed by the token count sent with them.
 _SEED, _TOP_K, _MIN_TOKENS, _COUNT = range(4)
-#: Beyond these nothing changes but that scores leave the range of float32: a temperature of 1e-5
-#: takes the likeliest token by any margin that logits have.
+#: Bounds that keep scores in the range of float32; a temperature of 1e-5 is greedy in practice.
 _TEMPERATURES = _REPETITIONS = (1e-5, 1e5)
 
 
@@ -107,7 +106,7 @@ class _Needs:
     """Sampling features that a slot, or a batch of slots, uses."""
 
     draws: bool = False
-    top_k: int = 0  # With `draws`: 0 where all tokens must be in order.
+    top_k: int = 0  # With `draws`: 0 to sort all tokens.
     orders: bool = False
     penalties: bool = False
     bans: bool = False
@@ -116,7 +115,7 @@ class _Needs:
     @classmethod
     def of(cls, params: SamplingParams, vocab_size: int) -> _Needs:
         draws = params.temperature > 0
-        # As many as there are need no order.
+        # A top_k of the whole vocabulary needs no order.
         top_k = params.top_k if draws and params.top_k < vocab_size else 0
         return cls(
             draws=draws,
@@ -150,13 +149,13 @@ class Sampler:
         slots = max_num_seqs + 1
         self._floats = torch.zeros(slots, 6, dtype=torch.float32, device=device)
         self._integers = torch.zeros(slots, 3, dtype=torch.int64, device=device)
-        #: How many tokens each slot has sampled: its generator's counter.
+        #: Number of tokens sampled in each slot: the counter of its random generator.
         self._counts = torch.zeros(slots, dtype=torch.int64, device=device)
         self._needs = [_Needs()] * slots
-        self._demanding: set[int] = set()  # Slots that want more than the likeliest token.
-        #: Per slot its float and its integer parameters with its count, as the device takes them.
+        self._demanding: set[int] = set()  # Slots that need more than greedy decoding.
+        #: Per slot: float parameters, and integer parameters with the count, to be uploaded.
         self._staged: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        # For penalties. Allocated now: the cache's budget is fitted to what is left.
+        # For penalties. Allocated now: the cache's budget is fitted to the remaining memory.
         self._in_prompt, self._token_counts = _token_tables(slots, vocab_size, self.device)
         self._is_compiled = compiled
         self._draw_from_all = _draw_from_all
@@ -264,7 +263,7 @@ class Sampler:
             ordered, ids = scores.sort(dim=-1, descending=True, stable=True)
         rank = torch.arange(ids.shape[1], device=ids.device)
         ordered = ordered.masked_fill(rank >= integers[:, _TOP_K, None], -math.inf)
-        # The probability of what is likelier: a token is in while that has not reached top-p.
+        # A token stays while the probability of the likelier ones has not reached top-p.
         probabilities = ordered.softmax(-1)
         before = probabilities.cumsum(-1) - probabilities
         is_out = before >= floats[:, _TOP_P, None]
@@ -318,7 +317,7 @@ class Sampler:
         floats = [0.0] * 6
         floats[_TEMPERATURE] = params.temperature and _clamped(params.temperature, _TEMPERATURES)
         floats[_TOP_P] = params.top_p
-        # As what is left between a logit and the greatest one.
+        # As a difference from the greatest logit.
         floats[_MIN_P] = math.log(params.min_p) if params.min_p else -math.inf
         floats[_REPETITION] = _clamped(params.repetition_penalty, _REPETITIONS)
         floats[_PRESENCE] = params.presence_penalty
@@ -347,12 +346,12 @@ class Sampler:
         self._floats.index_copy_(0, slots, floats.to(self.device, non_blocking=True))
         self._integers.index_copy_(0, slots, integers[:, :_COUNT])
         self._counts.index_copy_(0, slots, integers[:, _COUNT])
-        # Last: if the device has failed, the next step sends them again.
+        # Last: after a device failure, the next step uploads them again.
         self._staged.clear()
 
     def _count_tokens(self, slot: int, prompt: Sequence[int], output: Sequence[int]) -> None:
         counts, in_prompt = self._token_counts[slot].zero_(), self._in_prompt[slot].zero_()
-        # An embedding may have more rows than there are logits; such tokens are never said.
+        # An embedding may have more rows than there are logits; those tokens are never sampled.
         known = [each for each in prompt if each < self.vocab_size]
         tokens = torch.tensor([*known, *output], dtype=torch.int64)
         tokens = tokens.to(self.device, non_blocking=True)
@@ -363,7 +362,7 @@ class Sampler:
     def _ban(self, slot: int, token_ids: Sequence[int]) -> None:
         width = self._banned.shape[1]
         if len(token_ids) > width:
-            # Repeating an entry changes nothing, so rows are padded with their own first one.
+            # Rows are padded with their first entry, as repetitions have no effect.
             padding = self._banned[:, :1] if width else self._banned.new_zeros(len(self._needs), 1)
             more = padding.expand(-1, len(token_ids) - width)
             self._banned = torch.cat([self._banned, more], 1)
@@ -398,7 +397,7 @@ def _likeliest(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Te
 
     Ties go to the lower column; `topk` alone breaks them in a way that depends on `count`.
     """
-    bits = (scores + 0.0).view(torch.int32)  # Minus zero is zero.
+    bits = (scores + 0.0).view(torch.int32)  # Adding 0.0 turns -0.0 into 0.0.
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # Integers in the order of the floats.
     last = scores.shape[1] - 1
     keys = bits.long().bitwise_left_shift_(32)

@@ -43,9 +43,9 @@ from .planning import (
 )
 from .request import Request, RequestState
 
-#: For so many steps memory is made ready: what is retired while one runs is free two steps later.
+#: Steps for which memory is made ready: memory retired in a step is free two steps later.
 _STEPS_AHEAD = 3
-#: In one of so many steps, who waits may have what more than as many that run hold in excess.
+#: With more running requests than this, surplus pages are counted only every so many steps.
 _LOOK_STEPS = 8
 
 
@@ -83,7 +83,7 @@ class Scheduler:
         self._costs = costs or PreemptionCosts()
         self._queue = RequestQueue(max_num_seqs)
         self._num_steps = 0
-        self._looked_up_id: int | None = None  # Who waited first when `upcoming` last looked.
+        self._looked_up_id: int | None = None  # First waiting request at the last lookup.
 
     # ---- requests -------------------------------------------------------------------------
 
@@ -218,7 +218,7 @@ class Scheduler:
             for request_id, _, past, new, _, samples in chunks
             if samples
         ]
-        is_cut = len(wanted) < len(chunks)  # A prompt goes on: the step was full.
+        is_cut = len(wanted) < len(chunks)  # A prompt continues: the step was full.
         first = queue.first_waiting
         if not is_cut and first is None:
             return wanted, 0, False

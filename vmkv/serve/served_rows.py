@@ -24,8 +24,8 @@ from ..hf.unservable import check_length, layer_kinds
 from ..units import format_bytes
 
 _LOG = logging.getLogger(__name__)
-#: What the cache may take of the memory that is free when the engine is made; the rest is for
-#: activations, which grow with `max_num_batched_tokens`.
+#: Share of the free memory for the cache; the rest is for activations, which grow with
+#: `max_num_batched_tokens`.
 _BUDGET_FRACTION = 0.9
 
 
@@ -98,12 +98,12 @@ def open_rows(
 
     A pool that closes with its last user is closed on failure.
     """
-    pool.attach()  # A pool of the engine's own closes with its last user, whatever fails.
+    pool.attach()  # An unshared pool closes with its last user, also on failure.
     try:
         return ServedRows(
             model,
             pool,
-            # Twice as many: swapped requests and cached prefixes keep theirs.
+            # Twice as many: swapped requests and cached prefixes keep their rows.
             num_rows=2 * max_num_seqs + 2,
             max_tokens=max_tokens,
             attention_backend=attention_backend,

@@ -34,18 +34,18 @@ from .scheduler import Scheduler
 
 # ---- pace ----------------------------------------------------------------------------------------
 
-#: Shorter steps are not worth it: what the host needs for the next one is most of them.
+#: Shortest step worth waiting in; the host's work takes most of shorter ones.
 _LONG_S = 0.004
-#: Of the shortest time known: sizes that are taken for the same differ by a sixteenth.
+#: Share of the shortest known time that is relied on: sizes of a group differ by a sixteenth.
 _SURE_SHARE = 0.95
-#: Of what the host needed lately.
+#: Safety factor on the host's recent planning time.
 _HOST_FACTOR = 1.25
-#: How fast a slow step of the host is forgotten.
+#: Decay per step of the host's longest planning time.
 _HOST_DECAY = 0.9
-#: For so long nobody asks whether the step has ended. Links count no less than the second.
+#: Longest wait between checks of whether the step has ended; and the shortest that links time.
 _SLICE_S, _SPARE_MIN_S = 0.002, 0.001
-#: So many times must be known, and so many more after each wrong thought; twice as many are looked
-#: at. With each step that goes well fewer are.
+#: Number of known times required, at least and at most; its growth after a wrong estimate and its
+#: decay after a right one. Twice that number are considered.
 _NEEDED_MIN, _NEEDED_MAX, _NEEDED_FACTOR, _NEEDED_DECAY = 2, 32, 2, 0.99
 
 
@@ -79,11 +79,10 @@ class Pace:
         self._took_s: dict[bool, dict[int, deque[float]]] = {False: {}, True: {}}
         self._needed = {False: float(_NEEDED_MIN), True: float(_NEEDED_MIN)}
         self._host_s = {False: 0.0, True: 0.0}
-        # When the device had done what was submitted before; what else was submitted before
-        # `_unsure_s` began nobody knows when.
+        # When the device finished the last step waited for; and the time before which the start of
+        # submitted steps is unknown.
         self._free_s = self._unsure_s = -math.inf
-        # The step that planning has waited for, as long as it is on the device, and until when it
-        # was to.
+        # The step during which planning waits, and the end of that wait.
         self._held: SubmittedStep | None = None
         self._due_s = 0.0
 
@@ -95,7 +94,7 @@ class Pace:
         With `begins`, requests are admitted, which takes the host three times as long.
         """
         was_held = before is not None and self._held is before
-        # Who wakes up late is late with all that follows.
+        # A late wake-up counts as the host's time.
         host_s = step.submitted_s - (min(start_s, self._due_s) if was_held else start_s)
         self._host_s[begins] = max(host_s, _HOST_DECAY * self._host_s[begins])
         if before is None:
@@ -122,7 +121,7 @@ class Pace:
 
     def lost(self) -> None:
         """Forget submitted steps that will not be waited for; the device may be busy with them."""
-        self._held, self._unsure_s = None, math.inf  # Until the next is waited for.
+        self._held, self._unsure_s = None, math.inf  # Until the next step is waited for.
 
     def spare_s(self, step: SubmittedStep, *, begins: bool) -> float:
         """Seconds that planning may wait while `step` runs, to be asked again; 0 if unknown."""
@@ -149,10 +148,11 @@ class Pace:
 # ---- step loop -----------------------------------------------------------------------------------
 
 _LOG = logging.getLogger(__name__)
-#: How often a step is planned anew, with ever less memory, before a request has to fail.
+#: Attempts to plan a step, with less memory each time.
 _ATTEMPTS_MAX = 12
-#: What waits for the device is ready after two steps. Where not all was so many times running, it
-#: is tried once in so many steps for who is to begin: that costs a look at all that could give way.
+#: Retired memory is ready after two steps. After this many consecutive failures to make all memory
+#: ready, that of a new request is tried only every so many steps, as counting evictable memory is
+#: slow.
 _TRIES_MAX = 8
 
 
@@ -180,16 +180,16 @@ class StepLoop:
         self._ended = ended
         self._observer = observer
         self._requests = scheduler.requests
-        # Steps to be read, in order: one between steps, more after an interrupt.
+        # Unread steps, in order: one between steps, more after an interrupt.
         self._pending: deque[SubmittedStep] = deque()
-        # Requests whose slot on the device does not hold their state.
+        # Requests whose state must be set in their slot before the next step.
         self._to_set: set[int] = set()
-        # Tokens of a step while the device is short of memory; None for as many as usual.
+        # Reduced token budget while the device is short of memory, or None.
         self._token_limit: int | None = None
         self._shortage: Exception | None = None
-        # Pages that the books promise and that lately were not to be had.
+        # Pages counted as free that recently could not be mapped.
         self._withheld_pages = 0
-        self._num_in_vain = 0  # Steps since which no memory could be made ready.
+        self._num_in_vain = 0  # Consecutive steps in which memory was not made ready.
         self._pace = Pace()
         self._arbiter = view.cache.pool.arbiter
         self._borrower = Borrower(self._arbiter, lambda: scheduler.last_rank, self._give_way)
@@ -226,7 +226,7 @@ class StepLoop:
         if request.request_id not in self._requests:
             return
         self._scheduler.finish(request.request_id)
-        self._borrower.withdraw()  # If its claim was for another request, it claims again.
+        self._borrower.withdraw()  # A claim for another request is renewed later.
         self._to_set.discard(request.request_id)
         self._view.end(request.request_id, keep=keep)
         self._view.remove(request.request_id)
@@ -257,7 +257,7 @@ class StepLoop:
     def _step(self) -> bool:
         record = StepRecord(time.perf_counter())
         try:
-            self._view.close_ended()  # Before the plan: it counts on their memory.
+            self._view.close_ended()  # Before the plan, which counts on their memory.
         except DriverError:
             self.num_failed_steps += 1
             raise
@@ -271,7 +271,7 @@ class StepLoop:
         elif not plan.chunks and not plan.preempted:
             self._unblock()
         if not self._scheduler.has_unfinished:
-            self._read()  # What is left there is superfluous; nobody would come to read it.
+            self._read()  # Only superfluous tokens are left; no later step would read them.
         record.wait_s = time.perf_counter() - wait_start_s
         self._report(record, plan)
         return self.has_work
@@ -318,7 +318,7 @@ class StepLoop:
                 record.fence_wait_s += self._view.fence_waited_s - fence_waited_s
             if not chunks:
                 if self._withheld_pages and (not was_short or num_begun > 1):
-                    # That is past, or too many began at once: whoever is first may try, alone.
+                    # The shortage has passed, or too many began at once: admit the first one alone.
                     self._withheld_pages, num_begun, max_begun = 0, 0, 1
                     continue
                 return None, plan
@@ -378,8 +378,7 @@ class StepLoop:
             num_new = num_new if is_tried else 0
             is_ready = self._view.make_ready(wanted, num_new, begins_empty=begins_empty)
         except DriverError:
-            # Nobody lacks anything yet, and nobody has lost anything. Whether a request ends
-            # with it is for the growth to say that cannot do without, which tries again.
+            # No request lacks memory yet; the growth that needs it tries again, and may fail.
             _LOG.debug("no memory could be made ready", exc_info=True)
         self._num_in_vain = 0 if is_ready and is_tried else num_in_vain + 1
 
@@ -404,14 +403,14 @@ class StepLoop:
             with self._view.submitting(chunks):
                 pieces = [self._piece(chunk) for chunk in chunks]
                 pending = interruptible(self._runner.submit, pieces)
-        except BaseException as error:  # noqa: BLE001  # ends who is to blame, or is raised again
+        except BaseException as error:  # noqa: BLE001  # fails the requests at fault, or is raised again
             self._recover(chunks, error)
             return None
-        self._shortage = None  # That is past.
+        self._shortage = None
         self._borrower.note_submitted()
         self._view.note_computed(chunks)
         if self._token_limit is not None:
-            # Slowly: each attempt that fails costs a step.
+            # Slowly: each failed attempt costs a step.
             more = self._token_limit + max(1, self._token_limit // 8)
             whole = self._scheduler.capacity.max_num_batched_tokens
             self._token_limit = more if more < whole else None
@@ -449,7 +448,7 @@ class StepLoop:
         """
         if isinstance(error, Exception):
             log_and_release(error)
-        self._read()  # The tokens of the step before are good.
+        self._read()  # The previous step's tokens are valid.
         self._scheduler.undo(chunks)
         for chunk in chunks:
             if chunk.request_id in self._requests:
@@ -467,14 +466,14 @@ class StepLoop:
             if fewer:
                 self._token_limit = fewer
                 return
-        elif not isinstance(error, ConfigError):  # The caller's to fix: a model that has changed.
+        elif not isinstance(error, ConfigError):  # The caller's error: a changed model.
             self.num_failed_steps += 1
         self._fail([chunk.request_id for chunk in chunks], error)
 
     def _shrink(self, chunk: PlannedChunk) -> None:
         try:
             self._view.shrink(chunk.request_id, chunk.num_past_tokens)
-        except (ConfigError, DriverError):  # A window has moved on, say: the row is of no use.
+        except (ConfigError, DriverError):  # For instance, a window has moved on: recompute.
             self._view.end(chunk.request_id, keep=False)
             self._scheduler.requeue(chunk.request_id, PreemptionMethod.RECOMPUTE)
 
@@ -522,7 +521,7 @@ class StepLoop:
             try:
                 self._pace.wait(step)
                 result = step.pending.result()
-            except Exception as error:  # noqa: BLE001  # the requests of the step end with it
+            except Exception as error:  # noqa: BLE001  # fails the step's requests
                 self._pending.popleft()
                 self._pace.lost()
                 self.num_failed_steps += 1
@@ -538,11 +537,11 @@ class StepLoop:
         for request_id, token_id, logprobs in columns:
             request = self._requests.get(request_id)
             if request is None:
-                continue  # It had ended when this token was computed.
+                continue  # It had ended before this token was computed.
             request.num_unread -= 1
             try:
                 reason = self._accept(request, token_id, logprobs)
-            except Exception as error:  # noqa: BLE001  # a tokenizer's, and this request's alone
+            except Exception as error:  # noqa: BLE001  # a tokenizer's, for this request alone
                 self.end(request, FinishReason.ERROR, error)
                 continue
             if reason is not None:

@@ -22,7 +22,7 @@ from .observer import EngineObserver, ObservedCache, RequestRecord, StepRecord
 
 _log = logging.getLogger(__name__)
 _STEPS_TRACK = 1
-#: Memory is asked for now and then: with many rows that costs more than all the rest.
+#: Interval of memory samples, which with many rows cost more than all other events.
 _SAMPLE_INTERVAL_S = 0.1
 
 
@@ -177,7 +177,7 @@ class ChromeTrace(EngineObserver):
     def _end(self) -> None:
         if self._file is None:
             return
-        # An array may not end in a comma: the last event is one that says nothing.
+        # A JSON array may not end in a comma, so the last event is an empty one.
         last = {"pid": self._pid, "ph": "M", "name": "process_sort_index", "args": {}}
         self._put(json.dumps(last) + "\n]\n")
         file, self._file = self._file, None
