@@ -21,7 +21,7 @@ from .params import SamplingParams
 
 # ---- stop texts ----------------------------------------------------------------------------------
 
-#: State of a text that has no end that begins a stop text.
+#: State of a text no end of which begins a stop text.
 START = 0
 
 
@@ -107,8 +107,8 @@ def stop_texts(stops: tuple[str, ...]) -> StopTexts:
 
 #: Tokens decoded again as context: enough for any character or word-boundary rule.
 _CONTEXT_TOKENS = 6
-#: Window length at which it moves on, at a whole character; at the maximum it moves anyway, as no
-#: character is that long. Each token costs a decoding of the window.
+#: Window length at which it moves on, at a whole character; at the maximum it moves anyway, in a
+#: long run of invalid bytes. Each token costs a decoding of the window.
 _WINDOW_TOKENS = 2 * _CONTEXT_TOKENS
 _WINDOW_MAX_TOKENS = 96
 #: Decoders' replacement for bytes that form no character (yet), once per byte or per run.

@@ -154,10 +154,10 @@ class Engine:
             per vocabulary entry, allocated at the start.
         max_num_batched_tokens: Token budget of a step; longer prompts take several steps.
         max_num_mixed_tokens: Token budget of a mixed step, which both decodes and computes prompts;
-            doubled if that fits half of the next prompt. All running requests decode and prompts
-            get at least half of the budget, so many decoding requests may exceed it. Not applied
-            while more prompt tokens are left than `max_num_batched_tokens`. None, the default, for
-            no extra bound, which suits requests that arrive together.
+            up to twice as much to fit half of the next prompt. All running requests decode, and
+            prompts get at least half of the budget, so many decoding requests may exceed it. Not
+            applied while more prompt tokens are left than `max_num_batched_tokens`. None, the
+            default, for no extra bound, which suits requests that arrive together.
         max_tokens: Maximum length of a request, prompt and output; by default the model's.
         budget_bytes: Physical memory for keys and values; by default 0.9 of what is free now.
         host_budget_bytes: Host memory for swapping preempted requests; 0 to recompute them.
@@ -421,8 +421,10 @@ class Engine:
         """Return memory above the watermark to the device, and notify the observer.
 
         Does nothing while requests are left, or if already idle. `is_wanted` is polled before each
-        slice of memory; once true, the rest is left to the next call, as it is after a driver
-        error, which is logged.
+        slice of memory; once true, the rest is left to the next call. A driver error is logged, and
+        the rest is left to the next idle time.
+
+        Raises `ClosedError`.
 
         Cost: some 10 µs with nothing above the watermark, else some 3 ms per GiB.
         """
@@ -439,7 +441,7 @@ class Engine:
             return True
         pool = self.cache.pool
         try:
-            self._reclaim(0)  # Measured once: later changes are other users'.
+            self._reclaim(0)  # The excess is measured once: later changes are other users'.
             excess_bytes = pool.stats().created_bytes - self._watermark_bytes
             while excess_bytes > 0:
                 if is_wanted():

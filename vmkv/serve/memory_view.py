@@ -176,7 +176,7 @@ class MemoryView:
             self._ending.pop()
 
     def _idle_since(self, request_id: int) -> int | None:
-        """Submission after which no step uses an ending sequence; None for the latest."""
+        """Submission since which no step uses an ending sequence; None if it may be in use."""
         last_step = self._last_steps.pop(request_id, None)
         if last_step is None or last_step > self._num_steps:
             return None  # Work outside a counted step: copies, or a failed step.

@@ -277,7 +277,7 @@ class PreemptionCosts:
 
 # ---- planning ------------------------------------------------------------------------------------
 
-#: Share of the pages that admission keeps free for a few steps of growth of running requests.
+#: Admission keeps one page of this many free, for a few steps of growth of running requests.
 _HEADROOM_DIVISOR = 100
 
 
@@ -322,8 +322,8 @@ class Capacity:
     ) -> int:
         """Prompt tokens that fit a step of `num_tokens` with `num_decodes` decoding requests.
 
-        `max_num_mixed_tokens` bounds a step that decodes, without a backlog of prompts. `begun` are
-        running requests with more than one token to compute.
+        `max_num_mixed_tokens` bounds a step that decodes, unless more prompt tokens are left than a
+        full step takes. `begun` are running requests with more than one token to compute.
         """
         left, most = num_tokens - num_decodes, self.max_num_mixed_tokens
         if most is None or not num_decodes or self.fixed_chunks:

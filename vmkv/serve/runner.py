@@ -75,11 +75,11 @@ class Runner(Protocol):
         prompt_token_ids: Sequence[int],
         output_token_ids: Sequence[int] = (),
     ) -> None:
-        """Set the state of `slot` for a request that begins or resumes, after submitted steps.
+        """Set the state of `slot` for a request that begins or resumes.
 
-        `params` are resolved. The prompt counts for the repetition penalty; the output before a
-        preemption for penalties, `min_tokens` and the random generator. Token i is drawn from
-        `(seed, i)` alone.
+        Submitted steps are unaffected. `params` are resolved. The prompt counts for the repetition
+        penalty; the output before a preemption for penalties, `min_tokens` and the random
+        generator. Token i is drawn from `(seed, i)` alone.
         """
 
     def submit(self, pieces: Sequence[Piece]) -> PendingStep:

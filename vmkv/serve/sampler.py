@@ -5,8 +5,9 @@ is drawn with Gumbel noise that is a hash of `(seed, i, token id)` alone, so the
 neither on the rest of the batch nor on the code path. The host selects the path by what the slots
 need:
 
-greedy       argmax of the logits; can be part of a CUDA graph full         noise over the whole
-vocabulary: temperature and min-p only candidates   tokens sorted by likelihood: top-k, top-p
+  greedy       argmax of the logits; can be part of a CUDA graph
+  full         noise over the whole vocabulary: temperature and min-p only
+  candidates   tokens sorted by likelihood: top-k, top-p
 """
 
 from __future__ import annotations
@@ -131,7 +132,7 @@ class Sampler:
     """Samples for `max_num_seqs` slots, and one greedy slot for padding.
 
     `vocab_size` is the logits' number of columns. With `compiled`, drawing from the whole
-    vocabulary is compiled at first use: one kernel instead of some thirty. `CapacityError` if the
+    vocabulary is compiled at first use, to save some thirty launches. `CapacityError` if the
     device has no memory for the token counts, 5 bytes per slot and vocabulary entry.
     """
 
@@ -202,7 +203,7 @@ class Sampler:
         return self._demanding.isdisjoint(slots)
 
     def warm_up(self, dtype: torch.dtype) -> None:
-        """Compile for logits of `dtype`, before any slot is set."""
+        """Compile for logits of `dtype`; slots are left in their initial state."""
         for count in {1, min(2, self.max_num_seqs)} if self._is_compiled else ():
             logits = torch.zeros(count, self.vocab_size, dtype=dtype, device=self.device)
             for slot in range(count):

@@ -90,7 +90,7 @@ class Scheduler:
     def add(
         self, request: Request, view: CacheView, arrival: tuple[int, int] | None = None
     ) -> None:
-        """Add a request, numbered above all earlier ones; `arrival` orders several engines.
+        """Add a request, numbered above all earlier ones.
 
         `arrival` is a step and a number; by default this scheduler's step and the request's number.
         `ConfigError` if the prompt is empty or leaves no room for a token, or the request would not

@@ -42,7 +42,7 @@ _SURE_SHARE = 0.95
 _HOST_FACTOR = 1.25
 #: Decay per step of the host's longest planning time.
 _HOST_DECAY = 0.9
-#: Longest wait between checks of whether the step has ended; and the shortest that links time.
+#: Longest wait between checks of whether the step has ended, and shortest that links can time.
 _SLICE_S, _SPARE_MIN_S = 0.002, 0.001
 #: Number of known times required, at least and at most; its growth after a wrong estimate and its
 #: decay after a right one. Twice that number are considered.
@@ -79,8 +79,8 @@ class Pace:
         self._took_s: dict[bool, dict[int, deque[float]]] = {False: {}, True: {}}
         self._needed = {False: float(_NEEDED_MIN), True: float(_NEEDED_MIN)}
         self._host_s = {False: 0.0, True: 0.0}
-        # When the device finished the last step waited for; and the time before which the start of
-        # submitted steps is unknown.
+        # When the device finished the last step waited for. The start of steps that were submitted
+        # before `_unsure_s` is unknown.
         self._free_s = self._unsure_s = -math.inf
         # The step during which planning waits, and the end of that wait.
         self._held: SubmittedStep | None = None
@@ -403,7 +403,7 @@ class StepLoop:
             with self._view.submitting(chunks):
                 pieces = [self._piece(chunk) for chunk in chunks]
                 pending = interruptible(self._runner.submit, pieces)
-        except BaseException as error:  # noqa: BLE001  # fails the requests at fault, or is raised again
+        except BaseException as error:  # noqa: BLE001  # fails requests, or is raised again
             self._recover(chunks, error)
             return None
         self._shortage = None
