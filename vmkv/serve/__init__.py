@@ -1,10 +1,9 @@
-"""Continuous batching: many requests of different lengths on one device.
+"""Continuous batching: requests of different lengths served together on one device.
 
-`params.py` and `request.py` what is asked and answered; `scheduler.py` who runs, as pure logic;
-`memory_view.py` what it knows of the cache; `runner/` how tokens are chosen after a step, which
-`vmkv.step` runs; `engine.py` all of that together. `engine_loop.py` runs it on its own, in the
-thread of `async_engine.py` or the process of `process/`; `engine_client.py` asks it then, in the
-words of `engine_loop.py`.
+`engine.py` is the engine. `scheduler.py` and `planning.py` plan steps from lengths and pages,
+`step_loop.py` carries them out, `memory_view.py` holds the requests' sequences, `runner.py` and
+`sampler.py` run the model and choose tokens. `async_engine.py` (a thread) and `process/` serve an
+event loop; both share `engine_loop.py` and `engine_client.py`.
 """
 
 from .async_engine import AsyncEngine as AsyncEngine

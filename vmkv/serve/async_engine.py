@@ -1,10 +1,10 @@
-"""An engine with a thread of its own, asked from an event loop.
+"""An engine in a thread of its own, used from an event loop.
 
     async with AsyncEngine(Engine(model, tokenizer=tokenizer)) as engine:
         async for output in engine.stream("Once upon a time", SamplingParams(max_tokens=64)):
             ...
 
-`engine_loop.py` is what the thread does, `engine_client.py` what the event loop has of it.
+The thread runs an `EngineLoop`; `AsyncEngine` is its client.
 """
 
 from __future__ import annotations
@@ -25,11 +25,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class _ThreadLink:
-    """Between a thread and an event loop. Implements `Link`.
-
-    Args:
-        take: Called in the event loop with what is new.
-    """
+    """`Link` between the engine's thread and an event loop, where `take` is called with news."""
 
     is_broken = False
 
@@ -44,19 +40,18 @@ class _ThreadLink:
     # ---- in the event loop ----------------------------------------------------------------
 
     def use(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Have `loop` take what is new."""
+        """Deliver news in `loop` from now on."""
         if loop is not self._loop:
             self._loop = loop
-            self.deliver()  # What another loop, which is closed, did not take.
+            self.deliver()  # News that a closed loop did not take.
 
     def post(self, command: Command) -> None:
-        """Send a command."""
         with self._changed:
             self._commands.append(command)
             self._changed.notify()
 
     def deliver(self) -> None:
-        """Take what is new."""
+        """Take the pending news, and let the engine's thread send more."""
         with self._changed:
             news, self._news = self._news, None
             if self._waits_to_send:
@@ -67,36 +62,31 @@ class _ThreadLink:
     # ---- in the thread --------------------------------------------------------------------
 
     def receive(self) -> Sequence[Command]:
-        """See `Link`."""
-        if not self._commands:  # Without the lock: whoever comes just now is seen the next time.
+        if not self._commands:  # Unlocked: a command that arrives now is seen next time.
             return ()
         with self._changed:
             commands, self._commands = self._commands, []
         return commands
 
     def can_send(self) -> bool:
-        """See `Link`."""
         return self._news is None
 
     def send(self, news: News) -> None:
-        """See `Link`."""
         self._news = news
         self.call(self.deliver)
 
     def wake(self) -> None:
-        """See `Link`."""
         self.post(Look())
 
     def call(self, callback: Callable[[], None]) -> None:
-        """Have the event loop call something."""
+        """Call `callback` in the event loop, unless that is closed."""
         try:
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(callback)
-        except RuntimeError:  # The loop is closed: nobody is left to be told.
+        except RuntimeError:  # The loop is closed.
             self._news = None
 
     def wait(self, *, for_commands: bool, to_send: bool, timeout_s: float | None = None) -> None:
-        """See `Link`."""
         with self._changed:
             self._waits_to_send = to_send
             self._changed.wait_for(
@@ -106,14 +96,9 @@ class _ThreadLink:
 
 
 class AsyncEngine(EngineClient):
-    """Runs an engine in a thread. Nobody else may work on that engine meanwhile.
+    """Runs `engine` in a thread; the engine must not be used otherwise, and is closed at shutdown.
 
-    Args:
-        engine: The engine; it is closed with this.
-        options: See `EngineClient`.
-
-    Attributes:
-        engine: The same, to ask what never changes.
+    `options` are keyword arguments of `EngineClient`.
     """
 
     def __init__(self, engine: Engine, **options: Any):
@@ -128,10 +113,10 @@ class AsyncEngine(EngineClient):
     def _run(self) -> None:
         try:
             self._loop.run()
-        except BaseException as error:  # noqa: BLE001  # everybody who asks is told
+        except BaseException as error:  # noqa: BLE001  # reported to every client
             self._end_reason = f"{error!r:.200}"
             _LOG.critical("the engine's thread has ended", exc_info=error)
-        # Whatever has happened, nobody is to wait for a thread that is gone.
+        # Streams must not wait for a thread that has ended.
         self._link.call(self._end)
 
     def _end(self) -> None:
@@ -144,8 +129,8 @@ class AsyncEngine(EngineClient):
 
     @property
     def failure(self) -> str | None:
-        """See `EngineClient`."""
-        # No event loop may have been there to be told.
+        """Why no request can be served; None while requests are served. See `EngineClient`."""
+        # The thread may have ended before an event loop was connected.
         return super().failure if self._thread.is_alive() else self._death_notice
 
     async def _connect(self) -> None:

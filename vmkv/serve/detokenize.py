@@ -1,12 +1,12 @@
-"""Text from tokens as they come, and where a stop text ends it.
+"""Incremental detokenization, and the search for stop texts.
 
-A token's text depends on its neighbours: a character may be spread over several tokens, and
-many tokenizers write a space only between words. So each new token is decoded together with the
-last few before it, and what that adds is its text; bytes that are no whole character yet wait.
+A token's text depends on its neighbours: a character may span several tokens, and many tokenizers
+write a space only between words. Each new token is therefore decoded together with the few tokens
+before it; incomplete characters are held back.
 
-Bytes that never become a character are replaced by U+FFFD. Decoders with a byte fallback replace a
-whole run of bytes if one of them is invalid: here, characters of the run that were complete before
-stay, and each byte after them becomes one replacement character.
+Bytes that never form a character become U+FFFD. Decoders with a byte fallback replace a whole run
+of bytes if one of them is invalid; here, characters of the run that were complete before stay, and
+each byte after them becomes one replacement character.
 """
 
 from __future__ import annotations
@@ -21,38 +21,27 @@ from .params import SamplingParams
 
 # ---- stop texts ----------------------------------------------------------------------------------
 
-#: The state of a text that begins no stop text.
+#: State of a text no end of which begins a stop text.
 START = 0
 
 
 class Found(NamedTuple):
-    """A stop text in a text.
-
-    Attributes:
-        end: How many characters after the place where the search began it ends.
-        stop: The stop text.
-    """
+    """A stop text found in a text; `end` counts characters from where the search began."""
 
     end: int
     stop: str
 
 
 class StopTexts:
-    """Finds stop texts. Holds no place in a text: any number of searches may share one.
-
-    Args:
-        stops: The texts, none of them empty.
-
-    Cost: proportional to their characters together, to build and to keep.
-    """
+    """Automaton (Aho-Corasick) that finds non-empty stop texts; any number of searches share it."""
 
     def __init__(self, stops: Sequence[str]):
         self._next: list[dict[str, int]] = [{}]
-        # The state of the longest end of this state's text that begins a stop text as well.
+        # Fallback: state of the longest proper end of the text that begins a stop text.
         self._shorter = [START]
-        # The longest stop text that this state's text ends with.
+        # Longest stop text at the end of the state's text.
         self._stop: list[str | None] = [None]
-        # How long the longest end is that begins a stop text and does not complete one.
+        # Length of the longest end that begins a stop text without completing it.
         self._num_begun = [0]
         for stop in stops:
             self._insert(stop)
@@ -72,7 +61,6 @@ class StopTexts:
         self._stop[state] = stop
 
     def _link(self) -> None:
-        """What each state falls back to: those nearer the start first."""
         states = deque(self._next[START].values())
         while states:
             state = states.popleft()
@@ -91,17 +79,14 @@ class StopTexts:
         return self._next[state].get(char, START)
 
     def num_begun(self, state: int) -> int:
-        """How many characters at the end of the text may become part of a stop text."""
+        """Length in characters of the text's longest end that may become part of a stop text."""
         return self._num_begun[state]
 
     def advance(self, state: int, text: str) -> tuple[int, Found | None]:
-        """Go through more `text` from `state`.
+        """Read more `text` from `state`; returns the state after it and the first match, if any.
 
-        Returns:
-            The state behind it, and of the stop texts that end in it the one that begins first.
-            The state means nothing where one was found.
-
-        Cost: constant per character, in the mean over a text.
+        Of the stop texts that end in `text`, the match is the one that begins first. The state is
+        meaningless after a match.
         """
         found, first = None, len(text)
         for end, char in enumerate(text, 1):
@@ -114,40 +99,33 @@ class StopTexts:
 
 @functools.lru_cache(maxsize=16)
 def stop_texts(stops: tuple[str, ...]) -> StopTexts:
-    """The automaton of `stops`; the samples of one request share it."""
+    """Return the automaton of `stops`, shared by the samples of a request."""
     return StopTexts(stops)
 
 
 # ---- detokenize ----------------------------------------------------------------------------------
 
-#: Tokens decoded again as context for the next: more than a character or a word's rule needs.
+#: Tokens decoded again as context: enough for any character or word-boundary rule.
 _CONTEXT_TOKENS = 6
-#: The window is moved on when it has grown so long, at a whole character; and in any case when
-#: it has grown so much longer that there can be none. Each token costs a decoding of it.
+#: Window length at which it moves on, at a whole character; at the maximum it moves anyway, in a
+#: long run of invalid bytes. Each token costs a decoding of the window.
 _WINDOW_TOKENS = 2 * _CONTEXT_TOKENS
 _WINDOW_MAX_TOKENS = 96
-#: What decoders write for bytes that are no character (yet), once for each or once for several.
+#: Decoders' replacement for bytes that form no character (yet), once per byte or per run.
 _REPLACEMENT = "\ufffd"
-#: Bytes of a character that is not complete, at most.
+#: Most bytes of an incomplete character.
 _INCOMPLETE_BYTES = 3
 
 
 class Detokenizer:
-    """The text of one output, token by token.
+    """Text of one output, token by token; a token costs one decoding of a bounded window.
 
-    Args:
-        tokenizer: A transformers tokenizer.
-        prompt_token_ids: The prompt: context for the first tokens.
-        params: Stop texts and what to leave out.
-
-    Attributes:
-        stop: The stop text that was found; None as long as none was.
-
-    Cost: of a token, a decoding of some of them, however many there were before.
+    `prompt_token_ids` are context for the first tokens. `stop` is the stop text that was found, or
+    None.
     """
 
     def __init__(self, tokenizer: Any, prompt_token_ids: Sequence[int], params: SamplingParams):
-        # Tidying spaces before punctuation would change text that was given out already.
+        # Without clean-up of spaces before punctuation, which would change text already returned.
         self._decode_tokens = compat.decoder(tokenizer)
         self._skips_special = params.skip_special_tokens
         self._stops = stop_texts(tuple(params.stop)) if params.stop else None
@@ -156,43 +134,43 @@ class Detokenizer:
         self._includes_stop = params.include_stop_str_in_output
         self._window = list(prompt_token_ids[-_WINDOW_MAX_TOKENS:])
         self._window_text = self._decode(self._window)
-        # The part of the window's text that was taken; half a character of a prompt was not.
+        # Part of the window's text that is final, without an incomplete character of the prompt.
         self._taken = self._window_text.rstrip(_REPLACEMENT)
-        # The window's first tokens, whose text was taken to its end.
+        # Number of leading window tokens whose whole text is final.
         self._num_taken = len(self._window) if self._taken == self._window_text else 0
         self._move_window()
-        self._new = ""  # Certain, and not taken yet.
-        self._held = ""  # What comes after that, and may begin a stop text.
+        self._new = ""  # Final text that was not taken yet.
+        self._held = ""  # Text after it that may begin a stop text.
         self._num_tokens = 0
         self.stop: str | None = None
 
     def take_text(self) -> str:
-        """What is new of the text that no stop text can still begin in."""
+        """Return the new text, except for an end that may begin a stop text."""
         text, self._new = self._new, ""
         return text
 
     def append(self, token_id: int) -> str | None:
-        """One more token; returns the stop text if that ended the output."""
+        """Add a token; returns the stop text if one ends the output here."""
         self._num_tokens += 1
         self._window.append(token_id)
         before, self._window_text = self._window_text, self._decode(self._window)
         if self._window_text == before != "" and not self._decode([token_id]):
-            # Skipped: as context it would displace the tokens that have text.
+            # A skipped special token: as context it would displace tokens with text.
             self._window.pop()
             return None
         return self._accept(_without_incomplete(self._window_text))
 
     def finish(self) -> str | None:
-        """No more tokens: incomplete bytes are text; returns the stop text if they complete it."""
+        """Flush held-back text and incomplete bytes; returns the stop text if they complete one."""
         if self.stop is None:
             self._accept(self._window_text)
             self._new, self._held = self._new + self._held, ""
         return self.stop
 
     def _accept(self, certain: str) -> str | None:
-        """Add the window's text, of which `certain` will not change, to the output's."""
+        """Append the new part of the window's text, of which `certain` is final, to the output."""
         if self._num_taken and not certain.startswith(self._taken):
-            # An incomplete or invalid byte has replaced characters of its run that were taken.
+            # An incomplete or invalid byte has replaced final characters of its run.
             is_end = certain == self._window_text
             new = self._window[self._num_taken :]
             text = self._decode(new)
@@ -235,8 +213,8 @@ class Detokenizer:
                 return
         if len(window) < _WINDOW_MAX_TOKENS:
             return
-        # A long run of invalid bytes. Its end must be invalid as well without its last bytes, or
-        # it may become characters when others are added.
+        # A long run of invalid bytes. Its end must decode the same without the last bytes, or
+        # later bytes could turn it into characters.
         ends = [len(window) - num_bytes for num_bytes in range(_INCOMPLETE_BYTES + 1)]
         texts = [self._decode(window[:end]) for end in ends]
         for start in range(len(window) - _CONTEXT_TOKENS, 0, -1):
@@ -248,7 +226,6 @@ class Detokenizer:
         self._keep(len(window) - start, self._decode(window[start:]))
 
     def _keep(self, num_tokens: int, text: str) -> None:
-        """Make the last tokens, with their text, the window."""
         num_waiting = len(self._window_text) - len(self._taken)
         self._num_taken = max(0, self._num_taken - len(self._window) + num_tokens)
         self._window, self._window_text = self._window[-num_tokens:], text
@@ -256,6 +233,6 @@ class Detokenizer:
 
 
 def _without_incomplete(text: str) -> str:
-    """Text without the replacement characters at its end that may become a character."""
+    """Remove trailing replacement characters that may still become a character."""
     num_replaced = len(text) - len(text.rstrip(_REPLACEMENT))
     return text[: len(text) - min(num_replaced, _INCOMPLETE_BYTES)]

@@ -1,4 +1,4 @@
-"""The engine: many requests of different lengths, continuously batched on one device.
+"""The engine: requests of different lengths, continuously batched on one device.
 
     engine = Engine(model, tokenizer=tokenizer)
     outputs = engine.generate(["Hello", "The capital of France is"], SamplingParams(max_tokens=32))
@@ -7,7 +7,7 @@
     for output in handle:                      # runs the engine as far as needed
         print(output.outputs[0].text)
 
-One thread at a time works on an engine; `AsyncEngine` gives it a thread of its own.
+One thread at a time may use an engine; `AsyncEngine` gives it a thread of its own.
 """
 
 from __future__ import annotations
@@ -45,13 +45,10 @@ from .step_loop import StepLoop
 
 
 class Outcomes:
-    """Turns tokens into what requests have so far.
+    """Turns sampled tokens into requests' outputs: text, finish reasons and observer calls.
 
-    Args:
-        tokenizer: For text; None for tokens alone.
-        end_tokens: The model's end-of-sequence tokens, which are no `stop_reason`.
-        updated: Called when something of a request is new, its end included.
-        observer: Who is told about first tokens and ends.
+    `updated` is called for each change of a request, its end included. The model's own `end_tokens`
+    are not reported as `stop_reason`.
     """
 
     def __init__(
@@ -68,23 +65,23 @@ class Outcomes:
         self._detokenizers: dict[int, Detokenizer] = {}
 
     def begin(self, request: Request) -> None:
-        """A request arrives."""
+        """Start detokenizing a request, if it wants text."""
         if self._tokenizer is not None and request.params.detokenize:
             self._detokenizers[request.request_id] = Detokenizer(
                 self._tokenizer, request.prompt_token_ids, request.params
             )
 
     def forget(self, request: Request) -> None:
-        """It was not accepted after all."""
+        """Drop the state of a request that was not accepted."""
         self._detokenizers.pop(request.request_id, None)
 
     def accept(
         self, request: Request, token_id: int, logprobs: TokenLogprobs | None
     ) -> FinishReason | None:
-        """Take a request's next token; returns why the request ends, if it does."""
+        """Take a request's next token; returns why the request ends, or None."""
         if logprobs is not None:
             request.logprobs.append(logprobs)
-        # Last: other threads look for what is said of it.
+        # Last: other threads expect the log-probabilities of each token they see.
         request.output_token_ids.append(token_id)
         num_tokens = len(request.output_token_ids)
         if num_tokens == 1:
@@ -99,7 +96,7 @@ class Outcomes:
     def _stop(self, request: Request, token_id: int, num_tokens: int) -> FinishReason | None:
         params = request.params
         if token_id in params.stop_token_ids and num_tokens >= params.min_tokens:
-            # Its text is not the answer's.
+            # The text of a stop token is not part of the output.
             request.stop_reason = None if token_id in self.end_tokens else token_id
             return FinishReason.STOP
         detokenizer = self._detokenizers.get(request.request_id)
@@ -113,16 +110,16 @@ class Outcomes:
         return FinishReason.LENGTH if is_last else None
 
     def ended(self, request: Request, reason: FinishReason, error: Exception | None) -> None:
-        """A request has ended and holds nothing any more."""
+        """Record the end of a request that holds no memory any more."""
         detokenizer = self._detokenizers.pop(request.request_id, None)
         if detokenizer is not None:
             try:
                 detokenizer.finish()
-            except Exception as late:  # noqa: BLE001  # the tokenizer's; nobody else's request ends
+            except Exception as late:  # noqa: BLE001  # a tokenizer's, for this request alone
                 reason, error = FinishReason.ERROR, error or late
             request.texts.append(detokenizer.take_text())
         request.error = error
-        request.finish_reason = reason  # Last: other threads take it for the end of changes.
+        request.finish_reason = reason  # Last: other threads take it as the end.
         self._updated(request)
         if self._observer is not None:
             self._observer.request_finished(
@@ -143,7 +140,7 @@ class Outcomes:
 # ---- engine --------------------------------------------------------------------------------------
 
 _LOG = logging.getLogger(__name__)
-#: What goes back to the device before somebody may want the engine again: some 10 ms.
+#: Memory returned to the device between polls for new work: some 10 ms.
 _SLICE_BYTES = 1 * GiB
 
 
@@ -152,41 +149,40 @@ class Engine:
 
     Args:
         model: A causal language model, in eval mode, on one device.
-        tokenizer: Its tokenizer, for prompts and outputs that are text.
-        max_num_seqs: Requests that run at once at most. Each takes 5 bytes of device memory for
-            each token of the vocabulary, from the start.
-        max_num_batched_tokens: Tokens of a step at most; longer prompts take several steps.
-        max_num_mixed_tokens: Tokens of a mixed step at most. A mixed step decodes and computes
-            prompts; the tokens of both count. Twice as many tokens are allowed where they hold half
-            of the next prompt. Every running request decodes all the same, and prompts get half of
-            the bound at least, so many decoding requests may exceed it. The bound does not apply
-            while more prompt tokens are left than `max_num_batched_tokens`. No bound by default,
-            which suits requests that come together.
-        max_tokens: Prompt and output of a request at most; by default what the model was made for.
+        tokenizer: The model's tokenizer, for prompts and outputs that are text.
+        max_num_seqs: Maximum number of running requests. Each slot takes 5 bytes of device memory
+            per vocabulary entry, allocated at the start.
+        max_num_batched_tokens: Token budget of a step; longer prompts take several steps.
+        max_num_mixed_tokens: Token budget of a mixed step, which both decodes and computes prompts;
+            up to twice as much to fit half of the next prompt. All running requests decode, and
+            prompts get at least half of the budget, so many decoding requests may exceed it. Not
+            applied while more prompt tokens are left than `max_num_batched_tokens`. None, the
+            default, for no extra bound, which suits requests that arrive together.
+        max_tokens: Maximum length of a request, prompt and output; by default the model's.
         budget_bytes: Physical memory for keys and values; by default 0.9 of what is free now.
-        host_budget_bytes: Host memory for requests that are preempted; 0 to compute them again.
-        deterministic: A request's tokens do not depend on what runs beside it. Every request then
-            runs in passes of its own, which costs most of the throughput.
-        prefix_caching: Begin requests with what is cached of their prompts.
+        host_budget_bytes: Host memory for swapping preempted requests; 0 to recompute them.
+        deterministic: Make a request's tokens independent of the rest of the batch, by forward
+            passes of its own. This costs most of the throughput.
+        prefix_caching: Reuse cached keys and values of prompts' prefixes.
         attention_backend, kv_dtype, kv_scales, skip_layers: See `VMKVCache`.
-        runner: "eager"; "graphs" for compiled layers and CUDA graphs; "auto" for those on CUDA.
-        runner_options: For "graphs", a `RunnerOptions`.
-        pool: Physical memory to share with other caches and engines; it has a budget of its own.
-            Engines over one pool preempt each other's requests in one order of arrival and
-            priority, so a request that fits the pool alone waits rather than fails. It fails with
-            an `OutOfPagesError` if for 100 steps no memory comes free and no engine makes progress.
-        preemption_costs: What the machine can do; by default an H200 and the model's own size.
-        aging_steps: By how many steps one level of priority lets a request overtake.
-        watermark_bytes: Device memory that the pool keeps when no request is left, free memory
-            and cached prefixes together. What is above it goes back to the device, free memory
-            first and then the prefixes that were used longest ago; what other users of a shared
-            pool hold counts, and is theirs to keep. By default everything is kept.
-        seed: For requests that bring no seed of their own; by default another one every time.
-        observer: Who is told what happens.
+        runner: "eager", "graphs" (compiled layers and CUDA graphs), or "auto": graphs on CUDA.
+        runner_options: A `RunnerOptions` for "graphs".
+        pool: Physical memory, with its own budget, shared with other caches and engines. Its
+            engines preempt each other's requests in one order of arrival and priority. A request
+            that fits the pool alone waits for memory; it fails with `OutOfPagesError` if for 100
+            steps no memory comes free and no engine makes progress.
+        preemption_costs: Speed of the machine; by default an H200 and the model's size.
+        aging_steps: Number of steps by which one level of priority lets a request overtake.
+        watermark_bytes: Device memory, free memory and cached prefixes together, that the pool
+            keeps when no request is left. The rest returns to the device: free memory first, then
+            the least recently used prefixes. Memory of the pool's other users counts but is not
+            taken. None, the default, keeps everything.
+        seed: Seed for requests without one; by default random.
+        observer: Receives the engine's events.
 
     Attributes:
         cache: The keys and values.
-        on_update: Called with each handle that has something new, its end included.
+        on_update: Called with each handle that has new output, its end included.
 
     Raises:
         ConfigError: The model cannot be served, or an argument is impossible.
@@ -248,7 +244,7 @@ class Engine:
             self._view = MemoryView(
                 self.cache,
                 max_num_batched_tokens,
-                # What is computed with other chunks is rounded otherwise.
+                # Cached values from other chunk sizes are rounded differently.
                 prefix_caching=prefix_caching and not deterministic,
                 num_reserved_rows=max_num_seqs + 2,
             )
@@ -263,7 +259,7 @@ class Engine:
                 options=runner_options,
             )
             undo.callback(self._runner.close)
-            self._view.fitting_tokens()  # One at least; the kernels' over-read is known now.
+            self._view.fitting_tokens()  # Checks that one token fits, with the over-read.
             self._undo = undo.pop_all()
         self._loop = StepLoop(
             self._scheduler,
@@ -279,7 +275,7 @@ class Engine:
 
     @property
     def max_tokens(self) -> int:
-        """Prompt and output of a request at most, by row and budget."""
+        """Maximum length of a request in tokens, prompt and output, given row size and budget."""
         return self._view.fitting_tokens()
 
     @uninterrupted
@@ -291,21 +287,18 @@ class Engine:
         *,
         tenant: str | None = None,
     ) -> RequestHandle:
-        """Accept a request.
+        """Add a request to the queue and return a handle to read its outputs and to cancel it.
 
         Args:
-            prompt: Token ids, or text where there is a tokenizer.
-            params: What is wanted; `SamplingParams()` by default.
-            priority: Lower runs first.
-            tenant: The owner of the request's keys and values: it begins with prefixes of the same
-                tenant only. None is a tenant of its own.
-
-        Returns:
-            What to follow and cancel it by.
+            prompt: Token ids, or text if the engine has a tokenizer.
+            params: Sampling parameters; `SamplingParams()` by default.
+            priority: Lower values run first.
+            tenant: Owner of the request's keys and values; prefixes are shared only within a
+                tenant. None is a tenant of its own.
 
         Raises:
-            ConfigError: It can never be served: the prompt is empty or too long, a token is not in
-                the vocabulary, text is wanted and there is no tokenizer. Nothing was added.
+            ConfigError: The request can never be served: the prompt is empty or too long, a token
+                is not in the vocabulary, or text is wanted without a tokenizer. Nothing was added.
             ClosedError: The engine is closed.
         """
         self._check_open()
@@ -343,7 +336,7 @@ class Engine:
         index: int,
         tenant: str | None,
     ) -> Request:
-        """One of the samples of a prompt; those after the first wait for its prompt to fork it."""
+        """Add one sample of a prompt; samples after the first fork the computed prompt."""
         seed = params.seed if params.seed is not None else self._random.getrandbits(48)
         ends, num_tokens = self._outcomes.end_tokens, max_total - len(tokens)
         resolved = resolve(params, seed + index, ends, num_tokens, self._vocab_size)
@@ -359,7 +352,6 @@ class Engine:
         return request
 
     def _updated(self, request: Request) -> None:
-        """Something of a request is new."""
         handle = self._handles.get(request.request_id)
         if request.is_finished:
             self._handles.pop(request.request_id, None)
@@ -376,21 +368,18 @@ class Engine:
 
     @uninterrupted
     def cancel(self, handle: RequestHandle) -> None:
-        """End a request where it is; it keeps the tokens it has. Idempotent."""
+        """End a request; it keeps the tokens it has. Idempotent."""
         for request in handle.requests:
             self._loop.end(request, FinishReason.CANCELLED)
 
     @uninterrupted
     def finish(self, handle: RequestHandle, sample: int) -> None:
-        """End a sample of a request where it is, as if at a stop token. Idempotent.
-
-        For those who find stop texts themselves.
-        """
+        """End a sample as if at a stop token, for callers that find stop texts. Idempotent."""
         self._loop.end(handle.requests[sample], FinishReason.STOP)
 
     @uninterrupted
     def cancel_all(self, error: Exception | None = None) -> None:
-        """End every request; with `error`, as failed by it."""
+        """Cancel every request, or fail them all with `error`."""
         if error is not None:
             self._loop.end_all(error)
         for handle in tuple(self._handles.values()):
@@ -400,59 +389,44 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether there is anything to do."""
+        """Whether requests or unread steps are left."""
         return self._loop.has_work
 
     @property
     def num_failed_steps(self) -> int:
-        """Steps that failed since the last one that did not: a device that is gone, for instance.
-
-        A request's own failure is none, nor is a lack of memory.
-        """
+        """Consecutive failed steps, without failures of single requests and memory shortages."""
         return self._loop.num_failed_steps
 
     @property
     def spare_s(self) -> float:
-        """Seconds for which the next step may wait for requests that arrive; ask again then."""
+        """Seconds that the next step may wait for new requests; ask again then."""
         return self._loop.spare_s
 
     def step(self) -> None:
-        """Run one step; the handles then have what is new.
+        """Run one step and update the handles; with nothing left to do, call `fall_idle`.
 
-        Where nothing is left to do, the engine falls idle: see `fall_idle`.
-
-        Raises:
-            ClosedError: The engine is closed.
-            DriverError: It failed in what no request is to blame for; to go on is possible.
+        Raises `ClosedError`, or a `DriverError` that no single request caused; stepping may
+        continue.
         """
         if not self.advance():
             self.fall_idle()
 
     def advance(self) -> bool:
-        """Run one step, if there is one, and no more; returns whether there is more to do.
-
-        Raises:
-            ClosedError, DriverError: As `step`.
-        """
+        """Run one step, if there is work; returns whether more is left. Raises as `step`."""
         self._check_open()
         return self._loop.has_work and self._loop.step()
 
     @uninterrupted
     def fall_idle(self, is_wanted: Callable[[], bool] = lambda: False) -> None:
-        """Give memory above the watermark back, and tell the observer that nothing is left to do.
+        """Return memory above the watermark to the device, and notify the observer.
 
-        Does nothing while requests are left, nor a second time before the next one. If the driver
-        fails, that is logged: the books are right, and the rest goes when the engine falls idle
-        again.
+        Does nothing while requests are left, or if already idle. `is_wanted` is polled before each
+        slice of memory; once true, the rest is left to the next call. A driver error is logged, and
+        the rest is left to the next idle time.
 
-        Args:
-            is_wanted: Asked before each part of what goes back. Once it is true the rest stays,
-                and the next call goes on with it.
+        Raises `ClosedError`.
 
-        Raises:
-            ClosedError: The engine is closed.
-
-        Cost: with nothing above the watermark some 10 µs; else some 3 ms for each GiB.
+        Cost: some 10 µs with nothing above the watermark, else some 3 ms per GiB.
         """
         self._check_open()
         if self._is_idle or self._loop.has_work or not self._give_back(is_wanted):
@@ -462,25 +436,25 @@ class Engine:
             self._observer.idle(self.cache)
 
     def _give_back(self, is_wanted: Callable[[], bool]) -> bool:
-        """Give back what is above the watermark; false where somebody wants the engine instead."""
+        """Shrink the pool to the watermark; false if interrupted by `is_wanted`."""
         if self._watermark_bytes is None:
             return True
         pool = self.cache.pool
         try:
-            self._reclaim(0)  # And, once: what others do with the pool is not this engine's.
+            self._reclaim(0)  # The excess is measured once: later changes are other users'.
             excess_bytes = pool.stats().created_bytes - self._watermark_bytes
             while excess_bytes > 0:
                 if is_wanted():
                     return False
                 released_bytes = self._reclaim(min(excess_bytes, _SLICE_BYTES))
-                # Nothing where the rest is live: a runner's scratch row, or what others hold.
+                # Zero if the rest is live: a runner's padding row, or memory of other users.
                 excess_bytes = excess_bytes - released_bytes if released_bytes else 0
         except (CapacityError, DriverError) as error:
             _LOG.warning("memory above the watermark could not be given back: %s", error)
         return True
 
     def _reclaim(self, num_bytes: int) -> int:
-        """Give so much back; what is retired is free in a moment, so prefixes need not go first."""
+        """Return memory to the device; waits for fences, so that retired memory goes first."""
         self.cache.pool.reclaimer.wait()
         return self._view.reclaim(num_bytes)
 
@@ -492,20 +466,19 @@ class Engine:
         *,
         tenant: str | None = None,
     ) -> list[RequestOutput]:
-        """Continue all prompts; as vLLM's `LLM.generate`.
+        """Generate one output per prompt, in order, like vLLM's `LLM.generate`.
+
+        A failed output has `finish_reason` "error".
 
         Args:
-            prompts: One prompt or several, each of token ids or text.
-            params: For all of them, or one each.
-            priority: Of all of them.
-            tenant: Of all of them; see `add`.
-
-        Returns:
-            One output per prompt, in order. One that failed says so: `finish_reason` is "error".
+            prompts: One prompt or several, each token ids or text.
+            params: One for all prompts, or one each.
+            priority: Priority of all of them.
+            tenant: Tenant of all of them; see `add`.
 
         Raises:
-            ConfigError: A prompt cannot be served, or there are not as many `params` as prompts.
-                Nothing was generated.
+            ConfigError: A prompt cannot be served, or the number of `params` differs from that of
+                prompts. Nothing was generated.
         """
         prompts = prompts.tolist() if hasattr(prompts, "tolist") else prompts
         is_one = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
@@ -534,14 +507,14 @@ class Engine:
         priority: int,
         tenant: str | None,
     ) -> None:
-        """Add a request and its handle to `handles`, both or neither."""
+        """Add a request and its handle to `handles`; an interrupt cannot separate the two."""
         handles.append(self.add(prompt, params, priority, tenant=tenant))
 
     def when_lost(self, call: Callable[[], None]) -> None:
-        """Have something called, from any thread, when a part of the engine has ended."""
+        """Register `call`, invoked from any thread when a part of the engine has died."""
 
     def use_device(self) -> None:
-        """Make the engine's device the calling thread's own, where it is a GPU."""
+        """Make the engine's CUDA device current in the calling thread."""
         if self.cache.device.type == "cuda":
             torch.cuda.set_device(self.cache.device)
 
@@ -549,7 +522,7 @@ class Engine:
 
     @uninterrupted
     def close(self) -> None:
-        """Cancel what is under way, and free everything. Idempotent."""
+        """Cancel unfinished requests and free everything. Idempotent."""
         if self._is_closed:
             return
         self.cancel_all()

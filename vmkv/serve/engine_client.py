@@ -1,11 +1,11 @@
-"""How an engine that runs on its own is asked from an event loop, wherever it runs.
+"""Client side of an engine that runs in another thread or process, used from an event loop.
 
     async for output in engine.stream("Once upon a time", SamplingParams(max_tokens=64)):
         print(output.outputs[0].text, end="")
 
-Only tokens come from the engine: they become text here, where nobody's step waits for it. What has
-come for a stream is not queued: a stream is told that there is something new, and takes all of it
-in one piece when it comes to it. So a client that never reads holds nobody up.
+The engine sends tokens only; they become text here, off the engine's thread. Outputs are not
+queued: a stream takes everything new in one piece when it is read, so a slow client holds nobody
+up.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from .request import CompletionOutput, FinishReason, RequestOutput, TokenLogprob
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-#: How long an engine that has work may say nothing; it does after each step. Steps take seconds at
+#: Longest silence of an engine with work, which sends news after each step. Steps take seconds at
 #: most, but the first of a size may compile kernels.
 SILENCE_MAX_S = 60.0
 
 
 class _Sample:
-    """One sample of a prompt: what has come of it and was not taken."""
+    """Output of one sample that the stream has not taken yet."""
 
     def __init__(self, index: int, detokenizer: Detokenizer | None, *, has_logprobs: bool):
         self._index = index
@@ -48,11 +48,10 @@ class _Sample:
 
     @property
     def is_finished(self) -> bool:
-        """Whether it has ended."""
         return self._finish_reason is not None
 
     def update(self, update: Update) -> bool:
-        """Take what is new; returns whether the sample ends here and the engine must be told."""
+        """Add new tokens; returns whether the sample ends here and the engine must be told."""
         if self.is_finished:
             return False
         num_tokens = len(update.token_ids)
@@ -61,16 +60,16 @@ class _Sample:
         if self._detokenizer is not None:
             try:
                 num_tokens = self._put_into_text(self._detokenizer, update)
-            except Exception as error:  # noqa: BLE001  # the tokenizer's, and this request's alone
+            except Exception as error:  # noqa: BLE001  # a tokenizer's, for this request alone
                 self._finish_reason, self.error = FinishReason.ERROR, self.error or error
         self._token_ids += update.token_ids[:num_tokens]
         self._logprobs += update.logprobs[:num_tokens]
         return self._finish_reason is not None and update.finish_reason is None
 
     def _put_into_text(self, detokenizer: Detokenizer, update: Update) -> int:
-        """Returns how many of the tokens are part of the output."""
+        """Detokenize an update; returns how many of its tokens belong to the output."""
         num_tokens = len(update.token_ids)
-        # The text of a stop token, the last one then, is not the answer's.
+        # The text of a stop token, always the last, is not part of the output.
         num_text_tokens = num_tokens - (update.finish_reason is FinishReason.STOP)
         stop = None
         for count, token_id in enumerate(update.token_ids[:num_text_tokens], 1):
@@ -86,7 +85,6 @@ class _Sample:
         return num_tokens
 
     def take(self) -> CompletionOutput:
-        """What is new since the last call."""
         token_ids, self._token_ids = self._token_ids, []
         logprobs, self._logprobs = self._logprobs, []
         return CompletionOutput(
@@ -100,7 +98,7 @@ class _Sample:
 
 
 class _Stream:
-    """One request."""
+    """A request and its samples, on the client's side."""
 
     def __init__(self, key: int, prompt: Any, params: SamplingParams, tokenizer: Any):
         self.key = key
@@ -123,23 +121,19 @@ class _Stream:
 
     @property
     def is_finished(self) -> bool:
-        """Whether every sample has ended."""
         return all(each.is_finished for each in self._samples)
 
     def update(self, update: Update) -> bool:
-        """See `_Sample`."""
         if not update.sample:
             self._num_cached_tokens = update.num_cached_tokens
         self.has_news.set()
         return self._samples[update.sample].update(update)
 
     def fail(self, error: Exception) -> None:
-        """Nothing will come any more."""
         self.error = error
         self.has_news.set()
 
     def take(self) -> RequestOutput:
-        """What is new since the last call."""
         errors = [each.error for each in self._samples if each.error is not None]
         return RequestOutput(
             request_id=self.key,
@@ -152,14 +146,10 @@ class _Stream:
 
 
 class EngineClient(abc.ABC):
-    """Asks an engine that runs on its own, from one event loop at a time.
+    """Client of an engine that runs on its own, for one event loop at a time.
 
-    As an async context manager it is shut down at the end, after what is under way.
-
-    Args:
-        tokenizer: For prompts and outputs that are text.
-        silence_max_s: After how long without a word `failure` speaks of an engine that has work.
-        clock: Seconds.
+    As an async context manager it drains and shuts down the engine on exit. An engine that has work
+    and sends no news for `silence_max_s` seconds of `clock` is reported by `failure`.
     """
 
     def __init__(
@@ -172,7 +162,7 @@ class EngineClient(abc.ABC):
         self._tokenizer = tokenizer
         self._silence_max_s = silence_max_s
         self._clock = clock
-        self._heard_s = clock()  # When the engine said something last, or had to.
+        self._heard_s = clock()  # Last news, or the start of the current work.
         self._new_keys = itertools.count()
         self._streams: dict[int, _Stream] = {}
         self._num_failed_steps = 0
@@ -187,21 +177,15 @@ class EngineClient(abc.ABC):
         *,
         tenant: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Outputs of one request as they grow, the last one finished.
+        """Yield outputs of one request as they grow, the last one finished.
 
-        Each holds what is new since the one before, and `joined` makes one of them all; who reads
-        slowly sees fewer. Closing the iterator, or cancelling the task that reads it, cancels the
-        request.
-
-        Args:
-            prompt: As of `Engine.add`, as for the rest.
-            params: Likewise.
-            priority: Likewise.
-            tenant: Likewise.
+        Each output holds what is new since the previous one; `joined` concatenates them. Slow
+        readers see fewer, larger outputs. Closing the iterator, or cancelling the reading task,
+        cancels the request. Arguments are those of `Engine.add`.
 
         Raises:
             ConfigError: The request can never be served. Raised by the first iteration.
-            ClosedError: The engine is shutting down, or gone. Likewise.
+            ClosedError: The engine is shutting down or has ended.
         """
         await self._connect()
         if self._is_stopping or self._death is not None:
@@ -211,7 +195,7 @@ class EngineClient(abc.ABC):
         key = next(self._new_keys)
         stream = _Stream(key, prompt, params, self._tokenizer)
         if not self.has_work:
-            self._heard_s = self._clock()  # It had nothing to say before.
+            self._heard_s = self._clock()  # An idle engine is silent.
         params = replace(params, stop=(), detokenize=False)
         self._send(Add(key, stream.prompt, params, priority, tenant))
         self._streams[key] = stream
@@ -232,10 +216,9 @@ class EngineClient(abc.ABC):
                 self._send(Cancel(key))
 
     async def shutdown(self, drain: bool = True) -> None:
-        """Stop: after the requests that are under way, or with `drain=False` cancelling them.
+        """Stop the engine, after unfinished requests or, with `drain=False`, cancelling them.
 
-        New requests are refused from now on. Returns when the engine has ended and everything is
-        freed. Idempotent.
+        New requests are refused at once. Returns when everything is freed. Idempotent.
         """
         self._is_stopping = True
         await self._connect()
@@ -244,21 +227,21 @@ class EngineClient(abc.ABC):
 
     @property
     def is_running(self) -> bool:
-        """Whether the engine is there."""
+        """Whether the engine has not ended."""
         return self._death is None
 
     @property
     def has_work(self) -> bool:
-        """Whether something that was asked for has not ended."""
+        """Whether any request has not ended."""
         return any(not each.is_finished and each.error is None for each in self._streams.values())
 
     @property
     def failure(self) -> str | None:
-        """Why no request can be served; None as long as one can.
+        """Why no request can be served; None while requests are served.
 
-        An engine that has ended, a device that has failed in every step of late, or an engine that
-        has work and says nothing. In the latter two cases requests are tried all the same: the next
-        step that succeeds is the end of it.
+        Reports an engine that has ended, one whose last steps all failed, or one that has work and
+        is silent. In the latter two cases requests are still accepted, and a step that succeeds
+        clears it.
         """
         if self._death is None and self._num_failed_steps >= FAILED_STEPS_MAX:
             return f"the last {self._num_failed_steps} steps have failed"
@@ -278,22 +261,18 @@ class EngineClient(abc.ABC):
 
     @abc.abstractmethod
     async def _connect(self) -> None:
-        """Have this event loop be the one that is told."""
+        """Deliver news to the running event loop from now on."""
 
     @abc.abstractmethod
     def _send(self, command: Command) -> None:
-        """Send a command; to an engine that has ended, nothing.
-
-        Raises:
-            ConfigError: It cannot travel. Nothing was sent.
-        """
+        """Send a command, unless the engine has ended; `ConfigError` if it cannot be serialized."""
 
     @abc.abstractmethod
     async def _wait_for_end(self) -> None:
-        """Until the engine has ended, and what it said last was taken."""
+        """Wait until the engine has ended and its last news was taken."""
 
     def _take(self, news: News) -> None:
-        """The engine says something."""
+        """Pass news from the engine to its streams."""
         self._heard_s = self._clock()
         self._num_failed_steps = news.num_failed_steps
         for key, error in news.refused:
@@ -301,12 +280,12 @@ class EngineClient(abc.ABC):
                 self._streams[key].fail(error)
         for update in news.updates:
             stream = self._streams.get(update.key)
-            # Whoever asked may have left.
+            # The client may have cancelled the request.
             if stream is not None and stream.update(update):
                 self._send(Finish(update.key, update.sample))
 
     def _lose(self, reason: str) -> None:
-        """The engine has ended. Idempotent."""
+        """Fail all streams because the engine has ended. Idempotent."""
         self._death = self._death or reason
         for stream in self._streams.values():
             if not stream.is_finished and stream.error is None:

@@ -1,9 +1,8 @@
-"""The loop around an engine that runs on its own: commands between steps, what is new after each.
+"""Loop of an engine in its own thread or process: commands between steps, news after each.
 
-It runs in the thread of an `AsyncEngine`, and in the process of an `EngineProcess`; a `Link` brings
-the commands and takes the news. Nothing here waits for who reads: while nobody does, what is new
-adds up, and goes in one piece when somebody does: a few numbers for each request, however long
-that takes.
+An `AsyncEngine` runs it in a thread, an `EngineProcess` in a process; a `Link` carries commands and
+news. The loop never waits for a reader: unread updates accumulate in the requests and are sent in
+one piece once the last news was taken.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Add(NamedTuple):
-    """A request, by a number that the asking side gives it; see `Engine.add`."""
+    """Add a request under the client's `key`; see `Engine.add`."""
 
     key: int
     prompt: tuple[int, ...]
@@ -38,26 +37,26 @@ class Add(NamedTuple):
 
 
 class Cancel(NamedTuple):
-    """Nobody wants a request any more."""
+    """Cancel a request."""
 
     key: int
 
 
 class Finish(NamedTuple):
-    """A sample of a request has ended in a stop text, which the engine does not look for."""
+    """End a sample at a stop text, which the client has found."""
 
     key: int
     sample: int
 
 
 class Stop(NamedTuple):
-    """It is over, once what is under way has ended or, without `drain`, is cancelled."""
+    """End the loop, after unfinished requests with `drain`, or else cancelling them."""
 
     drain: bool
 
 
 class Look(NamedTuple):
-    """The engine has to see what became of what it runs on. Not sent: its own side says it."""
+    """Wake the loop to check the engine's ranks. Sent by the engine's own side only."""
 
 
 Command = Add | Cancel | Finish | Stop | Look
@@ -67,22 +66,14 @@ Command = Add | Cancel | Finish | Stop | Look
 
 
 class Refused(NamedTuple):
-    """A request was not taken."""
+    """A request that was not accepted."""
 
     key: int
     error: Exception
 
 
 class Update(NamedTuple):
-    """What is new of one sample of a request.
-
-    Attributes:
-        key: Which request.
-        sample: Which of its samples.
-        token_ids: Its new tokens.
-        logprobs: Of its new tokens, where they were asked for.
-        num_cached_tokens: See `Request`, as for the rest.
-    """
+    """New tokens of one sample of a request, and its end; fields as in `Request`."""
 
     key: int
     sample: int
@@ -94,20 +85,12 @@ class Update(NamedTuple):
     error: Exception | None
 
 
-#: A call of an `EngineObserver`: its name and arguments, without the cache that some have.
+#: A call of an `EngineObserver`: its name and arguments, except the cache.
 Event = tuple[str, Sequence[Any]]
 
 
 class News(NamedTuple):
-    """All that is new since the last.
-
-    Attributes:
-        refused: Requests that were not taken.
-        updates: What is new of those that run.
-        num_failed_steps: See `Engine.num_failed_steps`.
-        events: What observers elsewhere are to hear.
-        stats: The cache, where it was looked at for them.
-    """
+    """Everything new since the last news; `events` and `stats` are for observers at the client."""
 
     refused: Sequence[Refused]
     updates: Sequence[Update]
@@ -119,45 +102,41 @@ class News(NamedTuple):
 # ---- engine loop ---------------------------------------------------------------------------------
 
 _LOG = logging.getLogger(__name__)
-#: So many steps in a row fail only where every one does.
+#: Consecutive failed steps after which every step is assumed to fail.
 FAILED_STEPS_MAX = 5
-#: What running requests wait at most for the commands between two steps, but for the last one.
+#: Time budget for commands between two steps; the last command may exceed it.
 _COMMANDS_S = 0.01
 
 
 class Link(Protocol):
-    """Where commands come from and news go to. Asked from the engine's thread."""
+    """Transport of commands and news, called from the engine's thread except for `wake`."""
 
     @property
     def is_broken(self) -> bool:
-        """Whether nobody is on the other side any more."""
+        """Whether the other side is gone."""
 
     def receive(self) -> Sequence[Command]:
-        """The commands that have come."""
+        """Take the commands that have arrived."""
 
     def can_send(self) -> bool:
-        """Whether the last news are gone; sends more of them if not."""
+        """Whether the last news was sent completely; continues sending if not."""
 
     def send(self, news: News) -> None:
-        """Begin to send; the last news are gone."""
+        """Start to send `news`; requires `can_send`."""
 
     def wait(self, *, for_commands: bool, to_send: bool, timeout_s: float | None = None) -> None:
-        """Until a command has come, or until news can be sent, as far as that is waited for."""
+        """Block until a command has arrived or news can be sent, as requested, or the timeout."""
 
     def wake(self) -> None:
-        """Have a `Look` come. From any thread."""
+        """Enqueue a `Look` command. Callable from any thread."""
 
 
 class EngineLoop:
-    """Runs an engine until somebody says stop, or nobody is there any more.
+    """Runs an engine until a `Stop` command, or until the link breaks.
 
-    Args:
-        engine: The engine; nobody else may work on it meanwhile.
-        link: Whom it runs for.
-        take_events: What observers on the other side are to hear since the last call, and the
-            cache, if it was looked at.
-        ends_with_device: End where every step fails, for those who can begin anew in another
-            process: a device that has met an illegal access serves no process again that has.
+    `take_events` returns new observer events for the client's side and the cache statistics, if
+    they were read. With `ends_with_device` the loop ends once every step fails, so that a new
+    process can take over: after an illegal access the device serves no more in this one.
     """
 
     def __init__(
@@ -179,20 +158,16 @@ class EngineLoop:
         self._keys: dict[RequestHandle, int] = {}
         self._refused: list[Refused] = []
         self._updated: dict[RequestHandle, None] = {}
-        #: Tokens and log-probabilities of each sample that were sent.
+        #: Numbers of sent tokens and log-probabilities of each sample.
         self._sent: dict[int, tuple[int, int]] = {}
         engine.on_update = self._note_update
         engine.when_lost(link.wake)
 
     def run(self) -> None:
-        """Run; closes the engine at the end.
+        """Run until stopped, then close the engine. Sleeps without polling while idle.
 
-        The thread waits while there is nothing to do, without polling. Before that the engine falls
-        idle; a command that comes meanwhile does not wait for all of what goes back to the device.
-
-        Raises:
-            RuntimeError: It ends with the device; the engine is left as it is.
-            RankError: Or with one of its ranks.
+        With `ends_with_device` it raises `RuntimeError`, or a rank's `RankError`, once every step
+        fails, and leaves the engine open.
         """
         self._engine.use_device()
         while self._wait():
@@ -201,7 +176,7 @@ class EngineLoop:
                 self._obey()
                 self._hold()
                 self._engine.advance()
-            except Exception as error:  # noqa: BLE001  # every request ends with it
+            except Exception as error:  # noqa: BLE001  # fails every request
                 failure = error
                 self._engine.cancel_all(error)
             self._publish(has_stepped=True)
@@ -216,20 +191,20 @@ class EngineLoop:
             self._publish()
 
     def _wait(self) -> bool:
-        """Wait for something to do; false to end."""
-        # Once all is published, so that no client waits for it.
+        """Wait for work; false to end. Publishes all news before the engine falls idle."""
+        # Publish everything first, so that no client waits for this.
         while self._has_news and not self._engine.has_unfinished and not self._is_wanted():
             self._link.wait(for_commands=True, to_send=True)
             self._publish()
         try:
             self._engine.fall_idle(is_wanted=self._is_wanted)
         except RankError:
-            pass  # Whoever looks, or asks, is told.
-        except Exception:  # noqa: BLE001  # no request is left to end with it
+            pass  # The next step or `Look` reports it.
+        except Exception:  # noqa: BLE001  # no request is left to fail
             _LOG.exception("the engine could not fall idle")
         if self._engine.has_unfinished:
             return True
-        self._publish()  # That it is idle, for one.
+        self._publish()  # Includes the observers' idle event.
         while not self._is_wanted():
             self._link.wait(for_commands=True, to_send=self._has_news)
             self._publish()
@@ -237,18 +212,16 @@ class EngineLoop:
 
     @property
     def _has_news(self) -> bool:
-        """Whether something is still to be sent."""
         return bool(self._updated or self._refused)
 
     # ---- commands -------------------------------------------------------------------------
 
     def _is_wanted(self) -> bool:
-        """Whether there is a command, or it is over."""
         for command in self._link.receive():
             if isinstance(command, Add):
                 self._to_add.add(command.key)
             elif isinstance(command, Cancel):
-                self._to_add.discard(command.key)  # Nothing is done for those not yet added.
+                self._to_add.discard(command.key)  # Cancelled before it was added.
             self._is_stopping |= isinstance(command, Stop)
             self._commands.append(command)
         if self._link.is_broken and not self._is_stopping:
@@ -257,7 +230,7 @@ class EngineLoop:
         return bool(self._commands) or self._is_stopping
 
     def _obey(self, most_s: float = _COMMANDS_S) -> None:
-        """Carry out what was asked for; if it is much, the rest after the next step."""
+        """Carry out commands for up to `most_s` seconds; the rest follows after the next step."""
         start_s = time.monotonic()
         while (self._commands or self._is_wanted()) and self._commands:
             command = self._commands.popleft()
@@ -273,9 +246,9 @@ class EngineLoop:
                 return
 
     def _hold(self) -> None:
-        """While the device is busy anyway, take in who comes: they are in the next step then."""
+        """Accept new requests while the device is busy anyway; they join the next step."""
         while not self._is_stopping and (spare_s := self._engine.spare_s) > 0:
-            # What could not be sent yet does not wait for the step either.
+            # News that could not be sent before does not wait for the step.
             is_sent = self._link.can_send()
             if is_sent and self._has_news:
                 self._publish()
@@ -290,7 +263,7 @@ class EngineLoop:
         try:
             prompt, params, priority = asked.prompt, asked.params, asked.priority
             handle = self._engine.add(prompt, params, priority, tenant=asked.tenant)
-        except Exception as error:  # noqa: BLE001  # the asking side's, which waits for it
+        except Exception as error:  # noqa: BLE001  # reported to the client
             self._refused.append(Refused(asked.key, error))
             return
         self._handles[asked.key], self._keys[handle] = handle, asked.key
@@ -318,7 +291,6 @@ class EngineLoop:
         self._updated[handle] = None
 
     def _publish(self, *, has_stepped: bool = False) -> None:
-        """Send what is new, a step for one, unless the last of it is still on its way."""
         if not self._link.can_send():
             return
         refused, self._refused = self._refused, []

@@ -1,4 +1,4 @@
-"""What went wrong in a step, and what is kept of it."""
+"""Classification and logging of step failures."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _LOG = logging.getLogger(__name__)
 
 
 def log_and_release(error: BaseException) -> None:
-    """Log where an error came from, and drop the frames it has passed.
+    """Log an error with its traceback, then drop the frames.
 
-    They hold activations and views of the cache, and the error is kept as long as somebody asks
-    what became of a request.
+    Frames hold activations and views of the cache, and the error lives as long as the request's
+    output.
     """
     _LOG.error("a step failed:\n%s", "".join(traceback.format_exception(error)))
     seen: set[int] = set()
@@ -28,14 +28,14 @@ def log_and_release(error: BaseException) -> None:
 
 
 def missing_bytes(error: CapacityError) -> int:
-    """What the cache lacked, at the least."""
+    """Return how many bytes the cache lacked, at least 1."""
     if isinstance(error, OutOfPagesError):
         return max(1, error.needed_bytes - error.free_bytes)
     return 1
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether a device or the host had no memory left; torch on the CPU has no class for that."""
+    """Whether the device or the host was out of memory; torch on the CPU has no class for that."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)

@@ -1,7 +1,7 @@
-"""The sequences of requests in a cache, and what the scheduler may know of them.
+"""The sequences of requests in a cache, and the scheduler's view of their memory.
 
-Everything the engine does with a `KVCache` is here: beginning a sequence (with a prefix that is
-cached, or as a fork of a sibling), growing, swapping, ending.
+All of the engine's calls of `KVCache` are here: opening a sequence (from a cached prefix, or as a
+fork of a sibling), growing, swapping, closing.
 """
 
 from __future__ import annotations
@@ -22,13 +22,10 @@ _LOG = logging.getLogger(__name__)
 
 
 class MemoryView:
-    """Requests' sequences in one cache. Implements `CacheView`.
+    """Sequences of requests in one cache, used by the engine's thread only. Implements `CacheView`.
 
-    Args:
-        cache: The cache; it belongs to the engine's thread.
-        max_chunk_tokens: Tokens that a sequence grows by in a step at most.
-        prefix_caching: Begin requests with what is cached of their prompts.
-        num_reserved_rows: Rows that swapped sequences must leave to others.
+    A sequence grows by at most `max_chunk_tokens` per step, and swapped sequences leave
+    `num_reserved_rows` rows free.
     """
 
     def __init__(
@@ -47,13 +44,13 @@ class MemoryView:
         self._leaders: dict[int, int] = {}
         self._sequences: dict[int, Sequence] = {}
         self._ending: list[tuple[Sequence, int | None]] = []
-        # How far each sequence is computed: it is grown before a step is submitted.
+        # Computed tokens of each sequence; its length grows earlier, before the step is submitted.
         self._computed_tokens: dict[int, int] = {}
-        # How far each could be written when that was asked last. A hint, which a growth that fails
-        # clears: where it says too much, growing makes room itself.
+        # Writable tokens of each sequence when last asked. A hint, cleared by failed growth: if it
+        # is too high, growing makes room.
         self._room_tokens: dict[int, int] = {}
-        # The step that each was last grown for, by number, and when the last two were submitted:
-        # who ends by its length is not in the one that runs while its last token is read.
+        # Number of the step that each sequence was last grown for, and the last two submissions: a
+        # request that ends by length is not in the step that runs when its last token is read.
         self._last_steps: dict[int, int] = {}
         self._num_steps = 0
         self._submitted_at = (0, 0)
@@ -61,18 +58,14 @@ class MemoryView:
     # ---- requests -------------------------------------------------------------------------
 
     def add(self, request: Request, leader_id: int | None = None) -> None:
-        """A request that may begin; with `leader_id`, one that shares that request's prompt."""
+        """Register a request; with `leader_id`, a sample that may fork that request's prompt."""
         self._requests[request.request_id] = request
         if leader_id is not None and self._prefix_caching:
             self._leaders[request.request_id] = leader_id
 
     def begin(self, request_id: int) -> int:
-        """Open the sequence of a request; returns how many of its tokens are there already.
-
-        Raises:
-            OutOfPagesError, OutOfAddressSpaceError, DriverError: There is no sequence.
-        """
-        self.end(request_id)  # A preemption that failed half-way may have left it.
+        """Open a sequence and return its number of cached tokens; on errors, open none."""
+        self.end(request_id)  # An incomplete preemption may have left a sequence.
         request = self._requests[request_id]
         tokens = request.tokens(0, self._num_known(request))
         leader = self._leader(request_id)
@@ -88,17 +81,13 @@ class MemoryView:
         return sequence.num_tokens
 
     def row(self, request_id: int) -> int:
-        """The row of a request's sequence."""
+        """Row of a request's sequence."""
         return self._sequences[request_id].row
 
     def grow(self, wanted: Iterable[tuple[int, int]]) -> None:
-        """Make each request's sequence hold so many tokens, all of them or none.
-
-        Raises:
-            OutOfPagesError, DriverError: None has changed.
-        """
+        """Grow sequences to `(request_id, num_tokens)` targets, all of them or, on errors, none."""
         targets, sequences = list(wanted), self._sequences
-        # First: where growing fails, it may have copied already.
+        # First: a failed growth may have submitted copies.
         self._last_steps.update(dict.fromkeys([each for each, _ in targets], self._num_steps + 1))
         try:
             self.cache.grow([(sequences[each], to) for each, to in targets])
@@ -113,20 +102,11 @@ class MemoryView:
         *,
         begins_empty: bool = True,
     ) -> bool:
-        """Have what `grow` will be asked for next mapped, or lie ready; never blocks.
+        """Prepare memory for upcoming growth, without blocking; returns whether all is ready.
 
-        Args:
-            wanted: As for `grow`.
-            num_new_tokens: Tokens of a request that begins or comes back meanwhile.
-            begins_empty: Whether that begins with nothing.
-
-        Returns:
-            Whether all of it lies ready.
-
-        Raises:
-            DriverError: Parked rows may have lost memory, nobody else.
-
-        Cost: a comparison for a request that has room.
+        `wanted` is as for `grow`; `num_new_tokens` are of a request that begins or resumes next,
+        and `begins_empty` is whether it has no cached tokens. A `DriverError` affects parked rows
+        at most.
         """
         short = [(self._sequences[each], to) for each, to in self._short(wanted)]
         if not short and not num_new_tokens:
@@ -135,23 +115,23 @@ class MemoryView:
             self.cache, short, num_new_tokens, begins_empty=begins_empty
         )
         if not is_ready and short and num_new_tokens:
-            # What is too much for all need not be for who runs.
+            # Running requests alone may still fit.
             is_ready_for_short = make_ready(self.cache, short)
         if is_ready_for_short:
             grow_ahead(self.cache, short)
         return is_ready
 
     def submitting(self, chunks: Iterable[PlannedChunk]) -> contextlib.AbstractContextManager[None]:
-        """Submit a step of `chunks`, which are grown, within this; see `KVCache.submitting`."""
+        """Context in which a step of grown `chunks` is submitted; see `KVCache.submitting`."""
         return self.cache.submitting(
             (self.row(chunk.request_id), chunk.num_past_tokens, chunk.num_tokens)
             for chunk in chunks
         )
 
     def note_computed(self, chunks: Iterable[PlannedChunk]) -> None:
-        """The keys and values of `chunks` are computed by a step that was just submitted."""
+        """Record that a step with `chunks` was submitted."""
         submitted_at = self.cache.pool.reclaimer.note_submitted()
-        # In this order: whoever is in a step that an interrupt keeps from counting is waited for.
+        # In this order: if an interrupt comes in between, `_idle_since` waits for this step.
         self._submitted_at = (self._submitted_at[1], submitted_at)
         self._num_steps += 1
         for chunk in chunks:
@@ -161,16 +141,16 @@ class MemoryView:
                 self._record(request_id)
 
     def shrink(self, request_id: int, num_tokens: int) -> None:
-        """Tokens from `num_tokens` on were not computed after all."""
+        """Drop tokens from `num_tokens` on, which were not computed after all."""
         sequence = self._sequences.get(request_id)
         if sequence is not None and sequence.num_tokens > num_tokens:
             sequence.truncate(num_tokens)
 
     def end(self, request_id: int, *, keep: bool = True) -> None:
-        """Close a request's sequence; with `keep`, others may begin with what it holds.
+        """Close a request's sequence; with `keep`, its tokens enter the prefix cache. Idempotent.
 
-        What the driver does not let go `close_ended` closes: callers are in the midst of something
-        that concerns other requests. Idempotent. The request may begin again until `remove`.
+        If the driver fails, `close_ended` closes it later. The request may begin again until
+        `remove`.
         """
         sequence = self._sequences.get(request_id)
         if sequence is None:
@@ -189,44 +169,39 @@ class MemoryView:
             _LOG.warning("a sequence could not be closed yet", exc_info=True)
 
     def close_ended(self) -> None:
-        """Close what has ended and the driver would not let go.
-
-        Raises:
-            DriverError: Some is left, for the next time.
-        """
+        """Close ended sequences that are still open; a `DriverError` leaves the rest for later."""
         while self._ending:
             sequence, idle_since = self._ending[-1]
             sequence.close(idle_since=idle_since)
             self._ending.pop()
 
     def _idle_since(self, request_id: int) -> int | None:
-        """Since when the sequence of a request that ends is in no step; None for just now."""
+        """Submission since which no step uses an ending sequence; None if it may be in use."""
         last_step = self._last_steps.pop(request_id, None)
         if last_step is None or last_step > self._num_steps:
-            return None  # What was submitted is no whole step: copies, or one that has failed.
+            return None  # Work outside a counted step: copies, or a failed step.
         return self._submitted_at[last_step == self._num_steps]
 
     def remove(self, request_id: int) -> None:
-        """A request has ended, and its sequence with it. Idempotent."""
+        """Forget a request whose sequence has ended. Idempotent."""
         self._requests.pop(request_id, None)
         self._leaders.pop(request_id, None)
 
     def make_room(self, num_bytes: int) -> None:
-        """Have `num_bytes` more to grow by, as far as that is to be had. Waits for the device."""
+        """Free up to `num_bytes` for growth. Waits for the device."""
         self._room_tokens.clear()
         self.cache.make_room(num_bytes)
 
     def reclaim(self, num_bytes: int | None = None) -> int:
-        """Give back what no live sequence needs, and what they hold beyond their length.
+        """Return at least `num_bytes`, or all, of unused memory to the device; returns the bytes.
 
-        At least `num_bytes`, or all of it. Returns the bytes given back. Waits for the device.
+        Memory beyond the sequences' lengths is unused, too. Waits for the device.
         """
         self.close_ended()
         self._room_tokens.clear()
         return self.cache.trim(num_bytes)
 
     def _record(self, request_id: int) -> None:
-        """Let others begin with the tokens of a request that are known and computed."""
         sequence, request = self._sequences[request_id], self._requests[request_id]
         if not self._prefix_caching or not sequence.is_resident:
             return
@@ -240,7 +215,7 @@ class MemoryView:
         return len(request.prompt_token_ids) + len(request.output_token_ids)
 
     def _leader(self, request_id: int) -> Sequence | None:
-        """The sequence of a sibling that has all of the prompt, while it lives."""
+        """Live sequence of the sibling that has computed the whole prompt, for a fork; or None."""
         leader_id = self._leaders.get(request_id, -1)
         leader = self._sequences.get(leader_id)
         if leader is None or not leader.is_resident:
@@ -249,13 +224,13 @@ class MemoryView:
         if num_prompt < 2 or self._computed_tokens[leader_id] < num_prompt:
             return None
         if any(group.window_tokens is not None for group in self.cache.groups):
-            return None  # The leader may have gone on, and its windows with it.
+            return None  # The leader's windows may have moved on.
         return leader
 
     # ---- host memory ----------------------------------------------------------------------
 
     def can_swap(self, request_id: int) -> bool:
-        """See `CacheView`."""
+        """Whether the sequence can move to host memory: a row and host budget are free."""
         sequence = self._sequences.get(request_id)
         if sequence is None or not sequence.num_tokens or not sequence.is_resident:
             return False
@@ -271,8 +246,8 @@ class MemoryView:
         return not self._sequences[request_id].is_resident
 
     def swap_out(self, request_id: int) -> bool:
-        """Move a request's sequence to host memory; False where that failed and nothing moved."""
-        self._last_steps.pop(request_id, None)  # Copies are no step's.
+        """Move a request's sequence to host memory; false if that failed and nothing moved."""
+        self._last_steps.pop(request_id, None)  # The copies belong to no step.
         self._room_tokens.pop(request_id, None)
         try:
             self._sequences[request_id].swap_out()
@@ -281,21 +256,17 @@ class MemoryView:
         return True
 
     def swap_in(self, request_id: int) -> None:
-        """Bring it back.
-
-        Raises:
-            OutOfPagesError, DriverError: It is still in host memory.
-        """
+        """Move a request's sequence back from host memory; on errors it stays there."""
         self._last_steps.pop(request_id, None)
         self._sequences[request_id].swap_in()
 
     def pages_to_resume(self, request_id: int) -> int:
-        """See `CacheView`."""
+        """Pages that swapping a request in takes; its shared pages have stayed mapped."""
         sequence = self._sequences[request_id]
         pages = self.peak_pages(sequence.num_tokens + 1)
         if sequence.swapped is None:
             return pages
-        # What it shares has stayed.
+        # Shared pages have stayed.
         moved_pages = sequence.swapped.num_pages
         return min(pages, moved_pages + pages - self.peak_pages(sequence.num_tokens))
 
@@ -303,7 +274,7 @@ class MemoryView:
 
     @property
     def page_bytes(self) -> int:
-        """See `CacheView`."""
+        """Bytes of a page."""
         return self.cache.pool.page_bytes
 
     @property
@@ -313,27 +284,27 @@ class MemoryView:
 
     @property
     def total_pages(self) -> int:
-        """See `CacheView`."""
+        """Pages in the pool's budget."""
         return self.cache.pool.budget_bytes // self.page_bytes
 
     def free_pages(self) -> int:
-        """See `CacheView`."""
+        """Pages of the budget that are not resident."""
         stats = self.cache.pool.stats()
         return (stats.budget_bytes - stats.resident_bytes) // self.page_bytes
 
     def evictable_pages(self, enough_pages: int) -> int:
-        """See `CacheView`."""
+        """Pages that eviction can free; counting stops at `enough_pages`."""
         pool = self.cache.pool
         with pool.lock:
             return pool.pressure.freeable_bytes(enough_pages * self.page_bytes) // self.page_bytes
 
     def surplus_pages(self) -> int:
-        """See `CacheView`."""
+        """Pages that open sequences hold beyond their length."""
         with self.cache.pool.lock:
             return surplus_bytes(self.cache) // self.page_bytes
 
     def peak_pages(self, num_tokens: int) -> int:
-        """See `CacheView`."""
+        """Most pages a sequence holds at once while it grows from empty to `num_tokens`."""
         return sum(self._peak_pages(group, num_tokens) for group in self.cache.groups)
 
     def _peak_pages(self, group: LayerGroup, num_tokens: int) -> int:
@@ -342,11 +313,11 @@ class MemoryView:
         if group.window_tokens is None:
             return pages
         window = group.window_tokens + UNDERREAD_TOKENS + self._max_chunk_tokens + overread
-        # Extents leave whole, and both ends of the window may lie within one.
+        # Extents are released whole, and both ends of the window may lie within one.
         return min(pages, geometry.pages_for(window) + 1 + (2 << group.largest_class))
 
     def pages_to_begin(self, request_id: int, num_tokens: int) -> int:
-        """See `CacheView`."""
+        """Pages that a new sequence takes to hold `num_tokens`, without those shared by a fork."""
         pages = self.peak_pages(num_tokens)
         leader = self._leader(request_id)
         if leader is not None:
@@ -356,11 +327,10 @@ class MemoryView:
         return pages
 
     def lacking(self, wanted: Iterable[tuple[int, int]]) -> dict[int, int]:
-        """See `CacheView`."""
+        """Pages that sequences lack for `(request_id, num_tokens)` targets they cannot hold yet."""
         return {each: self._pages_lacking(each, to) for each, to in self._short(wanted)}
 
     def _short(self, wanted: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Those of `wanted` that may not be written so far, as far as is known."""
         room_tokens, found = self._room_tokens, []
         for each in wanted:
             request_id, num_tokens = each
@@ -371,7 +341,6 @@ class MemoryView:
         return found
 
     def _pages_lacking(self, request_id: int, num_tokens: int) -> int:
-        """What a request's sequence that may not be written so far lacks for that."""
         sequence = self._sequences[request_id]
         num_pages = 0
         for group in self.cache.groups:
@@ -383,7 +352,7 @@ class MemoryView:
         return num_pages
 
     def held_pages(self, request_id: int) -> int:
-        """See `CacheView`."""
+        """Pages that only this request's sequence references."""
         row = self._sequences[request_id].row
         return sum(
             mapping.extent.num_bytes // self.page_bytes
@@ -393,14 +362,14 @@ class MemoryView:
         )
 
     def is_ready(self, request_id: int) -> bool:
-        """See `CacheView`."""
+        """Whether the request may begin; false while its leader computes the shared prompt."""
         leader = self._requests.get(self._leaders.get(request_id, -1))
         if leader is None or leader.output_token_ids:
             return True
         return self._computed_tokens.get(leader.request_id, 0) >= len(leader.prompt_token_ids)
 
     def cached_tokens(self, request_id: int) -> int:
-        """See `CacheView`. Cost: about 5 ns per token."""
+        """Leading tokens that a new sequence would find computed. Costs about 5 ns per token."""
         request = self._requests[request_id]
         if self._leader(request_id) is not None:
             return len(request.prompt_token_ids) - 1
@@ -412,10 +381,10 @@ class MemoryView:
         return 0 if match is None else match.num_tokens
 
     def fitting_tokens(self) -> int:
-        """The longest request that fits if it is alone, within a row."""
+        """Length of the longest request that fits the budget alone, at most a row."""
         total_pages = self.total_pages
         low, high = 0, self.cache.max_tokens
-        middle = high  # Mostly a whole row fits.
+        middle = high  # Usually a whole row fits.
         while low < high:
             if self.peak_pages(middle) <= total_pages:
                 low = middle

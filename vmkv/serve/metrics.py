@@ -1,11 +1,11 @@
-"""Counters and histograms for Prometheus, in a registry of their own.
+"""Prometheus counters and histograms of an engine, in their own registry.
 
     metrics = Metrics()
     engine = Engine(model, observer=metrics)
-    metrics.text()                     # what a scrape of /metrics gets
+    metrics.text()                     # the body of a /metrics response
 
-Counts come from the engine's calls. Memory is a snapshot, taken in the engine's thread at most
-twice a second and whenever it falls idle, so a scrape never touches a cache that is changing.
+The engine's thread reads the cache's statistics at most twice a second and when the engine falls
+idle, so a scrape never touches a cache that is changing.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from ..core.cache import CacheStats
 from .observer import ObservedCache, RequestRecord, StepRecord
 
-#: What the text of `Metrics.text` is, for an HTTP header.
+#: Content type of `Metrics.text`.
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-#: Looking at the cache costs some 100 µs with many rows; a scraper asks every few seconds.
+#: Reading the statistics costs some 100 µs with many rows; scrapes come every few seconds.
 _SNAPSHOT_INTERVAL_S = 0.5
 _WAITS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _TOKENS_S = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 1)
@@ -29,11 +29,7 @@ _PARTS_S = (1e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.0
 
 
 class Metrics:
-    """An engine's observer that counts.
-
-    Attributes:
-        registry: Where everything is registered; nothing is in prometheus-client's global one.
-    """
+    """Observer that counts, with a `registry` other than prometheus-client's global one."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -86,7 +82,7 @@ class Metrics:
         )
         self._preemptions = self._counter("preemptions", "Requests preempted", "kind")
         for kind in ("swap", "recompute"):
-            self._preemptions.labels(kind)  # A counter that is there at zero can be graphed.
+            self._preemptions.labels(kind)  # Exports the counter at zero.
 
     def _counter(self, name: str, what: str, *labels: str) -> Counter:
         return Counter(f"vmkv_{name}", what, labels, registry=self.registry)
@@ -100,15 +96,15 @@ class Metrics:
     # ---- observing ------------------------------------------------------------------------
 
     def request_added(self, request_id: int, num_prompt_tokens: int) -> None:
-        """See `EngineObserver`."""
+        """Count a waiting request."""
         self._waiting.inc()  # Corrected by the next step.
 
     def first_token(self, request_id: int, wait_s: float) -> None:
-        """See `EngineObserver`."""
+        """Record the time to the first token."""
         self._first_token.observe(wait_s)
 
     def request_finished(self, request: RequestRecord) -> None:
-        """See `EngineObserver`."""
+        """Record a request's token counts and times."""
         self._requests.labels(request.finish_reason).inc()
         self._prompt_tokens.inc(request.num_prompt_tokens)
         self._cached_tokens.inc(request.num_cached_tokens)
@@ -121,7 +117,7 @@ class Metrics:
             self._per_token.observe((request.end_s - request.first_token_s) / num_later)
 
     def step_finished(self, step: StepRecord, cache: ObservedCache) -> None:
-        """See `EngineObserver`. Cost: about 10 µs, and a look at the cache twice a second."""
+        """Record a step. Costs about 10 µs, and reads the cache's statistics twice a second."""
         self._steps.inc()
         self._step_tokens.labels("prefill").inc(step.num_prefill_tokens)
         self._step_tokens.labels("decode").inc(step.num_decode_tokens)
@@ -138,7 +134,7 @@ class Metrics:
             self._look(cache)
 
     def idle(self, cache: ObservedCache) -> None:
-        """See `EngineObserver`."""
+        """Reset the request gauges and read the cache's statistics."""
         self._running.set(0)
         self._waiting.set(0)
         self._look(cache)
@@ -150,11 +146,11 @@ class Metrics:
     # ---- reporting ------------------------------------------------------------------------
 
     def bind_pages(self, page_bytes: int) -> None:
-        """Say how large a page is, once the cache exists: memory is then told in pages as well."""
+        """Set the page size once the cache exists, to report memory in pages too."""
         self._page_bytes = page_bytes
 
     def collect(self) -> Iterator[Metric]:
-        """What the registry calls for a scrape: the cache when it was last looked at."""
+        """Yield metrics of the last cache statistics; called by the registry for a scrape."""
         stats, page_bytes = self._stats, self._page_bytes
         if page_bytes is not None:
             yield GaugeMetricFamily("vmkv_page_bytes", "The unit of mapping", value=page_bytes)
@@ -184,18 +180,18 @@ class Metrics:
         yield from _totals(stats)
 
     def text(self) -> bytes:
-        """Everything in Prometheus' text format."""
+        """Render all metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
 
 def http_responses(registry: CollectorRegistry) -> Counter:
-    """The counter of HTTP responses by route and status."""
+    """Create the counter of HTTP responses by route and status."""
     what = "HTTP responses by route and status"
     return Counter("vmkv_http_responses", what, ("route", "status"), registry=registry)
 
 
 def _totals(stats: CacheStats) -> Iterator[Metric]:
-    """What a snapshot says that only ever grows."""
+    """Yield the statistics that only grow, as counters."""
     sharing = stats.sharing
     yield _by("vmkv_driver_calls", "Calls to the driver", "primitive", stats.driver_calls)
     yield _by(

@@ -1,7 +1,7 @@
-"""What an engine tells whoever watches it: a few calls per step, none per token.
+"""Observer protocol of an engine: a few calls per step, none per token.
 
-The engine's thread makes every call, so an observer must be quick and must not raise; it may
-read the cache, which nobody else touches meanwhile. `metrics.py` and `trace.py` observe.
+The engine's thread makes every call, so an observer must be quick and must not raise; it may read
+the cache during a call. `metrics.py` and `trace.py` implement observers.
 """
 
 from __future__ import annotations
@@ -15,22 +15,21 @@ from ..core.cache import CacheStats
 
 @dataclass(slots=True)
 class StepRecord:
-    """One step, as the host saw it, written down as it goes. Seconds of `time.perf_counter`.
+    """Measurements of one step on the host, in seconds; `start_s` is a `time.perf_counter`.
 
     Attributes:
-        start_s: When the step's planning began.
-        plan_s: Choosing what runs.
+        start_s: Start of planning.
+        plan_s: Scheduling.
         map_s: Growing sequences: page tables and driver calls.
         submit_s: Launching the model and the sampling.
         ready_s: Making memory ready for the next steps.
-        wait_s: Waiting for the tokens of the step before.
-        fence_wait_s: The part of `map_s` spent waiting for fences.
-        num_prefill_tokens: Prompt tokens the step computes.
-        num_decode_tokens: Sequences it decodes.
-        num_running: Requests that hold memory after it.
-        num_waiting: Requests that wait for admission after it.
-        num_swapped: Requests it preempted by copying their memory out.
-        num_recomputed: Requests it preempted by dropping their memory.
+        wait_s: Waiting for the previous step's tokens.
+        fence_wait_s: Part of `map_s` spent waiting for fences.
+        num_prefill_tokens: Prompt tokens that the step computes.
+        num_decode_tokens: Sequences that the step decodes.
+        num_running, num_waiting: Requests after the step.
+        num_swapped: Requests preempted by swapping.
+        num_recomputed: Requests preempted by dropping their memory.
     """
 
     start_s: float
@@ -49,26 +48,16 @@ class StepRecord:
 
     @property
     def total_s(self) -> float:
-        """The parts together."""
+        """Sum of the parts."""
         return self.plan_s + self.map_s + self.submit_s + self.ready_s + self.wait_s
 
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """A request that has ended: one sample of a prompt.
+    """A finished request, one sample of a prompt; `time.perf_counter` times, None if not reached.
 
-    Times are `time.perf_counter`; None where it never got so far.
-
-    Attributes:
-        request_id: The engine's name for it.
-        arrival_s: When it was added.
-        start_s: When its first chunk was submitted.
-        first_token_s: When its first token was known.
-        end_s: When it ended.
-        num_prompt_tokens: Tokens of the prompt.
-        num_cached_tokens: Those of them that the prefix index supplied.
-        num_output_tokens: Tokens generated.
-        finish_reason: `stop`, `length`, `cancelled` or `error`.
+    `start_s` is when its first chunk was submitted, `num_cached_tokens` the prompt tokens found in
+    the prefix cache; `finish_reason` is `stop`, `length`, `cancelled` or `error`.
     """
 
     request_id: int
@@ -83,21 +72,18 @@ class RequestRecord:
 
 
 class ObservedCache(Protocol):
-    """What an observer may ask of the cache; `KVCache` answers."""
+    """The part of `KVCache` that observers may use."""
 
     def stats(self) -> CacheStats:
-        """The cache now. Cost: proportional to its rows."""
+        """Return the cache's statistics. Cost: proportional to its rows."""
         ...
 
 
 class EngineObserver(Protocol):
-    """Somebody who watches an engine. Calls come from the engine's thread.
-
-    Whoever inherits from it is told nothing but what it overrides.
-    """
+    """Receives an engine's events, in the engine's thread. Methods do nothing unless overridden."""
 
     def request_added(self, request_id: int, num_prompt_tokens: int) -> None:
-        """A request, one sample of a prompt, was accepted into the queue."""
+        """A request (one sample of a prompt) was queued."""
         return
 
     def first_token(self, request_id: int, wait_s: float) -> None:
@@ -105,15 +91,15 @@ class EngineObserver(Protocol):
         return
 
     def request_finished(self, request: RequestRecord) -> None:
-        """A request ended, one way or another."""
+        """A request has ended, for any reason."""
         return
 
     def step_finished(self, step: StepRecord, cache: ObservedCache) -> None:
-        """A step was submitted and the one before it read."""
+        """A step was submitted and the previous one read."""
         return
 
     def idle(self, cache: ObservedCache) -> None:
-        """Nothing is left to do; the engine is about to wait for a request."""
+        """No work is left; the engine is about to wait for requests."""
         return
 
 
@@ -124,26 +110,26 @@ class Observers:
         self._observers = tuple(observers)
 
     def request_added(self, request_id: int, num_prompt_tokens: int) -> None:
-        """See `EngineObserver`."""
+        """Forward the call."""
         for each in self._observers:
             each.request_added(request_id, num_prompt_tokens)
 
     def first_token(self, request_id: int, wait_s: float) -> None:
-        """See `EngineObserver`."""
+        """Forward the call."""
         for each in self._observers:
             each.first_token(request_id, wait_s)
 
     def request_finished(self, request: RequestRecord) -> None:
-        """See `EngineObserver`."""
+        """Forward the call."""
         for each in self._observers:
             each.request_finished(request)
 
     def step_finished(self, step: StepRecord, cache: ObservedCache) -> None:
-        """See `EngineObserver`."""
+        """Forward the call."""
         for each in self._observers:
             each.step_finished(step, cache)
 
     def idle(self, cache: ObservedCache) -> None:
-        """See `EngineObserver`."""
+        """Forward the call."""
         for each in self._observers:
             each.idle(cache)

@@ -1,9 +1,4 @@
-"""How a request's tokens are chosen and when it ends: the field's names, validated once.
-
-    SamplingParams(temperature=0.8, top_p=0.95, max_tokens=128, stop=["###"])
-
-Frozen, so that one object may serve any number of requests.
-"""
+"""Sampling parameters of a request: the field's names, validated once, frozen."""
 
 from __future__ import annotations
 
@@ -16,43 +11,42 @@ from typing import Any
 
 from ..errors import ConfigError, shown
 
-#: More alternatives than that per token is a distribution, not a log-probability.
+#: Most alternatives per token.
 _LOGPROBS_MAX = 1024
 _SAMPLES_MAX = 1024
-#: What the device counts in. Seeds feed a generator of as many bits.
+#: Largest integer on the device, int64; seeds are 64 bits, too.
 _INTEGER_MAX = 2**63 - 1
 _FLOAT_MAX = sys.float_info.max
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """What one request wants.
+    """Sampling parameters and stop conditions of one request.
 
     Attributes:
-        n: Samples of one prompt, each a continuation of its own.
-        temperature: What logits are divided by; 0 takes the likeliest token.
-        top_k: Choose among this many likeliest tokens; 0 or -1 for all, as any number is that the
-            vocabulary does not have.
+        n: Number of samples of the prompt.
+        temperature: Divisor of the logits; 0 for greedy decoding.
+        top_k: Choose among this many likeliest tokens; 0, -1 or more than the vocabulary for all.
         top_p: Choose among the fewest likeliest tokens whose probabilities reach this sum.
-        min_p: Leave out tokens less likely than this fraction of the likeliest one.
+        min_p: Exclude tokens less likely than this fraction of the likeliest one.
         repetition_penalty: Above 1 makes tokens of the prompt or the output less likely.
         presence_penalty: Subtracted from the logits of tokens in the output.
-        frequency_penalty: Subtracted from them once for each time they are in the output.
-        seed: Makes the request repeatable; sample i of `n` uses `seed + i`. None draws one.
+        frequency_penalty: Subtracted once per occurrence of the token in the output.
+        seed: Makes the request repeatable; sample i of `n` uses `seed + i`. None draws a seed.
         stop: Texts that end the output. Needs a tokenizer.
-        include_stop_str_in_output: Whether the output's text keeps what it stopped at.
-        stop_token_ids: Tokens that end the output, beside the model's end-of-sequence tokens.
-            The one that did is in `token_ids`, but not in the text.
-        ignore_eos: Go on past the model's end-of-sequence tokens.
-        max_tokens: Tokens of the output at most, as far as they fit; None for as many as fit.
-        min_tokens: No stop token is chosen, and no stop text looked for, before so many tokens.
-        logprobs: How many of the likeliest tokens to report log-probabilities of, beside the
-            chosen one's; 0 for that alone, None for none.
-        skip_special_tokens: Whether the text leaves special tokens out.
-        detokenize: Whether there is a text at all; without, there are no stop texts.
-        logits_processors: transformers' logits processors, called as `processor(input_ids,
-            scores)` with `[1, T]` of this request and `[1, vocabulary]`. Each is this request's
-            own; the host waits for every token where there is one.
+        include_stop_str_in_output: Whether the output's text keeps the stop text.
+        stop_token_ids: Tokens that end the output, besides the model's end-of-sequence tokens. The
+            token is kept in `token_ids`, but not in the text.
+        ignore_eos: Ignore the model's end-of-sequence tokens.
+        max_tokens: Maximum output tokens; None for as many as fit.
+        min_tokens: Output tokens before which no stop token is chosen and no stop text is searched.
+        logprobs: Number of likeliest tokens to report log-probabilities of, besides the chosen one;
+            0 for that alone, None for none.
+        skip_special_tokens: Whether the text leaves out special tokens.
+        detokenize: Whether to produce text; required for stop texts.
+        logits_processors: transformers' logits processors, called as `processor(input_ids, scores)`
+            with `[1, T]` of this request and `[1, vocabulary]`. Not shared with other requests;
+            with processors, the host waits for every token.
 
     Raises:
         ConfigError: A value is outside its range.
@@ -79,7 +73,7 @@ class SamplingParams:
     logits_processors: Sequence[Callable[..., Any]] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
-        # One form of each, whatever was passed: later code need not ask.
+        # Normalize each sequence to a tuple, and top_k=-1 to 0.
         stop = (self.stop,) if isinstance(self.stop, str) else _tuple("stop", self.stop)
         object.__setattr__(self, "stop", stop)
         for name in ("stop_token_ids", "logits_processors"):
@@ -126,7 +120,7 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        """Whether logits depend on the tokens so far."""
+        """Whether the logits depend on the tokens so far."""
         return (
             self.repetition_penalty != 1
             or self.presence_penalty != 0
@@ -135,7 +129,7 @@ class SamplingParams:
 
     @cached_property
     def needs_host_tokens(self) -> bool:
-        """Whether the next token cannot be computed before the host has seen the last one."""
+        """Whether the host must know each token before the next can be computed."""
         return bool(self.logits_processors)
 
 
@@ -161,9 +155,9 @@ def _check_integer(name: str, value: Any, least: int, most: int = _INTEGER_MAX) 
 def _check_number(
     name: str, value: Any, least: float, most: float, *, is_open: bool = False
 ) -> None:
-    """`[least, most]`, or with `is_open` without `least`; infinity and NaN never."""
+    """Check for `[least, most]`, without `least` if `is_open`; infinity and NaN are rejected."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    # Comparing is exact for integers of any size, where a conversion would overflow.
+    # Comparison is exact for large integers; a conversion would overflow.
     is_finite = is_number and -_FLOAT_MAX <= value <= _FLOAT_MAX
     if not is_finite or not least <= value <= most or (is_open and value == least):
         bound = "a finite number" + (f" above {least}" if is_open else f", at least {least}")

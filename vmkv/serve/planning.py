@@ -1,4 +1,7 @@
-"""A step's plan in the making: who gets its tokens, and whose pages."""
+"""A step's plan: chunks, the request queue, preemption costs, and the planner itself.
+
+`CacheView` is what planning reads of the cache. Nothing here touches tensors, or the cache itself.
+"""
 
 from __future__ import annotations
 
@@ -18,27 +21,22 @@ from .request import Request, RequestState
 
 
 class PreemptionMethod(enum.Enum):
-    """What becomes of a preempted request's keys and values."""
+    """How the keys and values of a preempted request are restored."""
 
-    SWAP = "swap"  # They go to host memory, and come back.
-    RECOMPUTE = "recompute"  # They are dropped, and computed again.
+    SWAP = "swap"  # Moved to host memory and back.
+    RECOMPUTE = "recompute"  # Dropped and computed again.
 
     @property
     def leaves(self) -> RequestState:
-        """Where it leaves the request."""
+        """State of the request after the preemption."""
         return RequestState.SWAPPED if self is self.SWAP else RequestState.WAITING
 
 
 class PlannedChunk(NamedTuple):
-    """What one request does in a step.
+    """Scheduled chunk of one request.
 
-    Attributes:
-        request_id: Which.
-        slot: Its slot.
-        num_past_tokens: Tokens it has computed.
-        num_new_tokens: Tokens it computes now.
-        from_device: Whether the one new token is the last that was sampled in its slot.
-        samples: Whether a token is sampled.
+    `from_device` is whether its one new token is the last one sampled in its slot; `samples` is
+    whether a token is sampled after the chunk.
     """
 
     request_id: int
@@ -50,12 +48,12 @@ class PlannedChunk(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in its row after the step."""
+        """Tokens in the row after the step."""
         return self.num_past_tokens + self.num_new_tokens
 
 
 class Preemption(NamedTuple):
-    """A request that gives way."""
+    """A preempted request and the method."""
 
     request_id: int
     method: PreemptionMethod
@@ -63,14 +61,10 @@ class Preemption(NamedTuple):
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One step. To be carried out in the order of the attributes.
+    """Plan of one step, carried out in the order of the attributes.
 
-    Attributes:
-        preempted: Requests that give way first.
-        resumed: Requests whose memory comes back from the host; before any that begins takes a
-            row, and all that is mapped there.
-        admitted: Requests that begin, or begin again after their memory was dropped.
-        chunks: What is computed, best-placed request first; empty if nothing can be.
+    Swapped requests are resumed before others are admitted and take rows. Chunks are in order of
+    rank, and empty if nothing can run.
     """
 
     preempted: tuple[Preemption, ...] = ()
@@ -88,7 +82,7 @@ class StepPlan:
 
 
 class CacheView(Protocol):
-    """What the scheduler may know of the cache. Pages are the pool's, over all layer groups."""
+    """The scheduler's view of the cache. Pages are the pool's, over all layer groups."""
 
     @property
     def page_bytes(self) -> int:
@@ -96,58 +90,47 @@ class CacheView(Protocol):
 
     @property
     def total_pages(self) -> int:
-        """What the cache could ever hold."""
+        """Pages in the cache's budget."""
 
     def free_pages(self) -> int:
-        """What growth could get now, but for `evictable_pages`."""
+        """Pages available to growth now, without eviction."""
 
     def evictable_pages(self, enough_pages: int) -> int:
-        """What ended sequences still hold, and give way with; counted until it is enough.
-
-        Costs more than `free_pages`, and the more there is to count.
-        """
+        """Pages that eviction can free. Counting, which is slow, stops at `enough_pages`."""
 
     def surplus_pages(self) -> int:
-        """What open sequences hold beyond their length. Costs a look at each of them."""
+        """Pages that open sequences hold beyond their length. Costs a look at each of them."""
 
     def peak_pages(self, num_tokens: int) -> int:
-        """The most a sequence holds at once on its way from nothing to `num_tokens`."""
+        """Most pages a sequence holds at once while it grows from empty to `num_tokens`."""
 
     def lacking(self, wanted: Iterable[tuple[int, int]]) -> Mapping[int, int]:
-        """What open sequences lack, by request, to hold so many tokens; of those that lack any."""
+        """Pages that sequences lack for `(request_id, num_tokens)`, by request, if above 0."""
 
     def held_pages(self, request_id: int) -> int:
-        """What would become free if the request's sequence ended."""
+        """Pages that become free when the request's sequence ends."""
 
     def pages_to_begin(self, request_id: int, num_tokens: int) -> int:
-        """What a new sequence of the request takes to hold `num_tokens`; shared pages are free."""
+        """Pages that a new sequence of the request takes for `num_tokens`, without shared pages."""
 
     def is_ready(self, request_id: int) -> bool:
-        """Whether the request may begin; not if it shares a prompt that is being computed."""
+        """Whether the request may begin; false while a prompt that it shares is being computed."""
 
     def cached_tokens(self, request_id: int) -> int:
-        """How many of the first tokens a new sequence of the request would find computed."""
+        """Leading tokens that a new sequence of the request would find computed."""
 
     def pages_to_resume(self, request_id: int) -> int:
-        """What bringing a swapped request back takes."""
+        """Pages that resuming a swapped request takes."""
 
     def can_swap(self, request_id: int) -> bool:
-        """Whether the request's sequence can go to host memory now."""
+        """Whether the request's sequence can move to host memory now."""
 
 
 # ---- request queue -------------------------------------------------------------------------------
 
 
 class RequestQueue:
-    """All requests that have not ended.
-
-    Args:
-        max_num_seqs: How many run at once.
-
-    Attributes:
-        requests: By number; to be read only.
-        running: Those that have a slot, in order; likewise.
-    """
+    """Unfinished requests by number, and the running ones (which hold a slot) in order of rank."""
 
     def __init__(self, max_num_seqs: int):
         self.requests: dict[int, Request] = {}
@@ -158,12 +141,12 @@ class RequestQueue:
 
     @property
     def has_free_slot(self) -> bool:
-        """Whether one more may run."""
+        """Whether one more request may run."""
         return bool(self._free_slots)
 
     @property
     def first_waiting(self) -> Request | None:
-        """Who runs next."""
+        """The waiting request ranked first; None if none waits."""
         while self._waiting:
             rank, request_id = self._waiting[0]
             request = self.requests.get(request_id)
@@ -173,37 +156,37 @@ class RequestQueue:
         return None
 
     def waiting(self) -> Iterator[Request]:
-        """All that wait, in no order."""
+        """Waiting requests, in no order."""
         return (self.requests[number] for _, number in self._waiting if number in self.requests)
 
     def add(self, request: Request) -> None:
-        """A request waits."""
+        """Add a waiting request."""
         self.requests[request.request_id] = request
         heapq.heappush(self._waiting, (request.rank, request.request_id))
 
     def remove(self, request_id: int) -> None:
-        """A request has ended; its slot is free. Idempotent."""
+        """Remove a finished request and free its slot. Idempotent."""
         request = self.requests.pop(request_id, None)
         if request is not None:
             self._leave(request)
             request.state = RequestState.FINISHED
 
     def run_first(self) -> None:
-        """Give the first that waits a slot; there must be both."""
+        """Give a free slot to the first waiting request; both must exist."""
         request = self.requests[heapq.heappop(self._waiting)[1]]
         request.slot = heapq.heappop(self._free_slots)
         request.state = RequestState.RUNNING
         insort(self.running, request, key=lambda each: each.rank)
 
     def requeue(self, request: Request, state: RequestState) -> None:
-        """A running request waits again, with its memory on the host (`SWAPPED`) or lost."""
+        """Move a running request back to waiting; its memory is on the host (`SWAPPED`) or lost."""
         self._leave(request)
         request.is_on_device = False
         self.wait_as(request, state)
         self.add(request)
 
     def wait_as(self, request: Request, state: RequestState) -> None:
-        """Say what has become of a waiting request's memory."""
+        """Set the state of a waiting request, `WAITING` or `SWAPPED`."""
         request.state = state
         if state is RequestState.WAITING:
             request.num_computed = 0
@@ -215,11 +198,7 @@ class RequestQueue:
             request.slot = -1
 
     def check(self) -> None:
-        """Check what must hold between steps.
-
-        Raises:
-            InternalError: It does not.
-        """
+        """Check the invariants between steps, raising `InternalError`."""
         slots = sorted([request.slot for request in self.running] + self._free_slots)
         ranks = [request.rank for request in self.running]
         running = {request.request_id for request in self.running}
@@ -246,16 +225,13 @@ class RequestQueue:
 
 @dataclass(frozen=True)
 class PreemptionCosts:
-    """What the machine can do. The defaults were measured on one H200.
+    """Cost model for swapping and recomputing; the defaults were measured on one H200.
 
     Attributes:
         copy_bytes_per_s: Between device and pinned host memory, one way.
         flops_per_s: Of a prefill; 8B parameters x 2 x 8,192 tokens took 220 ms.
-        mapping_s: Per page that is unmapped and mapped again; both ways pay for it.
+        mapping_s: Per page that is unmapped and mapped again; both methods pay for it.
         flops_per_token: Twice the model's active parameters.
-
-    Raises:
-        ConfigError: A figure is not positive.
     """
 
     copy_bytes_per_s: float = 55e9
@@ -272,19 +248,19 @@ class PreemptionCosts:
 
     @classmethod
     def of(cls, model: Any) -> PreemptionCosts:
-        """An H200 and this model. All parameters count, which overrates mixtures of experts."""
+        """Costs of `model` on an H200; counting all parameters overrates mixtures of experts."""
         return cls(flops_per_token=2.0 * max(1, sum(each.numel() for each in model.parameters())))
 
     def swap_s(self, num_bytes: int, num_pages: int) -> float:
-        """Seconds to move so much out and in again."""
+        """Seconds to move this much memory out and back in."""
         return 2 * num_bytes / self.copy_bytes_per_s + num_pages * self.mapping_s
 
     def recompute_s(self, num_tokens: int, num_pages: int) -> float:
-        """Seconds to compute so many tokens again, attention's share neglected."""
+        """Seconds to compute the tokens again, neglecting attention."""
         return num_tokens * self.flops_per_token / self.flops_per_s + num_pages * self.mapping_s
 
     def preemption(self, victim: Request, view: CacheView) -> Preemption:
-        """How a running request is preempted: swapped out if it can be and that costs less."""
+        """Choose the method to preempt `victim`: swapping if possible and cheaper."""
         method, request_id = PreemptionMethod.RECOMPUTE, victim.request_id
         if view.can_swap(request_id):
             pages = view.held_pages(request_id)
@@ -292,7 +268,7 @@ class PreemptionCosts:
         return Preemption(request_id, method)
 
     def cheaper(self, num_tokens: int, num_pages: int, page_bytes: int) -> PreemptionMethod:
-        """What costs less for a request of `num_tokens` in `num_pages`."""
+        """Return the cheaper method."""
         swap_s = self.swap_s(num_pages * page_bytes, num_pages)
         if swap_s < self.recompute_s(num_tokens, num_pages):
             return PreemptionMethod.SWAP
@@ -301,17 +277,13 @@ class PreemptionCosts:
 
 # ---- planning ------------------------------------------------------------------------------------
 
-#: Free memory that admission leaves alone while something runs: room for a few steps of growth.
+#: Admission keeps one page of this many free, for a few steps of growth of running requests.
 _HEADROOM_DIVISOR = 100
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """What a step may hold; see `Scheduler`.
-
-    Raises:
-        ConfigError: A bound is not positive, or a step could not hold a token of every request.
-    """
+    """Bounds of a step; see `Scheduler` for the fields and errors."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -331,13 +303,13 @@ class Capacity:
             )
 
     def chunk_tokens(self, request: Request, num_tokens_left: int) -> int:
-        """How many tokens a request computes next if so many may be; 0 for none now."""
+        """Tokens of a request's next chunk within `num_tokens_left`; 0 for none now."""
         wanted = request.num_left
         if not self.fixed_chunks:
             return min(wanted, num_tokens_left)
         num_prompt = len(request.prompt_token_ids)
         if request.num_computed < num_prompt:
-            # Fits beside a token of everybody else, so nobody waits for a step of his own.
+            # Fits with one token of every other request, so no request needs a step of its own.
             size = self.max_num_batched_tokens - self.max_num_seqs + 1
             end = min((request.num_computed // size + 1) * size, num_prompt)
             wanted = end - request.num_computed
@@ -348,13 +320,10 @@ class Capacity:
     def prompt_tokens_beside(
         self, num_decodes: int, num_tokens: int, begun: Sequence[Request], queue: RequestQueue
     ) -> int:
-        """Prompt tokens of a step, at most; `max_num_mixed_tokens` bounds a step that decodes.
+        """Prompt tokens that fit a step of `num_tokens` with `num_decodes` decoding requests.
 
-        Args:
-            num_decodes: Requests that decode in the step.
-            num_tokens: Tokens of the step at most.
-            begun: Running requests with more than one token to compute.
-            queue: All requests.
+        `max_num_mixed_tokens` bounds a step that decodes, unless more prompt tokens are left than a
+        full step takes. `begun` are running requests with more than one token to compute.
         """
         left, most = num_tokens - num_decodes, self.max_num_mixed_tokens
         if most is None or not num_decodes or self.fixed_chunks:
@@ -368,15 +337,11 @@ class Capacity:
         return min(left, max(most - num_decodes, half, div_ceil(most, 2)))
 
     def mixed_steps(self, num_tokens: int) -> int:
-        """About how many steps a prompt takes beside decoding, where those have a bound; else 0.
-
-        With halves of long ones they are a quarter larger than the bound.
-        """
+        """Estimate the mixed steps that a prompt takes; 0 if mixed steps have no bound."""
         most = None if self.fixed_chunks else self.max_num_mixed_tokens
         return 0 if most is None else div_ceil(4 * num_tokens, 5 * most)
 
     def _has_backlog(self, begun: Iterable[Request], queue: RequestQueue) -> bool:
-        """Whether more prompt tokens are left than a step takes."""
         left = self.max_num_batched_tokens - sum(request.num_left for request in begun)
         for request in queue.waiting():
             if left < 0:
@@ -388,18 +353,18 @@ class Capacity:
 def _half_of_prompt(first: Request | None) -> int:
     """Tokens that compute half of the next prompt, or the rest of it.
 
-    A prompt in many small parts waits for the next tokens of all decoding requests with each part.
-    In halves first tokens come 3 to 7 % sooner at the 99th percentile, as played.
+    A prompt in many small chunks waits for a decode of all running requests with each of them. With
+    halves, first tokens come 3 to 7 % sooner at the 99th percentile, in replayed traffic.
     """
     return 0 if first is None else min(first.num_left, div_ceil(first.num_tokens, 2))
 
 
 def take(request: Request, num_new_tokens: int, num_left: int) -> PlannedChunk:
-    """Have a running request compute its next tokens, of all that it has left."""
+    """Plan a running request's next chunk of `num_new_tokens`, of `num_left` to compute."""
     samples = num_new_tokens == num_left
     from_device = request.is_on_device and not request.params.needs_host_tokens
     past = request.num_computed
-    # A plan makes hundreds: this is a third of what the class's own call takes.
+    # Hundreds per plan: `tuple.__new__` takes a third of the time of the class's call.
     chunk = tuple.__new__(
         PlannedChunk,
         (request.request_id, request.slot, past, num_new_tokens, from_device, samples),
@@ -412,35 +377,25 @@ def take(request: Request, num_new_tokens: int, num_left: int) -> PlannedChunk:
 
 
 def untake(request: Request, chunk: PlannedChunk) -> None:
-    """It does not after all."""
+    """Undo `take`."""
     request.num_computed -= chunk.num_new_tokens
     request.is_on_device = chunk.from_device
     request.num_unread -= chunk.samples
 
 
 def look_up(request: Request, view: CacheView) -> None:
-    """See how much of a waiting request is cached; the last token is always computed."""
-    # Somebody must say what comes next.
+    """Look up how many tokens of a waiting request are cached; the last one is always computed."""
+    # The last token must be computed, to sample the next one.
     request.num_computed = min(view.cached_tokens(request.request_id), request.num_tokens - 1)
 
 
 class StepPlanning:
-    """A plan in the making.
+    """Plans one step.
 
-    Every running request that decodes has its token set aside first, so that no prompt holds
-    up those that answer; pages are given out in the order of ranks.
-
-    Args:
-        queue: The requests.
-        capacity: What a step may hold.
-        costs: What decides between swapping and computing again.
-        view: The cache.
-        num_tokens: Tokens of the step at most.
-        withheld_pages: Pages that the view counts and that are not there.
-        max_begun: How many may begin or come back.
-        looks_for_surplus: Whether who waits may have what those who run hold beyond their length.
-            That costs a look at each of them, and mostly they are about to need it.
-        outranked_by: The rank behind which requests get no pages; see `Scheduler.plan`.
+    Every decoding request has its token reserved first, so that prompts never delay decoding; pages
+    are given out in order of rank. `withheld_pages` are counted by `view` but turned out not to be
+    there. At most `max_begun` requests are admitted or resumed. `looks_for_surplus` lets waiting
+    requests have the surplus pages of running ones, which are slow to count and mostly needed soon.
     """
 
     def __init__(
@@ -461,36 +416,36 @@ class StepPlanning:
         self._view = view
         self._free_pages = view.free_pages() - withheld_pages
         self._max_begun = max_begun
-        self._evictable_pages = 0  # Those that were asked for so far.
-        self._has_counted_evictable = self._has_counted_surplus = False  # All of them.
+        self._evictable_pages = 0  # Evictable pages counted so far.
+        self._has_counted_evictable = self._has_counted_surplus = False  # Completely.
         self._looks_for_surplus = looks_for_surplus
         self._outranked_by = outranked_by
         self._running = [(request, request.num_left) for request in queue.running]
         begun = [request for request, num_left in self._running if num_left > 1]
-        # What each lacks until all of it is computed: who decodes, in this step.
+        # Pages that each request lacks for all its tokens; for a decoding one, in this step.
         self._lacking = view.lacking(
             [(each.request_id, each.num_computed + left) for each, left in self._running if left]
         )
-        self._promised_pages = sum(self._lacking.values())  # To those who have yet to have a turn.
+        self._promised_pages = sum(self._lacking.values())  # For requests not planned yet.
         num_decodes = sum([num_left == 1 for _, num_left in self._running])
         self._decode_tokens = min(num_tokens, num_decodes)
         self._prompt_tokens = capacity.prompt_tokens_beside(
             self._decode_tokens, num_tokens, begun, queue
         )
-        self._is_short = False  # Whether somebody has to give way, or to stall.
+        self._is_short = False  # Whether a request must be preempted, or stall.
         self._preempted: list[Preemption] = []
         self._admitted: list[int] = []
         self._resumed: list[int] = []
         self._chunks: list[PlannedChunk] = []
 
     def plan(self) -> StepPlan:
-        """Decide."""
+        """Make the plan."""
         running, lacking, chunks = RequestState.RUNNING, self._lacking, self._chunks
         for request, num_left in self._running:
-            if num_left > 1:  # It has begun, and can wait for who is ranked before it.
+            if num_left > 1:  # A begun prompt: requests ranked before it come first.
                 self._admit_before(request)
             if request.state is not running:
-                continue  # Somebody ranked before took its place.
+                continue  # Preempted by a request ranked before it.
             if request.num_unread and request.params.needs_host_tokens:
                 continue
             if num_left != 1:
@@ -509,18 +464,17 @@ class StepPlanning:
         )
 
     def _admit_before(self, request: Request | None) -> None:
-        """Begin or resume, in order, those that wait and are ranked before `request`, or all."""
+        """Admit or resume waiting requests that rank before `request`, in order, or all."""
         while self._max_begun and not self._is_short and self._queue.has_free_slot:
             waiting = self._queue.first_waiting
             if waiting is None or (request is not None and waiting.rank > request.rank):
                 break
             if self._outranked_by is not None and waiting.rank > self._outranked_by:
                 break
-            # Who does not fit now will not in this plan, and nobody behind it may pass.
+            # A request that does not fit ends admission: none behind it may pass.
             self._max_begun = self._max_begun - 1 if self._admit(waiting) else 0
 
     def _prefill(self, request: Request) -> None:
-        """Compute what fits of the tokens that a request has left, if there is room for them."""
         num_new = self._capacity.chunk_tokens(request, self._prompt_tokens)
         if not num_new:
             return
@@ -531,13 +485,12 @@ class StepPlanning:
             self._chunks.append(take(request, num_new, request.num_left))
 
     def _admit(self, request: Request) -> bool:
-        """Begin or resume the first waiting request, if there is room for all its tokens."""
         view = self._view
         is_swapped = request.state is RequestState.SWAPPED
         if request.num_unread:
-            return False  # It gave way in this very step: its last token is not known yet.
+            return False  # Preempted in this step: its last token is not known yet.
         if not self._prompt_tokens:
-            return False  # Before a long prompt is looked up in vain.
+            return False  # Avoids a lookup of a long prompt in vain.
         if not is_swapped and not view.is_ready(request.request_id):
             return False
         if is_swapped:
@@ -563,8 +516,8 @@ class StepPlanning:
         return True
 
     def _make_room(self, request: Request, num_pages: int) -> bool:
-        """Take pages for a request, of those ranked behind it if need be; whether it has them."""
-        self._promised_pages -= num_pages  # This is its turn.
+        """Take pages for a request, preempting requests ranked behind it; returns success."""
+        self._promised_pages -= num_pages
         if num_pages and self._outranked_by is not None and request.rank > self._outranked_by:
             return False
         while not self._has_free(num_pages):

@@ -1,4 +1,4 @@
-"""From what a caller asks to what the engine runs: tokens, and parameters without gaps."""
+"""Validation of requests: prompts to token ids, and sampling parameters with defaults resolved."""
 
 from __future__ import annotations
 
@@ -15,14 +15,10 @@ from .params import SamplingParams
 
 
 def token_ids_of(prompt: str | Sequence[int] | Any, tokenizer: Any) -> tuple[int, ...]:
-    """A prompt's token ids.
+    """Return a prompt's token ids, given as a sequence, a one-dimensional tensor, or text.
 
-    Args:
-        prompt: Token ids (a tensor of one dimension will do), or text.
-        tokenizer: For text; special tokens are added as it does by itself.
-
-    Raises:
-        ConfigError: The prompt is text without a tokenizer, or neither text nor tokens.
+    The tokenizer adds its special tokens to text. `ConfigError` if the prompt is text without a
+    tokenizer, or neither text nor tokens.
     """
     if isinstance(prompt, str):
         if tokenizer is None:
@@ -39,17 +35,10 @@ def token_ids_of(prompt: str | Sequence[int] | Any, tokenizer: Any) -> tuple[int
 def packed_prompt(
     prompt: str | Sequence[int] | Any, tokenizer: Any, vocab_size: int
 ) -> memoryview[int]:
-    """A prompt's token ids, checked, as the engine keeps them: bytes, seen as integers.
+    """Return a prompt's checked token ids as a view of bytes.
 
-    Parts of it are no copies, and prefixes are compared by its bytes.
-
-    Args:
-        prompt: See `token_ids_of`.
-        tokenizer: Likewise.
-        vocab_size: See `check_tokens`.
-
-    Raises:
-        ConfigError: Likewise.
+    Slices of it are no copies, and prefixes are compared as bytes. `ConfigError` as `token_ids_of`,
+    or for a token outside the vocabulary.
     """
     tokens = token_ids_of(prompt, tokenizer)
     check_tokens(tokens, vocab_size)
@@ -57,21 +46,13 @@ def packed_prompt(
 
 
 def check_tenant(tenant: object) -> None:
-    """Refuse a tenant that is no name.
-
-    Raises:
-        ConfigError: It is neither a string nor None.
-    """
+    """Raise `ConfigError` unless the tenant is a string or None."""
     if not isinstance(tenant, str | None):
         raise ConfigError(f"tenant={shown(tenant)} must be a string, or None")
 
 
 def check_text(params: SamplingParams, tokenizer: Any) -> None:
-    """Check that stop texts can be found.
-
-    Raises:
-        ConfigError: There is no tokenizer.
-    """
+    """Raise `ConfigError` for stop texts without a tokenizer."""
     if params.stop and tokenizer is None:
         raise ConfigError("stop texts need a tokenizer: pass Engine(tokenizer=…)")
 
@@ -83,10 +64,9 @@ def resolve(
     max_tokens: int,
     vocab_size: int,
 ) -> SamplingParams:
-    """Parameters of one sample, with everything filled in that the caller left to us.
+    """Complete the parameters of one sample: seed, stop tokens, `max_tokens`.
 
-    Raises:
-        ConfigError: A stop token is not in the vocabulary, or `min_tokens` do not fit.
+    `ConfigError` if a stop token is not in the vocabulary, or `min_tokens` do not fit.
     """
     stops = set(params.stop_token_ids)
     outside = sorted(each for each in stops if each >= vocab_size)
@@ -104,12 +84,9 @@ def resolve(
 
 
 def end_tokens(model: Any) -> frozenset[int]:
-    """The model's end-of-sequence tokens, as `model.generate` has them.
+    """Return the model's end-of-sequence tokens, as `model.generate` determines them.
 
-    Where there is a generation config, what it says is said: None is no token at all.
-
-    Raises:
-        ConfigError: They are no numbers.
+    A generation config takes precedence: None there means no token. `ConfigError` unless integers.
     """
     config = getattr(model, "generation_config", None) or model.config
     ends = getattr(config, "eos_token_id", None)
@@ -117,17 +94,16 @@ def end_tokens(model: Any) -> frozenset[int]:
         return frozenset()
     try:
         return frozenset(map(operator.index, [ends] if isinstance(ends, int) else ends))
-    except TypeError as error:  # A text, for one, whose digits would be tokens.
+    except TypeError as error:  # For instance a text, whose digits would be tokens.
         raise ConfigError(
             f"the model's eos_token_id is {shown(ends)}: neither a token nor a list of tokens"
         ) from error
 
 
 def vocabulary_sizes(model: Any) -> tuple[int, int]:
-    """Columns of the model's logits, and rows of its embedding.
+    """Return the number of the logits' columns and of the embedding's rows.
 
-    Raises:
-        ConfigError: It has none: it is no causal language model; or it is in training mode.
+    `ConfigError` if the model is in training mode, or is no causal language model.
     """
     if model.training:
         raise ConfigError("the model is in training mode; call model.eval() first")

@@ -1,4 +1,4 @@
-"""A request: its prompt, what came of it so far, and how it ended."""
+"""Requests, their outputs, and the handle that `Engine.add` returns."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from .params import SamplingParams
 
 
 class RequestState(enum.Enum):
-    """Where a request is: waiting, swapped and running in any order, and finished for good."""
+    """State of a request; FINISHED is final."""
 
-    WAITING = "waiting"  # Not begun, or preempted and to be computed again.
+    WAITING = "waiting"  # Not begun, or preempted and to be recomputed.
     SWAPPED = "swapped"  # Preempted; its keys and values are in host memory.
     RUNNING = "running"
     FINISHED = "finished"
@@ -34,12 +34,9 @@ class FinishReason(str, enum.Enum):
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Log-probabilities at one position of the output, before temperature and filters.
+    """Log-probabilities at one output position, before temperature and filters.
 
-    Attributes:
-        token_id: The chosen token.
-        logprob: Its log-probability.
-        top: The likeliest tokens, likeliest first, and their log-probabilities.
+    `top` holds the likeliest tokens, likeliest first.
     """
 
     token_id: int
@@ -49,17 +46,16 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One sample of a prompt, so far.
+    """Output of one sample of a prompt.
 
     Attributes:
-        index: Which of the `n` samples.
+        index: Index of the sample, below `n`.
         token_ids: Its tokens; a stop token that ended it is the last.
-        text: Its text, where there is a tokenizer; never half a character. While the request
-            runs, text that could still turn out to begin a stop text is held back.
-        logprobs: One entry per token, where they were asked for.
+        text: Its text, if there is a tokenizer; whole characters only. While the request runs, text
+            that may begin a stop text is held back.
+        logprobs: One entry per token, if requested.
         finish_reason: None while it runs.
-        stop_reason: The stop token or text that ended it; None otherwise, and for the model's
-            own end of sequence.
+        stop_reason: The stop token or text that ended it; None for the model's end of sequence.
     """
 
     index: int
@@ -77,16 +73,15 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """What came of a prompt so far: everything, or of a stream what is new; see `joined`.
+    """Output of a prompt: everything so far, or in a stream the part since the last output.
 
     Attributes:
         request_id: Its number.
-        prompt: The prompt's text, where it was text.
+        prompt: The prompt's text, if given as text.
         prompt_token_ids: The prompt.
         outputs: One per sample, in order.
-        num_cached_tokens: Prompt tokens whose keys and values were found in the prefix cache. The
-            samples share the prompt, which counts once: what they share among them is not cached.
-        error: What went wrong, where `finish_reason` is "error".
+        num_cached_tokens: Prompt tokens found in the prefix cache, counted once for all samples.
+        error: Exception behind a `finish_reason` of "error".
     """
 
     request_id: int
@@ -103,7 +98,7 @@ class RequestOutput:
 
 
 def joined(outputs: Sequence[RequestOutput]) -> RequestOutput:
-    """What all outputs of a stream come to; at least one."""
+    """Concatenate the outputs of a stream, at least one."""
     samples = [
         replace(
             samples[-1],
@@ -123,32 +118,13 @@ def joined(outputs: Sequence[RequestOutput]) -> RequestOutput:
 
 @dataclass(eq=False)
 class Request:
-    """One sample of one prompt, as the engine keeps it. Changed by the engine's thread only.
+    """A sample of a prompt, as the engine tracks it. Changed by the engine's thread only.
 
-    Attributes:
-        request_id: Unique in its engine; ascends in order of arrival.
-        prompt_token_ids: The prompt. Packed by the engine (see `packed_prompt`), so that prefixes
-            are looked for and steps are filled without a look at each token.
-        params: Resolved: `stop_token_ids` holds the model's own, `seed` and `max_tokens` are set.
-        priority: Lower runs first, as in vLLM.
-        max_total_tokens: Prompt and output at most.
-        output_token_ids: Tokens so far.
-        logprobs: One entry per token, or empty.
-        texts: Text so far that may be shown, in pieces.
-        finish_reason: Why it has ended; None before.
-        stop_reason: What it stopped at.
-        error: What went wrong.
-        tenant: The owner of its keys and values; see `KVCache.open`.
-        num_cached_tokens: Prompt tokens found in the prefix cache; 0 for every sample of a prompt
-            but the first.
-        num_preemptions: How often it gave way to others.
-        arrived_s, started_s, first_token_s: When, by `time.perf_counter`; 0.0 before.
-        rank: Who goes first: the smallest. Never changes; see `Scheduler`.
-        state: Where it is.
-        slot: While it runs.
-        num_computed: Tokens whose keys and values are computed, or will be by submitted steps.
-        num_unread: Tokens of submitted steps that have not been read.
-        is_on_device: Whether its last token is in its slot on the device.
+    `request_id` ascends in order of arrival. `prompt_token_ids` are packed (see `packed_prompt`)
+    and `params` resolved. `rank` is the place in the schedule, smallest first, and never changes.
+    `num_computed` counts tokens whose keys and values are computed, or will be by submitted steps;
+    `num_unread` counts sampled tokens that were not read; `is_on_device` is whether its slot holds
+    the last token. Times are `time.perf_counter`, 0.0 until reached.
     """
 
     request_id: int
@@ -177,13 +153,13 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that exist, those that are still being computed included."""
+        """Tokens that exist, including sampled ones not read yet."""
         return len(self.prompt_token_ids) + len(self.output_token_ids) + self.num_unread
 
     @property
     def num_left(self) -> int:
-        """Tokens to compute before another can be sampled; 0 when all wanted ones exist."""
-        # `num_tokens` at sight: each plan asks every request.
+        """Tokens to compute before another can be sampled; 0 when all requested ones exist."""
+        # `num_tokens` inlined: called for every request in each plan.
         num_tokens = len(self.prompt_token_ids) + len(self.output_token_ids) + self.num_unread
         return 0 if num_tokens >= self.max_total_tokens else num_tokens - self.num_computed
 
@@ -205,16 +181,9 @@ class Request:
 
 
 class RequestHandle:
-    """A request, with all samples of its prompt. Made by `Engine.add`.
+    """A request with all samples of its prompt, as returned by `Engine.add`.
 
-    Args:
-        requests: Its samples, in order.
-        prompt: The prompt's text, where it was text.
-        step: Runs a step of the engine.
-        cancel: Ends its samples.
-
-    Attributes:
-        requests: As given.
+    Iterating runs the engine and yields outputs as they grow, the last one finished.
     """
 
     def __init__(
@@ -232,7 +201,7 @@ class RequestHandle:
 
     @property
     def request_id(self) -> int:
-        """The number the engine gave it."""
+        """Number of the request in its engine."""
         return self.requests[0].request_id
 
     @property
@@ -241,7 +210,7 @@ class RequestHandle:
         return all(each.is_finished for each in self.requests)
 
     def output(self) -> RequestOutput:
-        """Everything so far. May be called from another thread than the engine's."""
+        """Return everything so far. Callable from any thread."""
         first = self.requests[0]
         errors = [each.error for each in self.requests if each.error is not None]
         return RequestOutput(
@@ -254,11 +223,10 @@ class RequestHandle:
         )
 
     def cancel(self) -> None:
-        """End the request where it is. Idempotent. From the engine's thread only."""
+        """End the request. Idempotent. From the engine's thread only."""
         self._cancel(self)
 
     def __iter__(self) -> Iterator[RequestOutput]:
-        """Outputs as they grow, the last one finished; runs the engine as far as needed."""
         seen = -1
         while True:
             is_finished = self.is_finished
@@ -277,8 +245,8 @@ class RequestHandle:
 
 
 def _completion(index: int, request: Request) -> CompletionOutput:
-    # The engine's thread sets the reason last and only ever appends, so what is read after the
-    # reason is complete if there is one; and log-probabilities come before their tokens.
+    # The engine's thread only appends, log-probabilities before their tokens, and sets the reason
+    # last: values read after a reason are complete.
     reason = request.finish_reason
     token_ids = tuple(request.output_token_ids)
     wants_logprobs = request.params.logprobs is not None

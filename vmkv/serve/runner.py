@@ -1,9 +1,8 @@
-"""Steps of the engine: a stepper's logits, and a token chosen from them in each slot.
+"""Runs the engine's steps: a forward pass through the stepper, then sampling in each slot.
 
-With the defaults on CUDA layers are compiled and steps captured: one in which every sequence has
-one token, and one with prompts that fits a bucket, is a replay. Elsewhere the model runs as it is.
-With `deterministic`, each chunk has a pass and a draw of its own, so that what a request computes
-has the same shapes whoever runs beside it, and thereby the same roundings.
+On CUDA, by default, layers are compiled and steps captured as CUDA graphs: pure decode steps, and
+steps with prompts that fit a bucket. With `deterministic`, each chunk has a forward pass and a
+sampling call of its own, so that shapes and rounding do not depend on the batch.
 """
 
 from __future__ import annotations
@@ -35,23 +34,14 @@ from .served_rows import ServedRows, fit_budget
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step sampled.
-
-    Attributes:
-        token_ids: One per piece that samples, in the order of the pieces.
-        logprobs: Likewise; None for those that did not ask.
-    """
+    """Sampled tokens, one per sampling piece in order, and log-probabilities or None."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[TokenLogprobs | None]
 
 
 class SlotError(VMKVError):
-    """What is one request's alone has failed; the others of its step are not to blame.
-
-    Attributes:
-        slot: The request's slot.
-    """
+    """Failure caused by the request of `slot` alone; the step's other requests go on."""
 
     def __init__(self, slot: int, error: Exception, what: str = "a logits processor"):
         super().__init__(f"{what} failed: {error!r}")
@@ -59,24 +49,19 @@ class SlotError(VMKVError):
 
 
 class PendingStep(Protocol):
-    """A step that was submitted."""
+    """A submitted step."""
 
     @property
     def has_ended(self) -> bool:
-        """Whether the device is done with it, well or not. Never waits, never raises."""
+        """Whether the device has finished or failed. Never blocks, never raises."""
 
     def wait(self) -> None:
-        """Wait until it is. May be called again.
-
-        Raises:
-            Exception: As `result`.
-        """
+        """Wait for the device, raising the error of a failed step. May be repeated."""
 
     def result(self) -> StepResult:
-        """Wait for the step. May be called once, in the order of submission; again if interrupted.
+        """Wait for the step and return its tokens; raises if it failed on the device.
 
-        Raises:
-            Exception: The step failed on the device. Its tokens do not exist.
+        Called once per step in the order of submission, and again only after an interrupt.
         """
 
 
@@ -90,45 +75,30 @@ class Runner(Protocol):
         prompt_token_ids: Sequence[int],
         output_token_ids: Sequence[int] = (),
     ) -> None:
-        """A request begins in `slot`, or goes on there after a preemption.
+        """Set the state of `slot` for a request that begins or resumes.
 
-        Everything the slot held is forgotten. Steps submitted before are not affected.
-
-        Args:
-            slot: The slot.
-            params: Resolved by the engine: `seed` is set, and `stop_token_ids` holds the model's
-                end-of-sequence tokens unless they are to be ignored. They must not be chosen
-                before `min_tokens` tokens.
-            prompt_token_ids: The prompt, for the repetition penalty.
-            output_token_ids: What was generated before the preemption: counts for penalties and
-                `min_tokens`, and the generator goes on after so many draws, so that a preempted
-                request says what it would have said. Token i of a request is drawn from
-                `(seed, i)` alone.
+        Submitted steps are unaffected. `params` are resolved. The prompt counts for the repetition
+        penalty; the output before a preemption for penalties, `min_tokens` and the random
+        generator. Token i is drawn from `(seed, i)` alone.
         """
 
     def submit(self, pieces: Sequence[Piece]) -> PendingStep:
-        """Launch a step: the model over all pieces, then sampling. Never waits for the device.
+        """Launch a forward pass over all pieces, then sampling. Never waits for the device.
 
-        Raises:
-            Exception: Nothing was sampled and no slot has moved on; a `SlotError` where the code
-                of one request alone is the cause. Keys and values of the
-                new tokens may have been written, which is harmless: submitting the same pieces
-                again writes the same.
+        If it raises, nothing was sampled and no slot has advanced; `SlotError` names the one
+        request at fault. Keys and values may have been written: submitting the same pieces again is
+        harmless.
         """
 
     def close(self) -> None:
-        """Wait for submitted steps, and free what the runner holds. Idempotent."""
+        """Wait for submitted steps and free everything. Idempotent."""
 
 
 # ---- host tokens ---------------------------------------------------------------------------------
 
 
 class HostTokens:
-    """The tokens of the slots that have logits processors.
-
-    Args:
-        agree: The largest of all ranks' values of a number.
-    """
+    """Token histories of the slots with logits processors; `agree` is the maximum over ranks."""
 
     def __init__(self, agree: Callable[[int], int] = int) -> None:
         self._agree = agree
@@ -141,7 +111,7 @@ class HostTokens:
         prompt_token_ids: Sequence[int],
         output_token_ids: Sequence[int],
     ) -> None:
-        """A request with these tokens begins, or goes on, in `slot`."""
+        """Set the tokens of a request that begins or resumes in `slot`."""
         if params.needs_host_tokens:
             self._slots[slot] = (params, [*prompt_token_ids, *output_token_ids])
         else:
@@ -152,19 +122,13 @@ class HostTokens:
         return not self._slots.keys().isdisjoint(slots)
 
     def of(self, slot: int) -> list[int] | None:
-        """The slot's tokens, to append to what the host reads; None where nobody asks."""
+        """Token history to which the host appends sampled tokens; None without processors."""
         return self._slots[slot][1] if slot in self._slots else None
 
     def process(self, logits: torch.Tensor, slots: Sequence[int]) -> torch.Tensor:
-        """`logits [n, vocabulary]` of `slots`, processed where one has processors.
+        """Apply logits processors to a copy of `logits [n, vocabulary]`; if none, return `logits`.
 
-        Returns:
-            The same tensor, or a changed copy of it.
-
-        Raises:
-            VMKVError: A processor failed here or on another rank; all ranks raise a `SlotError`.
-
-        Cost: an agreement of the ranks, some 100 µs, where a slot has processors.
+        If a processor fails on any rank, all ranks raise `SlotError`; agreeing takes some 100 µs.
         """
         if not self.concerns(slots):
             return logits
@@ -179,7 +143,7 @@ class HostTokens:
                     for processor in params.logits_processors:
                         scores = processor(input_ids, scores)
                     processed[at : at + 1] = scores
-                except Exception as error:  # noqa: BLE001  # raised once all ranks know of it
+                except Exception as error:  # noqa: BLE001  # raised after the ranks agree
                     failed_at, failure = at, error
                     break
         agreed_at = self._agree(failed_at)
@@ -195,11 +159,8 @@ class HostTokens:
 class PendingTokens:
     """Sampled tokens on their way to the host. Implements `PendingStep`.
 
-    Args:
-        parts: What was sampled, in order.
-        num_logprobs: Per token, how many log-probabilities to report; None for none.
-        histories: Per token, the list to append it to, or None.
-        order: Which of them comes first, second, … in the result.
+    For each token of `parts`, `num_logprobs` is the number of log-probabilities to report or None,
+    and `histories` a list to append the token to or None; `order` sorts the result.
     """
 
     def __init__(
@@ -224,7 +185,7 @@ class PendingTokens:
             for part in parts
         ]
         if parts and parts[0].token_ids.is_cuda:
-            # Reading a tensor would wait for what was submitted after it as well.
+            # Reading a tensor would also wait for later steps.
             self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._ready.record()
 
@@ -237,19 +198,19 @@ class PendingTokens:
 
     @property
     def has_ended(self) -> bool:
-        """See `PendingStep`."""
+        """Whether the copy to the host has ended, or failed."""
         try:
             return self._ready is None or self._ready.query()
-        except RuntimeError:  # What went wrong on the device is for who waits.
+        except RuntimeError:  # Errors of the device are raised by `wait`.
             return True
 
     def wait(self) -> None:
-        """See `PendingStep`."""
+        """Wait for the copy to the host."""
         if self._ready is not None:
             self._ready.synchronize()
 
     def result(self) -> StepResult:
-        """See `PendingStep`."""
+        """Wait, append tokens to their histories, and return them in order."""
         self.wait()
         token_ids: list[int] = []
         logprobs: list[TokenLogprobs | None] = []
@@ -289,26 +250,26 @@ def _logprobs(
 # ---- model runner --------------------------------------------------------------------------------
 
 _LOG = logging.getLogger(__name__)
-#: What rows are read with where it can serve a layer; see `RowAttention`.
+#: Attention backend where it can serve a layer; see `RowAttention`.
 _PREFERRED_BACKEND = "flash3"
 
 
 @dataclass(frozen=True)
 class RunnerOptions:
-    """How fast, and at what price at the start.
+    """Options of compilation and CUDA graphs.
 
     Attributes:
         compile_layers: Compile the model's layers. By default on CUDA.
-        compile_backend: Of `torch.compile`.
-        capture: Capture steps as CUDA graphs. By default on CUDA. Elsewhere the same padded steps
-            run uncaptured, which only tests want.
-        max_graph_tokens: The largest step with prompts that is captured. Larger ones keep the
-            device busy while the host launches them; smaller ones waste less if there are few.
-        compile_cache: A folder that keeps what was compiled; None for torch's own temporary one.
-        show_progress: A progress bar while warming up.
-        agree: The largest of all ranks' values of a number; of one process, its own.
-        wrap: What steps go through on their way to the runner.
-        head: The model's output head, where ranks have parts of it; see `GraphSpace`.
+        compile_backend: Backend of `torch.compile`.
+        capture: Capture steps as CUDA graphs. By default on CUDA. On other devices the padded steps
+            run without capture, for tests.
+        max_graph_tokens: Largest captured step with prompts. Larger steps hide the launch time
+            anyway.
+        compile_cache: Folder for compiled code; by default torch's temporary one.
+        show_progress: Show a progress bar while warming up.
+        agree: Returns the maximum of a number over all ranks.
+        wrap: Wraps the finished runner.
+        head: The model's output head in parts, for tensor parallelism; see `GraphSpace`.
     """
 
     compile_layers: bool | None = None
@@ -325,28 +286,11 @@ class RunnerOptions:
 class ModelRunner:
     """Runs the engine's steps of one model over the rows of one cache. Implements `Runner`.
 
-    The model attends through this runner until `close`.
-
-    Args:
-        model: A transformers causal language model that has proven itself.
-        cache: Holds the model's layers, by number. Where steps are captured or warmed up, one of
-            its rows is taken for padding.
-        max_num_seqs: How many slots there are.
-        max_num_batched_tokens: The largest step.
-        attention_backend: The kernel for rows; by default, where steps are captured, flash3 if it
-            can serve a layer, which keeps a tile of every row resident for its over-read; or else
-            what `select` takes.
-        calls: See `Stepper`.
-        options: See there.
-        deterministic: Run every chunk by itself.
-
-    Attributes:
-        stepper: What runs the model.
-        graph_bytes: Device memory that graphs hold, once `warm_up` has captured them.
-
-    Raises:
-        ConfigError: The model or the cache cannot be served. The model is as before.
-        CapacityError: No row, or no page, is left for padding. Likewise.
+    The model attends through this runner until `close`. Captured or warmed-up steps take one row of
+    the cache for padding. The default attention backend of captured steps is flash3 if it can serve
+    a layer; it keeps a tile of every row resident for its over-read. `graph_bytes` is the device
+    memory of the graphs after `warm_up`. `ConfigError` or `CapacityError` leave the model
+    unchanged.
     """
 
     def __init__(
@@ -418,14 +362,14 @@ class ModelRunner:
         prompt_token_ids: Sequence[int],
         output_token_ids: Sequence[int] = (),
     ) -> None:
-        """See `Runner.set_slot`."""
+        """Set the state of a slot in the sampler and for logits processors."""
         self.sampler.set_slot(slot, params, prompt_token_ids, output_token_ids)
         self._host_tokens.set_slot(slot, params, prompt_token_ids, output_token_ids)
         self._wanted_logprobs[slot] = params.logprobs
 
     @torch.no_grad()
     def submit(self, pieces: Sequence[Piece]) -> PendingTokens:
-        """See `Runner.submit`."""
+        """Run the pieces, in one forward pass or one each if deterministic, and sample."""
         if self._is_closed:
             raise ClosedError("this runner is closed; make a new one")
         every = range(len(pieces))
@@ -447,9 +391,8 @@ class ModelRunner:
         )
 
     def _sample(self, step: StepLogits, slots: Sequence[int]) -> SampledTokens:
-        """Choose a token in each of `slots`, and leave it where the next step looks."""
         if step.token_ids is not None and self._is_plain(slots):
-            # From the device they are copied; here the next step would overwrite them.
+            # On CUDA they are copied to the host; here the next step would overwrite them.
             return SampledTokens(step.token_ids if self._is_cuda else step.token_ids.clone())
         at = torch.tensor(slots, dtype=torch.int64).to(self._device, non_blocking=True)
         processed = self._host_tokens.process(step.logits, slots)
@@ -463,15 +406,13 @@ class ModelRunner:
     # ---- start, and end -------------------------------------------------------------------
 
     def warm_up(self) -> None:
-        """Compile, tune and capture everything, so that no request waits for it.
+        """Compile, tune and capture everything before the first request.
 
-        A model that cannot be captured is served without graphs.
+        A model that cannot be captured is served without graphs. `CapacityError` if not even a
+        short prompt fits the cache.
 
-        Raises:
-            CapacityError: Not even a short prompt fits the cache.
-
-        Cost: with an 8-billion-parameter model half a minute the first time, and some seconds
-            once `compile_cache` holds what was compiled.
+        Cost: for an 8-billion-parameter model half a minute the first time, some seconds with a
+            filled `compile_cache`.
         """
         options, dtype = self._options, self._model.get_output_embeddings().weight.dtype
         self.graph_bytes = warm_up(
@@ -485,7 +426,7 @@ class ModelRunner:
         )
 
     def close(self) -> None:
-        """See `Runner.close`."""
+        """Detach the model and free everything. Idempotent."""
         self._is_closed = True
         self._undo.close()
 
@@ -507,20 +448,10 @@ def make_runner(
     attention_backend: str | None = None,
     options: Any = None,
 ) -> Runner:
-    """A runner, warmed up.
+    """Make a runner and warm it up.
 
-    Args:
-        kind: "auto", "eager" or "graphs".
-        model: The model.
-        rows: Its rows.
-        max_num_seqs: Slots.
-        max_num_batched_tokens: The largest step.
-        deterministic: Whether requests must not depend on each other; only "eager" can do that.
-        attention_backend: See `ModelRunner`.
-        options: For "graphs", `RunnerOptions`.
-
-    Raises:
-        ConfigError: There is no such runner, or it cannot do what is asked.
+    `kind` is "eager", "graphs", or "auto": graphs on CUDA unless `deterministic`, which needs
+    "eager". `ConfigError` if the runner is unknown or cannot do what is asked.
     """
     if kind == "auto":
         kind = "graphs" if rows.cache.device.type == "cuda" and not deterministic else "eager"

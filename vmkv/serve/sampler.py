@@ -1,15 +1,13 @@
-"""Sampling on the device: one batch of logits in, one token each out, and no wait in between.
+"""Batched sampling on the device, without synchronisation.
 
-Every slot has its parameters, its token counts and its own random numbers on the device. Token i of
-a request is drawn with noise that is a hash of `(seed, i, token id)` alone (Gumbel's trick: the
-argmax of logits plus that noise is a sample), so it depends neither on who else is in the batch,
-nor on the place in it, nor on which of the ways below chose it.
+Every slot has its parameters, token counts and random numbers on the device. Token i of a request
+is drawn with Gumbel noise that is a hash of `(seed, i, token id)` alone, so the result depends
+neither on the rest of the batch nor on the code path. The host selects the path by what the slots
+need:
 
-What a batch needs decides its way, from what the host knows of the slots:
-
-  greedy       argmax of the logits as they are; what a CUDA graph may hold
-  full         noise over the whole vocabulary: temperature and min-p alone
-  candidates   the likeliest tokens in order: top-k, top-p
+  greedy       argmax of the logits; can be part of a CUDA graph
+  full         noise over the whole vocabulary: temperature and min-p only
+  candidates   tokens sorted by likelihood: top-k, top-p
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from .params import SamplingParams
 
 # ---- random --------------------------------------------------------------------------------------
 
-# splitmix64's and murmur3's constants, as signed integers: arithmetic wraps.
+# Constants of splitmix64 (as signed integers: arithmetic wraps) and murmur3.
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _SPLIT_1 = 0xBF58476D1CE4E5B9 - 2**64
 _SPLIT_2 = 0x94D049BB133111EB - 2**64
@@ -38,32 +36,20 @@ _MURMUR_2 = 0xC2B2AE35
 
 
 def row_keys(seeds: torch.Tensor, counters: torch.Tensor) -> torch.Tensor:
-    """One key per row, of a seed and a counter: `[n] int64`, all 64 bits random.
-
-    Args:
-        seeds: `[n] int64`.
-        counters: `[n] int64`.
-    """
+    """Derive one random key per row, `[n] int64`, from seeds and counters, both `[n] int64`."""
     return _mix_64(_mix_64(seeds) + counters * _GOLDEN)
 
 
 def gumbel_noise(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """Standard Gumbel noise of every token in every row.
+    """Standard Gumbel noise, float32, of `token_ids` `[vocabulary]` or `[n, k]` in every row.
 
-    Args:
-        keys: `[n] int64`, see `row_keys`.
-        token_ids: `[vocabulary]` or `[n, k] int64`, below 2^32.
-
-    Returns:
-        `[n, vocabulary]` or `[n, k] float32`.
-
-    Cost: some twenty elementwise operations; one launch where a compiler fuses them.
+    Token ids are int64 below 2^32. Costs some twenty elementwise operations, or one fused launch.
     """
     low, high = keys & _LOW_32, (keys >> 32) & _LOW_32
     bits = _mix_32(token_ids ^ low[:, None])
     bits = _mix_32((bits + high[:, None]) & _LOW_32)
-    # An exponential variable by inversion, from the end where floats are densest: what wins is
-    # the smallest. 32 bits, so that no two tokens of a vocabulary often tie.
+    # An exponential variable by inversion, from the end where floats are densest, as the smallest
+    # wins. 32 bits make ties between tokens rare.
     uniform = ((bits.float() + 0.5) * 2.0**-32).clamp_(max=1 - 2.0**-24)
     return -torch.log(-torch.log1p(-uniform))
 
@@ -77,14 +63,14 @@ def _mix_64(bits: torch.Tensor) -> torch.Tensor:
 
 
 def _mix_32(bits: torch.Tensor) -> torch.Tensor:
-    """murmur3's finalizer, on 32 bits held in 64, where there is no sign to mind."""
+    """murmur3's finalizer on 32 bits, held in 64 to avoid the sign."""
     bits = ((bits ^ (bits >> 16)) * _MURMUR_1) & _LOW_32
     bits = ((bits ^ (bits >> 13)) * _MURMUR_2) & _LOW_32
     return bits ^ (bits >> 16)
 
 
 def _shifted(bits: torch.Tensor, by: int) -> torch.Tensor:
-    """A right shift that brings in zeros; torch's brings in the sign."""
+    """Logical right shift; torch's is arithmetic."""
     shifted: torch.Tensor = (bits >> by) & (2 ** (64 - by) - 1)
     return shifted
 
@@ -93,24 +79,21 @@ def _shifted(bits: torch.Tensor, by: int) -> torch.Tensor:
 
 #: Columns of the float parameters.
 _TEMPERATURE, _TOP_P, _MIN_P, _REPETITION, _PRESENCE, _FREQUENCY = range(6)
-#: Columns of the integer parameters, and behind them what is sent along.
+#: Columns of the integer parameters, followed by the token count sent with them.
 _SEED, _TOP_K, _MIN_TOKENS, _COUNT = range(4)
-#: Beyond these nothing changes but that scores leave the range of float32: a temperature of 1e-5
-#: takes the likeliest token by any margin that logits have.
+#: Bounds that keep scores in the range of float32; a temperature of 1e-5 is greedy in practice.
 _TEMPERATURES = _REPETITIONS = (1e-5, 1e5)
 
 
 @dataclass(frozen=True)
 class SampledTokens:
-    """What was sampled, on the device; nothing here waits.
+    """Sampled tokens, on the device; log-probabilities are None unless a slot requests them.
 
     Attributes:
         token_ids: `[n] int64`.
-        logprobs: `[n] float32`, log-probability of each token under the logits as the model gave
-            them; None unless a slot asked.
-        top_token_ids: `[n, k] int64`, the likeliest tokens, likeliest first, as many as the slot
-            that wants most of them; None unless a slot asked.
-        top_logprobs: `[n, k] float32`, theirs; likewise.
+        logprobs: `[n] float32`, of the tokens under the model's unmodified logits.
+        top_token_ids: `[n, k] int64`, likeliest first; k is the most that a slot requests.
+        top_logprobs: `[n, k] float32`, of `top_token_ids`.
     """
 
     token_ids: torch.Tensor
@@ -121,10 +104,10 @@ class SampledTokens:
 
 @dataclass(frozen=True, slots=True)
 class _Needs:
-    """What a slot, or a batch of them, asks for."""
+    """Sampling features that a slot, or a batch of slots, uses."""
 
     draws: bool = False
-    top_k: int = 0  # With `draws`: 0 where all tokens must be in order.
+    top_k: int = 0  # With `draws`: 0 to sort all tokens.
     orders: bool = False
     penalties: bool = False
     bans: bool = False
@@ -133,7 +116,7 @@ class _Needs:
     @classmethod
     def of(cls, params: SamplingParams, vocab_size: int) -> _Needs:
         draws = params.temperature > 0
-        # As many as there are need no order.
+        # A top_k of the whole vocabulary needs no order.
         top_k = params.top_k if draws and params.top_k < vocab_size else 0
         return cls(
             draws=draws,
@@ -146,18 +129,11 @@ class _Needs:
 
 
 class Sampler:
-    """Samples for up to `max_num_seqs` requests at a time.
+    """Samples for `max_num_seqs` slots, and one greedy slot for padding.
 
-    Args:
-        max_num_seqs: How many slots there are. One more is kept for padding; it is greedy.
-        vocab_size: Columns of the logits.
-        device: Where logits are.
-        compiled: Compile the draw from the whole vocabulary, which is some thirty launches over
-            it otherwise. Compiles at first use.
-
-    Raises:
-        CapacityError: The device has no memory for the token counts: 5 bytes for each token of
-            the vocabulary in each slot. Lower `max_num_seqs`.
+    `vocab_size` is the logits' number of columns. With `compiled`, drawing from the whole
+    vocabulary is compiled at first use, to save some thirty launches. `CapacityError` if the
+    device has no memory for the token counts, 5 bytes per slot and vocabulary entry.
     """
 
     def __init__(
@@ -174,13 +150,13 @@ class Sampler:
         slots = max_num_seqs + 1
         self._floats = torch.zeros(slots, 6, dtype=torch.float32, device=device)
         self._integers = torch.zeros(slots, 3, dtype=torch.int64, device=device)
-        #: How many tokens each slot has sampled: its generator's counter.
+        #: Number of tokens sampled in each slot: the counter of its random generator.
         self._counts = torch.zeros(slots, dtype=torch.int64, device=device)
         self._needs = [_Needs()] * slots
-        self._demanding: set[int] = set()  # Slots that want more than the likeliest token.
-        #: Per slot its float and its integer parameters with its count, as the device takes them.
+        self._demanding: set[int] = set()  # Slots that need more than greedy decoding.
+        #: Per slot: float parameters, and integer parameters with the count, to be uploaded.
         self._staged: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        # For penalties. Allocated now: the cache's budget is fitted to what is left.
+        # For penalties. Allocated now: the cache's budget is fitted to the remaining memory.
         self._in_prompt, self._token_counts = _token_tables(slots, vocab_size, self.device)
         self._is_compiled = compiled
         self._draw_from_all = _draw_from_all
@@ -197,14 +173,10 @@ class Sampler:
         prompt_token_ids: Sequence[int],
         output_token_ids: Sequence[int] = (),
     ) -> None:
-        """A request begins in `slot`, or goes on there; see `Runner.set_slot`.
+        """Set the state of a slot; see `Runner.set_slot`.
 
-        Raises:
-            ConfigError: There is no such slot, a stop token is not in the vocabulary, or a
-                parameter is none that the device can hold. The slot is as before.
-
-        Cost: host work alone, and two small copies with the next `sample`; with penalties, some
-            launches over the slot's token counts.
+        `ConfigError` if the slot does not exist, a stop token is not in the vocabulary, or the
+        device cannot hold a parameter; the slot is unchanged then.
         """
         if not 0 <= slot < self.max_num_seqs:
             raise ConfigError(f"slot {slot} is not one of 0 to {self.max_num_seqs - 1}")
@@ -227,15 +199,11 @@ class Sampler:
         self._staged[slot] = staged
 
     def is_greedy(self, slots: Sequence[int]) -> bool:
-        """Whether the argmax of the logits is all that these slots want.
-
-        Then `greedy` may take the place of `sample`, in a CUDA graph for instance: such slots
-        have no state that moves on.
-        """
+        """Whether all slots are greedy and stateless, so that `greedy` can replace `sample`."""
         return self._demanding.isdisjoint(slots)
 
     def warm_up(self, dtype: torch.dtype) -> None:
-        """Compile what is compiled at first use, for logits of `dtype`; slots are as made."""
+        """Compile for logits of `dtype`; slots are left in their initial state."""
         for count in {1, min(2, self.max_num_seqs)} if self._is_compiled else ():
             logits = torch.zeros(count, self.vocab_size, dtype=dtype, device=self.device)
             for slot in range(count):
@@ -246,7 +214,7 @@ class Sampler:
 
     @staticmethod
     def greedy(logits: torch.Tensor) -> torch.Tensor:
-        """`[n]`, the likeliest token of each of `[n, vocabulary]`; the first among equals."""
+        """Likeliest token `[n]` of `logits [n, vocabulary]`; the first among equals."""
         return likeliest(logits)
 
     # ---- sampling -------------------------------------------------------------------------
@@ -258,20 +226,12 @@ class Sampler:
         slot_ids: Sequence[int] | None = None,
         processed: torch.Tensor | None = None,
     ) -> SampledTokens:
-        """The next token of each slot; counts it.
+        """Sample the next token of each slot, and count it. Never synchronises.
 
-        Args:
-            logits: `[n, vocabulary]`, floating; not changed.
-            slots: `[n] int64` on the device, different ones.
-            slot_ids: The same on the host: then the batch takes the shortest way that serves it.
-                By default a way that serves any slot.
-            processed: What to choose from, where that is not `logits`: what logits processors
-                have made of them.
-
-        Returns:
-            The tokens, in the order of `slots`.
-
-        Cost: no synchronisation.
+        `logits` are `[n, vocabulary]` and not changed; `slots` are distinct, `[n] int64` on the
+        device. With `slot_ids`, the same on the host, the batch takes the cheapest path for its
+        slots. Tokens are drawn from `processed` instead of `logits` if logits processors have
+        changed them.
         """
         needs = self._joint_needs(range(len(self._needs)) if slot_ids is None else slot_ids)
         self._upload()
@@ -289,7 +249,6 @@ class Sampler:
         return _with_logprobs(tokens, logits, min(needs.logprobs, self.vocab_size))
 
     def _choose(self, scores: torch.Tensor, slots: torch.Tensor, needs: _Needs) -> torch.Tensor:
-        """`[n]` tokens from adjusted `scores [n, vocabulary]`."""
         if not needs.draws:
             return self.greedy(scores)
         floats, integers = self._floats[slots], self._integers[slots]
@@ -305,7 +264,7 @@ class Sampler:
             ordered, ids = scores.sort(dim=-1, descending=True, stable=True)
         rank = torch.arange(ids.shape[1], device=ids.device)
         ordered = ordered.masked_fill(rank >= integers[:, _TOP_K, None], -math.inf)
-        # The probability of what is likelier: a token is in while that has not reached top-p.
+        # A token stays while the probability of the likelier ones has not reached top-p.
         probabilities = ordered.softmax(-1)
         before = probabilities.cumsum(-1) - probabilities
         is_out = before >= floats[:, _TOP_P, None]
@@ -316,7 +275,6 @@ class Sampler:
         return ids.gather(1, noisy.argmax(-1, keepdim=True))[:, 0]
 
     def _adjusted(self, scores: torch.Tensor, slots: torch.Tensor, needs: _Needs) -> torch.Tensor:
-        """Penalties, then bans; `scores` are changed where they are the caller's copy."""
         if needs.penalties:
             floats = self._floats[slots]
             counts = self._token_counts[slots]
@@ -356,18 +314,11 @@ class Sampler:
     def _as_tensors(
         self, params: SamplingParams, needs: _Needs, count: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """A slot's parameters as `_upload` sends them.
-
-        Made here and not there: what cannot be converted is the fault of one slot, not of the
-        step in which all are sent.
-
-        Raises:
-            ConfigError: A parameter is none that the device can hold.
-        """
+        """Convert a slot's parameters early, so that a `ConfigError` concerns only this slot."""
         floats = [0.0] * 6
         floats[_TEMPERATURE] = params.temperature and _clamped(params.temperature, _TEMPERATURES)
         floats[_TOP_P] = params.top_p
-        # As what is left between a logit and the greatest one.
+        # As a difference from the greatest logit.
         floats[_MIN_P] = math.log(params.min_p) if params.min_p else -math.inf
         floats[_REPETITION] = _clamped(params.repetition_penalty, _REPETITIONS)
         floats[_PRESENCE] = params.presence_penalty
@@ -386,7 +337,7 @@ class Sampler:
             raise ConfigError(f"parameters that the device cannot hold: {error}") from error
 
     def _upload(self) -> None:
-        """Send what `set_slot` has staged: three launches for any number of slots."""
+        """Send the staged slots: three launches for any number of them."""
         if not self._staged:
             return
         slots = torch.tensor(list(self._staged)).to(self.device, non_blocking=True)
@@ -396,12 +347,12 @@ class Sampler:
         self._floats.index_copy_(0, slots, floats.to(self.device, non_blocking=True))
         self._integers.index_copy_(0, slots, integers[:, :_COUNT])
         self._counts.index_copy_(0, slots, integers[:, _COUNT])
-        # Last: if the device has failed, the next step sends them again.
+        # Last: after a device failure, the next step uploads them again.
         self._staged.clear()
 
     def _count_tokens(self, slot: int, prompt: Sequence[int], output: Sequence[int]) -> None:
         counts, in_prompt = self._token_counts[slot].zero_(), self._in_prompt[slot].zero_()
-        # An embedding may have more rows than there are logits; such tokens are never said.
+        # An embedding may have more rows than there are logits; those tokens are never sampled.
         known = [each for each in prompt if each < self.vocab_size]
         tokens = torch.tensor([*known, *output], dtype=torch.int64)
         tokens = tokens.to(self.device, non_blocking=True)
@@ -412,7 +363,7 @@ class Sampler:
     def _ban(self, slot: int, token_ids: Sequence[int]) -> None:
         width = self._banned.shape[1]
         if len(token_ids) > width:
-            # Repeating an entry changes nothing, so rows are padded with their own first one.
+            # Rows are padded with their first entry, as repetitions have no effect.
             padding = self._banned[:, :1] if width else self._banned.new_zeros(len(self._needs), 1)
             more = padding.expand(-1, len(token_ids) - width)
             self._banned = torch.cat([self._banned, more], 1)
@@ -424,7 +375,7 @@ class Sampler:
 def _token_tables(
     slots: int, vocab_size: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`[slots, vocab_size]`: whether a token is in the prompt, and how often it was sampled."""
+    """Make `[slots, vocab_size]` tables: is a token in the prompt, and its count in the output."""
     try:
         in_prompt = torch.zeros(slots, vocab_size, dtype=torch.bool, device=device)
         return in_prompt, torch.zeros(slots, vocab_size, dtype=torch.int32, device=device)
@@ -443,11 +394,11 @@ def _clamped(value: float, bounds: tuple[float, float]) -> float:
 
 
 def _likeliest(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`[n, count]` greatest of `scores [n, vocabulary] float32`, in order, and their columns.
+    """Greatest `count` of `scores [n, vocabulary] float32`, in order, and their columns.
 
-    Of equal ones the first columns, in order. `topk` takes any, which ones depends on `count`.
+    Ties go to the lower column; `topk` alone breaks them in a way that depends on `count`.
     """
-    bits = (scores + 0.0).view(torch.int32)  # Minus zero is zero.
+    bits = (scores + 0.0).view(torch.int32)  # Adding 0.0 turns -0.0 into 0.0.
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # Integers in the order of the floats.
     last = scores.shape[1] - 1
     keys = bits.long().bitwise_left_shift_(32)
@@ -457,7 +408,7 @@ def _likeliest(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Te
 
 
 def _draw_from_all(scores: torch.Tensor, floats: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """`[n]` tokens drawn by temperature and min-p; greedy where the temperature is 0."""
+    """Draw tokens `[n]` by temperature and min-p; greedy if the temperature is 0."""
     temperature = floats[:, _TEMPERATURE, None]
     is_greedy = temperature == 0
     scores = scores / temperature.masked_fill(is_greedy, 1.0)
@@ -468,7 +419,6 @@ def _draw_from_all(scores: torch.Tensor, floats: torch.Tensor, keys: torch.Tenso
 
 
 def _with_logprobs(tokens: torch.Tensor, logits: torch.Tensor, most: int) -> SampledTokens:
-    """Log-probabilities of `tokens`, and of the `most` likeliest ones."""
     logprobs = logits.float().log_softmax(-1)
     top, top_ids = _likeliest(logprobs, most)
     return SampledTokens(tokens, logprobs.gather(1, tokens[:, None])[:, 0], top_ids, top)

@@ -1,28 +1,24 @@
-"""Who runs in the next step: pure logic over lengths and pages, no tensors, no clock.
+"""Scheduling policy: pure logic over lengths and pages, without tensors or a clock.
 
-Every request has a place in one order, given when it arrives and kept for life:
+Requests are ordered by a rank that they get on arrival and keep:
 
     rank = (arrival step + steps of its prompt + priority x aging_steps, number)
 
-So inside a priority it is first come, first served, but for long prompts where mixed steps are
-bounded (see below): who could be done first, by the steps that its whole prompt would take alone,
-overtakes. A more urgent request overtakes those that came at most `aging_steps` steps earlier per
-level of priority, more or less by the difference of their prompts. Nobody else does: see Note
-[Waiting is bounded]. A preempted request keeps its rank and comes back before all that are ranked
-after it.
+Within a priority this is first come, first served, except that a request with fewer steps of prompt
+may overtake if mixed steps are bounded. One level of priority overtakes requests that came at most
+`aging_steps` steps earlier, give or take the prompts' difference. See Note [Waiting is bounded]. A
+preempted request keeps its rank.
 
-Requests that run come first, in order, one token of each that decodes and then chunks of
-prompts; what is left of the step's tokens goes to those that wait, strictly in order: if the
-first does not fit, nobody behind it may pass. Only who is ranked before a prompt that has begun
-begins before that goes on, if there is room for all of it. When memory is short, a running request
-takes that of the one ranked last; the one ranked last itself stalls and keeps what it has. So the
-best-placed request always goes on, everything ends, and nothing can deadlock as long as each
-request fits alone, which `add` makes sure of.
+A plan serves running requests first, in order: one token for each decoding request, then chunks of
+prompts. The rest of the token budget goes to waiting requests, strictly in order: if the first does
+not fit, none behind it is admitted. A waiting request is admitted before a begun prompt continues
+only if it ranks before it and fits completely. When memory is short, a running request preempts the
+one ranked last; the last one itself stalls and keeps its memory. So the request ranked first always
+makes progress, and no deadlock is possible while each request fits alone, which `add` checks.
 
-Every prompt token in a step keeps those waiting who decode in it. So where that is wanted mixed
-steps are smaller, as long as one whole step could take all prompt tokens that are left; where more
-are left, those who wait for their first token have the longer wait, and steps are as large as they
-may be.
+Prompt tokens in a mixed step delay its decoding requests. `max_num_mixed_tokens` therefore bounds
+such steps, unless more prompt tokens are left than one full step takes: then the time to the first
+token matters more, and steps are as large as possible.
 """
 
 from __future__ import annotations
@@ -47,31 +43,26 @@ from .planning import (
 )
 from .request import Request, RequestState
 
-#: For so many steps memory is made ready: what is retired while one runs is free two steps later.
+#: Steps for which memory is made ready: memory retired in a step is free two steps later.
 _STEPS_AHEAD = 3
-#: In one of so many steps, who waits may have what more than as many that run hold in excess.
+#: With more running requests than this, surplus pages are counted only every so many steps.
 _LOOK_STEPS = 8
 
 
 class Scheduler:
-    """Decides each step.
+    """Plans steps.
 
     Args:
-        max_num_seqs: Requests that run at once at most.
-        max_num_batched_tokens: Tokens of a step at most.
-        aging_steps: By how many steps one level of priority lets a request overtake.
-        costs: What decides between swapping and computing again.
-        max_num_mixed_tokens: Tokens of a mixed step at most: see `Engine`. None for no such bound;
-            with fixed chunks there is none.
-        fixed_chunks: Cut every prompt at multiples of a fixed length and nowhere else, and compute
-            again what was generated one token at a time, as it was: what a request computes then
-            never depends on the others.
-
-    Attributes:
-        capacity: The bounds.
+        max_num_seqs: Maximum number of running requests.
+        max_num_batched_tokens: Token budget of a step.
+        aging_steps: Number of steps by which one level of priority lets a request overtake.
+        costs: Cost model of preemption.
+        max_num_mixed_tokens: Token budget of a mixed step; see `Engine`. Ignored with fixed chunks.
+        fixed_chunks: Cut prompts only at multiples of a fixed length and recompute output one token
+            at a time, so that a request's results do not depend on others.
 
     Raises:
-        ConfigError: A bound is not positive, or a step could not hold a token of every request.
+        ConfigError: A bound is not positive, or a step cannot hold a token of every request.
     """
 
     def __init__(
@@ -92,24 +83,18 @@ class Scheduler:
         self._costs = costs or PreemptionCosts()
         self._queue = RequestQueue(max_num_seqs)
         self._num_steps = 0
-        self._looked_up_id: int | None = None  # Who waited first when `upcoming` last looked.
+        self._looked_up_id: int | None = None  # First waiting request at the last lookup.
 
     # ---- requests -------------------------------------------------------------------------
 
     def add(
         self, request: Request, view: CacheView, arrival: tuple[int, int] | None = None
     ) -> None:
-        """A request arrives, with a number above all those before.
+        """Add a request, numbered above all earlier ones.
 
-        Args:
-            request: The request.
-            view: The cache.
-            arrival: Step and number of the arrival where several engines share an order; by default
-                this scheduler's own step, and the number of the request.
-
-        Raises:
-            ConfigError: The prompt is empty or leaves no room for a token, or the request would
-                not fit even if it were alone. Nothing changed.
+        `arrival` is a step and a number; by default this scheduler's step and the request's number.
+        `ConfigError` if the prompt is empty or leaves no room for a token, or the request would not
+        fit alone; nothing has changed then.
         """
         num_prompt, most = len(request.prompt_token_ids), request.max_total_tokens
         check_positive("num_prompt_tokens", num_prompt)
@@ -129,22 +114,22 @@ class Scheduler:
         self._queue.add(request)
 
     def finish(self, request_id: int) -> None:
-        """A request has ended, however; its slot is free. Idempotent."""
+        """Remove a finished request and free its slot. Idempotent."""
         self._queue.remove(request_id)
 
     @property
     def requests(self) -> Mapping[int, Request]:
-        """All that have not ended, by number."""
+        """Unfinished requests by number."""
         return self._queue.requests
 
     @property
     def num_running(self) -> int:
-        """Requests that have a slot."""
+        """Number of requests with a slot."""
         return len(self._queue.running)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that have none, swapped ones included."""
+        """Number of requests without a slot, including swapped ones."""
         return len(self._queue.requests) - len(self._queue.running)
 
     @property
@@ -154,27 +139,24 @@ class Scheduler:
 
     @property
     def first(self) -> Request | None:
-        """The request that goes first: of those that run, or else of those that wait."""
+        """First of the running requests, or else of the waiting ones."""
         return self._queue.running[0] if self._queue.running else self._queue.first_waiting
 
     @property
     def last_rank(self) -> tuple[int, int] | None:
-        """The rank of the running request ranked last, if one runs. Called from any thread."""
+        """Rank of the running request ranked last; None if none runs. Callable from any thread."""
         last = self._queue.running[-1:]
         return last[0].rank if last else None
 
     @property
     def last_swapped(self) -> Request | None:
-        """The request in host memory that comes back last."""
+        """Swapped request ranked last."""
         requests = self._queue.requests.values()
         swapped = (each for each in requests if each.state is RequestState.SWAPPED)
         return max(swapped, key=lambda each: each.rank, default=None)
 
     def fewer_tokens(self, chunks: Sequence[PlannedChunk]) -> int:
-        """Tokens of a smaller step than that of `chunks`; 0 where there is none.
-
-        With fixed chunks, one at least must fit.
-        """
+        """Token budget smaller than `chunks`; 0 if there is none. A fixed chunk must still fit."""
         num_tokens = sum(chunk.num_new_tokens for chunk in chunks)
         if not self.capacity.fixed_chunks:
             return num_tokens // 2
@@ -192,19 +174,13 @@ class Scheduler:
         max_begun: int | None = None,
         outranked_by: tuple[int, int] | None = None,
     ) -> StepPlan:
-        """Decide a step, on the assumption that it will be carried out.
+        """Plan a step, assuming that it will be carried out.
 
-        Args:
-            view: The cache now.
-            max_num_batched_tokens: Fewer tokens than usual, after the device ran out of memory.
-            withheld_pages: Pages that the view counts and that turned out not to be there.
-            max_begun: How many may begin or come back; by default all that fit.
-            outranked_by: The rank of a request of another engine; those ranked behind it get no
-                pages.
-
-        Returns:
-            What to do. If it cannot be done after all: `undo` its chunks, `requeue` what could not
-            be admitted or resumed, and plan again.
+        `max_num_batched_tokens` lowers the budget after the device ran out of memory;
+        `withheld_pages` are counted by the view but not available; `max_begun` bounds the requests
+        to admit or resume. Requests ranked behind `outranked_by`, of another engine, get no pages.
+        If the plan fails, `undo` its chunks, `requeue` requests that could not begin, and plan
+        again.
         """
         self._num_steps += 1
         num_tokens = max_num_batched_tokens or self.capacity.max_num_batched_tokens
@@ -221,7 +197,7 @@ class Scheduler:
         ).plan()
 
     def preempt_last(self, view: CacheView) -> Preemption:
-        """Have the running request ranked last wait again; there must be one. Between plans."""
+        """Preempt the running request ranked last, which must exist. Between plans only."""
         victim = self._queue.running[-1]
         preemption = self._costs.preemption(victim, view)
         self._queue.requeue(victim, preemption.method.leaves)
@@ -230,19 +206,11 @@ class Scheduler:
     def upcoming(
         self, chunks: Sequence[PlannedChunk], view: CacheView
     ) -> tuple[list[tuple[int, int]], int, bool]:
-        """What the next steps will take, if all goes on as it does.
+        """Predict what the next steps need, given the chunks submitted last.
 
-        Args:
-            chunks: Those of the step that was submitted last.
-            view: The cache now.
-
-        Returns:
-            How many tokens requests that run will hold, how many more the one that begins or comes
-            back next, and whether that one begins with nothing.
-
-        Cost: some 0.2 µs for each chunk, however many wait; while prompts are computed or slots are
-            waited for, as much again as for planning who runs; a look into the cache for each
-            request that comes to wait first.
+        Returns the targets `(request_id, num_tokens)` of running requests, the tokens of the
+        request that begins or resumes next, and whether that one begins with nothing cached. Costs
+        some 0.2 µs per chunk, plus planning while prompts are computed or slots are short.
         """
         queue, requests = self._queue, self._queue.requests
         wanted = [
@@ -250,7 +218,7 @@ class Scheduler:
             for request_id, _, past, new, _, samples in chunks
             if samples
         ]
-        is_cut = len(wanted) < len(chunks)  # A prompt goes on: the step was full.
+        is_cut = len(wanted) < len(chunks)  # A prompt continues: the step was full.
         first = queue.first_waiting
         if not is_cut and first is None:
             return wanted, 0, False
@@ -272,41 +240,31 @@ class Scheduler:
         return wanted, num_new, not first.num_computed
 
     def undo(self, chunks: Sequence[PlannedChunk]) -> None:
-        """Chunks of the last plan were not submitted. Nothing else of it is taken back."""
+        """Undo chunks of the last plan that were not submitted, and nothing else of the plan."""
         for chunk in chunks:
             request = self._queue.requests.get(chunk.request_id)
             if request is not None and request.state is RequestState.RUNNING:
                 untake(request, chunk)
 
     def rebase(self, chunk: PlannedChunk, num_past_tokens: int) -> PlannedChunk:
-        """A planned chunk of a request that turned out to begin with another number of tokens.
-
-        Never computes more tokens than `chunk` does.
-        """
+        """Replan a chunk whose request began with another number of tokens; it never grows."""
         request = self._queue.requests[chunk.request_id]
         untake(request, chunk)
         request.num_computed = num_past_tokens
         return take(request, min(chunk.num_new_tokens, request.num_left), request.num_left)
 
     def requeue(self, request_id: int, method: PreemptionMethod) -> None:
-        """A running request waits again: it was preempted, or could not be admitted.
-
-        With `SWAP` its memory is, or still is, on the host. Call after `undo`.
-        """
+        """Move a running request back to waiting, after `undo`: preempted, or not admitted."""
         request = self._queue.requests.get(request_id)
         if request is not None and request.state is RequestState.RUNNING:
             self._queue.requeue(request, method.leaves)
 
     def drop_swapped(self, request_id: int) -> None:
-        """The memory of a swapped request is lost: it is to be computed again."""
+        """Make a swapped request recompute, as its memory is lost."""
         request = self._queue.requests.get(request_id)
         if request is not None and request.state is RequestState.SWAPPED:
             self._queue.wait_as(request, RequestState.WAITING)
 
     def check(self) -> None:
-        """Check what must hold between steps.
-
-        Raises:
-            InternalError: It does not.
-        """
+        """Check the invariants between steps, raising `InternalError`."""
         self._queue.check()

@@ -1,7 +1,6 @@
-"""The rows of a served model, and the memory behind them.
+"""Rows of a served model, and the memory behind them.
 
-The model proves itself first, and thereby says how its layers look: they are laid out before the
-first request.
+The model proves itself first, which reveals the layout of its layers.
 """
 
 from __future__ import annotations
@@ -25,28 +24,17 @@ from ..hf.unservable import check_length, layer_kinds
 from ..units import format_bytes
 
 _LOG = logging.getLogger(__name__)
-#: What the cache may take of the memory that is free when the engine is made; the rest is for
-#: activations, which grow with `max_num_batched_tokens`.
+#: Share of the free memory for the cache; the rest is for activations, which grow with
+#: `max_num_batched_tokens`.
 _BUDGET_FRACTION = 0.9
 
 
 class ServedRows:
-    """The rows of a model on one device.
+    """Rows of a model on one device: `cache`, and `calls` as in `Proof`.
 
-    Args:
-        model: A transformers causal language model on one device.
-        pool: Physical memory.
-        num_rows: Sequences that are open or parked at most.
-        max_tokens: The longest sequence; by default what the model was made for.
-        attention_backend: See `VMKVCache`.
-        kv_format: What rows are stored as.
-
-    Attributes:
-        cache: Where they are.
-        calls: See `Proof`.
-
-    Raises:
-        ConfigError: The model cannot be served: see `prove`; or it is spread over several devices.
+    `num_rows` bounds open and parked sequences together; `max_tokens` defaults to the model's
+    length. `ConfigError` if the model cannot be served (see `prove`) or is spread over several
+    devices.
     """
 
     def __init__(
@@ -106,22 +94,16 @@ def open_rows(
     attention_backend: str | None,
     kv_format: KVFormat | None = None,
 ) -> ServedRows:
-    """Rows for so many requests at once; a pool that closes with its last user does so on failure.
+    """Open rows for `max_num_seqs` running requests; see `ServedRows`.
 
-    Args:
-        model: The model.
-        pool: Physical memory.
-        max_num_seqs: Requests that run at once.
-        max_tokens: See `ServedRows`, as for the rest and for what is raised.
-        attention_backend: Likewise.
-        kv_format: Likewise.
+    A pool that closes with its last user is closed on failure.
     """
-    pool.attach()  # A pool of the engine's own closes with its last user, whatever fails.
+    pool.attach()  # An unshared pool closes with its last user, also on failure.
     try:
         return ServedRows(
             model,
             pool,
-            # Twice as many: swapped requests and cached prefixes keep theirs.
+            # Twice as many: swapped requests and cached prefixes keep their rows.
             num_rows=2 * max_num_seqs + 2,
             max_tokens=max_tokens,
             attention_backend=attention_backend,
@@ -139,17 +121,10 @@ def pool_beside(
     *,
     open_memory: Callable[[str], str | Backend] = str,
 ) -> ExtentPool:
-    """Physical memory on the model's device: what is shared, or else a pool of its own.
+    """Return the `shared` pool, or open one on the model's device.
 
-    Args:
-        model: The model.
-        shared: A pool that has its budgets.
-        budget_bytes: By default 0.9 of what is free now.
-        host_budget_bytes: Host memory for swapping.
-        open_memory: The memory of a device by its name.
-
-    Raises:
-        ConfigError: A budget is impossible, or given beside a shared pool.
+    `budget_bytes` defaults to 0.9 of the memory that is free now; `open_memory` opens a backend by
+    the device's name. `ConfigError` if a budget is impossible, or given with a shared pool.
     """
     if shared is not None:
         if budget_bytes is not None or host_budget_bytes:
@@ -166,14 +141,9 @@ def pool_beside(
 
 
 def fit_budget(pool: ExtentPool, spare_bytes: int) -> None:
-    """Have a pool promise no more memory than its device still has.
+    """Lower a pool's budget to the memory that its device still has, less `spare_bytes`.
 
-    A budget is chosen before the model's graphs and activations have taken their part. To be called
-    once they have.
-
-    Args:
-        pool: What to cut the budget of; one that fits stays as it is.
-        spare_bytes: What others will want yet.
+    Call it after the model's graphs and activations have taken their memory.
     """
     stats = pool.stats()
     free_bytes = pool.backend.free_memory_bytes()

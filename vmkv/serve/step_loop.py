@@ -1,15 +1,13 @@
-"""The loop: plan a step, make room, submit it, and only then read the step before.
+"""Step loop: plan a step, make room, submit it, and only then read the previous step.
 
     plan k+1 -> preempt, begin, grow -> submit k+1 -> make ready -> wait for the tokens of k -> …
 
-So while the device works on step k, the host plans step k + 1 from lengths alone and maps its
-pages, and makes memory ready for those after it, so that mapping need not make room first. A
-request that turns out to have ended in k has one superfluous token in k + 1, which is dropped; its
-memory is given up only now, after k + 1 was submitted.
+While the device runs step k, the host plans step k + 1 from lengths alone, maps its pages, and
+makes memory ready for later steps. A request that turns out to have ended in step k has one
+superfluous token in k + 1, which is dropped; its memory is released after k + 1 was submitted.
 
-Nothing that goes wrong in a step stops the loop: what could not be mapped is planned again with
-less, what ran out of memory is run again in smaller steps, and a request that cannot be helped
-ends with its error. Everybody else goes on.
+Failures do not stop the loop: a plan that cannot be mapped is planned again with less memory, a
+step that runs out of memory is split, and a request that cannot be served ends with its error.
 """
 
 from __future__ import annotations
@@ -36,32 +34,24 @@ from .scheduler import Scheduler
 
 # ---- pace ----------------------------------------------------------------------------------------
 
-#: Shorter steps are not worth it: what the host needs for the next one is most of them.
+#: Shortest step worth waiting in; the host's work takes most of shorter ones.
 _LONG_S = 0.004
-#: Of the shortest time known: sizes that are taken for the same differ by a sixteenth.
+#: Share of the shortest known time that is relied on: sizes of a group differ by a sixteenth.
 _SURE_SHARE = 0.95
-#: Of what the host needed lately.
+#: Safety factor on the host's recent planning time.
 _HOST_FACTOR = 1.25
-#: How fast a slow step of the host is forgotten.
+#: Decay per step of the host's longest planning time.
 _HOST_DECAY = 0.9
-#: For so long nobody asks whether the step has ended. Links count no less than the second.
+#: Longest wait between checks of whether the step has ended, and shortest that links can time.
 _SLICE_S, _SPARE_MIN_S = 0.002, 0.001
-#: So many times must be known, and so many more after each wrong thought; twice as many are looked
-#: at. With each step that goes well fewer are.
+#: Number of known times required, at least and at most; its growth after a wrong estimate and its
+#: decay after a right one. Twice that number are considered.
 _NEEDED_MIN, _NEEDED_MAX, _NEEDED_FACTOR, _NEEDED_DECAY = 2, 32, 2, 0.99
 
 
 @dataclass(frozen=True)
 class SubmittedStep:
-    """A step on the device.
-
-    Attributes:
-        pending: Its tokens to come.
-        request_ids: Whose chunks it has.
-        sampling_ids: Those that sample, in order.
-        num_tokens: How many it computes.
-        submitted_s: Since when.
-    """
+    """A step on the device; `sampling_ids` are the requests that sample, in order."""
 
     pending: PendingStep
     request_ids: Sequence[int]
@@ -71,49 +61,40 @@ class SubmittedStep:
 
     @property
     def kind(self) -> bool:
-        """Whether it has prompts: their time does not depend on the same things."""
+        """Whether the step computes prompts; such steps are timed separately."""
         return self.num_tokens > len(self.request_ids)
 
     @property
     def size(self) -> int:
-        """The same for numbers of tokens that differ by a sixteenth at most."""
+        """Token count rounded down by at most a sixteenth, to group similar steps."""
         shift = max(0, self.num_tokens.bit_length() - 5)
         return self.num_tokens >> shift << shift
 
 
 class Pace:
-    """What steps took, by kind and size.
-
-    Args:
-        clock: Seconds; by default of `time.perf_counter`.
-    """
+    """Step times by kind and size, to estimate how long planning may wait for new requests."""
 
     def __init__(self, clock: Callable[[], float] | None = None):
         self._clock = clock or time.perf_counter
         self._took_s: dict[bool, dict[int, deque[float]]] = {False: {}, True: {}}
         self._needed = {False: float(_NEEDED_MIN), True: float(_NEEDED_MIN)}
         self._host_s = {False: 0.0, True: 0.0}
-        # When the device had done what was submitted before; what else was submitted before
-        # `_unsure_s` began nobody knows when.
+        # When the device finished the last step waited for. The start of steps that were submitted
+        # before `_unsure_s` is unknown.
         self._free_s = self._unsure_s = -math.inf
-        # The step that planning has waited for, as long as it is on the device, and until when it
-        # was to.
+        # The step during which planning waits, and the end of that wait.
         self._held: SubmittedStep | None = None
         self._due_s = 0.0
 
     def submitted(
         self, step: SubmittedStep, before: SubmittedStep | None, start_s: float, *, begins: bool
     ) -> None:
-        """A step was submitted.
+        """Record a submitted step, planned from `start_s` on; `before` should still be running.
 
-        Args:
-            step: The step.
-            before: The one that should still be running.
-            start_s: Since when the host has been busy with it.
-            begins: Whether requests begin with it, which takes the host three times as long.
+        With `begins`, requests are admitted, which takes the host three times as long.
         """
         was_held = before is not None and self._held is before
-        # Who wakes up late is late with all that follows.
+        # A late wake-up counts as the host's time.
         host_s = step.submitted_s - (min(start_s, self._due_s) if was_held else start_s)
         self._host_s[begins] = max(host_s, _HOST_DECAY * self._host_s[begins])
         if before is None:
@@ -126,11 +107,7 @@ class Pace:
             self._took_s[kind].clear()
 
     def wait(self, step: SubmittedStep) -> None:
-        """Wait for a step, the last to be waited for.
-
-        Raises:
-            Exception: See `PendingStep.wait`; `lost` is to be called.
-        """
+        """Wait for a step, in the order of submission; if this raises, call `lost`."""
         began_s = self._began_s(step)
         had_ended = step.pending.has_ended
         step.pending.wait()
@@ -143,19 +120,11 @@ class Pace:
             took_s.append(self._free_s - began_s)
 
     def lost(self) -> None:
-        """Steps that were submitted will not be waited for: the device may be busy with them."""
-        self._held, self._unsure_s = None, math.inf  # Until the next is waited for.
+        """Forget submitted steps that will not be waited for; the device may be busy with them."""
+        self._held, self._unsure_s = None, math.inf  # Until the next step is waited for.
 
     def spare_s(self, step: SubmittedStep, *, begins: bool) -> float:
-        """How long planning may wait while a step runs, the last to be waited for, and ask again.
-
-        Args:
-            step: The step.
-            begins: Whether a request is there that may begin.
-
-        Returns:
-            Seconds; 0 where it may not, or nobody knows.
-        """
+        """Seconds that planning may wait while `step` runs, to be asked again; 0 if unknown."""
         sizes, needed = self._took_s[step.kind], math.ceil(self._needed[step.kind])
         known = [each for each in sizes if each <= step.size]
         took_s = list(sizes[max(known)])[-2 * needed :] if known else []
@@ -171,7 +140,7 @@ class Pace:
         return min(_SLICE_S, due_s - now_s)
 
     def _began_s(self, step: SubmittedStep) -> float | None:
-        """When the device began a step, those before it being waited for; None if nobody knows."""
+        """When the device began a step whose predecessors were waited for; None if unknown."""
         is_sure = step.submitted_s >= self._unsure_s
         return max(step.submitted_s, self._free_s) if is_sure else None
 
@@ -179,24 +148,19 @@ class Pace:
 # ---- step loop -----------------------------------------------------------------------------------
 
 _LOG = logging.getLogger(__name__)
-#: How often a step is planned anew, with ever less memory, before a request has to fail.
+#: Attempts to plan a step, with less memory each time.
 _ATTEMPTS_MAX = 12
-#: What waits for the device is ready after two steps. Where not all was so many times running, it
-#: is tried once in so many steps for who is to begin: that costs a look at all that could give way.
+#: Retired memory is ready after two steps. After this many consecutive failures to make all memory
+#: ready, that of a new request is tried only every so many steps, as counting evictable memory is
+#: slow.
 _TRIES_MAX = 8
 
 
 class StepLoop:
-    """Runs requests, step by step. One thread at a time.
+    """Runs requests step by step, in one thread at a time.
 
-    Args:
-        scheduler: Who runs.
-        view: Their memory.
-        runner: The device.
-        accept: Takes a request's next token; says why the request ends, if it does.
-        ended: Called when a request has ended and holds nothing any more, with the reason and
-            what went wrong.
-        observer: Who is told about steps.
+    `accept` takes a request's next token and returns why the request ends, or None. `ended` is
+    called when a request has ended and holds no memory, with the reason and the error.
     """
 
     def __init__(
@@ -216,16 +180,16 @@ class StepLoop:
         self._ended = ended
         self._observer = observer
         self._requests = scheduler.requests
-        # Steps to be read, in order: one between steps, more after an interrupt.
+        # Unread steps, in order: one between steps, more after an interrupt.
         self._pending: deque[SubmittedStep] = deque()
-        # Requests whose slot on the device does not hold their state.
+        # Requests whose state must be set in their slot before the next step.
         self._to_set: set[int] = set()
-        # Tokens of a step while the device is short of memory; None for as many as usual.
+        # Reduced token budget while the device is short of memory, or None.
         self._token_limit: int | None = None
         self._shortage: Exception | None = None
-        # Pages that the books promise and that lately were not to be had.
+        # Pages counted as free that recently could not be mapped.
         self._withheld_pages = 0
-        self._num_in_vain = 0  # Steps since which no memory could be made ready.
+        self._num_in_vain = 0  # Consecutive steps in which memory was not made ready.
         self._pace = Pace()
         self._arbiter = view.cache.pool.arbiter
         self._borrower = Borrower(self._arbiter, lambda: scheduler.last_rank, self._give_way)
@@ -233,12 +197,12 @@ class StepLoop:
 
     @property
     def has_work(self) -> bool:
-        """Whether there is anything to run or to read."""
+        """Whether requests or unread steps are left."""
         return self._scheduler.has_unfinished or bool(self._pending)
 
     @property
     def spare_s(self) -> float:
-        """How long the next step may wait before this is asked again; 0 for no longer."""
+        """Seconds that the next step may wait, to be asked again; 0 for none."""
         if len(self._pending) != 1:
             return 0.0
         return self._pace.spare_s(self._pending[0], begins=self._scheduler.num_waiting > 0)
@@ -246,11 +210,7 @@ class StepLoop:
     # ---- requests -------------------------------------------------------------------------
 
     def add(self, request: Request, leader_id: int | None = None) -> None:
-        """A request arrives; see `Scheduler.add`.
-
-        Raises:
-            ConfigError: It can never be served. Nothing changed.
-        """
+        """Add a request; see `Scheduler.add`. `ConfigError` if it can never be served."""
         self._scheduler.add(request, self._view, self._arbiter.arrival())
         self._view.add(request, leader_id)
 
@@ -262,25 +222,18 @@ class StepLoop:
         *,
         keep: bool = True,
     ) -> None:
-        """End a request, whatever it is doing. Idempotent.
-
-        Args:
-            request: The request.
-            reason: Why.
-            error: What went wrong.
-            keep: Whether what it computed is good for others.
-        """
+        """End a request in any state; `keep` leaves its tokens in the prefix cache. Idempotent."""
         if request.request_id not in self._requests:
             return
         self._scheduler.finish(request.request_id)
-        self._borrower.withdraw()  # If its claim was for another request, it claims again.
+        self._borrower.withdraw()  # A claim for another request is renewed later.
         self._to_set.discard(request.request_id)
         self._view.end(request.request_id, keep=keep)
         self._view.remove(request.request_id)
         self._ended(request, reason, error)
 
     def end_all(self, error: Exception) -> None:
-        """End every request with `error`, and forget what is on the device."""
+        """Fail every request with `error`, and forget the submitted steps."""
         self._pending.clear()
         self._pace.lost()
         for request in tuple(self._requests.values()):
@@ -290,12 +243,10 @@ class StepLoop:
 
     @uninterrupted
     def step(self) -> bool:
-        """Submit one step, and read the one before; returns whether there is more to do.
+        """Submit one step and read the previous one; returns whether work is left.
 
-        An interrupt (SIGINT) comes while the runner submits, or at the end of the step.
-
-        Raises:
-            DriverError: It failed in what no request is to blame for; see `end_all`, or go on.
+        An interrupt (SIGINT) arrives while the runner submits, or at the end of the step. A
+        `DriverError` that no request caused is raised; call `end_all`, or continue.
         """
         self._borrower.begin_step()
         try:
@@ -306,7 +257,7 @@ class StepLoop:
     def _step(self) -> bool:
         record = StepRecord(time.perf_counter())
         try:
-            self._view.close_ended()  # Before the plan: it counts on their memory.
+            self._view.close_ended()  # Before the plan, which counts on their memory.
         except DriverError:
             self.num_failed_steps += 1
             raise
@@ -320,7 +271,7 @@ class StepLoop:
         elif not plan.chunks and not plan.preempted:
             self._unblock()
         if not self._scheduler.has_unfinished:
-            self._read()  # What is left there is superfluous; nobody would come to read it.
+            self._read()  # Only superfluous tokens are left; no later step would read them.
         record.wait_s = time.perf_counter() - wait_start_s
         self._report(record, plan)
         return self.has_work
@@ -367,7 +318,7 @@ class StepLoop:
                 record.fence_wait_s += self._view.fence_waited_s - fence_waited_s
             if not chunks:
                 if self._withheld_pages and (not was_short or num_begun > 1):
-                    # That is past, or too many began at once: whoever is first may try, alone.
+                    # The shortage has passed, or too many began at once: admit the first one alone.
                     self._withheld_pages, num_begun, max_begun = 0, 0, 1
                     continue
                 return None, plan
@@ -385,14 +336,10 @@ class StepLoop:
         return None, StepPlan()
 
     def _carry_out(self, plan: StepPlan, chunks: list[PlannedChunk]) -> None:
-        """Preempt, begin and grow as planned.
+        """Preempt, resume, admit and grow as planned; on errors, call `_give_up`.
 
-        Args:
-            plan: What to do.
-            chunks: Its chunks; those of requests that began otherwise than planned are replaced.
-
-        Raises:
-            CapacityError, DriverError: `_give_up` is to be called.
+        Chunks of requests that began with another number of tokens than planned are replaced in
+        `chunks`.
         """
         view = self._view
         self._to_set.update(plan.resumed, plan.admitted)
@@ -421,11 +368,9 @@ class StepLoop:
         self._view.end(request_id)
 
     def _give_way(self) -> None:
-        """Preempt the running request ranked last, for a request of another engine."""
         self._preempt(self._scheduler.preempt_last(self._view))
 
     def _make_ready(self, chunks: Sequence[PlannedChunk]) -> None:
-        """Have memory for the next steps lie ready while the device works on `chunks`."""
         is_ready, num_in_vain = False, self._num_in_vain
         is_tried = num_in_vain < _TRIES_MAX or num_in_vain % _TRIES_MAX == 0
         try:
@@ -433,13 +378,12 @@ class StepLoop:
             num_new = num_new if is_tried else 0
             is_ready = self._view.make_ready(wanted, num_new, begins_empty=begins_empty)
         except DriverError:
-            # Nobody lacks anything yet, and nobody has lost anything. Whether a request ends
-            # with it is for the growth to say that cannot do without, which tries again.
+            # No request lacks memory yet; the growth that needs it tries again, and may fail.
             _LOG.debug("no memory could be made ready", exc_info=True)
         self._num_in_vain = 0 if is_ready and is_tried else num_in_vain + 1
 
     def _give_up(self, plan: StepPlan, chunks: Sequence[PlannedChunk]) -> None:
-        """A plan could not be carried out: who was to begin waits again."""
+        """Undo a plan that failed: requests that were to begin wait again."""
         self._scheduler.undo(chunks)
         for request_id in plan.admitted:
             self._view.end(request_id)
@@ -459,14 +403,14 @@ class StepLoop:
             with self._view.submitting(chunks):
                 pieces = [self._piece(chunk) for chunk in chunks]
                 pending = interruptible(self._runner.submit, pieces)
-        except BaseException as error:  # noqa: BLE001  # ends who is to blame, or is raised again
+        except BaseException as error:  # noqa: BLE001  # fails requests, or is raised again
             self._recover(chunks, error)
             return None
-        self._shortage = None  # That is past.
+        self._shortage = None
         self._borrower.note_submitted()
         self._view.note_computed(chunks)
         if self._token_limit is not None:
-            # Slowly: each attempt that fails costs a step.
+            # Slowly: each failed attempt costs a step.
             more = self._token_limit + max(1, self._token_limit // 8)
             whole = self._scheduler.capacity.max_num_batched_tokens
             self._token_limit = more if more < whole else None
@@ -498,14 +442,13 @@ class StepLoop:
         return Piece(slot, row, num_past_tokens, num_new_tokens, tokens, samples)
 
     def _recover(self, chunks: Sequence[PlannedChunk], error: BaseException) -> None:
-        """A step was not submitted: everything is as before it, and who is to blame ends.
+        """Restore the state before a step that was not submitted, and fail the requests at fault.
 
-        Raises:
-            BaseException: `error`, if it is no `Exception`.
+        An `error` that is no `Exception`, such as an interrupt, is raised again.
         """
         if isinstance(error, Exception):
             log_and_release(error)
-        self._read()  # The tokens of the step before are good.
+        self._read()  # The previous step's tokens are valid.
         self._scheduler.undo(chunks)
         for chunk in chunks:
             if chunk.request_id in self._requests:
@@ -523,14 +466,14 @@ class StepLoop:
             if fewer:
                 self._token_limit = fewer
                 return
-        elif not isinstance(error, ConfigError):  # The caller's to fix: a model that has changed.
+        elif not isinstance(error, ConfigError):  # The caller's error: a changed model.
             self.num_failed_steps += 1
         self._fail([chunk.request_id for chunk in chunks], error)
 
     def _shrink(self, chunk: PlannedChunk) -> None:
         try:
             self._view.shrink(chunk.request_id, chunk.num_past_tokens)
-        except (ConfigError, DriverError):  # A window has moved on, say: the row is of no use.
+        except (ConfigError, DriverError):  # For instance, a window has moved on: recompute.
             self._view.end(chunk.request_id, keep=False)
             self._scheduler.requeue(chunk.request_id, PreemptionMethod.RECOMPUTE)
 
@@ -541,11 +484,11 @@ class StepLoop:
                 self.end(request, FinishReason.ERROR, error, keep=False)
 
     def _unblock(self) -> None:
-        """Make room where nothing runs and nothing can begin; see `vmkv/core/memory/arbiter.py`.
+        """Make room when nothing runs and nothing can begin; see `vmkv/core/memory/arbiter.py`.
 
-        Steps become as large as usual again; requests of other engines over the pool are preempted;
-        then requests in host memory, which still hold shared pages, are to be computed again, the
-        last first. If none of that helps, the first request fails, so that others may go on.
+        Measures, one per call: restore the usual step size; preempt requests of other engines over
+        the pool; drop the last swapped request, which may hold shared pages; fail the first
+        request.
         """
         if self._token_limit is not None:
             self._token_limit = None
@@ -572,13 +515,13 @@ class StepLoop:
     # ---- reading --------------------------------------------------------------------------
 
     def _read(self, num_left: int = 0) -> None:
-        """Read what is on the device, but for the last `num_left` steps."""
+        """Read submitted steps except the last `num_left`."""
         while len(self._pending) > num_left:
             step = self._pending[0]
             try:
                 self._pace.wait(step)
                 result = step.pending.result()
-            except Exception as error:  # noqa: BLE001  # the requests of the step end with it
+            except Exception as error:  # noqa: BLE001  # fails the step's requests
                 self._pending.popleft()
                 self._pace.lost()
                 self.num_failed_steps += 1
@@ -594,11 +537,11 @@ class StepLoop:
         for request_id, token_id, logprobs in columns:
             request = self._requests.get(request_id)
             if request is None:
-                continue  # It had ended when this token was computed.
+                continue  # It had ended before this token was computed.
             request.num_unread -= 1
             try:
                 reason = self._accept(request, token_id, logprobs)
-            except Exception as error:  # noqa: BLE001  # a tokenizer's, and this request's alone
+            except Exception as error:  # noqa: BLE001  # a tokenizer's, for this request alone
                 self.end(request, FinishReason.ERROR, error)
                 continue
             if reason is not None:

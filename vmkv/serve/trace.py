@@ -1,9 +1,9 @@
-"""A trace of every step, to be opened in a browser at `chrome://tracing` or ui.perfetto.dev.
+"""Trace of every step, for `chrome://tracing` or ui.perfetto.dev.
 
     engine = Engine(model, observer=ChromeTrace("steps.json"))
 
-The file is Chrome's JSON array format, written as the steps happen: the format allows the
-closing bracket to be missing, so a trace of a process that was killed opens as well.
+The file is Chrome's JSON array format, written as steps happen. The closing bracket is optional, so
+the trace of a killed process opens as well.
 """
 
 from __future__ import annotations
@@ -22,24 +22,23 @@ from .observer import EngineObserver, ObservedCache, RequestRecord, StepRecord
 
 _log = logging.getLogger(__name__)
 _STEPS_TRACK = 1
-#: Memory is asked for now and then: with many rows that costs more than all the rest.
+#: Interval of memory samples, which with many rows cost more than all other events.
 _SAMPLE_INTERVAL_S = 0.1
 
 
 class ChromeTrace(EngineObserver):
-    """An engine's observer that writes steps, requests and memory as trace events.
+    """Observer that writes steps, requests and memory as trace events.
 
-    A file that cannot be written any more (a full disk) ends the trace with a warning, never
-    the engine.
+    A write error, such as a full disk, ends the trace with a warning; the engine goes on.
 
     Args:
-        path: The file to write; replaced where it exists.
-        max_bytes: Stop there, with a valid file.
+        path: File to write; replaced if it exists.
+        max_bytes: Size at which the trace ends, with a valid file.
 
     Raises:
         ConfigError: The file cannot be opened for writing.
 
-    Cost: about 20 µs a step, in the engine's thread.
+    Cost: about 20 µs per step, in the engine's thread.
     """
 
     def __init__(self, path: str | Path, *, max_bytes: int = GiB):
@@ -65,7 +64,7 @@ class ChromeTrace(EngineObserver):
     # ---- observing ------------------------------------------------------------------------
 
     def request_finished(self, request: RequestRecord) -> None:
-        """Draw the request, now that its times are known: a bar from its arrival to its end."""
+        """Draw the request as bars from its arrival to its end."""
         common = {"cat": "request", "id": request.request_id}
         bars = [("request", request.arrival_s, request.end_s)]
         if request.start_s is not None:
@@ -128,7 +127,7 @@ class ChromeTrace(EngineObserver):
             )
 
     def idle(self, cache: ObservedCache) -> None:
-        """Bring what is buffered to the file."""
+        """Flush the file."""
         with self._lock:
             if self._file is not None:
                 try:
@@ -178,7 +177,7 @@ class ChromeTrace(EngineObserver):
     def _end(self) -> None:
         if self._file is None:
             return
-        # An array may not end in a comma: the last event is one that says nothing.
+        # A JSON array may not end in a comma, so the last event is an empty one.
         last = {"pid": self._pid, "ph": "M", "name": "process_sort_index", "args": {}}
         self._put(json.dumps(last) + "\n]\n")
         file, self._file = self._file, None
