@@ -57,12 +57,9 @@ class KindBytes:
 
 
 def kind_bytes(kind: LayerKind, num_tokens: int, *, shared_tokens: int = 0) -> KindBytes:
-    """Compute the memory of one kind of layers in one sequence of `num_tokens`.
+    """Compute the memory of one kind of layers in one sequence; raises `ConfigError` for no tokens.
 
     Layers in transformers' own tensors are as long as their contents, and never shared.
-
-    Raises:
-        ConfigError: The length is not positive.
     """
     check_positive("num_tokens", num_tokens)
     window = kind.window_tokens
@@ -135,10 +132,7 @@ def sequence_bytes(
     *,
     state_bytes: int = 0,
 ) -> SequenceBytes:
-    """Add up all kinds of layers, for each memory layout.
-
-    `state_bytes` do not depend on the length, and are the same in all layouts.
-    """
+    """Add up all kinds of layers, for each memory layout; `state_bytes` is the same in all."""
     block = layer_pages = longest = state_bytes
     for part in parts:
         kind = part.kind

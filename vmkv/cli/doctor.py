@@ -47,10 +47,7 @@ _PACKAGES = (
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of one check: whether `name` is usable, details, and a remedy if there is one.
-
-    `section` is `device`, `attention` or `package`.
-    """
+    """Result of one check, in a section of the report, with a remedy if there is one."""
 
     section: str
     name: str
@@ -200,7 +197,6 @@ def _device_name(name: str) -> str:
 
 
 def _driver_version() -> str | None:
-    """Return the version of NVIDIA's kernel module, if loaded."""
     try:
         found = re.search(r"Kernel Module.*?(\d+\.\d+[.\d]*)", _DRIVER_FILE.read_text())
     except OSError:

@@ -33,12 +33,10 @@ def make_parser() -> argparse.ArgumentParser:
 def main(
     arguments: Sequence[str] | None = None, out: TextIO | None = None, err: TextIO | None = None
 ) -> int:
-    """Run one command; return the exit status.
+    """Run one command, by default that of the process and on its streams; return the exit status.
 
-    `arguments` are without the program's name, by default those of the process; `out` and `err` are
-    by default the standard streams. A `VMKVError` or an `OSError` is an error of users, files,
-    servers or machines, and is written to `err` as one line; other exceptions are bugs and
-    propagate.
+    A `VMKVError` or an `OSError` is an error of users, files, servers or machines, and is written
+    to `err` as one line; other exceptions are bugs and propagate.
     """
     out = out or sys.stdout or io.StringIO()  # None if the stream was closed.
     err = err or sys.stderr or io.StringIO()

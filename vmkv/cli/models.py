@@ -84,11 +84,7 @@ def be_quiet(*, with_progress: bool) -> None:
 
 
 def load_config(model: str) -> Any:
-    """Load the configuration of a model: a folder, a `config.json`, or a name on the Hub.
-
-    Raises:
-        ConfigError: It does not exist, or this transformers does not know its type.
-    """
+    """Load the configuration of a folder, file or Hub name; raises `ConfigError` if it cannot."""
     path = Path(model)
     is_path = model.endswith(".json") or model.startswith((".", "/", "~"))
     try:
@@ -125,11 +121,9 @@ def _why_no_config(model: str, error: Exception) -> str:
 def model_shape(config: Any, *, dtype: str | None = None, kv_dtype: str = "auto") -> ModelShape:
     """Derive a model's memory from its configuration, in seconds and without memory for weights.
 
-    `dtype` is by default the configuration's, or bfloat16; for `kv_dtype` see `VMKVCache`.
-
-    Raises:
-        ConfigError: The model has an encoder or no key-value cache, transformers cannot build it,
-            or `dtype` is unknown.
+    `dtype` is by default the configuration's, or bfloat16; for `kv_dtype` see `VMKVCache`. Raises
+    `ConfigError` for an encoder, no key-value cache, an unknown `dtype`, or a model that
+    transformers cannot build.
     """
     if config.is_encoder_decoder:
         raise ConfigError(

@@ -188,7 +188,6 @@ def _text(plan: _Plan, arguments: argparse.Namespace) -> str:
 
 
 def _ranks(plan: _Plan) -> str:
-    """Describe each rank's share, and compare with replicas."""
     count, weights_bytes = plan.tensor_parallel, plan.model.weights_bytes
     weights = "" if weights_bytes is None else f", and {format_bytes(weights_bytes)} of weights"
     text = f"All of that is on each of {count} GPUs{weights}."
@@ -203,7 +202,6 @@ def _ranks(plan: _Plan) -> str:
 
 
 def _notes(shape: ModelShape) -> list[str]:
-    """Describe state outside vmkv's pages."""
     notes = []
     if not all(kind.is_paged for kind in shape.kinds):
         notes.append("* in tensors of transformers' own, which vmkv neither pages nor shares.")
@@ -275,7 +273,6 @@ def _one_sequence(plan: _Plan, arguments: argparse.Namespace) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
-    """Align columns, the first to the left; the first row is the header."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join(

@@ -171,7 +171,6 @@ class _Running(NamedTuple):
 
 @contextlib.contextmanager
 def _engine_process(arguments: argparse.Namespace, tokenizer: Any) -> Iterator[_Running]:
-    """Run one engine, in a process of its own."""
     from ..serve.metrics import Metrics
     from ..serve.process import EngineProcess
 
@@ -189,7 +188,6 @@ def _engine_process(arguments: argparse.Namespace, tokenizer: Any) -> Iterator[_
 
 @contextlib.contextmanager
 def _replicas(arguments: argparse.Namespace, tokenizer: Any) -> Iterator[_Running]:
-    """Run several engines, each in a Ray actor."""
     if importlib.util.find_spec("ray") is None:
         raise ConfigError("--replicas needs the package ray: pip install 'vmkv[ray]'")
     from ..serve.replicas.local import running_replicas
@@ -231,7 +229,6 @@ def _announce(
 
 
 def _check_combination(arguments: argparse.Namespace) -> None:
-    """Refuse options that exclude each other."""
     if arguments.tensor_parallel > 1 and ":" in arguments.device:
         raise ConfigError(
             f"--tensor-parallel takes the first GPUs, not {arguments.device}; choose them with "
@@ -287,7 +284,6 @@ def _check_engine(arguments: argparse.Namespace) -> None:
 def _engine(
     arguments: argparse.Namespace, observer: EngineObserver, tokenizer: Any = None
 ) -> Iterator[Engine]:
-    """Make the engine, in its own process."""
     from ..serve.failures import is_out_of_memory
     from ..serve.observer import Observers
     from ..serve.trace import ChromeTrace
@@ -319,7 +315,6 @@ def _engine(
 def _parallel_engine(
     arguments: argparse.Namespace, observer: EngineObserver
 ) -> AbstractContextManager[Engine]:
-    """Make an engine over several devices, whose other ranks are child processes."""
     from ..serve.parallel.engine import open_parallel_engine
 
     return open_parallel_engine(
@@ -332,7 +327,6 @@ def _parallel_engine(
 
 
 def _part(arguments: argparse.Namespace, ranks: TensorParallel) -> Any:
-    """Load a rank's part of the model."""
     from ..serve.parallel.loading import load
 
     _set_logging(arguments)
@@ -375,11 +369,7 @@ def _engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def server_options(arguments: argparse.Namespace) -> Callable[[int], ServerOptions]:
-    """Return a function from a request's token limit to the server's options.
-
-    Raises:
-        ConfigError: A file cannot be read, or limits contradict each other.
-    """
+    """Make a function from a request's token limit to server options; raises `ConfigError`."""
     from ..serve.server import Limits, ServerOptions
     from ..serve.server.keys import read_api_keys
     from ..serve.server.prompts import read_template

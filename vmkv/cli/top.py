@@ -43,10 +43,7 @@ class Scrape:
         }
 
     def quantile(self, name: str, share: float) -> float | None:
-        """Return a quantile of a histogram; None without observations.
-
-        Interpolated within its bucket, as Prometheus does.
-        """
+        """Interpolate a quantile of a histogram as Prometheus does; None without observations."""
         buckets = sorted(
             (float(bound), total) for bound, total in self.by_label(f"{name}_bucket", "le").items()
         )
@@ -65,11 +62,7 @@ class Scrape:
 
 
 def scrape(address: str, *, timeout_s: float = TIMEOUT_S) -> Scrape:
-    """Fetch a server's metrics; `timeout_s` is for the whole answer, connection included.
-
-    Raises:
-        ConfigError: There is no answer in time, or it is not from a vmkv server.
-    """
+    """Fetch a server's metrics; raises `ConfigError` without a valid answer within `timeout_s`."""
     try:
         import httpx  # noqa: F401
         from prometheus_client.parser import text_string_to_metric_families
@@ -137,7 +130,6 @@ def _get(url: str, address: str, timeout_s: float) -> bytes:
 
 
 def _is_bound(text: str) -> bool:
-    """Return whether a bucket's label is a number."""
     try:
         return not math.isnan(float(text))
     except ValueError:
@@ -213,7 +205,6 @@ def view(url: str, now: Scrape, before: Scrape | None) -> str:
 
 
 def _rate(now: Scrape, before: Scrape | None) -> str:
-    """Render tokens computed per second."""
     if before is None:
         return ""
     later, earlier = (
@@ -238,7 +229,6 @@ def _seconds(value: float) -> str:
 
 
 def _memory(now: Scrape) -> list[str]:
-    """Render a bar per state, relative to the budget."""
     sizes = now.by_label("memory_bytes", "state")
     page_bytes = now.value("page_bytes")
     budget_bytes = sizes.get("budget", 0.0)

@@ -46,7 +46,6 @@ class _StepFence(Fence):
         return True
 
     def wait(self) -> None:
-        """Wait for the upstream fence."""
         self._upstream.wait()
 
 

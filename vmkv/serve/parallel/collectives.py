@@ -114,8 +114,8 @@ def norm_of_sum(
 ) -> torch.Tensor:
     """Add all ranks' parts and the residual into `part`; return the RMS norm of the sum.
 
-    `part` is contiguous `[…, hidden]`; `residual` has its shape and is equal on all ranks; `weight`
-    is `[hidden]`; all three have one type. `epsilon` is added to the mean of the squares.
+    `part` and `residual` are `[…, hidden]`, `part` contiguous, `residual` equal on all ranks;
+    `weight` is `[hidden]`; all have one type.
     """
     out: torch.Tensor = torch.ops.vmkv.norm_of_sum_(part, residual, weight, epsilon, group)
     return out

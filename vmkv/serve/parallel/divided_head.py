@@ -43,10 +43,7 @@ class DividedHead:
             self._linear._vmkv_room = None
 
     def likeliest(self, part: torch.Tensor) -> torch.Tensor:
-        """Return the likeliest tokens over all ranks.
-
-        Cost: on two GPUs, one read of the part and eight launches over some KiB.
-        """
+        """Return all ranks' likeliest tokens. Cost: one read of the part, eight launches."""
         linear = self._linear
         best = ranked(part[:, : self._num_known], self._start, linear._vmkv_rank, linear._vmkv_size)
         return first_of_likeliest(all_reduce(best, linear._vmkv_group))

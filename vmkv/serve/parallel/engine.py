@@ -45,18 +45,12 @@ _END_S = 30.0
 class ParallelEngine(Engine):
     """An `Engine` on each rank: rank 0's takes requests, and the others `follow` it.
 
-    Args:
-        model: A whole model, of which this rank keeps its part, or one divided by `load` or
-            transformers.
-        tensor_parallel: The ranks, each of which makes an engine with the same arguments.
-        budget_bytes: Per rank, as of `Engine`; all ranks use the smallest.
-        host_budget_bytes: Per rank, as of `Engine`; all ranks use the smallest.
-        options: As of `Engine`, except `pool` and `kv_scales`. Every rank needs the tokenizer, to
-            search for stop texts.
+    Each rank makes one with the same arguments, which are those of `Engine` except `pool` and
+    `kv_scales`; tokenizers too, to search for stop texts. `model` is whole, and this rank's part is
+    kept, or was divided by `load` or transformers. All ranks use the smallest budgets of any.
 
-    Raises:
-        ConfigError: As of `Engine`; or the model cannot be divided among so many ranks.
-        RankError: A rank has ended; also from every call of the engine.
+    Every call raises `RankError` once a rank has ended. `ConfigError` is raised as by `Engine`, and
+    if the model cannot be divided.
     """
 
     def __init__(
@@ -118,12 +112,7 @@ class ParallelEngine(Engine):
         *,
         tenant: str | None = None,
     ) -> RequestHandle:
-        """Add a request, as `Engine.add` does.
-
-        Raises:
-            ConfigError: As of `Engine.add`; or the request cannot be pickled for the other ranks.
-            RankError: A rank has ended.
-        """
+        """Add a request; raises `ConfigError` also if it cannot be pickled for the other ranks."""
         self._check_asked()
         check_tenant(tenant)
         if params is not None and params.logits_processors:
@@ -153,10 +142,7 @@ class ParallelEngine(Engine):
     def set_budget(self, budget_bytes: int) -> None:
         """Set each rank's memory for keys and values; may evict prefixes and preempt requests.
 
-        Raises:
-            ConfigError: The budget is below the use of running requests; it is unchanged.
-            ClosedError: The engine is closed.
-            RankError: A rank has ended.
+        Raises `ConfigError`, and changes nothing, if running requests use more.
         """
         self._check_asked()
         self._lockstep.note("set_budget", budget_bytes)
@@ -164,12 +150,7 @@ class ParallelEngine(Engine):
         self.cache.pool.set_budget(budget_bytes)
 
     def advance(self) -> bool:
-        """Run one step on all ranks, as `Engine.advance` does.
-
-        Raises:
-            ClosedError: The engine is closed.
-            RankError: A rank has ended, and every request with it.
-        """
+        """Run one step on all ranks; if a rank ends, all requests end with its `RankError`."""
         try:
             self._check_asked()
             if not self._loop.has_work:
@@ -193,12 +174,7 @@ class ParallelEngine(Engine):
         return more
 
     def fall_idle(self, is_wanted: Callable[[], bool] = lambda: False) -> None:
-        """Give back memory above the watermark, the same on all ranks; see `Engine.fall_idle`.
-
-        Raises:
-            ClosedError: The engine is closed.
-            RankError: A rank has ended.
-        """
+        """Give back memory above the watermark, the same on all ranks; see `Engine.fall_idle`."""
         self._check_asked()
         super().fall_idle(is_wanted)
 
@@ -239,12 +215,7 @@ class ParallelEngine(Engine):
     # ---- calls on the other ranks ---------------------------------------------------------
 
     def follow(self) -> None:
-        """Repeat rank 0's commands and steps until its engine closes; then close this one.
-
-        Raises:
-            ConfigError: This is rank 0.
-            RankError: A rank has ended; the engine is closed.
-        """
+        """Repeat rank 0's commands and steps until its engine closes; then close this one."""
         if not self._ranks.rank:
             raise ConfigError("this engine is asked, and follows nobody")
         try:
@@ -305,22 +276,13 @@ def open_parallel_engine(
 ) -> Iterator[ParallelEngine]:
     """Open rank 0's engine, with every other rank in a process of its own.
 
+    `model` is a folder, a Hub name, or a picklable function that makes the model on a rank;
+    `device_type` is "cuda" or "cpu"; `dtype` is of the weights, by default as saved; for
+    `timeout_s` see `TensorParallel`. `observer` is rank 0's, and `options`, which are pickled, are
+    of every `ParallelEngine`.
+
     If a rank ends, all end: calls raise `RankError`, and another engine can be opened once this one
-    is closed.
-
-    Args:
-        model: A folder, a name on the Hub, or a picklable function that makes the model on a rank.
-        num_ranks: Number of GPUs.
-        device_type: "cuda" or "cpu".
-        dtype: Type of the weights; by default as saved.
-        timeout_s: See `TensorParallel`.
-        observer: Observer of rank 0's engine.
-        options: Options of every `ParallelEngine`; they are pickled.
-
-    Raises:
-        ConfigError: There are too few devices, or the model cannot be divided among them.
-        RankError: A rank has ended; also from every call of the engine.
-        Whatever `Engine` raises.
+    is closed. Raises `ConfigError` for too few devices or a model that cannot be divided.
     """
     check_options(options)
     make = partial(load, model, dtype=dtype) if isinstance(model, str) else model

@@ -134,12 +134,8 @@ class TensorParallel:
     ) -> TensorParallel:
         """Connect to the ranks that torchrun has started.
 
-        Args:
-            device_type: "cuda" or "cpu"; by default "cuda" if available.
-            timeout_s: See `TensorParallel`.
-
-        Raises:
-            ConfigError: The environment does not say which rank this is.
+        `device_type` is "cuda" or "cpu", by default "cuda" if available. Raises `ConfigError` if
+        the environment does not say which rank this is.
         """
         if not dist.is_initialized():
             if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
@@ -154,11 +150,7 @@ class TensorParallel:
     # ---- agreeing -------------------------------------------------------------------------
 
     def min(self, value: int) -> int:
-        """Return the smallest of all ranks' values. A collective call: all ranks make it in order.
-
-        Raises:
-            RankError: A rank does not answer.
-        """
+        """Return the smallest of all ranks' values. Collective: all ranks call it in order."""
         return self._reduce(value, dist.ReduceOp.MIN)
 
     def max(self, value: int) -> int:
@@ -193,11 +185,7 @@ class TensorParallel:
     # ---- commands of rank 0 ---------------------------------------------------------------
 
     def send(self, message: Message, checksum: int) -> None:
-        """Send a message from rank 0 to the other ranks.
-
-        `checksum` covers the state before it, and must be equal on all ranks. Cost: some 50 µs,
-        twice that with commands.
-        """
+        """Send a message from rank 0; `checksum` covers the state before it. Cost: 50 to 100 µs."""
         data = b"" if message.commands is None else self._bytes(message.commands)
         head = torch.tensor([len(data), message.is_step, checksum], dtype=torch.int64)
         self._call(lambda: dist.broadcast(head, 0, group=self._control))
@@ -206,11 +194,7 @@ class TensorParallel:
             self._call(lambda: dist.broadcast(body, 0, group=self._control))
 
     def receive(self, checksum: int) -> Message:
-        """Wait for rank 0's message, without a time limit.
-
-        Raises:
-            RankError: Rank 0 has ended, or its checksum differs.
-        """
+        """Wait for rank 0's message, without a limit; `RankError` if the checksums differ."""
         head = torch.zeros(3, dtype=torch.int64)
         self._call(lambda: dist.broadcast(head, 0, group=self._control))
         num_bytes, is_step, theirs = head.tolist()
@@ -323,11 +307,7 @@ def abort() -> None:
 
 
 def set_up(device_type: str, device_index: int, timeout_s: float, **rendezvous: Any) -> None:
-    """Initialise `torch.distributed` for one rank.
-
-    `timeout_s` limits a collective; `rendezvous` is `rank`, `world_size` and `store`, by default
-    from the environment.
-    """
+    """Initialise `torch.distributed` for one rank, by default with the environment's rendezvous."""
     # Graphs and eager collectives never overlap here; this saves NCCL some microseconds.
     os.environ.setdefault("NCCL_GRAPH_MIXING_SUPPORT", "0")
     options = dict(rendezvous)

@@ -15,27 +15,17 @@ from .localise import localise
 
 
 def check_config(config: Any, size: int) -> None:
-    """Check that a model can be divided, before ranks are started; takes some seconds.
-
-    Raises:
-        ConfigError: The model cannot be divided.
-    """
+    """Check within seconds that a model can be divided; raises `ConfigError` otherwise."""
     plan = sharding.plan_of(probe.build_without_weights(config, torch.bfloat16))
     sharding.check_heads(config, plan, size)
 
 
 def load(path: str, group: TensorParallel, *, dtype: str | None = None) -> Any:
-    """Load a causal language model in eval mode, reduced to this rank's part.
+    """Load a causal language model in eval mode, reduced to this rank's part; all ranks call it.
 
-    Args:
-        path: A folder, or a name on the Hub.
-        group: The ranks, each of which calls this.
-        dtype: Type of the weights; by default as saved.
-
-    Raises:
-        ConfigError: The model does not exist or cannot be divided, or this transformers cannot
-            divide it.
-        CapacityError: A part does not fit its device.
+    `path` is a folder or a Hub name; `dtype` is of the weights, by default as saved. Raises
+    `ConfigError` if the model does not exist or cannot be divided, `CapacityError` if a part does
+    not fit its device.
     """
     in_parts = compat.in_parts(group.size)
     try:

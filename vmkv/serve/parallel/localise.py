@@ -75,7 +75,6 @@ class _PartialEmbedding(torch.nn.Embedding):
     _vmkv_start: int
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Look `input` up on the ranks that have its tokens."""
         local = input - self._vmkv_start
         inside = local.clamp(0, self.weight.shape[0] - 1)
         part = super().forward(inside)
@@ -88,24 +87,15 @@ class _PartialExperts(torch.nn.Module):
     _vmkv_group: str
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the output of all experts."""
         return all_reduce(super().forward(*args, **kwargs), self._vmkv_group)
 
 
 def localise(model: Any, group: TensorParallel) -> None:
-    """Reduce a model to this rank's part, in place. Idempotent.
+    """Reduce a causal language model, the same on every rank, to this rank's part, in place.
 
-    A model that transformers has divided is converted; a whole model is cut, and its other parts
-    are released.
-
-    Args:
-        model: A causal language model, the same on every rank.
-        group: The ranks.
-
-    Raises:
-        ConfigError: The model cannot be divided; it is unchanged.
-
-    Cost: for a whole model, a copy of this rank's part, one parameter at a time.
+    Converts a model that transformers has divided; cuts a whole one and releases its other parts.
+    Idempotent. Raises `ConfigError`, and changes nothing, if the model cannot be divided. Cost: for
+    a whole model, a copy of this rank's part, one parameter at a time.
     """
     if vars(model).get(GROUP) == group.name:
         return

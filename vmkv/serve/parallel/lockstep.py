@@ -32,7 +32,7 @@ Command = tuple[Any, ...]
 
 
 class Lockstep:
-    """Synchronises one engine with those of the other ranks.
+    """Synchronises one engine with those of the other ranks; every call may raise `RankError`.
 
     `num_requests` is the number of unfinished requests after the last step, equal on all ranks.
     """
@@ -59,11 +59,7 @@ class Lockstep:
                 pool.set_budget(budget_bytes, location)
 
     def begin(self, pool: ExtentPool, **facts: int) -> None:
-        """Use this pool, after checking that it and other `facts` are equal on all ranks.
-
-        Raises:
-            RankError: They differ.
-        """
+        """Use this pool, after checking that it and other `facts` are equal on all ranks."""
         self._pool = pool
         budget_bytes = pool.stats().budget_bytes
         self.group.check_same({"page_bytes": pool.page_bytes, "budget": budget_bytes, **facts})
@@ -75,31 +71,19 @@ class Lockstep:
     # ---- rank 0 ---------------------------------------------------------------------------
 
     def note(self, *command: Any) -> None:
-        """Queue a command for the other ranks, which run it before the next step.
-
-        Raises:
-            RankError: A rank has ended.
-        """
+        """Queue a command for the other ranks, which run it before the next step."""
         self.group.check()
         self._commands.append(command)
 
     def flush(self, *, is_step: bool = False) -> None:
-        """Send the queued commands, and with `is_step` a step, to the other ranks.
-
-        Raises:
-            RankError: A rank has ended.
-        """
+        """Send the queued commands, and with `is_step` a step, to the other ranks."""
         commands, self._commands = self._commands, []
         self.group.send(Message(commands or None, is_step), self._state())
 
     # ---- other ranks ----------------------------------------------------------------------
 
     def receive(self) -> tuple[Sequence[Command], bool]:
-        """Wait for rank 0's commands; also return whether a step follows.
-
-        Raises:
-            RankError: A rank has ended, or the ranks' states differ.
-        """
+        """Wait for rank 0's commands, and whether a step follows; compare the ranks' states."""
         commands, is_step = self.group.receive(self._state())
         return commands or (), is_step
 
@@ -177,7 +161,7 @@ class _LockstepRunner:
 
 
 class _LockstepStep:
-    """Implements `PendingStep`."""
+    """Implements `PendingStep`: a failure on one rank ends all ranks."""
 
     def __init__(self, pending: PendingStep, number: int, lockstep: Lockstep):
         self._pending = pending
@@ -186,18 +170,15 @@ class _LockstepStep:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the device has finished the step."""
         return self._pending.has_ended
 
     def wait(self) -> None:
-        """Wait for the device; a failure ends all ranks."""
         try:
             self._pending.wait()
         except Exception as error:
             raise self._lockstep.group.fail(error) from error
 
     def result(self) -> StepResult:
-        """Read the step's result; a failure ends all ranks."""
         try:
             result = self._pending.result()
         except Exception as error:

@@ -33,27 +33,19 @@ _NORM_WORDS = Struct("=4qd")
 
 
 def max_bytes(size: int, *, is_with_norm: bool = False) -> int | None:
-    """Return the largest part that so many ranks add in one kernel; None for no limit.
-
-    Two ranks send as much as a ring does, and are faster. A norm saves passes over memory, so
-    larger parts pay.
-    """
+    """Return the largest part that so many ranks add in one kernel; None for no limit."""
     if size == 2:
         return None
     return 1 * MiB if is_with_norm else 512 * KiB
 
 
 class OneShotSums:
-    """One-shot sums of one rank, on the current device.
+    """One-shot sums of one rank, on the current device; takes 16 MiB of device memory per rank.
 
     Created in two steps, because `meet` needs the `handle` of every rank, bytes of equal length.
-    `timeout_s` limits the wait for another rank's part.
-
-    Cost: 16 MiB of device memory per rank, this one included.
-
-    Raises:
-        CudaDriverError: The device has no memory that other devices can open.
-        ConfigError: NVRTC refuses the kernel, or cuda-python is missing.
+    Raises `CudaDriverError` if other devices cannot open its memory, `ConfigError` if NVRTC refuses
+    the kernel or cuda-python is missing. A kernel waits at most `timeout_s` for another rank's
+    part.
     """
 
     def __init__(self, rank: int, size: int, timeout_s: float):
@@ -70,11 +62,7 @@ class OneShotSums:
         self.handle = self._room.handle
 
     def meet(self, handles: Sequence[bytes]) -> None:
-        """Open the buffers of all ranks by their handles, in rank order.
-
-        Raises:
-            CudaDriverError: A device cannot be reached.
-        """
+        """Open all ranks' buffers by their handles, in rank order; raises `CudaDriverError`."""
         self._rooms.copy_(torch.tensor(self._room.open(handles)))
 
     def close(self) -> None:
@@ -109,9 +97,8 @@ class OneShotSums:
     ) -> torch.Tensor:
         """Add all ranks' parts and the residual into `part`; return the RMS norm of the sum.
 
-        `part` is contiguous `[…, hidden]`, accepted by `takes_rows`; `residual` has its shape and
-        type and is equal on all ranks; `weight` is `[hidden]` of that type; `epsilon` is added to
-        the mean of the squares. Cost: as `add`, plus reading the residual and writing the norm
+        `part` is contiguous and accepted by `takes_rows`. Shapes and types are those of
+        `collectives.norm_of_sum`. Cost: as `add`, plus reading the residual and writing the norm
         meanwhile.
         """
         return _add_norm(part, residual, weight, epsilon, self._size, self._exchange())

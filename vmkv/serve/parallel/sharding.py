@@ -44,8 +44,7 @@ class Share(NamedTuple):
 def plan_of(model: Any) -> Mapping[str, str]:
     """Return the styles of a model's modules and parameters; layer numbers are `*`.
 
-    Raises:
-        ConfigError: transformers has no plan for it, or the plan has a style unknown to vmkv.
+    Raises `ConfigError` if transformers has no plan for it, or one with a style unknown to vmkv.
     """
     plan: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
     name = type(model).__name__

@@ -285,10 +285,7 @@ def kernel_of(
     """Compile the kernel for a type in `FORMATS`; `size` is 1 for parts that are already summed.
 
     `row_vectors` is the length of rows with a norm, accepted by `threads_for`; None for sums alone.
-
-    Raises:
-        ConfigError: NVRTC refuses the kernel, or cuda-python is missing.
-        CudaDriverError: The driver refuses it.
+    Raises `ConfigError` if NVRTC or cuda-python fails, `CudaDriverError` if the driver does.
     """
     threads = _MOST_THREADS if row_vectors is None else threads_for(row_vectors)
     assert threads is not None  # Checked by the caller.

@@ -34,11 +34,7 @@ class Failed(NamedTuple):
 
 
 def packed(message: Any) -> bytes:
-    """Encode a message.
-
-    Raises:
-        TypeError: It holds an object that cannot be encoded, such as a function.
-    """
+    """Encode a message; raises `TypeError` for an object such as a function."""
     body = _ENCODER.encode(message)
     return _HEAD.pack(_KINDS.index(type(message)), len(body)) + body
 

@@ -159,8 +159,7 @@ class SocketLink:
 def run_engine(make: MakeEngine, connection: socket.socket) -> None:
     """Entry point of the engine's process: make an engine, report `Ready`, and run it.
 
-    Termination signals are ignored, since the parent process handles them; if the parent has ended,
-    the connection is closed.
+    Ignores termination signals, since the parent handles them; its end closes the connection.
     """
     for each in IGNORED_SIGNALS:
         signal.signal(each, signal.SIG_IGN)

@@ -41,8 +41,6 @@ _SEES_CACHE = ("step_finished", "idle")
 
 
 class _Snapshot:
-    """The last known statistics of the cache, for observers."""
-
     def __init__(self, stats: CacheStats):
         self._stats = stats
 
@@ -71,15 +69,12 @@ class RemoteEngine(EngineClient):
 
     Args:
         connection: Socket to an `EngineLoop` behind a `SocketLink`.
-        ready: The other side's first message.
+        ready: The other side's first message, whose `max_tokens`, `page_bytes` and `stats` become
+            attributes; `stats` is updated.
         tokenizer: For prompts and outputs that are text.
         wait_for_end: Returns when the other side has ended.
         observer: Gets the engine's events, in the event loop.
         options: See `EngineClient`.
-
-    Attributes:
-        max_tokens, page_bytes: As in `Ready`.
-        stats: Last known statistics of the cache.
     """
 
     def __init__(
@@ -228,10 +223,7 @@ class EngineProcess(RemoteEngine):
         await super().shutdown(drain)
 
     def close(self) -> None:
-        """End the process and cancel its requests. Idempotent.
-
-        For use without an event loop; `shutdown` ends it in good order.
-        """
+        """End the process and cancel its requests, without an event loop. Idempotent."""
         self._socket.close()
         self._join(_END_S)
         if self._process.is_alive():
@@ -248,7 +240,6 @@ class EngineProcess(RemoteEngine):
             self._restarting = asyncio.get_running_loop().create_task(self._start_anew())
 
     async def _start_anew(self) -> None:
-        """Restart the process until an engine is ready."""
         await asyncio.to_thread(self.close)
         reason = self._death or ""  # The engine's own reason, if it sent one.
         if self._process.exitcode:

@@ -97,8 +97,7 @@ class _Assignment:
 class Assignments:
     """Remembers a router's requests until their replicas report the prefixes.
 
-    A request's prefix is expected at its replica while the request runs and `settle_s` longer;
-    afterwards only the replica's reports count.
+    Expects a request's prefix at its replica while the request runs and `settle_s` longer.
     """
 
     def __init__(self, settle_s: float, clock: Callable[[], float] = time.monotonic):
@@ -131,10 +130,7 @@ class Assignments:
     def assign(
         self, request: str, replica: str, names: Sequence[bytes], new_tokens: int = 0
     ) -> None:
-        """Note that a request was sent to a replica, instead of an earlier one if it is sent again.
-
-        `names` are those of the prompt's prefixes; `new_tokens` are not held by the replica.
-        """
+        """Note that a replica got a request with these prefixes; an earlier one is forgotten."""
         self._purge()
         for requests in (self._running, self._ended):
             if request in requests:
@@ -171,7 +167,6 @@ class Assignments:
         return self._new_tokens.get(replica, 0)
 
     def _purge(self) -> None:
-        """Remove expired requests. Cost: proportional to their number."""
         now_s = self._clock()
         for requests, age_s in ((self._running, _NEWS_S), (self._ended, self._settle_s)):
             while requests and now_s - next(iter(requests.values())).since_s > age_s:

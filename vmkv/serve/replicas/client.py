@@ -35,10 +35,7 @@ _LOST = (RayActorError, WorkerCrashedError, ObjectLostError, TaskCancelledError)
 
 
 class ReplicatedEngine:
-    """Replicas of an engine behind a handle of Ray Serve. Implements `StreamingEngine`.
-
-    Belongs to one event loop. `handle` is of a deployment of `EngineReplica`.
-    """
+    """Replicas behind a handle of Ray Serve, for one event loop. Implements `StreamingEngine`."""
 
     def __init__(self, handle: Any, metrics: ReplicaMetrics):
         self._handle = handle.options(stream=True)
@@ -65,10 +62,8 @@ class ReplicatedEngine:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Stream a request's outputs from a replica; waits for one if there is none.
 
-        Raises:
-            ConfigError: The request can never be served. Raised by the first iteration.
-            LostError: The replica ended after the first output, or retries failed too.
-            ClosedError: This engine is shutting down.
+        Raises `LostError` if the replica ends after the first output, or the retries' replicas do
+        too.
         """
         self._watch()
         has_begun = False
@@ -133,7 +128,6 @@ class ReplicatedEngine:
         return self._failure
 
     def _watch(self) -> None:
-        """Start polling the replicas' status."""
         if self._reporting is None:
             self._reporting = asyncio.get_running_loop().create_task(self._report_on())
 

@@ -93,16 +93,12 @@ def openai_application(
     options: str | Callable[[int], ServerOptions],
     **ingress_options: Any,
 ) -> serve.Application:
-    """Serve the OpenAI API over replicas, as `vmkv serve` does, behind Ray's HTTP proxy.
+    """Serve the OpenAI API over a bound `engine_deployment`, behind Ray's HTTP proxy.
 
-    The limits on connections and on the time for a head do not apply: the proxy accepts
-    connections.
-
-    Args:
-        replicas: An `engine_deployment`, bound.
-        load_tokenizer: Called in the server's process.
-        options: Makes the server's options from a request's token limit; or the model's name.
-        ingress_options: Options of `serve.deployment` for the HTTP server.
+    `load_tokenizer` is called in the server's process; `options` makes the server's options from a
+    request's token limit, or is the model's name; `ingress_options` are those of
+    `serve.deployment`. The limits on connections and on the time for a head do not apply: the proxy
+    accepts connections.
     """
     options_for = partial(ServerOptions, options) if isinstance(options, str) else options
     defaults: dict[str, Any] = {"name": "vmkv-openai", "max_ongoing_requests": 2 * _ONGOING_MAX}

@@ -32,10 +32,7 @@ def running_replicas(
     """Run replicas for the `with` block, on the cluster of `RAY_ADDRESS` or on this machine.
 
     Yields all replicas as one engine, their metrics and their constants. With `on_gpus`, each
-    replica has a GPU of its own.
-
-    Raises:
-        ConfigError: The replicas cannot be started; the message gives their reason.
+    replica has a GPU of its own. Raises `ConfigError` with the reason if they cannot be started.
     """
     is_ours = "RAY_ADDRESS" not in os.environ
     try:
@@ -74,7 +71,6 @@ def _start_ray(num_replicas: int, *, is_ours: bool) -> None:
 
 
 def _run(replicas: serve.Application) -> Any:
-    """Start the replicas; return a handle."""
     # Ray's HTTP proxy is off: it does not limit connections or slow clients.
     serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
     try:

@@ -25,10 +25,7 @@ MakeEngine = Callable[[EngineObserver], AbstractContextManager[Engine]]
 
 @dataclass(frozen=True)
 class ReplicaFacts:
-    """Constants that are the same for all replicas.
-
-    `max_tokens` bounds prompt and output of a request; `budget_bytes` is for keys and values.
-    """
+    """Constants of all replicas: tokens of a request, and memory for keys and values."""
 
     max_tokens: int
     budget_bytes: int
@@ -44,10 +41,7 @@ class ReplicaReport:
 
 
 class EngineReplica:
-    """An engine served by Ray, made by calling `make` with its observer.
-
-    Ray restarts a replica whose engine is silent for `silence_max_s`, see `EngineClient`.
-    """
+    """An engine served by Ray; Ray restarts it if it is silent for `silence_max_s`."""
 
     def __init__(self, make: MakeEngine, name: str, silence_max_s: float = SILENCE_MAX_S):
         self._name = name

@@ -49,10 +49,7 @@ class Answer:
     wants_running_usage: bool
 
     async def whole(self) -> deque[bytes | bytearray]:
-        """Compute the answer as JSON, in parts; compute it once more if its replica is lost.
-
-        Raises `ApiError` if the request failed.
-        """
+        """Compute the answer as JSON, in parts; compute it once more if its replica is lost."""
         try:
             return await self._whole()
         except ApiError as error:
@@ -76,10 +73,7 @@ class Answer:
         return parts
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """Yield the answer as server-sent events.
-
-        Raises `ApiError` before the first event only; a later error is sent as an event.
-        """
+        """Yield the answer as server-sent events; raises `ApiError` only before the first event."""
         progress = self._new_progress()
         head = self._head(self.form.chunk_object)
         # With include_usage every chunk has the field, and only the last one a value.
@@ -114,7 +108,6 @@ class Answer:
                     yield delta
 
     async def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """Pass the gate, then yield the engine's outputs with the index of their prompt."""
         async with self.gate.entered():
             # Tokenise behind the gate: a waiting or abandoned request costs no work.
             prompts = [await self._tokens(prompt) for prompt in self.prompts]

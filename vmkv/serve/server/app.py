@@ -142,7 +142,6 @@ def _body(form: type[BaseModel]) -> dict[str, Any]:
 
 
 def _describe(app: FastAPI, *forms: type[BaseModel]) -> None:
-    """Add the schemas of `forms` to the OpenAPI document."""
     _, found = models_json_schema([(each, "validation") for each in forms], ref_template=_REFS)
     make = app.openapi
 

@@ -37,8 +37,6 @@ class Delta:
 
 
 class _Sent:
-    """Progress of one choice."""
-
     def __init__(self) -> None:
         self.num_tokens = 0
         self.offset = 0
@@ -57,10 +55,7 @@ class Progress:
         self._cached_tokens = [0] * num_prompts
 
     def advance(self, prompt_index: int, output: RequestOutput) -> Iterator[Delta]:
-        """Yield the deltas of `output`, the next output of its prompt.
-
-        Raises `ApiError` if a sample ended in an error.
-        """
+        """Yield the deltas of a prompt's next output; raises `ApiError` if a sample has failed."""
         self._prompt_tokens[prompt_index] = len(output.prompt_token_ids)
         self._cached_tokens[prompt_index] = output.num_cached_tokens
         for sample in output.outputs:

@@ -66,10 +66,7 @@ class Connections:
 
 
 class LimitedProtocol(H11Protocol):
-    """A uvicorn connection within the limits of `Connections`.
-
-    Derived from the h11 protocol, which stops reading a head that exceeds 16 KiB.
-    """
+    """A uvicorn connection, of the h11 protocol, within the limits of `Connections`."""
 
     cycle: Any  # None before the first request; uvicorn's type omits it.
 
@@ -147,7 +144,6 @@ class _CountingConnection(h11.Connection):
         self._num_bytes = 0
 
     def next_event(self) -> Any:
-        """Check and return h11's next event."""
         event = super().next_event()
         if isinstance(event, h11.Request):
             self._num_pieces = self._num_bytes = 0

@@ -130,10 +130,7 @@ def refused(error: Exception) -> ApiError:
 
 
 def failed(error: Exception) -> ApiError:
-    """Convert an exception raised after the engine accepted the request.
-
-    Internal errors are named and logged; their details are not sent to the client.
-    """
+    """Convert an exception raised after the engine accepted the request; logs internal errors."""
     if isinstance(error, CapacityError):
         return _unavailable(f"out of memory for this request: {error}", "out_of_memory")
     if isinstance(error, ClosedError):

@@ -16,10 +16,8 @@ from ...errors import ConfigError
 def read_api_keys(file: Path | None, variable: str | None) -> list[str]:
     """Collect keys from a file, one per line, and from an environment variable's value.
 
-    Empty lines and lines that begin with `#`, indented or not, are skipped.
-
-    Raises:
-        ConfigError: The file cannot be read, or holds no key, which would admit everybody.
+    Skips empty lines and lines that begin with `#`. Raises `ConfigError` if the file cannot be
+    read, or holds no key, which would admit everybody.
     """
     keys = [variable.strip()] if variable and variable.strip() else []
     if file is None:
@@ -36,10 +34,7 @@ def read_api_keys(file: Path | None, variable: str | None) -> list[str]:
 
 
 class ApiKeys:
-    """The keys that a server accepts; without any, everybody is admitted.
-
-    `share_prefixes` makes all keys one tenant.
-    """
+    """The keys that a server accepts; each is a tenant unless prefixes are shared."""
 
     def __init__(self, keys: Sequence[str], *, share_prefixes: bool = False):
         self._share_prefixes = share_prefixes
@@ -50,10 +45,7 @@ class ApiKeys:
         ]
 
     def digest_of(self, authorization: bytes) -> bytes | None:
-        """Return the digest of the key in an `Authorization` header; None for a wrong key.
-
-        Empty without keys, or if all keys share prefixes.
-        """
+        """Return the digest of a header's key; None for a wrong key, empty with a single tenant."""
         if not self._digests:
             return b""
         scheme, _, key = authorization.partition(b" ")
@@ -66,10 +58,7 @@ class ApiKeys:
 
 
 def tenant_of(key_digest: bytes, cache_salt: str | None) -> str | None:
-    """Return the tenant of a key and salt; None without both.
-
-    The engine, its replicas and their logs see this name only, never a key.
-    """
+    """Return the tenant of a key and salt, without revealing the key; None if both are missing."""
     if not key_digest and cache_salt is None:
         return None
     salt = (cache_salt or "").encode(errors="surrogatepass")

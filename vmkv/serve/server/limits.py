@@ -107,10 +107,7 @@ class Gate:
 
     @contextlib.asynccontextmanager
     async def entered(self) -> AsyncIterator[None]:
-        """Wait for admission and stay admitted for the `with` block; cancellation leaves the queue.
-
-        Raises `ApiError` if the queue is full (429) or the gate is closed (503).
-        """
+        """Stay admitted for the block; `ApiError` if the queue is full or the gate closed."""
         if self._is_closed:
             raise draining()
         if self._places.locked() and self.num_waiting >= self.max_queued:

@@ -82,10 +82,7 @@ class Prompts:
         ]
 
     def check(self, prompt: Prompt) -> None:
-        """Raise `ApiError` for a prompt that is certainly too long or holds an unknown token.
-
-        Cheap: it does not tokenise.
-        """
+        """Raise `ApiError` for a prompt that is surely too long or has an unknown token."""
         if isinstance(prompt, (TextPrompt, ChatPrompt)):
             self._check_chars(prompt.num_chars)
             return
@@ -98,11 +95,7 @@ class Prompts:
             )
 
     async def tokens(self, prompt: Prompt) -> Sequence[int]:
-        """Return a prompt's tokens; a call that is cancelled before its turn does no work.
-
-        Raises `ApiError` if the prompt is too long or not valid text, or the chat template refuses
-        it.
-        """
+        """Return a prompt's tokens; raises `ApiError` if it is too long or malformed."""
         if not isinstance(prompt, (TextPrompt, ChatPrompt)):
             return prompt
         thread = self._threads[prompt.num_chars > _LONG_CHARS]
@@ -189,11 +182,7 @@ def _named(error: Exception) -> str:
 
 
 def read_template(path: str) -> str:
-    """Read and parse a chat template.
-
-    Raises:
-        ConfigError: The file cannot be read, or is not a valid template.
-    """
+    """Read and parse a chat template; raises `ConfigError` if it cannot."""
     try:
         with open(path, encoding="utf-8") as file:
             text = file.read()

@@ -46,10 +46,7 @@ class Reader:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="vmkv-parser")
 
     async def read(self, request: Request, form: type[T]) -> T:
-        """Receive a request's body and validate it as `form`.
-
-        Raises `ApiError` for a refused body, `ClientGoneError` if the client disconnects.
-        """
+        """Receive a body and validate it as `form`; raises `ApiError` or `ClientGoneError`."""
         if not _JSON.fullmatch(request.headers.get("content-type", "")):
             raise invalid(_NO_OBJECT)
         upload: Upload = request.state.upload
@@ -100,7 +97,6 @@ def check_structure(body: bytes | bytearray, max_values: int) -> None:
 
 
 def _weight(piece: bytes | bytearray) -> int:
-    """Count the values in a piece."""
     return piece.count(b",") + _NESTED_WEIGHT * sum(map(piece.count, _NESTED))
 
 

@@ -41,14 +41,9 @@ _UNREAD_TIMEOUT_S_MAX = 2_147_483
 def open_socket(host: str, port: int, *, unread_timeout_s: float) -> socket.socket:
     """Bind the server's address; called before the model is loaded, so that errors come early.
 
-    Args:
-        host: A name or an address.
-        port: A port; 0 for any free one.
-        unread_timeout_s: Time after which the system drops a connection whose peer does not
-            acknowledge data, so that clients that never read do not hold sockets.
-
-    Raises:
-        ConfigError: The address is not available.
+    Port 0 is any free one. The system drops connections that leave data unacknowledged for
+    `unread_timeout_s`, so that clients that never read do not hold sockets. Raises `ConfigError` if
+    the address is not available.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -140,10 +135,7 @@ def make_server(
     on_ready: Callable[[], None] | None = None,
     max_connections: int | None = None,
 ) -> Server:
-    """Build a server for an application of `create_app`, to be run with a socket.
-
-    `log_level` is uvicorn's; `max_connections` replaces the application's limit.
-    """
+    """Build a server for an application of `create_app`, to be run with a socket."""
     service: Service = app.state.service
     connections = Connections(
         max_connections or service.limits.max_connections, service.limits.head_timeout_s

@@ -150,11 +150,7 @@ class Sampling(_Strict):
     def sampling_params(
         self, max_tokens: int | None, logprobs: int | None, limits: Limits
     ) -> SamplingParams:
-        """Convert to the engine's `SamplingParams`; raises `ApiError` beyond the server's limits.
-
-        Raises:
-            ConfigError: A value is outside its range.
-        """
+        """Convert to `SamplingParams`; raises `ConfigError` or, beyond the limits, `ApiError`."""
         if logprobs is not None and logprobs > limits.max_logprobs:
             raise invalid(
                 f"{logprobs} log-probabilities per token; at most {limits.max_logprobs} are "
@@ -258,7 +254,6 @@ class _Chat(_Strict):
         return self
 
     def chat(self, messages: list[Message], *, add_special_tokens: bool) -> ChatPrompt:
-        """Build the prompt."""
         begins = self.add_generation_prompt
         return ChatPrompt(
             [message.for_template() for message in messages],

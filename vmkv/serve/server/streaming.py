@@ -31,10 +31,7 @@ class ClientGoneError(Exception):
 
 
 async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T:
-    """Await `work`; cancel it and raise `ClientGoneError` if the client disconnects first.
-
-    The request's body must have been received completely.
-    """
+    """Await `work`; cancel it and raise `ClientGoneError` if the client disconnects first."""
     task = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_disconnected(receive))
     try:

@@ -49,11 +49,7 @@ class Upload:
         self._scope = anyio.CancelScope()
 
     async def receive(self, request: Request) -> bytearray:
-        """Receive and return the body.
-
-        Raises `ApiError` if it is too large, too slow or evicted, and `ClientGoneError` if the
-        client disconnects; it is released then.
-        """
+        """Receive the body; release it and raise if it is refused or the client disconnects."""
         try:
             body = await self._receive(request)
             if self._has_given_way:
