@@ -80,7 +80,7 @@ def kind_bytes(kind: LayerKind, num_tokens: int, *, shared_tokens: int = 0) -> K
             lagging_pages += (1 << largest_class) - 1
     pages = geometry.pages_for(num_tokens) - first_page
     late_pages = (1 << growth_quantum_class(pages, largest_class)) - 1
-    # A sequence longer than the window has left its prefix behind, so it is not shared.
+    # A sequence as long as its window has left the prefix behind, so it is not shared.
     is_shared = window is None or num_tokens < window
     # The last token is always computed, for its logits.
     shared_tokens = min(shared_tokens, num_tokens - 1)

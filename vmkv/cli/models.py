@@ -77,7 +77,8 @@ class ModelShape:
 
 
 def be_quiet(*, with_progress: bool) -> None:
-    """Silence transformers' logging in this process, and its progress bars on request."""
+    """Silence transformers' logging in this process, and unless `with_progress` its progress bars.
+    """
     transformers.logging.set_verbosity_error()
     if not with_progress:
         transformers.logging.disable_progress_bar()
@@ -209,7 +210,7 @@ def load_model(model: str, *, device: str, dtype: str | None) -> Any:
         loaded, info = transformers.AutoModelForCausalLM.from_pretrained(
             model, dtype=dtype or "auto", trust_remote_code=False, output_loading_info=True
         )
-    except Exception as error:  # whatever a folder, or the Hub, holds
+    except Exception as error:  # a folder or the Hub may hold anything
         raise ConfigError(f"cannot load {model}: {one_line(error)}") from error
     missing = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
     if missing:
@@ -241,7 +242,7 @@ def load_tokenizer(name: str) -> Any:
     """Load a model's tokenizer; raises `ConfigError` if it has none."""
     try:
         return transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except Exception as error:  # whatever a folder, or the Hub, holds
+    except Exception as error:  # a folder or the Hub may hold anything
         raise ConfigError(
             f"no tokenizer for {name}: {one_line(error)}; pass --tokenizer with a folder that has "
             "one"

@@ -113,7 +113,7 @@ class AgreedBackend(Backend):
             raise self._group.fail(error) from error
         return num_done, None
 
-    # ---- calls that are forwarded; a failure ends all ranks ---------------------------------
+    # ---- forwarded calls --------------------------------------------------------------------
 
     def address_reserve(self, num_bytes: int) -> Address:
         """Reserve addresses."""

@@ -147,7 +147,7 @@ class TensorParallel:
             set_up(device_type, int(os.environ.get("LOCAL_RANK", "0")), timeout_s)
         return cls(timeout_s=timeout_s)
 
-    # ---- agreeing -------------------------------------------------------------------------
+    # ---- agreement ------------------------------------------------------------------------
 
     def min(self, value: int) -> int:
         """Return the smallest of all ranks' values. Collective: all ranks call it in order."""

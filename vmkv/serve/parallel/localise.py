@@ -133,7 +133,7 @@ def _localise_parameters(model: torch.nn.Module, plan: Any, share: Share) -> Non
     from torch.distributed.tensor import DTensor
 
     is_divided = any(isinstance(each, DTensor) for each in model.parameters())
-    parts: dict[int, torch.nn.Parameter] = {}  # Tied ones stay tied.
+    parts: dict[int, torch.nn.Parameter] = {}  # Keeps tied parameters tied.
     # A tied parameter is visited under each of its names, and replaced under all of them.
     for prefix, module in model.named_modules():
         for name, parameter in tuple(module._parameters.items()):

@@ -32,7 +32,7 @@ Command = tuple[Any, ...]
 
 
 class Lockstep:
-    """Synchronises one engine with those of the other ranks; every call may raise `RankError`.
+    """Synchronises one engine with those of the other ranks; calls may raise `RankError`.
 
     `num_requests` is the number of unfinished requests after the last step, equal on all ranks.
     """

@@ -282,7 +282,7 @@ def _run_rank(
             _join(rank, size, device_type, Path(store), timeout_s)
             target(TensorParallel(timeout_s=timeout_s), *arguments)
             _leave()
-    except BaseException as error:  # noqa: BLE001  # rank 0 is told
+    except BaseException as error:  # noqa: BLE001  # reported to rank 0
         if not _is_told(connection, one_line(error)):
             shutil.rmtree(folder, ignore_errors=True)  # Rank 0 cannot do it any more.
         # Skip exit handlers, which would wait for other ranks.

@@ -20,7 +20,7 @@ from ...units import div_ceil
 #: takes its part of a whole input.
 COLUMNS = {"colwise": False, "colwise_gather_output": True, "colwise_rep": True}
 ROWS = {"rowwise": False, "rowwise_split_input": True, "rowwise_rep": True}
-#: Styles of modules whose class does not change when their parameters are divided.
+#: Styles of modules that need no other change once their parameters are divided.
 UNCHANGED = ("replicated_with_grad_allreduce", "local_params", "replicate")
 EMBEDDING = "embedding_rowwise"
 EXPERTS = "moe_tp_experts"

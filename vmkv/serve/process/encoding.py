@@ -68,7 +68,7 @@ def _pickled(value: Any) -> bytes:
         data = pickle.dumps(value)
         if isinstance(pickle.loads(data), BaseException):
             return data
-    except Exception:  # noqa: BLE001  # whatever it holds
+    except Exception:  # noqa: BLE001  # pickling may fail in any way
         pass
     return pickle.dumps(RuntimeError(f"{type(value).__name__}: {value}"))
 

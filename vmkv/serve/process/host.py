@@ -184,7 +184,7 @@ def run_engine(make: MakeEngine, connection: socket.socket) -> None:
 def _end_with(connection: socket.socket) -> None:
     """End this process some time after its parent, whatever it is doing."""
     poll = select.poll()
-    poll.register(connection, 0)  # Hanging up is told in any case.
+    poll.register(connection, 0)  # Reports a hang-up without a mask.
     poll.poll()
     time.sleep(_END_S)
     os._exit(1)

@@ -186,7 +186,7 @@ class EngineProcess(RemoteEngine):
             process = context.Process(
                 target=run_engine, args=(self._make, theirs), name="vmkv-engine"
             )
-            # Ctrl+C goes to the whole group, and may come before it can be ignored there.
+            # Ctrl+C reaches the whole process group, maybe before the child ignores it.
             before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
             try:
                 process.start()
@@ -259,7 +259,7 @@ class EngineProcess(RemoteEngine):
                     self._is_stopping = True
                     self._process.kill()
                 raise
-            except Exception as error:  # noqa: BLE001  # whatever it is: another try may do
+            except Exception as error:  # noqa: BLE001  # logged; the next attempt may succeed
                 reason = f"the engine could not be started: {one_line(error)}"
         self._started_s, self._num_failed_steps = time.monotonic(), 0
         self._transport = None

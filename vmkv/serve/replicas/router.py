@@ -23,8 +23,8 @@ _TURNS = 3
 class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types for us
     """Prefers the replica whose prefix index holds the longest prefix of a request.
 
-    Requests are calls of `stream(prompt, …, tenant=…)` with token ids; others go to the least
-    loaded replica. Prefixes are separate for each tenant.
+    Requests are calls of `stream(prompt, …, tenant=…)` with token ids; others go to the replica
+    that was sent the fewest new tokens. Prefixes are separate for each tenant.
     """
 
     def initialize_state(self, **options: Any) -> None:
