@@ -77,8 +77,7 @@ class ModelShape:
 
 
 def be_quiet(*, with_progress: bool) -> None:
-    """Silence transformers' logging in this process, and unless `with_progress` its progress bars.
-    """
+    """Silence transformers' logging in this process, and its progress bars if not wanted."""
     transformers.logging.set_verbosity_error()
     if not with_progress:
         transformers.logging.disable_progress_bar()

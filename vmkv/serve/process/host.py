@@ -88,7 +88,7 @@ class SocketLink:
         self._socket = connection
         self._unpacker = Unpacker()
         self._unsent = memoryview(b"")
-        self.is_broken = False  # The client has closed the connection.
+        self.is_broken = False  # Whether the client has closed the connection.
         self._is_woken = False
         self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         weakref.finalize(self, os.close, self._waker)
@@ -132,7 +132,7 @@ class SocketLink:
         return found
 
     def wait(self, *, for_commands: bool, to_send: bool, timeout_s: float | None = None) -> None:
-        """Wait until the socket is ready or `wake` was called."""
+        """Wait for the socket, for `wake` or for the timeout."""
         poll = select.poll()
         wanted = select.POLLIN if for_commands else 0
         poll.register(self._socket, wanted | select.POLLOUT if self._unsent else wanted)
@@ -146,7 +146,7 @@ class SocketLink:
         self._is_woken = True
 
     def end_with(self, message: Any) -> None:
-        """Send a last message; block until the client has read it."""
+        """Send a last message, however long the client takes to read it."""
         self._socket.setblocking(True)
         with contextlib.suppress(OSError):
             self._socket.sendall(bytes(self._unsent) + packed(message))

@@ -159,11 +159,11 @@ class Assignments:
         return None if found is None else found.replica
 
     def load(self, replica: str) -> int:
-        """Return the running requests that this router sent to a replica."""
+        """Return the number of running requests that this router sent to a replica."""
         return self._loads[replica]
 
     def new_tokens(self, replica: str) -> int:
-        """Return the uncached tokens that this router sent to a replica."""
+        """Return the number of uncached tokens that this router sent to a replica."""
         return self._new_tokens.get(replica, 0)
 
     def _purge(self) -> None:
