@@ -1,5 +1,5 @@
-"""The command `vmkv`: doctor, plan, bench, serve, top.
+"""The command `vmkv`: doctor, plan, serve, top.
 
-Each command is a module with `add_parser` and a `run` that writes to what it is given and returns
-an exit status. What is heavy (torch, transformers, fastapi) is imported when a command runs.
+Each command is a module with `add_parser` and a `run` that writes to a given file and returns an
+exit status. Heavy modules (torch, transformers, fastapi) are imported when a command runs.
 """

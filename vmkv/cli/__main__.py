@@ -1,4 +1,4 @@
-"""`python -m vmkv.cli`, for where the `vmkv` script is not on the path."""
+"""Runs the command as `python -m vmkv.cli`, if the `vmkv` script is not on the path."""
 
 import sys
 

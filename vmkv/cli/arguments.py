@@ -1,7 +1,7 @@
-"""Types for argparse, whose complaints name the option by themselves.
+"""Argument types; argparse adds the option's name to their errors.
 
-Every number has a bound on both sides: what is larger than any machine is a mistake, and is told
-where it was made rather than by an allocation, a driver or a clock that it overflows later.
+Numbers are bounded on both sides, so that a value larger than any machine is refused here, and does
+not overflow an allocation, a driver or a clock later.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from ..errors import shown
 
 Commands = Any  # argparse's own type for subparsers is private.
 
-#: What weights, keys and values may be made of.
+#: Types of weights, keys and values.
 DTYPES = ("float32", "float16", "bfloat16")
-#: What keys and values may be stored as: the type of weights, or eight bits.
+#: Storage types of keys and values: that of the weights, or eight bits.
 KV_DTYPES = ("auto", "fp8")
 #: Kernels and drivers count with int32.
 _INTEGER_MAX = 2**31 - 1
@@ -27,12 +27,12 @@ _INTEGER_MAX = 2**31 - 1
 _GIB_MAX, _MIB_MAX = 2**20, 2**30
 #: Eleven days and a half; the system takes timeouts of up to 24 days.
 _SECONDS_MAX = 1_000_000
-#: More take long to convert, and are too many anyway.
+#: Longer numbers are slow to convert, and out of every range.
 _DIGITS_MAX = 20
 
 
 def integer(low: int, high: int = _INTEGER_MAX) -> Callable[[str], int]:
-    """A type for integers of a range; `8k` is 8192, `1m` 1048576."""
+    """Make a type for integers in a range; `8k` is 8192, `1m` 1048576."""
 
     def parse(text: str) -> int:
         factor = {"k": 1 << 10, "m": 1 << 20}.get(text[-1:].lower(), 1)
@@ -47,20 +47,20 @@ def integer(low: int, high: int = _INTEGER_MAX) -> Callable[[str], int]:
 
 
 def layers(text: str) -> tuple[int | str, ...]:
-    """Numbers of layers, and `sliding`, with commas between them."""
+    """Parse layer numbers and `sliding`, separated by commas."""
     parse = integer(0, 1 << 16)
     return tuple(each if each == "sliding" else parse(each) for each in text.split(","))
 
 
 def number(low: float, high: float, unit: str) -> Callable[[str], float]:
-    """A type for numbers of a range, both ends included."""
+    """Make a type for numbers in a range, both ends included."""
 
     def parse(text: str) -> float:
         try:
             value = float(text)
         except ValueError:
             value = math.nan
-        if not low <= value <= high:  # Which nothing holds for that is no number.
+        if not low <= value <= high:  # NaN fails every comparison.
             raise argparse.ArgumentTypeError(
                 f"{shown(text)} is no number of {unit} from {low:g} to {high:,}"
             )
@@ -73,14 +73,14 @@ positive_int = integer(1)
 count = integer(0)
 port = integer(0, 65535)
 gib = number(0, _GIB_MAX, "GiB")
-#: As little as rounds to a byte.
+#: The lower bound is about one byte.
 positive_gib = number(1e-9, _GIB_MAX, "GiB")
 positive_mib = number(1e-6, _MIB_MAX, "MiB")
 seconds = number(1e-3, _SECONDS_MAX, "seconds")
 
 
 def device(text: str) -> str:
-    """A device that models run on: `auto`, `cpu`, `cuda` or `cuda:N`."""
+    """Parse a device: `auto`, `cpu`, `cuda` or `cuda:N`."""
     if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", text):
         raise argparse.ArgumentTypeError(
             f"{shown(text)} is no device; there are auto, cpu, cuda and cuda:N"
@@ -89,7 +89,7 @@ def device(text: str) -> str:
 
 
 def host(text: str) -> str:
-    """A name or an address of this machine."""
+    """Parse a host name or address."""
     try:
         text.encode("idna")
     except UnicodeError:
@@ -102,14 +102,14 @@ def host(text: str) -> str:
 
 
 def name(text: str) -> str:
-    """A name or a path: anything but nothing."""
+    """Parse a name or path, which must not be empty."""
     if not text.strip():
         raise argparse.ArgumentTypeError("the name is empty")
     return text
 
 
 def address(text: str) -> str:
-    """Where a server is, as `http://HOST:PORT/PATH` or https; without a scheme it is http."""
+    """Parse a server's URL, `http://HOST:PORT/PATH` or https; the scheme defaults to http."""
     problem = argparse.ArgumentTypeError(
         f"{shown(text)} is no address of a server; write http://HOST:PORT"
     )
@@ -119,7 +119,7 @@ def address(text: str) -> str:
         host, port = parts.hostname or "", parts.port
         host.encode("idna")
         parts.path.encode("ascii")
-    except ValueError as error:  # Brackets, ports, names that DNS has no room for.
+    except ValueError as error:  # Bad brackets or ports, or names too long for DNS.
         raise problem from error
     is_clean = all(each.isprintable() and not each.isspace() for each in text)
     is_served = parts.scheme in ("http", "https") and parts.username is None

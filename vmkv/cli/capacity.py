@@ -1,10 +1,9 @@
-"""How much memory sequences need, and how many fit: arithmetic, no memory.
+"""Arithmetic of capacity: the memory of sequences, and how many fit.
 
-The sizes are those of `cache.geometry` and `cache.growth`, so what is planned here is what a
-`KVCache` maps (tests compare the two). Layers that vmkv leaves to transformers are counted as what
-they hold, and states of fixed size with them. Not counted: what a prompt's chunk keeps of windows
-while it is computed, rows that are parked, which give way when memory is short, and the second
-copy that transformers makes of a layer while it appends to it.
+Sizes are those of `cache.geometry` and `cache.growth`, so they are what a `KVCache` maps (tests
+compare the two). Layers in transformers' own tensors and states of fixed size count by their
+contents. Not counted: windows kept while a prompt's chunk is computed, parked rows, which are
+evicted when memory is short, and transformers' second copy of a layer while it appends.
 """
 
 from __future__ import annotations
@@ -21,26 +20,26 @@ from ..core.cache.layer_group import UNDERREAD_TOKENS
 from ..units import MiB, div_ceil
 from .models import LayerKind
 
-#: The driver's granularity, and with it the page, on every NVIDIA GPU so far.
+#: Page size: the driver's granularity on every NVIDIA GPU so far.
 PAGE_BYTES = 2 * MiB
-#: 64 MiB in pages of 2 MiB: the pool's largest extents.
+#: Class of the pool's largest extents: 64 MiB in pages of 2 MiB.
 _LARGEST_CLASS = 5
-#: What paged caches put into a block by default.
+#: Default block size of paged caches.
 _BLOCK_TOKENS = 16
 
 
 @dataclass(frozen=True)
 class KindBytes:
-    """One kind of layers in one sequence of `num_tokens`.
+    """Memory of one kind of layers in one sequence.
 
     Attributes:
         kind: The layers.
-        token_bytes: What a token takes in all of them.
-        kept_tokens: Tokens that are still seen.
-        used_bytes: What those tokens need.
-        prompt_bytes: What is mapped just after a prompt of that length.
-        most_bytes: What can be mapped at most at that length while it grows token by token.
-        shared_bytes: The part of it that a common prefix supplies.
+        token_bytes: Bytes of a token in all of these layers.
+        kept_tokens: Tokens inside the window.
+        used_bytes: Bytes of the kept tokens.
+        prompt_bytes: Bytes mapped after a prompt of that length.
+        most_bytes: Most bytes mapped at that length during growth by single tokens.
+        shared_bytes: Bytes of a shared common prefix.
     """
 
     kind: LayerKind
@@ -53,17 +52,14 @@ class KindBytes:
 
     @property
     def mean_bytes(self) -> int:
-        """What is mapped on average while it grows."""
+        """Bytes mapped on average during growth."""
         return (self.prompt_bytes + self.most_bytes) // 2
 
 
 def kind_bytes(kind: LayerKind, num_tokens: int, *, shared_tokens: int = 0) -> KindBytes:
-    """What one sequence of `num_tokens` maps in layers of one kind.
+    """Compute the memory of one kind of layers in one sequence; raises `ConfigError` for no tokens.
 
     Layers in transformers' own tensors are as long as their contents, and never shared.
-
-    Raises:
-        ConfigError: The length is not positive.
     """
     check_positive("num_tokens", num_tokens)
     window = kind.window_tokens
@@ -77,16 +73,16 @@ def kind_bytes(kind: LayerKind, num_tokens: int, *, shared_tokens: int = 0) -> K
     if window is not None:
         largest_class = largest_class_for_window(geometry.pages_for(window), _LARGEST_CLASS)
         first_page = _first_page(geometry, window, num_tokens)
-        # What a growth retires is what the tokens before it had left behind.
+        # A growth retires the pages that the window had left behind before it.
         before = _first_page(geometry, window, num_tokens - 1)
         lagging_pages = first_page - before
-        if before:  # An extent leaves when the window has passed all of it.
+        if before:  # An extent is freed once the window has passed it.
             lagging_pages += (1 << largest_class) - 1
     pages = geometry.pages_for(num_tokens) - first_page
     late_pages = (1 << growth_quantum_class(pages, largest_class)) - 1
-    # A window leaves its prefix behind; until then others may need it, so it is not shared.
+    # A sequence as long as its window has left the prefix behind, so it is not shared.
     is_shared = window is None or num_tokens < window
-    # The last token is always computed: its logits are wanted.
+    # The last token is always computed, for its logits.
     shared_tokens = min(shared_tokens, num_tokens - 1)
     shared_pages = min(geometry.whole_pages_below(shared_tokens), pages) if is_shared else 0
     return KindBytes(
@@ -101,21 +97,21 @@ def kind_bytes(kind: LayerKind, num_tokens: int, *, shared_tokens: int = 0) -> K
 
 
 def _first_page(geometry: Geometry, window_tokens: int, num_tokens: int) -> int:
-    """The first page that a query at `num_tokens` can make a kernel read."""
+    """Return the first page that a kernel may read for a query at `num_tokens`."""
     first_seen = num_tokens - window_tokens + 1
     return geometry.whole_pages_below(max(0, first_seen - UNDERREAD_TOKENS))
 
 
 @dataclass(frozen=True)
 class SequenceBytes:
-    """One sequence in all layers, by how its memory is organised.
+    """Memory of one sequence in all layers, under several memory layouts.
 
     Attributes:
-        used_bytes: What its tokens need.
-        vmkv_bytes: What vmkv maps for it on average while it grows.
-        most_bytes: What vmkv maps at most.
-        shared_bytes: The part that a common prefix supplies.
-        block_table_bytes: In blocks of 16 tokens, found through a block table.
+        used_bytes: Bytes of its tokens.
+        vmkv_bytes: Bytes that vmkv maps on average during growth.
+        most_bytes: Most bytes that vmkv maps.
+        shared_bytes: Bytes of a shared common prefix.
+        block_table_bytes: In blocks of 16 tokens with a block table.
         layer_pages_bytes: In pages that hold one layer's keys or values.
         longest_bytes: In one tensor with room for the longest sequence.
     """
@@ -136,18 +132,15 @@ def sequence_bytes(
     *,
     state_bytes: int = 0,
 ) -> SequenceBytes:
-    """All kinds of layers together, and what others would take for the same sequence.
-
-    `state_bytes`, which do not depend on its length, are the same for all.
-    """
+    """Add up all kinds of layers, for each memory layout; `state_bytes` is the same in all."""
     block = layer_pages = longest = state_bytes
     for part in parts:
         kind = part.kind
         blocks = div_ceil(num_tokens, _BLOCK_TOKENS)
-        if kind.window_tokens is not None:  # Blocks that the window has passed leave.
+        if kind.window_tokens is not None:  # Blocks that the window has passed are freed.
             blocks = min(blocks, div_ceil(part.kept_tokens, _BLOCK_TOKENS) + 1)
         block += blocks * _BLOCK_TOKENS * part.token_bytes
-        # Paging by layer keeps what windows leave: rows grow at the end only.
+        # Paging by layer keeps tokens outside the window: rows grow at the end only.
         for half_bytes in (kind.shape.k_bytes, kind.shape.v_bytes):
             pages = div_ceil(num_tokens * half_bytes, PAGE_BYTES)
             layer_pages += kind.num_layers * pages * PAGE_BYTES
@@ -165,15 +158,15 @@ def sequence_bytes(
 
 @dataclass(frozen=True)
 class Fit:
-    """How many sequences fit, by what is done for it.
+    """Number of sequences that fit, by memory layout.
 
     Attributes:
-        longest: One tensor each, with room for the longest.
+        longest: One tensor each, with room for the longest sequence.
         layer_pages: Pages of one layer's keys or values.
         block_table: Blocks of 16 tokens.
         vmkv: Pages that all layers share.
-        vmkv_shared: The same, with the common prefix mapped once for all.
-        vmkv_swapped: The same, with idle sequences in host memory.
+        vmkv_shared: As `vmkv`, with the common prefix mapped once.
+        vmkv_swapped: As `vmkv_shared`, with idle sequences in host memory.
     """
 
     longest: int
@@ -185,7 +178,7 @@ class Fit:
 
 
 def fit(sequence: SequenceBytes, budget_bytes: int, swap_bytes: int = 0) -> Fit:
-    """How many such sequences fit into `budget_bytes`, and into it and `swap_bytes` of host."""
+    """Compute how many sequences fit `budget_bytes`, plus `swap_bytes` of host memory."""
     own_bytes = max(1, sequence.vmkv_bytes - sequence.shared_bytes)
     shared = max(0, budget_bytes - sequence.shared_bytes) // own_bytes
     return Fit(
@@ -199,5 +192,5 @@ def fit(sequence: SequenceBytes, budget_bytes: int, swap_bytes: int = 0) -> Fit:
 
 
 def need_bytes(sequence: SequenceBytes, num_users: int) -> int:
-    """What `num_users` of them need, their common prefix once."""
+    """Compute the memory of `num_users` sequences that share their prefix."""
     return sequence.shared_bytes + num_users * (sequence.vmkv_bytes - sequence.shared_bytes)

@@ -1,4 +1,4 @@
-"""`vmkv doctor`: what this machine has, what is missing, and how to get it."""
+"""`vmkv doctor`: usable devices, attention kernels and packages, and how to get missing ones."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from ..units import format_bytes
 from .arguments import Commands
 
 _DRIVER_FILE = Path("/proc/driver/nvidia/version")
-#: Kernels that are installed separately: the distribution, how to install it, and the compute
-#: capabilities that it is for. FlashAttention-3 comes from PyTorch, for two releases of CUDA.
+#: Kernels that are installed separately: the distribution, how to install it, and its compute
+#: capabilities. PyTorch distributes FlashAttention-3, for two releases of CUDA.
 _KERNELS = {
     "flash3": (
         "flash-attn-3",
@@ -29,11 +29,11 @@ _KERNELS = {
     ),
     "flash2": ("flash-attn", "flash-attn --no-build-isolation", range(8, 100)),
 }
-#: Both, from the Hugging Face Hub.
+#: How to get either kernel from the Hugging Face Hub.
 _FROM_HUB = "pip install 'vmkv[hub]'"
-#: What the engine takes where it runs; `generate` leaves it to those who name it.
+#: Default kernel of the engine where it runs; `generate` uses it only if it is named.
 _SERVING = "flash3"
-#: Where a package makes a difference: its distribution, what it is for, how to get it.
+#: Packages: the distribution, its purpose, how to install it.
 _PACKAGES = (
     ("torch", "tensors", "pip install torch"),
     ("transformers", "models", "pip install transformers"),
@@ -47,15 +47,7 @@ _PACKAGES = (
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
-
-    Attributes:
-        section: `device`, `attention` or `package`.
-        name: What it is called.
-        is_ok: Whether it can be used here.
-        details: What was found, or why not.
-        remedy: What to do about it; empty where nothing is to be done.
-    """
+    """Result of one check, in a section of the report, with a remedy if there is one."""
 
     section: str
     name: str
@@ -74,7 +66,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace, out: TextIO) -> int:
-    """Look, and report. Status 1 where nothing can run at all."""
+    """Examine the machine and report; status 1 if no device is usable."""
     findings = [*examine()]
     devices = [each for each in findings if each.section == "device" and each.is_ok]
     if arguments.json:
@@ -86,7 +78,7 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
 
 
 def environment() -> dict[str, Any]:
-    """Versions and the machine."""
+    """Return versions and the system."""
     return {
         "vmkv": metadata.version("vmkv"),
         "python": platform.python_version(),
@@ -96,7 +88,7 @@ def environment() -> dict[str, Any]:
 
 
 def examine() -> Iterator[Finding]:
-    """Everything there is to look at. Opens devices and closes them again."""
+    """Yield all findings; opens devices and closes them again."""
     yield from _devices()
     yield from _attention()
     yield from _packages()
@@ -129,11 +121,11 @@ def _report(findings: list[Finding], devices: list[Finding]) -> str:
 
 
 def attention_summary(findings: list[Finding]) -> str:
-    """Which kernels are used, what would be faster, and how to get it: one line."""
+    """Describe in one line which kernels are used, and how to get faster ones."""
     from ..attention.registry import ORDER
 
     found = {each.name: each for each in findings if each.section == "attention"}
-    used = next(name for name in ORDER if found[name].is_ok)  # The last of them runs everywhere.
+    used = next(name for name in ORDER if found[name].is_ok)  # The last one runs everywhere.
     serving = _SERVING if found[_SERVING].is_ok else used
     text = f"Attention uses {used}" + (" (torch's own)" if used in ("torch", "sdpa") else "")
     if serving != used:
@@ -184,7 +176,7 @@ def _device(name: str, note: str) -> Finding:
 
 
 def _cuda_devices() -> tuple[int, str]:
-    """How many devices torch sees, and what is wrong with torch where it sees none."""
+    """Return the number of devices that torch sees, and why a torch without CUDA sees none."""
     import torch
 
     if torch.version.cuda is None and _driver_version():
@@ -205,7 +197,6 @@ def _device_name(name: str) -> str:
 
 
 def _driver_version() -> str | None:
-    """NVIDIA's kernel module, where it is loaded."""
     try:
         found = re.search(r"Kernel Module.*?(\d+\.\d+[.\d]*)", _DRIVER_FILE.read_text())
     except OSError:
@@ -217,7 +208,7 @@ def _driver_version() -> str | None:
 
 
 def _attention() -> Iterator[Finding]:
-    """Each attention backend, asked to serve a layer like Llama-3-8B's where it can run best."""
+    """Check each attention backend with a layer like Llama-3-8B's, on the GPU if there is one."""
     import torch
 
     from ..attention import AttentionSpec, backend_names, why_not

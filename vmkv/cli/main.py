@@ -1,4 +1,4 @@
-"""From arguments to a command, and from errors to exit statuses."""
+"""Entry point of the command: parses arguments, and converts errors to exit statuses."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import TextIO
 from ..errors import ConfigError, InternalError, VMKVError, one_line
 from . import doctor, plan, serve, top
 
-#: What `main` returns: done, not done, used wrongly, interrupted.
+#: Exit statuses.
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of everything."""
+    """Build the argument parser of all commands."""
     parser = argparse.ArgumentParser(
         prog="vmkv",
         description="A KV cache in virtual memory: see what a machine can do, plan, serve, watch.",
@@ -33,20 +33,16 @@ def make_parser() -> argparse.ArgumentParser:
 def main(
     arguments: Sequence[str] | None = None, out: TextIO | None = None, err: TextIO | None = None
 ) -> int:
-    """Run one command; returns the exit status.
+    """Run one command, by default that of the process and on its streams; return the exit status.
 
-    Args:
-        arguments: Without the program's name; by default the process's own.
-        out: Where results go; by default standard output.
-        err: Where complaints go; by default standard error. Each is one line: what users, files,
-            servers and machines can get wrong is a `VMKVError` or an `OSError` by the time it comes
-            here, and only those.
+    A `VMKVError` or an `OSError` is an error of users, files, servers or machines, and is written
+    to `err` as one line; other exceptions are bugs and propagate.
     """
-    out = out or sys.stdout or io.StringIO()  # Python has none where they were closed.
+    out = out or sys.stdout or io.StringIO()  # None if the stream was closed.
     err = err or sys.stderr or io.StringIO()
     for stream in (out, err):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # A terminal may know less than we say.
+            stream.reconfigure(errors="backslashreplace")  # Terminals may not encode all.
     parsed = make_parser().parse_args(arguments)
     try:
         status: int = parsed.run(parsed, out)
@@ -54,9 +50,9 @@ def main(
     except KeyboardInterrupt:
         return INTERRUPTED
     except InternalError:
-        raise  # A bug of ours, with its traceback; as is whatever is not named here.
+        raise  # A bug, with its traceback.
     except BrokenPipeError:
-        _give_up(out)  # `vmkv plan ... | head`: nobody reads on.
+        _give_up(out)  # The reader has ended, as in `vmkv plan ... | head`.
         return OK
     except (VMKVError, OSError, MemoryError) as error:
         err.write(f"vmkv: {one_line(error)}\n")
@@ -66,7 +62,7 @@ def main(
 
 
 def _give_up(out: TextIO) -> None:
-    """Where what was written cannot be, the interpreter must not try again at its end."""
+    """Redirect unwritable output to /dev/null, so that the interpreter's exit does not fail."""
     try:
         out.flush()
     except OSError:

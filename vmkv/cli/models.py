@@ -1,4 +1,4 @@
-"""From what a user calls a model to its configuration, its layers, its size, its weights."""
+"""Loads a model's configuration, layers, size, weights and tokenizer by its name or folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..hf.defaults import stated_max_tokens
 from ..serve.parallel import sharding
 from .arguments import DTYPES
 
-#: More is a mistake, which would keep us busy for hours.
+#: More layers are a mistake, and would take hours to build.
 _LAYERS_MAX = 10_000
 
 
@@ -27,11 +27,11 @@ class LayerKind:
     """Layers that keep the same bytes of a token for the same time.
 
     Attributes:
-        num_layers: How many there are.
-        shape: What each keeps of a token.
-        window_tokens: For sliding windows, how many tokens a query sees.
-        is_paged: Whether vmkv keeps them; others stay in tensors of transformers.
-        extra_token_bytes: What each keeps of a token besides key and value.
+        num_layers: Number of layers.
+        shape: Keys and values of a token in one layer.
+        window_tokens: Tokens that a query sees, for sliding windows.
+        is_paged: Whether vmkv pages them; other layers stay in transformers' tensors.
+        extra_token_bytes: Bytes of a token in one layer besides key and value.
     """
 
     num_layers: int
@@ -42,29 +42,29 @@ class LayerKind:
 
     @property
     def name(self) -> str:
-        """`full`, or `window 4096`; with a star where vmkv does not page it."""
+        """`full` or `window 4096`; with a star if vmkv does not page it."""
         name = "full" if self.window_tokens is None else f"window {self.window_tokens}"
         return name if self.is_paged else f"{name} *"
 
     @property
     def cached_token_bytes(self) -> int:
-        """What transformers' own cache takes for a token in all of them."""
+        """Bytes of a token in all of these layers in transformers' own cache."""
         shape = self.shape
         return self.num_layers * (shape.k_bytes + shape.v_bytes + self.extra_token_bytes)
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What capacity depends on.
+    """Properties of a model that determine its capacity.
 
     Attributes:
         name: The model type.
-        kinds: Its layers that keep keys and values; paged ones first, then full ones.
-        idle_layers: Layers that keep none (linear attention, another layer's keys, no attention).
-        state_bytes: What all layers keep of a sequence whatever its length.
-        max_context_tokens: The longest sequence it was made for, where it says.
-        weights_bytes: Its parameters, None where the configuration does not tell.
-        dtype: The elements' type.
+        kinds: Layers that keep keys and values; paged ones first, then full ones.
+        idle_layers: Number of layers that keep none (linear attention, reused keys, no attention).
+        state_bytes: State of a sequence in all layers that does not depend on its length.
+        max_context_tokens: The configuration's longest sequence, or None.
+        weights_bytes: Bytes of the parameters, or None if unknown.
+        dtype: Type of keys and values.
     """
 
     name: str
@@ -77,28 +77,18 @@ class ModelShape:
 
 
 def be_quiet(*, with_progress: bool) -> None:
-    """Keep transformers from the terminal: what matters of what it says is said by the commands.
-
-    For the whole process.
-
-    Args:
-        with_progress: It may draw how far it has loaded.
-    """
+    """Silence transformers' logging in this process, and its progress bars if not wanted."""
     transformers.logging.set_verbosity_error()
     if not with_progress:
         transformers.logging.disable_progress_bar()
 
 
 def load_config(model: str) -> Any:
-    """The configuration of a model: a folder, a `config.json`, or a name on the Hub.
-
-    Raises:
-        ConfigError: There is none, or this transformers does not know its type.
-    """
+    """Load the configuration of a folder, file or Hub name; raises `ConfigError` if it cannot."""
     path = Path(model)
     is_path = model.endswith(".json") or model.startswith((".", "/", "~"))
     try:
-        # A pipe would be waited for, and transformers takes it for a name on the Hub.
+        # Opening a pipe would block, and transformers takes it for a name on the Hub.
         is_folder, is_there = path.is_dir(), path.is_dir() or path.is_file()
         has_config = is_folder and (path / "config.json").is_file()
     except (OSError, ValueError) as error:
@@ -112,7 +102,7 @@ def load_config(model: str) -> Any:
     try:
         config = transformers.AutoConfig.from_pretrained(model, trust_remote_code=False)
         num_layers = getattr(compat.text_config(config), "num_hidden_layers", 1)
-    except Exception as error:  # whatever a file, or the Hub, holds
+    except Exception as error:  # a file or the Hub may hold anything
         raise ConfigError(_why_no_config(model, error)) from error
     if not isinstance(num_layers, int) or not 0 < num_layers <= _LAYERS_MAX:
         raise ConfigError(f"{model} names {num_layers} layers; 1 to {_LAYERS_MAX:,} are believed")
@@ -129,16 +119,11 @@ def _why_no_config(model: str, error: Exception) -> str:
 
 
 def model_shape(config: Any, *, dtype: str | None = None, kv_dtype: str = "auto") -> ModelShape:
-    """What a model keeps in memory, from its configuration; some seconds, and no memory.
+    """Derive a model's memory from its configuration, in seconds and without memory for weights.
 
-    Args:
-        config: A transformers configuration.
-        dtype: The elements' type; by default the configuration's, or bfloat16.
-        kv_dtype: See `VMKVCache`.
-
-    Raises:
-        ConfigError: The model has an encoder, or no key-value cache, or this transformers cannot
-            build it or tell what it keeps; or `dtype` is unknown.
+    `dtype` is by default the configuration's, or bfloat16; for `kv_dtype` see `VMKVCache`. Raises
+    `ConfigError` for an encoder, no key-value cache, an unknown `dtype`, or a model that
+    transformers cannot build.
     """
     if config.is_encoder_decoder:
         raise ConfigError(
@@ -170,18 +155,14 @@ def model_shape(config: Any, *, dtype: str | None = None, kv_dtype: str = "auto"
 
 
 def rank_shape(config: Any, shape: ModelShape, num_ranks: int) -> ModelShape:
-    """What one of so many ranks keeps in memory, of a model of that `shape`.
-
-    Raises:
-        ConfigError: It cannot be divided among them.
-    """
+    """Divide a model's `shape` among ranks; raises `ConfigError` if it cannot be divided."""
     model = probe.build_without_weights(config, torch.bfloat16)
     plan = sharding.plan_of(model)
     sharding.check_heads(config, plan, num_ranks)
     divisor = sharding.kv_heads_divisor(plan, num_ranks)
     weights_bytes = shape.weights_bytes
     if weights_bytes is not None:
-        # Weights of another type are larger or smaller by as much.
+        # Scale, since the weights may have another type than this model.
         share = sharding.bytes_per_rank(model, plan, num_ranks)
         weights_bytes = weights_bytes * share // sum(each.nbytes for each in model.parameters())
     kinds = [
@@ -199,40 +180,40 @@ def rank_shape(config: Any, shape: ModelShape, num_ranks: int) -> ModelShape:
 
 
 def _stored(layer: probe.KeptLayer, kv_dtype: str) -> probe.KeptLayer:
-    """What a layer keeps where keys and values that vmkv pages are stored as `kv_dtype`."""
+    """Apply `kv_dtype` to a layer that vmkv pages."""
     if kv_dtype != "fp8" or not layer.is_paged or layer.shape is None:
         return layer
     return replace(layer, shape=replace(layer.shape, itemsize_bytes=FP8.itemsize))
 
 
 def _weights_bytes(model: Any) -> int | None:
-    """The parameters' bytes, or None where they are quantized: their class does not know how."""
+    """Return the parameters' bytes, or None for quantized ones, whose size is unknown here."""
     if getattr(model.config, "quantization_config", None) is not None:
         return None
     return sum(int(parameter.nbytes) for parameter in model.parameters())
 
 
 def load_model(model: str, *, device: str, dtype: str | None) -> Any:
-    """The model with its weights, ready to serve.
+    """Load a model with its weights onto a device, in eval mode.
 
     Raises:
-        ConfigError: There is no such model, it is no causal language model, some of its weights
-            are missing or broken, or there is no such device.
+        ConfigError: It is not a causal language model with all its weights, or there is no such
+            device.
         CapacityError: Its weights do not fit the device.
     """
     check_device(device)
     try:
         if (Path(model) / "generation_config.json").exists():
-            # Which transformers passes over where it is broken, and texts then never end.
+            # transformers ignores a broken file, and texts would then never end.
             transformers.GenerationConfig.from_pretrained(model)
         loaded, info = transformers.AutoModelForCausalLM.from_pretrained(
             model, dtype=dtype or "auto", trust_remote_code=False, output_loading_info=True
         )
-    except Exception as error:  # whatever a folder, or the Hub, holds
+    except Exception as error:  # a folder or the Hub may hold anything
         raise ConfigError(f"cannot load {model}: {one_line(error)}") from error
     missing = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
     if missing:
-        # transformers fills them with noise, and warns.
+        # transformers only warns, and initialises them randomly.
         raise ConfigError(
             f"{model} lacks {len(missing)} weights, such as {missing[0]}: is it a whole causal "
             "language model?"
@@ -246,11 +227,7 @@ def load_model(model: str, *, device: str, dtype: str | None) -> Any:
 
 
 def check_device(device: str) -> None:
-    """Check that this machine has a device.
-
-    Raises:
-        ConfigError: It has none of that name.
-    """
+    """Check that this machine has a device; raises `ConfigError` otherwise."""
     if not device.startswith("cuda"):
         return
     index = torch.device(device).index or 0
@@ -261,14 +238,10 @@ def check_device(device: str) -> None:
 
 
 def load_tokenizer(name: str) -> Any:
-    """The tokenizer of a model.
-
-    Raises:
-        ConfigError: There is none; a server cannot do without.
-    """
+    """Load a model's tokenizer; raises `ConfigError` if it has none."""
     try:
         return transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except Exception as error:  # whatever a folder, or the Hub, holds
+    except Exception as error:  # a folder or the Hub may hold anything
         raise ConfigError(
             f"no tokenizer for {name}: {one_line(error)}; pass --tokenizer with a folder that has "
             "one"

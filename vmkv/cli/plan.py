@@ -1,4 +1,4 @@
-"""`vmkv plan`: what fits, and what paging, sharing and swapping change, from a configuration."""
+"""`vmkv plan`: capacity from a model's configuration, with paging, sharing and swapping."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from .capacity import Fit, KindBytes, SequenceBytes
     from .models import ModelShape
 
-#: Bytes per second between host and device memory: kernels read host pages at that speed on an
-#: H200 (PCIe 5); older links are slower.
+#: Bytes per second at which kernels read host memory on an H200 (PCIe 5); older links are slower.
 _SWAP_BYTES_PER_S = 55e9
 
 
@@ -62,7 +61,7 @@ def add_parser(commands: Commands) -> None:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What `--json` writes; of each rank, where several share the model."""
+    """Output of `--json`; per rank with tensor parallelism."""
 
     model: ModelShape
     tensor_parallel: int
@@ -80,7 +79,7 @@ class _Plan:
 
 
 def run(arguments: argparse.Namespace, out: TextIO) -> int:
-    """Plan and report. Status 1 where the users do not fit the memory that was named."""
+    """Plan and report; status 1 if the users do not fit the given memory."""
     from .capacity import fit, kind_bytes, need_bytes, sequence_bytes
     from .models import be_quiet, load_config, model_shape, rank_shape
 
@@ -103,7 +102,7 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
 
     parts, sequence = of(shape)
     budget_bytes = _budget_bytes(arguments, shape)
-    # All of them have the host's memory together.
+    # The ranks share the host's memory.
     swap_bytes = round(arguments.swap * GiB) // num_ranks
     fits = replicas_fit = None
     if budget_bytes is not None:
@@ -134,7 +133,7 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
 
 
 def _budget_bytes(arguments: argparse.Namespace, shape: ModelShape) -> int | None:
-    """Device memory less what is not for keys and values; None where no device was named."""
+    """Return device memory less weights and reserve; None without `--device-memory`."""
     if arguments.device_memory is None:
         return None
     weights_bytes = shape.weights_bytes
@@ -189,7 +188,6 @@ def _text(plan: _Plan, arguments: argparse.Namespace) -> str:
 
 
 def _ranks(plan: _Plan) -> str:
-    """What is each rank's, and when the GPUs are better used otherwise."""
     count, weights_bytes = plan.tensor_parallel, plan.model.weights_bytes
     weights = "" if weights_bytes is None else f", and {format_bytes(weights_bytes)} of weights"
     text = f"All of that is on each of {count} GPUs{weights}."
@@ -204,7 +202,6 @@ def _ranks(plan: _Plan) -> str:
 
 
 def _notes(shape: ModelShape) -> list[str]:
-    """What is not pages of vmkv, in words."""
     notes = []
     if not all(kind.is_paged for kind in shape.kinds):
         notes.append("* in tensors of transformers' own, which vmkv neither pages nor shares.")
@@ -241,7 +238,7 @@ def _layers(plan: _Plan) -> str:
 def _one_sequence(plan: _Plan, arguments: argparse.Namespace) -> str:
     sequence = plan.sequence
     own_bytes = sequence.vmkv_bytes - sequence.shared_bytes
-    # What it is called, what it takes, and the field of `Fit`.
+    # Label, bytes, and the field of `Fit`.
     ways = [
         (
             f"one tensor, room for {plan.longest_tokens:,} tokens",
@@ -276,7 +273,6 @@ def _one_sequence(plan: _Plan, arguments: argparse.Namespace) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as their widest cell, the first flush left; the first row is their heads."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join(

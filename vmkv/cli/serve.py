@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from ..serve.server.protocol import ServerMetrics, StreamingEngine
 
 _API_KEY_VARIABLE = "VMKV_API_KEY"
-#: Of a body, by default: more than a text has, and as many as 32 prompts of 4,096 tokens.
+#: JSON values per MiB of a body: more than text has; 16 MiB hold 32 prompts of 4,096 tokens.
 _VALUES_PER_MIB = 8192
 
 
@@ -133,8 +133,8 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace, out: TextIO) -> int:
-    """Load, serve, drain; returns when a signal has said stop."""
-    # Everything that can be wrong without a model comes before one is loaded, the cheapest first.
+    """Load and serve until a signal, then drain."""
+    # Checks that need no model come before one is loaded, the cheapest first.
     _check_installed()
     _check_combination(arguments)
     from ..serve.server import create_app, run_server
@@ -161,14 +161,7 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
 
 
 class _Running(NamedTuple):
-    """What a server asks, once it is there.
-
-    Attributes:
-        engine: An engine, or several as one.
-        metrics: What is shown at `/metrics`.
-        max_tokens: Prompt and output of a request at most.
-        budget_bytes: Memory for keys and values of an engine.
-    """
+    """A running engine, or several as one, with its metrics, limits and memory."""
 
     engine: StreamingEngine
     metrics: ServerMetrics
@@ -178,7 +171,6 @@ class _Running(NamedTuple):
 
 @contextlib.contextmanager
 def _engine_process(arguments: argparse.Namespace, tokenizer: Any) -> Iterator[_Running]:
-    """One engine, in a process that it has for itself."""
     from ..serve.metrics import Metrics
     from ..serve.process import EngineProcess
 
@@ -196,7 +188,6 @@ def _engine_process(arguments: argparse.Namespace, tokenizer: Any) -> Iterator[_
 
 @contextlib.contextmanager
 def _replicas(arguments: argparse.Namespace, tokenizer: Any) -> Iterator[_Running]:
-    """Several engines, in a process of Ray's each."""
     if importlib.util.find_spec("ray") is None:
         raise ConfigError("--replicas needs the package ray: pip install 'vmkv[ray]'")
     from ..serve.replicas.local import running_replicas
@@ -213,7 +204,7 @@ def _replicas(arguments: argparse.Namespace, tokenizer: Any) -> Iterator[_Runnin
 def _replica_engine(
     arguments: argparse.Namespace, observer: EngineObserver
 ) -> AbstractContextManager[Engine]:
-    """The engine of a replica, which makes text of its tokens itself."""
+    """Make the engine of a replica, which has its own tokenizer."""
     from .models import load_tokenizer
 
     return _engine(arguments, observer, load_tokenizer(arguments.tokenizer or arguments.model))
@@ -238,7 +229,6 @@ def _announce(
 
 
 def _check_combination(arguments: argparse.Namespace) -> None:
-    """Refuse options that exclude each other."""
     if arguments.tensor_parallel > 1 and ":" in arguments.device:
         raise ConfigError(
             f"--tensor-parallel takes the first GPUs, not {arguments.device}; choose them with "
@@ -258,11 +248,7 @@ def _check_combination(arguments: argparse.Namespace) -> None:
 
 
 def _check_engine(arguments: argparse.Namespace) -> None:
-    """Refuse what can be refused before a process is started and the model loaded.
-
-    Raises:
-        ConfigError: There can be no such engine.
-    """
+    """Raise `ConfigError` for engine options that are wrong without loading the model."""
     from ..attention import registry
     from ..hf.kv_format import KVFormat
     from ..hf.unservable import check_length, layer_kinds
@@ -270,14 +256,14 @@ def _check_engine(arguments: argparse.Namespace) -> None:
     from ..serve.trace import ChromeTrace
     from .models import check_device, load_config
 
-    config = load_config(arguments.model)  # The plainest error first.
+    config = load_config(arguments.model)  # The most common error first.
     kv_format = KVFormat.of(config, arguments.kv_dtype, arguments.kv_scales, arguments.skip_layers)
     kv_format.check(each.index for each in layer_kinds(config))
     if arguments.max_model_tokens is not None:
         check_length(config, arguments.max_model_tokens)
     Capacity(arguments.max_num_seqs, arguments.max_num_batched_tokens)
     device = _device(arguments.device)
-    if not (arguments.replicas and "RAY_ADDRESS" in os.environ):  # Else it is the cluster's.
+    if not (arguments.replicas and "RAY_ADDRESS" in os.environ):  # Else devices are remote.
         check_device(device)
     if arguments.tensor_parallel > 1:
         from ..serve.parallel.engine import check_options
@@ -289,7 +275,7 @@ def _check_engine(arguments: argparse.Namespace) -> None:
             check_device(f"cuda:{arguments.tensor_parallel - 1}")
     backend = arguments.attention_backend
     if backend is not None and backend not in registry.backend_names():
-        registry.get(backend)  # Says which there are.
+        registry.get(backend)  # Raises, and names the known ones.
     if arguments.trace:
         ChromeTrace(arguments.trace).close()
 
@@ -298,7 +284,6 @@ def _check_engine(arguments: argparse.Namespace) -> None:
 def _engine(
     arguments: argparse.Namespace, observer: EngineObserver, tokenizer: Any = None
 ) -> Iterator[Engine]:
-    """The engine, in the process that it has for itself."""
     from ..serve.failures import is_out_of_memory
     from ..serve.observer import Observers
     from ..serve.trace import ChromeTrace
@@ -330,7 +315,6 @@ def _engine(
 def _parallel_engine(
     arguments: argparse.Namespace, observer: EngineObserver
 ) -> AbstractContextManager[Engine]:
-    """The engine over several devices: its other ranks are processes of this one."""
     from ..serve.parallel.engine import open_parallel_engine
 
     return open_parallel_engine(
@@ -343,7 +327,6 @@ def _parallel_engine(
 
 
 def _part(arguments: argparse.Namespace, ranks: TensorParallel) -> Any:
-    """A rank's part of the model, in a process that is set up as the others are."""
     from ..serve.parallel.loading import load
 
     _set_logging(arguments)
@@ -360,7 +343,7 @@ def _set_logging(arguments: argparse.Namespace) -> None:
 def make_engine(
     arguments: argparse.Namespace, model: Any, observer: Any, tokenizer: Any = None
 ) -> Any:
-    """The engine that the options describe."""
+    """Make the engine that the options describe."""
     from ..serve.engine import Engine
 
     return Engine(model, tokenizer=tokenizer, observer=observer, **_engine_options(arguments))
@@ -386,11 +369,7 @@ def _engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def server_options(arguments: argparse.Namespace) -> Callable[[int], ServerOptions]:
-    """The server that the options describe, for requests of so many tokens at most.
-
-    Raises:
-        ConfigError: It cannot be.
-    """
+    """Make a function from a request's token limit to server options; raises `ConfigError`."""
     from ..serve.server import Limits, ServerOptions
     from ..serve.server.keys import read_api_keys
     from ..serve.server.prompts import read_template

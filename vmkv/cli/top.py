@@ -1,4 +1,4 @@
-"""`vmkv top`: a running server's pages, requests and times, live."""
+"""`vmkv top`: a live view of a running server's pages, requests and times."""
 
 from __future__ import annotations
 
@@ -18,29 +18,24 @@ from .arguments import Commands, address, seconds
 
 Samples: TypeAlias = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
-#: For a whole answer.
+#: Time limit of a whole answer.
 TIMEOUT_S = 5.0
 _BODY_BYTES_MAX = 64 << 20
 
 
 @dataclass(frozen=True)
 class Scrape:
-    """What a server reported at one moment.
-
-    Attributes:
-        taken_s: When, by `time.monotonic`.
-        samples: Values by name and labels, of all replicas together.
-    """
+    """A server's metrics, summed over replicas, at `time.monotonic` time `taken_s`."""
 
     taken_s: float
     samples: Samples = field(default_factory=dict)
 
     def value(self, name: str, **labels: str) -> float:
-        """One value; 0 where it was not reported."""
+        """Return one value; 0 if it was not reported."""
         return self.samples.get((f"vmkv_{name}", frozenset(labels.items())), 0.0)
 
     def by_label(self, name: str, label: str) -> dict[str, float]:
-        """The values of a family, by the one label they differ in."""
+        """Return the values of a family by the value of a label."""
         return {
             dict(labels)[label]: value
             for (sample, labels), value in self.samples.items()
@@ -48,10 +43,7 @@ class Scrape:
         }
 
     def quantile(self, name: str, share: float) -> float | None:
-        """The value that a share of a histogram's observations is below; None without any.
-
-        Interpolated within its bucket, as Prometheus does.
-        """
+        """Interpolate a quantile of a histogram as Prometheus does; None without observations."""
         buckets = sorted(
             (float(bound), total) for bound, total in self.by_label(f"{name}_bucket", "le").items()
         )
@@ -70,15 +62,7 @@ class Scrape:
 
 
 def scrape(address: str, *, timeout_s: float = TIMEOUT_S) -> Scrape:
-    """Ask a server.
-
-    Args:
-        address: The server's URL; `/metrics` is found by itself.
-        timeout_s: For the whole answer, its connection included.
-
-    Raises:
-        ConfigError: There is none, it is no vmkv server, or the time is up.
-    """
+    """Fetch a server's metrics; raises `ConfigError` without a valid answer within `timeout_s`."""
     try:
         import httpx  # noqa: F401
         from prometheus_client.parser import text_string_to_metric_families
@@ -90,7 +74,7 @@ def scrape(address: str, *, timeout_s: float = TIMEOUT_S) -> Scrape:
     text = _get(f"{address.removesuffix('/metrics')}/metrics", address, timeout_s)
     try:
         families = [*text_string_to_metric_families(text.decode())]
-    except Exception as error:  # whatever a server says, in a parser that trusts it
+    except Exception as error:  # the parser does not validate its input
         raise ConfigError(f"the metrics of {address} cannot be read: {one_line(error)}") from error
     found = Scrape(time.monotonic())
     for family in families:
@@ -105,7 +89,7 @@ def scrape(address: str, *, timeout_s: float = TIMEOUT_S) -> Scrape:
 
 
 def _add(samples: Samples, sample: Any) -> None:
-    """Take a value. Replicas count together, but for the size of a page, which all have alike."""
+    """Add a value; sum it over replicas, except the page size, which is the same for all."""
     labels = frozenset(each for each in sample.labels.items() if each[0] != "replica")
     key = (sample.name, labels)
     if sample.name == "vmkv_page_bytes":
@@ -135,7 +119,7 @@ def _get(url: str, address: str, timeout_s: float) -> bytes:
             return bytes(data)
 
     try:
-        # httpx's own limit begins anew with every byte, so that dripping ones are waited for.
+        # httpx's own limit restarts with every byte, so a slow answer would never time out.
         return asyncio.run(asyncio.wait_for(get(), timeout_s))
     except (asyncio.TimeoutError, httpx.TimeoutException) as error:
         raise ConfigError(f"{address} did not end its answer within {timeout_s:g} s") from error
@@ -146,7 +130,6 @@ def _get(url: str, address: str, timeout_s: float) -> bytes:
 
 
 def _is_bound(text: str) -> bool:
-    """Whether a bucket's label says up to where it counts."""
     try:
         return not math.isnan(float(text))
     except ValueError:
@@ -156,7 +139,7 @@ def _is_bound(text: str) -> bool:
 # ---- top -----------------------------------------------------------------------------------------
 
 _BAR_CHARS = 40
-#: Home, and clear what is below: less flicker than clearing the screen first.
+#: Cursor home, and clear below: flickers less than clearing the screen first.
 _REDRAW = "\x1b[H\x1b[J"
 _CLEAR = "\x1b[2J"
 
@@ -176,7 +159,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace, out: TextIO) -> int:
-    """Watch until interrupted; a server that goes away ends it with an error."""
+    """Watch until interrupted; raises an error once the server is gone."""
     now = scrape(arguments.url, timeout_s=arguments.timeout)
     if arguments.once:
         out.write(view(arguments.url, now, None))
@@ -192,7 +175,7 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
 
 
 def view(url: str, now: Scrape, before: Scrape | None) -> str:
-    """One screen. Rates are between two scrapes, or since the server began."""
+    """Render one screen; rates are between two scrapes."""
     reasons = now.by_label("requests_total", "finish_reason")
     ended = ", ".join(f"{name} {count:,.0f}" for name, count in sorted(reasons.items()))
     lines = [
@@ -222,7 +205,6 @@ def view(url: str, now: Scrape, before: Scrape | None) -> str:
 
 
 def _rate(now: Scrape, before: Scrape | None) -> str:
-    """Tokens computed per second, while something was computed."""
     if before is None:
         return ""
     later, earlier = (
@@ -247,7 +229,6 @@ def _seconds(value: float) -> str:
 
 
 def _memory(now: Scrape) -> list[str]:
-    """A bar per state, of the budget."""
     sizes = now.by_label("memory_bytes", "state")
     page_bytes = now.value("page_bytes")
     budget_bytes = sizes.get("budget", 0.0)

@@ -1,10 +1,10 @@
-"""Tensor parallelism: one process for each device, all of which do the same at the same time.
+"""Tensor parallelism: one process per device, all running the same steps at the same time.
 
-`group.py` is the ranks of a model, and how they agree; `collectives.py` what their layers exchange,
-and `one_shot.py` how small parts are added; `sharding.py` which part of a model is whose, and
-`localise.py` layers that compute with a part, and `divided_head.py` what they find without the
-whole; `agreed_backend.py` drivers that answer all ranks the
-same; `processes.py` ranks as processes.
+`group.py` connects the ranks; `collectives.py` has the layers' collectives as operators, and
+`one_shot.py` adds small parts in one kernel; `sharding.py` divides a model's parameters;
+`localise.py` and `divided_head.py` compute with a part; `agreed_backend.py` makes drivers answer
+all ranks the same; `lockstep.py` and `engine.py` run an engine on every rank; `processes.py` starts
+ranks.
 """
 
 from .group import TensorParallel as TensorParallel

@@ -1,12 +1,12 @@
-"""A driver that answers every rank the same, so that what is decided by its answers is the same.
+"""A driver that answers every rank the same, so that all ranks decide the same.
 
-    mem_create     fails everywhere where it fails on one rank: all give way, and plan again
+    mem_create     fails on all ranks if it fails on one: all preempt and plan again
     free memory    is the smallest of all ranks'
-    has_passed     asks how many steps were read, not how far this device has come
-    anything else  that fails on one rank is the end of all
+    has_passed     counts steps whose results were read, not this device's progress
+    anything else  that fails on one rank ends all ranks
 
-So the books of all ranks are equal, page by page, and no number of them has to be sent. Ranks talk
-where memory is created, which is seldom: pools keep what they have.
+So the allocators of all ranks are equal, page by page, without exchanging their state. Ranks
+communicate when memory is created, which is rare because pools keep their memory.
 """
 
 from __future__ import annotations
@@ -23,12 +23,7 @@ T = TypeVar("T")
 
 
 class StepClock:
-    """How far the ranks are, in steps.
-
-    Attributes:
-        num_submitted: Steps given to the device.
-        num_completed: Of those, whose results were read, with all before them.
-    """
+    """Counts steps submitted to the device, and steps whose results were read, in order."""
 
     def __init__(self) -> None:
         self.num_submitted = 0
@@ -36,7 +31,7 @@ class StepClock:
 
 
 class _StepFence(Fence):
-    """Passes when all steps submitted before it were read."""
+    """Passes when the results of all steps submitted before it were read."""
 
     def __init__(self, upstream: Fence, clock: StepClock):
         self._upstream = upstream
@@ -44,25 +39,18 @@ class _StepFence(Fence):
         self._num_steps = clock.num_submitted
 
     def has_passed(self) -> bool:
-        """See `Fence.has_passed`; waits for what is not a step's, such as copies."""
+        """Return whether the steps were read; if so, waits for other work, such as copies."""
         if self._clock.num_completed < self._num_steps:
             return False
         self._upstream.wait()
         return True
 
     def wait(self) -> None:
-        """See `Fence.wait`."""
         self._upstream.wait()
 
 
 class AgreedBackend(Backend):
-    """`upstream`, of which all ranks have one like it and make the same calls.
-
-    Args:
-        upstream: The backend that does the work.
-        group: The ranks.
-        clock: Theirs.
-    """
+    """Wraps `upstream`; every rank has one, and makes the same calls on it."""
 
     def __init__(self, upstream: Backend, group: TensorParallel, clock: StepClock):
         self.upstream = upstream
@@ -75,7 +63,7 @@ class AgreedBackend(Backend):
 
     @property
     def dlpack_device(self) -> tuple[int, int]:
-        """The upstream's."""
+        """The upstream's device."""
         return self.upstream.dlpack_device
 
     def mem_create(
@@ -85,7 +73,7 @@ class AgreedBackend(Backend):
         *,
         shareable: bool = False,
     ) -> Handle:
-        """See `Backend.mem_create`. Cost: some 100 µs more, for all ranks to hear of it."""
+        """Create memory, on all ranks or none. Cost: some 100 µs more, for the ranks to agree."""
         handle, error = None, None
         try:
             handle = self.upstream.mem_create(num_bytes, location, shareable=shareable)
@@ -107,80 +95,80 @@ class AgreedBackend(Backend):
         )
 
     def free_memory_bytes(self) -> int:
-        """Of the rank that has least."""
+        """Return the smallest free memory of all ranks."""
         return self._group.min(self.upstream.free_memory_bytes())
 
     def free_host_memory_bytes(self) -> int:
-        """Likewise; ranks of one machine share it."""
+        """Return the smallest share of free host memory; ranks of one machine divide it."""
         return self._group.min(self.upstream.free_host_memory_bytes() // self._group.size)
 
     def record_fence(self) -> Fence:
-        """See `Backend.record_fence`."""
+        """Record a fence that passes when all submitted steps were read."""
         return _StepFence(self._or_end(self.upstream.record_fence), self._clock)
 
     def run_until_failure(self, ops: Sequence[Op]) -> tuple[int, DriverError | None]:
-        """See `Backend.run_until_failure`."""
+        """Run operations; a failure ends all ranks."""
         num_done, error = self.upstream.run_until_failure(ops)
         if error is not None:
             raise self._group.fail(error) from error
         return num_done, None
 
-    # ---- what only has to be passed on ------------------------------------------------------
+    # ---- forwarded calls --------------------------------------------------------------------
 
     def address_reserve(self, num_bytes: int) -> Address:
-        """See `Backend.address_reserve`."""
+        """Reserve addresses."""
         return self._or_end(self.upstream.address_reserve, num_bytes)
 
     def address_free(self, address: Address, num_bytes: int) -> None:
-        """See `Backend.address_free`."""
+        """Free reserved addresses."""
         self._or_end(self.upstream.address_free, address, num_bytes)
 
     def mem_release(self, handle: Handle) -> None:
-        """See `Backend.mem_release`."""
+        """Release a handle."""
         self._or_end(self.upstream.mem_release, handle)
 
     def mem_export(self, handle: Handle) -> int:
-        """See `Backend.mem_export`."""
+        """Export a handle as a file descriptor."""
         return self._or_end(self.upstream.mem_export, handle)
 
     def mem_import(self, fd: int, num_bytes: int) -> Handle:
-        """See `Backend.mem_import`."""
+        """Import a handle from a file descriptor."""
         return self._or_end(self.upstream.mem_import, fd, num_bytes)
 
     def note_stream(self, stream: int) -> None:
-        """See `Backend.note_stream`."""
+        """Note that work on the memory is submitted to a stream."""
         self.upstream.note_stream(stream)
 
     def join_streams(self, stream: int) -> None:
-        """See `Backend.join_streams`."""
+        """Make a stream wait for the other noted streams."""
         self._or_end(self.upstream.join_streams, stream)
 
     def new_stream(self) -> int:
-        """See `Backend.new_stream`."""
+        """Create a stream."""
         return self._or_end(self.upstream.new_stream)
 
     def stream_destroy(self, stream: int) -> None:
-        """See `Backend.stream_destroy`."""
+        """Destroy a stream."""
         self._or_end(self.upstream.stream_destroy, stream)
 
     def stream_wait(self, stream: int, other: int) -> None:
-        """See `Backend.stream_wait`."""
+        """Make a stream wait for another."""
         self._or_end(self.upstream.stream_wait, stream, other)
 
     def copy(self, destination: Address, source: Address, num_bytes: int, stream: int) -> None:
-        """See `Backend.copy`."""
+        """Copy bytes on a stream."""
         self._or_end(self.upstream.copy, destination, source, num_bytes, stream)
 
     def copy_many(self, ops: Sequence[CopyOp], stream: int) -> None:
-        """See `Backend.copy_many`."""
+        """Run several copies on a stream."""
         self._or_end(self.upstream.copy_many, ops, stream)
 
     def fill(self, address: Address, num_bytes: int, byte: int, stream: int) -> None:
-        """See `Backend.fill`."""
+        """Fill bytes on a stream."""
         self._or_end(self.upstream.fill, address, num_bytes, byte, stream)
 
     def usage(self) -> BackendUsage:
-        """The upstream's."""
+        """Return the upstream's usage."""
         return self.upstream.usage()
 
     def close(self) -> None:
@@ -188,7 +176,7 @@ class AgreedBackend(Backend):
         self.upstream.close()
 
     def _or_end(self, call: Callable[..., T], *arguments: Any) -> T:
-        """Call the driver; a failure of one rank's is the end of all."""
+        """Call the driver; a failure on one rank ends all ranks."""
         try:
             return call(*arguments)
         except (DriverError, OutOfAddressSpaceError) as error:

@@ -1,11 +1,9 @@
-"""What layers exchange, as operators that a compiler calls and does not look into.
+"""Collectives of the layers, as operators that are opaque to a compiler.
 
-Operators take tensors and numbers, so they find their group by its name. A sum takes the place of
-the part, whose contents nobody wants any more, instead of a copy beside each.
-
-Sums are one kernel's (`one_shot.py`) where devices reach each other, among more than two ranks if
-they are small; others, and what is gathered, are NCCL's, or of CPUs gloo's. `norm_of_sum_` is what
-compiled layers make of a sum that is added to a residual and then put through a norm
+Operators take tensors and numbers, so they look their group up by name. A sum overwrites the part,
+to save a copy. Sums use the one-shot kernel (`one_shot.py`) between devices with peer access, among
+more than two ranks only if they are small; other sums and gathers use NCCL, or gloo on CPUs.
+Compiled layers use `norm_of_sum_` for a sum that is added to a residual and then normalised
 (`step/norms_of_sums.py`).
 """
 
@@ -18,7 +16,7 @@ import torch.distributed as dist
 
 from .one_shot import OneShotSums, has_rows, norm_after_sum
 
-#: Of groups whose ranks add parts in one kernel, by the group's name.
+#: One-shot sums by group name, for groups that have them.
 _ONE_SHOT: dict[str, OneShotSums] = {}
 
 # torch leaves the library untyped.
@@ -37,7 +35,7 @@ def _group(name: str) -> Any:
 
 
 def register(name: str, sums: OneShotSums | None) -> None:
-    """Have parts of a group be added so, or as all others. Whoever had the name is gone."""
+    """Use `sums` for a group's sums, or NCCL and gloo if None; replaces an earlier registration."""
     if sums is None:
         _ONE_SHOT.pop(name, None)
     else:
@@ -67,7 +65,7 @@ def _norm_of_sum_(
     _all_reduce_(part, group)
     if has:
         return norm_after_sum(part, residual, weight, epsilon)
-    # As modules compute it.
+    # The modules' own arithmetic.
     whole = part.add_(residual).to(torch.float32)
     scaled = whole * torch.rsqrt(whole.pow(2).mean(-1, keepdim=True) + epsilon)
     return weight * scaled.to(part.dtype)
@@ -75,7 +73,7 @@ def _norm_of_sum_(
 
 def _all_gather(part: torch.Tensor, group: str, size: int) -> torch.Tensor:
     out = part.new_empty((size * part.shape[0], *part.shape[1:]))
-    # The second name since torch 2.13, which warns of the first.
+    # torch 2.13 deprecates `all_gather_into_tensor` in favour of `all_gather_single`.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(out, part.contiguous(), group=_group(group))
     return out.view(size, *part.shape)
@@ -97,11 +95,11 @@ torch.library.register_fake("vmkv::all_gather", _shape_of_all_gather, lib=_LIBRA
 
 
 def all_reduce(part: torch.Tensor, group: str) -> torch.Tensor:
-    """The sum of all ranks' parts, the same bits on each; takes the part's place if it can."""
+    """Sum all ranks' parts, bitwise equal on each rank; in place if `part` is contiguous."""
     part = part.contiguous()
     if torch.compiler.is_compiling() and part.numel() == part.shape[-1]:
-        # Products of one row are kernels of the compiler's, which would write such a part twice
-        # and copy the sum from the one to the other, unless it must lie in memory just so.
+        # The compiler generates kernels for products of one row, and would write such a part twice
+        # and copy the sum between them, unless its strides are fixed.
         part = part.as_strided(part.shape, part.stride())
     torch.ops.vmkv.all_reduce_(part, group)
     return part
@@ -114,20 +112,16 @@ def norm_of_sum(
     epsilon: float,
     group: str,
 ) -> torch.Tensor:
-    """The norm of all ranks' parts and the residual, whose sum takes the place of `part`.
+    """Add all ranks' parts and the residual into `part`; return the RMS norm of the sum.
 
-    Args:
-        part: `[…, hidden]`, contiguous.
-        residual: Likewise, the same on all ranks.
-        weight: `[hidden]`, what the norm multiplies by; all three of one type.
-        epsilon: Added to the mean of the squares.
-        group: The ranks, by name.
+    `part` and `residual` are `[…, hidden]`, `part` contiguous, `residual` equal on all ranks;
+    `weight` is `[hidden]`; all have one type.
     """
     out: torch.Tensor = torch.ops.vmkv.norm_of_sum_(part, residual, weight, epsilon, group)
     return out
 
 
 def all_gather(part: torch.Tensor, group: str, size: int) -> torch.Tensor:
-    """`[size, …]` of all ranks' parts `[…]`, in the order of the ranks."""
+    """Stack all ranks' parts `[…]` to `[size, …]`, in the order of the ranks."""
     out: torch.Tensor = torch.ops.vmkv.all_gather(part, group, size)
     return out

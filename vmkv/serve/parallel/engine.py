@@ -1,9 +1,9 @@
-"""An engine whose model is spread over several devices, with a process for each.
+"""An engine whose model is divided among several devices, with a process for each.
 
     with open_parallel_engine("meta-llama/Llama-3.1-8B", 2) as engine:
         engine.generate(...)
 
-starts the others, watches them and ends them. Where torchrun has started all:
+starts, watches and ends the other ranks. With ranks that torchrun has started:
 
     ranks = TensorParallel.from_environment()
     with ParallelEngine(load(path, ranks), tensor_parallel=ranks) as engine:
@@ -38,25 +38,19 @@ from .loading import load
 from .lockstep import Lockstep
 
 _LOG = logging.getLogger(__name__)
-#: Time for the other ranks to free what they hold, once rank 0 has closed its engine.
+#: Time for the other ranks to free their resources, once rank 0 has closed its engine.
 _END_S = 30.0
 
 
 class ParallelEngine(Engine):
-    """An `Engine` on each rank: that of rank 0 is asked, the others `follow` it.
+    """An `Engine` on each rank: rank 0's takes requests, and the others `follow` it.
 
-    Args:
-        model: Of which this rank's part is left: a whole one, or one that `load` or transformers
-            has divided.
-        tensor_parallel: The ranks, each of which makes an engine with the same arguments.
-        budget_bytes: As of `Engine`, for each rank; all take what the one with least has.
-        host_budget_bytes: Likewise.
-        options: As of `Engine`, but for `pool`. Tokenizers are for all ranks: stop texts are looked
-            for on each.
+    Each rank makes one with the same arguments, which are those of `Engine` except `pool` and
+    `kv_scales`; tokenizers too, to search for stop texts. `model` is whole, and this rank's part is
+    kept, or was divided by `load` or transformers. All ranks use the smallest budgets of any.
 
-    Raises:
-        ConfigError: As of `Engine`; or the model cannot be divided among so many ranks.
-        RankError: A rank has ended; also from every call of the engine.
+    Every call raises `RankError` once a rank has ended. `ConfigError` is raised as by `Engine`, and
+    if the model cannot be divided.
     """
 
     def __init__(
@@ -77,7 +71,7 @@ class ParallelEngine(Engine):
             model, None, budget_bytes, host_budget_bytes, open_memory=lockstep.backend
         )
         lockstep.level(pool)
-        # What one rank would choose for itself is rank 0's choice.
+        # Choices that a rank would make for itself are rank 0's.
         seed = options.get("seed")
         options["seed"] = ranks.share(random.getrandbits(64) if seed is None else seed)
         costs = options.get("preemption_costs") or PreemptionCosts.of(model)
@@ -99,16 +93,16 @@ class ParallelEngine(Engine):
 
     @property
     def num_failed_steps(self) -> int:
-        """See `Engine.num_failed_steps`; without all ranks, none will succeed."""
+        """Failed steps since the last successful one; the maximum once a rank is lost."""
         return super().num_failed_steps if self._ranks.failure is None else FAILED_STEPS_MAX
 
     def when_lost(self, call: Callable[[], None]) -> None:
-        """See `Engine.when_lost`."""
+        """Have `call` called, from any thread, when a rank is lost."""
         self._ranks.on_loss = call
         if self._ranks.failure is not None:
             call()
 
-    # ---- what rank 0 is asked for ---------------------------------------------------------
+    # ---- calls on rank 0 ------------------------------------------------------------------
 
     def add(
         self,
@@ -118,12 +112,7 @@ class ParallelEngine(Engine):
         *,
         tenant: str | None = None,
     ) -> RequestHandle:
-        """See `Engine.add`.
-
-        Raises:
-            ConfigError: As there; or the request holds what cannot be sent to other processes.
-            RankError: A rank has ended.
-        """
+        """Add a request; raises `ConfigError` also if it cannot be pickled for the other ranks."""
         self._check_asked()
         check_tenant(tenant)
         if params is not None and params.logits_processors:
@@ -133,33 +122,27 @@ class ParallelEngine(Engine):
         return super().add(prompt, params, priority, tenant=tenant)
 
     def cancel(self, handle: RequestHandle) -> None:
-        """See `Engine.cancel`."""
+        """Cancel a request on all ranks."""
         if not handle.is_finished:
             self._note("cancel", _unfinished_id(handle))
             super().cancel(handle)
 
     def cancel_all(self, error: Exception | None = None) -> None:
-        """See `Engine.cancel_all`."""
+        """Cancel every request on all ranks."""
         if error is not None:
             self._note("fail_all", str(error))
         super().cancel_all(error)
 
     def finish(self, handle: RequestHandle, sample: int) -> None:
-        """See `Engine.finish`."""
+        """End one sample on all ranks."""
         if not handle.is_finished:
             self._note("finish", _unfinished_id(handle), sample)
             super().finish(handle, sample)
 
     def set_budget(self, budget_bytes: int) -> None:
-        """Change what keys and values may take on the device, on each rank.
+        """Set each rank's memory for keys and values; may evict prefixes and preempt requests.
 
-        Cached prefixes give way where they must, and requests that then do not fit together to
-        each other.
-
-        Raises:
-            ConfigError: It is below what running requests hold. It stays as it was.
-            ClosedError: The engine is closed.
-            RankError: A rank has ended.
+        Raises `ConfigError`, and changes nothing, if running requests use more.
         """
         self._check_asked()
         self._lockstep.note("set_budget", budget_bytes)
@@ -167,12 +150,7 @@ class ParallelEngine(Engine):
         self.cache.pool.set_budget(budget_bytes)
 
     def advance(self) -> bool:
-        """See `Engine.advance`.
-
-        Raises:
-            ClosedError: The engine is closed.
-            RankError: A rank has ended, and every request with it.
-        """
+        """Run one step on all ranks; if a rank ends, all requests end with its `RankError`."""
         try:
             self._check_asked()
             if not self._loop.has_work:
@@ -196,12 +174,7 @@ class ParallelEngine(Engine):
         return more
 
     def fall_idle(self, is_wanted: Callable[[], bool] = lambda: False) -> None:
-        """See `Engine.fall_idle`; the ranks give back the same.
-
-        Raises:
-            ClosedError: The engine is closed.
-            RankError: A rank has ended.
-        """
+        """Give back memory above the watermark, the same on all ranks; see `Engine.fall_idle`."""
         self._check_asked()
         super().fall_idle(is_wanted)
 
@@ -211,7 +184,7 @@ class ParallelEngine(Engine):
         return super()._reclaim(num_bytes)
 
     def close(self) -> None:
-        """See `Engine.close`; the other ranks close theirs."""
+        """Close this engine; rank 0 also closes those of the other ranks. Idempotent."""
         if self._is_closed:
             return
         try:
@@ -226,7 +199,7 @@ class ParallelEngine(Engine):
         super().close()
 
     def _note(self, *command: Any) -> None:
-        """What can be done after a rank's end as well is done by this one alone then."""
+        """Forward a command, unless a rank has ended: then this rank acts alone."""
         if not self._ranks.rank and self._ranks.failure is None:
             self._lockstep.note(*command)
 
@@ -239,15 +212,10 @@ class ParallelEngine(Engine):
         if self._ranks.rank:
             raise ConfigError("this engine follows that of rank 0: call follow(), and ask there")
 
-    # ---- the others -----------------------------------------------------------------------
+    # ---- calls on the other ranks ---------------------------------------------------------
 
     def follow(self) -> None:
-        """Do what the engine of rank 0 does, until that is closed; this one is then closed too.
-
-        Raises:
-            ConfigError: This is the engine to ask.
-            RankError: A rank has ended. The engine is closed.
-        """
+        """Repeat rank 0's commands and steps until its engine closes; then close this one."""
         if not self._ranks.rank:
             raise ConfigError("this engine is asked, and follows nobody")
         try:
@@ -261,7 +229,7 @@ class ParallelEngine(Engine):
             self.close()
 
     def _obey(self, name: str, arguments: Sequence[Any]) -> None:
-        """Do what rank 0 has done; what it was refused is refused here as well."""
+        """Run one of rank 0's commands; a refusal, which rank 0 has raised, is only logged."""
         try:
             if name == "add":
                 *others, tenant = arguments
@@ -283,16 +251,12 @@ class ParallelEngine(Engine):
 
 
 def _unfinished_id(handle: RequestHandle) -> int:
-    """The number of an unfinished sample: every rank finds the handle by it."""
+    """Return the number of an unfinished sample, by which every rank finds the handle."""
     return next(each.request_id for each in handle.requests if not each.is_finished)
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Refuse what an `Engine` can be made with and a `ParallelEngine` cannot.
-
-    Raises:
-        ConfigError: It holds such an option.
-    """
+    """Raise `ConfigError` for an `Engine` option that a `ParallelEngine` does not support."""
     if options.get("pool") is not None:
         raise ConfigError("ranks cannot share a pool with others; leave pool out")
     if options.get("kv_scales") is not None:
@@ -310,25 +274,15 @@ def open_parallel_engine(
     observer: Any = None,
     **options: Any,
 ) -> Iterator[ParallelEngine]:
-    """Rank 0's engine, with all others in processes of their own.
+    """Open rank 0's engine, with every other rank in a process of its own.
 
-    If one of them ends, so do all: whoever is asking gets a `RankError`, and another engine can be
-    opened once this one is closed.
+    `model` is a folder, a Hub name, or a picklable function that makes the model on a rank;
+    `device_type` is "cuda" or "cpu"; `dtype` is of the weights, by default as saved; for
+    `timeout_s` see `TensorParallel`. `observer` is rank 0's, and `options`, which are pickled, are
+    of every `ParallelEngine`.
 
-    Args:
-        model: A folder or a name on the Hub; or a function that makes the model on each rank, and
-            can be pickled.
-        num_ranks: How many GPUs.
-        device_type: "cuda" or "cpu".
-        dtype: Of the weights; by default as they were saved.
-        timeout_s: See `TensorParallel`.
-        observer: Who is told what happens on rank 0.
-        options: What every `ParallelEngine` is made with; they are pickled.
-
-    Raises:
-        ConfigError: There are not so many devices, or the model cannot be divided among them.
-        RankError: A rank has ended; also from every call of the engine.
-        Whatever `Engine` raises.
+    If a rank ends, all end: calls raise `RankError`, and another engine can be opened once this one
+    is closed. Raises `ConfigError` for too few devices or a model that cannot be divided.
     """
     check_options(options)
     make = partial(load, model, dtype=dtype) if isinstance(model, str) else model
@@ -340,7 +294,7 @@ def open_parallel_engine(
         timeout_s=timeout_s,
     )
     with ranks:
-        assert ranks.group is not None  # It is there once all ranks are.
+        assert ranks.group is not None  # Set once all ranks have connected.
         engine = ParallelEngine(
             make(ranks.group), tensor_parallel=ranks.group, observer=observer, **options
         )

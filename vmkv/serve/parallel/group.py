@@ -1,12 +1,12 @@
-"""The ranks of a model: who they are, how they agree, and what happens when one is lost.
+"""The ranks of a model: how they agree, and what happens when one is lost.
 
-A rank decides nothing by itself. What depends on its device or its driver is agreed on (`min`,
-`max`), what comes from outside comes from rank 0 (`share`, `send` and `receive`), and everything
-else is the same everywhere because it is computed from the same numbers in the same order.
+A rank decides nothing alone. Values that depend on its device or driver are agreed on (`min`,
+`max`), external input comes from rank 0 (`share`, `send` and `receive`), and everything else is
+computed from the same numbers in the same order.
 
-Ranks talk over gloo, beside whatever their layers talk over, so that nothing of it waits for a
-device. A rank that has ended is noticed at once by who talks to it, one that is stuck after a time
-limit; both are the end of all of them, since each has a part of every layer.
+Agreement uses gloo, separate from the layers' collectives, so it never waits for a device. A rank
+that has ended is detected at once by ranks that communicate with it, a hanging one after a time
+limit. Either ends all ranks, since each has a part of every layer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .one_shot import OneShotSums
 _LOG = logging.getLogger(__name__)
 #: Key in the store of a rank that has failed.
 _FAILED = "vmkv/failed/{}"
-#: Time for all ranks that wait for the same rank to fail, and how often to look.
+#: Time for all ranks that wait for the same rank to fail, and the polling interval.
 _NOTICE_S, _POLL_S = 1.0, 0.01
 #: The source file that gloo's messages begin with.
 _GLOO_FILE = re.compile(r"\[(enforce fail at )?\S+:\d+\] ")
@@ -41,34 +41,29 @@ _FOREVER = timedelta(days=3650)
 
 
 class Message(NamedTuple):
-    """What rank 0 says before a step.
-
-    Attributes:
-        commands: What to do first; None for nothing.
-        is_step: Whether a step follows.
-    """
+    """Rank 0's commands before a step, None for none, and whether a step follows."""
 
     commands: Any
     is_step: bool
 
 
 class TensorParallel:
-    """The ranks that hold the parts of one model. Made by all of them at the same time.
+    """The ranks that hold the parts of one model. All ranks must create it at the same time.
 
     Args:
-        timeout_s: What an answer of another rank may take.
-        explain: Asked what is known of a rank that does not answer.
+        timeout_s: Time limit for an answer of another rank.
+        explain: Returns what is known about a rank that does not answer.
 
     Attributes:
         rank: This process's number, from 0 on.
-        size: How many there are.
-        name: What collectives know the group by.
-        failure: Why the ranks have ended; None while they have not.
+        size: Number of ranks.
+        name: The group's name in `torch.distributed`.
+        failure: The error that ended the ranks, or None.
         on_loss: Called by `lose`.
 
     Raises:
-        ConfigError: `torch.distributed` is not set up; `from_environment` does it.
-        RankError: Another rank is not there.
+        ConfigError: `torch.distributed` is not initialised; `from_environment` does it.
+        RankError: Another rank does not answer.
     """
 
     def __init__(
@@ -96,7 +91,7 @@ class TensorParallel:
         limit = timedelta(seconds=timeout_s)
         try:
             self._agreement: Any = dist.new_group(backend="gloo", timeout=limit)
-            # Rank 0 sends, which waits for a rank that is not ready to receive.
+            # Rank 0 waits, up to its limit, for ranks that are not ready to receive.
             control_limit = _FOREVER if self.rank else limit
             self._control: Any = dist.new_group(backend="gloo", timeout=control_limit)
         except RuntimeError as error:
@@ -105,14 +100,14 @@ class TensorParallel:
         collectives.register(self.name, self._sums)
 
     def _open_sums(self, timeout_s: float) -> OneShotSums | None:
-        """Sums in one kernel, if all ranks can; what hinders one is no error of the group's."""
+        """Open one-shot sums if all ranks can; a rank that cannot makes all use NCCL."""
         sums = reason = None
         if self.share(socket.gethostname()) != socket.gethostname():
             reason = "the ranks are on several hosts"
         else:
             try:
                 sums = OneShotSums(self.rank, self.size, timeout_s)
-            except (RuntimeError, ConfigError) as error:  # Whatever a device says.
+            except (RuntimeError, ConfigError) as error:  # Any error of the device.
                 reason = one_line(error)
         if self.min(int(sums is not None)) and sums is not None:
             try:
@@ -127,7 +122,7 @@ class TensorParallel:
         return None
 
     def _gather(self, data: bytes) -> list[bytes]:
-        """All ranks' bytes, as many of each."""
+        """Gather bytes of equal length from all ranks."""
         mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         parts = [torch.empty_like(mine) for _ in range(self.size)]
         self._call(lambda: dist.all_gather(parts, mine, group=self._agreement))
@@ -137,14 +132,10 @@ class TensorParallel:
     def from_environment(
         cls, device_type: str | None = None, *, timeout_s: float = 60.0
     ) -> TensorParallel:
-        """The ranks that torchrun has started, this one among them.
+        """Connect to the ranks that torchrun has started.
 
-        Args:
-            device_type: "cuda" or "cpu"; by default the former where there is one.
-            timeout_s: As of the group.
-
-        Raises:
-            ConfigError: Nobody says which rank this is.
+        `device_type` is "cuda" or "cpu", by default "cuda" if available. Raises `ConfigError` if
+        the environment does not say which rank this is.
         """
         if not dist.is_initialized():
             if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
@@ -156,22 +147,18 @@ class TensorParallel:
             set_up(device_type, int(os.environ.get("LOCAL_RANK", "0")), timeout_s)
         return cls(timeout_s=timeout_s)
 
-    # ---- agreeing -------------------------------------------------------------------------
+    # ---- agreement ------------------------------------------------------------------------
 
     def min(self, value: int) -> int:
-        """The smallest of all ranks' values. Each asks at the same point.
-
-        Raises:
-            RankError: A rank does not answer.
-        """
+        """Return the smallest of all ranks' values. Collective: all ranks call it in order."""
         return self._reduce(value, dist.ReduceOp.MIN)
 
     def max(self, value: int) -> int:
-        """The largest; as `min`."""
+        """Return the largest of all ranks' values; like `min`, a collective call."""
         return self._reduce(value, dist.ReduceOp.MAX)
 
     def share(self, value: Any) -> Any:
-        """Rank 0's value, on all of them; as `min`. It is pickled."""
+        """Return rank 0's value, pickled, on all ranks; like `min`, a collective call."""
         data = self._bytes(value) if not self.rank else b""
         size = self.max(len(data))
         buffer = torch.zeros(size, dtype=torch.uint8)
@@ -181,11 +168,7 @@ class TensorParallel:
         return pickle.loads(buffer.numpy().tobytes())
 
     def check_same(self, facts: dict[str, int]) -> None:
-        """See that what must be the same everywhere is.
-
-        Raises:
-            RankError: It is not; all ranks raise it.
-        """
+        """Check that named values are equal on all ranks; all ranks raise `RankError` otherwise."""
         different = [
             f"{name} ({low} to {high})"
             for name, value in facts.items()
@@ -199,17 +182,10 @@ class TensorParallel:
         self._call(lambda: dist.all_reduce(tensor, operation, group=self._agreement))
         return int(tensor)
 
-    # ---- what rank 0 says -----------------------------------------------------------------
+    # ---- commands of rank 0 ---------------------------------------------------------------
 
     def send(self, message: Message, checksum: int) -> None:
-        """Tell the other ranks what to do. Rank 0's alone.
-
-        Args:
-            message: What to do.
-            checksum: Of all that was computed so far; theirs must be the same.
-
-        Cost: some 50 µs, and as much again where there are commands.
-        """
+        """Send a message from rank 0; `checksum` covers the state before it. Cost: 50 to 100 µs."""
         data = b"" if message.commands is None else self._bytes(message.commands)
         head = torch.tensor([len(data), message.is_step, checksum], dtype=torch.int64)
         self._call(lambda: dist.broadcast(head, 0, group=self._control))
@@ -218,11 +194,7 @@ class TensorParallel:
             self._call(lambda: dist.broadcast(body, 0, group=self._control))
 
     def receive(self, checksum: int) -> Message:
-        """Wait for what rank 0 says, however long it takes.
-
-        Raises:
-            RankError: It has ended, or has computed something else.
-        """
+        """Wait for rank 0's message, without a limit; `RankError` if the checksums differ."""
         head = torch.zeros(3, dtype=torch.int64)
         self._call(lambda: dist.broadcast(head, 0, group=self._control))
         num_bytes, is_step, theirs = head.tolist()
@@ -235,11 +207,7 @@ class TensorParallel:
         return Message(pickle.loads(body.numpy().tobytes()), bool(is_step))
 
     def check_sendable(self, value: Any) -> None:
-        """See that a value can be sent to other processes.
-
-        Raises:
-            ConfigError: It cannot: it holds a function of the caller's, for instance.
-        """
+        """Check that a value can be pickled; raises `ConfigError` otherwise."""
         self._bytes(value)
 
     @staticmethod
@@ -249,22 +217,22 @@ class TensorParallel:
         except Exception as error:
             raise ConfigError(f"it cannot be sent to the other ranks: {one_line(error)}") from error
 
-    # ---- the end --------------------------------------------------------------------------
+    # ---- failure and shutdown -------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise the `RankError` that the ranks have ended with, if they have."""
+        """Raise the group's `RankError` if the ranks have ended."""
         if self.failure is None and (reason := self.stuck()) is not None:
             self.failure = RankError(reason)
         if self.failure is not None:
             raise self.failure
 
     def stuck(self) -> str | None:
-        """The ranks that a kernel has waited for in vain, if one has. From any thread."""
+        """Name the ranks for which a kernel has waited in vain, if any. Thread-safe."""
         sums = self._sums
         return self._unanswered() if sums is not None and sums.has_given_up() else None
 
     def fail(self, reason: str | BaseException) -> RankError:
-        """The ranks have ended; returns the error to raise. The first reason stays."""
+        """End the ranks and return the error to raise; the first reason is kept."""
         if self.failure is None:
             if isinstance(reason, BaseException):
                 text = self._explained(reason)
@@ -274,19 +242,19 @@ class TensorParallel:
         return self.failure
 
     def lose(self, reason: str) -> None:
-        """Another rank has ended: from any thread, have whoever waits for it wait no more."""
+        """End the ranks because one was lost, and abort every wait for it. Thread-safe."""
         if self.failure is None:
             self.failure = RankError(reason)
         if self._sums is not None:
             self._sums.give_up()
         if dist.is_initialized() and dist.get_backend() == "nccl":
-            # The kernels that wait for it end, and leave what is worth nothing.
+            # Kernels that wait for the lost rank end; their results are invalid.
             abort()
         if self.on_loss is not None:
             self.on_loss()
 
     def close(self) -> None:
-        """Give back what sums hold, once no rank adds any more. Idempotent."""
+        """Release the memory of one-shot sums, after all ranks have stopped adding. Idempotent."""
         sums, self._sums = self._sums, None
         collectives.register(self.name, None)
         if sums is not None:
@@ -304,12 +272,12 @@ class TensorParallel:
         return known or f"{which} has ended: {text}"
 
     def _note_failure(self) -> None:
-        """Let the other ranks know that this one answers: it has failed too."""
+        """Tell the other ranks through the store that this rank has failed, and is not hanging."""
         with contextlib.suppress(RuntimeError):  # The store may have ended with a rank.
             self._store.set(_FAILED.format(self.rank), "")
 
     def _unanswered(self) -> str:
-        """The ranks that do not answer: a moment after the time limit they have not failed."""
+        """Name the ranks that do not answer, not even with a noted failure."""
         self._note_failure()
         deadline_s = time.monotonic() + _NOTICE_S
         silent = [rank for rank in range(self.size) if rank != self.rank]
@@ -330,7 +298,7 @@ class TensorParallel:
 
 
 def abort() -> None:
-    """Give up what this process has under way with others, and forget them."""
+    """Abort this process's collectives and leave the process group."""
     c10d: Any = dist.distributed_c10d
     try:
         c10d._abort_process_group()
@@ -339,15 +307,8 @@ def abort() -> None:
 
 
 def set_up(device_type: str, device_index: int, timeout_s: float, **rendezvous: Any) -> None:
-    """Initialise `torch.distributed` for one rank.
-
-    Args:
-        device_type: "cuda" or "cpu".
-        device_index: This rank's device.
-        timeout_s: What a collective may take.
-        rendezvous: `rank`, `world_size` and `store`; by default what the environment says.
-    """
-    # Graphs and eager collectives run one after the other here; it saves NCCL some microseconds.
+    """Initialise `torch.distributed` for one rank, by default with the environment's rendezvous."""
+    # Graphs and eager collectives never overlap here; this saves NCCL some microseconds.
     os.environ.setdefault("NCCL_GRAPH_MIXING_SUPPORT", "0")
     options = dict(rendezvous)
     if device_type == "cuda":

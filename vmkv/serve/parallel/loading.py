@@ -1,4 +1,4 @@
-"""Models of which every rank reads its part alone."""
+"""Loads models of which every rank reads only its part."""
 
 from __future__ import annotations
 
@@ -15,27 +15,17 @@ from .localise import localise
 
 
 def check_config(config: Any, size: int) -> None:
-    """See that a model can be divided among ranks, before they are started; some seconds.
-
-    Raises:
-        ConfigError: It cannot.
-    """
+    """Check within seconds that a model can be divided; raises `ConfigError` otherwise."""
     plan = sharding.plan_of(probe.build_without_weights(config, torch.bfloat16))
     sharding.check_heads(config, plan, size)
 
 
 def load(path: str, group: TensorParallel, *, dtype: str | None = None) -> Any:
-    """A causal language model in eval mode, of which this process has its rank's part.
+    """Load a causal language model in eval mode, reduced to this rank's part; all ranks call it.
 
-    Args:
-        path: A folder, or a name on the Hub.
-        group: The ranks, each of which calls this.
-        dtype: Of the weights; by default as they were saved.
-
-    Raises:
-        ConfigError: There is no such model, or it cannot be divided; or this transformers cannot
-            do it.
-        CapacityError: A part does not fit its device.
+    `path` is a folder or a Hub name; `dtype` is of the weights, by default as saved. Raises
+    `ConfigError` if the model does not exist or cannot be divided, `CapacityError` if a part does
+    not fit its device.
     """
     in_parts = compat.in_parts(group.size)
     try:
@@ -49,7 +39,7 @@ def load(path: str, group: TensorParallel, *, dtype: str | None = None) -> Any:
         raise CapacityError(
             f"a part of the weights of {path} does not fit its device: {one_line(error)}"
         ) from error
-    except Exception as error:  # whatever a folder, or the Hub, holds
+    except Exception as error:  # a folder or the Hub may hold anything
         raise ConfigError(f"cannot load {path}: {one_line(error)}") from error
     localise(model, group)
     return model.eval()

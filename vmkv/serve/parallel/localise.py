@@ -1,9 +1,9 @@
 """Layers that compute with a part of their weights, as ordinary modules over ordinary tensors.
 
-transformers keeps parts as distributed tensors and runs them through closures that exchange and
-restore parameters around every call, which neither a compiler nor a graph gets through. Here a
-part is a plain parameter and a layer a plain class, whose only trace of the other ranks is an
-operator; so a rank's layers are compiled, joined and captured as a whole model's are.
+transformers keeps parts as distributed tensors and wraps layers in closures that exchange and
+restore parameters around every call, which neither compilers nor CUDA graphs support. Here a part
+is a plain parameter and communication is an operator, so a rank's layers are compiled, fused and
+captured like a whole model's.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from .sharding import Share
 
 
 class RowwiseLinear(torch.nn.Linear):
-    """Has some columns of the weight, and all of the bias: ranks' outputs are added."""
+    """Linear layer with some columns of the weight, and the bias; ranks' outputs are added."""
 
     _vmkv_group: str
-    #: Which part of the input it takes, as start and length; None where it is given that part.
+    #: The slice of the input to use, as start and length; None if the input is this rank's part.
     _vmkv_input: tuple[int, int] | None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """The whole projection."""
+        """Compute the whole projection."""
         its = input if self._vmkv_input is None else input.narrow(-1, *self._vmkv_input)
         out = all_reduce(functional.linear(its, self.weight), self._vmkv_group)
         return out if self.bias is None else out + self.bias
 
 
 class GatheredLinear(torch.nn.Linear):
-    """Has some rows of the weight, as many as every rank: ranks' outputs lie side by side."""
+    """Linear layer with some rows of the weight, as many on every rank; outputs are joined."""
 
     _vmkv_group: str
     _vmkv_rank: int
     _vmkv_size: int
-    #: `[any, rows]`, where to leave this rank's part alone; None where all ranks' are wanted.
+    #: Buffer `[any, rows]` for this rank's output; None to gather all ranks' outputs.
     _vmkv_room: torch.Tensor | None = None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """The whole projection; or this rank's part, see `divided_head.py`."""
+        """Compute the whole projection, or this rank's part (see `divided_head.py`)."""
         room = self._vmkv_room
         if room is None:
             return self.whole(super().forward(input))
@@ -62,20 +62,19 @@ class GatheredLinear(torch.nn.Linear):
         return out.view(*input.shape[:-1], -1)
 
     def whole(self, part: torch.Tensor) -> torch.Tensor:
-        """All ranks' parts `[…, rows]` side by side."""
+        """Concatenate all ranks' parts `[…, rows]`."""
         parts = all_gather(part, self._vmkv_group, self._vmkv_size)
-        # The last rank's rows may be filled up.
+        # The last rank's rows may be padded.
         return parts.movedim(0, -2).flatten(-2)[..., : self.out_features]
 
 
 class _PartialEmbedding(torch.nn.Embedding):
-    """Has some tokens of the vocabulary; ranks' outputs are added, all but one of them zero."""
+    """Embedding with some tokens, and zero for others; ranks' outputs are added."""
 
     _vmkv_group: str
     _vmkv_start: int
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """The embeddings of `input`, whoever has them."""
         local = input - self._vmkv_start
         inside = local.clamp(0, self.weight.shape[0] - 1)
         part = super().forward(inside)
@@ -83,29 +82,20 @@ class _PartialEmbedding(torch.nn.Embedding):
 
 
 class _PartialExperts(torch.nn.Module):
-    """Has some columns of every expert: ranks' outputs are added."""
+    """Experts with some columns of each; ranks' outputs are added."""
 
     _vmkv_group: str
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The output of all experts."""
         return all_reduce(super().forward(*args, **kwargs), self._vmkv_group)
 
 
 def localise(model: Any, group: TensorParallel) -> None:
-    """Leave of a model this rank's part, in place.
+    """Reduce a causal language model, the same on every rank, to this rank's part, in place.
 
-    What transformers has divided is taken over; a model that is whole is cut, whose other parts
-    are then gone. Idempotent.
-
-    Args:
-        model: A causal language model, of which every rank has the same.
-        group: The ranks.
-
-    Raises:
-        ConfigError: It cannot be divided like that. Nothing has changed.
-
-    Cost: of a whole model, a copy of this rank's part, one parameter at a time.
+    Converts a model that transformers has divided; cuts a whole one and releases its other parts.
+    Idempotent. Raises `ConfigError`, and changes nothing, if the model cannot be divided. Cost: for
+    a whole model, a copy of this rank's part, one parameter at a time.
     """
     if vars(model).get(GROUP) == group.name:
         return
@@ -118,7 +108,7 @@ def localise(model: Any, group: TensorParallel) -> None:
     with torch.no_grad():
         _localise_parameters(model, plan, share)
         for module, style in modules:
-            vars(module).pop("forward", None)  # transformers' closure, where it has put one.
+            vars(module).pop("forward", None)  # transformers' closure, if any.
             _change_class(module, style, group)
     setattr(model, GROUP, group.name)
 
@@ -143,8 +133,8 @@ def _localise_parameters(model: torch.nn.Module, plan: Any, share: Share) -> Non
     from torch.distributed.tensor import DTensor
 
     is_divided = any(isinstance(each, DTensor) for each in model.parameters())
-    parts: dict[int, torch.nn.Parameter] = {}  # Tied ones stay tied.
-    # The same parameter is visited under each of its names, and replaced under all of them.
+    parts: dict[int, torch.nn.Parameter] = {}  # Keeps tied parameters tied.
+    # A tied parameter is visited under each of its names, and replaced under all of them.
     for prefix, module in model.named_modules():
         for name, parameter in tuple(module._parameters.items()):
             if parameter is None:
@@ -169,7 +159,7 @@ def _localise_parameters(model: torch.nn.Module, plan: Any, share: Share) -> Non
 def _filled_up(
     part: torch.Tensor, whole: torch.Size, style: str | None, share: Share
 ) -> torch.Tensor:
-    """As many rows as every rank has, where all ranks' are put together."""
+    """Pad a part that is gathered to the number of rows that every rank has."""
     if style is None or not (sharding.COLUMNS.get(style) or style == sharding.EMBEDDING):
         return part
     rows = div_ceil(whole[0], share.size)
@@ -204,7 +194,7 @@ _DERIVED: dict[tuple[type, type], type] = {}
 
 
 def _derived(partial: type, of: type) -> type:
-    """A class that computes as `of` does, with a part; one for all modules of a class."""
+    """Return a subclass of `of` that computes with a part; one per class."""
     key = (partial, of)
     if key not in _DERIVED:
         _DERIVED[key] = type(f"Partial{of.__name__}", (partial, of), {})

@@ -1,12 +1,11 @@
-"""An engine on every rank: all of them plan the same steps, because all of them hear the same.
+"""An engine on every rank: all ranks plan the same steps, because all get the same input.
 
-Rank 0 is asked. What it is asked for changes its scheduler and cache at once, and goes to the
-other ranks before the next step, in the same order, so that they come to the same state. A step
-itself needs no message but a few numbers, since everybody plans it from lengths and pages alone.
-The ranks agree on the rest: the capacity, the cost model, the seeds and the graphs at the start;
-the driver's answers (`AgreedBackend`); a lack of memory for keys and values or for a slot, after
-which all ranks plan a smaller step; a failure of a logits processor, which ends its request on all
-ranks. Any other failure on one rank ends all of them.
+Commands change rank 0's scheduler and cache at once, and reach the other ranks before the next
+step, in the same order. A step needs no message but a few numbers, since every rank plans it from
+lengths and pages alone. The ranks agree on the rest: the capacity, the cost model, the seeds and
+the graphs at the start; the driver's answers (`AgreedBackend`); a lack of memory for keys and
+values or for a slot, after which all ranks plan a smaller step; a failure of a logits processor,
+which ends its request on all ranks. Any other failure on one rank ends all of them.
 """
 
 from __future__ import annotations
@@ -33,13 +32,9 @@ Command = tuple[Any, ...]
 
 
 class Lockstep:
-    """One engine's place among the ranks.
+    """Synchronises one engine with those of the other ranks; calls may raise `RankError`.
 
-    Args:
-        group: The ranks.
-
-    Attributes:
-        num_requests: Unfinished requests after the last step, the same on all ranks.
+    `num_requests` is the number of unfinished requests after the last step, equal on all ranks.
     """
 
     def __init__(self, group: TensorParallel):
@@ -50,79 +45,63 @@ class Lockstep:
         self._pool: ExtentPool | None = None
         self.num_requests = 0
 
-    # ---- the start ------------------------------------------------------------------------
+    # ---- startup --------------------------------------------------------------------------
 
     def backend(self, device: str) -> Backend:
-        """The memory of this rank's device."""
+        """Open the memory of this rank's device."""
         return AgreedBackend(open_backend(device), self.group, self._clock)
 
     def level(self, pool: ExtentPool) -> None:
-        """Have a pool that is empty promise what every rank's can."""
+        """Set an empty pool's budgets to the smallest of all ranks'."""
         for location in MemoryLocation:
             budget_bytes = self.group.min(pool.stats(location).budget_bytes)
             if budget_bytes:
                 pool.set_budget(budget_bytes, location)
 
     def begin(self, pool: ExtentPool, **facts: int) -> None:
-        """Go on with this pool, once it is seen that all ranks have the same.
-
-        Raises:
-            RankError: They have not, or differ in another of the `facts`.
-        """
+        """Use this pool, after checking that it and other `facts` are equal on all ranks."""
         self._pool = pool
         budget_bytes = pool.stats().budget_bytes
         self.group.check_same({"page_bytes": pool.page_bytes, "budget": budget_bytes, **facts})
 
     def runner(self, runner: Runner) -> Runner:
-        """A runner whose failures are those of all ranks."""
+        """Wrap a runner so that its failures occur on all ranks."""
         return _LockstepRunner(runner, self)
 
     # ---- rank 0 ---------------------------------------------------------------------------
 
     def note(self, *command: Any) -> None:
-        """The engine does this now: the others before the next step.
-
-        Raises:
-            RankError: They have ended.
-        """
+        """Queue a command for the other ranks, which run it before the next step."""
         self.group.check()
         self._commands.append(command)
 
     def flush(self, *, is_step: bool = False) -> None:
-        """Have the others do what was noted, and then, with `is_step`, a step.
-
-        Raises:
-            RankError: A rank has ended.
-        """
+        """Send the queued commands, and with `is_step` a step, to the other ranks."""
         commands, self._commands = self._commands, []
         self.group.send(Message(commands or None, is_step), self._state())
 
-    # ---- the others -----------------------------------------------------------------------
+    # ---- other ranks ----------------------------------------------------------------------
 
     def receive(self) -> tuple[Sequence[Command], bool]:
-        """Wait for what rank 0 says: what to do, and whether a step follows.
-
-        Raises:
-            RankError: A rank has ended, or the ranks have come to different states.
-        """
+        """Wait for rank 0's commands, and whether a step follows; compare the ranks' states."""
         commands, is_step = self.group.receive(self._state())
         return commands or (), is_step
 
-    # ---- all ------------------------------------------------------------------------------
+    # ---- all ranks ------------------------------------------------------------------------
 
     def submitted(self) -> int:
-        """A step is on the device; returns its number."""
+        """Count a step submitted to the device; return its number."""
         self._clock.num_submitted += 1
         return self._clock.num_submitted
 
     def completed(self, number: int, result: StepResult) -> None:
-        """A step was read."""
+        """Note that a step's result was read."""
         self._clock.num_completed = number
         tokens = ",".join(map(str, result.token_ids))
         self._checksum = zlib.crc32(tokens.encode(), self._checksum)
 
     def _state(self) -> int:
-        """A checksum of the sampled tokens, the pool's books and the number of requests."""
+        """Return a checksum of sampled tokens, pool counters and number of requests."""
         if self._pool is None:
             return self._checksum
         stats = self._pool.stats()
@@ -137,7 +116,7 @@ class _LockstepRunner:
         self._runner = runner
         self.close = runner.close
         self._lockstep = lockstep
-        # Whether slots were set since the last step, and the first one's lack of memory.
+        # Whether slots were set since the last step, and the first out-of-memory error among them.
         self._has_set = False
         self._shortage: Exception | None = None
 
@@ -148,12 +127,12 @@ class _LockstepRunner:
         prompt_token_ids: Sequence[int],
         output_token_ids: Sequence[int] = (),
     ) -> None:
-        """See `Runner`. If a rank has no memory for it, `submit` fails on all ranks."""
+        """Set a slot; if a rank lacks memory for it, `submit` fails on all ranks."""
         self._has_set = True
         try:
             self._runner.set_slot(slot, params, prompt_token_ids, output_token_ids)
         except ConfigError:
-            # The parameters are refused on every rank. All slots of the step are set again.
+            # Every rank refuses the parameters, and the step's slots are set again.
             self._has_set, self._shortage = False, None
             raise
         except Exception as error:
@@ -162,14 +141,14 @@ class _LockstepRunner:
             self._shortage = self._shortage or error
 
     def _agree_on_slots(self) -> None:
-        """Raise the lack of memory of one rank on all of them."""
+        """Raise an out-of-memory error of one rank on all of them."""
         has_set, shortage = self._has_set, self._shortage
         self._has_set, self._shortage = False, None
         if has_set and self._lockstep.group.max(int(shortage is not None)):
             raise shortage or torch.OutOfMemoryError("another rank has no memory left for a slot")
 
     def submit(self, pieces: Sequence[Piece]) -> PendingStep:
-        """See `Runner`. Cost: some 100 µs more after `set_slot`, for the ranks to agree."""
+        """Submit a step. Cost: some 100 µs more after `set_slot`, for the ranks to agree."""
         self._lockstep.group.check()
         self._agree_on_slots()
         try:
@@ -182,7 +161,7 @@ class _LockstepRunner:
 
 
 class _LockstepStep:
-    """Implements `PendingStep`."""
+    """Implements `PendingStep`: a failure on one rank ends all ranks."""
 
     def __init__(self, pending: PendingStep, number: int, lockstep: Lockstep):
         self._pending = pending
@@ -191,22 +170,19 @@ class _LockstepStep:
 
     @property
     def has_ended(self) -> bool:
-        """See `PendingStep`."""
         return self._pending.has_ended
 
     def wait(self) -> None:
-        """See `PendingStep`."""
         try:
             self._pending.wait()
         except Exception as error:
             raise self._lockstep.group.fail(error) from error
 
     def result(self) -> StepResult:
-        """See `PendingStep`."""
         try:
             result = self._pending.result()
         except Exception as error:
             raise self._lockstep.group.fail(error) from error
-        self._lockstep.group.check()  # A collective that was given up leaves no tokens.
+        self._lockstep.group.check()  # An aborted collective leaves invalid tokens.
         self._lockstep.completed(self._number, result)
         return result

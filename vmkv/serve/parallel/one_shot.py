@@ -1,17 +1,16 @@
-"""Sums in one kernel: each rank sends its part to all others, and adds what has come.
+"""All-reduce in one kernel: each rank writes its part to all others, and adds the parts it got.
 
-NCCL goes round a ring, which costs a rank at least two messages after one another; a step of an 8B
-model adds 65 times. Here every byte crosses a link once for each other rank: that is what a ring's
-two rounds take for two ranks, and more for more, whose larger parts stay NCCL's. What follows
-nearly every sum is done in the same kernel: the residual and the next norm (`sum_kernel.py`).
+An NCCL ring takes at least two messages in sequence; a step of an 8B model has 65 sums. Here every
+byte crosses a link once per other rank: as much as in a ring of two ranks, and more than in a
+larger one, so larger parts of more ranks stay with NCCL. The residual addition and the norm that
+follow most sums are part of the kernel (`sum_kernel.py`).
 
-A kernel that waits for a rank which has gone would wait for ever. It gives up when a word in host
-memory says so, or after the ranks' time limit, and says that in the same word: `TensorParallel`
-raises, and what was added is read by nobody.
+A kernel that waits for a lost rank stops when a word in host memory says so or after the time
+limit, and sets that word: `TensorParallel` raises, and the sum is not used.
 
-Source: the one-shot all-reduce as in vLLM's and TensorRT-LLM's kernels, with writes to the other
-ranks in place of reads. Rooms are not torch's symmetric memory, which remembers a group's name for
-as long as the process lives: ranks may be started anew.
+Source: the one-shot all-reduce of vLLM's and TensorRT-LLM's kernels, with writes to the other ranks
+instead of reads. torch's symmetric memory is not used: it remembers a group's name for the life of
+the process, and ranks may be restarted.
 """
 
 from __future__ import annotations
@@ -27,48 +26,33 @@ from ...units import KiB, MiB, div_ceil
 from . import sum_kernel
 from .sum_kernel import CHUNK_BYTES, FLAG_BYTES, NUM_BLOCKS, NUM_TURNS, VECTOR_BYTES
 
-#: Blocks that send nothing need not run at the same time.
+#: Most blocks of a kernel of one rank: they need not all run at the same time.
 _MOST_BLOCKS_ALONE = 2048
 _WORDS = Struct("=9q")
 _NORM_WORDS = Struct("=4qd")
 
 
 def max_bytes(size: int, *, is_with_norm: bool = False) -> int | None:
-    """The largest part that so many ranks add in one kernel; a ring sends less of larger ones.
-
-    None for any: between two ranks both send the same, and this is the faster. With a norm it
-    saves passes over memory, for which more may be sent.
-    """
+    """Return the largest part that so many ranks add in one kernel; None for no limit."""
     if size == 2:
         return None
     return 1 * MiB if is_with_norm else 512 * KiB
 
 
 class OneShotSums:
-    """One rank's end of sums in one kernel. On the current device.
+    """One-shot sums of one rank, on the current device; takes 16 MiB of device memory per rank.
 
-    Made in two steps, since the second needs all ranks: who fails in the first tells the others.
-
-    Args:
-        rank: This one.
-        size: How many there are.
-        timeout_s: What another rank's part may take.
-
-    Attributes:
-        handle: What other ranks open this one's room with; as long for all.
-
-    Cost: 16 MiB of the device for each rank, this one included.
-
-    Raises:
-        CudaDriverError: The device has no memory for its room, or none that others can open.
-        ConfigError: NVRTC refuses the kernel, or there is no cuda-python.
+    Created in two steps, because `meet` needs the `handle` of every rank, bytes of equal length.
+    Raises `CudaDriverError` if other devices cannot open its memory, `ConfigError` if NVRTC refuses
+    the kernel or cuda-python is missing. A kernel waits at most `timeout_s` for another rank's
+    part.
     """
 
     def __init__(self, rank: int, size: int, timeout_s: float):
         self._rank, self._size = rank, size
         self._patience_ns = int(1e9 * timeout_s)
         self._device = torch.device("cuda", torch.cuda.current_device())
-        for dtype in FORMATS:  # Not while a graph is captured.
+        for dtype in FORMATS:  # Compile before any graph is captured.
             sum_kernel.kernel_of(self._device.index, dtype, size)
         self._turns = torch.zeros(NUM_BLOCKS, dtype=torch.int64, device=self._device)
         self._rooms = torch.zeros(size, dtype=torch.int64, device=self._device)
@@ -78,27 +62,20 @@ class OneShotSums:
         self.handle = self._room.handle
 
     def meet(self, handles: Sequence[bytes]) -> None:
-        """Open the rooms of all ranks.
-
-        Args:
-            handles: Theirs, in the order of the ranks.
-
-        Raises:
-            CudaDriverError: There is no way to one of them.
-        """
+        """Open all ranks' buffers by their handles, in rank order; raises `CudaDriverError`."""
         self._rooms.copy_(torch.tensor(self._room.open(handles)))
 
     def close(self) -> None:
-        """Give the room back. Once nobody adds any more, here or elsewhere. Idempotent."""
+        """Release the buffer, after all ranks have stopped adding. Idempotent."""
         self._room.close()
 
     def takes(self, part: torch.Tensor) -> bool:
-        """Whether the part is small enough, of a known type, and of whole 16 bytes."""
+        """Return whether a part is small enough, of a supported type and 16-byte aligned."""
         is_aligned = not (part.nbytes | part.data_ptr()) % VECTOR_BYTES
         return part.dtype in FORMATS and is_aligned and self._is_small(part, is_with_norm=False)
 
     def takes_rows(self, part: torch.Tensor) -> bool:
-        """Whether it adds the rows of such a part together with a norm, which `has_rows`."""
+        """Return whether a part that `has_rows` can be added together with a norm."""
         row_bytes = part.shape[-1] * part.itemsize
         return row_bytes <= CHUNK_BYTES and self._is_small(part, is_with_norm=True)
 
@@ -107,12 +84,10 @@ class OneShotSums:
         return most is None or part.nbytes <= most
 
     def add(self, part: torch.Tensor) -> None:
-        """Leave the sum of all ranks' contiguous parts in the part's place.
+        """Replace a contiguous part by the sum of all ranks' parts, in the current stream's order.
 
-        Ordered on the current stream, on which alone the ranks may add.
-
-        Cost: 3 us of host time; on the device the links' latency, and the part once for each other
-        rank (bench_parallel).
+        Ranks may add on one stream only. Cost: 3 us of host time; on the device the links' latency,
+        and the part's transfer to each other rank (bench_parallel).
         """
         if part.nbytes:
             _launch(part, None, b"", self._size, self._exchange())
@@ -120,15 +95,11 @@ class OneShotSums:
     def add_norm(
         self, part: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
     ) -> torch.Tensor:
-        """Leave the sum of all ranks' parts and the residual in the part's place; its norm.
+        """Add all ranks' parts and the residual into `part`; return the RMS norm of the sum.
 
-        Args:
-            part: `[…, hidden]`, contiguous, which it `takes_rows` of.
-            residual: Likewise, of the same shape and type; the same on all ranks.
-            weight: `[hidden]` of that type: what the norm multiplies by.
-            epsilon: Added to the mean of the squares.
-
-        Cost: as `add`; and reading the residual and writing the norm, at the same time.
+        `part` is contiguous and accepted by `takes_rows`. Shapes and types are those of
+        `collectives.norm_of_sum`. Cost: as `add`, plus reading the residual and writing the norm
+        meanwhile.
         """
         return _add_norm(part, residual, weight, epsilon, self._size, self._exchange())
 
@@ -142,16 +113,16 @@ class OneShotSums:
         )
 
     def give_up(self) -> None:
-        """Have kernels that wait, wait no more; what they add is worth nothing. From any thread."""
+        """End kernels that wait for other ranks; their sums are invalid. Thread-safe."""
         self._given_up.fill_(1)
 
     def has_given_up(self) -> bool:
-        """Whether a kernel has waited too long for another rank's part. From any thread."""
+        """Return whether a kernel has stopped waiting for another rank. Thread-safe."""
         return bool(int(self._given_up))
 
 
 def has_rows(part: torch.Tensor) -> bool:
-    """Whether the kernel takes such rows with a norm: on CUDA, of known type, and not too long."""
+    """Return whether the kernel supports such rows: CUDA, type, alignment and length."""
     row_bytes = part.shape[-1] * part.itemsize
     return (
         part.is_cuda
@@ -164,7 +135,7 @@ def has_rows(part: torch.Tensor) -> bool:
 def norm_after_sum(
     part: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
 ) -> torch.Tensor:
-    """`OneShotSums.add_norm` where `part` holds the sum of all ranks; one that `has_rows`."""
+    """Run `OneShotSums.add_norm` on a `part` that is already summed and `has_rows`."""
     return _add_norm(part, residual, weight, epsilon, 1, (0,) * 5)
 
 
@@ -193,7 +164,7 @@ def _launch(
     most_blocks = NUM_BLOCKS if size > 1 else _MOST_BLOCKS_ALONE
     share = div_ceil(div_ceil(num_vectors, unit), most_blocks) * unit
     num_blocks = div_ceil(num_vectors, share)
-    # Of one rank a block takes all at once: nothing travels, and it waits for nobody in between.
+    # With one rank a block takes its share at once, since nothing is exchanged.
     at_a_time = chunk if size > 1 else share
     words = _WORDS.pack(part.data_ptr(), num_vectors, share, at_a_time, *exchange)
     stream = torch._C._cuda_getCurrentRawStream(index)

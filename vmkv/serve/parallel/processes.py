@@ -1,9 +1,9 @@
-"""Ranks as processes of this one, which is rank 0: they end with it, and it learns of their end.
+"""Ranks as child processes of rank 0: they end with it, and it detects when one of them ends.
 
     with Ranks(2, "cuda", follow, (path,)) as ranks:   # rank 1 runs follow(group, path)
         model = load(path, ranks.group)
 
-Ranks find each other through a file in a folder of their own, and talk over the loopback device.
+Ranks meet through a file in a temporary folder, and communicate over the loopback device.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ import torch.distributed as dist
 from ...errors import ConfigError, RankError, one_line
 from .group import TensorParallel, abort, set_up
 
-#: Time for a rank to end by itself once rank 0 has gone.
+#: Time for a rank to end by itself after rank 0 has ended.
 _END_S = 5.0
-#: Time for it to say why it ends, once it does not answer.
+#: Time to wait for the reason of a rank that does not answer.
 _EXPLAIN_S = 2.0
-#: Time for the end of a killed process to be seen on all its connections.
+#: Time until all connections of a killed process are closed.
 _MOMENT_S = 0.1
-#: How often it is asked whether a kernel has given one up.
+#: Interval of the check whether a kernel has timed out waiting for a rank.
 _WATCH_S = 1.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-#: What transformers and NCCL read.
+#: Environment variables that gloo and NCCL read.
 _LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 
@@ -45,19 +45,19 @@ class Ranks:
     """Starts ranks 1 and above, and sets this process up as rank 0.
 
     Args:
-        size: How many ranks there are, this one included.
+        size: Number of ranks, this one included.
         device_type: "cuda", where rank i takes device i, or "cpu".
-        target: What the others run, with their group first; a function that can be pickled. They
-            end when it returns.
-        arguments: Its other arguments.
-        timeout_s: As of `TensorParallel`.
+        target: Function that the other ranks run, called with their group first; it must be
+            picklable. A rank ends when it returns.
+        arguments: Further arguments of `target`.
+        timeout_s: See `TensorParallel`.
 
     Attributes:
-        group: Rank 0's.
+        group: Rank 0's group.
 
     Raises:
-        ConfigError: There are not so many devices, or this process has ranks already.
-        RankError: A rank has ended before all were there.
+        ConfigError: There are too few devices, or this process already has ranks.
+        RankError: A rank ended before all had connected.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Ranks:
         self._hearing = threading.Lock()
         self.group: TensorParallel | None = None
         store = Path(self._folder.name) / "store"
-        # A copy of this process would have its threads' locks, and nobody to release them.
+        # Not fork: the child would inherit locks of threads that do not exist in it.
         context = multiprocessing.get_context("spawn")
         self._connections: list[Connection] = []
         self._processes: list[Any] = []
@@ -114,11 +114,11 @@ class Ranks:
             self._undo = undo.pop_all()
 
     def close(self) -> None:
-        """End the other ranks, and be none any more. Idempotent."""
+        """End the other ranks and leave the group. Idempotent."""
         self._undo.close()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for the others to end by themselves; whether they have."""
+        """Wait for the other ranks to end by themselves; return whether they have."""
         self._is_closing = True
         deadline_s = time.monotonic() + timeout_s
         for process in self._processes:
@@ -136,7 +136,7 @@ class Ranks:
         self._folder.cleanup()
 
     def _wait_for_begin(self) -> None:
-        """Until every rank has begun: who waits for the others to meet does not hear of an end."""
+        """Wait until every rank has started; `_join` would not notice that one has ended."""
         for rank, (connection, process) in enumerate(
             zip(self._connections, self._processes, strict=True), 1
         ):
@@ -150,11 +150,11 @@ class Ranks:
                 process.join()
                 raise RankError(f"rank {rank} has ended: {_status(process)}") from None
 
-    # ---- who has ended --------------------------------------------------------------------
+    # ---- ranks that end -------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Have nobody wait for a rank that has ended, or that a kernel has given up."""
-        assert self.group is not None  # It is there once it is watched.
+        """Wait until a rank ends or a kernel times out; then fail the group."""
+        assert self.group is not None  # Set before the watcher starts.
         sentinels = [process.sentinel for process in self._processes]
         reason = None
         while reason is None and not wait([*sentinels, self._closing], _WATCH_S):
@@ -166,19 +166,19 @@ class Ranks:
             self.group.lose(reason)
 
     def _stop_watching(self, watcher: threading.Thread) -> None:
-        """Nobody else gives up the connections while they are given up."""
+        """Stop the watcher, so that it does not abort connections during shutdown."""
         self._is_closing = True
         self._close_watcher.close()
         watcher.join()
         self._closing.close()
 
     def _close_group(self) -> None:
-        """After the others have ended: who adds with this rank uses its memory."""
+        """Close the group after the other ranks, whose kernels use this rank's memory."""
         if self.group is not None:
             self.group.close()
 
     def _explain(self) -> str | None:
-        """Which rank has ended, and why, as far as that is known in a moment."""
+        """Return which rank has ended and why, as far as it is known within `_EXPLAIN_S`."""
         deadline_s = time.monotonic() + _EXPLAIN_S
         while not self._is_closing:
             for rank, process in enumerate(self._processes, 1):
@@ -226,7 +226,7 @@ def _check(size: int, device_type: str) -> None:
 
 @contextlib.contextmanager
 def _ignored_signals() -> Iterator[None]:
-    """Processes started meanwhile do not hear what ends this one: it ends them itself."""
+    """Block signals in processes started meanwhile; rank 0 ends them itself."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
         yield
@@ -236,7 +236,7 @@ def _ignored_signals() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _environment(rank: int, size: int) -> Iterator[None]:
-    """What transformers and others look for in a rank's environment; as before afterwards."""
+    """Set a rank's environment variables for transformers and others; restore them afterwards."""
     ours = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size), **_LOOPBACK}
     before = {name: os.environ.get(name) for name in ours}
     os.environ.update(ours)
@@ -258,7 +258,7 @@ def _join(rank: int, size: int, device_type: str, store: Path, timeout_s: float)
 
 def _leave() -> None:
     if dist.is_initialized():
-        # Without the others, who may not be there any more.
+        # Without synchronising: other ranks may have ended.
         abort()
 
 
@@ -269,7 +269,7 @@ def _run_rank(
     target: Callable[..., None],
     arguments: tuple[Any, ...],
 ) -> None:
-    """A rank's life."""
+    """Entry point of a rank's process."""
     rank, size, device_type, store = place
     for each in _SIGNALS:
         signal.signal(each, signal.SIG_IGN)
@@ -282,27 +282,27 @@ def _run_rank(
             _join(rank, size, device_type, Path(store), timeout_s)
             target(TensorParallel(timeout_s=timeout_s), *arguments)
             _leave()
-    except BaseException as error:  # noqa: BLE001  # rank 0 is told
+    except BaseException as error:  # noqa: BLE001  # reported to rank 0
         if not _is_told(connection, one_line(error)):
-            shutil.rmtree(folder, ignore_errors=True)  # Nobody else would.
-        # Without what waits for other ranks at the end of a process.
+            shutil.rmtree(folder, ignore_errors=True)  # Rank 0 cannot do it any more.
+        # Skip exit handlers, which would wait for other ranks.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
 
 
 def _is_told(connection: Connection, reason: str) -> bool:
-    """Tell rank 0 why this rank ends; whether it is there."""
+    """Send rank 0 the reason why this rank ends; return whether rank 0 is running."""
     try:
         connection.send(reason)
-        # The descriptors of who is killed are closed one after another.
+        # A killed process closes its descriptors one after another.
         return not connection.poll(_MOMENT_S)
     except OSError:
         return False
 
 
 def _end_with(connection: Connection, folder: Path) -> None:
-    """End this process some time after rank 0 has gone, whatever it is doing, and clear up."""
+    """End this process and remove the folder some time after rank 0 has ended."""
     with contextlib.suppress(EOFError, OSError):
         connection.recv()
     time.sleep(_END_S)

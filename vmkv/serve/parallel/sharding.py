@@ -1,7 +1,7 @@
-"""Which part of a model is which rank's, by the plan that transformers has for it.
+"""Division of a model among ranks, by the tensor-parallel plan that transformers has for it.
 
-A plan names a style for each kind of module and parameter. What vmkv can run on parts is listed
-here; everything else is refused in words before anything is changed.
+A plan names a style for each kind of module and parameter. The styles that vmkv can run are listed
+here; a model with any other is refused before it is changed.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from ...errors import ConfigError
 from ...hf import compat
 from ...units import div_ceil
 
-#: Of linear layers: what their rank keeps, by the dimension of the weight that is divided.
+#: Styles of linear layers: True if a column-wise layer gathers its output, and if a row-wise layer
+#: takes its part of a whole input.
 COLUMNS = {"colwise": False, "colwise_gather_output": True, "colwise_rep": True}
 ROWS = {"rowwise": False, "rowwise_split_input": True, "rowwise_rep": True}
-#: Of modules that run as they are once their parameters are parts.
+#: Styles of modules that need no other change once their parameters are divided.
 UNCHANGED = ("replicated_with_grad_allreduce", "local_params", "replicate")
 EMBEDDING = "embedding_rowwise"
 EXPERTS = "moe_tp_experts"
@@ -29,27 +30,21 @@ _KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value")
 
 
 class Share(NamedTuple):
-    """The part of one rank.
-
-    Attributes:
-        rank: Whose.
-        size: Of how many.
-    """
+    """The part of rank `rank` among `size` ranks."""
 
     rank: int
     size: int
 
     def of(self, length: int) -> slice:
-        """Its indices of so many: as torch divides them, the last ranks' share may be smaller."""
+        """Return the rank's indices, divided as in torch: the last shares may be smaller."""
         chunk = div_ceil(length, self.size)
         return slice(min(self.rank * chunk, length), min((self.rank + 1) * chunk, length))
 
 
 def plan_of(model: Any) -> Mapping[str, str]:
-    """The styles of a model's modules and parameters; layer numbers are `*`.
+    """Return the styles of a model's modules and parameters; layer numbers are `*`.
 
-    Raises:
-        ConfigError: transformers has no plan for it, or one with a style that vmkv does not know.
+    Raises `ConfigError` if transformers has no plan for it, or one with a style unknown to vmkv.
     """
     plan: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
     name = type(model).__name__
@@ -68,13 +63,9 @@ def plan_of(model: Any) -> Mapping[str, str]:
 
 
 def check_heads(config: Any, plan: Mapping[str, str], size: int) -> None:
-    """See that every rank gets whole heads.
-
-    Raises:
-        ConfigError: It does not.
-    """
+    """Check that every rank gets whole heads; raises `ConfigError` otherwise."""
     if not _divides_heads(plan):
-        return  # Every rank attends with all of them.
+        return  # Every rank has all heads.
     decoder = compat.text_config(config)
     num_heads = decoder.num_attention_heads
     num_kv_heads = getattr(decoder, "num_key_value_heads", None) or num_heads
@@ -88,7 +79,7 @@ def check_heads(config: Any, plan: Mapping[str, str], size: int) -> None:
 
 
 def kv_heads_divisor(plan: Mapping[str, str], size: int) -> int:
-    """By how much a rank has fewer key-value heads than the model."""
+    """Return by which factor a rank has fewer key-value heads than the model."""
     return size if _divides_heads(plan) else 1
 
 
@@ -100,12 +91,12 @@ def _divides_heads(plan: Mapping[str, str]) -> bool:
 
 
 def style_of(name: str, plan: Mapping[str, str]) -> str | None:
-    """The style of a module or parameter by its full name."""
+    """Return the style of a module or parameter by its full name."""
     return plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
 
 
 def style_of_parameter(name: str, plan: Mapping[str, str]) -> str | None:
-    """The style of a parameter: its own, or its module's."""
+    """Return the style of a parameter: its own, or its module's."""
     own = style_of(name, plan)
     if own is not None:
         return own
@@ -114,7 +105,7 @@ def style_of_parameter(name: str, plan: Mapping[str, str]) -> str | None:
 
 
 def part_of(parameter: torch.Tensor, name: str, style: str | None, share: Share) -> torch.Tensor:
-    """A rank's part of a whole parameter, by its style; a copy, unless it is all of it."""
+    """Return a rank's part of a whole parameter, by its style; a copy unless undivided."""
     if style is None or style in UNCHANGED or style == "all_reduce":
         return parameter
     if style in ROWS:
@@ -131,7 +122,7 @@ def part_of(parameter: torch.Tensor, name: str, style: str | None, share: Share)
 
 
 def bytes_per_rank(model: Any, plan: Mapping[str, str], size: int) -> int:
-    """What the first rank's part of the parameters takes; the others' is no larger."""
+    """Return the bytes of the first rank's parameters; other ranks have at most as many."""
     share, total = Share(0, size), 0
     for name, parameter in model.named_parameters():
         style = style_of_parameter(name, plan)
@@ -154,7 +145,7 @@ def _num_elements(parameter: torch.Tensor, name: str, style: str | None, share: 
 
 
 def modules_of(model: torch.nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[Any, str]]:
-    """The modules that the plan names, with their styles."""
+    """Yield the modules that the plan names, with their styles."""
     for name, module in model.named_modules():
         style = style_of(name, plan)
         if style is not None:

@@ -1,16 +1,15 @@
-"""The kernel that adds ranks' parts, and the norm that follows a sum where a layer asks for it.
+"""The kernel that adds ranks' parts, optionally followed by a residual addition and RMS norm.
 
-A block has a share of the rows and sends them in chunks: it writes a chunk of its rank's part into
-the room that every other rank has for it, says so, and while that travels it waits for the chunk
-before, adds what has come in the order of the ranks, so that all have the same bits, and goes on.
+Each block handles a share of the rows in chunks: it writes a chunk of its rank's part into its
+buffer on every other rank and sets a flag; meanwhile it waits for the previous chunk of the others
+and adds the parts in rank order, so that all ranks get the same bits.
 
-Room is used in turns, four for each block. Who sends turn n has seen turn n - 2 of all others, who
-had read their turn n - 4 before they sent that: its room may be written again. Nobody waits for
-anybody to have read.
+A block has four buffers, used in turn. The sender of turn n has seen turn n - 2 of all others, who
+had read turn n - 4 before they sent it, so that buffer can be overwritten without a second flag.
 
-With a norm, what was added is added to the residual, and the norm of that is written as well: it
-is there in registers, where another kernel would read all of it again. Numbers are rounded where
-the modules of a model round them. Of one rank (`SIZE` 1) it is the same without what is sent.
+With a norm, the sum is added to the residual and normalised from registers, which saves a kernel
+that would read it again. Rounding is that of the model's modules. With one rank (`SIZE` 1) only the
+exchange is left out.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ import torch
 from ...attention.nvrtc import FORMATS, NUMBERS, Kernel, compiled
 from ...units import KiB, div_ceil
 
-#: Two for each multiprocessor: one sends while another adds.
+#: Two per multiprocessor: one sends while the other adds.
 NUM_BLOCKS = 256
 NUM_TURNS = 4
-#: What a block sends at a time, at most. Two ranks add 64 MiB with a norm in 243 us; in 241 with
-#: four times as much at a time and in the rooms, in 307 with half the blocks and twice as much.
+#: Largest chunk of a block. Two ranks add 64 MiB with a norm in 243 us; in 241 with chunks and
+#: buffers four times as large, in 307 with half the blocks and chunks twice as large.
 CHUNK_BYTES = 16 * KiB
 VECTOR_BYTES = 16
-#: Each in a line of its own.
+#: A cache line per flag.
 FLAG_BYTES = 128
 _WARP = 32
 _MOST_THREADS = 512
@@ -260,20 +259,17 @@ add_parts(uint4* part, word num_vectors, word share, word chunk, word* turns, wo
 
 
 def threads_for(row_vectors: int) -> int | None:
-    """The threads of a block that has whole rows; None where rows are too long for one."""
+    """Return the threads of a block for rows of so many vectors; None if a row is too long."""
     if row_vectors > _MOST_THREADS * _MOST_PER_THREAD:
         return None
     return min(_MOST_THREADS, _WARP * div_ceil(row_vectors, _WARP))
 
 
 class SumKernel(NamedTuple):
-    """A kernel, and how it is launched.
+    """A compiled kernel and its launch parameters.
 
-    Attributes:
-        kernel: Compiled.
-        threads: Of a block.
-        unit: Vectors that one block has to itself at least: a row, if there is a norm.
-        chunk: Vectors that a block sends at a time.
+    Each block has `threads` threads and at least `unit` vectors (a row, with a norm), and sends
+    `chunk` vectors at a time.
     """
 
     kernel: Kernel
@@ -286,20 +282,13 @@ class SumKernel(NamedTuple):
 def kernel_of(
     device_index: int, dtype: torch.dtype, size: int, row_vectors: int | None = None
 ) -> SumKernel:
-    """The kernel for parts of a type.
+    """Compile the kernel for a type in `FORMATS`; `size` is 1 for parts that are already summed.
 
-    Args:
-        device_index: Where.
-        dtype: One of `FORMATS`.
-        size: Ranks; 1 where the parts have been added.
-        row_vectors: Of rows with a norm, as `threads_for` takes them; None for sums alone.
-
-    Raises:
-        ConfigError: NVRTC refuses the kernel, or there is no cuda-python.
-        CudaDriverError: The driver does.
+    `row_vectors` is the length of rows with a norm, accepted by `threads_for`; None for sums alone.
+    Raises `ConfigError` if NVRTC or cuda-python fails, `CudaDriverError` if the driver does.
     """
     threads = _MOST_THREADS if row_vectors is None else threads_for(row_vectors)
-    assert threads is not None  # The caller has asked.
+    assert threads is not None  # Checked by the caller.
     unit = row_vectors or threads
     per_thread = div_ceil(unit, threads)
     room = CHUNK_BYTES // VECTOR_BYTES
@@ -314,7 +303,7 @@ def kernel_of(
         "THREADS": threads,
         "NORM": int(row_vectors is not None),
         "PER_THREAD": per_thread,
-        # Rows at a time: their loads are under way together, and they share the waits of a block.
+        # Rows at a time: their loads overlap, and they share the block's synchronisation.
         "ROWS": max(1, min(_ROWS_AT_A_TIME // per_thread, chunk // unit)),
     }
     options = ("--std=c++17", *(f"-D{name}={value}" for name, value in constants.items()))

@@ -1,8 +1,8 @@
-"""An engine in a process of its own, asked from another's event loop.
+"""An engine in a process of its own, used from another process's event loop.
 
-Python runs one thread at a time, so a server in the engine's process takes from the engine what it
-spends on its clients: some 50 µs for each token that it sends. `remote.py` is the side that asks,
-`host.py` the engine's, `encoding.py` the bytes between them.
+Python runs one thread at a time, so a server in the engine's process would slow the engine by some
+50 µs for each token that it sends. `remote.py` is the client's side, `host.py` the engine's side,
+`encoding.py` the messages.
 """
 
 from .remote import EngineProcess as EngineProcess

@@ -1,7 +1,7 @@
-"""Messages as bytes: MessagePack, with a kind and a length before each.
+"""Messages between the processes: MessagePack, prefixed by a kind and a length.
 
-Both sides are the same program and one has started the other, over a socket that nobody else has:
-what comes is trusted. So errors, which are rare, travel as Python pickles them.
+Both sides are the same program over a private socket pair, so input is trusted; errors, which are
+rare, are pickled.
 """
 
 from __future__ import annotations
@@ -20,13 +20,7 @@ _HEAD = struct.Struct("<BI")
 
 
 class Ready(NamedTuple):
-    """The engine is there.
-
-    Attributes:
-        max_tokens: See `Engine`.
-        page_bytes: A page of its pool.
-        stats: Its cache, empty.
-    """
+    """First message of an engine: its `max_tokens`, its pool's page size, its empty cache."""
 
     max_tokens: int
     page_bytes: int
@@ -34,29 +28,25 @@ class Ready(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """There is no engine, or none any more."""
+    """The engine could not be made, or has ended."""
 
     error: BaseException
 
 
 def packed(message: Any) -> bytes:
-    """A message as it is sent.
-
-    Raises:
-        TypeError: It holds what cannot travel: a function, for instance.
-    """
+    """Encode a message; raises `TypeError` for an object such as a function."""
     body = _ENCODER.encode(message)
     return _HEAD.pack(_KINDS.index(type(message)), len(body)) + body
 
 
 class Unpacker:
-    """Messages from bytes that come in pieces."""
+    """Decodes messages from a stream of bytes."""
 
     def __init__(self) -> None:
         self._bytes = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Any]:
-        """The messages that `data` completes."""
+        """Yield the messages that `data` completes."""
         self._bytes += data
         start = 0
         while len(self._bytes) >= start + _HEAD.size:
@@ -78,7 +68,7 @@ def _pickled(value: Any) -> bytes:
         data = pickle.dumps(value)
         if isinstance(pickle.loads(data), BaseException):
             return data
-    except Exception:  # noqa: BLE001  # whatever it holds
+    except Exception:  # noqa: BLE001  # pickling may fail in any way
         pass
     return pickle.dumps(RuntimeError(f"{type(value).__name__}: {value}"))
 

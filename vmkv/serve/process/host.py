@@ -1,4 +1,4 @@
-"""The engine's side: what a process does that has an engine."""
+"""The engine's process: receives commands, runs the engine, sends its outputs."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 _READ_BYTES = 1 << 20
-#: Looking at the cache costs some 100 µs with many rows.
+#: Interval of cache statistics, which take some 100 µs with many rows.
 _STATS_INTERVAL_S = 0.5
-#: Time to end in good order for a process that nobody asks any more.
+#: Time for an orderly end after the connection was closed.
 _END_S = 5.0
 
-#: They ask for an end; see `run_engine`.
+#: Termination signals, which the parent process handles; see `run_engine`.
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 MakeEngine = Callable[[EngineObserver], "AbstractContextManager[Engine]"]
 
 
 class Relay:
-    """An engine's observer that keeps what it is told for the other side."""
+    """Engine observer that collects events for the client."""
 
     def __init__(self) -> None:
         self._events: list[Event] = []
@@ -47,31 +47,31 @@ class Relay:
         self._looked_s = float("-inf")
 
     def take(self) -> tuple[Sequence[Event], CacheStats | None]:
-        """What it was told since the last time, and the cache, if it was looked at."""
+        """Return and clear the collected events and the latest cache statistics, if new."""
         taken = self._events, self._stats
         self._events, self._stats = [], None
         return taken
 
     def request_added(self, request_id: int, num_prompt_tokens: int) -> None:
-        """See `EngineObserver`."""
+        """Record the event."""
         self._events.append(("request_added", (request_id, num_prompt_tokens)))
 
     def first_token(self, request_id: int, wait_s: float) -> None:
-        """Likewise."""
+        """Record the event."""
         self._events.append(("first_token", (request_id, wait_s)))
 
     def request_finished(self, request: RequestRecord) -> None:
-        """Likewise."""
+        """Record the event."""
         self._events.append(("request_finished", (request,)))
 
     def step_finished(self, step: StepRecord, cache: ObservedCache) -> None:
-        """Likewise; looks at the cache twice a second."""
+        """Record the event; read the cache's statistics at most twice a second."""
         self._events.append(("step_finished", (step,)))
         if time.monotonic() - self._looked_s >= _STATS_INTERVAL_S:
             self._look(cache)
 
     def idle(self, cache: ObservedCache) -> None:
-        """Likewise."""
+        """Record the event and read the cache's statistics."""
         self._events.append(("idle", ()))
         self._look(cache)
 
@@ -81,20 +81,20 @@ class Relay:
 
 
 class SocketLink:
-    """A socket that is read and written without waiting. Implements `Link`."""
+    """A non-blocking socket to the client. Implements `Link`."""
 
     def __init__(self, connection: socket.socket):
         connection.setblocking(False)
         self._socket = connection
         self._unpacker = Unpacker()
         self._unsent = memoryview(b"")
-        self.is_broken = False  # Nobody is on the other side.
+        self.is_broken = False  # Whether the client has closed the connection.
         self._is_woken = False
         self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         weakref.finalize(self, os.close, self._waker)
 
     def can_send(self) -> bool:
-        """See `Link`."""
+        """Send pending bytes; return whether none are left."""
         while self._unsent and not self.is_broken:
             try:
                 num_bytes = self._socket.send(self._unsent)
@@ -107,13 +107,13 @@ class SocketLink:
         return True
 
     def send(self, news: News | Ready) -> None:
-        """See `Link`."""
+        """Send a message, or keep the bytes that the socket does not accept."""
         if not self.is_broken:
             self._unsent = memoryview(packed(news))
             self.can_send()
 
     def receive(self) -> Sequence[Command]:
-        """See `Link`."""
+        """Return the commands that have arrived."""
         found: list[Command] = []
         if self._is_woken:
             self._is_woken = False
@@ -132,21 +132,21 @@ class SocketLink:
         return found
 
     def wait(self, *, for_commands: bool, to_send: bool, timeout_s: float | None = None) -> None:
-        """See `Link`."""
+        """Wait for the socket, for `wake` or for the timeout."""
         poll = select.poll()
         wanted = select.POLLIN if for_commands else 0
         poll.register(self._socket, wanted | select.POLLOUT if self._unsent else wanted)
         poll.register(self._waker, wanted)
-        # A timeout is not to be exceeded, and counts in whole milliseconds.
+        # Rounded down to whole milliseconds, so that the timeout is not exceeded.
         poll.poll(None if timeout_s is None else int(1e3 * timeout_s))
 
     def wake(self) -> None:
-        """See `Link`."""
+        """Interrupt `wait` from another thread."""
         os.eventfd_write(self._waker, 1)
         self._is_woken = True
 
     def end_with(self, message: Any) -> None:
-        """Send a last message, however long the other side takes to read it."""
+        """Send a last message, however long the client takes to read it."""
         self._socket.setblocking(True)
         with contextlib.suppress(OSError):
             self._socket.sendall(bytes(self._unsent) + packed(message))
@@ -157,10 +157,9 @@ class SocketLink:
 
 
 def run_engine(make: MakeEngine, connection: socket.socket) -> None:
-    """A process's life: make an engine, say that it is there, run it.
+    """Entry point of the engine's process: make an engine, report `Ready`, and run it.
 
-    Signals that ask for an end are for the process that started this one, which passes them on; if
-    that is gone, so is the connection.
+    Ignores termination signals, since the parent handles them; its end closes the connection.
     """
     for each in IGNORED_SIGNALS:
         signal.signal(each, signal.SIG_IGN)
@@ -172,20 +171,20 @@ def run_engine(make: MakeEngine, connection: socket.socket) -> None:
             page_bytes = engine.cache.pool.page_bytes
             link.send(Ready(engine.max_tokens, page_bytes, engine.cache.stats()))
             is_ready = True
-            # The model and the libraries are here to stay: no collection need look at them.
+            # Exclude the model and the libraries from garbage collection.
             gc.collect()
             gc.freeze()
             EngineLoop(engine, link, relay.take, ends_with_device=True).run()
-    except BaseException as error:  # noqa: BLE001  # whoever started this is told
+    except BaseException as error:  # noqa: BLE001  # sent to the parent process
         if is_ready or not isinstance(error, VMKVError):
             _LOG.critical("the engine's process ends", exc_info=error)
         link.end_with(Failed(error))
 
 
 def _end_with(connection: socket.socket) -> None:
-    """End this process some time after the one that started it has gone, whatever it is doing."""
+    """End this process some time after its parent, whatever it is doing."""
     poll = select.poll()
-    poll.register(connection, 0)  # Hanging up is told in any case.
+    poll.register(connection, 0)  # Reports a hang-up without a mask.
     poll.poll()
     time.sleep(_END_S)
     os._exit(1)

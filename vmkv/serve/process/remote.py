@@ -1,6 +1,6 @@
-"""The asking side: an engine that is somewhere else, asked as an `AsyncEngine` is.
+"""The client of an engine in another process; has the interface of `AsyncEngine`.
 
-async with EngineProcess(make) as engine:  # `make(observer)` is called there
+async with EngineProcess(make) as engine:  # `make(observer)` is called in the engine's process
     async for output in engine.stream([1, 2, 3], SamplingParams(max_tokens=64)):
         ...
 """
@@ -27,22 +27,20 @@ from .host import IGNORED_SIGNALS, MakeEngine, run_engine
 
 _LOG = logging.getLogger(__name__)
 _READ_BYTES = 1 << 16
-#: How long a process may take to end once nobody asks it any more.
+#: Time for a process to end after its connection was closed.
 _END_S = 10.0
-#: How long one may go on with its step, or hang, once all was cancelled and clients are to be told.
+#: Time for a running step to end after all requests were cancelled; then the process is killed.
 _CUT_S = 3.0
-#: An engine that has ended is started anew at once; one that ends again after this time, and after
-#: twice the last time then, until one has lasted for the longest of them.
+#: An engine that has ended is restarted at once, and after a delay if it ends again. The delay
+#: doubles with each restart up to the maximum, and is reset once an engine has lasted that long.
 _RESTART_S = 1.0
 _RESTART_MAX_S = 60.0
-#: What observers are told that travels as a record.
+#: Observer methods whose argument is encoded as a record.
 _RECORDS = {"step_finished": StepRecord, "request_finished": RequestRecord}
 _SEES_CACHE = ("step_finished", "idle")
 
 
 class _Snapshot:
-    """The cache as it was looked at last, for observers."""
-
     def __init__(self, stats: CacheStats):
         self._stats = stats
 
@@ -51,7 +49,7 @@ class _Snapshot:
 
 
 class _Connection(asyncio.Protocol):
-    """Hands messages on."""
+    """Decodes messages from the engine's process."""
 
     def __init__(self, take: Callable[[Any], None], lose: Callable[[], None]):
         self._take = take
@@ -70,16 +68,13 @@ class RemoteEngine(EngineClient):
     """An engine on the other side of a connection, for one event loop.
 
     Args:
-        connection: To an `EngineLoop` behind a `SocketLink`.
-        ready: What it said first.
+        connection: Socket to an `EngineLoop` behind a `SocketLink`.
+        ready: The other side's first message, whose `max_tokens`, `page_bytes` and `stats` become
+            attributes; `stats` is updated.
         tokenizer: For prompts and outputs that are text.
         wait_for_end: Returns when the other side has ended.
-        observer: Who is told what happens there, from the event loop.
+        observer: Gets the engine's events, in the event loop.
         options: See `EngineClient`.
-
-    Attributes:
-        max_tokens, page_bytes: As `Ready` says.
-        stats: The cache when it was last looked at.
     """
 
     def __init__(
@@ -119,7 +114,7 @@ class RemoteEngine(EngineClient):
 
     async def _wait_for_end(self) -> None:
         await asyncio.to_thread(self._wait)
-        await self._gone.wait()  # What it said last has been read.
+        await self._gone.wait()  # The last messages have been read.
 
     def _hear(self, message: News | Failed) -> None:
         if isinstance(message, Failed):
@@ -141,20 +136,20 @@ class RemoteEngine(EngineClient):
 
 
 class EngineProcess(RemoteEngine):
-    """An engine in a process of its own, which ends with this one.
+    """An engine in a child process, which ends with this process.
 
-    A process that ends unasked is started anew, at once and, if it goes on like that, after ever
-    longer times. Its requests end with an error, and `failure` says so until the next is there.
+    A process that ends unexpectedly is restarted, with increasing delays if it keeps ending. Its
+    requests end with an error, and `failure` gives the reason until the next engine is ready.
 
     Args:
-        make: Called there with the engine's observer; gives the engine, for as long as it lasts.
-            A function that can be pickled, with all it holds.
+        make: Called in the child process with the engine's observer; returns a context manager that
+            gives the engine. It must be picklable.
         tokenizer: For prompts and outputs that are text.
-        observer: Who is told what happens there, from the event loop.
-        silence_max_s: See `EngineClient`. Making an engine, warm-up and all, may take any time.
+        observer: Gets the engine's events, in the event loop.
+        silence_max_s: See `EngineClient`; does not apply while the engine is made.
 
     Raises:
-        Exception: What `make` raised there.
+        Exception: Any error raised by `make`.
     """
 
     def __init__(
@@ -183,15 +178,15 @@ class EngineProcess(RemoteEngine):
         self._started_s = time.monotonic()
 
     def _start(self) -> tuple[socket.socket, Ready]:
-        """Start a process, and wait for its engine to be there."""
+        """Start a process and wait until its engine is ready."""
         ours, theirs = socket.socketpair()
         with self._starting:
-            # A copy of this process would have its threads' locks, and nobody to release them.
+            # Not fork: the child would inherit locks of threads that do not exist in it.
             context = multiprocessing.get_context("spawn")
             process = context.Process(
                 target=run_engine, args=(self._make, theirs), name="vmkv-engine"
             )
-            # Ctrl+C goes to the whole group, and may come before it can be ignored there.
+            # Ctrl+C reaches the whole process group, maybe before the child ignores it.
             before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
             try:
                 process.start()
@@ -211,14 +206,14 @@ class EngineProcess(RemoteEngine):
 
     @property
     def failure(self) -> str | None:
-        """See `EngineClient`."""
-        # No event loop may have been there to be told.
+        """The reason why no request can be served; None while the engine runs."""
+        # The process may have ended while no event loop was running.
         if self._death is None and not self._process.is_alive():
             return "the engine's process has ended"
         return super().failure
 
     async def shutdown(self, drain: bool = True) -> None:
-        """See `EngineClient`."""
+        """Stop the engine and do not restart it; with `drain=False`, kill it after a timeout."""
         self._is_stopping = True
         if self._restarting is not None:
             self._restarting.cancel()
@@ -228,10 +223,7 @@ class EngineProcess(RemoteEngine):
         await super().shutdown(drain)
 
     def close(self) -> None:
-        """End the process, if nobody has; what is under way there is cancelled. Idempotent.
-
-        For when no event loop runs any more: `shutdown` ends it in good order.
-        """
+        """End the process and cancel its requests, without an event loop. Idempotent."""
         self._socket.close()
         self._join(_END_S)
         if self._process.is_alive():
@@ -248,9 +240,8 @@ class EngineProcess(RemoteEngine):
             self._restarting = asyncio.get_running_loop().create_task(self._start_anew())
 
     async def _start_anew(self) -> None:
-        """Start processes until one has an engine."""
         await asyncio.to_thread(self.close)
-        reason = self._death or ""  # What it has said itself, unless it could not.
+        reason = self._death or ""  # The engine's own reason, if it sent one.
         if self._process.exitcode:
             reason = f"the engine's process has ended with status {self._process.exitcode}"
         if time.monotonic() - self._started_s > _RESTART_MAX_S:
@@ -268,7 +259,7 @@ class EngineProcess(RemoteEngine):
                     self._is_stopping = True
                     self._process.kill()
                 raise
-            except Exception as error:  # noqa: BLE001  # whatever it is: another try may do
+            except Exception as error:  # noqa: BLE001  # logged; the next attempt may succeed
                 reason = f"the engine could not be started: {one_line(error)}"
         self._started_s, self._num_failed_steps = time.monotonic(), 0
         self._transport = None
@@ -279,18 +270,14 @@ class EngineProcess(RemoteEngine):
         self._tell_idle()
 
     def _tell_idle(self) -> None:
-        """Observers hear that nothing is left, of an engine that is gone as of a new one."""
+        """Reset observers to an empty cache and no requests."""
         self.stats = self._empty
         if self._observer is not None:
             self._observer.idle(_Snapshot(self.stats))
 
 
 def _first_message(connection: socket.socket) -> Ready:
-    """Wait for the engine to be there.
-
-    Raises:
-        Exception: What it failed with.
-    """
+    """Wait for the engine; raise the exception that it failed with."""
     unpacker = Unpacker()
     while True:
         data = connection.recv(_READ_BYTES)

@@ -1,8 +1,7 @@
 """Several engines that serve one model, as a deployment of Ray Serve.
 
-`prefixes.py` what a replica tells of its prefix index; `choice.py` who gets a request, as pure
-logic; `metrics.py` one page of what all have counted. With Ray, which is the extra `vmkv[ray]`:
-`router.py` that choice in Ray's router; `replica.py` an engine in a replica; `client.py` all of
-them, asked as one engine is, which is what the server asks; `deployment.py` applications for
-whoever uses Ray Serve; `local.py` what `vmkv serve --replicas` runs.
+`prefixes.py` summarises a replica's prefix index; `choice.py` chooses the replica of a request;
+`metrics.py` merges the replicas' metrics. With Ray (the extra `vmkv[ray]`): `router.py` applies the
+choice in Ray's router; `replica.py` runs an engine; `client.py` presents all replicas as one
+engine; `deployment.py` has applications for Ray Serve; `local.py` runs `vmkv serve --replicas`.
 """

@@ -1,9 +1,9 @@
-"""Which replica a request goes to, as pure logic: what they hold, how much they have to do.
+"""Chooses the replica of a request by held prefixes and load, without I/O.
 
     order = ranked(candidates, num_prompt_tokens, Routing())
 
-A router knows what replicas hold by what they tell, some seconds late. What it has sent there since
-is in an `Assignments`, for as long as that is news. See Note [Replicas tell what they hold].
+Replicas report the prefixes that they hold with a delay of seconds; `Assignments` remembers the
+requests sent meanwhile. See Note [Replicas tell what they hold].
 """
 
 from __future__ import annotations
@@ -16,24 +16,23 @@ from dataclasses import dataclass, fields, replace
 
 from ...errors import ConfigError
 
-#: What is under way for longer is told by its replica, and no news.
+#: A request that runs for longer is covered by its replica's reports.
 _NEWS_S = 600.0
 
 
 @dataclass(frozen=True)
 class Routing:
-    """When a replica that holds much of a request is passed over for another.
+    """Thresholds beyond which a replica is passed over although it holds a long prefix.
 
     Attributes:
-        max_load: Requests that a replica may have; beyond, others come first.
-        max_ahead: How many more than the one with the fewest it may have; beyond, others come
-            first.
-        least_share: What a replica holds of a prompt decides if it is at least so much of it:
-            beginnings that all prompts have in common would bring all of them to one replica.
-        told_every_s: How often replicas tell what they hold.
+        max_load: Requests per replica; beyond it, other replicas come first.
+        max_ahead: Requests more than on the least loaded replica; beyond it, others come first.
+        least_share: Smallest share of a prompt that a held prefix must cover to decide; without it,
+            a prefix that all prompts have in common would attract all of them to one replica.
+        told_every_s: Interval of the replicas' reports.
 
     Raises:
-        ConfigError: One of them is out of range.
+        ConfigError: A value is out of range.
     """
 
     max_load: int = 256
@@ -54,10 +53,9 @@ class Routing:
 class Candidate:
     """A replica, as seen for one request.
 
-    Attributes:
-        held_tokens: How much of the prompt's beginning it holds, or will when its turn comes.
-        load: Requests that it has.
-        new_tokens: What it was sent that it did not hold, over all requests.
+    `held_tokens` is the length of the prompt's prefix that it holds or will hold; `load` counts its
+    requests; `new_tokens` counts tokens that were sent to it without being cached, over all
+    requests.
     """
 
     held_tokens: int
@@ -66,11 +64,11 @@ class Candidate:
 
 
 def ranked(candidates: Sequence[Candidate], num_prompt_tokens: int, routing: Routing) -> list[int]:
-    """The candidates' numbers, the one that is to have the request first.
+    """Return the candidates' indices, best first.
 
-    First those that may take more: of them who holds the longest beginning, and of several that do
-    the one with the fewest requests. Where that does not decide, whoever was sent the least that
-    was new, so that all of them hold as much. Then those that are passed over, by their requests.
+    Replicas within the limits come first: by the longest held prefix if it decides, then by the
+    fewest requests; otherwise by the fewest new tokens, so that all hold equally much. Replicas
+    that are passed over follow, by load.
     """
     least_load = min((each.load for each in candidates), default=0)
     longest = max((each.held_tokens for each in candidates), default=0)
@@ -97,20 +95,15 @@ class _Assignment:
 
 
 class Assignments:
-    """What a router has sent where, until the replica tells it by itself.
+    """Remembers a router's requests until their replicas report the prefixes.
 
-    A request's beginning is expected where it was sent while it is under way, and a little longer;
-    after that only what the replica tells counts.
-
-    Args:
-        settle_s: How long after a request's end a replica may not have told of it.
-        clock: Seconds that only grow.
+    Expects a request's prefix at its replica while the request runs and `settle_s` longer.
     """
 
     def __init__(self, settle_s: float, clock: Callable[[], float] = time.monotonic):
         self._settle_s = settle_s
         self._clock = clock
-        # Each in the order in which they cease to be news.
+        # Both in the order of their expiry.
         self._running: dict[str, _Assignment] = {}
         self._ended: dict[str, _Assignment] = {}
         self._expected: dict[str, Counter[bytes]] = {}
@@ -118,7 +111,7 @@ class Assignments:
         self._new_tokens: dict[str, int] = {}
 
     def see(self, replicas: Iterable[str]) -> None:
-        """These replicas are there, and no others. Who is new need not catch up with the rest."""
+        """Set the current replicas; a new one starts with the fewest new tokens of the others."""
         there = set(replicas)
         for replica in self._new_tokens.keys() - there:
             self.forget(replica)
@@ -127,7 +120,7 @@ class Assignments:
             self._new_tokens.setdefault(replica, fewest)
 
     def forget(self, replica: str) -> None:
-        """A replica is gone, and what it held with it. Idempotent."""
+        """Remove a replica that has ended. Idempotent."""
         for requests in (self._running, self._ended):
             for request in [key for key, each in requests.items() if each.replica == replica]:
                 del requests[request]
@@ -137,14 +130,7 @@ class Assignments:
     def assign(
         self, request: str, replica: str, names: Sequence[bytes], new_tokens: int = 0
     ) -> None:
-        """A request is sent to a replica; if it was before, then to this one instead.
-
-        Args:
-            request: Its name.
-            replica: The replica's.
-            names: Of its beginnings.
-            new_tokens: What the replica does not hold of it.
-        """
+        """Note that a replica got a request with these prefixes; an earlier one is forgotten."""
         self._purge()
         for requests in (self._running, self._ended):
             if request in requests:
@@ -157,31 +143,30 @@ class Assignments:
         self._new_tokens[replica] = self._new_tokens.get(replica, 0) + new_tokens
 
     def end(self, request: str) -> None:
-        """A request has ended, one way or another. Idempotent."""
+        """Note that a request has ended. Idempotent."""
         found = self._running.pop(request, None)
         if found is not None:
             self._loads[found.replica] -= 1
             self._ended[request] = replace(found, since_s=self._clock())
 
     def expects(self, replica: str, name: bytes) -> bool:
-        """Whether a replica will hold a beginning, or may not have told yet that it does."""
+        """Return whether a replica will hold a prefix, or holds it without having reported it."""
         return name in self._expected.get(replica, ())
 
     def replica_of(self, request: str) -> str | None:
-        """Where a request that is under way was sent; None if nowhere."""
+        """Return the replica of a running request; None if unknown."""
         found = self._running.get(request)
         return None if found is None else found.replica
 
     def load(self, replica: str) -> int:
-        """Requests that are under way there, of those that were sent from here."""
+        """Return the number of running requests that this router sent to a replica."""
         return self._loads[replica]
 
     def new_tokens(self, replica: str) -> int:
-        """What was sent there from here and was new there, in tokens."""
+        """Return the number of uncached tokens that this router sent to a replica."""
         return self._new_tokens.get(replica, 0)
 
     def _purge(self) -> None:
-        """Forget what is no news any more. Cost: proportional to that."""
         now_s = self._clock()
         for requests, age_s in ((self._running, _NEWS_S), (self._ended, self._settle_s)):
             while requests and now_s - next(iter(requests.values())).since_s > age_s:

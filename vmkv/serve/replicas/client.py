@@ -1,4 +1,4 @@
-"""Several replicas, asked as one engine is."""
+"""Presents several replicas as one engine."""
 
 from __future__ import annotations
 
@@ -24,25 +24,18 @@ from ..request import RequestOutput
 from .metrics import ReplicaMetrics
 from .replica import ReplicaFacts, ReplicaReport
 
-#: A request whose replica is lost is sent again so often, as long as nothing of it was given.
+#: Retries of a request whose replica is lost before its first output.
 _RERUNS_MAX = 2
-#: How often replicas are asked how they are, and how long one may take to say.
+#: Interval and time limit of the replicas' status reports.
 _REPORT_S = 2.0
 _REPORT_TIMEOUT_S = 10.0
-#: What ends a request because its replica did. A cancellation that is not ours is Ray's, when it
-#: waits no longer for a replica that is to go.
+#: Errors of a request whose replica has ended. Ray cancels requests when it stops waiting for a
+#: replica that is being removed.
 _LOST = (RayActorError, WorkerCrashedError, ObjectLostError, TaskCancelledError)
 
 
 class ReplicatedEngine:
-    """Replicas of an engine behind a handle of Ray Serve, for one event loop.
-
-    As `StreamingEngine` wants it: what serves one engine over HTTP serves all of them.
-
-    Args:
-        handle: To a deployment of `EngineReplica`.
-        metrics: Where what the replicas have counted is shown.
-    """
+    """Replicas behind a handle of Ray Serve, for one event loop. Implements `StreamingEngine`."""
 
     def __init__(self, handle: Any, metrics: ReplicaMetrics):
         self._handle = handle.options(stream=True)
@@ -55,7 +48,7 @@ class ReplicatedEngine:
         self._reporting: asyncio.Task[None] | None = None
 
     async def facts(self) -> ReplicaFacts:
-        """What is the same of all replicas; waits for the first to be there."""
+        """Wait for the first replica; return the properties that all replicas share."""
         facts: ReplicaFacts = await self._handle.options(stream=False).facts.remote()
         return facts
 
@@ -67,13 +60,10 @@ class ReplicatedEngine:
         *,
         tenant: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """See `StreamingEngine`. Where no replica is there, it waits for one.
+        """Stream a request's outputs from a replica; waits for one if there is none.
 
-        Raises:
-            ConfigError: The request can never be served. Raised by the first iteration.
-            LostError: The replica is gone that computed it, and something was given already; or
-                one after the other was.
-            ClosedError: This is shutting down.
+        Raises `LostError` if the replica ends after the first output, or the retries' replicas do
+        too.
         """
         self._watch()
         has_begun = False
@@ -114,7 +104,7 @@ class ReplicatedEngine:
                 self._all_done.set()
 
     def _worded(self, error: Exception) -> Exception:
-        """An error of Ray's as one of ours, and one of the replica's as it was there."""
+        """Convert one of Ray's errors; unwrap an exception that the replica raised."""
         if self._is_stopping and isinstance(error, _LOST):
             return ClosedError("the server is shutting down")
         if isinstance(error, _LOST):
@@ -130,15 +120,14 @@ class ReplicatedEngine:
             return ClosedError(f"no replica takes requests: {one_line(error)}")
         return error
 
-    # ---- how they are ---------------------------------------------------------------------
+    # ---- status ---------------------------------------------------------------------------
 
     @property
     def failure(self) -> str | None:
-        """Why no request can be served; None as long as one replica may. Some seconds old."""
+        """The reason why no replica serves requests, or None; some seconds old."""
         return self._failure
 
     def _watch(self) -> None:
-        """Begin to ask the replicas how they are."""
         if self._reporting is None:
             self._reporting = asyncio.get_running_loop().create_task(self._report_on())
 
@@ -155,7 +144,7 @@ class ReplicatedEngine:
             await asyncio.sleep(_REPORT_S)
 
     async def _reports(self) -> list[ReplicaReport]:
-        """What those say that answer; one at least."""
+        """Return the reports of the replicas that answer, at least one."""
         response = self._handle.broadcast("report")
         found = await response.results_async(timeout_s=_REPORT_TIMEOUT_S, return_exceptions=True)
         reports = [each for each in found if isinstance(each, ReplicaReport)]
@@ -163,10 +152,10 @@ class ReplicatedEngine:
             raise LostError("; ".join(one_line(each) for each in found))
         return reports
 
-    # ---- its end --------------------------------------------------------------------------
+    # ---- shutdown -------------------------------------------------------------------------
 
     async def shutdown(self, drain: bool = True) -> None:
-        """See `StreamingEngine`. The replicas stay: who started them ends them. Idempotent."""
+        """Stop serving; the replicas keep running. Idempotent."""
         self._is_stopping = True
         if not drain:
             for response in tuple(self._responses):

@@ -1,4 +1,4 @@
-"""Replicas as applications of Ray Serve, to be run as they are or to be composed with others.
+"""Replicas as applications of Ray Serve, to be run as they are or composed with others.
 
 def make(observer):                       # called in every replica
     model = AutoModelForCausalLM.from_pretrained(NAME).to("cuda").eval()
@@ -27,16 +27,16 @@ from .metrics import ReplicaMetrics
 from .replica import EngineReplica, MakeEngine
 from .router import PrefixRouter
 
-#: What a replica takes at once, in its engine and before it; beyond, requests wait for a place.
+#: Requests that a replica accepts at once; more wait in Ray.
 _ONGOING_MAX = 1024
-#: A replica that ended is noticed at most so late, and started anew.
+#: Interval of health checks, after which a replica that has ended is restarted.
 _HEALTH_S = 1.0
-#: A replica that is no longer needed may take so long to finish what it has.
+#: Time for a replica that is being removed to finish its requests.
 _DRAIN_S = 60.0
 
 
 class _Replica(EngineReplica):
-    """With the name that Ray gives it."""
+    """An `EngineReplica` with the name that Ray gives it."""
 
     def __init__(self, make: MakeEngine, silence_max_s: float = SILENCE_MAX_S):
         name = serve.get_replica_context().replica_id.unique_id
@@ -44,18 +44,13 @@ class _Replica(EngineReplica):
 
 
 def engine_deployment(routing: Routing | None = None, **options: Any) -> serve.Deployment:
-    """Replicas of an engine, each with a model, memory and a prefix index of its own.
+    """Deploy replicas of an engine, each with its own model, memory and prefix index.
 
-    Bound to a `MakeEngine`, and to a `silence_max_s` if that of `EngineReplica` does not suit, it
-    is an application whose handle has `stream(prompt, params, priority, tenant=…)` for whoever
-    composes it: `handle.options(stream=True).stream.remote([1, 2, 3])`, see `EngineReplica.stream`.
-    Requests go to the replica whose prefix index holds the longest beginning of their prompt for
-    their tenant, unless it has much more to do than others; see `Routing`.
-
-    Args:
-        routing: When a replica is passed over.
-        options: Ray's, of `serve.deployment`: `num_replicas`, `autoscaling_config` (which goes by
-            the requests a replica has), `ray_actor_options` …
+    Bind it to a `MakeEngine`, and optionally to the `silence_max_s` of `EngineReplica`. The handle
+    of the application has `stream(prompt, params, priority, tenant=…)`, see `EngineReplica.stream`:
+    `handle.options(stream=True).stream.remote([1, 2, 3])`. A request goes to the replica that holds
+    the longest prefix of its prompt for its tenant, unless `routing` passes it over. `options` are
+    those of `serve.deployment`: `num_replicas`, `autoscaling_config` (by requests per replica) …
     """
     routing = routing or Routing()
     defaults: dict[str, Any] = {
@@ -75,7 +70,7 @@ def engine_deployment(routing: Routing | None = None, **options: Any) -> serve.D
 
 @serve.ingress()
 class _OpenAI:
-    """The HTTP server in front of the replicas, behind Ray's proxy."""
+    """HTTP server for the replicas, behind Ray's proxy."""
 
     async def __init__(  # type: ignore[misc]  # Ray awaits it
         self,
@@ -98,15 +93,12 @@ def openai_application(
     options: str | Callable[[int], ServerOptions],
     **ingress_options: Any,
 ) -> serve.Application:
-    """The OpenAI API over replicas, as `vmkv serve` has it, behind Ray's HTTP proxy.
+    """Serve the OpenAI API over a bound `engine_deployment`, behind Ray's HTTP proxy.
 
-    Connections are the proxy's: limits on them, and on the time for a head, are not kept here.
-
-    Args:
-        replicas: An `engine_deployment`, bound.
-        load_tokenizer: Called where the server runs.
-        options: The server's, called with the tokens that a request may have; or the model's name.
-        ingress_options: Ray's, of `serve.deployment`.
+    `load_tokenizer` is called in the server's process; `options` makes the server's options from a
+    request's token limit, or is the model's name; `ingress_options` are those of
+    `serve.deployment`. The limits on connections and on the time for a head do not apply: the proxy
+    accepts connections.
     """
     options_for = partial(ServerOptions, options) if isinstance(options, str) else options
     defaults: dict[str, Any] = {"name": "vmkv-openai", "max_ongoing_requests": 2 * _ONGOING_MAX}

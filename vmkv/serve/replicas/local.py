@@ -1,4 +1,4 @@
-"""Replicas for a server of our own: Ray is started, runs them, and is stopped."""
+"""Starts Ray and runs replicas for `vmkv serve`."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from .metrics import ReplicaMetrics
 from .replica import MakeEngine, ReplicaFacts
 
 _NAME = "vmkv"
-#: Ray's least, and more than enough: what replicas say is small, and never lies there.
+#: Ray's minimum; the replicas' small messages never use the object store.
 _OBJECT_STORE_BYTES = 100 * MiB
-#: Ray's own processes besides the replicas, in its count of processors.
+#: Processors for Ray's own processes, in its accounting.
 _NUM_CPUS_BESIDE = 2
 
 
@@ -29,18 +29,10 @@ _NUM_CPUS_BESIDE = 2
 def running_replicas(
     make: MakeEngine, num_replicas: int, *, on_gpus: bool, silence_max_s: float
 ) -> Iterator[tuple[ReplicatedEngine, ReplicaMetrics, ReplicaFacts]]:
-    """Replicas on the cluster that `RAY_ADDRESS` names, or on this machine; they end with this.
+    """Run replicas for the `with` block, on the cluster of `RAY_ADDRESS` or on this machine.
 
-    Gives all of them as one, what they count, and what is the same of all.
-
-    Args:
-        make: Called in each replica, with its engine's observer.
-        num_replicas: How many.
-        on_gpus: Each has a GPU for itself.
-        silence_max_s: See `EngineReplica`.
-
-    Raises:
-        ConfigError: They cannot be started; the message is theirs.
+    Yields all replicas as one engine, their metrics and their constants. With `on_gpus`, each
+    replica has a GPU of its own. Raises `ConfigError` with the reason if they cannot be started.
     """
     is_ours = "RAY_ADDRESS" not in os.environ
     try:
@@ -62,14 +54,14 @@ def running_replicas(
     finally:
         if not is_ours:
             serve.delete(_NAME)
-        ray.shutdown()  # A cluster of our own ends with that, and everything on it.
+        ray.shutdown()  # Ends a local cluster with all replicas.
 
 
 def _start_ray(num_replicas: int, *, is_ours: bool) -> None:
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
     if is_ours:
-        # A replica computes on its GPU, or for those who develop: one processor each, in Ray's
-        # books, whatever there is.
+        # One processor per replica in Ray's accounting, however many the machine has: replicas
+        # compute on GPUs.
         options |= {
             "num_cpus": num_replicas + _NUM_CPUS_BESIDE,
             "object_store_memory": _OBJECT_STORE_BYTES,
@@ -79,8 +71,7 @@ def _start_ray(num_replicas: int, *, is_ours: bool) -> None:
 
 
 def _run(replicas: serve.Application) -> Any:
-    """Start them; a handle to all."""
-    # The HTTP server is ours: Ray's takes any number of connections, at any pace.
+    # Ray's HTTP proxy is off: it does not limit connections or slow clients.
     serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
     try:
         return serve.run(replicas, name=_NAME, route_prefix=None)
@@ -91,7 +82,7 @@ def _run(replicas: serve.Application) -> Any:
 
 
 def _reason() -> str:
-    """Why they could not: of what Ray knows the last line that names an error, as a replica's."""
+    """Return the last line of Ray's messages that names an error."""
     deployments = serve.status().applications[_NAME].deployments.values()
     lines = "\n".join(each.message for each in deployments).splitlines()
     named = [line.strip() for line in lines if "Error: " in line]

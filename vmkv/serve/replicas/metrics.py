@@ -1,4 +1,4 @@
-"""What several replicas have counted, as one page for Prometheus: a label says whose it is."""
+"""Merges the metrics of several replicas to one Prometheus page, with a label for the replica."""
 
 from __future__ import annotations
 
@@ -14,11 +14,7 @@ _LABEL = "replica"
 
 
 class ReplicaMetrics:
-    """Counts the answers that are given here, and shows what the replicas count.
-
-    Attributes:
-        http_responses: HTTP responses by route and status; of no replica, but of this process.
-    """
+    """The replicas' metrics, and this process's counter of HTTP responses by route and status."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -27,25 +23,25 @@ class ReplicaMetrics:
         self._registry.register(self)
 
     def take(self, texts: Mapping[str, bytes]) -> None:
-        """What replicas count now, in Prometheus' text format; those left out are gone."""
+        """Replace the replicas' metrics, given in Prometheus' text format by replica."""
         self._families = list(_labelled(texts))
 
     def collect(self) -> Iterable[Metric]:
-        """What the registry calls for a scrape."""
+        """Return the metric families for a scrape."""
         return self._families
 
     def text(self) -> bytes:
-        """Everything in Prometheus' text format."""
+        """Render every metric in Prometheus' text format."""
         return generate_latest(self._registry)
 
 
 def _labelled(texts: Mapping[str, bytes]) -> Iterator[Metric]:
-    """The families of all texts, each once; every sample says whose it is."""
+    """Merge the families of all texts; every sample gets its replica as a label."""
     found: dict[str, Metric] = {}
     for replica, text in sorted(texts.items()):
         for family in text_string_to_metric_families(text.decode()):
             if family.name == "vmkv_http_responses":
-                continue  # Replicas give no such answers.
+                continue  # Replicas send no HTTP responses.
             merged = found.setdefault(
                 family.name, Metric(family.name, family.documentation, family.type)
             )

@@ -1,10 +1,9 @@
-"""What a replica's prefix index holds, small enough to be told to whoever routes requests.
+"""Summary of a replica's prefix index, small enough to be sent to routers.
 
-A beginning of n blocks is named by the hash of its last block, at lengths that are close together
-for short beginnings and further apart for long ones: eight between n and 2n. So a row of 8,192
-tokens is told in 56 hashes, and a router knows to an eighth how much of a request a replica has.
-What is told is what the index held when it was looked at, never what was once sent there; where it
-is more than may be told, it is the longest that are left out.
+A prefix of n blocks is named by the hash of its last block, at lengths that are dense for short
+prefixes and sparse for long ones: eight between n and 2n. So a row of 8,192 tokens has 56 names,
+and a router knows the held prefix of a request to an eighth. The summary shows the index as it was
+last scanned; if it exceeds its limit, the longest prefixes are left out.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from typing import Any
 from ...core.cache.prefix import BLOCK_TOKENS, PrefixIndex, block_hashes
 from ..observer import EngineObserver, ObservedCache, StepRecord
 
-#: Of each hash. Two that are taken for one make a router expect a prefix that is not there.
+#: Bytes kept of each hash. A collision makes a router expect a prefix that is not there.
 _HASH_BYTES = 8
-#: Every length up to twice this, and then so many until it has doubled.
+#: Every length up to twice this is named, then so many lengths per doubling.
 _STEPS = 8
 _KEY = "vmkv_prefixes"
 
@@ -35,35 +34,29 @@ def _marked_lengths(num_blocks: int) -> list[int]:
     return lengths[1:]
 
 
-#: The lengths, in blocks, at which a beginning has a name; as far as any row goes.
+#: Lengths, in blocks, at which a prefix has a name; up to the longest possible row.
 MARKED_LENGTHS = tuple(_marked_lengths(1 << 20))
 
 
 def names_of(token_ids: Sequence[int], tenant: str | None = None) -> list[tuple[int, bytes]]:
-    """The beginnings of a tenant's prompt that have a name: tokens and name, ascending.
-
-    Cost: about 1 µs per block of 16 tokens.
-    """
+    """Return a prompt's named prefixes as tokens and name, ascending; 1 µs per block."""
     hashes = list(block_hashes(token_ids, tenant))
     marked = takewhile(lambda each: each <= len(hashes), MARKED_LENGTHS)
     return [(each * BLOCK_TOKENS, hashes[each - 1][:_HASH_BYTES]) for each in marked]
 
 
 def told_names(stats: Mapping[str, Any]) -> frozenset[bytes]:
-    """The names in what a replica tells; empty where it has told nothing yet."""
+    """Return the names in a replica's report; empty before its first report."""
     told: bytes = stats.get(_KEY, b"")
     starts = range(0, len(told), _HASH_BYTES)
     return frozenset(told[start : start + _HASH_BYTES] for start in starts)
 
 
 class HeldPrefixes(EngineObserver):
-    """An engine's observer that looks at what its prefix index holds.
+    """Engine observer that scans the prefix index, in the engine's thread.
 
-    The engine's thread looks, once a second at most and whenever it falls idle; anybody may ask.
-
-    Args:
-        max_names: How many are told at most, of 8 bytes each.
-        interval_s: How long a look is good enough.
+    Scans at most every `interval_s`, and whenever the engine falls idle; reports at most
+    `max_names` names of 8 bytes each. `stats` may be read from any thread.
     """
 
     def __init__(self, max_names: int = 32_768, interval_s: float = 1.0):
@@ -75,30 +68,27 @@ class HeldPrefixes(EngineObserver):
         self._told = b""
 
     def bind(self, index: PrefixIndex, lock: AbstractContextManager[object] | None = None) -> None:
-        """Say which index, once the cache exists, and the lock of its pool."""
+        """Set the index, once the cache exists, and the lock of its pool."""
         self._index = index
         if lock is not None:
             self._lock = lock
 
     @property
     def stats(self) -> dict[str, Any]:
-        """What it held when it was last looked at, for `told_names`."""
+        """The names found by the last scan, for `told_names`."""
         return {_KEY: self._told}
 
     def step_finished(self, step: StepRecord, cache: ObservedCache) -> None:
-        """See `EngineObserver`."""
+        """Scan the index if the last scan is too old."""
         if time.monotonic() - self._looked_s >= self._interval_s:
             self._look()
 
     def idle(self, cache: ObservedCache) -> None:
-        """See `EngineObserver`."""
+        """Scan the index."""
         self._look()
 
     def _look(self) -> None:
-        """Cost: some 8 ms where 500 rows hold 8,192 tokens each, and none of them another's.
-
-        And 1 µs for each block of 16 tokens that was computed since the last look.
-        """
+        """Scan the index: 8 ms for 500 rows of 8,192 tokens, plus 1 µs per new block."""
         if self._index is None:
             return
         with self._lock:

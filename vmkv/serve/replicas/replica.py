@@ -1,4 +1,4 @@
-"""One replica: an engine of its own in a process of Ray's, and what the others ask of it."""
+"""A replica: an engine in a Ray actor, and its interface for the router and the server."""
 
 from __future__ import annotations
 
@@ -18,19 +18,14 @@ from ..params import SamplingParams
 from ..request import RequestOutput
 from .prefixes import HeldPrefixes
 
-#: Gives an engine that reports to an observer. Nobody leaves that context: a replica ends with its
-#: process, and everything that it has goes with that.
+#: Makes an engine that reports to an observer. The context is never left: a replica ends with its
+#: process, which frees its resources.
 MakeEngine = Callable[[EngineObserver], AbstractContextManager[Engine]]
 
 
 @dataclass(frozen=True)
 class ReplicaFacts:
-    """What never changes of a replica, and is the same of all.
-
-    Attributes:
-        max_tokens: Prompt and output of a request at most.
-        budget_bytes: Memory for keys and values.
-    """
+    """Constants of all replicas: tokens of a request, and memory for keys and values."""
 
     max_tokens: int
     budget_bytes: int
@@ -38,13 +33,7 @@ class ReplicaFacts:
 
 @dataclass(frozen=True)
 class ReplicaReport:
-    """How a replica is.
-
-    Attributes:
-        replica: Its name.
-        failure: Why it serves nobody; None as long as it may.
-        metrics: Everything counted, in Prometheus' text format.
-    """
+    """Status of a replica: why it serves no request (or None), and its Prometheus metrics."""
 
     replica: str
     failure: str | None
@@ -52,13 +41,7 @@ class ReplicaReport:
 
 
 class EngineReplica:
-    """An engine, served by Ray. Of its methods those with `See Ray` are called by Ray.
-
-    Args:
-        make: Called here with the engine's observer; gives the engine.
-        name: What this replica is called.
-        silence_max_s: See `EngineClient`; Ray ends a replica that is silent, and starts another.
-    """
+    """An engine served by Ray; Ray restarts it if it is silent for `silence_max_s`."""
 
     def __init__(self, make: MakeEngine, name: str, silence_max_s: float = SILENCE_MAX_S):
         self._name = name
@@ -78,7 +61,7 @@ class EngineReplica:
         *,
         tenant: str | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """As of `AsyncEngine`, but that the first output alone holds the prompt: each is sent."""
+        """Stream a request as `AsyncEngine.stream` does; only the first output holds the prompt."""
         outputs: Any = self._engine.stream(prompt, params, priority, tenant=tenant)
         async with contextlib.aclosing(outputs):
             yield await anext(outputs)
@@ -86,22 +69,18 @@ class EngineReplica:
                 yield replace(output, prompt=None, prompt_token_ids=())
 
     def facts(self) -> ReplicaFacts:
-        """What never changes."""
+        """Return the replica's constants."""
         return self._facts
 
     def report(self) -> ReplicaReport:
-        """How it is now."""
+        """Return the replica's current status."""
         return ReplicaReport(self._name, self._engine.failure, self._metrics.text())
 
     def record_routing_stats(self) -> dict[str, Any]:
-        """See Ray."""
+        """Return the held prefixes; called by Ray."""
         return self._prefixes.stats
 
     def check_health(self) -> None:
-        """See Ray, which starts another replica in place of one that fails here.
-
-        Raises:
-            ClosedError: The engine serves nobody.
-        """
+        """Raise `ClosedError` if the engine serves no request; Ray then restarts the replica."""
         if self._engine.failure is not None:
             raise ClosedError(self._engine.failure)

@@ -1,6 +1,6 @@
-"""Ray's request router, with the choice of `choice.py`.
+"""Ray's request router with the choice of `choice.py`.
 
-An actor's handle makes one wherever it is used, and runs it in an event loop of its own.
+Ray makes one per handle, and runs it in an event loop of its own.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from ...errors import ConfigError
 from .choice import Assignments, Candidate, Routing, ranked
 from .prefixes import names_of, told_names
 
-#: The beginnings of a prompt, as `names_of` has them.
+#: Named prefixes of a prompt, as returned by `names_of`.
 Names = Sequence[tuple[int, bytes]]
-#: What a replica has not told after so many of its turns, it does not hold.
+#: Reports after which a prefix that is not in them is not expected any more.
 _TURNS = 3
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types for us
-    """Prefers the replica whose prefix index holds the longest beginning of a request.
+    """Prefers the replica whose prefix index holds the longest prefix of a request.
 
-    Requests are calls of `stream(prompt, …, tenant=…)` with token ids; others go where there is
-    least to do. A prefix of one tenant does not attract another's requests.
+    Requests are calls of `stream(prompt, …, tenant=…)` with token ids; others go to the replica
+    that was sent the fewest new tokens. Prefixes are separate for each tenant.
     """
 
     def initialize_state(self, **options: Any) -> None:
-        """See Ray. Takes the attributes of a `Routing`."""
+        """Initialise the router with the attributes of a `Routing`."""
         self._routing = Routing(**options)
         self._assignments = Assignments(settle_s=_TURNS * self._routing.told_every_s)
         self._told: dict[str, tuple[Any, frozenset[bytes]]] = {}
@@ -38,10 +38,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types for
         candidate_replicas: Sequence[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """See Ray. Each replica is a rank of its own: Ray takes the first that takes the request.
-
-        Cost: 1 µs for a block of 16 tokens, and some 5 µs a replica.
-        """
+        """Rank the replicas, each by itself; 1 µs per block of 16 tokens, 5 µs per replica."""
         num_prompt_tokens, names = _prompt_of(pending_request)
         candidates = [
             Candidate(
@@ -53,7 +50,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types for
         ]
         order = ranked(candidates, num_prompt_tokens, self._routing)
         if pending_request is not None and order:
-            # Before it is known, so that those who choose just now do not all choose the same.
+            # Before Ray confirms it, so that concurrent requests do not all choose the same.
             first = order[0]
             new_tokens = num_prompt_tokens - candidates[first].held_tokens
             self._assign(pending_request, candidate_replicas[first].replica_id, names, new_tokens)
@@ -62,23 +59,23 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types for
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
     ) -> None:
-        """See Ray."""
+        """Note which replica accepted a request."""
         request = pending_request.metadata.internal_request_id
         if self._assignments.replica_of(request) != _name(replica_id):
             num_prompt_tokens, names = _prompt_of(pending_request)
             self._assign(pending_request, replica_id, names, num_prompt_tokens)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """See Ray."""
+        """Note that a request has ended."""
         self._assignments.end(internal_request_id)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        """See Ray."""
+        """Remove a replica that has ended."""
         super().on_replica_actor_died(replica_id)
         self._assignments.forget(_name(replica_id))
 
     def update_replicas(self, replicas: Sequence[RunningReplica]) -> None:
-        """See Ray."""
+        """Set the current replicas."""
         names = [_name(each.replica_id) for each in replicas]
         self._assignments.see(names)
         self._told = {name: self._told[name] for name in names if name in self._told}
@@ -109,7 +106,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types for
         return known[1]
 
     def _load(self, replica: RunningReplica) -> int:
-        """What the replica said last, which others send to as well, or what was sent from here."""
+        """Return the larger of the replica's reported load and the requests sent from here."""
         queued = self.replica_queue_len_cache.get(replica.replica_id)
         return max(queued or 0, self._assignments.load(_name(replica.replica_id)))
 
@@ -120,14 +117,14 @@ def _name(replica_id: ReplicaID) -> str:
 
 
 def _prompt_of(pending_request: PendingRequest | None) -> tuple[int, Names]:
-    """How long a request's prompt is, and its beginnings; nothing where it is no prompt."""
+    """Return the length and the named prefixes of a request's prompt; nothing for other calls."""
     if pending_request is None or pending_request.metadata.call_method != "stream":
         return 0, []
     args, kwargs = pending_request.args, pending_request.kwargs
     prompt = args[0] if args else kwargs.get("prompt", ())
     if isinstance(prompt, str):
-        return 0, []  # Whose tokens only the engine knows.
+        return 0, []  # Only the engine can tokenise it.
     try:
         return len(prompt), names_of(prompt, kwargs.get("tenant"))
     except (AttributeError, ConfigError, TypeError):
-        return 0, []  # The engine refuses it in words.
+        return 0, []  # The engine raises the proper error.

@@ -1,4 +1,4 @@
-"""One request to the engine and its answer, whole or as events."""
+"""Runs one HTTP request through the engine and writes its answer, whole or as events."""
 
 from __future__ import annotations
 
@@ -25,23 +25,12 @@ from .tokens import Tokens
 
 @dataclass(frozen=True)
 class Answer:
-    """What is needed to answer one HTTP request.
+    """Everything that is needed to answer one HTTP request.
 
-    Attributes:
-        engine: Who computes it.
-        gate: Who is inside.
-        form: How it is written.
-        tokens: Tokens' texts.
-        encoder: Makes tokens of its prompts, once it is inside.
-        model: The model's name.
-        prompts: Its prompts.
-        check_length: Raises `ApiError` for a prompt of so many tokens that no answer fits.
-        encoded: Called when its prompts are tokens: what they came from is let go of.
-        params: How to sample.
-        priority: Lower runs first.
-        tenant: The owner of its prefixes.
-        wants_usage: Whether a stream ends with the token counts.
-        wants_running_usage: Whether its chunks carry those so far.
+    `check_length` raises `ApiError` for a number of prompt tokens that leaves no room for an
+    answer; `encoded` is called once the prompts are tokens and releases the request's body. A lower
+    `priority` runs first, and `tenant` owns the cached prefixes. `wants_usage` ends a stream with
+    the token counts; `wants_running_usage` puts the counts so far into every chunk.
     """
 
     engine: StreamingEngine
@@ -60,10 +49,7 @@ class Answer:
     wants_running_usage: bool
 
     async def whole(self) -> deque[bytes | bytearray]:
-        """The answer as JSON, in parts. Computed once more if its replica is lost.
-
-        Raises `ApiError`: the request failed.
-        """
+        """Compute the answer as JSON, in parts; compute it once more if its replica is lost."""
         try:
             return await self._whole()
         except ApiError as error:
@@ -87,10 +73,7 @@ class Answer:
         return parts
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """The answer as server-sent events.
-
-        Raises `ApiError`: there is none, and no event was given yet. Later ones are events.
-        """
+        """Yield the answer as server-sent events; raises `ApiError` only before the first event."""
         progress = self._new_progress()
         head = self._head(self.form.chunk_object)
         # With include_usage every chunk has the field, and only the last one a value.
@@ -113,7 +96,7 @@ class Answer:
         yield DONE
 
     async def _deltas(self, progress: Progress) -> AsyncGenerator[Delta, None]:
-        """The deltas of all outputs; the event loop gets its turn between slices of them."""
+        """Yield the deltas of all outputs; the event loop runs other tasks between slices."""
         num_logprobs = 0
         async with contextlib.aclosing(self._outputs()) as outputs:
             async for at, output in outputs:
@@ -125,9 +108,8 @@ class Answer:
                     yield delta
 
     async def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """The engine's outputs with the number of their prompt, from behind the gate."""
         async with self.gate.entered():
-            # Only now: what waits, or has left, costs no work.
+            # Tokenise behind the gate: a waiting or abandoned request costs no work.
             prompts = [await self._tokens(prompt) for prompt in self.prompts]
             self.encoded()
             streams = [

@@ -1,6 +1,6 @@
 """The routes.
 
-app = create_app(async_engine, tokenizer, ServerOptions(model_name="llama"))
+app = create_app(async_engine, tokenizer, ServerOptions(model_name="llama", max_model_tokens=8192))
 uvicorn.run(app)                       # or `run_server(app, ...)`, which drains on SIGTERM
 """
 
@@ -35,17 +35,18 @@ _REFS = "#/components/schemas/{model}"
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """How a server presents itself, and to whom.
+    """Options of a server.
 
     Attributes:
-        model_name: What clients call the model.
-        max_model_tokens: Prompt and output of one request together at most.
-        limits: What is refused beyond.
-        api_keys: Who may ask; empty for everybody.
+        model_name: The model's name in the API.
+        max_model_tokens: Prompt and output tokens of one request together.
+        limits: Limits on requests and connections.
+        api_keys: Accepted keys; empty to accept everybody.
         protects_everything: Whether `/metrics`, `/version` and the documentation need a key too.
-        cors_origins: Whose pages browsers let ask, as `https://example.com`; `*` for everybody's.
-        chat_template: Instead of the tokenizer's own.
-        share_prefixes: Whether requests begin with what was cached for other keys.
+        cors_origins: Origins whose pages may call the server, as `https://example.com`; `*` for
+            all.
+        chat_template: Replaces the tokenizer's own.
+        share_prefixes: Whether requests with different keys share cached prefixes.
     """
 
     model_name: str
@@ -64,15 +65,15 @@ def create_app(
     options: ServerOptions,
     metrics: ServerMetrics | None = None,
 ) -> FastAPI:
-    """The application. It owns the engine from its startup on: its shutdown shuts the engine down.
+    """Create the application, which owns the engine: its shutdown shuts the engine down.
 
     Args:
         engine: An `AsyncEngine`.
-        tokenizer: The model's, of transformers.
-        options: See there.
-        metrics: What the engine reports to, to be shown at `/metrics`.
+        tokenizer: The model's transformers tokenizer.
+        options: The server's options.
+        metrics: The engine's observer, shown at `/metrics`.
 
-    Its `state.service` is what a server needs to drain it; see `Service`.
+    Its `state.service` is the `Service` that a server drains.
     """
     service = Service(
         engine,
@@ -99,7 +100,7 @@ def create_app(
         protects_everything=options.protects_everything,
     )
     if options.cors_origins:
-        # Outside the guard: a browser asks whether it may ask without a key.
+        # Outside the guard: a browser's preflight request has no key.
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(options.cors_origins),
@@ -129,19 +130,18 @@ def _add_completions(app: FastAPI, service: Service) -> None:
 
     @app.post("/tokenize", response_model=None, openapi_extra=_body(TokenizeRequest))
     async def tokenize(request: Request) -> Response:
-        """The tokens of a prompt or a chat, as a completion of it would begin with."""
+        """Return the tokens of a prompt or a chat, as a completion would use them."""
         return await service.tokenize(request, await service.reader.read(request, TokenizeRequest))
 
 
 def _body(form: type[BaseModel]) -> dict[str, Any]:
-    """How a route's documentation says what is to be sent; the route reads it by itself."""
+    """Describe a route's body for its documentation; the route parses it itself."""
     schema = {"$ref": _REFS.format(model=form.__name__)}
     content = {"application/json": {"schema": schema}}
     return {"requestBody": {"required": True, "content": content}}
 
 
 def _describe(app: FastAPI, *forms: type[BaseModel]) -> None:
-    """Put `forms` into the documentation."""
     _, found = models_json_schema([(each, "validation") for each in forms], ref_template=_REFS)
     make = app.openapi
 
@@ -157,38 +157,38 @@ def _describe(app: FastAPI, *forms: type[BaseModel]) -> None:
 def _add_information(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        """The models: one."""
+        """List the served model."""
         return {"object": "list", "data": [service.card()]}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
-        """One model."""
+        """Describe a model."""
         service.check_model(name)
         return service.card()
 
     @app.get("/health")
     @app.head("/health", include_in_schema=False)
     async def health() -> JSONResponse:
-        """Whether requests are taken and answered."""
+        """Report whether the server accepts requests."""
         status, body = service.health()
         return JSONResponse(body, status)
 
     @app.get("/version")
     @app.head("/version", include_in_schema=False)
     async def version() -> dict[str, str]:
-        """The version of vmkv."""
+        """Return the version of vmkv."""
         return {"version": _version()}
 
     @app.get("/metrics")
     async def metrics() -> PlainTextResponse:
-        """Everything counted, for Prometheus."""
+        """Return all metrics in Prometheus' format."""
         return PlainTextResponse(service.metrics.text(), media_type=CONTENT_TYPE)
 
 
 def _version() -> str:
     try:
         return importlib.metadata.version("vmkv")
-    except importlib.metadata.PackageNotFoundError:  # A tree on the path, never installed.
+    except importlib.metadata.PackageNotFoundError:  # A checkout, not installed.
         return "unknown"
 
 

@@ -1,4 +1,4 @@
-"""From an engine's outputs to the JSON of OpenAI's answers, whole or in chunks."""
+"""Converts an engine's outputs to the JSON of OpenAI's answers, whole or in chunks."""
 
 from __future__ import annotations
 
@@ -11,21 +11,16 @@ from ..request import CompletionOutput, FinishReason, RequestOutput, TokenLogpro
 from .errors import ApiError, failed
 from .tokens import Tokens
 
-#: Log-probabilities that are encoded at most before the event loop gets a turn: a few ms.
+#: Log-probabilities encoded before other tasks run: a few ms of work.
 SLICE_LOGPROBS = 1024
 
 
 @dataclass(frozen=True)
 class Delta:
-    """New tokens of one choice, at most `SLICE_LOGPROBS` log-probabilities of them.
+    """New tokens of one choice, with at most `SLICE_LOGPROBS` log-probabilities.
 
-    Attributes:
-        index: The choice.
-        is_first: Whether nothing of it was sent before.
-        text: Its new text.
-        logprobs: Its new tokens' log-probabilities; None where they were not asked for.
-        offset: Where the new tokens' text begins in the choice's.
-        finish_reason: `stop` or `length`, when it has ended.
+    `offset` is the position of the new tokens' text in the choice's text; `finish_reason` is `stop`
+    or `length` in the last delta.
     """
 
     index: int
@@ -37,13 +32,11 @@ class Delta:
 
     @property
     def num_logprobs(self) -> int:
-        """Log-probabilities, those of chosen tokens included."""
+        """Number of log-probabilities, chosen tokens included."""
         return sum(1 + len(each.top) for each in self.logprobs or ())
 
 
 class _Sent:
-    """How much of one choice was sent."""
-
     def __init__(self) -> None:
         self.num_tokens = 0
         self.offset = 0
@@ -52,13 +45,7 @@ class _Sent:
 
 
 class Progress:
-    """How far each choice of an answer is.
-
-    Args:
-        num_prompts: Prompts of the request; their samples are numbered through.
-        num_samples: Samples per prompt.
-        tokens: Tokens' texts, for the offsets of log-probabilities.
-    """
+    """Tracks how much was sent of each choice; choices are numbered across prompts."""
 
     def __init__(self, num_prompts: int, num_samples: int, tokens: Tokens):
         self._num_samples = num_samples
@@ -68,10 +55,7 @@ class Progress:
         self._cached_tokens = [0] * num_prompts
 
     def advance(self, prompt_index: int, output: RequestOutput) -> Iterator[Delta]:
-        """The deltas of `output`, the next output of its prompt.
-
-        Raises `ApiError`: a sample ended in an error.
-        """
+        """Yield the deltas of a prompt's next output; raises `ApiError` if a sample has failed."""
         self._prompt_tokens[prompt_index] = len(output.prompt_token_ids)
         self._cached_tokens[prompt_index] = output.num_cached_tokens
         for sample in output.outputs:
@@ -108,7 +92,7 @@ class Progress:
         return delta
 
     def usage(self) -> dict[str, Any]:
-        """OpenAI's token counts."""
+        """Return OpenAI's token counts."""
         num_prompt, num_output = sum(self._prompt_tokens), sum(s.num_tokens for s in self._sent)
         return {
             "prompt_tokens": num_prompt,
@@ -119,7 +103,7 @@ class Progress:
 
 
 def check_sample(sample: CompletionOutput, error: Exception | None) -> None:
-    """Raise `ApiError` unless the sample runs or has ended well."""
+    """Raise `ApiError` if the sample failed or was cancelled."""
     if sample.finish_reason is FinishReason.ERROR:
         raise failed(error or RuntimeError("the engine gave no reason"))
     if sample.finish_reason is FinishReason.CANCELLED:
@@ -132,22 +116,18 @@ def check_sample(sample: CompletionOutput, error: Exception | None) -> None:
 
 
 def encoded(value: Any) -> bytes:
-    """JSON as starlette's `JSONResponse` encodes it."""
+    """Encode a value as compact JSON, as starlette's `JSONResponse` does."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
 
 class WholeChoice:
-    """One choice of a whole answer. Log-probabilities are kept encoded.
-
-    Args:
-        form: The form of the answer.
-    """
+    """Collects one choice of a whole answer; keeps its log-probabilities as encoded JSON."""
 
     def __init__(self, form: Form):
         self._form = form
         self._texts: list[str] = []
         self._last: Delta | None = None
-        # The members of the choice's `logprobs`; None before the first.
+        # Encoded members of the choice's `logprobs`; None before the first.
         self._logprobs: dict[str, bytearray] | None = None
 
     def add(self, delta: Delta) -> None:
@@ -161,12 +141,12 @@ class WholeChoice:
             self._logprobs = {name: bytearray(encoded(value)) for name, value in new.items()}
             return
         for name, value in new.items():
-            if value:  # A list that continues: its opening bracket replaces the closing one.
+            if value:  # Continue a list: replace its closing bracket.
                 known = self._logprobs[name]
                 known[-1:] = (b"," if len(known) > 2 else b"") + encoded(value)[1:]
 
     def parts(self) -> Iterator[bytes | bytearray]:
-        """The choice as JSON, in parts. At least one delta was added."""
+        """Yield the choice as JSON, in parts; at least one delta must have been added."""
         assert self._last is not None
         choice = self._form.whole(replace(self._last, text="".join(self._texts)))
         for at, (name, value) in enumerate(choice.items()):
@@ -182,7 +162,7 @@ class WholeChoice:
 
 
 class CompletionForm:
-    """The answer of `/v1/completions`."""
+    """Format of `/v1/completions` answers."""
 
     id_prefix = "cmpl-"
     whole_object = chunk_object = "text_completion"
@@ -191,7 +171,7 @@ class CompletionForm:
         self._tokens = tokens
 
     def whole(self, delta: Delta) -> dict[str, Any]:
-        """A choice of a whole answer."""
+        """Return a choice of a whole answer."""
         return {
             "index": delta.index,
             "text": delta.text,
@@ -200,11 +180,11 @@ class CompletionForm:
         }
 
     def chunk(self, delta: Delta) -> dict[str, Any]:
-        """A choice of a chunk: looks the same."""
+        """Return a choice of a chunk, which has the same fields as a whole answer's."""
         return self.whole(delta)
 
     def logprobs(self, delta: Delta) -> dict[str, Any] | None:
-        """The log-probabilities of a choice; None where they were not asked for."""
+        """Return the log-probabilities of a choice; None if none were requested."""
         if delta.logprobs is None:
             return None
         tokens = [self._tokens[each.token_id].text for each in delta.logprobs]
@@ -224,7 +204,7 @@ class CompletionForm:
 
 
 class ChatForm:
-    """The answer of `/v1/chat/completions`."""
+    """Format of `/v1/chat/completions` answers."""
 
     id_prefix = "chatcmpl-"
     whole_object = "chat.completion"
@@ -234,7 +214,7 @@ class ChatForm:
         self._tokens = tokens
 
     def whole(self, delta: Delta) -> dict[str, Any]:
-        """A choice of a whole answer."""
+        """Return a choice of a whole answer."""
         return {
             "index": delta.index,
             "message": {"role": "assistant", "content": delta.text, "refusal": None},
@@ -243,7 +223,7 @@ class ChatForm:
         }
 
     def chunk(self, delta: Delta) -> dict[str, Any]:
-        """A choice of a chunk; the first one says who speaks."""
+        """Return a choice of a chunk; the first chunk has the role."""
         content: dict[str, Any] = {"role": "assistant", "content": ""} if delta.is_first else {}
         if delta.text:
             content["content"] = delta.text
@@ -255,7 +235,7 @@ class ChatForm:
         }
 
     def logprobs(self, delta: Delta) -> dict[str, Any] | None:
-        """The log-probabilities of a choice; None where they were not asked for."""
+        """Return the log-probabilities of a choice; None if none were requested."""
         if delta.logprobs is None:
             return None
         return {

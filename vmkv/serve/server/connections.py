@@ -1,9 +1,9 @@
-"""Connections: how many there may be, and how long one may be without a request.
+"""Limits on connections: their number, and the time without a complete request.
 
-uvicorn keeps a connection that has not sent the head of a request for as long as its peer likes,
-and lets in as many as there are descriptors. Here each has a time to send a head, and when
-there are too many, that one goes which has been without a complete request for longest: whoever
-asks at once is let in, however many say nothing.
+uvicorn keeps a connection without a request for as long as its peer likes, and accepts as many as
+there are descriptors. Here each connection has a time limit to send a head, and beyond
+`max_connections` the one without a complete request for longest is closed, so that idle connections
+do not keep new requests out.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ...units import KiB
 
-#: A body of more pieces than this is in pieces of so many bytes on average, or refused: each costs
-#: 10 µs whatever it holds.
+#: A body of more pieces than this must have so many bytes per piece on average: each piece costs
+#: 10 µs whatever its size.
 _NUM_FREE_PIECES = 512
 _PIECE_BYTES = 256
 _HEAD_BYTES = 16 * KiB
@@ -29,58 +29,46 @@ _SLOW = b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: 0
 
 
 class Connections:
-    """All connections of a server. For one event loop.
-
-    Args:
-        max_connections: How many there may be.
-        head_timeout_s: Time for each to send the head of a request.
-    """
+    """The connections of a server. Belongs to one event loop."""
 
     def __init__(self, max_connections: int, head_timeout_s: float):
         self.max_connections = max_connections
         self.head_timeout_s = head_timeout_s
         self._open: set[LimitedProtocol] = set()
-        # Those without a complete request, the ones that have been so for longest first.
+        # Connections without a complete request, oldest first.
         self._without: dict[LimitedProtocol, None] = {}
 
     def __len__(self) -> int:
         return len(self._open)
 
     def opened(self, connection: LimitedProtocol) -> None:
-        """A connection is there; another one may have to go."""
+        """Add a connection; beyond the limit, close the oldest one without a complete request."""
         self._open.add(connection)
         self._without[connection] = None
         if len(self._open) > self.max_connections:
             oldest = next(iter(self._without))
-            # Alone without a request: all others are being served.
+            # If the new connection is the only one without a request, all others are being served.
             oldest.end(_BUSY if oldest is connection else b"")
 
     def asked(self, connection: LimitedProtocol) -> None:
-        """It has sent a complete request."""
+        """Note that a connection has sent a complete request."""
         self._without.pop(connection, None)
 
     def answered(self, connection: LimitedProtocol) -> None:
-        """Its request was answered."""
+        """Note that a connection's request was answered."""
         if connection in self._open:
             self._without.setdefault(connection)
 
     def closed(self, connection: LimitedProtocol) -> None:
-        """It is gone. Idempotent."""
+        """Remove a connection. Idempotent."""
         self._open.discard(connection)
         self._without.pop(connection, None)
 
 
 class LimitedProtocol(H11Protocol):
-    """One connection, as uvicorn has it, within the limits.
+    """A uvicorn connection, of the h11 protocol, within the limits of `Connections`."""
 
-    Of uvicorn's protocols this one: it stops reading a head that does not end within 16 KiB.
-
-    Args:
-        connections: All of them.
-        options: uvicorn's.
-    """
-
-    cycle: Any  # None before the first request, whatever uvicorn says.
+    cycle: Any  # None before the first request; uvicorn's type omits it.
 
     def __init__(self, *, connections: Connections, **options: Any):
         super().__init__(**options)
@@ -89,34 +77,34 @@ class LimitedProtocol(H11Protocol):
         self._head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See asyncio."""
+        """Register the connection and start its timer."""
         super().connection_made(transport)  # type: ignore[arg-type]
         self._all.opened(self)
         self._look()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See asyncio."""
+        """Remove the connection."""
         self._all.closed(self)
         self._stop_timer()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """See asyncio."""
+        """Parse received data; ignored once the connection is closing."""
         if self.transport.is_closing():
-            return  # What was read before the end was decided.
+            return  # Data that was read before the connection was closed.
         try:
             super().data_received(data)
-        except h11.ProtocolError:  # A body that goes wrong after its answer.
+        except h11.ProtocolError:  # A malformed body after its answer.
             self.transport.abort()
         self._look()
 
     def on_response_complete(self) -> None:
-        """See uvicorn."""
+        """Wait for the connection's next request."""
         super().on_response_complete()
         self._look()
 
     def end(self, last_words: bytes) -> None:
-        """Close the connection, without a request to answer; at once where nothing is said."""
+        """Close the connection after `last_words`, or abort it if they are empty."""
         self._all.closed(self)
         self._stop_timer()
         if last_words:
@@ -126,7 +114,7 @@ class LimitedProtocol(H11Protocol):
             self.transport.abort()
 
     def _look(self) -> None:
-        """Note what the connection is at."""
+        """Update the connection's state and its timer for the head."""
         is_answered = self.cycle is None or self.cycle.response_complete
         if is_answered:
             self._all.answered(self)
@@ -138,7 +126,7 @@ class LimitedProtocol(H11Protocol):
             self._head_timer = self.loop.call_later(self._all.head_timeout_s, self._time_is_up)
 
     def _time_is_up(self) -> None:
-        # Words are for those who began to say something.
+        # Send a 408 only to a client that has begun to send a head.
         self.end(_SLOW if self.cycle is None and self.conn.trailing_data[0] else b"")
 
     def _stop_timer(self) -> None:
@@ -148,7 +136,7 @@ class LimitedProtocol(H11Protocol):
 
 
 class _CountingConnection(h11.Connection):
-    """Refuses heads that are too long, and bodies that are cut into tiny pieces."""
+    """Refuses heads that are too long, and bodies that come in tiny pieces."""
 
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
@@ -156,11 +144,10 @@ class _CountingConnection(h11.Connection):
         self._num_bytes = 0
 
     def next_event(self) -> Any:
-        """See h11."""
         event = super().next_event()
         if isinstance(event, h11.Request):
             self._num_pieces = self._num_bytes = 0
-            # h11 asks only while it does not end, and much may come at once.
+            # h11 checks only incomplete heads, and a long one may arrive at once.
             fields = sum(len(name) + len(value) for name, value in event.headers)
             if len(event.target) + fields > _HEAD_BYTES:
                 raise h11.RemoteProtocolError("the head is too long", error_status_hint=431)

@@ -1,4 +1,4 @@
-"""Errors as the OpenAI API words them: a status, and a body that clients know how to read."""
+"""Errors of the OpenAI API: an HTTP status and a JSON body that clients understand."""
 
 from __future__ import annotations
 
@@ -19,24 +19,16 @@ from ...errors import (
 
 _log = logging.getLogger(__name__)
 _INVALID = "invalid_request_error"
-#: What a client is told to wait before it comes back, in seconds.
+#: Seconds after which a client may retry.
 _RETRY_AFTER = {"Retry-After": "1"}
-#: Longer messages repeat what the client sent.
+#: Messages are cut here: longer ones repeat the client's input.
 _MESSAGE_CHARS_MAX = 1000
 #: Innermost frames of an error that the log shows.
 _LOGGED_FRAMES = 12
 
 
 class ApiError(VMKVError):
-    """An answer that is an error.
-
-    Attributes:
-        status: The HTTP status.
-        kind: OpenAI's `type`.
-        param: The parameter at fault.
-        code: OpenAI's `code`.
-        headers: Headers that belong to it.
-    """
+    """An HTTP error response: `kind` is OpenAI's `type`, `param` the parameter at fault."""
 
     def __init__(
         self,
@@ -59,7 +51,7 @@ class ApiError(VMKVError):
 
     @property
     def body(self) -> dict[str, Any]:
-        """What the client reads."""
+        """The response's JSON."""
         return {
             "error": {
                 "message": str(self),
@@ -71,12 +63,12 @@ class ApiError(VMKVError):
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """The request cannot be served as it is."""
+    """Error 400: the request has to be changed."""
     return ApiError(400, message, param=param, code=code)
 
 
 def wrong_key() -> ApiError:
-    """No API key, or none of ours."""
+    """Error 401: the API key is missing or unknown."""
     return ApiError(
         401,
         "this server needs an API key: send `Authorization: Bearer KEY` with one it knows",
@@ -86,7 +78,7 @@ def wrong_key() -> ApiError:
 
 
 def too_large(max_body_bytes: int) -> ApiError:
-    """The body is larger than the server takes."""
+    """Error 413: the body exceeds the server's limit."""
     return ApiError(
         413,
         f"the request's body is larger than the {max_body_bytes} bytes this server takes; send a "
@@ -96,14 +88,14 @@ def too_large(max_body_bytes: int) -> ApiError:
 
 
 def too_slow(timeout_s: float) -> ApiError:
-    """The body did not arrive in time."""
+    """Error 408: the body did not arrive in time."""
     return ApiError(
         408, f"the request's body did not arrive within {timeout_s:g} s", code="request_timeout"
     )
 
 
 def busy(reason: str) -> ApiError:
-    """Everything is taken, and the queue is full."""
+    """Error 429: all places are taken and the queue is full."""
     return ApiError(
         429,
         f"the server is busy: {reason}; try again",
@@ -114,7 +106,7 @@ def busy(reason: str) -> ApiError:
 
 
 def draining() -> ApiError:
-    """The server is about to stop."""
+    """Error 503: the server is shutting down."""
     error = _unavailable(
         "the server is shutting down and takes no more requests; try another one", "shutting_down"
     )
@@ -123,12 +115,11 @@ def draining() -> ApiError:
 
 
 def _unavailable(message: str, code: str) -> ApiError:
-    """Nobody can be served now; later, or elsewhere, it may be."""
     return ApiError(503, message, kind="server_error", code=code, headers=_RETRY_AFTER)
 
 
 def refused(error: Exception) -> ApiError:
-    """Why the engine did not take a request, by whose turn it is."""
+    """Convert an exception raised when the engine was asked to run a request."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, SequenceFullError):
@@ -139,10 +130,7 @@ def refused(error: Exception) -> ApiError:
 
 
 def failed(error: Exception) -> ApiError:
-    """What became of a request that the engine had taken: no fault of the client's any more.
-
-    What is ours is named, not described: a stranger need not read our internals.
-    """
+    """Convert an exception raised after the engine accepted the request; logs internal errors."""
     if isinstance(error, CapacityError):
         return _unavailable(f"out of memory for this request: {error}", "out_of_memory")
     if isinstance(error, ClosedError):

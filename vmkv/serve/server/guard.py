@@ -1,9 +1,7 @@
-"""What is refused before a body is read: strangers, large bodies, and who comes too late.
+"""Middleware that refuses requests before their body is read.
 
-See Note [Refused before it costs anything].
-
-Plain ASGI around the routes. Every request passes here, so here it is counted, and here an error
-that nobody expected ends.
+See Note [Refused before it costs anything]. Every request passes here, so responses are counted and
+unexpected exceptions are handled here.
 """
 
 from __future__ import annotations
@@ -21,23 +19,19 @@ from .streaming import CLIENT_GONE, error_response
 from .uploads import Upload
 
 _LOG = logging.getLogger(__name__)
-#: What anybody may ask; everything else, routes that are not there included, needs a key.
+#: Paths without a key; every other path, existing or not, needs one.
 _OPEN = frozenset(
     {"/health", "/metrics", "/version", "/docs", "/docs/oauth2-redirect", "/redoc"}
     | {"/openapi.json"}
 )
-_ALWAYS_OPEN = frozenset({"/health"})  # Whoever restarts a server has no key.
+_ALWAYS_OPEN = frozenset({"/health"})  # Health probes have no key.
 
 
 class Guard:
-    """ASGI middleware: API keys, announced sizes, draining; and counts what passes.
+    """ASGI middleware for API keys, announced body sizes and draining; counts responses.
 
-    Args:
-        app: The routes. They find their `Upload` in `request.state.upload`, and the digest of the
-            client's key in `request.state.api_key`.
-        service: What they share.
-        api_keys: Who may ask.
-        protects_everything: Whether all but `/health` needs a key.
+    Sets `request.state.upload` to the request's `Upload`, and `request.state.api_key` to the digest
+    of the client's key. With `protects_everything`, all paths but `/health` need a key.
     """
 
     def __init__(
@@ -54,7 +48,7 @@ class Guard:
         self._open = _ALWAYS_OPEN if protects_everything else _OPEN
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
+        """Handle an ASGI request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -86,11 +80,11 @@ class Guard:
             counter.labels(route, str(status or CLIENT_GONE)).inc()
 
     def _refusal(self, scope: Scope, state: dict[str, Any]) -> ApiError | None:
-        """Why the request is refused by its head alone; notes in `state` whose key it brings."""
+        """Return the error that a request's head causes; store its key's digest in `state`."""
         headers = Headers(scope=scope)
         path = scope["path"]
         if path not in self._open:
-            # As bytes: what a header says in UTF-8 is something else in Latin-1.
+            # As bytes: headers are decoded as Latin-1, and keys are UTF-8.
             given = headers.get("authorization", "").encode("latin-1")
             state["api_key"] = self._keys.digest_of(given)
             if state["api_key"] is None:
@@ -99,7 +93,7 @@ class Guard:
             return draining()
         length = headers.get("content-length", "0").lstrip("0")
         most = self._service.limits.max_body_bytes
-        # By its digits first: Python reads no number of thousands of them.
+        # Compare the number of digits first: Python refuses to convert thousands of them.
         if length.isdecimal() and (len(length) > len(str(most)) or int(length) > most):
             return too_large(most)
         return None

@@ -1,6 +1,6 @@
-"""API keys: where they are read, whether a request brings one of them, and its tenant.
+"""API keys: reading, checking, and the tenant of a key.
 
-Keys are compared as bytes of UTF-8: a header's text would be Latin-1.
+Keys are compared as UTF-8 bytes, because headers are decoded as Latin-1.
 """
 
 from __future__ import annotations
@@ -14,12 +14,10 @@ from ...errors import ConfigError
 
 
 def read_api_keys(file: Path | None, variable: str | None) -> list[str]:
-    """Keys from a file, one per line, and from an environment variable's value.
+    """Collect keys from a file, one per line, and from an environment variable's value.
 
-    Lines that are empty or begin with `#`, indented or not, are no keys.
-
-    Raises:
-        ConfigError: The file cannot be read, or holds no key: then everybody would be let in.
+    Skips empty lines and lines that begin with `#`. Raises `ConfigError` if the file cannot be
+    read, or holds no key, which would admit everybody.
     """
     keys = [variable.strip()] if variable and variable.strip() else []
     if file is None:
@@ -36,31 +34,23 @@ def read_api_keys(file: Path | None, variable: str | None) -> list[str]:
 
 
 class ApiKeys:
-    """The keys that a server knows.
-
-    Args:
-        keys: The keys; with none everybody is let in.
-        share_prefixes: Whether all keys are one tenant.
-    """
+    """The keys that a server accepts; each is a tenant unless prefixes are shared."""
 
     def __init__(self, keys: Sequence[str], *, share_prefixes: bool = False):
         self._share_prefixes = share_prefixes
         self._digests = [
-            # The environment's bytes that are no UTF-8 stand in it as half surrogate pairs.
+            # Environment bytes that are not UTF-8 are surrogate escapes.
             _digest(key.encode(errors="surrogateescape"))
             for key in keys
         ]
 
     def digest_of(self, authorization: bytes) -> bytes | None:
-        """The digest of the key in an `Authorization` header's value; None for a wrong key.
-
-        Empty where there are no keys, or all of them share their prefixes.
-        """
+        """Return the digest of a header's key; None for a wrong key, empty with a single tenant."""
         if not self._digests:
             return b""
         scheme, _, key = authorization.partition(b" ")
         given = _digest(key.strip())
-        # Every key is compared, in constant time: how long it takes tells nothing.
+        # Compare with every key in constant time, against timing attacks.
         matches = [hmac.compare_digest(given, known) for known in self._digests]
         if scheme.lower() != b"bearer" or not any(matches):
             return None
@@ -68,10 +58,7 @@ class ApiKeys:
 
 
 def tenant_of(key_digest: bytes, cache_salt: str | None) -> str | None:
-    """The tenant of requests with this key and salt; None for those with neither.
-
-    The engine, its replicas and their logs see this name only, never a key.
-    """
+    """Return the tenant of a key and salt, without revealing the key; None if both are missing."""
     if not key_digest and cache_salt is None:
         return None
     salt = (cache_salt or "").encode(errors="surrogatepass")
@@ -79,5 +66,5 @@ def tenant_of(key_digest: bytes, cache_salt: str | None) -> str | None:
 
 
 def _digest(key: bytes) -> bytes:
-    # Of equal length whatever the key: comparing tells nothing of that either.
+    # Digests have equal length, so comparing does not reveal a key's length.
     return hashlib.sha256(key).digest()

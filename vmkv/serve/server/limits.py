@@ -1,4 +1,4 @@
-"""How much the server takes: sizes, and a gate that lets so many in and so many wait."""
+"""The server's size limits, and the gate that bounds running and waiting requests."""
 
 from __future__ import annotations
 
@@ -13,48 +13,45 @@ from ...errors import ConfigError
 from ...units import MiB
 from .errors import busy, draining
 
-#: With more levels of priority waiting would be bounded in name only: Note [Waiting is bounded].
+#: More priority levels would make waiting times practically unbounded: Note [Waiting is bounded].
 _PRIORITY_MAX = 16
-#: Limits of which there may be none, or nothing.
+#: Limits that accept a value which is not positive, and that value.
 _MAY_BE = {"max_queued": 0, "max_priority": 0, "max_prompt_tokens": None}
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What the server refuses beyond.
+    """Limits beyond which the server refuses a request; the HTTP status is given in parentheses.
 
     Attributes:
-        max_connections: Connections at once. Beyond, the one that has been without a complete
-            request for longest is closed; where all have one, the new one gets a 503.
-        max_body_bytes: Bytes of a request's body (413).
-        max_held_bytes: Bytes of all bodies that are being received or wait to become tokens,
-            beyond the first 64 KiB of each. Beyond, the one that is on its way for longest is
-            refused (429).
-        max_values: Values of a body (400), where a list, an object or a key counts for eight;
-            twice the model's tokens if that is more. Parsing stops other clients' streams, and
-            takes as long as there are values: 0.1 µs each.
+        max_connections: Simultaneous connections. Beyond it, the connection that has been without a
+            complete request for longest is closed; if all have one, the new connection gets a 503.
+        max_body_bytes: Size of a request's body (413).
+        max_held_bytes: Total size of all bodies that are being received or wait for tokenisation,
+            not counting the first 64 KiB of each. Beyond it, the body that has been arriving for
+            longest is refused (429).
+        max_values: JSON values in a body, where a list, an object or a key counts as eight (400);
+            at least twice the model's tokens. Parsing blocks other streams for 0.1 µs per value.
         max_prompt_tokens: Tokens of one prompt (400); None for as many as the model takes.
         max_concurrent: Requests in the engine at once; others wait at the gate.
-        max_queued: Requests that may wait there (429 beyond).
+        max_queued: Requests waiting at the gate (429).
         max_samples: Samples of one request, over all its prompts (400).
         max_prompts: Prompts of one request (400).
         max_logprobs: Alternatives per token (400).
-        max_answer_logprobs: Log-probabilities of one answer: samples x tokens x (alternatives + 1)
-            (400); as many as one sample may have if that is more. Kept until the answer is sent,
-            some 30 bytes each of a completion and 60 of a chat.
+        max_answer_logprobs: Log-probabilities of one answer, samples x tokens x (alternatives + 1)
+            (400); at least what one sample may have. Each takes some 30 bytes in a completion and
+            60 in a chat until the answer is sent.
         max_stops: Stop texts of one request (400).
         max_stop_chars: Characters of a stop text (400).
         max_stop_tokens: Stop tokens of one request (400).
-        max_priority: Levels by which a client may put its request before or behind others'
-            (400), 16 at most; 0 where all are equal.
-        head_timeout_s: Time for a connection to send the head of a request; it is closed then.
+        max_priority: Priority levels above and below zero (400), at most 16; 0 for none.
+        head_timeout_s: Time to send the head of a request; the connection is closed afterwards.
         body_timeout_s: Time for a body to arrive (408).
-        send_timeout_s: How long a client may leave what was sent unread before its request is
-            cancelled.
+        send_timeout_s: Time a client may leave sent data unread before its request is cancelled.
 
     Raises:
-        ConfigError: One of them is not positive (`max_queued`, `max_priority`: not negative), or
-            they do not fit together.
+        ConfigError: A limit is not positive (`max_queued` and `max_priority`: negative), or two
+            limits contradict each other.
     """
 
     max_connections: int = 4096
@@ -95,11 +92,9 @@ class Limits:
 
 
 class Gate:
-    """Lets `max_concurrent` in, in order of arrival, and `max_queued` wait. For one event loop.
+    """Admission gate: `max_concurrent` requests run, in order of arrival, and `max_queued` wait.
 
-    Attributes:
-        num_inside: How many are in.
-        num_waiting: How many wait.
+    Belongs to one event loop. `num_inside` and `num_waiting` count the requests.
     """
 
     def __init__(self, max_concurrent: int, max_queued: int):
@@ -112,10 +107,7 @@ class Gate:
 
     @contextlib.asynccontextmanager
     async def entered(self) -> AsyncIterator[None]:
-        """Be inside for the length of a `with`. Whoever is cancelled while waiting leaves.
-
-        Raises `ApiError`: the queue is full (429), or the gate is closed (503).
-        """
+        """Stay admitted for the block; `ApiError` if the queue is full or the gate closed."""
         if self._is_closed:
             raise draining()
         if self._places.locked() and self.num_waiting >= self.max_queued:
@@ -135,7 +127,7 @@ class Gate:
             self._places.release()
 
     def close(self) -> None:
-        """Turn away who waits, and whoever comes. Who is inside stays. Idempotent."""
+        """Refuse waiting and new requests; admitted requests continue. Idempotent."""
         self._is_closed = True
         for _ in range(self.num_waiting):
             self._places.release()

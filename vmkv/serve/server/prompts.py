@@ -1,4 +1,4 @@
-"""Text to tokens, in threads of its own: a long prompt must not stop other clients' streams."""
+"""Converts text to tokens in threads, so that a long prompt does not block other streams."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import jinja2
 from ...errors import ConfigError
 from .errors import ApiError, invalid
 
-#: Names that a template's caller may not set: they are arguments of `apply_chat_template`.
+#: Names that a request's template arguments may not use: arguments of `apply_chat_template`.
 _RESERVED = frozenset(
     {"conversation", "tokenize", "chat_template", "return_tensors", "return_dict", "padding"}
     | {"truncation", "max_length", "tokenizer_kwargs", "continue_final_message"}
     | {"add_generation_prompt"}
 )
-#: A longer text takes more than some 50 ms, and waits for others like it.
+#: A longer text takes more than some 50 ms, and goes to the thread for long texts.
 _LONG_CHARS = 1 << 16
 
 
@@ -33,20 +33,15 @@ class TextPrompt:
 
     @property
     def num_chars(self) -> int:
-        """Characters that are to become tokens."""
+        """Characters to tokenise."""
         return len(self.text)
 
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """A chat to be continued.
+    """A chat to be continued; `options` are further arguments of its template.
 
-    Attributes:
-        messages: As the template gets them.
-        add_generation_prompt: Whether an answer is to begin.
-        continue_final_message: Whether the last message is to go on.
-        add_special_tokens: Whether the tokenizer adds its own beside the template's.
-        options: What the template gets besides.
+    `add_special_tokens` adds the tokenizer's special tokens to the template's text.
     """
 
     messages: Sequence[dict[str, Any]]
@@ -57,7 +52,7 @@ class ChatPrompt:
 
     @property
     def num_chars(self) -> int:
-        """Characters that are to become tokens, without the template's."""
+        """Characters to tokenise, without the template's."""
         contents = (message.get("content") for message in self.messages)
         return sum(len(content) for content in contents if isinstance(content, str))
 
@@ -66,13 +61,10 @@ Prompt = TextPrompt | ChatPrompt | Sequence[int]
 
 
 class Prompts:
-    """Makes tokens of prompts and chats.
+    """Tokenises prompts and chats, in threads.
 
-    Args:
-        tokenizer: A transformers tokenizer. A copy of it is used: tokenizers hold state that
-            threads would fight over.
-        max_tokens: Tokens of a prompt at most.
-        chat_template: Instead of the tokenizer's own.
+    Uses a copy of the tokenizer, since tokenizers are not thread-safe. A prompt has at most
+    `max_tokens` tokens; `chat_template` replaces the tokenizer's own.
     """
 
     def __init__(self, tokenizer: Any, max_tokens: int, chat_template: str | None = None):
@@ -81,20 +73,16 @@ class Prompts:
         self._chat_template = chat_template
         vocabulary = tokenizer.get_vocab()
         self._num_tokens = len(tokenizer)
-        # No text of so many tokens is longer.
+        # An upper bound on the characters of `max_tokens` tokens.
         self._max_chars = max_tokens * max(map(len, vocabulary), default=1)
-        # Two, so that nobody with a short prompt waits for long ones.
+        # Two, so that short prompts do not wait for long ones.
         self._threads = [
             ThreadPoolExecutor(1, thread_name_prefix=f"vmkv-tokenizer-{name}")
             for name in ("short", "long")
         ]
 
     def check(self, prompt: Prompt) -> None:
-        """Refuse what can be refused before anything is done for it, in no time.
-
-        Raises `ApiError`: the prompt is too long, however few tokens its text makes; or it holds
-        what is no token.
-        """
+        """Raise `ApiError` for a prompt that is surely too long or has an unknown token."""
         if isinstance(prompt, (TextPrompt, ChatPrompt)):
             self._check_chars(prompt.num_chars)
             return
@@ -107,10 +95,7 @@ class Prompts:
             )
 
     async def tokens(self, prompt: Prompt) -> Sequence[int]:
-        """A prompt's tokens. Cancelled before its turn, nothing is done.
-
-        Raises `ApiError`: it is too long or no text, or the chat template refuses it.
-        """
+        """Return a prompt's tokens; raises `ApiError` if it is too long or malformed."""
         if not isinstance(prompt, (TextPrompt, ChatPrompt)):
             return prompt
         thread = self._threads[prompt.num_chars > _LONG_CHARS]
@@ -118,12 +103,12 @@ class Prompts:
         return await loop.run_in_executor(thread, self._encode_prompt, prompt)
 
     def strings(self, token_ids: Sequence[int]) -> list[str]:
-        """Tokens as the vocabulary writes them."""
+        """Return the vocabulary's entries of tokens."""
         found: list[str] = self._tokenizer.convert_ids_to_tokens(list(token_ids))
         return found
 
     def close(self) -> None:
-        """End the threads."""
+        """Stop the threads."""
         for thread in self._threads:
             thread.shutdown(wait=False, cancel_futures=True)
 
@@ -139,7 +124,7 @@ class Prompts:
             encoded = self._tokenizer(
                 text,
                 add_special_tokens=add_special_tokens,
-                # One more says as much as a million more, and takes no time to hand over.
+                # One token beyond the limit proves that the prompt is too long.
                 truncation=True,
                 max_length=self._max_tokens + 1,
                 verbose=False,
@@ -190,18 +175,14 @@ class Prompts:
 
 
 def _named(error: Exception) -> str:
-    """An error of a template's in a line; some of Python's own are only known by their names."""
+    """Describe a template's error in a line; unfamiliar types are named."""
     if isinstance(error, (jinja2.TemplateError, TypeError, ValueError)):
         return f"{error}"
     return f"{type(error).__name__}: {error}"
 
 
 def read_template(path: str) -> str:
-    """A chat template from a file.
-
-    Raises:
-        ConfigError: It cannot be read, or is no template.
-    """
+    """Read and parse a chat template; raises `ConfigError` if it cannot."""
     try:
         with open(path, encoding="utf-8") as file:
             text = file.read()

@@ -1,4 +1,4 @@
-"""What the server asks of an engine; an `EngineClient` answers."""
+"""The interface of an engine that the server serves; implemented by `EngineClient`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..request import RequestOutput
 
 
 class StreamingEngine(Protocol):
-    """An engine that runs on its own and is asked from an event loop."""
+    """An engine that runs in the background and streams outputs to an event loop."""
 
     def stream(
         self,
@@ -22,7 +22,7 @@ class StreamingEngine(Protocol):
         *,
         tenant: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """What is new of a request, as it comes; closing the iterator cancels the request.
+        """Yield a request's new outputs as they come; closing the iterator cancels the request.
 
         Raises:
             ConfigError: The request can never be served. Raised by the first iteration.
@@ -31,30 +31,30 @@ class StreamingEngine(Protocol):
 
     @property
     def failure(self) -> str | None:
-        """Why no request can be served; None as long as one can."""
+        """The reason why no request can be served; None while the engine works."""
         ...
 
     async def shutdown(self, drain: bool = True) -> None:
-        """Stop: after the requests that are under way, or with `drain=False` cancelling them."""
+        """Stop, after running requests have finished or, with `drain=False`, by cancelling them."""
         ...
 
     async def __aenter__(self) -> object:
-        """Begin to serve this event loop."""
+        """Start to serve the current event loop."""
         ...
 
     async def __aexit__(self, *exception: object) -> None:
-        """Stop, after the requests that are under way."""
+        """Stop after running requests have finished."""
         ...
 
 
 class ServerMetrics(Protocol):
-    """What is shown at `/metrics`; `Metrics` shows one engine's."""
+    """Metrics shown at `/metrics`; `Metrics` shows those of one engine."""
 
     @property
     def http_responses(self) -> Counter:
-        """Counts responses by route and status."""
+        """Counter of responses by route and status."""
         ...
 
     def text(self) -> bytes:
-        """Everything in Prometheus' text format."""
+        """Render every metric in Prometheus' text format."""
         ...

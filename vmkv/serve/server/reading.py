@@ -1,8 +1,8 @@
-"""From a request's body to what it asks for, at a cost that is known before it is paid.
+"""Parses request bodies, with a bound on the cost of parsing.
 
-What parses JSON holds the interpreter, and with it every stream, for as long as there are values:
-a third of a second for 16 MiB of numbers. So values are counted first, in small pieces, and a body
-has one error, however much of it is wrong.
+JSON parsing holds the interpreter, and blocks every stream, in proportion to the number of values:
+a third of a second for 16 MiB of numbers. So values are counted first, in small pieces, and
+validation reports one error per body.
 """
 
 from __future__ import annotations
@@ -24,36 +24,29 @@ from .uploads import Upload
 
 T = TypeVar("T", bound=BaseModel)
 
-#: Parsed where it arrives, in about a millisecond at worst.
+#: Largest body that is parsed in the event loop, in about a millisecond at worst.
 _SMALL_BYTES = 16 * 1024
-#: Looked at in one go, in about a millisecond.
+#: Bytes scanned at a time, in about a millisecond.
 _PIECE_BYTES = 256 * 1024
 _NO_OBJECT = "the request needs a JSON object as its body, with Content-Type: application/json"
 _JSON = re.compile(r"application/(?:[\w.+-]+\+)?json *(?:;.*)?", re.IGNORECASE)
 _NO_BACKSLASH = re.compile(rb"[^\\]")
-#: A list, an object or a key takes as long to parse as so many numbers.
+#: Values that a list, an object or a key counts as, by its parsing time.
 _NESTED_WEIGHT = 8
 _NESTED = (b"[", b"{", b":")
 _FORM = re.compile(r"body|str|int|float|bool|list\[.*|[A-Z]\w*")
 
 
 class Reader:
-    """Reads requests.
-
-    Args:
-        max_values: See `Limits.max_values`.
-    """
+    """Parses and validates request bodies; long ones in a thread, one at a time."""
 
     def __init__(self, max_values: int):
         self._max_values = max_values
-        # Long bodies one after another: parsing them at once would be no faster.
+        # A single thread: parsing holds the interpreter, so more would not be faster.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="vmkv-parser")
 
     async def read(self, request: Request, form: type[T]) -> T:
-        """What a request asks for.
-
-        Raises `ApiError`: its body is refused; `ClientGoneError`: the client left.
-        """
+        """Receive a body and validate it as `form`; raises `ApiError` or `ClientGoneError`."""
         if not _JSON.fullmatch(request.headers.get("content-type", "")):
             raise invalid(_NO_OBJECT)
         upload: Upload = request.state.upload
@@ -65,7 +58,7 @@ class Reader:
         return await until_disconnect(request.receive, parsing)
 
     def close(self) -> None:
-        """End the thread."""
+        """Stop the thread."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _parsed(self, body: bytearray, form: type[T]) -> T:
@@ -85,14 +78,12 @@ class Reader:
 
 
 def check_structure(body: bytes | bytearray, max_values: int) -> None:
-    """Count what a body is made of, without parsing it: see `Limits.max_values`.
+    """Count the values of a body without parsing it; raise `ApiError` beyond `max_values`.
 
-    Raises `ApiError`: there is too much of it.
-
-    Cost: up to 4 ms per MiB, 10 where texts are full of brackets and commas, and 30 where there
-    is little but texts. It holds the interpreter for a few of them at a time.
+    Cost: up to 4 ms per MiB, 10 for texts full of brackets and commas, 30 for bodies of mostly
+    text; the interpreter is held for a few ms at a time.
     """
-    # Enough where there are no more even if nothing is text.
+    # A cheap upper bound: counts as if nothing were inside quotation marks.
     if sum(map(_weight, _pieces(body))) < max_values:
         return
     num_values = 1
@@ -106,7 +97,6 @@ def check_structure(body: bytes | bytearray, max_values: int) -> None:
 
 
 def _weight(piece: bytes | bytearray) -> int:
-    """What is in it, in values."""
     return piece.count(b",") + _NESTED_WEIGHT * sum(map(piece.count, _NESTED))
 
 
@@ -116,10 +106,10 @@ def _pieces(body: bytes | bytearray) -> Iterator[bytes | bytearray]:
 
 
 def _outside_texts(body: bytes | bytearray) -> Iterator[bytes]:
-    """What is not within quotation marks, piece by piece."""
+    """Yield the parts of a body that are outside quotation marks, piece by piece."""
     at = num_quotes = 0
     while at < len(body):
-        # Not between a backslash and what it escapes.
+        # Do not cut between a backslash and the character that it escapes.
         found = _NO_BACKSLASH.search(body, at + _PIECE_BYTES - 1)
         end = len(body) if found is None else found.end()
         piece = body[at:end].replace(b"\\\\", b"").replace(b'\\"', b"")
@@ -130,13 +120,10 @@ def _outside_texts(body: bytes | bytearray) -> Iterator[bytes]:
 
 
 def _explained(error: ValidationError) -> ApiError:
-    """What pydantic found, as one sentence.
-
-    Of several findings the deepest: of the forms that a value may have, it came closest.
-    """
+    """Convert pydantic's findings to one error: the deepest, as its alternative came closest."""
     errors = error.errors(include_url=False, include_input=False)
     found: Any = max(errors, key=lambda each: len(each["loc"]))
-    # Between the names stand the forms that were tried: `str`, `list[TextPart]`.
+    # Drop the alternatives that were tried from the path: `str`, `list[TextPart]`.
     names = [str(part) for part in found["loc"] if not _FORM.fullmatch(str(part))]
     if found["type"] == UNKNOWN:
         names.append(found["ctx"]["name"])

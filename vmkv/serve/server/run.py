@@ -1,4 +1,4 @@
-"""The server's process: its socket, its signals, and an end that loses no request."""
+"""The server's process: its socket, its signals, and a shutdown that drains requests."""
 
 from __future__ import annotations
 
@@ -25,41 +25,36 @@ from .service import Service
 
 _LOG = logging.getLogger(__name__)
 _BACKLOG = 2048
-#: Connections accepted in one go; each costs 0.1 ms, and whoever is being served waits for all.
+#: Connections accepted at a time; each delays the running streams by 0.1 ms.
 _NUM_ACCEPTED = 16
-#: Time for last words to reach their clients.
+#: Time for the last error messages to reach their clients.
 _LAST_WORDS_S = 5.0
 _TICK_S = 0.05
 _SWITCH_S = 0.0005
-#: Descriptors for what the engine and the libraries may still open, and for connections between
-#: their acceptance and another's end, which takes some turns of the loop.
+#: Descriptors for files that the engine and libraries may still open, and for connections that
+#: were accepted before an evicted one is closed, which takes some turns of the loop.
 _SPARE_DESCRIPTORS = 32 + 4 * _NUM_ACCEPTED
 #: 24 days: the system counts milliseconds in an int32.
 _UNREAD_TIMEOUT_S_MAX = 2_147_483
 
 
 def open_socket(host: str, port: int, *, unread_timeout_s: float) -> socket.socket:
-    """A listening address, taken before a model is loaded for nothing.
+    """Bind the server's address; called before the model is loaded, so that errors come early.
 
-    Args:
-        host: A name or an address.
-        port: A port; 0 for any free one.
-        unread_timeout_s: How long a peer may leave data unacknowledged before the system drops
-            its connection, so that clients that never read hold no sockets either.
-
-    Raises:
-        ConfigError: The address is not to be had.
+    Port 0 is any free one. The system drops connections that leave data unacknowledged for
+    `unread_timeout_s`, so that clients that never read do not hold sockets. Raises `ConfigError` if
+    the address is not available.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         listener = socket.socket(family, kind, protocol)
-    except (OSError, UnicodeError) as error:  # No name, or one that DNS has no room for.
+    except (OSError, UnicodeError) as error:  # Not a name, or too long for DNS.
         raise ConfigError(f"cannot listen on {host}: {one_line(error)}") from error
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # Connections inherit it. Only Linux has it, as only Linux has our backends.
+        # Inherited by connections. Linux only, as are the backends.
         listener.setsockopt(
             socket.IPPROTO_TCP,
             socket.TCP_USER_TIMEOUT,
@@ -76,17 +71,11 @@ def open_socket(host: str, port: int, *, unread_timeout_s: float) -> socket.sock
 
 
 class Server(uvicorn.Server):
-    """The uvicorn server, which ends with a word to everybody it serves.
+    """A uvicorn server that drains on the first signal.
 
-    The first signal drains: what is under way is finished. What is not when its time is up, or
-    at a second interrupt (Ctrl+C), ends with an error that its client can read. A third ends
-    at once.
-
-    Args:
-        config: uvicorn's.
-        service: What is served.
-        drain_timeout_s: Time to finish.
-        on_ready: Called when it takes connections.
+    Requests still running after `drain_timeout_s`, or at a second interrupt (Ctrl+C), end with an
+    error that their client can read; a third interrupt ends the process at once. `on_ready` is
+    called when the server accepts connections.
     """
 
     def __init__(
@@ -103,15 +92,15 @@ class Server(uvicorn.Server):
         self._is_cut = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """What uvicorn does, and the news that it has happened."""
+        """Start listening, then call `on_ready`."""
         await super().startup(sockets)
         for each in sockets or []:
-            each.listen(_BACKLOG)  # What waits in the system is not accepted in one go.
+            each.listen(_BACKLOG)  # A larger backlog than is accepted at a time.
         if self.started and self._on_ready is not None:
             self._on_ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal."""
+        """Handle a signal: drain, or cut the draining short at a second interrupt."""
         self._service.is_draining = True
         if self.should_exit and sig == signal.SIGINT and not self._is_cut:
             self._is_cut = True
@@ -119,7 +108,7 @@ class Server(uvicorn.Server):
             super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """What uvicorn does, with an end to what takes too long that its client can read."""
+        """Shut down as uvicorn does; cancel requests that exceed the drain timeout."""
         self._service.is_draining = True
         cutting = asyncio.ensure_future(self._cut_in_time())
         try:
@@ -146,17 +135,7 @@ def make_server(
     on_ready: Callable[[], None] | None = None,
     max_connections: int | None = None,
 ) -> Server:
-    """A server for an application of `create_app`, to be run with a socket.
-
-    On SIGTERM it takes nobody new, finishes what is inside, and ends; see `Server`.
-
-    Args:
-        app: The application.
-        drain_timeout_s: Time to finish.
-        log_level: uvicorn's.
-        on_ready: Called when it takes connections.
-        max_connections: Instead of the application's limit.
-    """
+    """Build a server for an application of `create_app`, to be run with a socket."""
     service: Service = app.state.service
     connections = Connections(
         max_connections or service.limits.max_connections, service.limits.head_timeout_s
@@ -169,7 +148,7 @@ def make_server(
         log_level=log_level,
         access_log=log_level in ("debug", "trace"),
         backlog=_NUM_ACCEPTED,
-        # A safeguard: by then all were told.
+        # A safeguard: every client has got its error by then.
         timeout_graceful_shutdown=drain_timeout_s + _LAST_WORDS_S,  # type: ignore[arg-type]
         lifespan="on",
     )
@@ -184,10 +163,10 @@ def run_server(
     log_level: str = "info",
     on_ready: Callable[[], None] | None = None,
 ) -> None:
-    """Serve until a signal says stop; returns when everything has ended. Main thread only.
+    """Serve until a signal; returns when all requests have ended. Main thread only.
 
     Raises:
-        ConfigError: The system gives this process too few descriptors for one connection.
+        ConfigError: The process has too few file descriptors for one connection.
     """
     server = make_server(
         app,
@@ -197,8 +176,8 @@ def run_server(
         max_connections=_affordable(app.state.service.limits.max_connections),
     )
     _share_interpreter_fairly()
-    # uvicorn raises the signal again when it is done, for whoever started it. We did, and a
-    # drained server has ended well: status 0.
+    # uvicorn raises the signal again when it is done. Ignore it: a drained server exits with
+    # status 0.
     before = {each: signal.signal(each, _ignore) for each in (signal.SIGTERM, signal.SIGINT)}
     try:
         server.run(sockets=[listener])
@@ -209,15 +188,15 @@ def run_server(
 
 
 class _Terminated(BaseException):
-    """SIGTERM has come."""
+    """SIGTERM was received."""
 
 
 @contextlib.contextmanager
 def ending_in_order() -> Iterator[None]:
-    """While nobody is served yet, SIGTERM ends what was begun, as Ctrl+C does, and then us.
+    """Turn SIGTERM into an exception while the server starts, so that child processes are ended.
 
-    A process whose signals nobody handles would leave an engine behind for some seconds, which
-    loads a model meanwhile; or, as the first process of a container, would not hear of it at all.
+    Without it, an engine's process would keep loading a model for some seconds; and PID 1 of a
+    container would ignore the signal.
     """
 
     def end(sig: int, frame: FrameType | None) -> None:
@@ -229,24 +208,22 @@ def ending_in_order() -> Iterator[None]:
     except _Terminated:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.raise_signal(signal.SIGTERM)
-        raise SystemExit(128 + signal.SIGTERM) from None  # The first process of a container.
+        raise SystemExit(128 + signal.SIGTERM) from None  # PID 1 of a container.
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
 def _share_interpreter_fairly() -> None:
-    """What makes one thread of this process wait for another: less of it."""
-    # The model and the libraries are here to stay: a collection that looks through all of them
-    # stops every stream for as long.
+    """Shorten the pauses that one thread of this process imposes on another."""
+    # Exclude the loaded libraries from garbage collection: scanning them stops every stream.
     gc.collect()
     gc.freeze()
-    # The engine lets go of the interpreter with each operation, and gets it back from a thread
-    # that parses or tokenises after this time.
+    # A thread that parses or tokenises gives up the interpreter after this time.
     sys.setswitchinterval(_SWITCH_S)
 
 
 def _affordable(max_connections: int) -> int:
-    """How many of `max_connections` there are descriptors for; asks the system for more first."""
+    """Raise the descriptor limit if possible; return how many connections it allows."""
     taken = len(os.listdir("/proc/self/fd")) + _SPARE_DESCRIPTORS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = max_connections + taken
@@ -271,4 +248,4 @@ def _affordable(max_connections: int) -> int:
 
 
 def _ignore(sig: int, frame: FrameType | None) -> None:
-    """A signal that was acted upon already."""
+    """Ignore a signal that was already handled."""

@@ -1,7 +1,7 @@
-"""What clients may ask for: OpenAI's names, and vLLM's for what OpenAI does not have.
+"""Request bodies: OpenAI's parameters, and vLLM's names for parameters that OpenAI lacks.
 
-Three kinds of parameters: those below are served; `_IGNORED` change nothing about the answer;
-`_REFUSED` would, so they are refused with the reason rather than ignored.
+Declared parameters are served; `_IGNORED` ones do not affect the answer; `_REFUSED` ones would, and
+are refused with a reason.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _IGNORED = frozenset(
     {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
     | {"prompt_cache_retention", "parallel_tool_calls"}
 )
-#: Per refused parameter, the values that ask for nothing, and why it is refused.
+#: Per refused parameter: values that have no effect, and the reason for the refusal.
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "tools": (([],), "tool calls are not supported"),
     "tool_choice": (("none", "auto"), "tool calls are not supported"),
@@ -44,7 +44,7 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "guided_regex": ((), "guided decoding is not supported"),
     "structured_outputs": ((), "guided decoding is not supported"),
 }
-#: Parameters that go to `SamplingParams` under their own names; null means its default.
+#: Parameters passed to `SamplingParams` by name; null means the default.
 _OWN_DEFAULTS = (
     "temperature",
     "top_p",
@@ -56,9 +56,9 @@ _OWN_DEFAULTS = (
     "frequency_penalty",
     "repetition_penalty",
 )
-#: pydantic's type of error for a parameter that does not exist; `name` says which.
+#: pydantic's error type for an unknown parameter; its `name` is in the context.
 UNKNOWN = "unknown_parameter"
-#: The first wrong element of a list is error enough.
+#: Validation of a list stops at the first wrong element.
 _LIST = Field(fail_fast=True)
 _Texts = Annotated[list[str], _LIST]
 _TokenIds = Annotated[list[int], _LIST]
@@ -70,7 +70,7 @@ class _Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _refuse_unknown(cls, data: Any) -> Any:
-        # pydantic would write down every one of them.
+        # pydantic would report every unknown name.
         if isinstance(data, dict):
             for name in data:
                 if name not in cls.model_fields:
@@ -79,15 +79,15 @@ class _Strict(BaseModel):
 
 
 class StreamOptions(_Strict):
-    """What a stream carries besides text."""
+    """Options of a streamed answer."""
 
     include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None  # Token counts so far in every chunk, as in vLLM.
-    include_obfuscation: bool | None = None  # Padding against traffic analysis: there is none.
+    continuous_usage_stats: bool | None = None  # Token counts in every chunk, as in vLLM.
+    include_obfuscation: bool | None = None  # Padding against traffic analysis; ignored.
 
 
 class Sampling(_Strict):
-    """What both kinds of completion share."""
+    """Parameters that completions and chats share."""
 
     model: str
     n: int | None = None
@@ -138,7 +138,7 @@ class Sampling(_Strict):
 
     @property
     def wants_running_usage(self) -> bool:
-        """Whether its chunks carry those so far as well."""
+        """Whether every chunk carries the token counts so far."""
         options = self.stream_options
         return self.wants_usage and options is not None and bool(options.continuous_usage_stats)
 
@@ -150,13 +150,7 @@ class Sampling(_Strict):
     def sampling_params(
         self, max_tokens: int | None, logprobs: int | None, limits: Limits
     ) -> SamplingParams:
-        """The engine's form of it.
-
-        Raises:
-            ConfigError: A value is outside its range.
-
-        Raises `ApiError`: more than the server's limits allow.
-        """
+        """Convert to `SamplingParams`; raises `ConfigError` or, beyond the limits, `ApiError`."""
         if logprobs is not None and logprobs > limits.max_logprobs:
             raise invalid(
                 f"{logprobs} log-probabilities per token; at most {limits.max_logprobs} are "
@@ -200,7 +194,7 @@ class Sampling(_Strict):
 
 
 class CompletionRequest(Sampling):
-    """`POST /v1/completions`."""
+    """Body of `POST /v1/completions`."""
 
     prompt: str | _Texts | _TokenIds | Annotated[list[_TokenIds], _LIST]
     logprobs: int | None = None
@@ -218,7 +212,7 @@ class CompletionRequest(Sampling):
 
 
 class TextPart(BaseModel):
-    """A part of a message's content. What clients add for other servers' caches means nothing."""
+    """A text part of a message's content; other fields, such as cache hints, are ignored."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -227,7 +221,7 @@ class TextPart(BaseModel):
 
 
 class Message(BaseModel):
-    """A message of a chat. What its template may want besides is passed on as it is."""
+    """A message of a chat; additional fields are passed to the template."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -235,7 +229,7 @@ class Message(BaseModel):
     content: str | Annotated[list[TextPart], _LIST] | None = None
 
     def for_template(self) -> dict[str, Any]:
-        """The message with its content as one text, as templates want it."""
+        """Return the message for the template, with the parts of its content joined to one text."""
         message = self.model_dump(exclude_none=True)
         if isinstance(self.content, list):
             message["content"] = "\n".join(part.text for part in self.content)
@@ -243,7 +237,7 @@ class Message(BaseModel):
 
 
 class _Chat(_Strict):
-    """What makes a prompt of messages."""
+    """Parameters that turn messages into a prompt."""
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
@@ -260,7 +254,6 @@ class _Chat(_Strict):
         return self
 
     def chat(self, messages: list[Message], *, add_special_tokens: bool) -> ChatPrompt:
-        """The prompt."""
         begins = self.add_generation_prompt
         return ChatPrompt(
             [message.for_template() for message in messages],
@@ -272,7 +265,7 @@ class _Chat(_Strict):
 
 
 class ChatRequest(Sampling, _Chat):
-    """`POST /v1/chat/completions`."""
+    """Body of `POST /v1/chat/completions`."""
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -288,7 +281,7 @@ class ChatRequest(Sampling, _Chat):
 
     @property
     def prompt(self) -> ChatPrompt:
-        """The messages."""
+        """The messages as a prompt."""
         return self.chat(self.messages, add_special_tokens=self.add_special_tokens)
 
     @property
@@ -298,12 +291,12 @@ class ChatRequest(Sampling, _Chat):
 
     @property
     def most_tokens(self) -> int | None:
-        """Tokens to generate at most; of its two names the newer one counts, as in vLLM."""
+        """Output token limit; `max_completion_tokens` overrides `max_tokens`, as in vLLM."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
 class TokenizeRequest(_Chat):
-    """`POST /tokenize`, as vLLM has it: a prompt, or messages."""
+    """Body of `POST /tokenize`, as in vLLM: a prompt or messages."""
 
     model: str | None = None
     prompt: str | None = None
@@ -319,7 +312,7 @@ class TokenizeRequest(_Chat):
 
     @property
     def what(self) -> Prompt:
-        """What is to become tokens."""
+        """The prompt to tokenise."""
         if self.prompt is not None:
             return TextPrompt(self.prompt, self.add_special_tokens is not False)
         return self.chat(self.messages or [], add_special_tokens=bool(self.add_special_tokens))

@@ -1,4 +1,4 @@
-"""What the routes share: the engine, the gate before it, and what makes an answer."""
+"""State that the routes share: the engine, the admission gate, tokenisation and limits."""
 
 from __future__ import annotations
 
@@ -28,23 +28,10 @@ _NUM_TOKENIZING = 2
 
 
 class Service:
-    """A model that is served.
+    """Serves one model: validates requests, admits them and builds their responses.
 
-    Args:
-        engine: Who computes.
-        tokenizer: The model's.
-        model_name: What clients call the model.
-        max_model_tokens: Prompt and output of one request together at most.
-        limits: What is refused beyond.
-        chat_template: Instead of the tokenizer's own.
-        metrics: What is shown at `/metrics`.
-
-    Attributes:
-        is_draining: Whether the server is about to stop, and new requests are refused.
-        gate: Who is inside, and who waits.
-        uploads: Bodies in memory.
-        reader: Reads them.
-        limits, metrics: As given.
+    `max_model_tokens` bounds prompt and output of one request together. While `is_draining`, new
+    requests are refused. `gate` bounds the engine's requests, `uploads` the bodies in memory.
     """
 
     def __init__(
@@ -69,7 +56,7 @@ class Service:
         self.metrics = metrics
         self.is_draining = False
         self.gate = Gate(limits.max_concurrent, limits.max_queued)
-        # Who only wants tokens does not wait for those who want an answer.
+        # /tokenize has its own gate, so that it does not wait for completions.
         self._tokenizing = Gate(_NUM_TOKENIZING, limits.max_queued)
         self.uploads = Uploads(limits)
         self.reader = Reader(max(limits.max_values, 2 * max_model_tokens))
@@ -77,28 +64,29 @@ class Service:
     # ---- answers --------------------------------------------------------------------------
 
     async def complete(self, request: Request, body: CompletionRequest) -> Response:
-        """Continue one or several prompts.
+        """Answer `/v1/completions`: continue one or several prompts.
 
-        Raises `ApiError`, as the others here: it cannot be; `ClientGoneError`: the client left.
+        Like the other routes' methods, raises `ApiError` for a request that cannot be served and
+        `ClientGoneError` if the client disconnects.
         """
         self.check_model(body.model)
         num_prompts, most = len(body.prompts), self.limits.max_prompts
         if not 1 <= num_prompts <= most:
             raise invalid(f"{num_prompts} prompts; from 1 to {most} are served", "prompt")
-        # OpenAI's default of 16, where a chat's is as many as fit.
+        # OpenAI's default is 16 here; for a chat it is as many as fit.
         most_tokens = 16 if body.max_tokens is None else body.max_tokens
         form = CompletionForm(self._tokens)
         return await self._answer(request, body, form, body.prompts, most_tokens, body.logprobs)
 
     async def chat(self, request: Request, body: ChatRequest) -> Response:
-        """Continue a chat."""
+        """Answer `/v1/chat/completions`."""
         self.check_model(body.model)
         form = ChatForm(self._tokens)
         prompts = [body.prompt]
         return await self._answer(request, body, form, prompts, body.most_tokens, body.num_logprobs)
 
     async def tokenize(self, request: Request, body: TokenizeRequest) -> Response:
-        """The tokens of a prompt."""
+        """Answer `/tokenize` with the tokens of a prompt."""
         if body.model is not None:
             self.check_model(body.model)
         prompt = body.what
@@ -128,7 +116,7 @@ class Service:
         most_tokens: int | None,
         logprobs: int | None,
     ) -> Response:
-        """An answer, once all is known to be possible that costs nothing to know."""
+        """Run every check that needs no tokenisation, then build the response."""
         num_samples = len(prompts) * body.num_samples
         if num_samples > self.limits.max_samples:
             raise invalid(
@@ -169,7 +157,7 @@ class Service:
         try:
             return body.sampling_params(most_tokens, logprobs, self.limits)
         except ConfigError as error:
-            # Its messages begin `name=value`.
+            # Messages of ConfigError begin with `name=value`.
             name = str(error).partition("=")[0]
             raise invalid(str(error), name if name in type(body).model_fields else None) from error
 
@@ -178,7 +166,7 @@ class Service:
             return
         most_tokens = self._max_model_tokens
         num_tokens = min(params.max_tokens or most_tokens, most_tokens)
-        # One sample is served at any length.
+        # A single sample is never refused for its length.
         of_one = most_tokens * (1 + self.limits.max_logprobs)
         most = max(self.limits.max_answer_logprobs, of_one)
         num_logprobs = num_samples * num_tokens * (1 + params.logprobs)
@@ -203,10 +191,10 @@ class Service:
                 "context_length_exceeded",
             )
 
-    # ---- the model, and how it is ---------------------------------------------------------
+    # ---- model and health -----------------------------------------------------------------
 
     def card(self) -> dict[str, Any]:
-        """The model, as `/v1/models` lists it."""
+        """Return the model's entry in `/v1/models`."""
         return {
             "id": self._model_name,
             "object": "model",
@@ -216,7 +204,7 @@ class Service:
         }
 
     def check_model(self, name: str) -> None:
-        """Raise `ApiError` unless the model is ours."""
+        """Raise `ApiError` unless `name` is the served model."""
         if name != self._model_name:
             raise ApiError(
                 404,
@@ -226,7 +214,7 @@ class Service:
             )
 
     def health(self) -> tuple[int, dict[str, Any]]:
-        """An HTTP status, and what is behind it."""
+        """Return the HTTP status and body of `/health`."""
         reason = self._engine.failure
         status = "ok" if reason is None else "failing"
         if self.is_draining:
@@ -239,17 +227,17 @@ class Service:
         }
         return 200 if status == "ok" else 503, body
 
-    # ---- its end --------------------------------------------------------------------------
+    # ---- shutdown -------------------------------------------------------------------------
 
     async def cut(self) -> None:
-        """End what is under way: each request with an error, streams with one as an event."""
+        """Cancel every request: whole answers end with an error, streams with an error event."""
         self.is_draining = True
         self.gate.close()
         self._tokenizing.close()
         await self._engine.shutdown(drain=False)
 
     def close(self) -> None:
-        """Nothing is asked any more."""
+        """Stop the tokenizer and parser threads."""
         self.is_draining = True
         self.reader.close()
         self._prompts.close()

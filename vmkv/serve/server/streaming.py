@@ -1,7 +1,7 @@
-"""Server-sent events, and clients that leave, or stay and never read.
+"""Server-sent events, and clients that disconnect or stop reading.
 
-A client that closes its connection ends the work done for it at once. One that keeps it open
-and does not read fills the socket, then waits in `send`; after a time it is treated as gone.
+A client that closes its connection cancels its request at once. A client that keeps the connection
+open and does not read fills the socket, so that `send` blocks; after a timeout it counts as gone.
 """
 
 from __future__ import annotations
@@ -21,22 +21,17 @@ from .errors import ApiError
 
 T = TypeVar("T")
 
-#: nginx's status for a client that closed its connection; nobody reads it but the metrics.
+#: nginx's status for a client that closed its connection; seen in the metrics only.
 CLIENT_GONE = 499
 _PIECE_BYTES = 1 << 18
 
 
 class ClientGoneError(Exception):
-    """The client left, or does not read; nobody is there to be told."""
+    """The client disconnected or stopped reading, so no response can be sent."""
 
 
 async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T:
-    """What `work` comes to, unless the client leaves first; then `work` is cancelled.
-
-    The request's body must have been received.
-
-    Raises `ClientGoneError`: the client left.
-    """
+    """Await `work`; cancel it and raise `ClientGoneError` if the client disconnects first."""
     task = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_disconnected(receive))
     try:
@@ -56,7 +51,7 @@ async def _disconnected(receive: Receive) -> None:
 
 
 def event(payload: dict[str, Any]) -> bytes:
-    """One server-sent event."""
+    """Encode one server-sent event."""
     return b"data: " + json.dumps(payload, separators=(",", ":")).encode() + b"\n\n"
 
 
@@ -64,23 +59,22 @@ DONE = b"data: [DONE]\n\n"
 
 
 class EventStream(Response):
-    """Sends events as they come. The status waits for the first: until then an error has its own.
+    """Sends events as they come; the response starts with the first event.
 
-    Args:
-        events: The events, as bytes; closed when the client leaves.
-        send_timeout_s: How long a client may leave the socket full.
+    An error before the first event is sent as a response with its own status. `events` is closed
+    when the client disconnects.
     """
 
     media_type = "text/event-stream"
 
     def __init__(self, events: AsyncGenerator[bytes, None], send_timeout_s: float):
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        del self.headers["content-length"]  # Not known: the body ends with the connection.
+        del self.headers["content-length"]  # Unknown: the body ends with the connection.
         self._events = events
         self._send_timeout_s = send_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
+        """Handle an ASGI request."""
         with contextlib.suppress(ClientGoneError):
             await until_disconnect(receive, self._send_all(scope, receive, send))
 
@@ -100,12 +94,7 @@ class EventStream(Response):
 
 
 class WholeBody(Response):
-    """Sends JSON in pieces, and frees each when it is sent; other tasks run between them.
-
-    Args:
-        parts: The JSON; emptied.
-        send_timeout_s: How long a client may leave the socket full.
-    """
+    """Sends JSON in pieces; empties `parts` and lets other tasks run between pieces."""
 
     media_type = "application/json"
 
@@ -115,7 +104,7 @@ class WholeBody(Response):
         self._send_timeout_s = send_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
+        """Handle an ASGI request."""
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         piece = bytearray()
         with contextlib.suppress(ClientGoneError):
@@ -133,8 +122,8 @@ class WholeBody(Response):
 async def _send_body(send: Send, body: bytes, timeout_s: float, *, more: bool = True) -> None:
     message = {"type": "http.response.body", "body": body, "more_body": more}
     try:
-        # Not `asyncio.wait_for`: before 3.12 it swallows a cancellation that comes just when
-        # the message was sent, and the work would go on for nobody.
+        # Not `asyncio.wait_for`: before 3.12 it swallows a cancellation that arrives just as the
+        # message was sent, and the request would continue without a client.
         with anyio.fail_after(timeout_s):
             await send(message)
     except (TimeoutError, OSError) as error:
@@ -142,15 +131,15 @@ async def _send_body(send: Send, body: bytes, timeout_s: float, *, more: bool = 
 
 
 def error_response(error: ApiError) -> JSONResponse:
-    """An error as the client reads it."""
+    """Build the JSON response of an error."""
     return JSONResponse(error.body, error.status, headers=error.headers)
 
 
 async def merged(
     streams: Sequence[AsyncGenerator[T, None]],
 ) -> AsyncGenerator[tuple[int, T], None]:
-    """Items of several streams as they come, with the number of theirs. Closes all at the end."""
-    if len(streams) == 1:  # Almost always: no task, no queue.
+    """Yield items of several streams as they come, with the stream's index; close them all."""
+    if len(streams) == 1:  # The common case needs no task and no queue.
         async with contextlib.aclosing(streams[0]) as only:
             async for each in only:
                 yield 0, each

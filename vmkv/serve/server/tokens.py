@@ -1,8 +1,7 @@
 r"""Single tokens as text and as bytes, for log-probabilities.
 
-A token is often less than a character. Its bytes are exact, so that a client can put them
-together; its text then is `bytes:\xe2\x80`, as OpenAI writes it, and not the � that all such
-tokens have in common.
+A token may hold part of a character. Its bytes are exact, so that a client can join them; its text
+then is `bytes:\xe2\x80`, in OpenAI's notation, because decoding would give � for all such tokens.
 """
 
 from __future__ import annotations
@@ -16,23 +15,14 @@ _UNKNOWN = "\ufffd"
 
 
 class TokenText(NamedTuple):
-    """A token for people and for programs.
-
-    Attributes:
-        text: What it says.
-        raw: Its bytes; None where the tokenizer does not tell.
-    """
+    """A token's text, and its bytes where the tokenizer reveals them."""
 
     text: str
     raw: bytes | None
 
 
 class Tokens:
-    """Looks tokens up, each once.
-
-    Args:
-        tokenizer: A transformers tokenizer.
-    """
+    """Caches the `TokenText` of each token of a transformers tokenizer."""
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
@@ -55,7 +45,7 @@ class Tokens:
 
 
 def _bytes_of(token: str) -> bytes | None:
-    """The bytes of a token of a vocabulary: SentencePiece's `<0xE2>`, or byte-level BPE."""
+    """Return the bytes of a vocabulary entry: SentencePiece's `<0xE2>` or byte-level BPE."""
     by_name = _BYTE_TOKEN.fullmatch(token)
     if by_name:
         return bytes.fromhex(by_name.group(1))
@@ -67,7 +57,7 @@ def _bytes_of(token: str) -> bytes | None:
 
 @functools.cache
 def _byte_level() -> dict[str, int]:
-    """GPT-2's characters for bytes: printable ones stand for themselves, others from 256 on."""
+    """Return GPT-2's table from characters to bytes: printable bytes as is, others from 256 on."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {

@@ -1,8 +1,8 @@
-"""Bodies of requests in memory: what all of them may hold together, and who gives way.
+"""Bounds the memory of request bodies, and evicts the oldest upload when it is exceeded.
 
-A body that is large is counted from its first piece until its prompts are tokens. Whoever has
-been sending one for longest gives way first, so that clients who send slowly, or stop half-way,
-keep nobody else's large request out.
+A large body counts from its first piece until its prompts are tokens. The body that has been
+arriving for longest is evicted first, so that slow or stalled clients cannot block large requests
+of others.
 """
 
 from __future__ import annotations
@@ -14,19 +14,12 @@ from .errors import ApiError, busy, too_large, too_slow
 from .limits import Limits
 from .streaming import ClientGoneError
 
-#: What no body is counted for: so much is nothing, times the connections there may be.
+#: Bytes of each body that are not counted: little, even over all connections.
 _FREE_BYTES = 64 * 1024
 
 
 class Uploads:
-    """All bodies of a server. For one event loop.
-
-    Args:
-        limits: See `Limits.max_held_bytes`, `max_body_bytes` and `body_timeout_s`.
-
-    Attributes:
-        num_bytes: What is counted now.
-    """
+    """The request bodies of a server, counted in `num_bytes`. Belongs to one event loop."""
 
     def __init__(self, limits: Limits):
         self.limits = limits
@@ -34,7 +27,7 @@ class Uploads:
         self._on_their_way: dict[Upload, None] = {}
 
     def grow(self, upload: Upload, num_bytes: int) -> None:
-        """Count `num_bytes` more for `upload`; others give way, or it gives way itself."""
+        """Count `num_bytes` more for `upload`; evict the oldest uploads beyond the limit."""
         upload.num_bytes += num_bytes
         self.num_bytes += num_bytes
         self._on_their_way.setdefault(upload)
@@ -42,19 +35,12 @@ class Uploads:
             next(iter(self._on_their_way)).give_way()
 
     def forget(self, upload: Upload) -> None:
-        """It is on its way no more, complete or not."""
+        """Remove an upload, complete or not, from the candidates for eviction."""
         self._on_their_way.pop(upload, None)
 
 
 class Upload:
-    """One request's body.
-
-    Args:
-        uploads: All of them.
-
-    Attributes:
-        num_bytes: What is counted for it.
-    """
+    """Body of one request; `num_bytes` is its share of the counted memory."""
 
     def __init__(self, uploads: Uploads):
         self._uploads = uploads
@@ -63,11 +49,7 @@ class Upload:
         self._scope = anyio.CancelScope()
 
     async def receive(self, request: Request) -> bytearray:
-        """The body, as it comes.
-
-        Raises `ApiError`: it is too large, too slow, or gave way to others; `ClientGoneError`: the
-        client left. Nothing of it is kept.
-        """
+        """Receive the body; release it and raise if it is refused or the client disconnects."""
         try:
             body = await self._receive(request)
             if self._has_given_way:
@@ -80,7 +62,7 @@ class Upload:
 
     async def _receive(self, request: Request) -> bytearray:
         limits = self._uploads.limits
-        # Grows in place: pieces that are joined in the end take 15 ms to be joined.
+        # Grows in place: joining the pieces at the end would take 15 ms.
         body = bytearray()
         self._scope.deadline = anyio.current_time() + limits.body_timeout_s
         with self._scope:
@@ -105,13 +87,13 @@ class Upload:
         return too_slow(self._uploads.limits.body_timeout_s)
 
     def give_way(self) -> None:
-        """Stop receiving, for others' sake."""
+        """Evict this body: stop receiving it and release its memory."""
         self._has_given_way = True
         self._scope.cancel()
         self.release()
 
     def release(self) -> None:
-        """Nothing of the body is in memory any more. Idempotent."""
+        """Stop counting the body's memory. Idempotent."""
         self._uploads.forget(self)
         self._uploads.num_bytes -= self.num_bytes
         self.num_bytes = 0
