@@ -1,8 +1,6 @@
-"""One word for one thing: names in the code are those of DESIGN.md.
+"""One word for one thing: names that were replaced do not come back.
 
-DESIGN.md's list of words says for each what not to say. What stands there in code type was said
-once, or is said elsewhere, and no name that vmkv defines may hold it; the rest of that column means
-other things in other places, and is for readers. Docstrings and comments are English, and free.
+DESIGN.md has the words in use. Docstrings and comments are English, and free.
 """
 
 from __future__ import annotations
@@ -16,27 +14,14 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted((ROOT / "vmkv").rglob("*.py"))
-DESIGN = (ROOT / "DESIGN.md").read_text()
-#: Where a word is a name all the same: the thing itself, or an interface that is not ours.
-HOMES = {
-    "slot": ("vmkv/serve/", "vmkv/step/"),
-    "adopt": ("vmkv/cache/",),
-    "offload": ("vmkv/hf/layers.py",),
-    "clone": ("vmkv/step/compiled_layers.py",),
-    "salt": ("vmkv/serve/server/keys.py", "vmkv/serve/server/schema.py"),  # `cache_salt` is vLLM's.
+#: Words that no name in the code may hold, in the singular or the plural.
+RETIRED = {
+    *("arena", "door", "going_on", "hand", "iteration", "job", "let_go", "lets_go"),
+    *("ptr", "remap", "said", "segment", "slot", "tier"),
 }
+#: Where a word is a name all the same.
+HOMES = {"slot": ("vmkv/serve/", "vmkv/step/")}
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+")
-
-
-def _retired() -> set[str]:
-    """The words in code type in the last column of the list, and in the sentence below it."""
-    words = DESIGN.partition("\n## Words\n")[2].partition("\n## ")[0]
-    rows = [line.split("|") for line in words.splitlines() if line.startswith("|")]
-    below = words.partition("is no name either: ")[2].partition(".\n")[0]
-    return set(re.findall(r"`(\w+)`", " ".join([below, *(avoid for *_, avoid, _ in rows)])))
-
-
-RETIRED = _retired()
 
 
 def _defined(source: str) -> Iterator[tuple[str, int]]:
@@ -52,11 +37,9 @@ def _defined(source: str) -> Iterator[tuple[str, int]]:
             yield node.attr, node.lineno
 
 
-def _offences(source: str, file: str, retired: set[str]) -> list[str]:
-    """List the names in a file that hold a retired word, in the singular or the plural."""
-    forbidden = [word for word in retired if not file.startswith(HOMES.get(word, "\0"))]
-    if not forbidden:
-        return []
+def _offences(source: str, file: str) -> list[str]:
+    """List the names in a file that hold a retired word."""
+    forbidden = [word for word in RETIRED if not file.startswith(HOMES.get(word, "\0"))]
     pattern = re.compile(rf"_(?:{'|'.join(forbidden)})s?_")
     return [
         f"{name} ({file}:{line})"
@@ -66,14 +49,10 @@ def _offences(source: str, file: str, retired: set[str]) -> list[str]:
     ]
 
 
-def test_names_are_of_the_list() -> None:
-    """Words that DESIGN.md retires are no names in the code, nor parts of names."""
+def test_retired_words_are_no_names() -> None:
+    """Retired words are no names in the code, nor parts of names."""
     files = [(path.read_text(), str(path.relative_to(ROOT))) for path in FILES]
-    assert [] == [each for text, file in files for each in _offences(text, file, RETIRED)]
-
-
-# The tests of the check need no word of DESIGN.md's list, which may shrink.
-EXAMPLES = {"let_go", "lets_go", "said", "job", "going_on", "slot", "hand", "door", "adopt"}
+    assert [] == [each for text, file in files for each in _offences(text, file)]
 
 
 @pytest.mark.parametrize(
@@ -87,12 +66,12 @@ EXAMPLES = {"let_go", "lets_go", "said", "job", "going_on", "slot", "hand", "doo
         "num_slots: int = 3",
         "for hands in range(2): pass",
         "async def requests_at_the_door(): ...",
-        "class _Store:\n    def adopt(self): ...",
+        "class _Store:\n    def remap(self): ...",
     ],
 )
 def test_retired_words_are_found(source: str) -> None:
     """The check above can fail, on every way to give a name."""
-    assert len(_offences(source, "vmkv/hf/new.py", EXAMPLES)) == 1
+    assert len(_offences(source, "vmkv/hf/new.py")) == 1
 
 
 @pytest.mark.parametrize(
@@ -106,10 +85,4 @@ def test_retired_words_are_found(source: str) -> None:
 )
 def test_other_words_are_free(source: str, file: str) -> None:
     """English, longer words, what libraries call theirs, and a word where it is at home."""
-    assert [] == _offences(source, file, EXAMPLES)
-
-
-def test_the_list_is_read() -> None:
-    """Words in code type in the last column of DESIGN.md's list are retired."""
-    assert RETIRED
-    assert all(re.fullmatch(r"\w+", word) for word in RETIRED)
+    assert [] == _offences(source, file)
