@@ -81,6 +81,24 @@ def test_hashes_are_the_same_in_every_process(seed: str) -> None:
     assert hashlib.blake2b(parent + block, digest_size=16).hexdigest() == hashes[0]
 
 
+def test_match_sees_rows_end_and_join_meanwhile() -> None:
+    """Where a run of blocks is split, joined with the next one, or gone and back."""
+    index = PrefixIndex()
+    index.record(0, range(64))
+    index.record(1, range(64))
+    match = next(index.matches(range(48)))
+    index.truncate(1, 48)
+    assert {0, 1} == {*match.live}
+    match = next(index.matches(range(48)))
+    index.truncate(1)
+    index.park(0)
+    assert ([0], []) == ([*match.parked], [*match.live])
+    match = next(index.matches(range(48)))
+    index.truncate(0)
+    index.record(2, range(48))
+    assert [2] == [*match.rows]
+
+
 @pytest.mark.parametrize(
     "tokens",
     [["a"], [1.5], [None], [2**63], "text", [[1]], torch.rand(3), torch.ones(2, 2).long()],
