@@ -149,3 +149,11 @@ def test_versions_of_transformers_are_asked_in_one_file() -> None:
     pattern = re.compile(r"transformers\.__version__|version\([\"']transformers[\"']\)")
     asking = [_name(path) for path in PYTHON if pattern.search(path.read_text())]
     assert set(asking) <= {"vmkv/hf/compat.py", "vmkv/__main__.py"}
+
+
+def test_notes_are_cited() -> None:
+    """A note of DESIGN.md is cited by the code that it explains."""
+    written = re.findall(r"^### Note \[(.*)\]$", (ROOT / "DESIGN.md").read_text(), re.MULTILINE)
+    cited = {title for path in SOURCES for title in _NOTE.findall(_flat(path.read_text()))}
+    assert len(written) > 10
+    assert [] == [title for title in written if title not in cited]

@@ -5,6 +5,8 @@ CUDA one kernel writes both tensors of a layer and finds each token's row itself
 takes two launches and an index vector. On CPU two `index_copy_` calls over the flat view use
 indices shared by all layers. Only the new tokens' places are accessed: the rest of the view may not
 be mapped.
+
+See DESIGN.md, Note [Writes are one launch].
 """
 
 from __future__ import annotations

@@ -66,38 +66,7 @@ def add_parser(commands: Commands) -> None:
     add("--dtype", choices=DTYPES, help="of the weights; by default as they were saved")
     add("--tensor-parallel", type=positive_int, default=1, help="GPUs that share the model")
     add("--chat-template", type=name, metavar="FILE", help="a Jinja template, not the tokenizer's")
-    add = parser.add_argument_group("engine").add_argument
-    add("--max-num-seqs", type=integer(1, 1 << 16), default=256, help="sequences in a step")
-    add("--max-num-batched-tokens", type=integer(1, 1 << 20), default=8192, help="tokens in a step")
-    add(
-        "--max-num-mixed-tokens",
-        type=count,
-        default=1024,
-        help="tokens in a step that decodes and computes prompts, both counted; twice as many for "
-        "half of a long prompt; all running requests decode and prompts get half of this anyway; "
-        "no bound while more prompt tokens are left than --max-num-batched-tokens; 0 for none",
-    )
-    add("--max-model-tokens", type=positive_int, help="prompt and output; by default the model's")
-    add("--memory", type=positive_gib, metavar="GiB", help="for keys and values; by default all")
-    add("--swap", type=gib, metavar="GiB", default=0, help="host memory for preempted requests")
-    add("--watermark", type=gib, metavar="GiB", help="kept when idle; by default everything")
-    add("--attention-backend", type=name, help="see vmkv doctor; by default the best that can run")
-    add(
-        "--kv-dtype",
-        choices=KV_DTYPES,
-        default="auto",
-        help="of keys and values",
-    )
-    add("--kv-scales", type=name, metavar="FILE", help="of keys and values in fp8; by default 1")
-    add(
-        "--skip-layers",
-        type=layers,
-        default=(),
-        metavar="LAYERS",
-        help="which stay in the model's type, as in 0,1,sliding",
-    )
-    add("--no-prefix-caching", action="store_true", help="compute common prefixes again")
-    add("--deterministic", action="store_true", help="tokens do not depend on other requests")
+    _add_engine_options(parser)
     add = parser.add_argument_group("replicas").add_argument
     add(
         "--replicas",
@@ -130,6 +99,41 @@ def add_parser(commands: Commands) -> None:
         "--trace", type=name, metavar="FILE", help="write a trace of every step, in Chrome's format"
     )
     add("--log-level", choices=("debug", "info", "warning", "error"), default="info")
+
+
+def _add_engine_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("engine").add_argument
+    add("--max-num-seqs", type=integer(1, 1 << 16), default=256, help="sequences in a step")
+    add("--max-num-batched-tokens", type=integer(1, 1 << 20), default=8192, help="tokens in a step")
+    add(
+        "--max-num-mixed-tokens",
+        type=count,
+        default=1024,
+        help="tokens in a step that decodes and computes prompts, both counted; twice as many for "
+        "half of a long prompt; all running requests decode and prompts get half of this anyway; "
+        "no bound while more prompt tokens are left than --max-num-batched-tokens; 0 for none",
+    )
+    add("--max-model-tokens", type=positive_int, help="prompt and output; by default the model's")
+    add("--memory", type=positive_gib, metavar="GiB", help="for keys and values; by default all")
+    add("--swap", type=gib, metavar="GiB", default=0, help="host memory for preempted requests")
+    add("--watermark", type=gib, metavar="GiB", help="kept when idle; by default everything")
+    add("--attention-backend", type=name, help="see vmkv doctor; by default the best that can run")
+    add(
+        "--kv-dtype",
+        choices=KV_DTYPES,
+        default="auto",
+        help="of keys and values",
+    )
+    add("--kv-scales", type=name, metavar="FILE", help="of keys and values in fp8; by default 1")
+    add(
+        "--skip-layers",
+        type=layers,
+        default=(),
+        metavar="LAYERS",
+        help="which stay in the model's type, as in 0,1,sliding",
+    )
+    add("--no-prefix-caching", action="store_true", help="compute common prefixes again")
+    add("--deterministic", action="store_true", help="tokens do not depend on other requests")
 
 
 def run(arguments: argparse.Namespace, out: TextIO) -> int:

@@ -10,6 +10,8 @@ explicit mask.
 
 The layer is found through an attribute of the keys that `update` returned, because models do not
 pass the cache to attention. Transformed keys lose the attribute and must not be read in place.
+
+See DESIGN.md, Note [Masks that are not tensors].
 """
 
 from __future__ import annotations

@@ -7,6 +7,9 @@ views made one by one would cost more than `torch.cat`.
 
 A store does not refer to its cache and may outlive it: the store of a cache that was never closed
 becomes an orphan, which is closed when the next cache is made.
+
+See DESIGN.md, Note [Shapes come from the first update],
+Note [An unclosed cache is closed later].
 """
 
 from __future__ import annotations

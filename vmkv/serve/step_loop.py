@@ -8,6 +8,8 @@ superfluous token in k + 1, which is dropped; its memory is released after k + 1
 
 Failures do not stop the loop: a plan that cannot be mapped is planned again with less memory, a
 step that runs out of memory is split, and a request that cannot be served ends with its error.
+
+See DESIGN.md, Note [The next step is planned while this one runs].
 """
 
 from __future__ import annotations

@@ -8,6 +8,8 @@ Eager layers get the step as a keyword that their attention implementation passe
 (`vmkv.hf.attention`); compiled layers find it through an operator (`operator.py`). Graphs are
 captured in advance (`warm_up.py`), or when a size comes for the third time
 (`capture_where_it_pays`).
+
+See DESIGN.md, Note [One stepper].
 """
 
 from __future__ import annotations

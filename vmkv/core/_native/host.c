@@ -15,8 +15,8 @@
  *
  * These are calls, not a backend.  They refuse what the kernel would round (sizes that are not
  * whole pages of the OS) or take for a no-op (zero bytes), but they believe the address: MAP_FIXED
- * over memory that is not a reservation destroys what was there.  core/backend/host.py keeps the books
- * that refuse all the rest.
+ * over memory that is not a reservation destroys what was there.  core/backend/host.py keeps the
+ * books that refuse all the rest.
  */
 #include "host.h"
 

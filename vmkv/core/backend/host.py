@@ -2,6 +2,8 @@
 
 The books refuse what CUDA forbids and mmap permits; a surprise on CUDA is first written into
 `check_backend`, then refused here. The two memory locations are two files in the same RAM.
+
+See DESIGN.md, Note [The host backend is stricter than the kernel].
 """
 
 from __future__ import annotations

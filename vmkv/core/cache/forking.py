@@ -7,6 +7,10 @@
 Whole extents are mapped a second time, read-only; the tail, which both will write, is copied. Both
 rows stay contiguous, at addresses of their own, and either may end first. Prefixes of parked rows,
 and rows of another cache over the same pool, are shared in the same way.
+
+See DESIGN.md, Note [Sharing keeps rows contiguous],
+Note [Copy-on-write keeps addresses],
+Note [Beams part slowly].
 """
 
 from __future__ import annotations

@@ -9,6 +9,8 @@ layers rather than many tokens of one:
 For Llama-3-8B a token row is 32 layers x 2 x 8 heads x 128 x 2 B = 128 KiB, so a page of 2 MiB
 holds 16 tokens and growth costs one mapping where a per-layer layout needs 64. See Note [All layers
 share a page] in DESIGN.md.
+
+See DESIGN.md, Note [Growth quanta].
 """
 
 from __future__ import annotations

@@ -9,6 +9,8 @@ end:
 
 Needs no torch and knows no memory: the owner calls `truncate` when a row loses tokens. Guarded by
 the pool's lock.
+
+See DESIGN.md, Note [Parked rows are the prefix cache].
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 Forks, reorderings, swaps, files and other processes work on a row space. It knows live rows only
 through the `LiveRow` protocol, which `Sequence` implements. A row that must give memory back is
 presented to the pool as a `Victim`.
+
+See DESIGN.md, Note [How far a row may be written].
 """
 
 from __future__ import annotations

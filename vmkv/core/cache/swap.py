@@ -7,6 +7,8 @@ A sequence leaves when its transfer is finished, or earlier when memory is short
 is retired behind a fence that covers the copies. The copies run on a stream of their own: outwards
 after work submitted so far, inwards before the compute stream's next work. Shared extents stay on
 the device, because others hold them anyway. Spilled extents are read by kernels in host memory.
+
+See DESIGN.md, Note [Swapping keeps addresses].
 """
 
 from __future__ import annotations

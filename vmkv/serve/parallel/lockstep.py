@@ -6,6 +6,8 @@ lengths and pages alone. The ranks agree on the rest: the capacity, the cost mod
 the graphs at the start; the driver's answers (`AgreedBackend`); a lack of memory for keys and
 values or for a slot, after which all ranks plan a smaller step; a failure of a logits processor,
 which ends its request on all ranks. Any other failure on one rank ends all of them.
+
+See DESIGN.md, Note [Ranks plan alike].
 """
 
 from __future__ import annotations

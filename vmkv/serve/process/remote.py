@@ -3,6 +3,8 @@
 async with EngineProcess(make) as engine:  # `make(observer)` is called in the engine's process
     async for output in engine.stream([1, 2, 3], SamplingParams(max_tokens=64)):
         ...
+
+See DESIGN.md, Note [The engine has a process of its own].
 """
 
 from __future__ import annotations

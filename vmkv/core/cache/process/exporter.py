@@ -2,6 +2,8 @@
 
 Exported memory is frozen: it is read-only here as well, and is released rather than recycled,
 because nobody can tell when the last importer is gone.
+
+See DESIGN.md, Note [Exported memory is frozen].
 """
 
 from __future__ import annotations
