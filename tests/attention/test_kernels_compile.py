@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import pytest
 import torch
 
 from vmkv import ConfigError
-from vmkv.attention import append as append_cuda
 from vmkv.attention import decode_fp8, rotary_cuda
 from vmkv.attention.nvrtc import FORMATS, Kernel, assembled
 from vmkv.serve.parallel import sum_kernel
 
+append_cuda = importlib.import_module("vmkv.attention.append")  # The package exports a function.
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 KERNELS = {
     **{f"append by {size}": (append_cuda, "_kernel", (0, size)) for size in (1, 2, 4, 8, 16)},

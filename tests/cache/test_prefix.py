@@ -47,7 +47,8 @@ def _say(cache: KVCache, tokens: Any, tenant: str | None = None) -> Sequence:
 
 _HASHES = """
 import sys, types
-for name, path in (("vmkv", {path!r}), ("vmkv.core.cache", {path!r} + "/cache")):
+core = {path!r} + "/core"
+for name, path in (("vmkv", {path!r}), ("vmkv.core", core), ("vmkv.core.cache", core + "/cache")):
     sys.modules[name] = types.ModuleType(name)
     sys.modules[name].__path__ = [path]
 from vmkv.core.cache.prefix import PrefixIndex

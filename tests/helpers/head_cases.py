@@ -120,7 +120,7 @@ def is_filled_up(group: TensorParallel) -> None:
     torch.manual_seed(0)
     model: Any = type(tiny_model("llama"))(config).eval()
     tiny_models.redraw_weights(model, 0)
-    head = torch.nn.Linear(config.hidden_size, 101)
+    head = torch.nn.Linear(config.hidden_size, 101).eval()
     with torch.no_grad():
         head.weight.copy_(model.lm_head.weight)
         head.bias.copy_(torch.linspace(-90.0, -90.5, 101))

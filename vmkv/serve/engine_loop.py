@@ -33,7 +33,7 @@ class Add(NamedTuple):
     prompt: tuple[int, ...]
     params: SamplingParams
     priority: int
-    tenant: str | None
+    tenant: str | None = None
 
 
 class Cancel(NamedTuple):

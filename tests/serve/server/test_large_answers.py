@@ -64,7 +64,12 @@ class StandIn:
         return TokenLogprobs(5 + at % 300, -1.5, top)
 
     async def stream(
-        self, prompt: Sequence[int], params: SamplingParams, priority: int = 0
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        priority: int = 0,
+        *,
+        tenant: str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         self.outputs = []
         for number, count in enumerate(self._num_tokens, 1):
