@@ -89,7 +89,7 @@ matrix-%:
 # Up to `memory` nothing needs torch: proven by not installing it. (pyenv's names for interpreters
 # work only where the version is chosen, hence the variable; elsewhere it says nothing.)
 NEED_TORCH = tests/native/test_tensor.py tests/backend/test_cuda.py \
-	tests/memory/test_every_call_can_fail.py
+	tests/memory/test_every_call_can_fail.py tests/memory/test_interrupts.py
 test-pythons:
 	@for version in $(PYTHONS); do \
 		export PYENV_VERSION=$$version; \
