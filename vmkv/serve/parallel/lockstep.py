@@ -30,7 +30,7 @@ from .agreed_backend import AgreedBackend, StepClock
 from .group import Message
 
 Command = tuple[Any, ...]
-"""What an engine is asked for: the name of it, and its arguments."""
+"""A call that a rank asks of the engine on every rank: its name and its arguments."""
 
 
 class Lockstep:
