@@ -33,6 +33,7 @@ windows and soft caps (Gemma-2 is run without), backward, anything but bfloat16.
 
 from __future__ import annotations
 
+import functools
 import random
 import statistics
 import sys
@@ -55,7 +56,7 @@ from harness import HAS_GPU, Bench, Figure, Row, print_rows
 from models import DTYPE, reset_memory
 
 from vmkv import open_backend
-from vmkv.attention import AttentionBatch, AttentionSpec, get, why_not
+from vmkv.attention import AttentionBatch, AttentionSpec, Call, get, why_not
 
 REPEATS = 15
 PREFILL_REPEATS = 31  # clocks wander by 3 % under load
@@ -126,10 +127,8 @@ def call_rows(kernel: str, layout: Layout, query: torch.Tensor, case: Case) -> l
         device=query.device,
     )
     scale = query.shape[2] ** -0.5
-    return [
-        lambda k=keys, v=values: backend.forward(query, k, v, batch, scale=scale)
-        for keys, values in layout.inputs
-    ]
+    calls = [Call(query, keys, values, batch, scale) for keys, values in layout.inputs]
+    return [functools.partial(backend.attend, call) for call in calls]
 
 
 def call_blocks(kernel: str, layout: Layout, query: torch.Tensor, case: Case) -> list[Callable]:
@@ -161,7 +160,7 @@ def paged_flash3(query, keys, values, lengths, table, scale):
 
         kernel = library_kernel()
         return kernel(
-            query, keys, values, seqused_k=lengths, page_table=table, scale=scale, causal=True,
+            query, keys, values, seqused_k=lengths, page_table=table, scale=scale,
             window=(-1, -1), softcap=0.0,
         )  # fmt: skip
     return flash_attn_with_kvcache(
@@ -221,7 +220,8 @@ def layouts_of(shape: ModelShape, case: Case, kernels: list[str], vm_backend) ->
     num_inputs = min(shape.layers, max(2, -(-INPUT_BYTES // per_layer)))
     device = torch.device("cuda:0" if HAS_GPU else "cpu")
     common = {"num_inputs": num_inputs, "dtype": DTYPE}
-    overread = max(get(name).overread_tokens(shape.dim) for name in kernels)
+    spec = AttentionSpec(device.type, DTYPE, 1, 1, shape.dim, shape.dim)
+    overread = max(get(name).overread_tokens(spec) for name in kernels)
     made = [
         dense_rows(shape, lengths, skew_tokens=skew, device=device, **common)
         for skew in (0, SKEW_TOKENS)

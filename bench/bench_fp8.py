@@ -50,7 +50,7 @@ from models import (
 
 import vmkv
 from vmkv import Engine, OutOfPagesError, SamplingParams
-from vmkv.attention import get
+from vmkv.attention import AttentionSpec, get
 from vmkv.core.cache.fp8 import FP8
 from vmkv.serve.prompts import packed_prompt
 from vmkv.units import GiB, KiB, MiB
@@ -219,8 +219,9 @@ def fitting(case: Case) -> list[Row]:
         options = {"max_tokens": 2 * case.num_tokens, "max_sequences": limit}
         cache = open_cache(pool, case.shape, dtype, **options)
         if not case.smoke:
-            overread_tokens = get("flash3").overread_tokens
-            cache.keep_resident(overread_tokens(case.shape.head_dim, kv_dtype=dtype))
+            dim = case.shape.head_dim
+            spec = AttentionSpec("cuda", torch.bfloat16, 1, 1, dim, dim, kv_dtype=dtype)
+            cache.keep_resident(get("flash3").overread_tokens(spec))
         count = 0
         try:
             for count in itertools.count():  # noqa: B007  # how many there are is what is asked

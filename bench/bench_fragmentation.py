@@ -36,12 +36,13 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from harness import Bench, Figure, Row, quartiles
 from models import CacheShape, open_cache
 from rivals import block_table_bytes, padded_bytes
 
 from vmkv import ExtentPool, HostBackend
-from vmkv.attention import get
+from vmkv.attention import AttentionSpec, get
 from vmkv.units import GiB, KiB, MiB
 
 SEQUENCES_MAX = 1 << 12
@@ -165,10 +166,11 @@ def allocators(shape: CacheShape, trace: Trace) -> dict[str, Callable[[list], By
 
         return both
 
+    spec = AttentionSpec("cuda", torch.bfloat16, 1, 1, head_dim, head_dim)
     one_tensor = 1 + 1 / (2 * layers)
     return {
         "vmkv": vmkv(0),
-        "vmkv, FA3's over-read": vmkv(get("flash3").overread_tokens(head_dim)),
+        "vmkv, FA3's over-read": vmkv(get("flash3").overread_tokens(spec)),
         "block table, 16": plain(block_table_bytes),
         "DynamicCache, padded": plain(lambda *of: one_tensor * padded_bytes(*of)),
         "DynamicCache, padded, twice": plain(lambda *of: 2 * padded_bytes(*of)),

@@ -65,7 +65,7 @@ from live_load import Load, Timing
 from models import llama_config, make_model, reset_memory
 
 from vmkv import Engine, SamplingParams
-from vmkv.serve.observer import EngineObserver, StepRecord
+from vmkv.serve.observer import Event, StepRecord
 
 HERE = Path(__file__).resolve().parent
 MODEL = "m"
@@ -260,14 +260,15 @@ def apply(load: Load, url: str) -> list[Timing]:
 
 
 @dataclass
-class Steps(EngineObserver):
+class Steps:
     """Keeps what every step was like."""
 
     records: list[StepRecord] = field(default_factory=list)
 
-    def step_finished(self, step: StepRecord, cache: Any) -> None:
-        """Keep it."""
-        self.records.append(step)
+    def on(self, event: Event, cache: Any) -> None:
+        """Keep the record of a step."""
+        if isinstance(event, StepRecord):
+            self.records.append(event)
 
     def row(self) -> Row:
         """What they were like, with and without prompts."""

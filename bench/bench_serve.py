@@ -61,7 +61,7 @@ from harness import Bench, Figure, Row, print_rows, quartiles, seconds_of
 from models import llama_config, make_model
 
 from vmkv import AsyncEngine, Engine, RequestOutput, SamplingParams
-from vmkv.serve.observer import EngineObserver, StepRecord
+from vmkv.serve.observer import Event, Idle, RequestAdded, StepRecord
 from vmkv.units import MiB
 
 MIXED = (128, 256, 512, 1024, 2048, 4096)
@@ -161,7 +161,7 @@ SMOKE_IDLE_CASE = Case(
 
 
 @dataclass
-class Steps(EngineObserver):
+class Steps:
     """Keeps the records of an engine's steps, and the most memory that it had created."""
 
     records: list[StepRecord] = field(default_factory=list)
@@ -169,19 +169,16 @@ class Steps(EngineObserver):
     peak_bytes: int = 0
     watches_memory: bool = False
 
-    def step_finished(self, step: StepRecord, cache: Any) -> None:
-        """Keep the record."""
-        self.records.append(step)
-        if self.watches_memory:
-            self.peak_bytes = max(self.peak_bytes, cache.pool.stats().created_bytes)
-
-    def request_added(self, request_id: int, num_prompt_tokens: int) -> None:
-        """The engine is not idle now."""
-        self.is_idle.clear()
-
-    def idle(self, cache: Any) -> None:
-        """The engine is idle now."""
-        self.is_idle.set()
+    def on(self, event: Event, cache: Any) -> None:
+        """Keep the record of a step, and whether the engine is idle."""
+        if isinstance(event, StepRecord):
+            self.records.append(event)
+            if self.watches_memory:
+                self.peak_bytes = max(self.peak_bytes, cache.pool.stats().created_bytes)
+        elif isinstance(event, RequestAdded):
+            self.is_idle.clear()
+        elif isinstance(event, Idle):
+            self.is_idle.set()
 
     @property
     def mixed_host_s(self) -> list[float]:

@@ -39,7 +39,7 @@ from harness import Bench, Figure, Row, print_rows
 from models import llama_config, make_model
 
 from vmkv import Engine, SamplingParams
-from vmkv.serve.planning import PreemptionCosts
+from vmkv.serve.scheduler import PreemptionCosts
 from vmkv.units import GiB, MiB
 
 NUM_DRAWN = 64

@@ -78,6 +78,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(needs_gpu)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collect tests without the collector: a quarter of the time, for a million objects in use."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 def _put_slow_files_first(items: list[pytest.Item]) -> None:
     """Of processes that share the tests file by file none shall wait for another's last file.
 

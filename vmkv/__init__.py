@@ -24,11 +24,8 @@ if TYPE_CHECKING:
     from .core.cache import KVCache as KVCache
     from .core.cache import Sequence as Sequence
     from .core.cache import call_with_room as call_with_room
-    from .core.memory import EvictionPolicy as EvictionPolicy
     from .core.memory import ExtentPool as ExtentPool
-    from .core.memory import LeastRecentlyUsed as LeastRecentlyUsed
     from .core.memory import Scrub as Scrub
-    from .core.memory import Victim as Victim
     from .errors import CapacityError as CapacityError
     from .errors import ClosedError as ClosedError
     from .errors import ConfigError as ConfigError
@@ -54,7 +51,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "core.backend": ("Backend", "BackendUsage", "HostBackend", "open_backend"),
-    "core.memory": ("EvictionPolicy", "ExtentPool", "LeastRecentlyUsed", "Scrub", "Victim"),
+    "core.memory": ("ExtentPool", "Scrub"),
     "core.cache": ("CacheStats", "CostModel", "KVCache", "Sequence", "call_with_room"),
     "hf": (
         "KVScales",

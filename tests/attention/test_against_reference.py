@@ -12,14 +12,14 @@ requires that `flash2` or `torch` serves each half-precision case they claim to.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from helpers.dense_rows import MARGIN_FILL, DenseRows, random_query
+from helpers.reference_backend import ReferenceBackend
 
-from vmkv.attention import AttentionBatch, AttentionSpec, append, flash3, get, why_not
-from vmkv.attention.sdpa import ReferenceBackend
+from vmkv.attention import AttentionBatch, AttentionSpec, Call, append, flash3, get, why_not
 
 NUM_ROWS = 7
 ROW_TOKENS = 600
@@ -48,7 +48,6 @@ class Case:
     dim: int = 64
     v_dim: int | None = None
     dtype: torch.dtype = torch.bfloat16
-    causal: bool = True
     window: int | None = None
     softcap: float = 0.0
     sinks: bool = False
@@ -93,20 +92,19 @@ def run(case: Case, shape: str, device: str, name: str) -> None:
     dense = DenseRows(
         NUM_ROWS, ROW_TOKENS, case.kv_heads, case.dim, v_dim, dtype=case.dtype, device=device
     )
-    dense.fill(batch, backend.overread_tokens(case.dim, v_dim), generator)
+    dense.fill(batch, backend.overread_tokens(case.spec(device)), generator)
     query = random_query(
         batch, case.heads, case.dim, dtype=case.dtype, device=device, generator=generator
     )
     sinks = torch.randn(case.heads, generator=generator).to(device) if case.sinks else None
     options = {
         "scale": case.dim**-0.5,
-        "causal": case.causal,
         "window": case.window,
         "softcap": case.softcap,
         "sinks": sinks,
     }
     before = dense.live(batch)
-    out = backend.forward(query, dense.keys, dense.values, batch, **options)
+    out = backend.attend(Call(query, dense.keys, dense.values, batch, **options))
 
     assert out.shape == (query.shape[0], case.heads, v_dim)
     assert out.dtype == case.dtype
@@ -116,7 +114,7 @@ def run(case: Case, shape: str, device: str, name: str) -> None:
     assert_close(out, query, dense, batch, options)
 
     into = torch.full_like(out, torch.nan)
-    again = backend.forward(query, dense.keys, dense.values, batch, **options, out=into)
+    again = backend.attend(Call(query, dense.keys, dense.values, batch, **options, out=into))
     assert torch.equal(again, out)
     if name == "flash3" and sinks is None and flash3._load() is flash3.library_kernel():
         assert again.data_ptr() == into.data_ptr()
@@ -124,10 +122,12 @@ def run(case: Case, shape: str, device: str, name: str) -> None:
 
 def assert_close(out, query, dense, batch, options) -> None:
     """The error rule; also used where the keys were appended by the kernel."""
-    exact = ReferenceBackend(torch.float64).forward(
-        query.double(), dense.keys.double(), dense.values.double(), batch, **options
+    exact = ReferenceBackend(torch.float64).attend(
+        Call(query.double(), dense.keys.double(), dense.values.double(), batch, **options)
     )
-    plain = ReferenceBackend(query.dtype).forward(query, dense.keys, dense.values, batch, **options)
+    plain = ReferenceBackend(query.dtype).attend(
+        Call(query, dense.keys, dense.values, batch, **options)
+    )
     assert torch.isfinite(out).all()
     error = (out.double() - exact).abs().max().item()
     allowed = 2 * (plain.double() - exact).abs().max().item() + 1e-5
@@ -177,17 +177,15 @@ def test_windows(device, name, window, shape):
         {"softcap": 5.0},
         {"sinks": True},
         {"left_pad": True},
-        {"causal": False},
         {"softcap": 5.0, "window": 48},
         {"sinks": True, "window": 48},
         {"left_pad": True, "window": 48},
         {"left_pad": True, "sinks": True, "softcap": 5.0},
-        {"left_pad": True, "causal": False},
     ],
     ids=str,
 )
 def test_options(device, name, options, shape):
-    """Soft caps, sinks, left padding and no causality, alone and together."""
+    """Soft caps, sinks and left padding, alone and together."""
     run(Case(**options), shape, device, name)
 
 
@@ -226,7 +224,7 @@ def test_padding_sees_nothing_and_disturbs_nobody(device, name, options, shape):
     dense = DenseRows(
         NUM_ROWS, ROW_TOKENS, case.kv_heads, case.dim, dtype=case.dtype, device=device
     )
-    margin = get(name).overread_tokens(case.dim)
+    margin = get(name).overread_tokens(case.spec(device))
     for row, count in dict(zip(rows, num_tokens, strict=True)).items():
         noise = torch.randn(2, count, case.kv_heads, case.dim, generator=generator)
         for view, new in zip((dense.keys, dense.values), noise, strict=True):
@@ -237,12 +235,11 @@ def test_padding_sees_nothing_and_disturbs_nobody(device, name, options, shape):
     )
     options = {
         "scale": case.dim**-0.5,
-        "causal": True,
         "window": case.window,
         "softcap": case.softcap,
         "sinks": torch.randn(case.heads, generator=generator).to(device) if case.sinks else None,
     }
-    out = get(name).forward(query, dense.keys, dense.values, batch, **options)
+    out = get(name).attend(Call(query, dense.keys, dense.values, batch, **options))
     assert_close(out, query, dense, batch, options)
     for count, (start, end) in zip(num_tokens, itertools.pairwise(starts), strict=True):
         assert count or not out[start:end].any()
@@ -256,12 +253,12 @@ def test_sinks_of_any_float_dtype(device, name):
     batch = AttentionBatch.build([1], [9], [9], row_tokens=ROW_TOKENS, device=device)
     dense = DenseRows(2, ROW_TOKENS, 2, 64, dtype=torch.bfloat16, device=device)
     generator = torch.Generator().manual_seed(0)
-    dense.fill(batch, get(name).overread_tokens(64), generator)
+    dense.fill(batch, get(name).overread_tokens(Case().spec(device)), generator)
     query = random_query(batch, 8, 64, dtype=torch.bfloat16, device=device, generator=generator)
     sinks = torch.zeros(8, dtype=torch.bfloat16, device=device)
-    options = {"scale": 0.125}
-    wide = get(name).forward(query, dense.keys, dense.values, batch, sinks=sinks.float(), **options)
-    narrow = get(name).forward(query, dense.keys, dense.values, batch, sinks=sinks, **options)
+    call = Call(query, dense.keys, dense.values, batch, 0.125, sinks=sinks)
+    narrow = get(name).attend(call)
+    wide = get(name).attend(replace(call, sinks=sinks.float()))
     assert torch.equal(wide, narrow)
 
 
@@ -273,14 +270,14 @@ def test_no_sequence_changes_another():
     together = AttentionBatch.build(rows, num_tokens, queries, row_tokens=ROW_TOKENS)
     dense.fill(together, 0, generator)
     query = random_query(together, 8, 64, dtype=torch.float32, device="cpu", generator=generator)
-    out = get("sdpa").forward(query, dense.keys, dense.values, together, scale=0.125)
+    out = get("sdpa").attend(Call(query, dense.keys, dense.values, together, 0.125))
     for span in together.spans:
         alone = AttentionBatch.build(
             [span.row], [span.num_tokens], [span.query_end - span.query_start],
             row_tokens=ROW_TOKENS,
         )  # fmt: skip
         part = slice(span.query_start, span.query_end)
-        expected = get("sdpa").forward(query[part], dense.keys, dense.values, alone, scale=0.125)
+        expected = get("sdpa").attend(Call(query[part], dense.keys, dense.values, alone, 0.125))
         assert torch.equal(expected, out[part])
 
 
@@ -288,7 +285,7 @@ def test_no_sequence_changes_another():
 @pytest.mark.parametrize("options", [{}, {"left_pad": True}, {"window": 48}, {"sinks": True}])
 @pytest.mark.parametrize("shape", ["decode", "chunk"])
 def test_flash2_appends_in_its_kernel(shape, options):
-    """`append_and_attend` writes what `append` writes, and attends to it."""
+    """`attend` with new tensors writes what `append` writes, and attends to it."""
     case = Case(**options)
     reason = why_not("flash2", case.spec("cuda"))
     if reason is not None:
@@ -310,11 +307,11 @@ def test_flash2_appends_in_its_kernel(shape, options):
     )
     query = random_query(batch, 8, 64, dtype=case.dtype, device="cuda", generator=generator)
     sinks = torch.randn(8, generator=generator).cuda() if case.sinks else None
-    call = {"scale": 0.125, "window": case.window, "sinks": sinks}
+    options = {"scale": 0.125, "window": case.window, "sinks": sinks}
     append(key, value, expected.keys, expected.values, batch)
-    out = get("flash2").append_and_attend(
-        query, key, value, fused.keys, fused.values, batch, **call
+    out = get("flash2").attend(
+        Call(query, fused.keys, fused.values, batch, **options, new=(key, value))
     )
     raw = torch.int16
     assert torch.equal(expected.buffer.view(raw), fused.buffer.view(raw))
-    assert_close(out, query, expected, batch, {"causal": True, "softcap": 0.0} | call)
+    assert_close(out, query, expected, batch, options)

@@ -9,8 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vmkv.attention import AttentionBatch, AttentionSpec
-from vmkv.attention.base import Call, check_call
+from vmkv.attention import AttentionBatch, AttentionSpec, Call
 from vmkv.errors import ConfigError
 
 ROW_TOKENS = 32
@@ -142,10 +141,9 @@ def test_bad_specs_are_refused(spoilt):
 
 
 def call(**spoilt):
-    """A valid `check_call`, spoilt by keyword."""
+    """A valid call, spoilt by keyword."""
     rows = torch.zeros(5, ROW_TOKENS, 2, 8)
-    good = Call(torch.zeros(36, 4, 8), rows, rows, build(), 1.0, True, None, 0.0, None)
-    check_call(good._replace(**spoilt))
+    dataclasses.replace(Call(torch.zeros(36, 4, 8), rows, rows, build(), 1.0), **spoilt)
 
 
 def test_a_good_call_passes():
@@ -167,7 +165,7 @@ def test_a_good_call_passes():
         {"keys": torch.zeros(6, ROW_TOKENS, 2, 8)[::2], "values": torch.zeros(3, ROW_TOKENS, 2, 8)},
         {"keys": torch.zeros(5, ROW_TOKENS, 8, 2).transpose(2, 3)},
         {"window": 0},
-        {"window": 4, "causal": False},
+        {"new": (torch.zeros(36, 2, 4), torch.zeros(36, 2, 8))},
         {"sinks": torch.zeros(2)},
     ],
     ids=lambda spoilt: next(iter(spoilt)),

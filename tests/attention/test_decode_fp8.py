@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from helpers.dense_rows import DenseRows
+from helpers.reference_backend import ReferenceBackend
 
-from vmkv.attention import AttentionBatch, decode_fp8, get
-from vmkv.attention.base import Call
-from vmkv.attention.flash_common import apply_sinks, by_token
-from vmkv.attention.sdpa import ReferenceBackend
+from vmkv.attention import AttentionBatch, Call, decode_fp8, get
+from vmkv.attention.flash_common import with_sinks
 from vmkv.core.cache.fp8 import FP8, LayerScales, Scales, decode, encode
 
 ROW_TOKENS, NUM_ROWS = 1400, 9
 LENGTHS = [1, 15, 33, 128, 129, 700, 1400]
+TWO_QUERIES = AttentionBatch.build(
+    list(range(7)), [9] * 7, [2, 1, 1, 1, 1, 1, 1], row_tokens=ROW_TOKENS
+)
 
 
 def call_of(
@@ -51,10 +55,8 @@ def call_of(
         dense.values,
         batch,
         dim**-0.5,
-        causal=True,
         window=options.get("window"),  # type: ignore[arg-type]
         softcap=options.get("softcap", 0.0),
-        sinks=None,
         scales=scales,
     )
 
@@ -64,17 +66,8 @@ def exactly(call: Call) -> torch.Tensor:
     scales = call.scales
     keys = decode(call.keys, scales and scales.keys, torch.float64)
     values = decode(call.values, scales and scales.values, torch.float64)
-    reference = ReferenceBackend(torch.float64)
-    return reference.forward(
-        call.query.double(),
-        keys,
-        values,
-        call.batch,
-        scale=call.scale,
-        window=call.window,
-        softcap=call.softcap,
-        sinks=call.sinks,
-    )
+    exact = replace(call, query=call.query.double(), keys=keys, values=values, scales=None)
+    return ReferenceBackend(torch.float64).attend(exact)
 
 
 @pytest.mark.gpu
@@ -115,13 +108,13 @@ def test_backends_leave_such_steps_to_it(
     call = call_of(128, 2, 4, dtype=dtype)
     if name == "flash3":
         backend = get(name)
-        reason = backend.why_not(_spec(call))
+        reason = backend.why_not(call.spec(1400))
         if reason is not None:
             pytest.skip(reason)
     seen: list[Call] = []
     own = decode_fp8.decode
     monkeypatch.setattr(decode_fp8, "decode", lambda call: (seen.append(call), own(call))[1])
-    out = get(name).forward(call.query, call.keys, call.values, call.batch, scale=call.scale)
+    out = get(name).attend(call)
     assert len(seen) == 1
     assert out.dtype == dtype
     assert (out - exactly(call)).abs().max() <= exactly(call).abs().amax() * 2**-8
@@ -137,9 +130,11 @@ def test_sequences_without_keys_get_zeros_and_sinks_their_share() -> None:
     call = call_of(128, 2, 4)
     sinks = torch.linspace(-2, 6, 8, device="cuda")
     out, logsumexp = decode_fp8.decode(call)
-    with_sinks = apply_sinks(out, by_token(logsumexp), sinks)
-    expected = exactly(call._replace(sinks=sinks))
-    assert (with_sinks - expected).abs().max() <= expected.abs().amax() * 2**-7
+    call = replace(call, sinks=sinks)
+    expected = exactly(call)
+    assert (
+        with_sinks(call, out, logsumexp) - expected
+    ).abs().max() <= expected.abs().amax() * 2**-7
 
 
 @pytest.mark.gpu
@@ -152,14 +147,14 @@ def test_a_captured_step_finds_its_counts_at_zero() -> None:
     with torch.cuda.stream(stream):
         decode_fp8.decode(call)
         graph = torch.cuda.CUDAGraph()
-        fresh = call._replace(batch=_again(call.batch))
+        fresh = replace(call, batch=_again(call.batch))
         with torch.cuda.graph(graph, stream=stream):
             outs = [decode_fp8.decode(fresh)[0] for _ in range(3)]
     for shorter in (0, 1, 0):
         call.batch.num_tokens.copy_((lengths - shorter).clamp(min=1))
         graph.replay()
         torch.cuda.synchronize()
-        expected = exactly(call._replace(batch=_built(call.batch)))
+        expected = exactly(replace(call, batch=_built(call.batch)))
         for out in outs:
             assert (out - expected).abs().max() <= expected.abs().amax() * 2**-8
 
@@ -168,7 +163,7 @@ def test_a_captured_step_finds_its_counts_at_zero() -> None:
     "change",
     [
         {"query": torch.zeros(7, 18, 128, dtype=torch.bfloat16)},
-        {"query": torch.zeros(8, 8, 128, dtype=torch.bfloat16)},
+        {"batch": TWO_QUERIES, "query": torch.zeros(8, 8, 128, dtype=torch.bfloat16)},
         {"query": torch.zeros(7, 8, 128)},
     ],
     ids=["nine queries a head", "two queries of one", "float32"],
@@ -177,10 +172,10 @@ def test_what_it_does_not_take(change: dict) -> None:
     """Then the backend's own kernel does."""
     call = call_of(128, 2, 4, device="cpu")
     assert decode_fp8.takes(call)
-    assert not decode_fp8.takes(call._replace(**change))
+    assert not decode_fp8.takes(replace(call, **change))
     wide = DenseRows(NUM_ROWS, ROW_TOKENS, 2, 96, dtype=FP8, device="cpu")
     query = torch.zeros(7, 8, 96, dtype=torch.bfloat16)
-    assert not decode_fp8.takes(call._replace(query=query, keys=wide.keys, values=wide.values))
+    assert not decode_fp8.takes(replace(call, query=query, keys=wide.keys, values=wide.values))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -189,14 +184,8 @@ def test_on_the_cpu_rows_are_decoded(dtype: torch.dtype) -> None:
     call = call_of(64, 2, 4, dtype=dtype, device="cpu")
     assert decode_fp8.takes(call)
     assert not decode_fp8.serves(call)
-    out = get("sdpa").forward(call.query, call.keys, call.values, call.batch, scale=call.scale)
+    out = get("sdpa").attend(call)
     assert (out - exactly(call)).abs().max() <= exactly(call).abs().amax() * 2**-6
-
-
-def _spec(call: Call):
-    from vmkv.attention import AttentionSpec
-
-    return AttentionSpec("cuda", call.query.dtype, 8, 2, 128, 128, kv_dtype=FP8, max_tokens=1400)
 
 
 def _again(batch: AttentionBatch) -> AttentionBatch:

@@ -9,9 +9,18 @@ import types
 import pytest
 import torch
 from helpers.dense_rows import DenseRows, random_query
+from helpers.reference_backend import ReferenceBackend, visible_keys
 
-from vmkv.attention import AttentionBatch, AttentionSpec, flash3, get, registry, select, why_not
-from vmkv.attention.sdpa import ReferenceBackend, visible_keys
+from vmkv.attention import (
+    AttentionBatch,
+    AttentionSpec,
+    Call,
+    flash3,
+    get,
+    registry,
+    select,
+    why_not,
+)
 from vmkv.core.cache.fp8 import FP8, LayerScales, Scales, decode, encode
 from vmkv.errors import ConfigError
 
@@ -54,7 +63,7 @@ def exactly(
     """Attention in float64 over the numbers that are stored."""
     keys = decode(dense.keys, scales and scales.keys, torch.float64)
     values = decode(dense.values, scales and scales.values, torch.float64)
-    return ReferenceBackend(torch.float64).forward(query.double(), keys, values, batch, **call)
+    return ReferenceBackend(torch.float64).attend(Call(query.double(), keys, values, batch, **call))
 
 
 @pytest.mark.parametrize("shape", BATCHES)
@@ -67,7 +76,7 @@ def test_decoded_rows(name: str, shape: str, is_scaled: bool, options: dict[str,
     generator = torch.Generator().manual_seed(1)
     query = random_query(batch, HEADS, 64, dtype=torch.float32, device="cpu", generator=generator)
     call = {"scale": 0.125, **options}
-    out = get(name).forward(query, dense.keys, dense.values, batch, scales=scales, **call)
+    out = get(name).attend(Call(query, dense.keys, dense.values, batch, scales=scales, **call))
     assert torch.float32 == out.dtype
     torch.testing.assert_close(exactly(query, dense, batch, scales, **call).float(), out)
 
@@ -86,7 +95,7 @@ def _in_eight_bits(
             each[row, :num_tokens].repeat_interleave(groups, 1).transpose(0, 1)
             for each in (keys, values)
         )
-        seen = visible_keys(end - start, num_tokens, causal=True, window=None, device=query.device)
+        seen = visible_keys(end - start, num_tokens, None, query.device)
         scores = (q @ k.transpose(1, 2) / 8).masked_fill(~seen, -torch.inf)
         weights = (scores - scores.amax(-1, keepdim=True)).exp()
         rounded = encode(256 * weights).double() / 256
@@ -104,11 +113,11 @@ def test_flash3_reads_in_place(shape: str, is_scaled: bool, dim: int, dtype: tor
     spec = AttentionSpec("cuda", dtype, HEADS, KV_HEADS, dim, dim, kv_dtype=FP8)
     if reason := why_not("flash3", spec):
         pytest.skip(reason)
-    margin = get("flash3").overread_tokens(dim, dim, FP8)
+    margin = get("flash3").overread_tokens(spec)
     batch, dense, scales = rows(shape, dim, "cuda", margin=margin, is_scaled=is_scaled)
     generator = torch.Generator().manual_seed(1)
     query = random_query(batch, HEADS, dim, dtype=dtype, device="cuda", generator=generator)
-    out = get("flash3").forward(query, dense.keys, dense.values, batch, scale=0.125, scales=scales)
+    out = get("flash3").attend(Call(query, dense.keys, dense.values, batch, 0.125, scales=scales))
     assert dtype == out.dtype
     exact = exactly(query, dense, batch, scales, scale=0.125)
     allowed = 3 * (_in_eight_bits(query, dense, batch, scales) - exact).abs().max().item() + 1e-2
@@ -121,14 +130,14 @@ def test_flash3_loses_nothing_over_long_rows() -> None:
     if reason := why_not("flash3", GPU):
         pytest.skip(reason)
     num_tokens = 131_072
-    row_tokens = num_tokens + get("flash3").overread_tokens(128, 128, FP8)
+    row_tokens = num_tokens + get("flash3").overread_tokens(GPU)
     keys = torch.zeros(1, row_tokens, 8, 128, device="cuda").to(FP8)
     generator = torch.Generator("cuda").manual_seed(0)
     values = torch.rand(keys.shape, generator=generator, device="cuda").to(FP8)
     # So many queries that the keys are not split.
     batch = AttentionBatch.build([0], [num_tokens], [640], row_tokens=row_tokens, device="cuda")
     query = torch.zeros(640, 32, 128, dtype=torch.bfloat16, device="cuda")
-    out = get("flash3").forward(query, keys, values, batch, scale=1.0)[-1].float()
+    out = get("flash3").attend(Call(query, keys, values, batch, 1.0))[-1].float()
     mean = values[0, :num_tokens].float().mean(0).repeat_interleave(4, 0)
     assert ((out - mean).abs() / mean).max().item() <= 2.0**-7
 
@@ -150,7 +159,7 @@ def test_kernels_that_read_none_refuse(name: str) -> None:
     batch, dense, _ = rows("decode", 64, "cpu", margin=0, is_scaled=False)
     query = torch.zeros(4, HEADS, 64, dtype=torch.bfloat16)
     with pytest.raises(ConfigError, match=r"reads no keys and values in .*'flash3'"):
-        get(name).forward(query, dense.keys, dense.values, batch, scale=1.0)
+        get(name).attend(Call(query, dense.keys, dense.values, batch, 1.0))
 
 
 @pytest.mark.gpu
@@ -172,7 +181,7 @@ def test_rows_are_of_the_queries_type_or_in_eight_bits() -> None:
     batch, dense, _ = rows("decode", 64, "cpu", margin=0, is_scaled=False)
     query = torch.zeros(4, HEADS, 64)
     with pytest.raises(ConfigError, match=r"values .*: must be the same"):
-        get("sdpa").forward(query, dense.keys, dense.values.float(), batch, scale=1.0)
+        Call(query, dense.keys, dense.values.float(), batch, 1.0)
 
 
 @pytest.mark.parametrize("num_heads", [1, 3])
@@ -182,19 +191,23 @@ def test_scales_of_other_heads_are_refused(num_heads: int) -> None:
     query = torch.zeros(4, HEADS, 64)
     scales = Scales.of(LayerScales((1.0,) * num_heads, (1.0,) * num_heads), torch.device("cpu"))
     with pytest.raises(ConfigError, match="scales must be"):
-        get("sdpa").forward(query, dense.keys, dense.values, batch, scale=1.0, scales=scales)
+        Call(query, dense.keys, dense.values, batch, 1.0, scales=scales)
     keys, values = dense.keys.float(), dense.values.float()
     with pytest.raises(ConfigError, match="scales are for"):
-        get("sdpa").forward(query, keys, values, batch, scale=1.0, scales=scales)
+        Call(query, keys, values, batch, 1.0, scales=scales)
 
 
 def test_tiles_in_eight_bits_are_others() -> None:
     """A head size has a tile of its own in each, and beyond 256 there is none."""
-    overread = get("flash3").overread_tokens
-    assert (176, 224) == (overread(128), overread(128, 128, FP8))
-    assert (192, 160) == (overread(64), overread(64, 64, FP8))
+
+    def overread(dim: int, kv_dtype: torch.dtype | None = None) -> int:
+        spec = AttentionSpec("cuda", torch.bfloat16, 8, 2, dim, dim, kv_dtype=kv_dtype)
+        return get("flash3").overread_tokens(spec)
+
+    assert (176, 224) == (overread(128), overread(128, FP8))
+    assert (192, 160) == (overread(64), overread(64, FP8))
     with pytest.raises(ConfigError):
-        overread(288, 288, FP8)
+        overread(288, FP8)
 
 
 def test_narrow_sums_are_for_short_rows(monkeypatch: pytest.MonkeyPatch) -> None:

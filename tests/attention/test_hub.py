@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.dense_rows import DenseRows, random_query
+from helpers.reference_backend import ReferenceBackend
 
-from vmkv.attention import AttentionBatch, AttentionSpec, append, flash2, flash3, get, packed
+from vmkv.attention import AttentionBatch, Call, append, flash2, flash3, registry
 from vmkv.attention import flash_common as hub
-from vmkv.attention.base import Call
 
 HEADS, KV_HEADS, DIM, ROW_TOKENS = 8, 2, 64, 96
 BATCHES = {
@@ -35,7 +35,7 @@ def _forget() -> Iterator[None]:
         flash2._load,
         flash3._load,
         flash3._fp8_package_kernel,
-        packed._flash3_kernel,
+        flash3._load_packed,
     )
     for each in cached:
         each.cache_clear()
@@ -82,12 +82,12 @@ def call(request: pytest.FixtureRequest) -> Call:
     dense = DenseRows(6, ROW_TOKENS, KV_HEADS, DIM, dtype=torch.bfloat16)
     dense.fill(batch, 0, generator)
     query = random_query(batch, HEADS, DIM, dtype=torch.bfloat16, device="cpu", generator=generator)
-    return Call(query, dense.keys, dense.values, batch, 0.125, True, None, 0.0, None, None)
+    return Call(query, dense.keys, dense.values, batch, 0.125)
 
 
 def check(call: Call, out: torch.Tensor) -> None:
     """As the reference has it."""
-    expected = get("reference").forward(*call[:4], scale=call.scale)
+    expected = ReferenceBackend().attend(call)
     assert torch.allclose(expected.float(), out.float(), atol=2e-2)
 
 
@@ -114,20 +114,19 @@ def test_flash3_of_the_hub_reads_packed_prompts(monkeypatch: pytest.MonkeyPatch)
     """Beginnings, which have no row to read yet."""
     for source in ("package", "library_kernel"):
         monkeypatch.setattr(flash3, source, lambda: "it is not installed")
-    monkeypatch.setattr(packed, "why_not", lambda name, spec: None)
-    spec = AttentionSpec("cuda", torch.bfloat16, HEADS, KV_HEADS, DIM, DIM)
-    kernel = packed.packed_attention(spec)
-    assert kernel is not None
-    assert kernel.name == "flash3"
+    monkeypatch.setattr(registry, "why_not", lambda name, spec: None)
     lengths = [40, 3]
     batch = AttentionBatch.build([2, 0], lengths, lengths, row_tokens=ROW_TOKENS, device="cpu")
     qkv = torch.randn(43, HEADS + 2 * KV_HEADS, DIM, dtype=torch.bfloat16)
     query, key, value = qkv.split((HEADS, KV_HEADS, KV_HEADS), 1)
-    beginnings = packed.Beginnings(batch.query_starts, max(lengths))
-    out = kernel((query, key, value), beginnings, 0.125)
     dense = DenseRows(3, ROW_TOKENS, KV_HEADS, DIM, dtype=torch.bfloat16)
+    call = Call(query, dense.keys, dense.values, batch, 0.125, new=(key, value))
+    backend = registry.select_for_new(call.spec())
+    assert backend is not None
+    assert backend.name == "flash3"
+    out = backend.attend_new(call)
     append(key, value, dense.keys, dense.values, batch)
-    check(Call(query, dense.keys, dense.values, batch, 0.125, True, None, 0.0, None, None), out)
+    check(call, out)
 
 
 @pytest.mark.usefixtures("repositories")

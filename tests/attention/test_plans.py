@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from vmkv.attention import AttentionBatch, AttentionSpec, flash3, get, why_not
+from vmkv.attention import AttentionBatch, AttentionSpec, Call, flash3, get, why_not
 from vmkv.core.cache.fp8 import FP8
 
 HEADS, KV_HEADS, DIM, ROW_TOKENS, NUM_ROWS = 32, 8, 128, 4096, 40
@@ -31,7 +31,7 @@ def rows(request: pytest.FixtureRequest) -> list[torch.Tensor]:
         pytest.skip(reason)
     if flash3._planner() is None:
         pytest.skip("this release plans nothing")
-    margin = get("flash3").overread_tokens(DIM, DIM, request.param)
+    margin = get("flash3").overread_tokens(spec)
     generator = torch.Generator("cuda").manual_seed(3)
     shape = (NUM_ROWS, ROW_TOKENS + margin, KV_HEADS, DIM)
     made = (torch.randn(shape, generator=generator, device="cuda") for _ in range(6))
@@ -43,8 +43,8 @@ def layers(
 ) -> list[torch.Tensor]:
     """What three layers attend to."""
     return [
-        get("flash3").forward(
-            query, rows[layer], rows[layer + 3], batch(), scale=0.1, window=window or None
+        get("flash3").attend(
+            Call(query, rows[layer], rows[layer + 3], batch(), 0.1, window=window or None)
         )
         for layer in range(3)
     ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from vmkv.attention import (
 from vmkv.errors import ConfigError
 
 CPU = AttentionSpec("cpu", torch.float32, 8, 2, 64, 64)
+GPU = AttentionSpec("cuda", torch.bfloat16, 8, 2, 128, 128)
 
 
 def test_cpu_takes_sdpa():
@@ -38,13 +40,13 @@ def test_every_backend_speaks_the_protocol():
         backend = get(name)
         assert isinstance(backend, AttentionBackend)
         assert backend.name == name
-        assert backend.overread_tokens(128) >= 0
-        assert backend.overread_tokens(64, 128) >= 0
+        assert backend.overread_tokens(GPU) >= 0
+        assert backend.overread_tokens(replace(GPU, k_dim=64)) >= 0
 
 
 def test_only_flash3_overreads():
     """The kernels that predicate their fetches declare 0."""
-    margins = {name: get(name).overread_tokens(128) for name in backend_names()}
+    margins = {name: get(name).overread_tokens(GPU) for name in backend_names()}
     assert {name for name, margin in margins.items() if margin} == {"flash3"}
     assert margins["flash3"] == 176
 
@@ -77,10 +79,20 @@ def test_nothing_serves_integers():
 def test_own_backends_can_be_registered_and_named(monkeypatch):
     """A registered backend is found by name, made once, and never shadows another."""
     monkeypatch.setattr(registry, "_FACTORIES", dict(registry._FACTORIES))
-    register("mine", lambda: get("reference"))
+
+    class Mine(AttentionBackend):
+        name = "mine"
+
+        def why_not(self, spec):
+            return None
+
+        def attend(self, call):
+            return get("sdpa").attend(call)
+
+    register("mine", Mine)
     assert select(CPU, "mine") is select(CPU, "mine")
     with pytest.raises(ConfigError, match="exists already"):
-        register("sdpa", lambda: get("reference"))
+        register("sdpa", Mine)
 
 
 def test_importing_attention_imports_no_kernel_package():

@@ -6,10 +6,10 @@ import pytest
 import torch
 from helpers.dense_rows import DenseRows
 
-from vmkv.attention import AttentionBatch, append
+from vmkv.attention import AttentionBatch, Call, append
 from vmkv.attention.rotary_cuda import append_rotated, can_rotate
 from vmkv.core.cache.fp8 import FP8, LayerScales, Scales
-from vmkv.step.rotary import turned
+from vmkv.step.graph_passes import turned
 
 ROW_TOKENS = 48
 BATCHES = {
@@ -55,10 +55,9 @@ def test_turned_and_appended_at_once(
     expected_query = turned(query.double(), cos.double(), sin.double())
     expected_key = turned(key.float(), cos.float(), sin.float()).to(dtype)
 
-    assert can_rotate(query, key, value, cos, sin, one.keys, one.values)
-    out, kept = append_rotated(
-        query, key, value, cos, sin, one.keys, one.values, batch, scales, keep_keys=True
-    )
+    call = Call(query, one.keys, one.values, batch, 1.0, scales=scales)
+    assert can_rotate(call, (key, value), cos, sin)
+    out, kept = append_rotated(call, (key, value), cos, sin, keep_keys=True)
     torch.testing.assert_close(out.double(), expected_query, rtol=2**-7, atol=2**-9)
     torch.testing.assert_close(kept, expected_key, rtol=2**-7, atol=2**-9)
     append(kept, value, other.keys, other.values, batch, scales)
@@ -73,9 +72,8 @@ def test_padding_is_turned_and_written_nowhere() -> None:
     vectors = [torch.tensor(each, dtype=torch.int32, device="cuda") for each in ([1], [0], [0, 4])]
     batch = AttentionBatch(*vectors, 4, 16, ROW_TOKENS)
     query, key, value, cos, sin = new_of(4, torch.bfloat16, 2, 64)
-    out, kept = append_rotated(
-        query, key, value, cos, sin, dense.keys, dense.values, batch, None, keep_keys=False
-    )
+    call = Call(query, dense.keys, dense.values, batch, 1.0)
+    out, kept = append_rotated(call, (key, value), cos, sin, keep_keys=False)
     assert kept is None
     assert out.isfinite().all()
     assert torch.equal(before.view(torch.uint8), dense.buffer.view(torch.uint8))
@@ -84,5 +82,7 @@ def test_padding_is_turned_and_written_nowhere() -> None:
 def test_what_the_kernel_cannot_take_is_turned_before() -> None:
     """On the CPU, in float32, at odd addresses, of half a head."""
     dense = DenseRows(3, ROW_TOKENS, 2, 64, dtype=torch.bfloat16)
-    new = new_of(4, torch.bfloat16, 2, 64, "cpu")
-    assert not can_rotate(*new, dense.keys, dense.values)
+    query, key, value, cos, sin = new_of(4, torch.bfloat16, 2, 64, "cpu")
+    batch = AttentionBatch.build([1], [4], [4], row_tokens=ROW_TOKENS)
+    call = Call(query, dense.keys, dense.values, batch, 1.0)
+    assert not can_rotate(call, (key, value), cos, sin)

@@ -7,7 +7,7 @@ the process.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -16,19 +16,19 @@ from vmkv import Backend, HostBackend
 from vmkv.core.backend import Access, AccessOp, BackendUsage, CopyOp, MemoryLocation, Op, UnmapOp
 from vmkv.core.backend.booked import Books
 from vmkv.errors import DriverError
-from vmkv.testing import BACKEND_CHECKS, FaultInjectingBackend, check_backend
+from vmkv.testing import BACKEND_CHECKS, BackendCheck, FaultInjectingBackend, check_backend
 from vmkv.units import Address, Handle, KiB
 
 
-@pytest.mark.parametrize("check", BACKEND_CHECKS, ids=lambda check: check.__name__)
-def test_backend_keeps_the_contract(check: Callable[[Backend], None], backend: Backend) -> None:
+@pytest.mark.parametrize("check", BACKEND_CHECKS, ids=lambda check: check.name)
+def test_backend_keeps_the_contract(check: BackendCheck, backend: Backend) -> None:
     """Each check of the kit passes, and leaves the backend empty."""
     check(backend)
 
 
-@pytest.mark.parametrize("check", BACKEND_CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", BACKEND_CHECKS, ids=lambda check: check.name)
 def test_fault_injector_without_fault_keeps_the_contract(
-    check: Callable[[Backend], None], backend: Backend
+    check: BackendCheck, backend: Backend
 ) -> None:
     """Wrapping changes nothing as long as no fault strikes."""
     check(FaultInjectingBackend(backend))

@@ -21,7 +21,6 @@ from helpers.another_user import BECOME_NOBODY, can_become_nobody
 
 from vmkv import Backend, HostBackend, open_backend
 from vmkv.core.backend import Access, AccessOp, CopyOp, MapOp, MemoryLocation
-from vmkv.core.backend.booked import Allocation
 from vmkv.errors import DriverError, HostDriverError
 from vmkv.testing import read_bytes
 from vmkv.units import Address, KiB
@@ -140,15 +139,16 @@ def test_exported_descriptor_cannot_be_written(exported: int) -> None:
 
 
 def test_kernel_refuses_write_access_where_the_books_forget_to(
-    host: HostBackend, monkeypatch: pytest.MonkeyPatch
+    host: HostBackend,
 ) -> None:
     """Freezing does not rest on our books: with them blinded, it is the kernel that says no."""
-    monkeypatch.setattr(Allocation, "is_frozen", False)
     handle = host.mem_create(4 * KiB, shareable=True)
     fd = host.mem_export(handle)
     imported = host.mem_import(fd, 4 * KiB)
     os.close(fd)
     address = host.address_reserve(4 * KiB)
+    host._books.allocations[handle].is_exported = False
+    host._books.allocations[imported].is_imported = False
     for each in (handle, imported):
         host.mem_map(address, 4 * KiB, each)
         with pytest.raises(HostDriverError, match="EACCES"):

@@ -6,14 +6,12 @@ Told by the calls that reach the driver. Rows hold four tokens a page.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
-from collections.abc import Sequence as List_
+from collections.abc import Callable
 
 from helpers.stamps import append, assert_holds
 
 from vmkv import ExtentPool, HostBackend, KVCache
 from vmkv.core.cache.cost import CostModel
-from vmkv.core.memory import Victim
 from vmkv.units import KiB
 
 PAGE = 4 * KiB
@@ -98,7 +96,7 @@ def test_what_others_map_as_well_is_not_taken_over(make_cache: MakeCache) -> Non
     assert_holds(hit, range(64))
 
 
-def test_caches_that_share_a_pool_evict_as_the_policy_says(
+def test_caches_that_share_a_pool_evict_the_least_recently_used(
     host: HostBackend, make_cache: MakeCache
 ) -> None:
     """The other's rows are older: a newcomer here takes their memory, and no row of its own."""
@@ -111,18 +109,3 @@ def test_caches_that_share_a_pool_evict_as_the_policy_says(
     assert calls["mem_unmap"]
     assert 80 == _known(cache)[0]
     assert _known(older)[0] < 80
-
-
-class _SparesTheFirst:
-    def order(self, victims: List_[Victim]) -> Iterable[Victim]:
-        return sorted(victims, key=lambda each: each.last_used)[1:]
-
-
-def test_whom_the_policy_spares_is_spared(host: HostBackend, make_cache: MakeCache) -> None:
-    """The next one in its order is taken over."""
-    pool = ExtentPool(host, 60 * PAGE, policy=_SparesTheFirst(), close_when_unused=True)
-    cache = make_cache(pool)
-    _parked(cache, 80, 80, 80)
-    row, calls = _begun(cache, 60)
-    assert (1, Counter()) == (row, calls)
-    assert [80, 0, 80] == _known(cache)

@@ -15,7 +15,7 @@ import pytest
 from helpers import warm_python
 from helpers.stamps import append, assert_holds
 
-from vmkv import ExtentPool, HostBackend, KVCache
+from vmkv import KVCache
 from vmkv.core.backend import Access
 from vmkv.core.cache.cost import CostModel
 from vmkv.units import KiB
@@ -31,13 +31,6 @@ def cache(make_cache: MakeCache) -> KVCache:
     return make_cache(cost_model=ALIASES)
 
 
-@pytest.fixture
-def strict(host: HostBackend, make_cache: MakeCache) -> KVCache:
-    """Likewise, with what is shared protected from everybody."""
-    pool = ExtentPool(host, 1000 * PAGE, protects_shared=True, close_when_unused=True)
-    return make_cache(pool, cost_model=ALIASES)
-
-
 def _accesses(cache: KVCache, row: int) -> list[Access]:
     return [mapping.access for mapping in cache.groups[0].table.rows[row].mappings]
 
@@ -48,10 +41,10 @@ _WRITE = """
 import sys, torch
 from vmkv import ExtentPool, KVCache, open_backend
 from vmkv.core.cache.cost import CostModel
-device, writer, token, strict = sys.argv[1:]
+device, writer, token = sys.argv[1:]
 backend = open_backend(device)
 page_bytes = backend.granularity_bytes
-pool = ExtentPool(backend, 64 * page_bytes, protects_shared=strict == "strict")
+pool = ExtentPool(backend, 64 * page_bytes)
 cost = CostModel(map_us=0, unmap_us=0)
 cache = KVCache(pool, max_tokens=64, max_sequences=2, cost_model=cost)
 cache.add_layers([0], num_kv_heads=2, head_dim=page_bytes // 64, dtype=torch.float32)
@@ -73,27 +66,25 @@ print("wrote", flush=True)
 """
 
 
-def _write(device: str, writer: str, token: int, strict: str) -> subprocess.CompletedProcess[str]:
+def _write(device: str, writer: str, token: int) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    return warm_python.run("-c", _WRITE, device, writer, str(token), strict, env=environment)
+    return warm_python.run("-c", _WRITE, device, writer, str(token), env=environment)
 
 
 FAULTS = [
-    # who writes, where, in a pool that is, and whether that faults
-    ("fork", 0, "lax", True),
-    ("fork", 7, "lax", True),
-    ("fork", 8, "lax", False),  # The tail is the fork's own.
-    ("parent", 0, "lax", False),
-    ("parent", 0, "strict", True),
-    ("parent", 8, "strict", False),
+    # who writes, where, and whether that faults
+    ("fork", 0, True),
+    ("fork", 7, True),
+    ("fork", 8, False),  # The tail is the fork's own.
+    ("parent", 0, False),
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("writer", "token", "strict", "faults"), FAULTS)
-def test_write_to_a_shared_page_faults(writer: str, token: int, strict: str, faults: bool) -> None:
+@pytest.mark.parametrize(("writer", "token", "faults"), FAULTS)
+def test_write_to_a_shared_page_faults(writer: str, token: int, faults: bool) -> None:
     """Through a raw view, on the host: a segmentation fault, after it could be read."""
-    child = _write("host", writer, token, strict)
+    child = _write("host", writer, token)
     assert "read True" in child.stdout, child.stderr
     assert (-signal.SIGSEGV if faults else 0) == child.returncode, child.stderr
     assert faults != ("wrote" in child.stdout)
@@ -101,31 +92,16 @@ def test_write_to_a_shared_page_faults(writer: str, token: int, strict: str, fau
 
 @pytest.mark.gpu
 @pytest.mark.slow
-@pytest.mark.parametrize(("writer", "token", "strict", "faults"), FAULTS)
-def test_cuda_write_to_a_shared_page_faults(
-    writer: str, token: int, strict: str, faults: bool
-) -> None:
+@pytest.mark.parametrize(("writer", "token", "faults"), FAULTS)
+def test_cuda_write_to_a_shared_page_faults(writer: str, token: int, faults: bool) -> None:
     """The same on a GPU: the kernel faults, and its context is over."""
-    child = _write("cuda:0", writer, token, strict)
+    child = _write("cuda:0", writer, token)
     assert "read True" in child.stdout, child.stderr
     assert (3 if faults else 0) == child.returncode, child.stdout + child.stderr
     assert faults != ("wrote" in child.stdout)
 
 
 # ---- who is protected ---------------------------------------------------------------------
-
-
-def test_strict_mode_protects_the_parent_as_well(strict: KVCache) -> None:
-    """Whole extents only: where the parent goes on writing, it may."""
-    parent = strict.open()
-    append(parent, range(98))
-    fork = parent.fork()
-    wanted = [Access.READ, Access.READ, Access.READ_WRITE]
-    assert [wanted, wanted] == [_accesses(strict, each.row) for each in (parent, fork)]
-    append(parent, range(98, 130))
-    append(fork, range(500, 530))
-    assert_holds(parent, range(130))
-    assert_holds(fork, [*range(98), *range(500, 530)])
 
 
 def test_by_default_the_parent_keeps_its_right(cache: KVCache) -> None:
@@ -163,13 +139,9 @@ def test_a_second_append_copies_nothing(cache: KVCache) -> None:
     assert before == (cache.stats().driver_calls, cache.stats().sharing)
 
 
-@pytest.mark.parametrize("mode", ["cache", "strict"])
 @pytest.mark.parametrize("writer", ["parent", "fork"])
-def test_sole_holder_writes_in_place(
-    request: pytest.FixtureRequest, mode: str, writer: str
-) -> None:
+def test_sole_holder_writes_in_place(cache: KVCache, writer: str) -> None:
     """Once the other one is gone there is nothing to copy: the right to write comes back."""
-    cache = request.getfixturevalue(mode)
     parent = cache.open()
     append(parent, range(98))
     fork = parent.fork()

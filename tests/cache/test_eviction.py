@@ -6,7 +6,6 @@ The order among abstract victims is memory/test_pressure.py's.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from collections.abc import Sequence as List_
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from helpers.stamps import append, assert_holds
 
 from vmkv import ExtentPool, HostBackend, KVCache, OutOfPagesError, Sequence
 from vmkv.core.cache.cost import CostModel
-from vmkv.core.memory import Victim
 from vmkv.units import KiB
 
 PAGE = 4 * KiB
@@ -269,47 +267,6 @@ def _uneven(pool: ExtentPool) -> KVCache:
     cache.add_layers([0], num_kv_heads=2, head_dim=16, dtype=torch.float32)
     cache.add_layers([1], num_kv_heads=8, head_dim=64, dtype=torch.float32)
     return cache
-
-
-# ---- a policy of one's own ----------------------------------------------------------------
-
-
-class _FewestHits:
-    """Prefixes that were found often stay; rows of fewer than ten tokens always do."""
-
-    def __init__(self) -> None:
-        self.seen: list[List_[Victim]] = []
-
-    def order(self, victims: List_[Victim]) -> Iterable[Victim]:
-        self.seen.append(list(victims))
-        return sorted((v for v in victims if v.num_tokens >= 10), key=lambda v: v.num_hits)
-
-
-def test_users_policy_decides(host: HostBackend, make_cache: MakeCache) -> None:
-    """Who goes first, and who never does."""
-    policy = _FewestHits()
-    pool = ExtentPool(host, 64 * PAGE, policy=policy, close_when_unused=True)
-    cache = make_cache(pool, max_sequences=6, cost_model=ALIASES)
-    popular, lonely = _say(cache, range(100)), _say(cache, range(1000, 1100))
-    short = _say(cache, range(2000, 2008))
-    for each in (popular, short, lonely):
-        each.close()
-    cache.open(prompt=[*range(40), 9]).close()
-    live = cache.open(row=5)
-    append(live, range(5000, 5000 + 4 * 30))
-    assert_holds(live, range(5000, 5000 + 4 * 30))
-    assert 96 == _found(cache, range(100))
-    assert _found(cache, range(1000, 1100)) < 96
-    (victims,) = policy.seen[:1]
-    facts = sorted((v.num_tokens, v.num_hits, v.freeable_bytes // PAGE) for v in victims)
-    # Of the popular one 32 tokens are shared, and one extent of 16 pages holds them.
-    assert (8, 0, 2) in facts
-    assert (100, 0, 25) in facts
-    live.append(4 * 20)
-    with pytest.raises(OutOfPagesError):
-        live.append(4 * 14)  # All but the two pages of the short one, and the one it lacks.
-    assert 2 == cache.groups[0].table.rows[short.row].num_pages
-    cache.check()
 
 
 # ---- budgets while running ----------------------------------------------------------------

@@ -83,13 +83,10 @@ def test_fork_keeps_tokens_past_its_length_resident(cache: KVCache) -> None:
     assert fork.writable_tokens >= 96
 
 
-@pytest.mark.parametrize("protects_shared", [False, True])
-def test_fork_runs_on_every_backend(backend: Backend, protects_shared: bool) -> None:
+def test_fork_runs_on_every_backend(backend: Backend) -> None:
     """Share, go on apart, end in either order, on each kind of memory."""
     budget_bytes = 64 * backend.granularity_bytes
-    pool = ExtentPool(
-        backend, budget_bytes, close_when_unused=True, protects_shared=protects_shared
-    )
+    pool = ExtentPool(backend, budget_bytes, close_when_unused=True)
     cache = KVCache(pool, max_tokens=64, max_sequences=3, cost_model=ALIASES)
     # Two tokens fill a page, whatever its size.
     head_dim = backend.granularity_bytes // 2 // 2 // 4 // 2

@@ -13,7 +13,7 @@ import pytest
 from helpers.stamps import append, assert_holds
 
 from vmkv import ClosedError, DriverError, ExtentPool, HostBackend, KVCache, Sequence
-from vmkv.core.cache import grow_ahead, make_ready
+from vmkv.core.cache import close_idle, grow_ahead, make_ready
 from vmkv.core.memory import check_pool
 from vmkv.testing import FaultInjectingBackend
 from vmkv.units import KiB
@@ -206,7 +206,7 @@ def _end_idle(cache: KVCache, doing: Callable[[Sequence], object]) -> Sequence:
     cache.pool.reclaimer.fence_since(idle_since).wait()
     cache.pool.reclaimer.note_submitted()  # A step without it, which is under way.
     doing(leaving)
-    leaving.close(idle_since=idle_since)
+    close_idle(leaving, idle_since)
     return live
 
 
@@ -295,23 +295,6 @@ def test_what_a_growth_that_failed_has_filled_is_not_idle(
     live.append(80)
     assert [0, 0, 40, 0] == _pages(cache)
     assert passed < host.last_passed_fence
-
-
-def test_what_would_go_back_to_the_device_at_once_is_left_there(
-    host: HostBackend, make_cache: MakeCache
-) -> None:
-    """A pool that keeps little free has no place for more: nobody gives way for it."""
-    pool = ExtentPool(host, 40 * PAGE, keep_free_bytes=4 * PAGE, close_when_unused=True)
-    cache = make_cache(pool)
-    _parked(cache, 80, 80)
-    live = cache.open(row=2)
-    for _ in range(2):
-        assert Counter() == _calls_of(cache, lambda: make_ready(cache, [(live, 40)]))
-    assert [20, 20, 0, 0] == _pages(cache)
-    assert make_ready(cache, [(live, 16)])
-    assert [16, 20, 0, 0] == _pages(cache)
-    assert MAPS == set(_calls_of(cache, lambda: live.append(16)))
-    assert Counter() == _calls_of(cache, lambda: make_ready(cache, [(live, 16)]))
 
 
 # ---- growing ahead ------------------------------------------------------------------------

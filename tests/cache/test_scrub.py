@@ -27,12 +27,11 @@ MakeScrubbed = Callable[..., KVCache]
 def make_scrubbed(host: HostBackend, make_cache: MakeCache) -> MakeScrubbed:
     """Makes a cache whose pool scrubs in this mode."""
 
-    def make(scrub: str, *, protects_shared: bool = False, pages: int = 400) -> KVCache:
+    def make(scrub: str, *, pages: int = 400) -> KVCache:
         pool = ExtentPool(
             host,
             pages * PAGE,
             scrub=scrub,
-            protects_shared=protects_shared,
             close_when_unused=True,
         )
         return make_cache(pool, cost_model=ALIASES)
@@ -176,19 +175,18 @@ def test_new_tenant_reads_zeros_on_every_backend(backend: Backend) -> None:
 # ---- shared memory changes hands ----------------------------------------------------------
 
 
-@pytest.mark.parametrize("protects_shared", [False, True])
 @pytest.mark.parametrize("scrub", ["cross-tenant", "always"])
 @pytest.mark.parametrize("adopted", ["source", "fork"])
 @pytest.mark.parametrize("when", ["before", "after", "in between"])
 def test_row_that_shared_is_scrubbed_for_the_next_tenant(
-    make_scrubbed: MakeScrubbed, scrub: str, adopted: str, when: str, protects_shared: bool
+    make_scrubbed: MakeScrubbed, scrub: str, adopted: str, when: str
 ) -> None:
     """Read-only memory cannot be scrubbed when it is adopted; it is when it becomes writable.
 
     The other holder goes before the row is adopted, after its new sequence has grown, or between
     the two, when what was shared becomes the stranger's alone.
     """
-    cache = make_scrubbed(scrub, protects_shared=protects_shared)
+    cache = make_scrubbed(scrub)
     source = cache.open(tenant="a")
     source.append(32)
     _write(source)

@@ -15,7 +15,6 @@ import torch
 from helpers.stamps import append, assert_holds
 
 from vmkv import ConfigError, ExtentPool, HostBackend, KVCache, OutOfPagesError, Sequence
-from vmkv.core.cache import kv_cache
 from vmkv.core.cache.cost import CostModel
 from vmkv.core.memory import PageTable, check_pool
 from vmkv.units import KiB
@@ -154,7 +153,7 @@ def test_parked_rows_are_looked_at_under_the_pools_lock(
         (pool.pressure, "add_source"),
         (pool.pressure, "remove_source"),
         (PageTable, "retire_back"),
-        (kv_cache, "collect_stats"),
+        (pool, "stats"),
     ):
         watch(owner, name)
     if use == "make":
@@ -172,14 +171,9 @@ def test_parked_rows_are_looked_at_under_the_pools_lock(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("budget_pages", [8 * 5 * 30 * 2, 300], ids=["plenty", "short"])
-@pytest.mark.parametrize("protects_shared", [False, True])
-def test_threads_with_a_cache_each(
-    host: HostBackend, budget_pages: int, protects_shared: bool
-) -> None:
+def test_threads_with_a_cache_each(host: HostBackend, budget_pages: int) -> None:
     """Eight threads on one pool: none reads another's bytes, or fails where there is plenty."""
-    pool = ExtentPool(
-        host, budget_pages * PAGE, protects_shared=protects_shared, close_when_unused=True
-    )
+    pool = ExtentPool(host, budget_pages * PAGE, close_when_unused=True)
     workers = [_Worker(pool, number) for number in range(NUM_THREADS)]
     barrier = threading.Barrier(NUM_THREADS)
     failures: list[BaseException] = []

@@ -94,16 +94,6 @@ def test_a_moving_and_a_swapped_sequence_may_not_be_written(cache: KVCache) -> N
     assert sequence.writable_tokens >= 9
 
 
-def test_what_is_protected_may_not_be_written(host: HostBackend, make_cache: MakeCache) -> None:
-    pool = ExtentPool(host, 100 * PAGE, protects_shared=True, close_when_unused=True)
-    cache = make_cache(pool, cost_model=CostModel(map_us=0, unmap_us=0))
-    parent = _written(cache, 8)
-    parent.fork().close()
-    cache.trim()
-    parent.truncate(6)
-    assert parent.writable_tokens < 7
-
-
 def test_memory_beyond_the_length_gives_way_to_others(make_cache: MakeCache) -> None:
     """A row that adopted more than it needs is no reason to refuse another one."""
     cache = make_cache(budget_bytes=8 * PAGE)

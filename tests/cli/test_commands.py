@@ -17,7 +17,7 @@ from vmkv import ConfigError
 from vmkv.cli.doctor import Finding, attention_summary, environment, examine
 from vmkv.cli.main import main, make_parser
 from vmkv.cli.serve import server_options
-from vmkv.serve.server.keys import read_api_keys
+from vmkv.serve.server.guard import read_api_keys
 
 
 def run(*arguments: str) -> tuple[int, str, str]:
@@ -79,7 +79,7 @@ def test_doctor_says_which_kernels_would_be_faster(
     """One line: what `generate` and `vmkv serve` use, and how to get what beats it here."""
     findings = [
         Finding("attention", name, name in [*usable.split(), "sdpa"], "", remedies.get(name, ""))
-        for name in ("flash3", "flash2", "torch", "sdpa", "reference")
+        for name in ("flash3", "flash2", "torch", "sdpa")
     ]
     line = attention_summary(findings)
     assert "\n" not in line

@@ -23,7 +23,7 @@ from vmkv import Sequence as Sequence_
 from vmkv.core.cache import grow_ahead, make_ready
 from vmkv.errors import CapacityError, ConfigError, DriverError
 from vmkv.serve import Engine, FinishReason, RequestHandle, engine
-from vmkv.serve.planning import PreemptionCosts
+from vmkv.serve.scheduler import PreemptionCosts
 
 #: More steps than a token takes, computed again after a few preemptions and all.
 _STEPS_PER_TOKEN_MAX = 10
@@ -53,8 +53,6 @@ class Shape:
         alias_pages: From how many pages on an extent is mapped again rather than copied.
         overread_tokens: What kernels fetch past the end.
         is_late: Whether the device runs behind.
-        protects_shared: As of `ExtentPool`, as is the rest.
-        keep_free_pages: See there.
         watermark_pages: As of `Engine`.
     """
 
@@ -73,8 +71,6 @@ class Shape:
     alias_pages: int = 0
     overread_tokens: int = 0
     is_late: bool = False
-    protects_shared: bool = False
-    keep_free_pages: int | None = None
     watermark_pages: int | None = None
 
 
@@ -114,8 +110,6 @@ class EnginePlay(PoolPlay):
             shape.budget_pages,
             shape.host_pages,
             is_late=shape.is_late,
-            keep_free_pages=shape.keep_free_pages,
-            protects_shared=shape.protects_shared,
         )
         self.shape = shape
         try:
@@ -169,11 +163,16 @@ class EnginePlay(PoolPlay):
                 prefix_caching=shape.prefix_caching,
                 pool=self.pool,
                 preemption_costs=PreemptionCosts(flops_per_s=1.0 if shape.swaps else 1e30),
-                aging_steps=8,
                 watermark_bytes=None if watermark is None else watermark * PAGE,
                 seed=0,
             )
+        made["engine"]._scheduler.AGING_STEPS = 8
         return made["engine"], made["rows"], made["runner"]
+
+    @property
+    def num_steps(self) -> int:
+        """Steps submitted so far."""
+        return self.runner.num_steps
 
     # ---- requests -------------------------------------------------------------------------
 
@@ -201,7 +200,7 @@ class EnginePlay(PoolPlay):
         """End all of them."""
         with self._doing("cancel_all()"):
             self.engine.cancel_all()
-            assert not self.engine._scheduler.has_unfinished
+            assert not self.engine._scheduler.requests
 
     def step(self, num_steps: int = 1) -> None:
         """Run the engine."""

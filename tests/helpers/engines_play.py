@@ -10,18 +10,19 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import torch
 from helpers.pool_play import UNDERREAD_TOKENS, PoolPlay, add_layers, cost_model
+from helpers.random_engine import RandomPlay
 from helpers.stamp_runner import VOCABULARY, StampRunner, answer
 from helpers.stamped_rows import StampedRows
 
 from vmkv import ExtentPool, KVCache, SamplingParams
 from vmkv.errors import ConfigError
 from vmkv.serve import Engine, FinishReason, RequestHandle, engine
-from vmkv.serve.planning import PreemptionCosts
+from vmkv.serve.scheduler import PreemptionCosts
 
 _MAX_TOKENS = 96
 #: Steps of an engine alone, for each token left: it waits for other engines at most so often.
@@ -49,7 +50,7 @@ class EnginesPlay(PoolPlay):
     """
 
     def __init__(self, draw: random.Random, num_engines: int):
-        self._draw = draw
+        self._draw, self.shape = draw, f"{num_engines} engines over one pool"
         super().__init__(
             draw.choice([14, 20, 30]), draw.choice([0, 8]), is_late=draw.random() < 0.5
         )
@@ -91,7 +92,6 @@ class EnginesPlay(PoolPlay):
                 prefix_caching=draw.random() < 0.7,
                 pool=self.pool,
                 preemption_costs=PreemptionCosts(flops_per_s=1.0 if swaps else 1e30),
-                aging_steps=8,
                 seed=0,
             )
 
@@ -203,17 +203,14 @@ class EnginesPlay(PoolPlay):
         super().close()
 
 
-def play(seed: int, num_engines: int, num_steps: int) -> EnginesPlay:
-    """Play an episode of so many steps; returns it for its figures."""
-    playing = EnginesPlay(random.Random(seed), num_engines)
-    try:
-        while playing.num_steps < num_steps:
-            playing.operate()
-        playing.close()
-    except BaseException:
-        playing.abandon()
-        raise
-    return playing
+class RandomEngines(RandomPlay):
+    """An episode with two or three engines over one pool."""
+
+    operations: ClassVar = {"operate": lambda draw, play: play.operate()}
+    always: ClassVar = {"operate": 1.0}
+
+    def _make(self, draw: random.Random) -> EnginesPlay:
+        return EnginesPlay(draw, draw.choice([2, 3]))
 
 
 def _model() -> Any:

@@ -101,7 +101,7 @@ class FaultyCache:
             cache.stats().used_bytes,
             cache.stats().reserved_bytes,
             cache.stats().budget_bytes,
-            sorted(cache.rows.live),
+            sorted(cache.live),
             [each.num_tokens for each in live],
             [
                 zlib.crc32(tensor[self.kept(each, layer) : self.defined_tokens].numpy().tobytes())

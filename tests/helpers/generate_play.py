@@ -31,8 +31,6 @@ class GenerateShape:
         budget_pages: Device memory.
         max_num_batched_tokens: Of a prefill pass.
         alias_pages: From how many pages on an extent is mapped again rather than copied.
-        protects_shared: As of `ExtentPool`, as is the rest.
-        keep_free_pages: See there.
     """
 
     name: str = "llama"
@@ -41,8 +39,6 @@ class GenerateShape:
     budget_pages: int = 60
     max_num_batched_tokens: int = 64
     alias_pages: int = 0
-    protects_shared: bool = False
-    keep_free_pages: int | None = None
 
 
 class GeneratePlay(PoolPlay):
@@ -59,8 +55,6 @@ class GeneratePlay(PoolPlay):
     def __init__(self, shape: GenerateShape):
         super().__init__(
             shape.budget_pages,
-            keep_free_pages=shape.keep_free_pages,
-            protects_shared=shape.protects_shared,
         )
         self.shape = shape
         self.said: list[list[int]] = []

@@ -11,8 +11,7 @@ from vmkv.serve import Engine
 from vmkv.serve.engine_loop import EngineLoop
 from vmkv.serve.observer import EngineObserver
 from vmkv.serve.process import RemoteEngine
-from vmkv.serve.process.encoding import Failed, Ready
-from vmkv.serve.process.host import Relay, SocketLink
+from vmkv.serve.process.host import Failed, Ready, Relay, SocketLink
 
 
 def hosted(

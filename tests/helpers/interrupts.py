@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -20,7 +20,8 @@ import vmkv
 
 ROOT = Path(vmkv.__file__).parent
 #: The code that changes the books.
-BOOKS = tuple(str(ROOT / each) for each in ("backend", "memory", "cache", "interrupts.py"))
+BOOKS = (str(ROOT / "core"), str(ROOT / "interrupts.py"))
+assert all(Path(each).exists() for each in BOOKS)  # Else the tests would interrupt nothing.
 #: How many offsets apart tests try. With 1 an operation takes minutes: raise the time limit too.
 STRIDE = int(os.environ.get("VMKV_INTERRUPT_STRIDE", "997"))
 
@@ -31,7 +32,11 @@ def offsets(name: str) -> Iterator[int]:
 
 
 def interrupted(
-    function: Callable[[], object], at: int, *, skipped_calls: int | None = None
+    function: Callable[[], object],
+    at: int,
+    *,
+    skipped_calls: int | None = None,
+    names: Collection[str] = (),
 ) -> tuple[bool, bool]:
     """Call `function`, with one SIGINT before the `at`-th bytecode of this package.
 
@@ -40,13 +45,17 @@ def interrupted(
         at: Counted from 0.
         skipped_calls: Count the bytecodes that are executed after so many calls, in all of the
             package. By default count every offset of a function under `BOOKS` once.
+        names: Count those of functions with these names alone, wherever in the package.
 
     Returns:
         Whether SIGINT was sent, and whether the call was interrupted.
     """
     seen: set[tuple[CodeType, int]] = set()
-    under = BOOKS if skipped_calls is None else (str(ROOT),)
+    under = BOOKS if skipped_calls is None and not names else (str(ROOT),)
     num_calls, num_left, is_sent = skipped_calls or 0, at, False
+
+    def is_counted(code: CodeType) -> bool:
+        return code.co_filename.startswith(under) and (not names or code.co_name in names)
 
     def trace_opcode(frame: FrameType, event: str, _: Any) -> Any:
         nonlocal num_left, is_sent
@@ -65,14 +74,14 @@ def interrupted(
 
     def trace_call(frame: FrameType, event: str, _: Any) -> Any:
         nonlocal num_calls
-        if is_sent or not frame.f_code.co_filename.startswith(under):
+        if is_sent or not is_counted(frame.f_code):
             return None
         num_calls -= 1
         if num_calls >= 0:
             return None
         caller: FrameType | None = frame
         while caller is not None and caller.f_trace is None:  # What goes on when this returns.
-            if caller.f_code.co_filename.startswith(under):
+            if is_counted(caller.f_code):
                 caller.f_trace, caller.f_trace_opcodes = trace_opcode, True
             caller = caller.f_back
         return trace_opcode

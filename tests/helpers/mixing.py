@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from vmkv.attention import AttentionSpec, register
-from vmkv.attention.base import Call
+from vmkv.attention import AttentionSpec, Call, register
 from vmkv.attention.sdpa import SdpaBackend
 
 
@@ -28,7 +27,7 @@ class Mixing(SdpaBackend):
         return True
 
     def attend(self, call: Call) -> torch.Tensor:
-        """See `CheckedBackend.attend`."""
+        """Attend as SDPA does, and copy into `call.out`."""
         self.launches.append((call.query.shape[0], call.batch.batch_size))
         out = super().attend(call)
         if call.out is None:

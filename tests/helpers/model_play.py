@@ -18,7 +18,7 @@ from helpers.tiny_models import tiny_model
 
 from vmkv import SamplingParams
 from vmkv.serve import Engine
-from vmkv.serve.planning import PreemptionCosts
+from vmkv.serve.scheduler import PreemptionCosts
 
 #: What transformers is asked for once, whatever requests want of it.
 _LONGEST_ANSWER = 24
@@ -54,7 +54,6 @@ class ModelPlay(EnginePlay):
             prefix_caching=shape.prefix_caching,
             pool=self.pool,
             preemption_costs=PreemptionCosts(flops_per_s=1.0 if shape.swaps else 1e30),
-            aging_steps=8,
             watermark_bytes=None if watermark is None else watermark * PAGE,
             runner="eager",
         )

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from vmkv import ExtentPool
-from vmkv.core.backend import Access
-from vmkv.core.memory import PageTable, Placement
+from vmkv.core.memory import PageTable
 
 
 def table_of(pool: ExtentPool, *classes: int) -> PageTable:
     """A table whose only row has extents of these classes mapped."""
     table = PageTable(pool, num_rows=1, row_pages=32)
     extents = pool.acquire(classes)
-    placement = Placement(0, 0, extents)
-    pool.backend.execute(table.ops_to_map(placement, Access.READ_WRITE))
-    table.note_mapped(placement, Access.READ_WRITE)
+    table.map(0, 0, extents)
     pool.disown(extents)
     return table

@@ -16,7 +16,7 @@ import sys
 import torch
 from helpers.vm_range import MappedUpTo
 
-from vmkv.attention import AttentionBatch, append, get
+from vmkv.attention import AttentionBatch, Call, append, get
 
 LENGTHS = range(1, 401)
 LONGER_TOKENS = 600
@@ -26,7 +26,6 @@ HEADS, KV_HEADS = 4, 1
 LAUNCHES = {
     "decode": (1, {}),
     "chunk": (17, {}),
-    "bidirectional": (17, {"causal": False}),
     "window": (17, {"window": 70}),
     "decode window": (1, {"window": 70}),
     "mixed": (None, {}),
@@ -60,9 +59,8 @@ def main(arguments: dict) -> None:
             query = torch.randn(total, HEADS, dim, generator=generator).to(device, dtype)
             new = query[:, :KV_HEADS].contiguous()
             append(new, new, keys, values, batch)
-            out = get(arguments["name"]).forward(
-                query, keys, values, batch, scale=dim**-0.5, **options
-            )
+            call = Call(query, keys, values, batch, scale=dim**-0.5, **options)
+            out = get(arguments["name"]).attend(call)
             assert torch.isfinite(out).all(), "not finite"
     if device != "cpu":
         torch.cuda.synchronize()

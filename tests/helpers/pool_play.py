@@ -44,8 +44,6 @@ class PoolPlay:
         budget_pages: Device memory.
         host_pages: Host memory.
         is_late: Whether the device runs behind.
-        keep_free_pages: As of `ExtentPool`, as is the rest.
-        protects_shared: See there.
 
     Attributes:
         trace: What was done, to be read after a failure.
@@ -58,8 +56,6 @@ class PoolPlay:
         host_pages: int = 0,
         *,
         is_late: bool = False,
-        keep_free_pages: int | None = None,
-        protects_shared: bool = False,
     ):
         self._constants = small_constants(UNDERREAD_TOKENS, BLOCK_TOKENS)
         self._constants.__enter__()
@@ -70,8 +66,6 @@ class PoolPlay:
             self.backend,
             budget_pages * PAGE,
             host_budget_bytes=host_pages * PAGE,
-            keep_free_bytes=None if keep_free_pages is None else keep_free_pages * PAGE,
-            protects_shared=protects_shared,
         )
         self.pool.attach()
         self._other: StampedRows | None = None
@@ -93,6 +87,8 @@ class PoolPlay:
     def other_append(self, num_tokens: int, is_new: bool) -> None:
         """Another cache on the pool takes memory."""
         with self._doing(f"other_append({num_tokens}, {is_new})", _OTHERS_STREAM):
+            if self._other is not None and self._other.cache.is_closing:
+                self._close_other()  # A driver call of its `close` has failed.
             if self._other is None:
                 cache = KVCache(self.pool, max_tokens=64, max_sequences=2, cost_model=cost_model(0))
                 try:
@@ -119,8 +115,12 @@ class PoolPlay:
                 for guest in self._other_sequences:
                     guest.sequence.close()
                 self._other_sequences.clear()
-                self._other.close()
-                self._other = None
+                self._close_other()
+
+    def _close_other(self) -> None:
+        assert self._other is not None
+        self._other.close()
+        self._other = None
 
     def catch_up(self, num_works: int) -> None:
         """The device gets some of its work done."""
@@ -205,7 +205,7 @@ class PoolPlay:
         """Device memory that live sequences hold, of all caches: what nobody may take."""
         live = {}
         for cache in self._caches():
-            for row in cache.rows.live:
+            for row in cache.live:
                 is_moving = cache.live[row].transfer is not None
                 for group in cache.groups:
                     for mapping in group.table.rows[row].mappings:

@@ -1,4 +1,4 @@
-"""Random engines, and random operations on them: what the fuzzer plays.
+"""Random engines, and random operations on them: what tests and the fuzzer play.
 
 Each episode does some things always and others only in some, so that rare histories of a few
 operations happen as well as those in which everything does.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable, Collection
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from helpers.engine_play import MISHAPS, EnginePlay, Shape, wait_for_host
 from helpers.model_play import ModelPlay, ModelShape
@@ -38,8 +38,6 @@ def _random_shape(draw: random.Random) -> Shape:
         alias_pages=draw.choice([0, 0, 2, 100]),
         overread_tokens=draw.choice([0, 0, 3, 9]),
         is_late=draw.random() < 0.5,
-        protects_shared=draw.random() < 0.2,
-        keep_free_pages=draw.choice([None, None, 0, 4]),
         watermark_pages=draw.choice([None, None, 0, 10]),
     )
 
@@ -148,68 +146,75 @@ _SOMETIMES = {
 _NO_FAULT = ("fault", "mishap", "drain", "cancel_all", "catch_up")
 
 
-class RandomEngine:
-    """An episode.
+class RandomPlay:
+    """An episode: a play of a random shape, and random operations on it.
 
     Args:
-        draw: Where everything comes from.
+        draw: The source of every choice.
         without: Operations to leave out.
 
     Raises:
         ConfigError, OutOfPagesError: The budget holds no token of that shape.
     """
 
-    #: What may be left out.
-    optional: Collection[str] = _SOMETIMES
+    operations: ClassVar[dict[str, Callable[[random.Random, Any], object]]]
+    always: ClassVar[dict[str, float]]  #: How often every episode does what.
+    sometimes: ClassVar[dict[str, float]] = {}  #: How often an episode does, if at all.
+    share: ClassVar[float] = 0.5  #: Part of the episodes that do something of `sometimes`.
 
     def __init__(self, draw: random.Random, without: Collection[str] = ()):
         self._draw = draw
-        self.shape = self._random_shape(draw)
-        chosen = {name: much for name, much in _SOMETIMES.items() if draw.random() < 0.35}
+        self.play = self._make(draw)
+        self.shape = self.play.shape
+        chosen = {name: much for name, much in self.sometimes.items() if draw.random() < self.share}
         self._weights = {
-            name: much for name, much in (_ALWAYS | chosen).items() if name not in without
+            name: much for name, much in (self.always | chosen).items() if name not in without
         }
-        self.play = self._play(self.shape)
 
-    #: What is played, and over what.
-    _play: ClassVar[type[EnginePlay]] = EnginePlay
-    _random_shape: ClassVar[Callable[[random.Random], Shape]] = staticmethod(_random_shape)
-
-    @property
-    def num_steps(self) -> int:
-        """Steps submitted so far."""
-        return self.play.runner.num_steps
+    def _make(self, draw: random.Random) -> Any:
+        raise NotImplementedError
 
     def end(self) -> None:
         """Close everything; nothing may be left."""
         self.play.close()
 
+    def abandon(self) -> None:
+        """Free what is left after a failure."""
+        self.play.abandon()
+
     def operate(self) -> None:
         """Do one thing."""
-        weights = self._weights
-        [name] = self._draw.choices(list(weights), list(weights.values()))
+        name = self._choose()
         if name == "fault":
             self.play.fault(
                 self._draw.choice([1, 2, 3, 5, 8, 13]), is_out_of_memory=self._draw.random() < 0.3
             )
-            weights = {name: much for name, much in weights.items() if name not in _NO_FAULT}
-            [name] = self._draw.choices(list(weights), list(weights.values()))
-        _OPERATIONS[name](self._draw, self.play)
+            name = self._choose(_NO_FAULT)
+        self.operations[name](self._draw, self.play)
+
+    def _choose(self, without: Collection[str] = ()) -> str:
+        weights = {name: much for name, much in self._weights.items() if name not in without}
+        return self._draw.choices(list(weights), list(weights.values()))[0]
 
 
-def _random_model_shape(draw: random.Random) -> Shape:
-    shape = dataclasses.asdict(_random_shape(draw))
-    name = draw.choice(["llama", "mistral", "gemma3"])
-    # Each layer is a group, and a token of one an eighth of what it is above.
-    shape |= {"is_late": False, "budget_pages": draw.choice([20, 30, 50, 100]), "name": name}
-    return ModelShape(**shape)
+class RandomEngine(RandomPlay):
+    """An episode with one engine over rows without a model."""
+
+    operations, always, sometimes, share = _OPERATIONS, _ALWAYS, _SOMETIMES, 0.35
+
+    def _make(self, draw: random.Random) -> EnginePlay:
+        return EnginePlay(_random_shape(draw))
 
 
 class RandomModelEngine(RandomEngine):
     """An episode with a real model."""
 
-    _play = ModelPlay
-    _random_shape = staticmethod(_random_model_shape)
-
     def __init__(self, draw: random.Random, without: Collection[str] = ()):
         super().__init__(draw, {*without, "guest", "mishap", "catch_up"})
+
+    def _make(self, draw: random.Random) -> ModelPlay:
+        shape = dataclasses.asdict(_random_shape(draw))
+        name = draw.choice(["llama", "mistral", "gemma3"])
+        # Each layer is a group, and a token of one an eighth of what it is above.
+        shape |= {"is_late": False, "budget_pages": draw.choice([20, 30, 50, 100]), "name": name}
+        return ModelPlay(ModelShape(**shape))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 from helpers.generate_play import GeneratePlay, GenerateShape
+from helpers.random_engine import RandomPlay
 
 _MODELS = ("llama", "mistral", "gemma3")
 
@@ -17,8 +18,6 @@ def _random_shape(draw: random.Random) -> GenerateShape:
         budget_pages=draw.choice([30, 60, 90, 150, 400]),
         max_num_batched_tokens=draw.choice([7, 64, 400]),
         alias_pages=draw.choice([0, 0, 2]),
-        protects_shared=draw.random() < 0.3,
-        keep_free_pages=draw.choice([None, None, 0, 4]),
     )
 
 
@@ -68,35 +67,10 @@ _SOMETIMES = {
 }
 
 
-class RandomGenerate:
-    """An episode. Args and what is raised: as of `RandomEngine`."""
+class RandomGenerate(RandomPlay):
+    """An episode with one `RaggedCache`."""
 
-    def __init__(self, draw: random.Random, without: Collection[str] = ()):
-        self._draw = draw
-        self.shape = _random_shape(draw)
-        chosen = {name: much for name, much in _SOMETIMES.items() if draw.random() < 0.5}
-        self._weights = {
-            name: much for name, much in (_ALWAYS | chosen).items() if name not in without
-        }
-        self.play = GeneratePlay(self.shape)
+    operations, always, sometimes = _OPERATIONS, _ALWAYS, _SOMETIMES
 
-    @property
-    def num_steps(self) -> int:
-        """Passes through the model so far."""
-        return self.play.num_steps
-
-    def end(self) -> None:
-        """Close everything; nothing may be left."""
-        self.play.close()
-
-    def operate(self) -> None:
-        """Do one thing."""
-        weights = self._weights
-        [name] = self._draw.choices(list(weights), list(weights.values()))
-        if name == "fault":
-            self.play.fault(
-                self._draw.choice([1, 2, 3, 5, 8, 13]), is_out_of_memory=self._draw.random() < 0.3
-            )
-            weights = {name: much for name, much in weights.items() if name != "fault"}
-            [name] = self._draw.choices(list(weights), list(weights.values()))
-        _OPERATIONS[name](self._draw, self.play)
+    def _make(self, draw: random.Random) -> GeneratePlay:
+        return GeneratePlay(_random_shape(draw))

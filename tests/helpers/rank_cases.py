@@ -30,11 +30,11 @@ from vmkv.serve.parallel import Ranks, TensorParallel, localise, lockstep, one_s
 from vmkv.serve.parallel.collectives import all_reduce, norm_of_sum
 from vmkv.serve.parallel.engine import ParallelEngine
 from vmkv.serve.parallel.loading import load
-from vmkv.serve.planning import PreemptionCosts
 from vmkv.serve.request import RequestHandle
 from vmkv.serve.runner import RunnerOptions, SlotError
 from vmkv.serve.sampler import Sampler
-from vmkv.step import norms_of_sums
+from vmkv.serve.scheduler import PreemptionCosts
+from vmkv.step import graph_passes
 from vmkv.units import Handle, KiB, MiB
 
 Case = Callable[[TensorParallel], None]
@@ -190,9 +190,9 @@ def compiles(backend: str, group: TensorParallel) -> None:
     options = {**ROOMY, "runner": "graphs", "runner_options": how}
     model = part_of("llama", group)
     taken_in: list[int] = []
-    own = norms_of_sums.take_in
+    own = graph_passes.take_in_sums
     with (
-        mock.patch.object(norms_of_sums, "take_in", lambda graph: taken_in.append(own(graph))),
+        mock.patch.object(graph_passes, "take_in_sums", lambda graph: taken_in.append(own(graph))),
         engine_on(group, model, **options) as engine,
     ):
         if engine is not None:

@@ -19,7 +19,14 @@ import transformers
 from fastapi import FastAPI
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from vmkv.serve.observer import ObservedCache, RequestRecord, StepRecord
+from vmkv.serve.observer import (
+    Event,
+    FirstToken,
+    ObservedCache,
+    RequestAdded,
+    RequestRecord,
+    StepRecord,
+)
 from vmkv.serve.server.run import Server, make_server, open_socket
 
 TEXT = [
@@ -106,30 +113,19 @@ class Watch:
         self.num_steps = 0
         self.is_idle = False
 
-    def request_added(self, request_id: int, num_prompt_tokens: int) -> None:
+    def on(self, event: Event, cache: ObservedCache) -> None:
         with self._changed:
-            self.added.append(request_id)
-            self.is_idle = False
-            self._changed.notify_all()
-
-    def first_token(self, request_id: int, wait_s: float) -> None:
-        with self._changed:
-            self.num_first_tokens += 1
-            self._changed.notify_all()
-
-    def request_finished(self, request: RequestRecord) -> None:
-        with self._changed:
-            self.finished.append(request)
-            self._changed.notify_all()
-
-    def step_finished(self, step: StepRecord, cache: ObservedCache) -> None:
-        with self._changed:
-            self.num_steps += 1
-            self._changed.notify_all()
-
-    def idle(self, cache: ObservedCache) -> None:
-        with self._changed:
-            self.is_idle = True
+            if isinstance(event, RequestAdded):
+                self.added.append(event.request_id)
+                self.is_idle = False
+            elif isinstance(event, FirstToken):
+                self.num_first_tokens += 1
+            elif isinstance(event, RequestRecord):
+                self.finished.append(event)
+            elif isinstance(event, StepRecord):
+                self.num_steps += 1
+            else:
+                self.is_idle = True
             self._changed.notify_all()
 
     def wait(self, condition: Callable[[], bool], what: str) -> None:

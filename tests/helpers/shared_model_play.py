@@ -12,11 +12,12 @@ import copy
 import functools
 import gc
 import random
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from helpers.random_engine import RandomPlay
 from helpers.tiny_models import VOCABULARY, tiny_model
 
 import vmkv
@@ -74,12 +75,15 @@ class SharedModelPlay:
     """A model, its engines, and what its user does.
 
     Attributes:
+        shape: Words for a failure's report.
         trace: What was done.
         engines: Those that are open, in the order in which they were made.
         num_steps: Steps of engines so far.
         num_refused: Requests and calls that were refused because the model was changed.
         num_right: Answers that were compared, and right.
     """
+
+    shape = "several engines over one model"
 
     def __init__(self) -> None:
         self.trace: list[str] = []
@@ -189,8 +193,8 @@ class SharedModelPlay:
     def generate_packed(self, prompts: list[list[int]], num_tokens: int) -> None:
         """`vmkv.generate`, which sets the attention for as long as it runs."""
         self.trace.append(f"generate_packed({prompts}, {num_tokens})")
-        if self._is_compiled:
-            return
+        if self._is_compiled or self.model.dtype != torch.float32:
+            return  # A converted model would say what it says in that type.
         try:
             outputs = vmkv.generate(self.model, prompts, max_new_tokens=num_tokens, do_sample=False)
         except ConfigError as error:
@@ -385,29 +389,19 @@ _OPERATIONS: dict[str, tuple[float, _Operation]] = {
 }
 
 
-class RandomSharedModel:
-    """An episode. Args as of `RandomEngine`."""
+class RandomSharedModel(RandomPlay):
+    """An episode with several engines over one model."""
 
-    #: What may be left out.
-    optional: Collection[str] = tuple(_OPERATIONS)
+    operations: ClassVar = {name: operation for name, (_, operation) in _OPERATIONS.items()}
+    always: ClassVar = {name: weight for name, (weight, _) in _OPERATIONS.items()}
 
-    def __init__(self, draw: random.Random, without: Collection[str] = ()):
-        self._draw = draw
-        self.shape = "several engines over one model"
-        self.play = SharedModelPlay()
-        self._names = [name for name in _OPERATIONS if name not in without]
+    def _make(self, draw: random.Random) -> SharedModelPlay:
+        play = SharedModelPlay()
+        play.make(draw.choice(KINDS))
+        return play
 
     def end(self) -> None:
-        """Undo all changes of the model, and end all engines."""
         self.play.end()
 
-    @property
-    def num_steps(self) -> int:
-        """Steps of engines so far."""
-        return self.play.num_steps
-
-    def operate(self) -> None:
-        """Do one thing."""
-        weights = [_OPERATIONS[name][0] for name in self._names]
-        [name] = self._draw.choices(self._names, weights)
-        _OPERATIONS[name][1](self._draw, self.play)
+    def abandon(self) -> None:
+        """Leave the engines to the collector."""

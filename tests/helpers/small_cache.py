@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from unittest import mock
 
 # A module that is imported while they are small would keep them small.
-import vmkv.hf.prefill
+import vmkv.hf.generation
 import vmkv.serve  # noqa: F401
 
 

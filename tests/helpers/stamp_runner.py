@@ -23,7 +23,7 @@ VOCABULARY = 8
 
 def next_token(history: History, num_prompt_tokens: int, params: SamplingParams) -> int:
     """What comes after `history`: the same for equal ones, and for sampled ones for equal seeds."""
-    seed = 0 if params.is_greedy else mixed((params.seed or 0) + 1)
+    seed = 0 if params.temperature == 0 else mixed((params.seed or 0) + 1)
     token = mixed(history.digest() ^ seed) % VOCABULARY
     if len(history) - num_prompt_tokens < params.min_tokens:
         while token in params.stop_token_ids:

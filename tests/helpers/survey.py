@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import vmkv
-from vmkv.hf.unservable import UnservableError
+from vmkv.hf.configuration import UnservableError
 from vmkv.serve.runner import RunnerOptions
 from vmkv.units import MiB
 

@@ -50,3 +50,14 @@ def new_cache() -> Iterator[Callable[..., Any]]:
         cache.close()
     pool.close()
     assert BackendUsage() == backend.usage(), "the test left something behind"
+
+
+@pytest.fixture
+def pool() -> Iterator[ExtentPool]:
+    """Host memory in 4 KiB pages; nothing of it may be in use when the test ends."""
+    backend = HostBackend(4 * KiB)
+    pool = ExtentPool(backend, 64 * MiB)
+    yield pool
+    assert pool.stats().resident_bytes == pool.stats().retired_bytes == 0
+    pool.close()
+    assert BackendUsage() == backend.usage(), "the test left something behind"

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from helpers.ragged import alone, random_prompts
 from helpers.tiny_models import VOCABULARY, tiny_model
 from tokenizers import Tokenizer, decoders, models
 from transformers import (
@@ -30,19 +31,12 @@ from transformers import (
 
 import vmkv
 from vmkv import ConfigError
-from vmkv.hf import prepared
+from vmkv.hf import sampling
 
 NEW_TOKENS = 12
 
 
-def _prompts(*lengths: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(0)
-    return [
-        torch.randint(3, VOCABULARY, (length,), generator=generator).tolist() for length in lengths
-    ]
-
-
-PROMPTS = _prompts(5, 23, 2, 23)
+PROMPTS = random_prompts(5, 23, 2, 23)
 
 
 @pytest.fixture
@@ -55,13 +49,8 @@ def model() -> Any:
     model.generation_config = before
 
 
-def _alone(model: Any, prompt: list[int], **options: Any) -> list[int]:
-    ids = torch.tensor([prompt])
-    return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0].tolist()
-
-
 def _assert_as_alone(model: Any, **options: Any) -> list[list[int]]:
-    expected = [_alone(model, prompt, **options) for prompt in PROMPTS]
+    expected = [alone(model, prompt, **options) for prompt in PROMPTS]
     assert expected == vmkv.generate(model, PROMPTS, **options)
     return expected
 
@@ -69,7 +58,7 @@ def _assert_as_alone(model: Any, **options: Any) -> list[list[int]]:
 @functools.cache
 def _plain() -> list[list[int]]:
     model = tiny_model("llama")
-    return [_alone(model, prompt, max_new_tokens=NEW_TOKENS) for prompt in PROMPTS]
+    return [alone(model, prompt, max_new_tokens=NEW_TOKENS) for prompt in PROMPTS]
 
 
 def _ends() -> list[int]:
@@ -154,7 +143,7 @@ def test_padding_is_nothing_that_was_said(options: dict[str, Any], model: Any) -
     """Where padding is the end-of-sequence token, short prompts still end when they would."""
     model.generation_config.pad_token_id = None
     options = {**options, "max_new_tokens": NEW_TOKENS}
-    said = [_alone(model, prompt, **options) for prompt in PROMPTS]
+    said = [alone(model, prompt, **options) for prompt in PROMPTS]
     new = said[2][2:]
     model.generation_config.eos_token_id = next(
         token for at, token in enumerate(new) if at > 2 and token not in {*PROMPTS[2], *new[:at]}
@@ -178,7 +167,7 @@ def test_padding_is_nothing_that_was_said(options: dict[str, Any], model: Any) -
     ],
     ids=lambda options: "+".join(options),
 )
-def test_logits_processors_see_each_prompt_alone(options: dict[str, Any], model: Any) -> None:
+def test_logits_processors_see_each_promptalone(options: dict[str, Any], model: Any) -> None:
     """Each setting changes some prompt's tokens, and to what they are alone."""
     options = {**options, "max_new_tokens": NEW_TOKENS}
     expected = []
@@ -186,7 +175,7 @@ def test_logits_processors_see_each_prompt_alone(options: dict[str, Any], model:
         own = dict(options)
         if "negative_prompt_ids" in own:
             own["negative_prompt_ids"] = own["negative_prompt_ids"][row : row + 1]
-        expected.append(_alone(model, prompt, **own))
+        expected.append(alone(model, prompt, **own))
     assert expected != _plain(), "the setting does nothing: the test proves nothing"
     assert expected == vmkv.generate(model, PROMPTS, **options)
 
@@ -195,7 +184,7 @@ def test_a_processor_that_keeps_state_of_each_row_keeps_each_prompts(model: Any)
     """SynthID remembers contexts by row: rows of other prompts must not mix with them."""
     config = SynthIDTextWatermarkingConfig(keys=[3, 5, 7, 11], ngram_len=3, context_history_size=8)
     options = {"watermarking_config": config, "max_new_tokens": NEW_TOKENS}
-    expected = [_alone(model, prompt, **options) for prompt in PROMPTS]
+    expected = [alone(model, prompt, **options) for prompt in PROMPTS]
     assert expected == vmkv.generate(model, PROMPTS, **options)
 
 
@@ -221,7 +210,7 @@ def test_a_processor_of_transformers_that_the_caller_brings_is_no_exception(mode
     """Its kind decides, not who made it."""
     processors = LogitsProcessorList([NoRepeatNGramLogitsProcessor(1)])
     expected = [
-        _alone(model, prompt, max_new_tokens=NEW_TOKENS, no_repeat_ngram_size=1)
+        alone(model, prompt, max_new_tokens=NEW_TOKENS, no_repeat_ngram_size=1)
         for prompt in PROMPTS
     ]
     assert expected == vmkv.generate(
@@ -301,10 +290,10 @@ def test_stop_strings_end_each_prompt_where_they_would(where: str, model: Any) -
 def test_padding_is_no_part_of_a_stop_string(model: Any) -> None:
     """Prompts of one token behind padding that spells the beginning of a stop string."""
     prompts = [[15], [16] * 9]  # "bf", "bg"
-    first = _alone(model, prompts[0], max_new_tokens=1)[1]
+    first = alone(model, prompts[0], max_new_tokens=1)[1]
     stop = "abf" + _tokenizer().convert_ids_to_tokens(first)
     options = {"stop_strings": [stop], "tokenizer": _tokenizer(), "max_new_tokens": 4}
-    expected = [_alone(model, prompt, **options) for prompt in prompts]
+    expected = [alone(model, prompt, **options) for prompt in prompts]
     assert [5, 13] == [len(tokens) for tokens in expected]
     assert expected == vmkv.generate(model, prompts, **options)
 
@@ -333,9 +322,9 @@ def test_what_depends_on_no_prompt_is_prepared_once(
 ) -> None:
     """Else once for each length of prompt, of which there are three here."""
     calls = []
-    prepare = prepared._prepare
+    prepare = sampling._prepare
     monkeypatch.setattr(
-        prepared,
+        sampling,
         "_prepare",
         lambda *arguments, **keywords: calls.append(0) or prepare(*arguments, **keywords),
     )
@@ -396,4 +385,4 @@ def test_padding_need_not_be_in_the_vocabulary(model: Any) -> None:
     mask = torch.tensor([[0, 0, 1], [1, 1, 1]])
     options = {"max_new_tokens": 4, "pad_token_id": VOCABULARY}
     said = model.generate(ids, attention_mask=mask, custom_generate=vmkv.ragged_generate, **options)
-    assert _alone(model, [6], max_new_tokens=4) == said[0, 2:].tolist()
+    assert alone(model, [6], max_new_tokens=4) == said[0, 2:].tolist()

@@ -1,47 +1,185 @@
-"""Prompts are cut into prefill passes without a gap, in order, and within the bound."""
+"""Prefill passes: nothing lost, nothing twice, nobody waits for ever, and passes are bounded.
+
+A simulated cache says what prompts find, truthfully or as badly as it likes. What comes of it with
+a model is `test_prefix_generate.py`'s.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vmkv.hf.prefill import prefill_passes
+from vmkv.core.cache.prefix import BLOCK_TOKENS
+from vmkv.hf import generation
+from vmkv.hf.generation import find_leaders, prefill_passes
+from vmkv.step import Piece
 
-LENGTHS = st.lists(st.integers(1, 60), max_size=12)
-BOUNDS = st.integers(1, 80)
-
-
-@given(lengths=LENGTHS, most=BOUNDS)
-def test_every_token_is_run_once_and_in_order(lengths: list[int], most: int) -> None:
-    """The pieces of all passes, laid end to end, are the prompts' tokens one after another."""
-    covered = [
-        (piece.sequence_id, at)
-        for pieces in prefill_passes(lengths, most)
-        for piece in pieces
-        for at in range(piece.num_past_tokens, piece.num_tokens)
-    ]
-    assert covered == [(who, at) for who, length in enumerate(lengths) for at in range(length)]
+BOUNDS = st.integers(1, 200)
+Prompts = list[list[int]]
 
 
-@given(lengths=LENGTHS, most=BOUNDS)
-def test_passes_are_full_but_for_the_last(lengths: list[int], most: int) -> None:
-    """No pass exceeds the bound, and only the last one is smaller: no pass is wasted."""
-    sizes = [
-        sum(piece.num_new_tokens for piece in pieces) for pieces in prefill_passes(lengths, most)
-    ]
-    assert all(size == most for size in sizes[:-1])
-    assert all(0 < size <= most for size in sizes[-1:])
+def _common_tokens(a: Sequence[int], b: Sequence[int]) -> int:
+    """Tokens in the whole blocks with which both begin."""
+    same = 0
+    while same < min(len(a), len(b)) and a[same] == b[same]:
+        same += 1
+    return same // BLOCK_TOKENS * BLOCK_TOKENS
 
 
-@given(lengths=LENGTHS, most=BOUNDS)
-def test_a_pass_holds_each_prompt_at_most_once(lengths: list[int], most: int) -> None:
-    """A row cannot be used twice in a batch, and every piece runs at least one token."""
-    for pieces in prefill_passes(lengths, most):
-        ids = [piece.sequence_id for piece in pieces]
-        assert len(set(ids)) == len(ids)
-        assert all(piece.num_new_tokens >= 1 for piece in pieces)
+@st.composite
+def prompts_that_branch(draw: st.DrawFn) -> Prompts:
+    """Up to ten prompts, most of which begin like one before them."""
+    prompts: Prompts = []
+    for _ in range(draw(st.integers(1, 10))):
+        begin: list[int] = []
+        if prompts and draw(st.booleans()):
+            source = draw(st.sampled_from(prompts))
+            begin = source[: draw(st.integers(0, len(source)))]
+        own = draw(st.lists(st.integers(0, 2), min_size=1, max_size=80))
+        prompts.append(begin + own)
+    return prompts
 
 
-def test_no_prompts_need_no_pass() -> None:
-    """Nothing to run is no pass, rather than an empty one."""
-    assert not list(prefill_passes([], 8))
+class _Rows:
+    """A cache of prefixes of what was computed, unless rows are further ahead than `window`."""
+
+    def __init__(self, prompts: Prompts, window: int | None = None):
+        self.prompts = prompts
+        self.window = window
+        self.has_windows = window is not None
+        self.computed: dict[int, int] = {}
+        self.cached: dict[int, int] = {}
+
+    def find(self, prompt: list[int]) -> int:
+        found = 0
+        for other, num_tokens in self.computed.items():
+            usable = min(
+                _common_tokens(prompt[:-1], self.prompts[other]),
+                num_tokens // BLOCK_TOKENS * BLOCK_TOKENS,
+            )
+            # A shorter beginning is farther behind the window yet.
+            if self.window is None or num_tokens - usable <= self.window:
+                found = max(found, usable)
+        return found
+
+    def begin(self, at: int, num_tokens: int, prompt: list[int] | None) -> int:
+        assert at not in self.cached, "began twice"
+        assert len(self.prompts[at]) == num_tokens
+        self.cached[at] = self.computed[at] = 0 if prompt is None else self.find(prompt)
+        return self.cached[at]
+
+    def row(self, at: int) -> int:
+        return at + 100
+
+    def note(self, pieces: list[Piece], most: int) -> None:
+        assert 0 < sum(piece.num_new_tokens for piece in pieces) <= most
+        assert len({piece.slot for piece in pieces}) == len(pieces), "a row twice in a batch"
+        for piece in pieces:
+            prompt, start, end = self.prompts[piece.slot], piece.num_past_tokens, piece.num_tokens
+            assert piece.row == piece.slot + 100
+            assert self.computed[piece.slot] == start < end, "a gap, or twice"
+            assert list(piece.token_ids or ()) == prompt[start:end]
+            assert piece.samples == (end == len(prompt))
+            self.computed[piece.slot] = end
+
+
+def _run(
+    rows: Any,
+    most: int,
+    *,
+    finds: bool = True,
+    least: int = 1,
+    watch: Callable[[list[Piece]], object] = len,
+) -> int:
+    """Run all passes and check each; returns how many there were."""
+    num_passes = 0
+    with mock.patch.object(generation, "_MIN_SAVED_TOKENS", least):
+        for pieces in prefill_passes(rows.prompts, most, rows, finds=finds):
+            num_passes += 1
+            watch(pieces)
+            rows.note(pieces, most)
+    lengths = [len(prompt) for prompt in rows.prompts]
+    assert dict(enumerate(lengths)) == rows.computed, "somebody did not finish"
+    return num_passes
+
+
+@given(prompts=prompts_that_branch(), most=BOUNDS, finds=st.booleans())
+def test_passes_are_full_where_nobody_waits(prompts: Prompts, most: int, finds: bool) -> None:
+    """In order, and full but for the last: with too little to save, or without prefix caching."""
+    rows = _Rows(prompts)
+    ran: list[int] = []
+    with mock.patch.object(rows, "find", return_value=0):
+        num_passes = _run(
+            rows,
+            most,
+            finds=finds,
+            least=10**6,
+            watch=lambda pieces: ran.extend(piece.slot for piece in pieces),
+        )
+    assert num_passes == -(-sum(map(len, prompts)) // most)
+    assert sorted(ran) == ran
+
+
+@given(prompts=prompts_that_branch(), most=BOUNDS, window=st.booleans(), data=st.data())
+def test_every_token_is_computed_once_or_was_cached_whatever_the_cache_says(
+    prompts: Prompts, most: int, window: bool, data: st.DataObject
+) -> None:
+    """Evictions and foreign contents: a prompt may find anything, and may expect anything."""
+    rows = _Rows(prompts, 0 if window else None)
+    anything: Callable[[list[int]], int] = lambda prompt: data.draw(  # noqa: E731
+        st.integers(0, len(prompt) - 1)
+    )
+    with mock.patch.object(rows, "find", anything):
+        assert _run(rows, most) <= sum(map(len, prompts))
+
+
+@given(prompts=prompts_that_branch(), most=BOUNDS, window=st.none() | st.integers(0, 40))
+def test_what_prompts_have_in_common_is_computed_once(
+    prompts: Prompts, most: int, window: int | None
+) -> None:
+    """Each finds what it shares with any before it, however short the window."""
+    rows = _Rows(prompts, window)
+    _run(rows, most)
+    for at, prompt in enumerate(prompts):
+        longest = max((_common_tokens(prompt[:-1], other) for other in prompts[:at]), default=0)
+        assert longest <= rows.cached[at]
+
+
+@given(prompts=prompts_that_branch())
+def test_leaders_are_the_first_that_begin_most_like_their_followers(prompts: Prompts) -> None:
+    """In whole blocks, short of the last token."""
+    expected = {}
+    for at, prompt in enumerate(prompts):
+        shared = [_common_tokens(prompt[:-1], other) for other in prompts[:at]]
+        if any(shared):
+            expected[at] = shared.index(max(shared)), max(shared)
+    assert expected == find_leaders(prompts)
+
+
+def _sizes(rows: _Rows, most: int) -> list[list[tuple[int, int]]]:
+    passes: list[list[tuple[int, int]]] = []
+    _run(
+        rows,
+        most,
+        watch=lambda pieces: passes.append([(each.slot, each.num_new_tokens) for each in pieces]),
+    )
+    return passes
+
+
+def test_strangers_fill_the_pass_that_followers_leave() -> None:
+    """A follower's place goes to the next prompt; the pass stays full."""
+    system = list(range(64))
+    rows = _Rows([[*system, 1], [*system, 2], [9] * 40, [*system, 3], [8] * 40])
+    assert [[(0, 65), (2, 40), (4, 25)], [(4, 15), (1, 1), (3, 1)]] == _sizes(rows, 130)
+
+
+def test_a_leader_stops_where_its_followers_leave_it() -> None:
+    """All followers begin then, though their own tokens have to wait for room."""
+    system = list(range(64))
+    rows = _Rows([[*system, *[at] * 20] for at in range(4)], window=0)
+    expected = [[(0, 64)], [(0, 20), (1, 20), (2, 20), (3, 10)], [(3, 10)]]
+    assert expected == _sizes(rows, 70)

@@ -4,13 +4,14 @@ The reference is `model.generate` of the same eager model, one prompt at a time,
 `DynamicCache`. Tokens are counted where they enter the model. All memory comes from one pool of
 host pages, whose books are checked when each test ends.
 
-Not covered: the plan of passes (`test_leaders_first.py`), the index (`tests/cache/test_prefix.py`),
+Not covered: the passes (`test_prefill_passes.py`), the index (`tests/cache/test_prefix.py`),
 ragged batches without anything in common (`test_ragged_generate.py`).
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,68 +19,35 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.tiny_models import VOCABULARY, redraw_weights, tiny_config, tiny_model
+from helpers.ragged import FAMILIES, Collects, alone, random_tokens
+from helpers.tiny_models import redraw_weights, tiny_config, tiny_model
 from transformers import LogitsProcessor, LogitsProcessorList
-from transformers.generation.streamers import BaseStreamer
 
 import vmkv
-from vmkv import BackendUsage, ClosedError, ConfigError, ExtentPool, HostBackend, RaggedCache
+from vmkv import ClosedError, ConfigError, ExtentPool, HostBackend, RaggedCache
 from vmkv.core.cache.prefix import BLOCK_TOKENS
 from vmkv.hf.proof import prove
 from vmkv.units import KiB, MiB
 
-FAMILIES = (
-    "llama",
-    "mistral",
-    "gemma2",
-    "gemma3",
-    "qwen3",
-    "gpt_oss",
-    "mixtral",
-    "phi3",
-    "deepseek_v3",
-)
 NEW_TOKENS = 6
 SYSTEM_TOKENS = 410  # More than a window of 8, what is kept before it, and a page.
 SHARED_TOKENS = SYSTEM_TOKENS // BLOCK_TOKENS * BLOCK_TOKENS
 
 
-def _tokens(count: int, seed: int) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, VOCABULARY, (count,), generator=generator).tolist()
+SYSTEM = random_tokens(SYSTEM_TOKENS, 0)
+PROMPTS = [SYSTEM + random_tokens(count, count) for count in (13, 3, 30, 7, 21)]
+STRANGER = random_tokens(40, 99)
 
 
-SYSTEM = _tokens(SYSTEM_TOKENS, 0)
-PROMPTS = [SYSTEM + _tokens(count, count) for count in (13, 3, 30, 7, 21)]
-STRANGER = _tokens(40, 99)
-
-
-def _alone(model: Any, prompt: list[int], **options: Any) -> list[int]:
-    ids = torch.tensor([prompt])
-    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, **options}
-    return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0].tolist()
-
-
-def _generate(model: Any, prompts: Any, **options: Any) -> list[list[int]]:
-    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, **options}
-    return vmkv.generate(model, prompts, **options)
+_options = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+_alone = functools.partial(alone, **_options)
+_generate = functools.partial(vmkv.generate, **_options)
 
 
 def _assert_exact(model: Any, prompts: list[list[int]], **options: Any) -> list[list[int]]:
     actual = _generate(model, prompts, **options)
     assert [_alone(model, prompt) for prompt in prompts] == actual
     return actual
-
-
-@pytest.fixture
-def pool() -> Iterator[ExtentPool]:
-    """Host memory in 4 KiB pages; nothing of it may be in use when the test ends."""
-    backend = HostBackend(4 * KiB)
-    pool = ExtentPool(backend, 64 * MiB)
-    yield pool
-    assert pool.stats().resident_bytes == pool.stats().retired_bytes == 0
-    pool.close()
-    assert BackendUsage() == backend.usage(), "the test left something behind"
 
 
 NewCache = Callable[..., RaggedCache]
@@ -145,7 +113,7 @@ def test_a_common_system_prompt_is_computed_once(
 def test_few_shared_tokens_cost_no_extra_pass(pool: ExtentPool) -> None:
     """A pass more would cost more than it saves: such prompts go together."""
     model = tiny_model("llama")
-    prompts = [_tokens(BLOCK_TOKENS, 1) + _tokens(5, seed) for seed in range(4)]
+    prompts = [random_tokens(BLOCK_TOKENS, 1) + random_tokens(5, seed) for seed in range(4)]
     with _passes(model) as sizes:
         _generate(model, prompts, pool=pool)
     assert [4 * (BLOCK_TOKENS + 5), *[4] * (NEW_TOKENS - 1)] == sizes
@@ -215,7 +183,7 @@ def test_repeated_calls_compute_the_system_prompt_once(name: str, new_cache: New
     cache = new_cache(model)
     _generate(model, PROMPTS[:1], cache=cache)
     for turn in range(3):
-        prompts = [SYSTEM + _tokens(9, 100 + 10 * turn + at) for at in range(4)]
+        prompts = [SYSTEM + random_tokens(9, 100 + 10 * turn + at) for at in range(4)]
         expected = [_alone(model, prompt) for prompt in prompts]
         with _passes(model) as sizes:
             assert expected == _generate(model, prompts, cache=cache)
@@ -236,7 +204,7 @@ def test_a_conversation_goes_on_where_it_was(name: str, new_cache: NewCache) -> 
     said = _assert_exact(model, [STRANGER, PROMPTS[0]], cache=cache)
     hits = 0
     for turn in range(3):
-        prompts = [tokens + _tokens(5, turn) for tokens in said]
+        prompts = [tokens + random_tokens(5, turn) for tokens in said]
         expected = [_alone(model, prompt) for prompt in prompts]
         with _passes(model) as sizes:
             said = _generate(model, prompts, cache=cache)
@@ -249,7 +217,7 @@ def test_a_conversation_goes_on_where_it_was(name: str, new_cache: NewCache) -> 
         assert found
         assert sum(map(len, prompts)) - sum(found) == _num_prefilled(sizes, 2)
         assert cache.stats().sharing.num_forks == 0, "a conversation left its row"
-        _generate(model, [_tokens(50, 7 + turn)], cache=cache, tenant="another")
+        _generate(model, [random_tokens(50, 7 + turn)], cache=cache, tenant="another")
         cache.check()
 
 
@@ -341,7 +309,7 @@ def test_sequences_end_early_and_are_found_as_far_as_they_got(new_cache: NewCach
     assert said == [_alone(model, prompt, eos_token_id=end) for prompt in PROMPTS]
     assert len(said[0]) <= len(PROMPTS[0]) + 3
     assert len({len(a) - len(b) for a, b in zip(said, PROMPTS, strict=True)}) > 1
-    prompts = [tokens + _tokens(20, 3) for tokens in said]
+    prompts = [tokens + random_tokens(20, 3) for tokens in said]
     expected = [_alone(model, prompt) for prompt in prompts]
     with _passes(model) as sizes:
         assert expected == _generate(model, prompts, cache=cache)
@@ -349,25 +317,14 @@ def test_sequences_end_early_and_are_found_as_far_as_they_got(new_cache: NewCach
     assert sum(map(len, prompts)) - known == _num_prefilled(sizes, len(prompts))
 
 
-class _Collects(BaseStreamer):
-    def __init__(self) -> None:
-        self.got: list[int] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        self.got += value.flatten().tolist()
-
-    def end(self) -> None:
-        pass
-
-
 def test_a_streamer_gets_all_of_a_prompt_that_was_found(new_cache: NewCache) -> None:
     """What is not computed is said nevertheless."""
     model = tiny_model("llama")
     cache = new_cache(model)
     for _ in range(2):
-        streamer = _Collects()
+        streamer = Collects()
         (expected,) = _generate(model, PROMPTS[:1], cache=cache, streamer=streamer)
-        assert expected == streamer.got
+        assert expected == [token for part in streamer.got for token in part]
 
 
 # ---- errors on the way --------------------------------------------------------------------------
@@ -483,7 +440,7 @@ def test_a_closed_cache_is_refused(new_cache: NewCache) -> None:
     model = tiny_model("llama")
     cache = new_cache(model)
 
-    class Nests(_Collects):
+    class Nests(Collects):
         def put(self, value: torch.Tensor) -> None:
             _generate(model, PROMPTS[:1], cache=cache)
 

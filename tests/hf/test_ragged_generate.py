@@ -12,18 +12,14 @@ from __future__ import annotations
 import copy
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from helpers.tiny_models import (
-    VOCABULARY,
-    left_padded_prompt,
-    tiny_config,
-    tiny_model,
-)
+from helpers.ragged import FAMILIES, Collects, alone, random_prompts
+from helpers.tiny_models import left_padded_prompt, tiny_config, tiny_model
 from transformers import (
     GenerationConfig,
     LogitsProcessor,
@@ -31,57 +27,24 @@ from transformers import (
     StoppingCriteria,
     StoppingCriteriaList,
 )
-from transformers.generation.streamers import BaseStreamer
 
 import vmkv
 from vmkv import BackendUsage, ConfigError, ExtentPool, HostBackend, OutOfPagesError
 from vmkv.hf import generation
 from vmkv.units import KiB, MiB
 
-FAMILIES = (
-    "llama",
-    "mistral",
-    "gemma2",
-    "gemma3",
-    "qwen3",
-    "gpt_oss",
-    "mixtral",
-    "phi3",
-    "deepseek_v3",
-)
 NEW_TOKENS = 12
 
 
-def _prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        torch.randint(3, VOCABULARY, (length,), generator=generator).tolist() for length in lengths
-    ]
+PROMPTS = random_prompts(13, 1, 30, 4, 9)  # Some shorter, some longer than the window of 8.
 
 
-PROMPTS = _prompts(13, 1, 30, 4, 9)  # Some shorter, some longer than the window of 8.
-
-
-def _alone(model: Any, prompt: list[int], **options: Any) -> list[int]:
-    ids = torch.tensor([prompt])
-    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, **options}
-    return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0].tolist()
+_alone = functools.partial(alone, max_new_tokens=NEW_TOKENS, do_sample=False)
 
 
 @functools.cache
 def _expected(name: str) -> list[list[int]]:
     return [_alone(tiny_model(name), prompt) for prompt in PROMPTS]
-
-
-@pytest.fixture
-def pool() -> Iterator[ExtentPool]:
-    """Host memory in 4 KiB pages; nothing of it may be in use when the test ends."""
-    backend = HostBackend(4 * KiB)
-    pool = ExtentPool(backend, 64 * MiB)
-    yield pool
-    assert pool.stats().resident_bytes == pool.stats().retired_bytes == 0
-    pool.close()
-    assert BackendUsage() == backend.usage(), "the test left something behind"
 
 
 def _generate(model: Any, prompts: Any, pool: ExtentPool, **options: Any) -> list[list[int]]:
@@ -117,7 +80,7 @@ def test_prompts_may_be_tensors(pool: ExtentPool) -> None:
     model = tiny_model("llama")
     as_tensors = [torch.tensor(prompt) for prompt in PROMPTS]
     assert _expected("llama") == _generate(model, as_tensors, pool)
-    pair = torch.tensor(_prompts(6, 6, seed=3))
+    pair = torch.tensor(random_prompts(6, 6, seed=3))
     assert [_alone(model, row) for row in pair.tolist()] == _generate(model, pair, pool)
 
 
@@ -136,16 +99,17 @@ class _Watched(generation.RaggedCache):
 
     made: list[_Watched]
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, config: Any, **options: Any) -> None:
+        super().__init__(config, **options)
         self.steps: list[tuple[int, ...]] = []
         self.ends: list[tuple[int, Any, Any]] = []
         type(self).made.append(self)
 
-    def grow(self, wanted: Any) -> None:
-        super().grow(wanted)
-        self.steps.append(tuple(sequence_id for sequence_id, _ in wanted))
+    def run(self, stepper: Any, pieces: Any) -> Any:
+        step = super().run(stepper, pieces)
+        self.steps.append(tuple(piece.slot for piece in pieces))
         self.check()
+        return step
 
     def end(self, sequence_id: int) -> None:
         before = self.stats()
@@ -205,7 +169,7 @@ def test_a_row_is_free_as_soon_as_its_sequence_ends(
 def test_only_real_tokens_are_resident(pool: ExtentPool, watched: list[_Watched]) -> None:
     """One long prompt beside short ones costs pages for the long one only."""
     model = tiny_model("llama")
-    prompts = [*_prompts(300), *([[5]] * 7)]
+    prompts = [*random_prompts(300), *([[5]] * 7)]
     _generate(model, prompts, pool, max_new_tokens=2)
     (cache,) = watched
     most = max(before.resident_bytes for _, before, _ in cache.ends)
@@ -242,23 +206,6 @@ def test_custom_generate_pads_where_sequences_end_early() -> None:
     assert (expected[:, 13:] == 2).any(), "nothing ended early: the test proves nothing"
     actual = model.generate(**inputs, **options, custom_generate=vmkv.ragged_generate)
     assert torch.equal(expected, actual)
-
-
-def test_custom_generate_takes_memory_of_the_callers(pool: ExtentPool) -> None:
-    """Its own arguments pass through `model.generate`."""
-    from vmkv.hf.store import Settings
-
-    model, inputs = tiny_model("llama"), left_padded_prompt()
-    calls = pool.backend.calls["mem_map"]
-    model.generate(
-        **inputs,
-        max_new_tokens=2,
-        do_sample=False,
-        custom_generate=vmkv.ragged_generate,
-        vmkv_options=Settings(model.config, max_batch_size=3, memory=pool),
-        vmkv_max_num_batched_tokens=5,
-    )
-    assert pool.backend.calls["mem_map"] > calls
 
 
 # ---- what transformers brings to generation -----------------------------------------------------
@@ -359,23 +306,10 @@ def test_sampled_tokens_follow_the_models_distribution(pool: ExtentPool) -> None
 # ---- streaming ----------------------------------------------------------------------------------
 
 
-class _Collects(BaseStreamer):
-    def __init__(self) -> None:
-        self.got: list[list[int]] = []
-        self.num_ends = 0
-
-    def put(self, value: torch.Tensor) -> None:
-        assert not self.num_ends
-        self.got.append(value.flatten().tolist())
-
-    def end(self) -> None:
-        self.num_ends += 1
-
-
 def test_a_streamer_gets_what_transformers_gives_it(pool: ExtentPool) -> None:
     """The prompt is put first, as `model.generate` does and as `skip_prompt` counts on."""
     model = tiny_model("llama")
-    theirs, ours = _Collects(), _Collects()
+    theirs, ours = Collects(), Collects()
     _alone(model, PROMPTS[0], streamer=theirs)
     _generate(model, PROMPTS[:1], pool, streamer=ours)
     assert (theirs.got, theirs.num_ends) == (ours.got, ours.num_ends)
@@ -459,67 +393,6 @@ def test_hybrid_models_are_refused(pool: ExtentPool) -> None:
     _assert_refused(model, "state|upgrade", lambda: _generate(model, PROMPTS, pool))
 
 
-def test_models_whose_layers_share_keys_are_refused(pool: ExtentPool) -> None:
-    """Gemma3n's last layers have no keys of their own."""
-    model = tiny_model("gemma3n")
-    _assert_refused(model, "layer 2|share keys", lambda: _generate(model, PROMPTS, pool))
-
-
-def _without_interface(name: str) -> Any:
-    base = {"vocab_size": VOCABULARY, "eos_token_id": None, "pad_token_id": 0}
-    decoder = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    if name == "gptj":
-        return transformers.GPTJConfig(
-            **base, n_embd=32, n_layer=2, n_head=4, rotary_dim=4, n_positions=128
-        )
-    if name == "falcon":
-        return transformers.FalconConfig(**base, **decoder)
-    return transformers.StableLmConfig(
-        **base, **decoder, intermediate_size=48, num_key_value_heads=2
-    )
-
-
-@pytest.mark.parametrize("name", ["gptj", "falcon", "stablelm"])
-def test_models_with_attention_of_their_own_are_refused(name: str, pool: ExtentPool) -> None:
-    """Where the layers do not call the registered attention, there must be no answer."""
-    torch.manual_seed(0)
-    config = _without_interface(name)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    model.eval()
-    _assert_refused(model, "attention", lambda: _generate(model, PROMPTS, pool))
-
-
-def test_models_with_chunked_attention_are_refused_or_exact(pool: ExtentPool) -> None:
-    """Llama 4 attends within chunks, which is neither causal nor a sliding window."""
-    config = transformers.Llama4TextConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        intermediate_size_mlp=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        attention_chunk_size=8,
-        num_local_experts=2,
-        layer_types=["chunked_attention"] * 2,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    generator = torch.Generator().manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    with torch.no_grad():
-        for parameter in model.eval().parameters():
-            if parameter.ndim >= 2:
-                scale = 1.5 * parameter.shape[-1] ** -0.5
-                parameter.normal_(0.0, scale, generator=generator)
-    try:
-        actual = _generate(model, PROMPTS, pool)
-    except ConfigError:
-        return
-    assert [_alone(model, prompt) for prompt in PROMPTS] == actual
-
-
 @pytest.mark.parametrize("mask", [[1, 1, 1, 0], [1, 0, 1, 1], [0, 1, 0, 1], [0, 0, 0, 0]], ids=str)
 def test_masks_that_are_not_left_padding_are_refused(mask: list[int]) -> None:
     """Right padding, holes and empty prompts are refused before anything runs."""
@@ -548,9 +421,9 @@ def test_embeddings_instead_of_tokens_are_refused() -> None:
 @pytest.mark.parametrize(
     ("prompts", "options"),
     [
-        (_prompts(*[200] * 8), {}),
-        (_prompts(*[200] * 8), {"max_num_batched_tokens": 64}),
-        (_prompts(5, 5), {"max_new_tokens": 400}),
+        (random_prompts(*[200] * 8), {}),
+        (random_prompts(*[200] * 8), {"max_num_batched_tokens": 64}),
+        (random_prompts(5, 5), {"max_new_tokens": 400}),
     ],
     ids=["prefill", "later chunk", "decode"],
 )
@@ -593,18 +466,6 @@ def test_every_part_of_a_model_attends_as_before_afterwards(pool: ExtentPool) ->
     expected = [_alone(model, prompt) for prompt in PROMPTS]
     assert expected == _generate(model, PROMPTS, pool)
     assert parts == {name: getattr(model.config, name)._attn_implementation for name in parts}
-
-
-def test_out_of_memory_before_any_attention_is_said_as_it_is() -> None:
-    """It is no sign of a model that attends by itself."""
-    model = copy.deepcopy(tiny_model("llama"))
-
-    def full(*_: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory (played)")
-
-    model.get_input_embeddings().register_forward_hook(full)
-    with pytest.raises(torch.OutOfMemoryError, match="played"):
-        vmkv.generate(model, [[1, 2, 3], [4, 5]], max_new_tokens=2)
 
 
 def test_a_cache_of_another_kind_is_refused() -> None:

@@ -26,16 +26,20 @@ from helpers.tiny_models import VERSION
 from vmkv.attention import AttentionSpec, why_not
 from vmkv.hf import compat
 from vmkv.hf.attention import attending_in_place
-from vmkv.hf.prefill import prefill_passes
+from vmkv.hf.configuration import layer_kinds
 from vmkv.hf.proof import prove
 from vmkv.hf.store import Settings, Store
-from vmkv.hf.unservable import layer_kinds
 from vmkv.step import Piece, Stepper
 
 DIM = 64
 PROMPT_TOKENS = (1, 130, 17, 64, 300)
 NEW_TOKENS = 20  # Across the end of a page, and of kernels' key tiles at 64 and 320.
-MAX_BATCHED_TOKENS = 200  # So that prompts are cut into chunks.
+#: Prompts in chunks, as the prompt's index and a range of its tokens.
+PASSES = [
+    [(0, 0, 1), (1, 0, 130), (2, 0, 17), (3, 0, 52)],
+    [(3, 52, 64), (4, 0, 188)],
+    [(4, 188, 300)],
+]
 BACKENDS = [("cpu", "sdpa")] + [
     pytest.param("cuda", name, marks=pytest.mark.gpu)
     for name in ("flash2", "flash3", "torch", "sdpa")
@@ -150,8 +154,8 @@ def _ragged(
                 }
 
             last: dict[int, torch.Tensor] = {}
-            for chunks in prefill_passes(PROMPT_TOKENS, MAX_BATCHED_TOKENS):
-                last |= run([(*each[:2], each.num_tokens) for each in chunks])
+            for spans in PASSES:
+                last |= run(spans)
             columns = [last]
             stepper.capture_where_it_pays()
             for past in range(NEW_TOKENS - 1):

@@ -38,9 +38,18 @@ from transformers.masking_utils import AttentionMaskInterface
 
 import vmkv.hf
 from vmkv import ConfigError, VMKVCache
-from vmkv.attention import AttentionBatch, AttentionSpec, get, register, registry
+from vmkv.attention import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionSpec,
+    Call,
+    get,
+    register,
+    registry,
+)
 from vmkv.hf import attention as hf_attention
 from vmkv.hf import compat
+from vmkv.step.row_attention import LayerCall
 from vmkv.units import MiB
 
 NewCache = Callable[..., Any]
@@ -66,7 +75,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 }
 
 
-class _Spy:
+class _Spy(AttentionBackend):
     """An attention backend that notes its calls and has `sdpa` answer them."""
 
     def __init__(self, name: str) -> None:
@@ -78,19 +87,19 @@ class _Spy:
         self.before_launch: Callable[[], None] = lambda: None
         self.is_busy = False
 
-    def overread_tokens(self, k_dim: int, v_dim: int | None = None, kv_dtype: Any = None) -> int:
+    def overread_tokens(self, spec: AttentionSpec) -> int:
         return self.overread
 
     def why_not(self, spec: AttentionSpec) -> str | None:
         self.specs.append(spec)
         return None
 
-    def forward(self, *arguments: Any, window: int | None = None, **options: Any) -> torch.Tensor:
+    def attend(self, call: Call) -> torch.Tensor:
         self.before_launch()
-        self.batches.append(arguments[3])
-        self.windows.append(window)
+        self.batches.append(call.batch)
+        self.windows.append(call.window)
         self.is_busy = True  # What `sdpa` asks of the device is its own business.
-        out = get("sdpa").forward(*arguments, window=window, **options)
+        out = get("sdpa").attend(call)
         self.is_busy = False
         return out
 
@@ -710,7 +719,9 @@ def test_the_explicit_mask_is_what_its_words_say(
     query, key = torch.empty(2, 1, num_queries, 1), torch.empty(2, 1, num_keys, 1)
     padding = torch.ones(2, num_keys, dtype=torch.long)
     padding[1, 0] = 0
-    mask = hf_attention._explicit_mask(query, key, padding, True, window)
+    mask = hf_attention._explicit_mask(
+        LayerCall(query, key, key, 1.0, window, mask=padding), causal=True
+    )
     assert mask is not None
     for row, at, other in itertools.product(range(2), range(num_queries), range(num_keys)):
         position = num_keys - num_queries + at

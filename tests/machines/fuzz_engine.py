@@ -4,10 +4,10 @@
     python tests/machines/fuzz_engine.py --seconds 600 --jobs 2
     python tests/machines/fuzz_engine.py --seed 4711 --episodes 1 --verbose      # one again
 
-An episode is an engine, a `RaggedCache`, or several engines over one model, and some hundred
-operations on it, all drawn from its seed (see `helpers.random_engine`). Each is played in a process
-of its own, so that one that ends by a signal is a failure with a seed like any other. Runs until a
-failure, unless told to go on.
+An episode is an engine, a `RaggedCache`, or several engines over one model or one pool, and some
+hundred operations on it, all drawn from its seed (see `helpers.random_plays`). Each is played in a
+process of its own, so that one that ends by a signal is a failure with a seed like any other. Runs
+until a failure, unless told to go on.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,52 +30,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 # Episodes are forks of this process, in which torch's other threads would not be.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from helpers.random_engine import RandomEngine, RandomModelEngine
-from helpers.random_generate import RandomGenerate
-from helpers.shared_model_play import RandomSharedModel
-
-from vmkv.errors import CapacityError, ConfigError
+from helpers.random_plays import PLAYS, play_episode
 
 _TIMEOUT_S = 120
-
-
-# ---- what an episode does ---------------------------------------------------------------------
-
-PLAYS: dict[str, type[RandomEngine | RandomGenerate | RandomSharedModel]] = {
-    "engine": RandomEngine,
-    "model": RandomModelEngine,
-    "generate": RandomGenerate,
-    "shared": RandomSharedModel,
-}
-
-
-def play_episode(
-    name: str,
-    seed: int,
-    num_operations: int,
-    without: list[str],
-    trace: Callable[[list[str]], None],
-) -> int:
-    """Play what comes of a seed; returns the steps that it made.
-
-    Args:
-        name: Of `PLAYS`.
-        seed: Of everything.
-        num_operations: How many.
-        without: Operations to leave out.
-        trace: Given what was done, also where it fails.
-    """
-    try:
-        episode = PLAYS[name](random.Random(seed), without)
-    except (CapacityError, ConfigError):  # The budget does not hold one token of that shape.
-        return 0
-    try:
-        for _ in range(num_operations):
-            episode.operate()
-        episode.end()
-    finally:
-        trace([f"{episode.shape}", *episode.play.trace])
-    return episode.num_steps
 
 
 # ---- episodes in processes of their own -------------------------------------------------------
@@ -122,12 +78,10 @@ def begin(seed: int, options: argparse.Namespace, log: Path) -> Episode:
 
 
 def _run(seed: int, options: argparse.Namespace, pipe: int) -> int:
-    def trace(lines: list[str]) -> None:
-        for line in lines if options.verbose else [lines[0], "…", *lines[-40:]]:
-            print(line)
-
     try:
-        num_steps = play_episode(options.play, seed, options.operations, options.without, trace)
+        num_steps = play_episode(
+            options.play, seed, options.operations, options.without, is_verbose=options.verbose
+        )
     except Exception:  # noqa: BLE001  # printed, and counted
         traceback.print_exc()
         return 1

@@ -68,8 +68,6 @@ class CacheMachine(RuleBasedStateMachine):
     @initialize(
         window_tokens=st.sampled_from(windows),
         underread_tokens=st.sampled_from([0, 0, 10]),
-        keep_free=st.sampled_from([None, 0, 2]),
-        protects_shared=st.booleans(),
         always_aliases=st.booleans(),
         is_shareable=st.booleans(),
     )
@@ -77,8 +75,6 @@ class CacheMachine(RuleBasedStateMachine):
         self,
         window_tokens: int,
         underread_tokens: int,
-        keep_free: int | None,
-        protects_shared: bool,
         always_aliases: bool,
         is_shareable: bool,
     ) -> None:
@@ -90,9 +86,7 @@ class CacheMachine(RuleBasedStateMachine):
         pool = ExtentPool(
             self.backend,
             BUDGET_PAGES * PAGE,
-            keep_free_bytes=None if keep_free is None else keep_free * PAGE,
             close_when_unused=True,
-            protects_shared=protects_shared,
             host_budget_bytes=HOST_PAGES * PAGE,
             is_shareable=is_shareable,
         )
@@ -727,7 +721,7 @@ class CacheMachine(RuleBasedStateMachine):
     def books_are_the_models(self) -> None:
         stats = self.cache.stats()
         assert len(self.by_id) == stats.num_sequences
-        assert self.num_rows_free == NUM_ROWS - len(self.cache.rows.live)
+        assert self.num_rows_free == NUM_ROWS - len(self.cache.live)
         assert stats.resident_bytes >= stats.parked_bytes
         usage = self.host.usage()
         assert usage.physical_bytes == self.host.file_bytes()

@@ -38,8 +38,6 @@ shapes = st.builds(
     alias_pages=st.sampled_from([0, 2, 100]),
     overread_tokens=st.sampled_from([0, 9]),
     is_late=st.booleans(),
-    protects_shared=st.booleans(),
-    keep_free_pages=st.sampled_from([None, 0]),
     watermark_pages=st.sampled_from([None, 0]),
 )
 all_params = st.builds(

@@ -1,18 +1,16 @@
-"""Several busy engines over one pool: a request that fits the pool alone finishes.
-
-What is played is in `helpers.engines_play`.
-"""
+"""Several busy engines over one pool: a request that fits the pool alone finishes."""
 
 from __future__ import annotations
 
 import copy
+import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
 import torch
-from helpers.engines_play import play
+from helpers.engines_play import EnginesPlay
 from helpers.tiny_models import tiny_model
 
 from vmkv import Engine, ExtentPool, HostBackend, KVCache, OutOfPagesError, SamplingParams
@@ -22,13 +20,6 @@ from vmkv.units import KiB
 
 PAGE = 4 * KiB
 PROMPT = list(range(1, 60))
-
-
-@pytest.mark.parametrize(("seed", "num_engines"), [(3, 2), (4, 2), (5, 3), (6, 3)])
-def test_every_request_that_fits_alone_finishes(seed: int, num_engines: int) -> None:
-    """Random steps, additions and cancellations; tokens and books are checked after each."""
-    playing = play(seed, num_engines, 80)
-    assert playing.num_finished
 
 
 @contextmanager
@@ -98,6 +89,15 @@ def test_a_later_request_of_another_engine_is_preempted() -> None:
         assert 1 == after.requests[0].num_preemptions
 
 
+def test_a_swapped_request_gives_up_the_pages_it_shared() -> None:
+    """Its sibling is preempted too, so that pages of both are the swapped request's alone."""
+    playing = EnginesPlay(random.Random(9030), 2)
+    while playing.num_steps < 150:
+        playing.operate()
+    playing.close()
+    assert playing.num_finished
+
+
 def test_an_engine_that_is_not_stepped_gives_way_to_any_request() -> None:
     """After `PATIENCE_STEPS` an earlier request is preempted, and finishes later."""
     with engines(2) as (first, second):
@@ -122,6 +122,7 @@ def test_a_claim_that_is_not_renewed_ends() -> None:
         first.step()  # Preempts, and does not take the memory.
         second.step()
         assert 1 == after.requests[0].num_preemptions
+        assert 0 == second._scheduler.num_running
         for _ in range(PATIENCE_STEPS + 40):
             second.step()
         assert "length" == reason(after)
@@ -170,6 +171,26 @@ def test_engines_in_threads_of_their_own() -> None:
 
         in_threads(*(lambda at=at: run(at) for at in range(2)))
         assert found == dict.fromkeys(range(2), expected)
+
+
+def test_a_later_request_of_another_thread_is_preempted_at_its_next_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The engine that needs its memory asks, and the engine's own thread preempts."""
+    monkeypatch.setattr("vmkv.core.memory.arbiter._WAIT_S", 0.0)
+    with engines(2) as (first, second):
+        before = second.add(PROMPT, params())
+        after = first.add(PROMPT, params())
+        in_threads(first.step)
+        second.step()
+        assert 0 == after.requests[0].num_preemptions
+        in_threads(first.step)
+        assert 1 == after.requests[0].num_preemptions
+        while first.has_unfinished or second.has_unfinished:
+            second.step()
+            first.step()
+        assert ("length", "length") == (reason(before), reason(after))
+        assert 0 == before.requests[0].num_preemptions
 
 
 def test_an_engine_of_another_thread_that_is_not_stepped_is_an_error(

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from vmkv import BackendUsage, ConfigError, ExtentPool, HostBackend, OutOfPagesError
-from vmkv.core.backend import Access
-from vmkv.core.memory import Extent, PageTable, Placement, check_pool
+from vmkv.core.memory import Extent, PageTable, check_pool
 from vmkv.errors import DriverError
 from vmkv.testing import FaultInjectingBackend
 from vmkv.units import KiB
@@ -89,9 +88,7 @@ class PoolMachine(RuleBasedStateMachine):
         here = self.table.page_address(row, start), self.table.page_address(row, ROW_PAGES)
         if end > ROW_PAGES or self.pool.reclaimer.has_retired_in([here]):
             return
-        placement = Placement(row, start, extents)
-        self.backend.execute(self.table.ops_to_map(placement, Access.READ_WRITE))
-        self.table.note_mapped(placement, Access.READ_WRITE)
+        self.table.map(row, start, extents)
         self.pool.disown(self.held.pop())
         if not self.mapped[row]:
             self.first_page[row] = start
@@ -170,6 +167,8 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(num_pages=st.integers(0, 60))
     def set_budget(self, num_pages: int) -> None:
+        if num_pages < self.model.in_use_pages:
+            self.wait()  # As the pool does, since what waits for fences is no longer in use.
         possible = self.model.set_budget(num_pages)
         try:
             self.pool.set_budget(num_pages * PAGE)

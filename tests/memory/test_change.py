@@ -13,7 +13,7 @@ import pytest
 
 from vmkv import ExtentPool, HostBackend, InternalError, OutOfPagesError
 from vmkv.core.backend import Access, Op, UnmapOp
-from vmkv.core.memory import Extent, Mapping, PageTable, Placement, RowChange, change, check_pool
+from vmkv.core.memory import Change, Extent, Mapping, PageTable, RowChange, check_pool
 from vmkv.errors import DriverError
 from vmkv.testing import FaultInjectingBackend, read_bytes, write_bytes
 from vmkv.units import KiB
@@ -48,16 +48,14 @@ def exchange(pool: ExtentPool, exchanges: Sequence[Exchange]) -> None:
         pool.own(fresh)
         return fresh
 
-    with change(pool, rows, acquire=acquire) as made:
+    with Change(pool, rows, acquire=acquire) as made:
         made.map(stream=0)
 
 
 def _map(table: PageTable, row: int, extents: Sequence[Extent], access: Access) -> None:
     if not extents:
         return
-    placement = Placement(row, table.rows[row].end_page, extents)
-    table.pool.backend.execute(table.ops_to_map(placement, access))
-    table.note_mapped(placement, access)
+    table.map(row, table.rows[row].end_page, extents, access)
 
 
 def _table(pool: ExtentPool, *rows: Sequence[int], row_pages: int = 16) -> PageTable:
@@ -145,7 +143,7 @@ def test_books_that_disagree_are_an_internal_error(pool: ExtentPool) -> None:
     """An exchange of what the row does not hold is our bug, and says so."""
     table = _table(pool, [0, 0], [0])
     with pytest.raises(InternalError, match="row 0 does not hold"):
-        table.splice(0, 0, _mappings(table, 1), [])
+        table.note_mapped(0, [], _mappings(table, 1))
 
 
 # ---- failing driver calls -----------------------------------------------------------------
@@ -172,7 +170,7 @@ def test_failure_and_failure_to_undo_it_is_said(
         exchange(pool, [Exchange(table, 0, 1, old, _read_only(_mappings(table, 1)))])
     # The books are void from here on; what is mapped can still be given back.
     is_broken = False
-    table.splice(0, 1, old, [])
+    table.note_mapped(0, [], old)
     assert [1] == _reads(table, 0)
 
 
@@ -185,7 +183,7 @@ def test_refused_change_changes_nothing(make_pool: MakePool) -> None:
     table = _table(pool, [1, 0], [0])
     read = _mappings(table, 0)
     rows = [RowChange(table, 0, 3, [0]), RowChange(table, 1, 1, [1])]
-    with pytest.raises(OutOfPagesError), change(pool, rows, reads=read):
+    with pytest.raises(OutOfPagesError), Change(pool, rows, reads=read):
         raise AssertionError("nothing was acquired")
     check_pool(pool)
     assert ([1, 2, 3], [17]) == (_reads(table, 0), _reads(table, 1))
@@ -198,7 +196,7 @@ def test_what_a_change_reads_is_pinned_while_it_is_made(pool: ExtentPool) -> Non
     table = _table(pool, [1, 0], [0], [])
     read, again = _mappings(table, 0), _mappings(table, 1)
     rows = [RowChange(table, 2, 0, [0], again=again, source=(table, 1))]
-    with change(pool, rows, reads=read) as made:
+    with Change(pool, rows, reads=read) as made:
         assert [1, 1, 1] == [mapping.num_pins for mapping in read + again]
         for row in (0, 1):
             with pytest.raises(InternalError, match="reads"):
@@ -218,7 +216,7 @@ def test_block_that_fails_leaves_rows_as_they_were(pool: ExtentPool, is_mapped: 
         RowChange(table, 2, 2, [0], again=_mappings(table, 1), source=(table, 1)),
     ]
     resident_bytes = pool.stats().resident_bytes
-    with contextlib.suppress(KeyError), change(pool, rows) as made:
+    with contextlib.suppress(KeyError), Change(pool, rows) as made:
         if is_mapped:
             made.map(0)
             made.fill(0)
@@ -237,7 +235,7 @@ def test_what_is_kept_is_copied_before_the_old_goes(pool: ExtentPool) -> None:
         RowChange(table, 0, 1, [0, 0], old=old[0], kept_bytes=2 * PAGE),
         RowChange(table, 1, 0, [0], old=old[1], kept_bytes=PAGE),
     ]
-    with change(pool, rows, reads=[*old[0], *old[1]]) as made:
+    with Change(pool, rows, reads=[*old[0], *old[1]]) as made:
         made.map(0)
     check_pool(pool)
     assert ([1, 2, 3, 4], [17]) == (_reads(table, 0), _reads(table, 1))
@@ -249,7 +247,7 @@ def test_parts_are_made_one_by_one_and_undone_together(pool: ExtentPool, num_mad
     """A part may follow another in its row."""
     table = _table(pool, [0], [])
     rows = [RowChange(table, 0, 1, [1]), RowChange(table, 0, 3, [0]), RowChange(table, 1, 4, [0])]
-    with contextlib.suppress(KeyError), change(pool, rows) as made:
+    with contextlib.suppress(KeyError), Change(pool, rows) as made:
         for at, _ in enumerate(made.one_by_one(0)):
             if at == num_made:
                 raise KeyError

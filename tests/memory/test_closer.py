@@ -61,10 +61,10 @@ def test_what_is_closed_goes_behind_its_fence(host: HostBackend, make_pool: Make
     check_pool(pool)
     assert (0, 3 * PAGE) == (host.calls["mem_unmap"], pool.stats().retired_bytes)
     pool.trim()
-    assert 1 == pool.reclaimer.num_idle_reservations
+    assert 1 == len(pool.reclaimer.idle_reservations)
     host.pass_fences()
     pool.trim()
-    assert 0 == pool.reclaimer.num_idle_reservations
+    assert 0 == len(pool.reclaimer.idle_reservations)
     assert 0 == pool.stats().created_bytes
 
 
@@ -76,11 +76,11 @@ def test_on_an_idle_device_it_goes_at_once(pool: ExtentPool) -> None:
         lambda fence: seen.close_behind(fence, lambda: has_views[0]), plain.close_behind
     )
     assert 0 == pool.backend.usage().num_mappings
-    assert 1 == pool.reclaimer.num_idle_reservations
+    assert 1 == len(pool.reclaimer.idle_reservations)
     has_views.clear()
     has_views.append(False)
     pool.trim()
-    assert 0 == pool.reclaimer.num_idle_reservations
+    assert 0 == len(pool.reclaimer.idle_reservations)
 
 
 def test_what_is_closed_makes_room(host: HostBackend, make_pool: MakePool) -> None:
@@ -112,7 +112,7 @@ def test_what_the_driver_refuses_is_closed_later(
     assert [] == pool.page_tables
     check_pool(pool)
     pool.trim()
-    assert 0 == pool.reclaimer.num_idle_reservations
+    assert 0 == len(pool.reclaimer.idle_reservations)
 
 
 def test_a_table_that_was_half_closed_is_closed_once(
@@ -132,7 +132,7 @@ def test_a_table_that_was_half_closed_is_closed_once(
         is_done = backend.failed_call is None
         backend.arm(0)
         pool.closer.close_soon(table.close_behind)
-        assert (0, 0) == (host.usage().num_mappings, pool.reclaimer.num_idle_reservations)
+        assert (0, 0) == (host.usage().num_mappings, len(pool.reclaimer.idle_reservations))
         check_pool(pool)
         pool.trim()
         if is_done:

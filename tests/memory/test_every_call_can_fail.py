@@ -25,7 +25,7 @@ from vmkv import BackendUsage, HostBackend, KVCache, Sequence
 from vmkv.core.backend.host import HostFence
 from vmkv.core.cache import layer_group, make_ready
 from vmkv.core.cache.cost import CostModel
-from vmkv.errors import CapacityError
+from vmkv.errors import CapacityError, ClosedError, DriverError
 from vmkv.testing import FaultInjectingBackend, Scenario, check_every_call_can_fail
 
 
@@ -102,13 +102,6 @@ def _append_under_pressure(backend: FaultInjectingBackend) -> Scenario:
     return state.scenario(lambda: sequence.append(24))
 
 
-def _append_at_a_watermark(backend: FaultInjectingBackend) -> Scenario:
-    """With nothing kept free, every page that leaves a window is released at once."""
-    state = FaultyCache(backend, window_tokens=12, keep_free_bytes=0)
-    sequence = state.begin(96, step=4)
-    return state.scenario(lambda: sequence.append(4))
-
-
 def _truncate(backend: FaultInjectingBackend) -> Scenario:
     state = FaultyCache(backend, window_tokens=12)
     sequence = state.begin(96, step=4)
@@ -134,13 +127,6 @@ def _trim(backend: FaultInjectingBackend) -> Scenario:
     state.begin(40).truncate(10)
     state.begin(96, step=4)
     state.begin(60).close()
-    return state.scenario(state.cache.trim)
-
-
-def _trim_at_a_watermark(backend: FaultInjectingBackend) -> Scenario:
-    state = FaultyCache(backend, keep_free_bytes=0)
-    state.begin(4)
-    state.begin(61).close()
     return state.scenario(state.cache.trim)
 
 
@@ -176,12 +162,6 @@ def _fork_in_place_of_a_parked_row(backend: FaultInjectingBackend) -> Scenario:
     return state.scenario(lambda: state.fork(sequence))
 
 
-def _fork_with_protection(backend: FaultInjectingBackend) -> Scenario:
-    state = FaultyCache(backend, window_tokens=40, protects_shared=True)
-    sequence = state.begin(98, step=14)
-    return state.scenario(lambda: state.fork(sequence))
-
-
 def _fork_into_scrubbed_memory(backend: FaultInjectingBackend) -> Scenario:
     state = FaultyCache(backend, scrub="always")
     sequence = state.begin(98)
@@ -193,14 +173,6 @@ def _fork_into_scrubbed_memory(backend: FaultInjectingBackend) -> Scenario:
 
 def _copy_on_write(backend: FaultInjectingBackend) -> Scenario:
     state = FaultyCache(backend, window_tokens=200)
-    sequence = state.begin(98)
-    state.fork(sequence)
-    sequence.truncate(50)
-    return state.scenario(lambda: sequence.append(5))
-
-
-def _copy_on_write_with_protection(backend: FaultInjectingBackend) -> Scenario:
-    state = FaultyCache(backend, protects_shared=True)
     sequence = state.begin(98)
     state.fork(sequence)
     sequence.truncate(50)
@@ -227,24 +199,18 @@ def _give_up_what_is_shared(backend: FaultInjectingBackend) -> Scenario:
 
 def _write_what_was_shared(backend: FaultInjectingBackend) -> Scenario:
     """The other holder is gone: the right to write comes back."""
-    state = FaultyCache(backend, protects_shared=True, scrub="always")
+    state = FaultyCache(backend, scrub="always")
     sequence = state.begin(98)
-    state.fork(sequence).close()
-    state.cache.retire_parked(1, 0)
-    sequence.truncate(50)
-    return state.scenario(lambda: sequence.append(5))
+    fork = state.fork(sequence)
+    sequence.close()
+    state.cache.retire_parked(0, 0)
+    fork.truncate(50)
+    return state.scenario(lambda: fork.append(5))
 
 
 def _reorder_by_aliases(backend: FaultInjectingBackend) -> Scenario:
     """Beams that end where an extent does: everything is exchanged, nothing copied."""
-    state = FaultyCache(backend, protects_shared=True)
-    beams = [state.begin(64) for _ in range(3)]
-    return state.scenario(lambda: state.cache.reorder(beams, [1, 2, 1]))
-
-
-def _reorder_at_a_watermark(backend: FaultInjectingBackend) -> Scenario:
-    """What gives way is released at once: the beams hold something else by then."""
-    state = FaultyCache(backend, keep_free_bytes=0)
+    state = FaultyCache(backend)
     beams = [state.begin(64) for _ in range(3)]
     return state.scenario(lambda: state.cache.reorder(beams, [1, 2, 1]))
 
@@ -406,12 +372,10 @@ OPERATIONS = {
         _append_under_pressure,
         {"record_fence", "mem_unmap", "mem_map", "mem_set_access"},
     ),
-    "append at a watermark": (_append_at_a_watermark, {"record_fence", "mem_unmap", "mem_release"}),
     "truncate": (_truncate, {"join_streams", "record_fence"}),
     "close a sequence": (_close_sequence, {"record_fence"}),
     "adopt": (_adopt, {"join_streams"}),
     "trim": (_trim, {"record_fence", "mem_unmap", "mem_release"}),
-    "trim at a watermark": (_trim_at_a_watermark, {"record_fence", "mem_unmap", "mem_release"}),
     "close the cache": (
         _close_cache,
         {"record_fence", "mem_unmap", "mem_release", "address_free"},
@@ -419,15 +383,12 @@ OPERATIONS = {
     "fork": (_fork, {"join_streams", "copy", *_MAPS}),
     "fork under pressure": (_fork_under_pressure, {"copy", *_EXCHANGES}),
     "fork in place of a parked row": (_fork_in_place_of_a_parked_row, {"copy", *_EXCHANGES}),
-    "fork with protection": (_fork_with_protection, {"record_fence", "copy", *_MAPS}),
     "fork into scrubbed memory": (_fork_into_scrubbed_memory, {"fill", "copy"}),
     "copy on write": (_copy_on_write, {"address_reserve", "copy", "address_free", *_EXCHANGES}),
-    "copy on write with protection": (_copy_on_write_with_protection, {"copy", *_EXCHANGES}),
     "copy on write under pressure": (_copy_on_write_under_pressure, {"copy", *_EXCHANGES}),
     "give up what is shared": (_give_up_what_is_shared, _EXCHANGES),
     "write what was shared": (_write_what_was_shared, {"mem_set_access", "fill"}),
     "reorder by aliases": (_reorder_by_aliases, _EXCHANGES),
-    "reorder at a watermark": (_reorder_at_a_watermark, {"mem_release", *_EXCHANGES}),
     "reorder by copies": (_reorder_by_copies, {"join_streams", "copy"}),
     "reorder into shared tails": (_reorder_into_shared_tails, {"copy", "fill", *_EXCHANGES}),
     "hit by alias": (_hit_by_alias, {"join_streams", "copy", *_MAPS}),
@@ -565,3 +526,20 @@ def test_an_operation_can_be_interrupted_at_any_offset(
         host.close()
         if not is_sent:
             break
+
+
+@pytest.mark.parametrize("fail_at", [1, 2, 3])
+def test_a_cache_whose_close_failed_is_not_used(fail_at: int) -> None:
+    """Its addresses may be free already: only another `close` is left."""
+    backend = FaultInjectingBackend(HostBackend(PAGE))
+    state = FaultyCache(backend)
+    state.say(20).close()
+    backend.arm(fail_at)
+    with pytest.raises(DriverError):
+        state.cache.close()
+    backend.arm(0)
+    state.cache.pool.trim()
+    with pytest.raises(ClosedError):
+        state.cache.open()
+    state.close_cache()
+    assert BackendUsage() == backend.usage()

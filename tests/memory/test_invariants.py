@@ -10,7 +10,8 @@ from vmkv import ExtentPool, HostBackend, InternalError
 from vmkv.core import _native
 from vmkv.core._native import count_references
 from vmkv.core.backend import Access, MemoryLocation
-from vmkv.core.memory import Mapping, PageTable, Placement, check_pool
+from vmkv.core.memory import Mapping, PageTable, check_pool
+from vmkv.core.memory.page_table import placed
 from vmkv.units import Address, KiB
 
 PAGE = 4 * KiB
@@ -24,9 +25,7 @@ def pool() -> Iterator[ExtentPool]:
     table = PageTable(pool, num_rows=2, row_pages=8)
     for row in range(2):
         extents = pool.acquire([1, 0, 0])
-        placement = Placement(row, 0, extents)
-        backend.execute(table.ops_to_map(placement, Access.READ_WRITE))
-        table.note_mapped(placement, Access.READ_WRITE)
+        table.map(row, 0, extents)
         pool.disown(extents)
     pool.disown(pool.acquire([0, 2]))
     backend.hold_fences()
@@ -58,7 +57,7 @@ def test_i4_extent_that_nobody_needs_is_not_free(pool: ExtentPool) -> None:
 
 def test_i1_lost_retired_batch(pool: ExtentPool) -> None:
     """An extent whose only mapping the reclaimer forgot belongs nowhere."""
-    pool.reclaimer._batches.clear()
+    pool.reclaimer.batches.clear()
     with pytest.raises(InternalError, match=r"I1|I2"):
         check_pool(pool)
 
@@ -74,22 +73,14 @@ def test_i2_references_are_counted(pool: ExtentPool, changes: tuple[int, int, in
 
 
 def test_i3_shared_extent_is_writable(pool: ExtentPool) -> None:
-    """Two rows may not both write to one memory; where shared memory is protected, none may."""
+    """Two rows may not both write to one memory."""
     table = pool.page_tables[0]
-    placement = Placement(0, 4, [_mapping(pool, row=1, at=0).extent])
-    pool.backend.execute(table.ops_to_map(placement, Access.READ))
-    table.note_mapped(placement, Access.READ)
+    table.map(0, 4, [_mapping(pool, row=1, at=0).extent], Access.READ)
     check_pool(pool)
-    pool.protects_shared = True
-    with pytest.raises(InternalError, match="I3"):
-        check_pool(pool)
-    pool.protects_shared = False
     _mapping(pool, row=0, at=3).access = Access.READ_WRITE
     with pytest.raises(InternalError, match="I3"):
         check_pool(pool)
     _mapping(pool, row=0, at=3).access = Access.READ
-    _mapping(pool, row=1, at=0).access = Access.READ
-    pool.protects_shared = True
     check_pool(pool)
 
 
@@ -113,7 +104,7 @@ def test_i4_mapped_extent_does_not_exist(pool: ExtentPool) -> None:
 def test_i5_page_is_mapped_twice(pool: ExtentPool) -> None:
     """A live mapping at an address where a retired one still is."""
     extents = pool.acquire([0])
-    pool.page_tables[0].note_mapped(Placement(1, 3, extents), Access.READ_WRITE)
+    pool.page_tables[0].note_mapped(1, placed(3, extents))
     with pytest.raises(InternalError, match="I5"):
         check_pool(pool)
 

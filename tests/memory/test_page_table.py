@@ -8,7 +8,10 @@ import pytest
 
 from vmkv import ExtentPool, HostBackend, InternalError, OutOfAddressSpaceError
 from vmkv.core.backend import Access, AccessOp, MapOp
-from vmkv.core.memory import PageTable, Placement
+from vmkv.core.memory import PageTable
+from vmkv.core.memory.page_table import placed
+from vmkv.errors import DriverError
+from vmkv.testing import FaultInjectingBackend
 from vmkv.units import KiB
 
 PAGE = 4 * KiB
@@ -18,9 +21,7 @@ MakePool = Callable[..., ExtentPool]
 def _map(table: PageTable, row: int, *classes: int) -> None:
     """Map fresh extents of these classes at the end of `row`."""
     extents = table.pool.acquire(classes)
-    placement = Placement(row, table.rows[row].end_page, extents)
-    table.pool.backend.execute(table.ops_to_map(placement, Access.READ_WRITE))
-    table.note_mapped(placement, Access.READ_WRITE)
+    table.map(row, table.rows[row].end_page, extents)
     table.pool.disown(extents)
 
 
@@ -44,7 +45,7 @@ def test_placement_is_one_access_for_its_run(pool: ExtentPool) -> None:
     """Extents of mixed size lie one after the other; access is granted once, to all."""
     table = PageTable(pool, num_rows=2, row_pages=8)
     extents = pool.acquire([1, 0, 1])
-    ops = table.ops_to_map(Placement(1, 2, extents), Access.READ)
+    ops = table.ops_to_map(1, placed(2, extents, Access.READ))
     start = table.page_address(1, 2)
     assert [
         MapOp(start, 2 * PAGE, extents[0].handle),
@@ -82,8 +83,8 @@ def test_row_grows_at_its_end_only(pool: ExtentPool) -> None:
     table = PageTable(pool, num_rows=1, row_pages=8)
     _map(table, 0, 1)
     extents = pool.acquire([0])
-    with pytest.raises(InternalError, match="ends at page 2, not at 3"):
-        table.note_mapped(Placement(0, 3, extents), Access.READ_WRITE)
+    with pytest.raises(InternalError, match="ends at page 2, not where"):
+        table.note_mapped(0, placed(3, extents))
     pool.disown(extents)
 
 
@@ -122,8 +123,25 @@ def test_reservation_outlives_close_while_a_tensor_points_into_it(
     for table, alive in zip(tables, views, strict=True):
         _map(table, 0, 0)
         table.close(lambda alive=alive: alive and views[0])
-    assert 1 == pool.reclaimer.num_idle_reservations
+    assert 1 == len(pool.reclaimer.idle_reservations)
     assert (1, 0) == (host.usage().num_reservations, host.usage().num_mappings)
     views[0] = False
     pool.trim()
-    assert (0, 0) == (pool.reclaimer.num_idle_reservations, host.usage().num_reservations)
+    assert (0, 0) == (len(pool.reclaimer.idle_reservations), host.usage().num_reservations)
+
+
+def test_a_table_whose_memory_could_not_be_unmapped_can_be_used_again() -> None:
+    """Its addresses stay reserved until a `close` succeeds, whatever else the pool cleans up."""
+    backend = FaultInjectingBackend(HostBackend(PAGE))
+    pool = ExtentPool(backend, 16 * PAGE)
+    table = PageTable(pool, num_rows=1, row_pages=4)
+    _map(table, 0, 0)
+    backend.arm(2)  # The fence is recorded, and unmapping fails.
+    with pytest.raises(DriverError):
+        table.close(lambda: False)
+    assert "mem_unmap" == backend.failed_call
+    pool.trim()
+    _map(table, 0, 1)
+    table.close(lambda: False)
+    pool.close()
+    assert 0 == backend.usage().num_reservations

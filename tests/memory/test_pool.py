@@ -105,20 +105,6 @@ def test_pressure_is_announced_once_before_the_second_attempt() -> None:
     pool.close()
 
 
-# ---- giving back --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("keep_pages", "left_pages"), [(0, 0), (3, 3), (100, 12)])
-def test_keep_free_bytes_is_a_watermark(
-    make_pool: MakePool, keep_pages: int, left_pages: int
-) -> None:
-    """Free memory above the watermark goes back to the device at once."""
-    pool = make_pool(64, keep_free_bytes=keep_pages * PAGE)
-    pool.disown(pool.acquire([0] * 12))
-    assert left_pages * PAGE == pool.stats().free_bytes
-    check_pool(pool)
-
-
 # ---- the budget ---------------------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from vmkv import ExtentPool, HostBackend, InternalError, OutOfPagesError
 from vmkv.core.backend import Access
-from vmkv.core.memory import Extent, PageTable, Placement, Pressure, Victim, pinned
+from vmkv.core.memory import Extent, PageTable, Pressure, Victim, pinned
 from vmkv.units import KiB
 
 PAGE = 4 * KiB
@@ -33,8 +33,6 @@ class _Source:
             yield Victim(
                 last_used=self._first_used + 10 * at,
                 freeable_bytes=size,
-                num_hits=0,
-                num_tokens=0,
                 evict=lambda num_bytes, at=at: self._take(at, num_bytes),
             )
 
@@ -120,9 +118,7 @@ class _Sharers:
         self.table = PageTable(pool, len(rows), max(map(len, rows)))
         self.live: set[int] = set()
         for row, its in enumerate(rows):
-            placement = Placement(row, 0, [self.extents[number] for number in its])
-            pool.backend.execute(self.table.ops_to_map(placement, Access.READ))
-            self.table.note_mapped(placement, Access.READ)
+            self.table.map(row, 0, [self.extents[number] for number in its], Access.READ)
         pool.disown(list(self.extents.values()))
         pool.pressure.add_source(self.victims)
 
@@ -145,8 +141,6 @@ class _Sharers:
         return Victim(
             last_used=row,
             freeable_bytes=len(own) * PAGE,
-            num_hits=0,
-            num_tokens=0,
             evict=evict,
             shared=[each for each in extents if each.num_live_mappings > 1],
             give_up=give_up,

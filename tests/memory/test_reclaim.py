@@ -12,8 +12,7 @@ import pytest
 from helpers.one_row import table_of
 
 from vmkv import ExtentPool, HostBackend
-from vmkv.core.backend import Access
-from vmkv.core.memory import PageTable, Placement, RetiredMapping, check_pool
+from vmkv.core.memory import PageTable, RetiredMapping, check_pool
 from vmkv.errors import DriverError
 from vmkv.testing import FaultInjectingBackend, read_bytes, write_bytes
 from vmkv.units import Address, KiB
@@ -195,10 +194,9 @@ def test_failed_unmap_keeps_the_books(
     # One page in each row of two: three runs, which take three calls.
     table = PageTable(pool, num_rows=3, row_pages=2)
     for row in range(3):
-        placement = Placement(row, 0, pool.acquire([0]))
-        backend.execute(table.ops_to_map(placement, Access.READ_WRITE))
-        table.note_mapped(placement, Access.READ_WRITE)
-        pool.disown(placement.extents)
+        extents = pool.acquire([0])
+        table.map(row, 0, extents)
+        pool.disown(extents)
     fence = pool.reclaimer.new_fence()
     taken = [
         RetiredMapping(table.page_address(row, 0), table.rows[row].mappings.popleft().extent)
@@ -217,38 +215,6 @@ def test_failed_unmap_keeps_the_books(
     assert 3 * PAGE == pool.stats().free_bytes
 
 
-def test_failed_release_while_reclaiming_is_tried_again(
-    host: HostBackend, make_pool: MakePool
-) -> None:
-    """With a watermark of zero, unmapping releases handles at once; that one fails is no matter."""
-    backend = FaultInjectingBackend(host)
-    pool = make_pool(16, backend, keep_free_bytes=0)
-    table = _table(pool, 0, 0, 0)
-    _retire_all(table)
-    backend.arm(2)  # The unmap is the first call.
-    assert 3 * PAGE == pool.reclaimer.poll()
-    assert "mem_release" == backend.failed_call
-    backend.arm(0)
-    check_pool(pool)
-    pool.trim()
-    assert [] == pool.extents()
-
-
-def test_giving_back_cannot_fail(host: HostBackend, make_pool: MakePool) -> None:
-    """What the driver does not take is free, and goes with what is given back next."""
-    backend = FaultInjectingBackend(host)
-    pool = make_pool(16, backend, keep_free_bytes=0)
-    extents = pool.acquire([0, 0, 0])
-    backend.arm(1)
-    pool.disown(extents[:2])
-    assert "mem_release" == backend.failed_call
-    assert 2 * PAGE == pool.stats().free_bytes
-    check_pool(pool)
-    pool.disown(extents[2:])
-    assert 0 == pool.stats().created_bytes
-    check_pool(pool)
-
-
 def test_failed_free_of_a_reservation_can_be_repeated(
     host: HostBackend, make_pool: MakePool
 ) -> None:
@@ -263,6 +229,6 @@ def test_failed_free_of_a_reservation_can_be_repeated(
     with pytest.raises(DriverError, match="address_free"):
         pool.reclaimer.free_idle_reservations()
     backend.arm(0)
-    assert (1, 1) == (pool.reclaimer.num_idle_reservations, host.usage().num_reservations)
+    assert (1, 1) == (len(pool.reclaimer.idle_reservations), host.usage().num_reservations)
     pool.reclaimer.free_idle_reservations()
     assert 0 == host.usage().num_reservations

@@ -8,8 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from vmkv import ConfigError, ExtentPool, HostBackend
-from vmkv.core.backend import Access
-from vmkv.core.memory import Extent, PageTable, Placement, Scrub
+from vmkv.core.memory import Extent, PageTable, Scrub
 from vmkv.errors import DriverError
 from vmkv.testing import FaultInjectingBackend, read_bytes, write_bytes
 from vmkv.units import Handle, KiB
@@ -76,9 +75,7 @@ def _mapped(pool: ExtentPool) -> tuple[PageTable, list[Extent]]:
     """Two extents of one page and of two, mapped one after the other, owned."""
     table = PageTable(pool, 1, 4)
     extents = pool.acquire([0, 1])
-    placement = Placement(0, 0, extents)
-    pool.backend.execute(table.ops_to_map(placement, Access.READ_WRITE))
-    table.note_mapped(placement, Access.READ_WRITE)
+    table.map(0, 0, extents)
     return table, extents
 
 

@@ -40,7 +40,6 @@ def make_shelf(host: HostBackend) -> MakeShelf:
             PAGE,
             3,
             budget_pages * PAGE,
-            is_shareable=False,
             on_pressure=on_pressure,
             retired_bytes=lambda _: 0,
         )

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from vmkv import Engine, ExtentPool, HostBackend, SamplingParams
-from vmkv.serve.planning import PreemptionCosts
+from vmkv.serve.scheduler import PreemptionCosts
 from vmkv.units import KiB, MiB
 
 pytestmark = [pytest.mark.real_weights, pytest.mark.slow]

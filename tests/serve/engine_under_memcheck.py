@@ -15,7 +15,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from vmkv import Engine, SamplingParams
-from vmkv.serve.planning import PreemptionCosts
+from vmkv.serve.scheduler import PreemptionCosts
 
 
 def make_model(device: str) -> LlamaForCausalLM:

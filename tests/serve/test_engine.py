@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from helpers.reference_backend import ReferenceBackend
 from helpers.tiny_models import VOCABULARY, tiny_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -17,9 +18,8 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
 from vmkv import ClosedError, ConfigError, OutOfPagesError
-from vmkv.attention.sdpa import ReferenceBackend
 from vmkv.serve import Engine, FinishReason, SamplingParams
-from vmkv.serve.observer import RequestRecord, StepRecord
+from vmkv.serve.observer import Event, FirstToken, Idle, StepRecord
 from vmkv.serve.runner import RunnerOptions
 from vmkv.units import KiB
 
@@ -270,18 +270,13 @@ class Seen:
     num_prefill_tokens = 0
     num_idle = 0
 
-    def request_added(self, request_id: int, num_prompt_tokens: int) -> None: ...
-
-    def first_token(self, request_id: int, wait_s: float) -> None:
-        assert wait_s >= 0
-
-    def request_finished(self, request: RequestRecord) -> None: ...
-
-    def step_finished(self, step: StepRecord, cache: object) -> None:
-        self.num_prefill_tokens += step.num_prefill_tokens
-
-    def idle(self, cache: object) -> None:
-        self.num_idle += 1
+    def on(self, event: Event, cache: object) -> None:
+        if isinstance(event, FirstToken):
+            assert event.wait_s >= 0
+        elif isinstance(event, StepRecord):
+            self.num_prefill_tokens += event.num_prefill_tokens
+        elif isinstance(event, Idle):
+            self.num_idle += 1
 
 
 @pytest.mark.slow

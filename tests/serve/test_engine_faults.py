@@ -22,8 +22,8 @@ from helpers.tiny_models import VOCABULARY, tiny_model
 from vmkv import HostBackend
 from vmkv.errors import ConfigError, DriverError
 from vmkv.serve import Engine, FinishReason, SamplingParams
-from vmkv.serve.planning import PreemptionCosts
 from vmkv.serve.runner import PendingTokens
+from vmkv.serve.scheduler import PreemptionCosts
 from vmkv.testing.faults import FaultInjectingBackend
 from vmkv.units import KiB, MiB
 
@@ -387,7 +387,7 @@ def test_who_cannot_be_closed_costs_nobody_a_token(
 
     def fail() -> None:
         """While nothing else runs that a fault could strike."""
-        if engine._view._ending:
+        if engine._view.ending:
             backend.arm(1 if next(failures, None) is not None else 0)
         close_ended()
 

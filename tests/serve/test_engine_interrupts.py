@@ -6,17 +6,19 @@ Deterministic: the time is a number of calls and of bytecodes. By default a few 
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from helpers.engine_play import EnginePlay, Shape
 from helpers.interrupts import interrupted
 from helpers.tiny_models import VOCABULARY
 
 from vmkv.serve import Engine, RequestHandle, SamplingParams
-from vmkv.serve.planning import PreemptionCosts
+from vmkv.serve.scheduler import PreemptionCosts
 from vmkv.units import KiB, MiB
 
 _NUM_INTERRUPTS = int(os.environ.get("VMKV_INTERRUPTS", "40"))
@@ -91,3 +93,51 @@ def test_an_engine_can_be_interrupted_anywhere(
         assert not engine._handles
     [output] = engine.generate([prompts[0]], params[0])
     assert wanted[0] == [list(each.token_ids) for each in output.outputs]
+
+
+_ASKED = SamplingParams(temperature=0, max_tokens=2, n=2, ignore_eos=True)
+
+
+@pytest.mark.parametrize(
+    ("call", "names"),
+    [
+        ("add", ("add", "_add_sample", "_follow")),
+        ("generate", ("_add_to",)),
+        ("cancel", ("cancel", "end")),
+        ("finish", ("finish", "end")),
+        ("cancel_all", ("cancel_all", "end_all", "end")),
+        ("close", ("close", "cancel_all")),
+    ],
+)
+def test_an_interrupted_call_between_steps_is_whole(call: str, names: tuple[str, ...]) -> None:
+    """At each offset of it: every request has its handle, and none is left half ended."""
+    for at in itertools.count():
+        play = EnginePlay(Shape())
+        engine = play.engine
+        handle = engine.add([1] * 40, _ASKED)
+        engine.step()
+        calls: dict[str, Callable[[], object]] = {
+            "add": lambda engine=engine: engine.add([3], _ASKED),
+            "generate": lambda engine=engine: engine.generate([[3], [4]], _ASKED),
+            "cancel": handle.cancel,
+            "finish": lambda engine=engine, handle=handle: engine.finish(handle, 0),
+            "cancel_all": lambda engine=engine: engine.cancel_all(ValueError()),
+            "close": engine.close,
+        }
+        is_sent, is_interrupted = interrupted(calls[call], at, names=names)
+        assert is_sent == is_interrupted
+        if call == "close":
+            engine.close()
+            assert 0 == play.pool.stats().resident_bytes
+            play.abandon()
+        else:
+            assert set(engine._scheduler.requests) == set(engine._handles)
+            assert call != "generate" or set(engine._handles) <= {0, 1}
+            engine.cache.check()
+            engine._scheduler.check()
+            engine.cancel_all()
+            engine.step()
+            assert 0 == engine.cache.stats().num_sequences
+            play.close()
+        if not is_sent:
+            break

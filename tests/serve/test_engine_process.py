@@ -25,10 +25,17 @@ from helpers.serving import tiny_llama, tiny_tokenizer
 from vmkv import ClosedError, ConfigError, OutOfPagesError
 from vmkv.serve import AsyncEngine, Engine, RequestOutput, SamplingParams, joined
 from vmkv.serve.engine_loop import Add, News, Stop, Update
-from vmkv.serve.observer import EngineObserver, StepRecord
+from vmkv.serve.observer import (
+    EVENTS,
+    EngineObserver,
+    Event,
+    Idle,
+    Observers,
+    RequestAdded,
+    RequestRecord,
+)
 from vmkv.serve.process import EngineProcess, remote
-from vmkv.serve.process.encoding import Failed, Unpacker, packed
-from vmkv.serve.process.host import Relay
+from vmkv.serve.process.host import Failed, Relay, Unpacker, packed
 
 MakeEngine = Callable[..., Engine]
 #: Only ever reached by a test that fails.
@@ -47,41 +54,19 @@ class Heard:
     """An observer that keeps what it is told."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[str, Any]] = []
+        self.events: list[Event] = []
         self.finished = threading.Semaphore(0)
         self.is_idle = threading.Event()
         self.idle_stats: Any = None
 
-    def request_added(self, request_id: int, num_prompt_tokens: int) -> None:
-        self.calls.append(("added", (request_id, num_prompt_tokens)))
-
-    def first_token(self, request_id: int, wait_s: float) -> None:
-        self.calls.append(("first", (request_id, wait_s)))
-
-    def request_finished(self, request: Any) -> None:
-        self.calls.append(("finished", request))
-        self.finished.release()
-
-    def step_finished(self, step: StepRecord, cache: Any) -> None:
-        self.calls.append(("step", step))
-
-    def idle(self, cache: Any) -> None:
-        self.idle_stats = cache.stats()
-        self.is_idle.set()
-
-
-class Both:
-    """Tells two observers, in the same order."""
-
-    def __init__(self, *observers: Any):
-        self._observers = observers
-
-    def __getattr__(self, name: str) -> Any:
-        def tell(*arguments: Any) -> None:
-            for each in self._observers:
-                getattr(each, name)(*arguments)
-
-        return tell
+    def on(self, event: Event, cache: Any) -> None:
+        if isinstance(event, Idle):
+            self.idle_stats = cache.stats()
+            self.is_idle.set()
+            return
+        self.events.append(event)
+        if isinstance(event, RequestRecord):
+            self.finished.release()
 
 
 def test_outputs_are_those_of_an_engine_in_a_thread(make_engine: MakeEngine) -> None:
@@ -111,7 +96,7 @@ def test_outputs_are_those_of_an_engine_in_a_thread(make_engine: MakeEngine) -> 
 def test_who_does_not_read_holds_the_engine_up_in_nothing(make_engine: MakeEngine) -> None:
     """While the asking side does something else the engine ends what it has, and all is there."""
     heard, relay = Heard(), Relay()
-    engine = make_engine(observer=Both(heard, relay), max_num_seqs=16)
+    engine = make_engine(observer=Observers([heard, relay]), max_num_seqs=16)
     draw = random.Random(0)
     prompts = [[draw.randrange(3, 90) for _ in range(8)] for _ in range(24)]
     # Far more than the sockets hold.
@@ -120,7 +105,7 @@ def test_who_does_not_read_holds_the_engine_up_in_nothing(make_engine: MakeEngin
     async def main() -> list[list[RequestOutput]]:
         it = hosted(engine, relay, Heard())
         tasks = [asyncio.create_task(outputs(it.stream(prompt, params))) for prompt in prompts]
-        while sum(what == "added" for what, _ in heard.calls) < len(prompts):
+        while sum(isinstance(each, RequestAdded) for each in heard.events) < len(prompts):
             await asyncio.sleep(0)
         for _ in prompts:  # In the event loop's thread: nobody reads meanwhile.
             assert heard.finished.acquire(timeout=PATIENCE_S)
@@ -140,7 +125,7 @@ def test_observers_hear_here_what_happens_there(make_engine: MakeEngine) -> None
     there, here, relay = Heard(), Heard(), Relay()
 
     async def main() -> None:
-        it = hosted(make_engine(observer=Both(there, relay)), relay, here)
+        it = hosted(make_engine(observer=Observers([there, relay])), relay, here)
         await outputs(it.stream([1, 2, 3], SamplingParams(max_tokens=5)))
         while not here.is_idle.is_set():
             await asyncio.sleep(0)
@@ -148,8 +133,8 @@ def test_observers_hear_here_what_happens_there(make_engine: MakeEngine) -> None
         await it.shutdown()
 
     run(main())
-    assert {what for what, _ in here.calls} == {"added", "first", "finished", "step"}
-    assert here.calls == there.calls
+    assert {type(each) for each in here.events} == set(EVENTS.values()) - {Idle}
+    assert here.events == there.events
     assert here.idle_stats.num_prefix_misses == 1
 
 
@@ -170,8 +155,8 @@ def test_an_engine_ends_with_who_asked(make_engine: MakeEngine) -> None:
             await outputs(it.stream([1, 2], None))
 
     run(main())
-    assert not heard.calls
-    [record] = [what for kind, what in watch.calls if kind == "finished"]
+    assert not heard.events
+    [record] = [each for each in watch.events if isinstance(each, RequestRecord)]
     assert record.finish_reason == "cancelled"
     with pytest.raises(ClosedError):
         engine.add([1, 2])
@@ -287,7 +272,7 @@ def test_a_process_of_its_own() -> None:
             assert before == await answers()
 
     run(main())
-    assert sum(what == "finished" for what, _ in heard.calls) == 8
+    assert sum(isinstance(each, RequestRecord) for each in heard.events) == 8
     assert not engine._process.is_alive()
     with pytest.raises(ConfigError, match="max_tokens"):
         EngineProcess(functools.partial(_tiny_engine, -1))

@@ -21,7 +21,7 @@ from vmkv.cli.arguments import Commands
 from vmkv.serve import AsyncEngine, Engine, RequestOutput, SamplingParams, joined
 from vmkv.serve import engine as engine_module
 from vmkv.serve.engine_loop import Cancel
-from vmkv.serve.observer import RequestRecord, StepRecord
+from vmkv.serve.observer import Event, Idle, RequestAdded
 from vmkv.testing.faults import FaultInjectingBackend
 from vmkv.units import GiB, Handle, KiB
 
@@ -175,18 +175,12 @@ class Watch:
         self.is_idle = threading.Event()
         self.num_idle = 0
 
-    def request_added(self, request_id: int, num_prompt_tokens: int) -> None:
-        self.is_idle.clear()
-
-    def first_token(self, request_id: int, wait_s: float) -> None: ...
-
-    def request_finished(self, request: RequestRecord) -> None: ...
-
-    def step_finished(self, step: StepRecord, cache: object) -> None: ...
-
-    def idle(self, cache: object) -> None:
-        self.num_idle += 1
-        self.is_idle.set()
+    def on(self, event: Event, cache: object) -> None:
+        if isinstance(event, RequestAdded):
+            self.is_idle.clear()
+        elif isinstance(event, Idle):
+            self.num_idle += 1
+            self.is_idle.set()
 
     async def wait(self) -> None:
         assert await asyncio.to_thread(self.is_idle.wait, PATIENCE_S)
@@ -221,7 +215,7 @@ def run(main: Any) -> Any:
 
 async def shut_down(engine: AsyncEngine) -> None:
     await asyncio.wait_for(engine.shutdown(), PATIENCE_S)
-    assert not engine.is_running
+    assert engine.failure is not None
 
 
 def test_an_idle_thread_never_wakes_up(

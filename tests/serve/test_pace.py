@@ -14,7 +14,7 @@ import pytest
 
 from vmkv.serve import Engine, FinishReason, SamplingParams
 from vmkv.serve.engine_loop import Add, Cancel, Command, EngineLoop, News, Stop
-from vmkv.serve.observer import StepRecord
+from vmkv.serve.observer import Event, StepRecord
 from vmkv.serve.runner import PendingStep, StepResult
 from vmkv.serve.step_loop import Pace, StepLoop, SubmittedStep
 from vmkv.step import Piece
@@ -437,13 +437,9 @@ class Steps:
     def __init__(self) -> None:
         self.num_prompt_tokens: list[int] = []
 
-    def step_finished(self, step: StepRecord, cache: object) -> None:
-        self.num_prompt_tokens.append(step.num_prefill_tokens)
-
-    def request_added(self, request_id: int, num_prompt_tokens: int) -> None: ...
-    def first_token(self, request_id: int, wait_s: float) -> None: ...
-    def request_finished(self, request: object) -> None: ...
-    def idle(self, cache: object) -> None: ...
+    def on(self, event: Event, cache: object) -> None:
+        if isinstance(event, StepRecord):
+            self.num_prompt_tokens.append(event.num_prefill_tokens)
 
 
 def test_who_comes_while_a_step_runs_is_in_the_next(

@@ -29,13 +29,14 @@ from vmkv.core.cache import KVCache
 from vmkv.core.cache import Sequence as Row
 from vmkv.errors import ClosedError, ConfigError
 from vmkv.hf import compat
+from vmkv.serve.memory_view import fit_budget
 from vmkv.serve.params import SamplingParams
 from vmkv.serve.runner import ModelRunner, RunnerOptions
-from vmkv.serve.served_rows import fit_budget
 from vmkv.step import Piece
 from vmkv.step.compiled_layers import decoder_layers
-from vmkv.step.decode_graphs import batch_buckets, length_buckets
+from vmkv.step.graphs import batch_buckets, length_buckets
 from vmkv.step.mixed_graphs import TILE_TOKENS, decode_widths, token_buckets
+from vmkv.step.mixed_graphs import _places as places_of
 from vmkv.step.warm_up import CompileCache, progress
 
 MODELS = ("llama", "mistral", "qwen3", "gemma3", "gpt_oss", "mixtral")
@@ -283,7 +284,7 @@ def test_every_step_has_the_smallest_bucket_that_takes_it() -> None:
             assert all(num_tiles >= each.num_tiles - 1 for each in smaller)
             assert total <= bucket.num_tokens
             assert num_decode <= bucket.num_decode
-            places = graphs._places(bucket)
+            places = places_of(bucket, 20)
             flat = graphs.fill(bucket, chunks).tolist()
             starts, rows = flat[places.starts], flat[places.rows]
             assert starts == sorted(starts)

@@ -12,7 +12,7 @@ from helpers import families
 from helpers.tiny_models import tiny_model
 
 from vmkv import ConfigError, Engine, SamplingParams
-from vmkv.hf.defaults import default_max_tokens
+from vmkv.hf.configuration import default_max_tokens
 from vmkv.units import MiB
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10)

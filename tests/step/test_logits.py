@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from vmkv.step.logits import likeliest
+from vmkv.step.piece import likeliest
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 COLUMNS = 192

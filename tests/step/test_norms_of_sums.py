@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import vmkv.serve.parallel.collectives  # registers operators
-from vmkv.step import norms_of_sums
+from vmkv.step import graph_passes
 
 Tensor = torch.Tensor
 Norm = Callable[[Tensor, Tensor], Tensor]
@@ -55,7 +55,7 @@ def _taken_in(layer: Callable[..., Any], *inputs: Tensor) -> tuple[int, list[str
     nodes: list[str] = []
 
     def backend(module: torch.fx.GraphModule, _: Any) -> Any:
-        counts.append(norms_of_sums.take_in(module))
+        counts.append(graph_passes.take_in_sums(module))
         called = [each for each in module.graph.nodes if each.op.startswith("call_")]
         nodes.extend(str(each.target) for each in called)
         return module.forward

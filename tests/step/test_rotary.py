@@ -11,10 +11,10 @@ import torch
 from helpers.tiny_models import tiny_model
 
 import vmkv.serve.parallel.collectives
-import vmkv.step.operator  # noqa: F401  # both register operators
+import vmkv.step.row_attention  # noqa: F401  # both register operators
 from vmkv import Engine, SamplingParams
 from vmkv.serve.runner import RunnerOptions
-from vmkv.step import rotary
+from vmkv.step import graph_passes
 
 Tensor = torch.Tensor
 COMPILED = RunnerOptions(compile_layers=True, compile_backend="eager", show_progress=False)
@@ -54,7 +54,7 @@ def _handed_over(layer: Callable[..., Tensor], *inputs: Tensor) -> int:
     counts: list[int] = []
 
     def backend(module: torch.fx.GraphModule, _: Any) -> Any:
-        counts.append(rotary.take_out(module))
+        counts.append(graph_passes.take_out_rotary(module))
         return lambda *_: (torch.zeros(1),)  # Only the graph is looked at.
 
     torch._dynamo.reset()
@@ -103,7 +103,7 @@ def test_what_has_no_users_and_changes_its_argument_stays() -> None:
         return torch.ops.vmkv.attend_rows(*turned, key, place, None, 1.0, 0, 0.0)
 
     def backend(module: torch.fx.GraphModule, _: Any) -> Any:
-        assert rotary.take_out(module)
+        assert graph_passes.take_out_rotary(module)
         kept.append([str(each.target) for each in module.graph.nodes if each.op != "placeholder"])
         return lambda *_: (torch.zeros(1),)  # Only the graph is looked at.
 
@@ -118,7 +118,7 @@ def test_what_is_handed_over_is_turned_as_models_do() -> None:
     """Bit by bit, where no kernel does it."""
     x, cos, sin = torch.rand(1, 4, 5, 8), torch.rand(1, 5, 8), torch.rand(1, 5, 8)
     expected = _as_models_do(x, cos, sin)[0].transpose(0, 1)
-    assert torch.equal(expected, rotary.turned(x[0].transpose(0, 1), cos[0], sin[0]))
+    assert torch.equal(expected, graph_passes.turned(x[0].transpose(0, 1), cos[0], sin[0]))
 
 
 @pytest.mark.parametrize(
@@ -127,8 +127,8 @@ def test_what_is_handed_over_is_turned_as_models_do() -> None:
 def test_families(monkeypatch: pytest.MonkeyPatch, name: str, *, is_usual: bool) -> None:
     """Those of the usual form hand over; all say what they say without a compiler."""
     counts: list[int] = []
-    own = rotary.take_out
-    monkeypatch.setattr(rotary, "take_out", lambda module: counts.append(own(module)))
+    own = graph_passes.take_out_rotary
+    monkeypatch.setattr(graph_passes, "take_out_rotary", lambda module: counts.append(own(module)))
     said = []
     for options in (
         {"runner": "eager"},

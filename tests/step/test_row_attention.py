@@ -13,15 +13,15 @@ from collections.abc import Iterator
 import pytest
 import torch
 from helpers.mixing import BACKENDS
+from helpers.reference_backend import ReferenceBackend
 
 import vmkv.step.row_attention as row_attention
 from vmkv import HostBackend
-from vmkv.attention import AttentionBackend, register
-from vmkv.attention.sdpa import ReferenceBackend
+from vmkv.attention import AttentionBackend, AttentionSpec, Call, register
 from vmkv.core.cache import KVCache
 from vmkv.step import Piece
 from vmkv.step.piece import pack, packing_order
-from vmkv.step.row_attention import RowAttention, row_capacities
+from vmkv.step.row_attention import LayerCall, RowAttention, row_capacities
 
 HEADS, KV_HEADS, DIM, LAYERS = 4, 2, 16, (None, 24)
 SCALE = DIM**-0.5
@@ -68,19 +68,12 @@ def attended(
             torch.randn(total, count, DIM).transpose(0, 1)[None]
             for count in (HEADS, KV_HEADS, KV_HEADS)
         )
-        out = attention.attend(
-            layer, query, key, value, scale=SCALE, window=None, softcap=0.0, sinks=None
-        )
+        out = attention.attend(layer, LayerCall(query, key, value, SCALE))
         got.append(out[0])
         batch = step.everything[keys.shape[1]]
         exact.append(
-            ReferenceBackend(torch.float64).forward(
-                query[0].transpose(0, 1),
-                keys,
-                values,
-                batch,
-                scale=SCALE,
-                window=window,
+            ReferenceBackend(torch.float64).attend(
+                Call(query[0].transpose(0, 1), keys, values, batch, SCALE, window)
             )
         )
     attention.close()
@@ -121,40 +114,19 @@ def test_a_step_is_one_launch_or_one_for_each_kind(
         assert watched.written == (len(expected) * len(LAYERS) if is_in_parts else 0), names
 
 
-def test_backends_of_others_are_told_no_more_than_their_protocol_has(
-    cache: KVCache,
-) -> None:
-    """Nor are they asked whether they mix."""
+def test_a_backend_of_a_user_needs_two_methods(cache: KVCache) -> None:
+    """It is asked for neither an over-read nor whether it mixes."""
 
-    class Plain:
+    class Plain(AttentionBackend):
         name = "plain"
 
-        def overread_tokens(self, k_dim, v_dim=None, kv_dtype=None) -> int:
-            return 0
-
-        def why_not(self, spec) -> None:
+        def why_not(self, spec: AttentionSpec) -> None:
             return None
 
-        def forward(
-            self,
-            query,
-            keys,
-            values,
-            batch,
-            *,
-            scale,
-            causal=True,
-            window=None,
-            softcap=0.0,
-            sinks=None,
-            scales=None,
-        ) -> torch.Tensor:
-            return ReferenceBackend().forward(
-                query, keys, values, batch, scale=scale, causal=causal, window=window
-            )
+        def attend(self, call: Call) -> torch.Tensor:
+            return ReferenceBackend().attend(call)
 
-    backend: AttentionBackend = Plain()
-    register("plain", lambda: backend)
+    register("plain", Plain)
     got, exact = attended(cache, "plain", [(40, 1), (0, 30), (33, 21)])
     for ours, right in zip(got, exact, strict=True):
         torch.testing.assert_close(ours, right, rtol=1e-4, atol=1e-5)

@@ -21,9 +21,9 @@ import vmkv
 from vmkv import ConfigError, KVCache, Sequence
 from vmkv.hf import compat, proof
 from vmkv.hf.attention import attending_in_place
+from vmkv.hf.configuration import layer_kinds
 from vmkv.hf.proof import prove
 from vmkv.hf.store import Settings, Store
-from vmkv.hf.unservable import layer_kinds
 from vmkv.step import Piece, Stepper
 from vmkv.step.piece import packing_order
 

@@ -1,20 +1,21 @@
 """Attention over rows: one protocol, several stock kernels, no block table.
 
-base        the protocol, the ragged batch of a step, the description of a layer registry
-selection of the backend that serves a layer append      write a step's keys and values into their
-rows flash2, flash3, torch_flash, sdpa    the backends, imported when first used
+base        a kernel's protocol, the call that it gets, the batch of a step, a layer's description
+registry    selection of the backend that serves a layer
+append      write a step's keys and values into their rows
+flash2, flash3, torch_flash, sdpa    the backends, imported when first used
 
   backend = select(AttentionSpec("cuda", torch.bfloat16, 32, 8, 128, 128))
   batch = AttentionBatch.build(rows, lengths, queries, row_tokens=..., device="cuda")
   append(key, value, keys, values, batch)
-  out = backend.forward(query, keys, values, batch, scale=128**-0.5)
+  out = backend.attend(Call(query, keys, values, batch, scale=128**-0.5))
 """
 
 from .append import append as append
-from .base import AppendingBackend as AppendingBackend
 from .base import AttentionBackend as AttentionBackend
 from .base import AttentionBatch as AttentionBatch
 from .base import AttentionSpec as AttentionSpec
+from .base import Call as Call
 from .base import Span as Span
 from .registry import backend_names as backend_names
 from .registry import get as get
@@ -23,10 +24,10 @@ from .registry import select as select
 from .registry import why_not as why_not
 
 __all__ = [
-    "AppendingBackend",
     "AttentionBackend",
     "AttentionBatch",
     "AttentionSpec",
+    "Call",
     "Span",
     "append",
     "backend_names",

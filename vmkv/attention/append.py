@@ -12,13 +12,15 @@ See DESIGN.md, Note [Writes are one launch].
 from __future__ import annotations
 
 import functools
+import operator
 from struct import Struct
+from typing import NamedTuple
 
 import torch
 
 from ..core.cache.fp8 import FP8, Scales, encode
 from ..errors import ConfigError
-from .base import AttentionBatch, check_rows, check_scales, flat
+from .base import AttentionBatch, check_new, check_rows, check_scales, flat
 from .nvrtc import FORMATS, NUMBERS, Kernel, compiled, launch
 
 # ---- append cuda ---------------------------------------------------------------------------------
@@ -113,22 +115,23 @@ extern "C" __global__ void append(
 """
 
 
+class Place(NamedTuple):
+    """Addresses of row 0, token 0 of a layer's rows, their strides, and the stored format."""
+
+    keys_address: int
+    values_address: int
+    row_stride_bytes: int
+    token_stride_bytes: int
+    stored: torch.dtype
+    scales: Scales | None = None
+
+
 def append_uniform(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    keys_address: int,
-    values_address: int,
-    row_stride_bytes: int,
-    token_stride_bytes: int,
-    first_position: int,
-    stream: int,
-    stored: torch.dtype | None = None,
-    scales: Scales | None = None,
+    key: torch.Tensor, value: torch.Tensor, place: Place, first_position: int, stream: int
 ) -> None:
     """Write `key [B, H, T, Dk]` and `value [B, H, T, Dv]` at `first_position` of rows 0, 1, 2 ….
 
-    Addresses are those of row 0, token 0 of the layer; `stored` is the rows' dtype, None for the
-    dtype of `key`. Nothing is checked; 5 us of host time.
+    Nothing is checked; 5 us of host time.
     """
     batch_size, k_heads, num_tokens, k_dim = key.shape
     v_heads, v_dim = value.shape[1], value.shape[3]
@@ -138,19 +141,9 @@ def append_uniform(
     kb, kh, kt, kd = key.stride()
     vb, vh, vt, vd = value.stride()
     if kd != 1 or vd != 1:
-        append_uniform(
-            key.contiguous(),
-            value.contiguous(),
-            keys_address,
-            values_address,
-            row_stride_bytes,
-            token_stride_bytes,
-            first_position,
-            stream,
-            stored,
-            scales,
-        )
+        append_uniform(key.contiguous(), value.contiguous(), place, first_position, stream)
         return
+    stored_item = place.stored.itemsize
     words = (
         key.data_ptr(),
         kb * item,
@@ -160,33 +153,28 @@ def append_uniform(
         vb * item,
         vt * item,
         vh * item,
-        keys_address,
-        values_address,
-        row_stride_bytes,
-        token_stride_bytes,
+        *place[:4],
         k_heads,
-        k_dim * (1 if stored == FP8 else item),
+        k_dim * stored_item,
         v_heads,
-        v_dim * (1 if stored == FP8 else item),
+        v_dim * stored_item,
         num_tokens,
         first_position,
         0,
         0,
         0,
-        *inverses(scales),
+        *inverses(place.scales),
     )
-    dtype = key.dtype if stored == FP8 else None
+    dtype = key.dtype if place.stored == FP8 else None
     _launch(key.device.index, words, batch_size * num_tokens, stream, dtype)
 
 
-def append_ragged(
+def _append_ragged(
     key: torch.Tensor,
     value: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    row_indices: torch.Tensor,
-    num_tokens: torch.Tensor,
-    query_starts: torch.Tensor,
+    batch: AttentionBatch,
     scales: Scales | None,
 ) -> None:
     """Write packed tokens into their rows; `append` has checked the arguments."""
@@ -210,11 +198,11 @@ def append_ragged(
         key.shape[2] * stored_item,
         value.shape[1],
         value.shape[2] * stored_item,
-        row_indices.shape[0],
+        batch.batch_size,
         0,
-        row_indices.data_ptr(),
-        num_tokens.data_ptr(),
-        query_starts.data_ptr(),
+        batch.row_indices.data_ptr(),
+        batch.num_tokens.data_ptr(),
+        batch.query_starts.data_ptr(),
         *inverses(scales),
     )
     index = key.device.index
@@ -226,16 +214,13 @@ def encoded(query: torch.Tensor) -> torch.Tensor:
     """Return `query [T, H, D]` as float8, contiguous; the append kernel encodes it."""
     out = torch.empty(query.shape, dtype=FP8, device=query.device)
     index, (_, num_heads, dim) = query.device.index, query.shape
+    place = Place(out.data_ptr(), out.data_ptr(), 0, num_heads * dim, FP8)
     append_uniform(
         query.transpose(0, 1)[None],
         query[:, :0].transpose(0, 1)[None],
-        out.data_ptr(),
-        out.data_ptr(),
-        0,
-        num_heads * dim,
+        place,
         0,
         torch._C._cuda_getCurrentRawStream(index),
-        FP8,
     )
     return out
 
@@ -255,21 +240,18 @@ def _launch(
     encodes: torch.dtype | None,
 ) -> None:
     """Launch the copying variant, or the one that encodes numbers of type `encodes`."""
-    if encodes is not None:
-        # `count` numbers must be aligned both as source numbers and as stored bytes.
+    # A thread handles as many bytes or numbers at once as every address, stride and size is a
+    # multiple of; numbers must be aligned both as source numbers and as stored bytes.
+    source = functools.reduce(operator.or_, words[:8])
+    target = functools.reduce(operator.or_, (*words[8:12], words[13], words[15]))
+    if encodes is None:
+        joined = source | target
+        kernel = _kernel(device_index, min(16, joined & -joined))
+    else:
         item = encodes.itemsize
-        source = words[0] | words[1] | words[2] | words[3] | words[4] | words[5] | words[6]
-        source |= words[7]
-        target = words[8] | words[9] | words[10] | words[11] | words[13] | words[15]
         count = min(16 // item, (source & -source) // item, target & -target)
         kernel = _encoding_kernel(device_index, encodes, count)
-        launch(kernel, num_blocks, _THREADS, stream, _WORDS.pack(*words))
-        return
-    # Every address, stride and size must be a multiple of the bytes that a thread copies at once.
-    joined = words[0] | words[1] | words[2] | words[3] | words[4] | words[5] | words[6] | words[7]
-    joined |= words[8] | words[9] | words[10] | words[11] | words[13] | words[15]
-    vector_bytes = min(16, joined & -joined)
-    launch(_kernel(device_index, vector_bytes), num_blocks, _THREADS, stream, _WORDS.pack(*words))
+    launch(kernel, num_blocks, _THREADS, stream, _WORDS.pack(*words))
 
 
 @functools.cache
@@ -335,32 +317,25 @@ def append(
     Cost: one launch on CUDA; elsewhere two operations, and a few per batch. Ordering: on the
     current stream, before any attention launched on it later.
     """
-    for new, view, what in ((key, keys, "keys"), (value, values, "values")):
-        if view.ndim != 4 or new.ndim != 3 or new.shape[1:] != view.shape[2:]:
-            raise ConfigError(
-                f"new {what} {tuple(new.shape)} do not fit the view {tuple(view.shape)}"
-            )
-        if view.dtype not in (new.dtype, FP8) or new.device != view.device:
-            raise ConfigError(
-                f"new {what} are {new.dtype} on {new.device}, "
-                f"the view is {view.dtype} on {view.device}"
-            )
-        check_rows(view, batch.row_tokens)
-    if key.shape[0] != value.shape[0]:
-        raise ConfigError(f"{key.shape[0]} new keys but {value.shape[0]} new values")
+    check_new(key, value, keys, values)
+    check_rows(keys, batch.row_tokens)
+    check_rows(values, batch.row_tokens)
     if scales is not None:
         check_scales(scales, keys)
+    write(key, value, keys, values, batch, scales)
+
+
+def write(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    batch: AttentionBatch,
+    scales: Scales | None,
+) -> None:
+    """Append as `append`, without checks."""
     if key.is_cuda:
-        append_ragged(
-            key,
-            value,
-            keys,
-            values,
-            batch.row_indices,
-            batch.num_tokens,
-            batch.query_starts,
-            scales,
-        )
+        _append_ragged(key, value, keys, values, batch, scales)
     else:
         positions = batch.flat_positions
         if positions.numel() and int(positions.min()) < 0:

@@ -22,7 +22,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 import torch
 
@@ -68,6 +68,7 @@ class AttentionBatch:
         max_num_tokens: Upper bound of `num_tokens`; kernels choose their grid by it.
         row_tokens: Capacity of a row, the views' second dimension.
         left_pad: `[B] int32`, leading tokens of each row that are not attended to, or None.
+        past_tokens: `[B] int32`, `tokens_before` if known; None to compute it when needed.
     """
 
     row_indices: torch.Tensor
@@ -77,6 +78,7 @@ class AttentionBatch:
     max_num_tokens: int
     row_tokens: int
     left_pad: torch.Tensor | None = None
+    past_tokens: torch.Tensor | None = None
 
     @classmethod
     def build(
@@ -134,8 +136,7 @@ class AttentionBatch:
             row_tokens=row_tokens,
         )
         # Fill the cached property, so that it need not read from the device later.
-        columns = zip(rows, starts, starts[1:], num_tokens, pads, strict=False)
-        vars(batch)["spans"] = tuple(Span(*column) for column in columns)
+        vars(batch)["spans"] = tuple(map(Span, rows, starts, starts[1:], num_tokens, pads))
         return batch
 
     @property
@@ -152,15 +153,8 @@ class AttentionBatch:
         """The batch in host integers: free after `build`, else one device synchronisation."""
         starts = self.query_starts.tolist()
         pads = self.left_pad.tolist() if self.left_pad is not None else [0] * self.batch_size
-        columns = zip(
-            self.row_indices.tolist(),
-            starts,
-            starts[1:],
-            self.num_tokens.tolist(),
-            pads,
-            strict=False,
-        )
-        return tuple(Span(*column) for column in columns)
+        rows, lengths = self.row_indices.tolist(), self.num_tokens.tolist()
+        return tuple(map(Span, rows, starts, starts[1:], lengths, pads))
 
     @cached_property
     def plans(self) -> dict[Hashable, torch.Tensor]:
@@ -170,6 +164,8 @@ class AttentionBatch:
     @cached_property
     def tokens_before(self) -> torch.Tensor:
         """`[B] int32`: keys of each sequence before this step's are appended."""
+        if self.past_tokens is not None:
+            return self.past_tokens
         return self.num_tokens - (self.query_starts[1:] - self.query_starts[:-1])
 
     @cached_property
@@ -236,7 +232,7 @@ def _check_sequence(row: int, tokens: int, queries: int, pad: int, row_tokens: i
         raise ConfigError(f"row {row}: {pad} of {tokens} tokens are padding; one must be real")
 
 
-# ---- base ----------------------------------------------------------------------------------------
+# ---- layer, backend, call ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,36 +291,6 @@ class AttentionSpec:
         """Whether rows hold keys and values as float8."""
         return self.kv_dtype == FP8
 
-    @classmethod
-    def of(
-        cls,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        window: int | None,
-        softcap: float,
-        has_sinks: bool,
-        left_pad: bool = False,
-        kv_dtype: torch.dtype | None = None,
-        max_tokens: int | None = None,
-    ) -> AttentionSpec:
-        """Describe a layer by its `[B, H, T, D]` tensors; `kv_dtype` is the type of its rows."""
-        return cls(
-            device_type=query.device.type,
-            dtype=query.dtype,
-            num_query_heads=query.shape[1],
-            num_kv_heads=key.shape[1],
-            k_dim=key.shape[3],
-            v_dim=value.shape[3],
-            window=window,
-            softcap=softcap,
-            has_sinks=has_sinks,
-            left_pad=left_pad,
-            kv_dtype=kv_dtype,
-            max_tokens=max_tokens,
-        )
-
     def __str__(self) -> str:
         parts = [
             f"{self.dtype} on {self.device_type}",
@@ -341,156 +307,156 @@ class AttentionSpec:
         return ", ".join(parts)
 
 
-@runtime_checkable
-class AttentionBackend(Protocol):
-    """A stock attention kernel behind the call that all of vmkv uses.
+class AttentionBackend(abc.ABC):
+    """An attention kernel; subclass it and `register` the class to plug in one of your own.
 
-    A backend is stateless and shared by all layers. `forward` launches on the current stream and
-    returns without synchronising, unless the backend's docstring says otherwise.
+    A backend is stateless and shared by all layers.
 
     Attributes:
         name: Name in `select(name=...)` and in error messages.
+        appends: Whether `attend` writes `Call.new` into the rows first, in the same launch.
+        reads_new: Whether there is `attend_new`.
     """
 
     name: str
+    appends: bool = False
 
-    def overread_tokens(
-        self, k_dim: int, v_dim: int | None = None, kv_dtype: torch.dtype | None = None
-    ) -> int:
-        """Return the most tokens past a row's length that the kernel may fetch.
+    @property
+    def reads_new(self) -> bool:
+        """Whether there is `attend_new`."""
+        return False
+
+    def overread_tokens(self, spec: AttentionSpec) -> int:
+        """Return the most tokens past a row's length that the kernel may fetch, by default 0.
 
         The cache keeps that many resident before every launch. The kernel multiplies them by a
         weight of zero, so they must be finite, as fresh pages and old keys and values are. 0 means
-        that the kernel predicates every fetch. A `v_dim` of None is `k_dim`; `kv_dtype` as in
-        `AttentionSpec`.
+        that the kernel predicates every fetch.
         """
-        ...
+        return 0
 
+    @abc.abstractmethod
     def why_not(self, spec: AttentionSpec) -> str | None:
         """Return why this backend cannot serve `spec`, in one clause, or None if it can."""
-        ...
 
-    def forward(
-        self,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        batch: AttentionBatch,
-        *,
-        scale: float,
-        causal: bool = True,
-        window: int | None = None,
-        softcap: float = 0.0,
-        sinks: torch.Tensor | None = None,
-        scales: Scales | None = None,
-    ) -> torch.Tensor:
-        """Attend from packed queries to the rows of one layer.
+    def mixes(self, spec: AttentionSpec) -> bool:
+        """Whether one launch for decodes and prompts together is as fast as one for each."""
+        return False
 
-        A sequence's queries are its last tokens, and its keys are already in its row: causality is
+    @abc.abstractmethod
+    def attend(self, call: Call) -> torch.Tensor:
+        """Attend from packed queries to the rows of one layer; `call` has been checked.
+
+        A sequence's queries are its last tokens, and its keys are already in its row (but `new`
+        where the backend `appends`). A query sees its own position and earlier ones: causality is
         aligned at the bottom right. A query that sees no key (a padding token) yields zeros.
 
-        Args:
-            query: `[Tq, Hq, Dk]`, packed by `batch.query_starts`.
-            keys: `[rows, row_tokens, H, Dk]`, a strided view of a cache layer, in the query's dtype
-                or `float8_e4m3fn`; read only.
-            values: `[rows, row_tokens, H, Dv]`, as `keys`.
-            batch: Rows and lengths.
-            scale: Factor of the scores, usually `Dk ** -0.5`.
-            causal: Whether a query sees only its own position and earlier ones.
-            window: As in `AttentionSpec`; needs `causal`.
-            softcap: As in `AttentionSpec`.
-            sinks: `[Hq]`, floating, one logit per query head, or None.
-            scales: Scales of float8 keys and values; None for 1.
-
-        Returns:
-            `[Tq, Hq, Dv]`, a new tensor in the query's dtype, owned by the caller.
-
-        Raises:
-            ConfigError: Shapes, dtypes or options do not fit. Nothing was launched.
+        Returns `[Tq, Hq, Dv]` in the query's dtype: `call.out`, or a new tensor of the caller's.
+        Launches on the current stream and returns without synchronising, unless the backend's
+        docstring says otherwise. Raises `ConfigError`, with nothing launched, for a call that the
+        kernel cannot serve.
         """
-        ...
+
+    def attend_new(self, call: Call) -> torch.Tensor:
+        """Attend to `call.new` instead of rows, as `attend`; sequences have no other tokens."""
+        raise NotImplementedError
 
 
-@runtime_checkable
-class AppendingBackend(AttentionBackend, Protocol):
-    """A backend whose kernel can also write the new tokens, which saves a launch per layer."""
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of attention, checked when it is made: about 5 us of host time, no synchronisation.
 
-    def append_and_attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        batch: AttentionBatch,
-        *,
-        scale: float,
-        causal: bool = True,
-        window: int | None = None,
-        softcap: float = 0.0,
-        sinks: torch.Tensor | None = None,
-        scales: Scales | None = None,
-    ) -> torch.Tensor:
-        """Write `key [Tq, H, Dk]` and `value [Tq, H, Dv]` into their rows and attend in one launch.
+    Attributes:
+        query: `[Tq, Hq, Dk]`, packed by `batch.query_starts`.
+        keys: `[rows, row_tokens, H, Dk]`, a strided view of a cache layer, in the query's dtype or
+            `float8_e4m3fn`.
+        values: `[rows, row_tokens, H, Dv]`, as `keys`.
+        batch: Rows and lengths; its device is that of all tensors.
+        scale: Factor of the scores, usually `Dk ** -0.5`.
+        window: As in `AttentionSpec`.
+        softcap: As in `AttentionSpec`.
+        sinks: `[Hq]`, floating, one logit per query head, or None.
+        scales: Scales of float8 keys and values; None for 1.
+        new: Keys `[Tq, H, Dk]` and values `[Tq, H, Dv]` of the query tokens, for a backend that
+            `appends`, or for `attend_new`; otherwise None.
+        out: `[Tq, Hq, Dv]`, contiguous and in the query's dtype, where a kernel may write its
+            result, or None.
 
-        Equivalent to `append` and then `forward`, with their arguments and errors; the batch must
-        also be uniform (`batch.is_uniform`), else `ConfigError` is raised and nothing is written.
-        """
-        ...
-
-
-class Call(NamedTuple):
-    """The arguments of `CheckedBackend.forward`."""
+    Raises:
+        ConfigError: Shapes, strides, dtypes, devices or options do not fit.
+    """
 
     query: torch.Tensor
     keys: torch.Tensor
     values: torch.Tensor
     batch: AttentionBatch
     scale: float
-    causal: bool
-    window: int | None
-    softcap: float
-    sinks: torch.Tensor | None
+    window: int | None = None
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None
     scales: Scales | None = None
+    new: tuple[torch.Tensor, torch.Tensor] | None = None
     out: torch.Tensor | None = None
 
+    def __post_init__(self) -> None:
+        query, keys, values, batch = self.query, self.keys, self.values, self.batch
+        if query.ndim != 3 or keys.ndim != 4 or values.ndim != 4:
+            raise ConfigError(
+                "expected query [Tq, Hq, D] and keys, values [rows, row_tokens, H, D], got "
+                f"{tuple(query.shape)}, {tuple(keys.shape)}, {tuple(values.shape)}"
+            )
+        if query.shape[2] != keys.shape[3] or keys.shape[:3] != values.shape[:3]:
+            raise ConfigError(
+                f"query {tuple(query.shape)}, keys {tuple(keys.shape)} and values "
+                f"{tuple(values.shape)} disagree on rows, heads or head size"
+            )
+        if keys.dtype != values.dtype:
+            raise ConfigError(f"keys are {keys.dtype}, values {values.dtype}: must be the same")
+        if keys.dtype != query.dtype:
+            check_dtypes(query.dtype, keys.dtype)
+        if self.scales is not None:
+            check_scales(self.scales, keys)
+        if not query.device == keys.device == values.device == batch.num_tokens.device:
+            raise ConfigError(
+                f"query is on {query.device}, keys on {keys.device}, values on {values.device} and "
+                f"the batch on {batch.num_tokens.device}: must be the same"
+            )
+        if query.shape[1] % keys.shape[2]:
+            check_heads(query.shape[1], keys.shape[2])
+        check_rows(keys, batch.row_tokens)
+        check_rows(values, batch.row_tokens)
+        if self.window is not None and self.window < 1:
+            raise ConfigError(f"window={self.window} needs at least one token")
+        if self.sinks is not None and self.sinks.shape != (query.shape[1],):
+            raise ConfigError(
+                f"sinks must hold one logit for each of {query.shape[1]} query heads, "
+                f"got {tuple(self.sinks.shape)}"
+            )
+        if self.new is not None:
+            check_new(*self.new, keys, values)
+        count, total = batch.row_indices.shape[0], query.shape[0]
+        if not batch.max_query_tokens <= total <= count * batch.max_query_tokens:
+            raise ConfigError(
+                f"{total} query tokens cannot belong to {count} sequences of at most "
+                f"{batch.max_query_tokens}"
+            )
 
-class CheckedBackend(abc.ABC):
-    """Base class of the backends here: `forward` checks its arguments once for all of them."""
-
-    name: str
-
-    def mixes(self, spec: AttentionSpec) -> bool:
-        """Whether one launch for decodes and prompts together is as fast as one for each."""
-        return False
-
-    def forward(
-        self,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        batch: AttentionBatch,
-        *,
-        scale: float,
-        causal: bool = True,
-        window: int | None = None,
-        softcap: float = 0.0,
-        sinks: torch.Tensor | None = None,
-        scales: Scales | None = None,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Attend as `AttentionBackend.forward`; a kernel that can writes into `out`.
-
-        `out` is `[Tq, Hq, Dv]`, contiguous and in the query's dtype; other kernels return a new
-        tensor.
-        """
-        call = Call(query, keys, values, batch, scale, causal, window, softcap, sinks, scales, out)
-        check_call(call)
-        return self.attend(call)
-
-    @abc.abstractmethod
-    def attend(self, call: Call) -> torch.Tensor:
-        """Attend; the arguments have been checked."""
+    def spec(self, max_tokens: int | None = None) -> AttentionSpec:
+        """Describe the layer of the call; `max_tokens` as in `AttentionSpec`."""
+        return AttentionSpec(
+            device_type=self.query.device.type,
+            dtype=self.query.dtype,
+            num_query_heads=self.query.shape[1],
+            num_kv_heads=self.keys.shape[2],
+            k_dim=self.keys.shape[3],
+            v_dim=self.values.shape[3],
+            window=self.window,
+            softcap=self.softcap,
+            has_sinks=self.sinks is not None,
+            left_pad=self.batch.left_pad is not None,
+            kv_dtype=self.keys.dtype,
+            max_tokens=max_tokens,
+        )
 
 
 def check_dtypes(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
@@ -522,50 +488,22 @@ def check_heads(num_query_heads: int, num_kv_heads: int) -> None:
         )
 
 
-def check_call(call: Call) -> None:
-    """Raise `ConfigError` where a kernel would misread its arguments, by shapes and strides alone.
-
-    Called once per layer and step: about 5 us of host comparisons, no device synchronisation. The
-    lengths were checked when the batch was built.
-    """
-    query, keys, values, batch = call[:4]
-    if query.ndim != 3 or keys.ndim != 4 or values.ndim != 4:
-        raise ConfigError(
-            "expected query [Tq, Hq, D] and keys, values [rows, row_tokens, H, D], got "
-            f"{tuple(query.shape)}, {tuple(keys.shape)}, {tuple(values.shape)}"
-        )
-    if query.shape[2] != keys.shape[3] or keys.shape[:3] != values.shape[:3]:
-        raise ConfigError(
-            f"query {tuple(query.shape)}, keys {tuple(keys.shape)} and values "
-            f"{tuple(values.shape)} disagree on rows, heads or head size"
-        )
-    if not keys.dtype == values.dtype:
-        raise ConfigError(f"keys are {keys.dtype}, values {values.dtype}: must be the same")
-    check_dtypes(query.dtype, keys.dtype)
-    if call.scales is not None:
-        check_scales(call.scales, keys)
-    if not query.device == keys.device == values.device == batch.num_tokens.device:
-        raise ConfigError(
-            f"query is on {query.device}, keys on {keys.device}, values on {values.device} and "
-            f"the batch on {batch.num_tokens.device}: must be the same"
-        )
-    check_heads(query.shape[1], keys.shape[2])
-    check_rows(keys, batch.row_tokens)
-    check_rows(values, batch.row_tokens)
-    window, sinks = call.window, call.sinks
-    if window is not None and (window < 1 or not call.causal):
-        raise ConfigError(f"window={window} needs at least one token, and causal attention")
-    if sinks is not None and sinks.shape != (query.shape[1],):
-        raise ConfigError(
-            f"sinks must hold one logit for each of {query.shape[1]} query heads, "
-            f"got {tuple(sinks.shape)}"
-        )
-    most, total = batch.batch_size * batch.max_query_tokens, query.shape[0]
-    if not batch.max_query_tokens <= total <= most:
-        raise ConfigError(
-            f"{total} query tokens cannot belong to {batch.batch_size} sequences of at most "
-            f"{batch.max_query_tokens}"
-        )
+def check_new(
+    key: torch.Tensor, value: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+) -> None:
+    """Raise `ConfigError` unless new keys and values `[Tq, H, D]` can go into the views."""
+    for new, view, what in ((key, keys, "keys"), (value, values, "values")):
+        if view.ndim != 4 or new.ndim != 3 or new.shape[1:] != view.shape[2:]:
+            raise ConfigError(
+                f"new {what} {tuple(new.shape)} do not fit the view {tuple(view.shape)}"
+            )
+        if view.dtype not in (new.dtype, FP8) or new.device != view.device:
+            raise ConfigError(
+                f"new {what} are {new.dtype} on {new.device}, "
+                f"the view is {view.dtype} on {view.device}"
+            )
+    if key.shape[0] != value.shape[0]:
+        raise ConfigError(f"{key.shape[0]} new keys but {value.shape[0]} new values")
 
 
 def check_rows(view: torch.Tensor, row_tokens: int) -> None:
@@ -581,12 +519,6 @@ def check_rows(view: torch.Tensor, row_tokens: int) -> None:
             f"rows must follow each other without a gap ({tokens} tokens of {token_stride} "
             f"elements), got strides {view.stride()}"
         )
-
-
-def split(packed: torch.Tensor, dim: int, sizes: tuple[int, int]) -> torch.Tensor:
-    """Split dimension `dim` of `packed` into two of `sizes`; never a copy."""
-    parted: torch.Tensor = packed.unflatten(dim, sizes)  # type: ignore[no-untyped-call]
-    return parted
 
 
 def flat(view: torch.Tensor) -> torch.Tensor:

@@ -308,7 +308,7 @@ def serves(call: Call) -> bool:
 
 def takes(call: Call) -> bool:
     """Whether the kernel can take this call on a device that supports it."""
-    query, keys, values, batch = call[:4]
+    query, keys, values, batch = call.query, call.keys, call.values, call.batch
     dim = query.shape[2]
     return (
         keys.dtype == FP8
@@ -326,7 +326,7 @@ def takes(call: Call) -> bool:
 
 def decode(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the output `[B, Hq, D]` and log-sum-exp `[B, Hq, 1]` in one launch; needs `serves`."""
-    query, keys, values, batch = call[:4]
+    query, keys, values, batch = call.query, call.keys, call.values, call.batch
     query = query if query.stride()[1:] == (query.shape[2], 1) else query.contiguous()
     size, query_heads, dim = query.shape
     heads = keys.shape[2]

@@ -9,7 +9,10 @@ Three packagings of the same kernels are accepted, tried in this order:
 
 The kernel fetches whole key tiles by TMA, past a sequence's length up to the tile's end, and faults
 on unmapped memory; it never fetches outside the tensor's shape. So `overread_tokens` is one tile,
-and the view is cut to the batch's longest sequence, lest a tile reach into the next row.
+and the view is cut to the batch's longest sequence, lest a tile reach into the next row. Prompts
+without a past attend to their own packed keys (`attend_new`), where no margin is needed: past the
+last key the kernel fetches the tensor's own memory, and beyond its end the copy engine returns
+zeros.
 
 The schedule over the device depends on the batch alone, so layers of one kind share one (`_plan`):
 32 of 536 kernels of an 8B model's decode step are saved (H200: 50 us and as many gaps).
@@ -36,7 +39,7 @@ from ..core.cache.fp8 import FP8, Scales
 from ..errors import ConfigError
 from . import decode_fp8
 from . import flash_common as hub
-from .base import AttentionSpec, Call, split
+from .base import AttentionSpec, Call
 from .flash_common import FlashBackend, why_not_flash, window_bounds
 
 LIBRARY_VARIABLE = "VMKV_FLASH3_LIBRARY"
@@ -109,14 +112,17 @@ class Flash3Backend(FlashBackend):
         """Whether rows are not float8; those have a separate decode kernel."""
         return not spec.is_fp8
 
-    def overread_tokens(
-        self, k_dim: int, v_dim: int | None = None, kv_dtype: torch.dtype | None = None
-    ) -> int:
+    @property
+    def reads_new(self) -> bool:
+        """Whether a packaging has the kernel for packed keys."""
+        return _load_packed() is not None
+
+    def overread_tokens(self, spec: AttentionSpec) -> int:
         """Return one key tile, e.g. 176 tokens at head size 128 (`KEY_TILES`, `FP8_KEY_TILES`)."""
-        for limit, tile in FP8_KEY_TILES if kv_dtype == FP8 else KEY_TILES:
-            if k_dim <= limit:
+        for limit, tile in FP8_KEY_TILES if spec.is_fp8 else KEY_TILES:
+            if spec.k_dim <= limit:
                 return tile
-        raise ConfigError(f"FlashAttention-3 serves head sizes up to 256, not {k_dim}")
+        raise ConfigError(f"FlashAttention-3 serves head sizes up to 256, not {spec.k_dim}")
 
     def why_not(self, spec: AttentionSpec) -> str | None:
         """Check for Hopper, a packaging, and the limits of FlashAttention-3."""
@@ -140,7 +146,7 @@ class Flash3Backend(FlashBackend):
         """Launch the kernel over rows cut to the batch's longest sequence."""
         if decode_fp8.serves(call):
             return decode_fp8.decode(call)
-        query, keys, values, batch = call[:4]
+        query, keys, values, batch = call.query, call.keys, call.values, call.batch
         is_fp8 = keys.dtype == FP8
         kernel = _load_for_fp8(batch.max_num_tokens) if is_fp8 else _load()
         if isinstance(kernel, str):
@@ -153,7 +159,7 @@ class Flash3Backend(FlashBackend):
             query = encoded(query)
         uniform = batch.is_uniform(query.shape[0])
         if uniform:
-            query = split(query, 0, (batch.batch_size, batch.max_query_tokens))
+            query = query.view(batch.batch_size, batch.max_query_tokens, *query.shape[1:])
         longest = batch.max_num_tokens
         # Permission to split costs a pass that joins the parts even if nothing is split (H200,
         # 2,048 queries in tiles: 45 us, 32 without); not worth it if queries fill the device.
@@ -176,14 +182,19 @@ class Flash3Backend(FlashBackend):
             cu_seqlens_q=None if uniform else batch.query_starts,
             max_seqlen_q=None if uniform else batch.max_query_tokens,
             scale=call.scale,
-            causal=call.causal,
-            window=window_bounds(call.causal, call.window),
+            window=window_bounds(call.window),
             softcap=call.softcap,
             num_splits=1 if is_busy else 0,
             **options,
         )
         out = out.flatten(0, 1) if uniform else out
         return out.to(dtype) if is_fp8 else out, logsumexp
+
+    def launch_new(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+        """Launch the kernel over the new keys and values."""
+        kernel = _load_packed()
+        assert kernel is not None  # As `reads_new` says.
+        return kernel(call)
 
 
 def _descales(scales: Scales | None, batch_size: int) -> dict[str, torch.Tensor]:
@@ -201,9 +212,9 @@ def _plan(call: Call, query: torch.Tensor, uniform: bool) -> dict[str, torch.Ten
     planner = _planner()
     if planner is None:
         return {}
-    batch, window = call.batch, window_bounds(call.causal, call.window)
+    batch, window = call.batch, window_bounds(call.window)
     (_, _, k_heads, k_dim), v_dim = call.keys.shape, call.values.shape[3]
-    asked = (query.shape[-2], k_heads, k_dim, v_dim, query.dtype, call.causal, window)
+    asked = (query.shape[-2], k_heads, k_dim, v_dim, query.dtype, window)
     key = ("flash3", uniform, *asked, call.softcap > 0)
     plan = batch.plans.get(key)
     if plan is None:
@@ -219,7 +230,7 @@ def _plan(call: Call, query: torch.Tensor, uniform: bool) -> dict[str, torch.Ten
             seqused_k=batch.num_tokens,
             cu_seqlens_q=None if uniform else batch.query_starts,
             leftpad_k=batch.left_pad,
-            is_causal=call.causal,
+            is_causal=True,
             window_size_left=window[0],
             window_size_right=window[1],
             has_softcap=call.softcap > 0,
@@ -330,40 +341,18 @@ def hub_kernel() -> Kernel | str:
 
 def _over_kvcache(flash_attn_with_kvcache: Callable[..., Any]) -> Kernel:
     """Wrap the package's `flash_attn_with_kvcache` in the signature of `Kernel`."""
+    names = {
+        "seqused_k": "cache_seqlens",
+        "kv_batch_idx": "cache_batch_idx",
+        "leftpad_k": "cache_leftpad",
+        "scale": "softmax_scale",
+        "window": "window_size",
+    }
 
-    def kernel(
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        *,
-        seqused_k: torch.Tensor,
-        kv_batch_idx: torch.Tensor,
-        leftpad_k: torch.Tensor | None,
-        cu_seqlens_q: torch.Tensor | None,
-        max_seqlen_q: int | None,
-        scale: float,
-        causal: bool,
-        window: tuple[int, int],
-        softcap: float,
-        num_splits: int,
-        **descales: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def kernel(*qkv: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        renamed = {names.get(name, name): value for name, value in options.items()}
         out, logsumexp, *_ = flash_attn_with_kvcache(
-            query,
-            keys,
-            values,
-            cache_seqlens=seqused_k,
-            cache_batch_idx=kv_batch_idx,
-            cache_leftpad=leftpad_k,
-            cu_seqlens_q=cu_seqlens_q,
-            max_seqlen_q=max_seqlen_q,
-            softmax_scale=scale,
-            causal=causal,
-            window_size=window,
-            softcap=softcap,
-            num_splits=num_splits,
-            return_softmax_lse=True,
-            **descales,
+            *qkv, causal=True, return_softmax_lse=True, **renamed
         )
         return out, logsumexp
 
@@ -399,17 +388,70 @@ def library_kernel() -> Kernel | str:
         values: torch.Tensor,
         *,
         scale: float,
-        causal: bool,
         window: tuple[int, int],
         **others: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         call = neutral | others
-        call |= {"q": query, "k": keys, "v": values, "softmax_scale": scale, "is_causal": causal}
+        call |= {"q": query, "k": keys, "v": values, "softmax_scale": scale, "is_causal": True}
         call |= {"window_size_left": window[0], "window_size_right": window[1]}
         out, logsumexp, *_ = operator(*call.values())
         return out, logsumexp
 
     return kernel
+
+
+@functools.cache
+def _load_packed() -> Callable[[Call], tuple[torch.Tensor, torch.Tensor]] | None:
+    """Return the kernel for packed keys, of the first packaging that has it."""
+    module, library = package(), library_kernel()
+    if isinstance(module, str) and not isinstance(library, str):
+        # These arguments must exist in the build.
+        known = {argument.name for argument in _operator()._schema.arguments}
+        if known >= {"out", "cu_seqlens_k", "max_seqlen_k"}:
+            return functools.partial(_library_packed, library)
+    if isinstance(module, str):
+        module = of_hub()  # Last, because it may use the network.
+    if isinstance(module, str):
+        return None
+    return functools.partial(_package_packed, module.flash_attn_varlen_func)
+
+
+def _library_packed(library: Kernel, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    assert call.new is not None  # By the contract of `attend_new`.
+    starts, most = call.batch.query_starts, call.batch.max_query_tokens
+    return library(
+        call.query,
+        *call.new,
+        cu_seqlens_q=starts,
+        cu_seqlens_k=starts,
+        max_seqlen_q=most,
+        max_seqlen_k=most,
+        scale=call.scale,
+        window=window_bounds(call.window),
+        softcap=call.softcap,
+        out=call.out,
+    )
+
+
+def _package_packed(
+    flash_attn_varlen_func: Callable[..., Any], call: Call
+) -> tuple[torch.Tensor, torch.Tensor]:
+    assert call.new is not None  # By the contract of `attend_new`.
+    starts, most = call.batch.query_starts, call.batch.max_query_tokens
+    out, logsumexp, *_ = flash_attn_varlen_func(
+        call.query,
+        *call.new,
+        starts,
+        starts,
+        most,
+        most,
+        softmax_scale=call.scale,
+        causal=True,
+        window_size=window_bounds(call.window),
+        softcap=call.softcap,
+        return_attn_probs=True,
+    )
+    return out, logsumexp
 
 
 def _operator() -> Any:

@@ -14,11 +14,10 @@ import torch
 
 from ..core.cache.fp8 import FP8
 from ..errors import ConfigError, one_line
-from .base import AttentionSpec, Call, CheckedBackend
-
-# ---- hub -----------------------------------------------------------------------------------------
+from .base import AttentionBackend, AttentionSpec, Call
 
 _LOG = logging.getLogger(__name__)
+DTYPES = (torch.float16, torch.bfloat16)
 
 
 @functools.cache
@@ -34,11 +33,6 @@ def load(repository: str, version: int) -> ModuleType | str:
         return f"the Hub's {repository} cannot be had: {one_line(error)}"
     _LOG.info("attention takes %s, version %d, from the Hugging Face Hub", repository, version)
     return module
-
-
-# ---- flash common --------------------------------------------------------------------------------
-
-DTYPES = (torch.float16, torch.bfloat16)
 
 
 def why_not_flash(
@@ -59,59 +53,53 @@ def why_not_flash(
             return f"head sizes are multiples of {step} up to 256, not {dim}"
     if same_head_sizes and spec.k_dim != spec.v_dim:
         return f"keys and values must have one head size, not {spec.k_dim} and {spec.v_dim}"
+    if torch.cuda.get_device_capability() < (8, 0):
+        return "it needs compute capability 8.0 or newer"
     return None
 
 
-class FlashBackend(CheckedBackend):
+class FlashBackend(AttentionBackend):
     """A FlashAttention kernel as a backend; sinks are applied from its log-sum-exp."""
 
     reads_fp8 = False
 
     def attend(self, call: Call) -> torch.Tensor:
-        """Launch the kernel and apply the sinks."""
-        check_dtype(self.name, call.query, call.keys, reads_fp8=self.reads_fp8)
-        out, logsumexp = self.launch(call)
-        if call.sinks is None:
-            return out
-        return apply_sinks(out, by_token(logsumexp), call.sinks)
+        """Launch the kernel and apply the sinks; `ConfigError` for dtypes it does not support."""
+        if call.keys.dtype == FP8 and not self.reads_fp8:
+            raise ConfigError(
+                f"{self.name!r} reads no keys and values in {FP8}; select 'flash3' or 'sdpa'"
+            )
+        if call.query.dtype not in DTYPES or not call.query.is_cuda:
+            raise ConfigError(
+                f"{self.name!r} computes in float16 and bfloat16 on CUDA, not in "
+                f"{call.query.dtype} on {call.query.device}; cast, or select 'sdpa'"
+            )
+        return with_sinks(call, *self.launch(call))
+
+    def attend_new(self, call: Call) -> torch.Tensor:
+        """Launch the kernel over `call.new` and apply the sinks."""
+        return with_sinks(call, *self.launch_new(call))
 
     @abc.abstractmethod
     def launch(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the output `[Tq, Hq, Dv]` and its log-sum-exp, `[Hq, Tq]` or `[B, Hq, t]`."""
 
-
-def by_token(logsumexp: torch.Tensor) -> torch.Tensor:
-    """Reshape a log-sum-exp `[Hq, Tq]` or `[B, Hq, t]` to `[Tq, Hq]`."""
-    by_token = logsumexp.transpose(-2, -1)
-    return by_token if by_token.ndim == 2 else by_token.flatten(0, 1)
+    def launch_new(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the same for queries that attend to `call.new`."""
+        raise NotImplementedError
 
 
-def check_dtype(
-    name: str, query: torch.Tensor, keys: torch.Tensor, *, reads_fp8: bool = False
-) -> None:
-    """Raise `ConfigError` unless the kernel supports the dtypes and device."""
-    if keys.dtype == FP8 and not reads_fp8:
-        raise ConfigError(f"{name!r} reads no keys and values in {FP8}; select 'flash3' or 'sdpa'")
-    if query.dtype not in DTYPES or not query.is_cuda:
-        raise ConfigError(
-            f"{name!r} computes in float16 and bfloat16 on CUDA, not in {query.dtype} on "
-            f"{query.device}; cast, or select 'sdpa'"
-        )
-
-
-def window_bounds(causal: bool, window: int | None) -> tuple[int, int]:
+def window_bounds(window: int | None) -> tuple[int, int]:
     """Return the kernels' `(left, right)` of a window; -1 is unbounded.
 
-    A vmkv window of W includes the query itself, so `left` is W - 1. `causal` bounds the right side
-    by itself if there is no window.
+    A vmkv window of W includes the query itself, so `left` is W - 1. Causality bounds the right
+    side by itself if there is no window.
     """
-    if window is None:
-        return (-1, -1)
-    return (window - 1, 0 if causal else -1)
+    return (-1, -1) if window is None else (window - 1, 0)
 
 
-def apply_sinks(out: torch.Tensor, logsumexp: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
-    """Apply sinks `[Hq]` to an output `[Tq, Hq, Dv]`, given its log-sum-exp `[Tq, Hq]`.
+def with_sinks(call: Call, out: torch.Tensor, logsumexp: torch.Tensor) -> torch.Tensor:
+    """Apply the call's sinks, if any, to an output, given its log-sum-exp.
 
     A sink s joins the softmax's denominator, exp(lse), and no numerator:
 
@@ -119,5 +107,9 @@ def apply_sinks(out: torch.Tensor, logsumexp: torch.Tensor, sinks: torch.Tensor)
 
     Queries that see nothing stay zero. Three elementwise launches.
     """
-    weight = torch.sigmoid(logsumexp - sinks.float())
+    if call.sinks is None:
+        return out
+    by_token = logsumexp.transpose(-2, -1)  # [Tq, Hq], or [B, t, Hq].
+    by_token = by_token if by_token.ndim == 2 else by_token.flatten(0, 1)
+    weight = torch.sigmoid(by_token - call.sinks.float())
     return (out.float() * weight.unsqueeze(-1)).to(out.dtype)

@@ -8,8 +8,8 @@ The order, with measurements (one H200, Llama-3-8B shape, all layers interleaved
   torch    FlashAttention-2 without a package, 371-376 us: its varlen kernel splits less well
   sdpa     any other layer, on any device
 
-flash3 reads float8 rows in place; sdpa decodes them, except in decode batches on CUDA. `reference`
-is a test oracle, chosen only by name. FlashAttention-4 (`flash-attn-4`) prefills as fast as flash3
+flash3 reads float8 rows in place; sdpa decodes them, except in decode batches on CUDA.
+FlashAttention-4 (`flash-attn-4`) prefills as fast as flash3
 on Hopper, but its compiler fails in an engine, and it splits no sequence's keys; FlashInfer plans
 every step on the host, 90 to 600 us.
 
@@ -28,14 +28,10 @@ from importlib import import_module
 import torch
 
 from ..errors import ConfigError
-from .base import AttentionBackend, AttentionBatch, AttentionSpec
+from .base import AttentionBackend, AttentionBatch, AttentionSpec, Call
 
 ORDER = ("flash2", "flash3", "torch", "sdpa")
 """Backends tried by `select` without a name, best first."""
-
-
-DECODING = ("sdpa", "reference")
-"""Backends that decode float8 rows into a tensor of the query's type."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -53,7 +49,6 @@ _FACTORIES: dict[str, Callable[[], AttentionBackend]] = {
     "flash2": _lazy("flash2", "Flash2Backend"),
     "torch": _lazy("torch_flash", "TorchFlashBackend"),
     "sdpa": _lazy("sdpa", "SdpaBackend"),
-    "reference": _lazy("sdpa", "ReferenceBackend"),
 }
 
 
@@ -135,8 +130,22 @@ def select(spec: AttentionSpec, name: str | None = None) -> AttentionBackend:
     raise ConfigError(f"no attention backend can serve {spec}. " + "; ".join(reasons))
 
 
+def select_for_new(spec: AttentionSpec) -> AttentionBackend | None:
+    """Return the best backend to attend to new keys alone, by `attend_new`; None if there is none.
+
+    On Hopper flash3, elsewhere flash2 at half its speed. None for float8 rows: a prompt that
+    attends to keys before rounding would give other results than one continued from a prefix or
+    computed in chunks. The first call may load a kernel library.
+    """
+    if not spec.is_fp8:
+        for name in ("flash3", "flash2"):
+            if why_not(name, spec) is None and get(name).reads_new:
+                return get(name)
+    return None
+
+
 def _chosen(name: str, spec: AttentionSpec) -> AttentionBackend:
-    if spec.is_fp8 and name in DECODING:
+    if spec.is_fp8 and name == "sdpa":
         _say_that_it_decodes(name, spec.device_type)
     return get(name)
 
@@ -157,25 +166,25 @@ def _trial(name: str, spec: AttentionSpec) -> str | None:
     """Attend to one token of one sequence; return the error if the backend fails."""
     backend = get(name)
     device = torch.device("cuda", torch.cuda.current_device())
-    row_tokens = 1 + backend.overread_tokens(spec.k_dim, spec.v_dim, spec.kv_dtype)
+    row_tokens = 1 + backend.overread_tokens(spec)
 
     def zeros(*shape: int, dtype: torch.dtype = spec.dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
 
     kv_dtype = spec.kv_dtype or spec.dtype
-
     batch = AttentionBatch.build([0], [1], [1], row_tokens=row_tokens, num_rows=1, device=device)
+    call = Call(
+        zeros(1, spec.num_query_heads, spec.k_dim),
+        zeros(1, row_tokens, spec.num_kv_heads, spec.k_dim, dtype=kv_dtype),
+        zeros(1, row_tokens, spec.num_kv_heads, spec.v_dim, dtype=kv_dtype),
+        batch,
+        scale=1.0,
+        window=spec.window,
+        softcap=spec.softcap,
+        sinks=zeros(spec.num_query_heads) if spec.has_sinks else None,
+    )
     try:
-        backend.forward(
-            zeros(1, spec.num_query_heads, spec.k_dim),
-            zeros(1, row_tokens, spec.num_kv_heads, spec.k_dim, dtype=kv_dtype),
-            zeros(1, row_tokens, spec.num_kv_heads, spec.v_dim, dtype=kv_dtype),
-            batch,
-            scale=1.0,
-            window=spec.window,
-            softcap=spec.softcap,
-            sinks=zeros(spec.num_query_heads) if spec.has_sinks else None,
-        )
+        backend.attend(call)
         torch.cuda.synchronize(device)
     except (RuntimeError, AssertionError) as error:
         return f"its build refuses: {(str(error) or repr(error)).splitlines()[0]}"

@@ -15,9 +15,9 @@ from struct import Struct
 
 import torch
 
-from ..core.cache.fp8 import FP8, Scales
+from ..core.cache.fp8 import FP8
 from .append import check_fp8, inverses
-from .base import AttentionBatch
+from .base import Call
 from .nvrtc import FORMATS, NUMBERS, Kernel, compiled, launch
 
 _THREADS = 128
@@ -128,29 +128,23 @@ extern "C" __global__ void append_rotated(
 
 
 def can_rotate(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    call: Call, new: tuple[torch.Tensor, torch.Tensor], cos: torch.Tensor, sin: torch.Tensor
 ) -> bool:
     """Whether `append_rotated` takes these tensors: 16-bit numbers on CUDA, aligned to 16 bytes."""
+    query = call.query
     dim, dtype = query.shape[2], query.dtype
-    if not query.is_cuda or dtype not in _DTYPES or dim % 16 or value.shape[2] % 8:
+    if not query.is_cuda or dtype not in _DTYPES or dim % 16 or call.values.shape[3] % 8:
         return False
-    if keys.dtype not in (dtype, FP8) or cos.shape != (query.shape[0], dim):
+    if cos.shape != (query.shape[0], dim):
         return False
-    new = (query, key, value, cos, sin)
     bits = 0
-    for each in new:
+    for each in (query, *new, cos, sin):
         if each.dtype != dtype or each.stride(-1) != 1:
             return False
         bits |= each.data_ptr()
         for stride in each.stride()[:-1]:
             bits |= stride * each.element_size()
-    for view in (keys, values):
+    for view in (call.keys, call.values):
         bits |= view.data_ptr()
         for stride in view.stride()[:2]:
             bits |= stride * view.element_size()
@@ -158,38 +152,33 @@ def can_rotate(
 
 
 def append_rotated(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    call: Call,
+    new: tuple[torch.Tensor, torch.Tensor],
     cos: torch.Tensor,
     sin: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    batch: AttentionBatch,
-    scales: Scales | None,
     *,
     keep_keys: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Rotate packed queries and keys by `cos`, `sin` `[Tq, D]`; append keys and values to the rows.
+    """Rotate queries and new keys by `cos`, `sin` `[Tq, D]`; append keys and values to the rows.
 
-    Other arguments as in `append`; unchecked, see `can_rotate`. Returns the rotated queries `[Tq,
-    Hq, D]` and, with `keep_keys`, the rotated keys `[Tq, H, D]`; new tensors. One launch.
+    `new` are keys and values `[Tq, H, D]` of the call's query tokens. Unchecked, see `can_rotate`.
+    Returns the rotated queries `[Tq, Hq, D]` and, with `keep_keys`, the rotated keys `[Tq, H, D]`;
+    new tensors. One launch.
     """
+    query, (key, value), batch = call.query, new, call.batch
+    keys, values = call.keys, call.values
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     kept = torch.empty(key.shape, dtype=key.dtype, device=key.device) if keep_keys else None
     stored_item = keys.element_size()
     is_uniform = batch.is_uniform(query.shape[0])
     words = _WORDS.pack(
         query.data_ptr(),
-        query.stride(0),
-        query.stride(1),
+        *query.stride()[:2],
         query.shape[1],
         key.data_ptr(),
-        key.stride(0),
-        key.stride(1),
+        *key.stride()[:2],
         value.data_ptr(),
-        value.stride(0),
-        value.stride(1),
+        *value.stride()[:2],
         cos.data_ptr(),
         cos.stride(0),
         sin.data_ptr(),
@@ -207,7 +196,7 @@ def append_rotated(
         batch.num_tokens.data_ptr(),
         0 if batch.max_query_tokens == 1 and is_uniform else batch.query_starts.data_ptr(),
         batch.batch_size,
-        *inverses(scales),
+        *inverses(call.scales),
     )
     index = query.device.index
     kernel = _kernel(index, query.dtype, keys.dtype == FP8)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -21,7 +21,7 @@ from ..errors import ConfigError
 from .base import AttentionSpec, Call, flat
 from .flash_common import FlashBackend, why_not_flash
 
-Varlen = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+Varlen = Callable[[Call, tuple[int, int]], tuple[torch.Tensor, torch.Tensor]]
 
 
 class TorchFlashBackend(FlashBackend):
@@ -29,19 +29,11 @@ class TorchFlashBackend(FlashBackend):
 
     name = "torch"
 
-    def overread_tokens(
-        self, k_dim: int, v_dim: int | None = None, kv_dtype: torch.dtype | None = None
-    ) -> int:
-        """Return 0: the kernel predicates every key row by the sequence's length."""
-        return 0
-
     def why_not(self, spec: AttentionSpec) -> str | None:
         """Check the limits of FlashAttention-2, no soft cap, and torch's build."""
         limit = why_not_flash(spec, same_head_sizes=True)
         if limit is not None:
             return limit
-        if torch.cuda.get_device_capability() < (8, 0):
-            return "it needs compute capability 8.0 or newer"
         if spec.softcap:
             return "torch passes no soft cap to its kernel"
         if not torch.backends.cuda.is_flash_attention_available():
@@ -50,40 +42,24 @@ class TorchFlashBackend(FlashBackend):
 
     def launch(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """Launch the varlen kernel over the flat view."""
-        varlen, batch = _varlen(), call.batch
+        varlen = _varlen()
         if call.softcap or varlen is None:
             raise ConfigError(
                 "'torch' has no soft cap, and needs a torch whose FlashAttention takes seqused_k"
             )
         if call.window is not None:
-            bounds = (call.window - 1, 0)
-        elif call.causal and batch.max_query_tokens > 1:
-            bounds = (-1, 0)
-        else:
-            # A single query is the last token and sees every key. Unbounded instead of causal lets
-            # the kernel handle a group's query heads together and split the keys.
-            bounds = (-1, -1)
-        return varlen(
-            call.query,
-            flat(call.keys),
-            flat(call.values),
-            batch.query_starts,
-            batch.key_starts,
-            batch.max_query_tokens,
-            batch.max_num_tokens,
-            scale=call.scale,
-            window_size=bounds,
-            seqused_k=batch.visible_tokens,
-        )
+            return varlen(call, (call.window - 1, 0))
+        # A single query is the last token and sees every key. Unbounded instead of causal lets the
+        # kernel handle a group's query heads together and split the keys.
+        return varlen(call, (-1, 0) if call.batch.max_query_tokens > 1 else (-1, -1))
 
 
 @functools.cache
 def _varlen() -> Varlen | None:
     """Return torch's varlen attention: the public function if it suits, else the operator.
 
-    Its arguments are `(q, k, v, starts_q, starts_k, max_q, max_k, *, scale, window_size,
-    seqused_k)`; it returns the output and the log-sum-exp `[Hq, Tq]`. None if neither takes
-    `seqused_k`.
+    It takes a call and the kernel's window and returns the output and the log-sum-exp `[Hq, Tq]`.
+    None if neither takes `seqused_k`.
     """
     public = _public_varlen()
     if public is not None:
@@ -98,43 +74,44 @@ def _public_varlen() -> Varlen | None:
         from torch.nn.attention.varlen import AuxRequest, varlen_attn
     except ImportError:
         return None
+    function: Any = varlen_attn
     names = inspect.signature(varlen_attn).parameters
     if "seqused_k" not in names or "scale" not in names:
         return None
-    options: dict[str, Any] = {"return_aux": AuxRequest(lse=True)}
-    if "enable_gqa" in names:
-        options["enable_gqa"] = True
-    return cast(Varlen, functools.partial(varlen_attn, **options))
+    gqa = {"enable_gqa": True} if "enable_gqa" in names else {}
+
+    def varlen(call: Call, window: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+        found: tuple[torch.Tensor, torch.Tensor] = function(
+            *_tensors_and_bounds(call),
+            return_aux=AuxRequest(lse=True),
+            scale=call.scale,
+            window_size=window,
+            seqused_k=call.batch.visible_tokens,
+            **gqa,
+        )
+        return found
+
+    return varlen
 
 
-def _operator_varlen(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    query_starts: torch.Tensor,
-    key_starts: torch.Tensor,
-    max_queries: int,
-    max_keys: int,
-    *,
-    scale: float,
-    window_size: tuple[int, int],
-    seqused_k: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    is_causal = window_size == (-1, 0)
+def _operator_varlen(call: Call, window: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
     out, logsumexp, *_ = torch.ops.aten._flash_attention_forward(
-        query,
-        key,
-        value,
-        query_starts,
-        key_starts,
-        max_queries,
-        max_keys,
+        *_tensors_and_bounds(call),
         0.0,
-        is_causal,
+        window == (-1, 0),
         return_debug_mask=False,
-        scale=scale,
-        window_size_left=window_size[0],
-        window_size_right=window_size[1],
-        seqused_k=seqused_k,
+        scale=call.scale,
+        window_size_left=window[0],
+        window_size_right=window[1],
+        seqused_k=call.batch.visible_tokens,
     )
     return out, logsumexp
+
+
+def _tensors_and_bounds(call: Call) -> tuple[torch.Tensor | int, ...]:
+    """Return `(q, k, v, starts_q, starts_k, max_q, max_k)`."""
+    batch = call.batch
+    return (
+        *(call.query, flat(call.keys), flat(call.values), batch.query_starts, batch.key_starts),
+        *(batch.max_query_tokens, batch.max_num_tokens),
+    )

@@ -7,6 +7,7 @@ not overflow an allocation, a driver or a clock later.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import re
 import urllib.parse
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import shown
+from ..units import GiB, MiB
 
 Commands = Any  # argparse's own type for subparsers is private.
 
@@ -46,6 +48,11 @@ def integer(low: int, high: int = _INTEGER_MAX) -> Callable[[str], int]:
     return parse
 
 
+def count_or_none(text: str) -> int | None:
+    """Parse a number, which is None if it is 0."""
+    return count(text) or None
+
+
 def layers(text: str) -> tuple[int | str, ...]:
     """Parse layer numbers and `sliding`, separated by commas."""
     parse = integer(0, 1 << 16)
@@ -69,13 +76,19 @@ def number(low: float, high: float, unit: str) -> Callable[[str], float]:
     return parse
 
 
+def size(low: float, high: float, unit: str, unit_bytes: int) -> Callable[[str], int]:
+    """Make a type for sizes, typed in a unit and returned in bytes."""
+    parse = number(low, high, unit)
+    return lambda text: round(parse(text) * unit_bytes)
+
+
 positive_int = integer(1)
 count = integer(0)
 port = integer(0, 65535)
-gib = number(0, _GIB_MAX, "GiB")
+gib = size(0, _GIB_MAX, "GiB", GiB)
 #: The lower bound is about one byte.
-positive_gib = number(1e-9, _GIB_MAX, "GiB")
-positive_mib = number(1e-6, _MIB_MAX, "MiB")
+positive_gib = size(1e-9, _GIB_MAX, "GiB", GiB)
+positive_mib = size(1e-6, _MIB_MAX, "MiB", MiB)
 seconds = number(1e-3, _SECONDS_MAX, "seconds")
 
 
@@ -90,15 +103,10 @@ def device(text: str) -> str:
 
 def host(text: str) -> str:
     """Parse a host name or address."""
-    try:
-        text.encode("idna")
-    except UnicodeError:
-        is_name = False
-    else:
-        is_name = text != "" and text.isprintable()
-    if not is_name:
-        raise argparse.ArgumentTypeError(f"{shown(text)} is no name or address of a host")
-    return text
+    with contextlib.suppress(UnicodeError):
+        if text.encode("idna") and text.isprintable():
+            return text
+    raise argparse.ArgumentTypeError(f"{shown(text)} is no name or address of a host")
 
 
 def name(text: str) -> str:

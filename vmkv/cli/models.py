@@ -14,7 +14,7 @@ from ..core.cache.fp8 import FP8
 from ..core.cache.geometry import LayerShape
 from ..errors import CapacityError, ConfigError, one_line, shown
 from ..hf import compat, probe
-from ..hf.defaults import stated_max_tokens
+from ..hf.configuration import stated_max_tokens
 from ..serve.parallel import sharding
 from .arguments import DTYPES
 

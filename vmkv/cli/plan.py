@@ -43,12 +43,12 @@ def add_parser(commands: Commands) -> None:
         "--reserve",
         type=gib,
         metavar="GiB",
-        default=4.0,
+        default=4 * GiB,
         help="for activations, CUDA graphs and the context (default: 4)",
     )
     add("--tensor-parallel", type=positive_int, default=1, help="GPUs that share the model")
     add("--share-prefix", type=count, metavar="TOKENS", default=0, help="common to all users")
-    add("--swap", type=gib, metavar="GiB", default=0.0, help="host memory for idle sequences")
+    add("--swap", type=gib, metavar="GiB", default=0, help="host memory for idle sequences")
     add("--dtype", choices=DTYPES, help="of keys and values (default: the configuration's)")
     add(
         "--kv-dtype",
@@ -103,7 +103,7 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
     parts, sequence = of(shape)
     budget_bytes = _budget_bytes(arguments, shape)
     # The ranks share the host's memory.
-    swap_bytes = round(arguments.swap * GiB) // num_ranks
+    swap_bytes = arguments.swap // num_ranks
     fits = replicas_fit = None
     if budget_bytes is not None:
         fits = fit(sequence, budget_bytes, swap_bytes)
@@ -136,21 +136,18 @@ def _budget_bytes(arguments: argparse.Namespace, shape: ModelShape) -> int | Non
     """Return device memory less weights and reserve; None without `--device-memory`."""
     if arguments.device_memory is None:
         return None
-    weights_bytes = shape.weights_bytes
-    if arguments.weights is not None:
-        weights_bytes = round(arguments.weights * GiB)
+    weights_bytes = shape.weights_bytes if arguments.weights is None else arguments.weights
     if weights_bytes is None:
         raise ConfigError(
             "the configuration does not tell the size of this model's weights; pass --weights GiB"
         )
-    reserve_bytes = round(arguments.reserve * GiB)
-    budget_bytes: int = round(arguments.device_memory * GiB) - weights_bytes - reserve_bytes
+    budget_bytes: int = arguments.device_memory - weights_bytes - arguments.reserve
     if budget_bytes <= 0:
         raise ConfigError(
             f"weights of {format_bytes(weights_bytes)} and a reserve of "
-            f"{format_bytes(reserve_bytes)} leave nothing of {arguments.device_memory:g} GiB for "
-            "keys and values; use a larger device, or several with tensor parallelism (then pass "
-            "--weights for one of them)"
+            f"{format_bytes(arguments.reserve)} leave nothing of "
+            f"{format_bytes(arguments.device_memory)} for keys and values; use a larger "
+            "device, or several with tensor parallelism (then pass --weights for one of them)"
         )
     return budget_bytes
 
@@ -179,7 +176,7 @@ def _text(plan: _Plan, arguments: argparse.Namespace) -> str:
             "(--share-prefix), host memory (--swap) or more devices would help."
         )
         blocks.append(
-            f"{arguments.device_memory:g} GiB less weights and reserve leave "
+            f"{format_bytes(arguments.device_memory)} less weights and reserve leave "
             f"{format_bytes(plan.budget_bytes)} for keys and values: {verdict}"
         )
     if plan.tensor_parallel > 1:
@@ -257,7 +254,7 @@ def _one_sequence(plan: _Plan, arguments: argparse.Namespace) -> str:
         label = f"vmkv, a prefix of {arguments.share_prefix:,} tokens shared"
         ways.append((label, own_bytes, "vmkv_shared"))
     if arguments.swap:
-        label = f"vmkv, {arguments.swap:g} GiB of host memory"
+        label = f"vmkv, {format_bytes(arguments.swap)} of host memory"
         ways.append((label, own_bytes, "vmkv_swapped"))
     rows = [["memory of a sequence", "bytes", "of used", *(["fit"] if plan.fits else [])]]
     for label, num_bytes, field in ways:

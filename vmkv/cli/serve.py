@@ -8,18 +8,19 @@ import functools
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from ..errors import CapacityError, ConfigError, one_line
-from ..units import GiB, MiB, format_bytes
+from ..units import format_bytes
 from .arguments import (
     DTYPES,
     KV_DTYPES,
     Commands,
     count,
+    count_or_none,
     device,
     gib,
     host,
@@ -40,11 +41,70 @@ if TYPE_CHECKING:
     from ..serve.observer import EngineObserver
     from ..serve.parallel import TensorParallel
     from ..serve.server import ServerOptions
-    from ..serve.server.protocol import ServerMetrics, StreamingEngine
+    from ..serve.server.service import ServerMetrics, StreamingEngine
 
 _API_KEY_VARIABLE = "VMKV_API_KEY"
-#: JSON values per MiB of a body: more than text has; 16 MiB hold 32 prompts of 4,096 tokens.
-_VALUES_PER_MIB = 8192
+_MIXED_HELP = """tokens in a step that decodes and computes prompts, both counted; twice as many for
+half of a long prompt; all running requests decode and prompts get half of this anyway; no bound
+while more prompt tokens are left than --max-num-batched-tokens; 0 for none"""
+#: Options that the engine takes as they are: flag, keyword, type, default, metavar, help.
+_ENGINE = (
+    ("--max-num-seqs", "max_num_seqs", integer(1, 1 << 16), 256, "N", "sequences in a step"),
+    (
+        "--max-num-batched-tokens",
+        "max_num_batched_tokens",
+        integer(1, 1 << 20),
+        8192,
+        "N",
+        "tokens in a step",
+    ),
+    ("--max-num-mixed-tokens", "max_num_mixed_tokens", count_or_none, 1024, "N", _MIXED_HELP),
+    (
+        "--max-model-tokens",
+        "max_tokens",
+        positive_int,
+        None,
+        "N",
+        "prompt and output; by default the model's",
+    ),
+    ("--memory", "budget_bytes", positive_gib, None, "GiB", "for keys and values; by default all"),
+    ("--swap", "host_budget_bytes", gib, 0, "GiB", "host memory for preempted requests"),
+    ("--watermark", "watermark_bytes", gib, None, "GiB", "kept when idle; by default everything"),
+    (
+        "--attention-backend",
+        "attention_backend",
+        name,
+        None,
+        "NAME",
+        "see vmkv doctor; by default the best that runs",
+    ),
+    ("--kv-scales", "kv_scales", name, None, "FILE", "of keys and values in fp8; by default 1"),
+    (
+        "--skip-layers",
+        "skip_layers",
+        layers,
+        (),
+        "LAYERS",
+        "which stay in the model's type, as in 0,1,sliding",
+    ),
+)
+#: Fields of `Limits`; a default that is text is converted.
+_LIMITS = (
+    ("--max-body-mib", "max_body_bytes", positive_mib, "16", "MiB", "of a request"),
+    ("--max-prompt-tokens", "max_prompt_tokens", positive_int, None, "N", "by default the model's"),
+    ("--max-concurrent", "max_concurrent", positive_int, 1024, "N", "requests in the engine"),
+    ("--max-queued", "max_queued", count, 1024, "N", "requests waiting for that; then 429"),
+    (
+        "--max-connections",
+        "max_connections",
+        positive_int,
+        4096,
+        "N",
+        "as far as ulimit -n permits",
+    ),
+    ("--max-priority", "max_priority", count, 0, "N", "levels for clients to choose; 0 for none"),
+    ("--send-timeout", "send_timeout_s", seconds, 60, "S", "seconds a client may not read"),
+)
 
 
 def add_parser(commands: Commands) -> None:
@@ -66,7 +126,16 @@ def add_parser(commands: Commands) -> None:
     add("--dtype", choices=DTYPES, help="of the weights; by default as they were saved")
     add("--tensor-parallel", type=positive_int, default=1, help="GPUs that share the model")
     add("--chat-template", type=name, metavar="FILE", help="a Jinja template, not the tokenizer's")
-    _add_engine_options(parser)
+    add = parser.add_argument_group("engine").add_argument
+    _add_all(add, _ENGINE)
+    add("--kv-dtype", choices=KV_DTYPES, default="auto", help="of keys and values")
+    add(
+        "--no-prefix-caching",
+        dest="prefix_caching",
+        action="store_false",
+        help="compute common prefixes again",
+    )
+    add("--deterministic", action="store_true", help="tokens do not depend on other requests")
     add = parser.add_argument_group("replicas").add_argument
     add(
         "--replicas",
@@ -86,13 +155,7 @@ def add_parser(commands: Commands) -> None:
     )
     add("--protect-all", action="store_true", help="metrics and documentation need a key too")
     add("--cors-origin", action="append", default=[], metavar="URL", help="whose pages may ask")
-    add("--max-body-mib", type=positive_mib, default=16, help="of a request")
-    add("--max-prompt-tokens", type=positive_int, help="by default as many as the model takes")
-    add("--max-concurrent", type=positive_int, default=1024, help="requests in the engine")
-    add("--max-queued", type=count, default=1024, help="requests waiting for that; then 429")
-    add("--max-connections", type=positive_int, default=4096, help="as far as ulimit -n permits")
-    add("--max-priority", type=count, default=0, help="levels for clients to choose; 0 for none")
-    add("--send-timeout", type=seconds, default=60, help="seconds a client may not read")
+    _add_all(add, _LIMITS)
     add("--silence-timeout", type=seconds, default=60, help="until /health fails a hung engine")
     add("--drain-timeout", type=seconds, default=300, help="seconds to finish, on SIGTERM")
     add(
@@ -101,39 +164,9 @@ def add_parser(commands: Commands) -> None:
     add("--log-level", choices=("debug", "info", "warning", "error"), default="info")
 
 
-def _add_engine_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("engine").add_argument
-    add("--max-num-seqs", type=integer(1, 1 << 16), default=256, help="sequences in a step")
-    add("--max-num-batched-tokens", type=integer(1, 1 << 20), default=8192, help="tokens in a step")
-    add(
-        "--max-num-mixed-tokens",
-        type=count,
-        default=1024,
-        help="tokens in a step that decodes and computes prompts, both counted; twice as many for "
-        "half of a long prompt; all running requests decode and prompts get half of this anyway; "
-        "no bound while more prompt tokens are left than --max-num-batched-tokens; 0 for none",
-    )
-    add("--max-model-tokens", type=positive_int, help="prompt and output; by default the model's")
-    add("--memory", type=positive_gib, metavar="GiB", help="for keys and values; by default all")
-    add("--swap", type=gib, metavar="GiB", default=0, help="host memory for preempted requests")
-    add("--watermark", type=gib, metavar="GiB", help="kept when idle; by default everything")
-    add("--attention-backend", type=name, help="see vmkv doctor; by default the best that can run")
-    add(
-        "--kv-dtype",
-        choices=KV_DTYPES,
-        default="auto",
-        help="of keys and values",
-    )
-    add("--kv-scales", type=name, metavar="FILE", help="of keys and values in fp8; by default 1")
-    add(
-        "--skip-layers",
-        type=layers,
-        default=(),
-        metavar="LAYERS",
-        help="which stay in the model's type, as in 0,1,sliding",
-    )
-    add("--no-prefix-caching", action="store_true", help="compute common prefixes again")
-    add("--deterministic", action="store_true", help="tokens do not depend on other requests")
+def _add_all(add: Callable[..., object], rows: Sequence[tuple[Any, ...]]) -> None:
+    for flag, dest, of, default, metavar, text in rows:
+        add(flag, dest=dest, type=of, default=default, metavar=metavar, help=text)
 
 
 def run(arguments: argparse.Namespace, out: TextIO) -> int:
@@ -147,7 +180,9 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
 
     _set_logging(arguments)
     options_for = server_options(arguments)
-    listener = open_socket(arguments.host, arguments.port, unread_timeout_s=arguments.send_timeout)
+    listener = open_socket(
+        arguments.host, arguments.port, unread_timeout_s=arguments.send_timeout_s
+    )
     with contextlib.closing(listener), ending_in_order():
         _check_engine(arguments)
         tokenizer = load_tokenizer(arguments.tokenizer or arguments.model)
@@ -254,18 +289,18 @@ def _check_combination(arguments: argparse.Namespace) -> None:
 def _check_engine(arguments: argparse.Namespace) -> None:
     """Raise `ConfigError` for engine options that are wrong without loading the model."""
     from ..attention import registry
+    from ..hf.configuration import check_length, layer_kinds
     from ..hf.kv_format import KVFormat
-    from ..hf.unservable import check_length, layer_kinds
-    from ..serve.planning import Capacity
+    from ..serve.scheduler import Scheduler
     from ..serve.trace import ChromeTrace
     from .models import check_device, load_config
 
     config = load_config(arguments.model)  # The most common error first.
     kv_format = KVFormat.of(config, arguments.kv_dtype, arguments.kv_scales, arguments.skip_layers)
     kv_format.check(each.index for each in layer_kinds(config))
-    if arguments.max_model_tokens is not None:
-        check_length(config, arguments.max_model_tokens)
-    Capacity(arguments.max_num_seqs, arguments.max_num_batched_tokens)
+    if arguments.max_tokens is not None:
+        check_length(config, arguments.max_tokens)
+    Scheduler(arguments.max_num_seqs, arguments.max_num_batched_tokens)  # Checks its bounds.
     device = _device(arguments.device)
     if not (arguments.replicas and "RAY_ADDRESS" in os.environ):  # Else devices are remote.
         check_device(device)
@@ -288,8 +323,8 @@ def _check_engine(arguments: argparse.Namespace) -> None:
 def _engine(
     arguments: argparse.Namespace, observer: EngineObserver, tokenizer: Any = None
 ) -> Iterator[Engine]:
-    from ..serve.failures import is_out_of_memory
     from ..serve.observer import Observers
+    from ..serve.sampler import is_out_of_memory
     from ..serve.trace import ChromeTrace
     from .models import load_model
 
@@ -354,43 +389,19 @@ def make_engine(
 
 
 def _engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    watermark = arguments.watermark
-    return {
-        "max_num_seqs": arguments.max_num_seqs,
-        "max_num_batched_tokens": arguments.max_num_batched_tokens,
-        "max_num_mixed_tokens": arguments.max_num_mixed_tokens or None,
-        "max_tokens": arguments.max_model_tokens,
-        "budget_bytes": None if arguments.memory is None else round(arguments.memory * GiB),
-        "host_budget_bytes": round(arguments.swap * GiB),
-        "watermark_bytes": None if watermark is None else round(watermark * GiB),
-        "attention_backend": arguments.attention_backend,
-        "kv_dtype": arguments.kv_dtype,
-        "kv_scales": arguments.kv_scales,
-        "skip_layers": arguments.skip_layers,
-        "deterministic": arguments.deterministic,
-        "prefix_caching": not arguments.no_prefix_caching,
-    }
+    names = [row[1] for row in _ENGINE] + ["kv_dtype", "prefix_caching", "deterministic"]
+    return {each: getattr(arguments, each) for each in names}
 
 
 def server_options(arguments: argparse.Namespace) -> Callable[[int], ServerOptions]:
     """Make a function from a request's token limit to server options; raises `ConfigError`."""
     from ..serve.server import Limits, ServerOptions
-    from ..serve.server.keys import read_api_keys
+    from ..serve.server.guard import read_api_keys
     from ..serve.server.prompts import read_template
 
     template = read_template(arguments.chat_template) if arguments.chat_template else None
     api_keys = read_api_keys(arguments.api_key_file, os.environ.get(_API_KEY_VARIABLE))
-    limits = Limits(
-        max_connections=arguments.max_connections,
-        max_body_bytes=round(arguments.max_body_mib * MiB),
-        max_held_bytes=round(8 * arguments.max_body_mib * MiB),
-        max_values=max(1, round(arguments.max_body_mib * _VALUES_PER_MIB)),
-        max_prompt_tokens=arguments.max_prompt_tokens,
-        max_concurrent=arguments.max_concurrent,
-        max_queued=arguments.max_queued,
-        max_priority=arguments.max_priority,
-        send_timeout_s=arguments.send_timeout,
-    )
+    limits = Limits(**{row[1]: getattr(arguments, row[1]) for row in _LIMITS})
     return lambda max_model_tokens: ServerOptions(
         model_name=arguments.served_model_name or arguments.model,
         max_model_tokens=max_model_tokens,

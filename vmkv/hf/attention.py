@@ -22,12 +22,14 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from ..attention.sdpa import plain_attention, visible_keys
 from ..core.cache.fp8 import FP8
 from ..errors import ConfigError
 from ..step.model_guard import PACKED, attending_through, register_attention
+from ..step.row_attention import LayerCall
 from . import compat
+from .configuration import UnservableError
 from .layers import VirtualLayer, layer_behind
-from .unservable import UnservableError
 
 
 def vmkv_attention(
@@ -36,112 +38,66 @@ def vmkv_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    is_causal: bool | None = None,
-    vmkv_batch: Any = None,
-    **kwargs: Any,
+    **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Compute attention for one layer of a transformers model; returns `[B, Tq, Hq, Dv]` and None.
 
     `query` is `[B, Hq, Tq, D]`; `key` and `value` are `[B, H, T, …]`: the cache's tensors, or
-    in a packed step (`vmkv_batch`) the new tokens' alone. `attention_mask` is a result of
-    `vmkv_mask`, None, a padding mask `[B, T]` or a mask `[B, 1, Tq, T]`; `s_aux` are sinks `[Hq]`.
+    in a packed step the new tokens' alone. `attention_mask` is a result of `vmkv_mask`, None, a
+    padding mask `[B, T]` or a mask `[B, 1, Tq, T]`. Of transformers' options `scaling`, `dropout`,
+    `sliding_window`, `softcap`, `s_aux` (sinks `[Hq]`), `is_causal` and `position_bias` count;
+    `vmkv_batch` is the packed step, a function of the module and its `LayerCall`.
     """
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    softcap = softcap or 0.0
+    scale = options.get("scaling")
+    asked = LayerCall(
+        query,
+        key,
+        value,
+        query.shape[-1] ** -0.5 if scale is None else scale,
+        options.get("sliding_window"),
+        options.get("softcap") or 0.0,
+        options.get("s_aux"),
+        attention_mask,
+        options.get("position_bias"),
+    )
+    vmkv_batch = options.get("vmkv_batch")
     if vmkv_batch is not None:
-        out = vmkv_batch.attend(
-            module,
-            query,
-            key,
-            value,
-            scale=scale,
-            window=sliding_window,
-            softcap=softcap,
-            sinks=s_aux,
-            mask=attention_mask,
-            bias=kwargs.get("position_bias"),
-        )
-        return out, None
+        return vmkv_batch(module, asked), None
     if getattr(attention_mask, "_vmkv_placeholder", False):
         raise UnservableError(
             f"its {type(module).__name__} hands its attention less than the model is called with"
         )
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    recipe: _Recipe | None = getattr(attention_mask, "_vmkv_recipe", None)
-    bias = kwargs.get("position_bias")
+    causal, dropout = options.get("is_causal"), options.get("dropout") or 0.0
+    causal = getattr(module, "is_causal", True) if causal is None else causal
     layer = layer_behind(key)
     if layer is not layer_behind(value):
         layer = None
-    if layer is not None and causal and not dropout and bias is None:
-        in_place = _in_place(
-            layer, query, key, value, attention_mask, recipe, scale, sliding_window, softcap, s_aux
-        )
+    if layer is not None and causal and not dropout and asked.bias is None:
+        in_place = _in_place(layer, asked)
         if in_place is not None:
             return in_place, None
     if key.dtype == FP8:
         key, value = _decoded(layer)
-    mask: torch.Tensor | None
-    if recipe is not None:
-        mask = recipe.build()
-    elif attention_mask is None or attention_mask.ndim != 4:
-        mask = _explicit_mask(query, key, attention_mask, causal, sliding_window)
-    else:
-        mask = attention_mask
-    return _plain(query, key, value, mask, bias, scale, dropout, softcap, s_aux), None
+        asked = asked._replace(key=key, value=value)
+    return attend_to_tensors(asked, causal=causal, dropout=dropout), None
 
 
-def _in_place(
-    layer: VirtualLayer,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    recipe: _Recipe | None,
-    scale: float,
-    sliding_window: int | None,
-    softcap: float,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor | None:
+def _in_place(layer: VirtualLayer, asked: LayerCall) -> torch.Tensor | None:
     """Attend to the layer's rows in place; None where the mask does not allow it."""
-    padding = attention_mask if recipe is None else recipe.padding
-    batch = layer.attention_batch(query.shape[2], padding)
+    query, recipe = asked.query, _recipe_of(asked.mask)
+    batch = layer.attention_batch(query.shape[2], asked.mask if recipe is None else recipe.padding)
     if batch is None:
         return None
-    sees_all = recipe is not None and recipe.window is None and sliding_window is None
-    kept_tokens = layer.window_tokens
-    if sees_all and kept_tokens is not None and query.shape[2] > 1 and key.shape[2] > kept_tokens:
+    sees_all = recipe is not None and recipe.window is None and asked.window is None
+    kept = layer.window_tokens
+    if sees_all and kept is not None and query.shape[2] > 1 and asked.key.shape[2] > kept:
         return None  # The mask sees more of these tokens than the layer's configured window.
     # Some models state their window only in the mask.
-    windows = (sliding_window, None if recipe is None else recipe.window, layer.window_tokens)
-    window = min((each for each in windows if each is not None), default=None)
-    keys, values = layer.rows()
-    backend = layer.backend_for(
-        query,
-        key,
-        value,
-        window=window,
-        softcap=softcap,
-        has_sinks=sinks is not None,
-        left_pad=batch.left_pad is not None,
-        kv_dtype=keys.dtype,
-        max_tokens=layer.max_tokens,
-    )
-    packed = query.transpose(1, 2).reshape(-1, query.shape[1], query.shape[3])
-    out = backend.forward(
-        packed,
-        keys,
-        values,
+    windows = (asked.window, None if recipe is None else recipe.window, kept)
+    out = layer.attend(
+        query.transpose(1, 2).reshape(-1, query.shape[1], query.shape[3]),
         batch,
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        sinks=sinks,
-        scales=layer.scales,
+        asked._replace(window=min((each for each in windows if each is not None), default=None)),
     )
     return out.view(query.shape[0], query.shape[2], query.shape[1], -1)
 
@@ -175,6 +131,10 @@ class _Recipe:
         return self._mask
 
 
+def _recipe_of(mask: torch.Tensor | None) -> _Recipe | None:
+    return getattr(mask, "_vmkv_recipe", None)
+
+
 def vmkv_mask(**arguments: Any) -> torch.Tensor | None:
     """Prepare the mask that transformers passes to `vmkv_attention`, once per step.
 
@@ -198,70 +158,50 @@ def vmkv_mask(**arguments: Any) -> torch.Tensor | None:
     return carrier
 
 
-def _explicit_mask(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    padding: torch.Tensor | None,
-    causal: bool,
-    window: int | None,
-) -> torch.Tensor | None:
+def attend_to_tensors(asked: LayerCall, *, causal: bool, dropout: float = 0.0) -> torch.Tensor:
+    """Attend to the call's own keys: SDPA where possible; returns `[B, Tq, Hq, Dv]`."""
+    query, key, value, mask, bias = asked.query, asked.key, asked.value, asked.mask, asked.bias
+    recipe = _recipe_of(mask)
+    if recipe is not None:
+        mask = recipe.build()
+    elif mask is None or mask.ndim != 4:
+        mask = _explicit_mask(asked, causal)
+    if bias is not None:
+        if mask is None:
+            mask = bias
+        elif mask.dtype == torch.bool:
+            mask = bias.masked_fill(~mask, torch.finfo(bias.dtype).min)
+        else:
+            mask = bias + mask
+    if not asked.softcap and asked.sinks is None:
+        gqa = query.shape[1] > key.shape[1]
+        out = functional.scaled_dot_product_attention(
+            query, key, value, mask, dropout, scale=asked.scale, enable_gqa=gqa
+        )
+    else:
+        out = plain_attention(
+            query,
+            key,
+            value,
+            mask,
+            scale=asked.scale,
+            softcap=asked.softcap,
+            sinks=asked.sinks,
+            dropout=dropout,
+        )
+    return out.transpose(1, 2).contiguous()
+
+
+def _explicit_mask(asked: LayerCall, causal: bool) -> torch.Tensor | None:
     """Build a mask `[B or 1, 1, Tq, T]`, true where a query sees a key; None if all see all."""
-    num_queries, num_keys = query.shape[2], key.shape[2]
-    mask = None
+    num_queries, num_keys = asked.query.shape[2], asked.key.shape[2]
+    padding, mask = asked.mask, None
     if causal:
-        at = torch.arange(num_keys, device=query.device)
-        last = torch.arange(num_keys - num_queries, num_keys, device=query.device)[:, None]
-        mask = at <= last
-        if window is not None:
-            mask &= at > last - window
-        mask = mask[None, None]
+        mask = visible_keys(num_queries, num_keys, asked.window, asked.query.device)[None, None]
     if padding is not None and padding.ndim == 2:
         kept = padding[:, None, None, -num_keys:].bool()
         mask = kept if mask is None else mask & kept
     return mask
-
-
-def _plain(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    scale: float,
-    dropout: float,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """Attend to the given tensors: SDPA where possible, explicit scores for softcap and sinks."""
-    groups = query.shape[1] // key.shape[1]
-    if not softcap and sinks is None:
-        if bias is not None:
-            if mask is not None and mask.dtype == torch.bool:
-                bias = bias.masked_fill(~mask, torch.finfo(bias.dtype).min)
-            elif mask is not None:
-                bias = bias + mask
-            mask = bias
-        out = functional.scaled_dot_product_attention(
-            query, key, value, mask, dropout, scale=scale, enable_gqa=groups > 1
-        )
-        return out.transpose(1, 2).contiguous()
-    key = key.repeat_interleave(groups, 1)
-    value = value.repeat_interleave(groups, 1)
-    scores = (query @ key.transpose(2, 3)).float() * scale
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    if bias is not None:
-        scores = scores + bias
-    if mask is not None:
-        lowest = torch.finfo(scores.dtype).min
-        scores = scores.masked_fill(~mask, lowest) if mask.dtype == torch.bool else scores + mask
-    if sinks is not None:
-        column = sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-        weights = torch.cat([scores, column], -1).softmax(-1)[..., :-1]
-    else:
-        weights = scores.softmax(-1)
-    weights = functional.dropout(weights.to(value.dtype), dropout)
-    return (weights @ value).transpose(1, 2).contiguous()
 
 
 def register() -> None:

@@ -12,18 +12,16 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
-from ..attention import get as get_attention_backend
 from ..core.backend import Backend
 from ..core.cache import CacheStats
-from ..core.cache.geometry import check_positive
 from ..core.memory import ExtentPool
 from ..errors import ConfigError
 from . import compat
 from . import store as orphans
-from .defaults import default_max_tokens
-from .kv_format import KVFormat, KVScales, SkipLayers
+from .configuration import LayerKind
+from .kv_format import KVScales, SkipLayers
 from .layers import VirtualLayer, VMKVFullLayer, VMKVSlidingLayer, past_is_lost
-from .store import LayerKind, Settings, Store
+from .store import Settings, Store
 
 _EIGHT_BIT_OPTIONS = ("kv_dtype", "kv_scales", "skip_layers")
 
@@ -77,33 +75,20 @@ class VMKVCache(DynamicCache):  # type: ignore[misc]
     ):
         if offloading:
             raise ConfigError("VMKVCache does not offload; use DynamicCache(offloading=True)")
-        if pool is not None and (backend is not None or budget_bytes is not None):
-            raise ConfigError("a pool has its own backend and budget; leave those out")
-        for name, value in (
-            ("max_tokens", max_tokens),
-            ("max_batch_size", max_batch_size),
-            ("budget_bytes", budget_bytes),
-            ("layers_per_group", layers_per_group),
-        ):
-            if value is not None:
-                check_positive(name, value)
-        if attention_backend is not None:
-            get_attention_backend(attention_backend)  # Refuses an unknown name.
-        orphans.collect()
-        decoder_config = compat.text_config(config)
-        if max_tokens is None:
-            default_max_tokens(decoder_config)  # Refused now rather than at the first update.
-        settings = Settings(
-            decoder_config,
-            max_tokens,
-            max_batch_size,
-            budget_bytes,
-            layers_per_group,
-            pool if pool is not None else backend,
-            bool(getattr(config, "is_encoder_decoder", False)),
-            attention_backend,
-            kv_format=KVFormat.of(config, kv_dtype, kv_scales, skip_layers),
+        settings = Settings.of(
+            config,
+            max_tokens=max_tokens,
+            max_batch_size=max_batch_size,
+            budget_bytes=budget_bytes,
+            backend=backend,
+            pool=pool,
+            layers_per_group=layers_per_group,
+            attention_backend=attention_backend,
+            kv_dtype=kv_dtype,
+            kv_scales=kv_scales,
+            skip_layers=skip_layers,
         )
+        orphans.collect()
         self._begin(config, settings)
 
     def _begin(self, config: Any, settings: Settings) -> None:

@@ -1,24 +1,17 @@
-"""Captured decode steps of one transformers cache.
-
-A step size first runs uncaptured, so that kernels are loaded and tuned. Its second run is
-uncaptured too, while torch refuses to wait for the device, because a failed capture leaves torch's
-allocator in the state of a capture. The third run is captured. Without CUDA, steps run uncaptured.
-"""
+"""Captured decode steps of one transformers cache; without CUDA, the same steps run uncaptured."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections import Counter
 from typing import Any
 
 import torch
 
-from ..errors import CapacityError, ConfigError, one_line
+from ..errors import ConfigError
 from ..step import Stepper
 from ..step.compiled_layers import CompiledLayers
-from ..step.decode_graphs import BatchBucket
-from ..step.model_guard import chosen_attention, refusing_waits
+from ..step.model_guard import chosen_attention
 from .attention import attending_in_place
 from .group_step import LeftPadding
 from .store import Store
@@ -61,8 +54,6 @@ class CapturedSteps:
                 calls=calls,
             )
             self._graphs = self._stepper.make_batch_graphs(logits.shape[-1], logits.dtype, stream)
-        self._num_runs: Counter[BatchBucket] = Counter()
-        self._refused: set[BatchBucket] = set()
         self._weights = _addresses(model)
         self._attention = chosen_attention(model)
         self._padding: LeftPadding | None = None
@@ -135,9 +126,6 @@ class CapturedSteps:
         model then computes the step itself, over the same rows.
         """
         graphs, num_tokens = self._graphs, num_past_tokens + 1
-        bucket = graphs.key(num_tokens, is_padded=self.is_padded)
-        if bucket in self._refused:
-            return None
         self._core.note_stream()
         self._stepper.last_tokens[: self.batch_size].copy_(token_ids[:, 0])
         if positions is None:
@@ -147,51 +135,15 @@ class CapturedSteps:
         integers = graphs.fill(num_tokens)
         writes = [(row, num_past_tokens, num_tokens) for row in range(self.batch_size)]
         with self._core.submitting(writes):
-            if bucket in graphs.captured:
-                graphs.replay(bucket, integers)
-            else:
-                self._run_uncaptured(bucket, integers)
-        if bucket in self._refused:
-            return None
+            bucket = graphs.key(num_tokens, is_padded=self.is_padded)
+            if not graphs.run_recurring(bucket, integers, self._attending):
+                return None
         return graphs.space.logits[:, None].clone()
-
-    def _run_uncaptured(self, bucket: BatchBucket, integers: torch.Tensor) -> None:
-        """Run a step that has no graph yet; on CUDA its third run is captured."""
-        graphs = self._graphs
-        self._num_runs[bucket] += 1
-        is_first = graphs.space.device.type != "cuda" or self._num_runs[bucket] == 1
-        try:
-            with self._attending():
-                if is_first:
-                    graphs.run(bucket, integers)
-                elif self._num_runs[bucket] == 2:
-                    with refusing_waits():
-                        graphs.run(bucket, integers)
-                else:
-                    if not graphs.captured:
-                        torch.cuda.empty_cache()  # Graphs cannot use what prompts left there.
-                    graphs.replay(bucket, integers)
-        except (ConfigError, CapacityError) as error:  # No kernel, or no memory for its over-read.
-            self._refuse(bucket, error)
-        except Exception as error:
-            # The model's own errors are raised; compilers may raise anything.
-            if is_first and self._layers is None:
-                raise
-            self._refuse(bucket, error)
 
     def _attending(self) -> contextlib.AbstractContextManager[None]:
         if self._layers is None:
             return attending_in_place(self._model)
         return self._stepper.attending(self._layers)
-
-    def _refuse(self, bucket: BatchBucket, error: Exception) -> None:
-        self._refused.add(bucket)
-        _LOG.warning(
-            "decode steps up to %d tokens%s cannot be captured: %s",
-            bucket.max_num_tokens,
-            " with left padding" if bucket.is_padded else "",
-            one_line(error),
-        )
 
     def close(self) -> None:
         """Wait for the device, and drop graphs and tensors. Idempotent."""

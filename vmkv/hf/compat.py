@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -323,3 +323,18 @@ def _stated(module: Any, name: str) -> int:
     """Return the module's attribute `name`, or the rows of its weight if it has none."""
     stated = getattr(module, name, None)
     return int(module.weight.shape[0] if stated is None else stated)
+
+
+def check_tokens(tokens: Sequence[Any], vocab_size: int, name: str = "the prompt") -> None:
+    """Raise `ConfigError` for a prompt that is empty or holds ids outside the vocabulary.
+
+    A token without a row in the embedding is an IndexError on the CPU, and ends the process on a
+    GPU.
+    """
+    if not tokens:
+        raise ConfigError(f"{name} is empty: pass at least one token id")
+    # Takes a third of the time of a look at each token, which counts for long prompts.
+    if set(map(type, tokens)) == {int} and min(tokens) >= 0 and max(tokens) < vocab_size:
+        return
+    wrong = next(each for each in tokens if type(each) is not int or not 0 <= each < vocab_size)
+    raise ConfigError(f"{name} holds {wrong!r}, which is no token of a vocabulary of {vocab_size}")

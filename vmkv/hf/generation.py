@@ -4,40 +4,49 @@
     outputs = model.generate(**inputs, custom_generate=vmkv.ragged_generate)
 
 Generation settings, logits processors and stopping criteria are transformers' own: the first line
-has them prepared for each prompt alone (`prepared.py`), the second takes those that
+has them prepared for each prompt alone (`sampling.py`), the second takes those that
 `model.generate` prepared for its padded batch. Prompts are prefilled in packed chunks, then all
 sequences decode together, on CUDA by captured steps; a finished sequence leaves the batch and frees
 its row.
+
+Of prompts that begin alike, the first is the *leader*; the others wait until it has computed their
+common beginning, and then find it in the cache:
+
+    pass 1   | system prompt, question A |  other prompts ...   |
+    pass 2   | question B | question C | question D | ...
+
+Rows of sliding-window layers drop tokens behind the window, so that a prompt finds nothing once its
+leader is far ahead. There a leader stops where its followers diverge.
+
+See DESIGN.md, Note [A batch needs no scheduler].
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ..core.cache.geometry import check_positive
+from ..core.cache.prefix import BLOCK_TOKENS
 from ..core.memory import ExtentPool
 from ..errors import ConfigError
 from ..step import Piece, Stepper
-from ..step.logits import StepLogits
 from . import compat
-from . import compat as vocabulary
 from .attention import attending_in_place
 from .capture import compiled_layers_of
-from .prefill import Chunk, LeadersFirst, prefill_passes
-from .prepared import Prepared, check_config, check_inputs, prepare
-from .prompt_tokens import check_tokens
+from .configuration import check_length
+from .group_step import read_left_pad
 from .proof import prove
 from .ragged_cache import RaggedCache
-from .store import Settings
-from .token_state import TokenState
-from .unservable import check_length
+from .sampling import Group, Tokens, check_inputs, prepare
 
 #: Tokens of one prefill pass: enough to fill a GPU, few enough that activations stay small.
 _MAX_BATCHED_TOKENS = 8192
+#: Tokens that waiting prompts must save together: one more pass costs the time of some hundred.
+_MIN_SAVED_TOKENS = 256
 
 
 def generate(
@@ -82,48 +91,37 @@ def generate(
         OutOfPagesError: All sequences together do not fit the budget.
         After any error the sequences of this call have ended, and `cache` stays usable.
     """
-    check_positive("max_num_batched_tokens", max_num_batched_tokens)
-    embedding = model.get_input_embeddings().weight
-    vocab_size = vocabulary.num_embeddings(model)
-    rows = [_token_ids(prompt, at, vocab_size) for at, prompt in enumerate(prompts)]
+    rows = [_as_list(prompt, at) for at, prompt in enumerate(prompts)]
     if not rows:
         raise ConfigError("no prompts: pass at least one list of token ids")
     if cache is not None and (pool, budget_bytes, attention_backend) != (None, None, None):
         raise ConfigError("a cache has its own pool, budget and kernels; leave those out")
-    _check_model(model)
-    prepared = prepare(model, rows, options)
-    pad = compat.pad_token(prepared[0].config)
-    longest = max(map(len, rows))
+    _check(model, rows, cache, max_num_batched_tokens)
+    groups = prepare(model, rows, options)
+    pad, longest = compat.pad_token(groups[0].config), groups[0].num_tokens
     input_ids = torch.tensor([[pad] * (longest - len(row)) + row for row in rows])
-    settings = Settings(
-        compat.text_config(model.config),
-        max_batch_size=len(rows),
-        budget_bytes=budget_bytes,
-        memory=pool,
-        attention_backend=attention_backend,
-    )
-    state = TokenState(input_ids.to(embedding.device), [len(row) for row in rows], prepared)
-    _generate(
+    input_ids = input_ids.to(model.get_input_embeddings().weight.device)
+    return _generate(
         model,
-        state,
         rows,
-        settings if cache is None else cache,
-        prefix_caching=prefix_caching,
+        Tokens(input_ids, list(map(len, rows)), groups),
+        cache,
         tenant=tenant,
         streamer=streamer,
+        prefix_caching=prefix_caching,
         max_num_batched_tokens=max_num_batched_tokens,
-    )
-    return state.as_lists()
+        pool=pool,
+        budget_bytes=budget_bytes,
+        attention_backend=attention_backend,
+    ).as_lists()
 
 
-@torch.no_grad()
 def ragged_generate(
     model: Any,
     input_ids: torch.Tensor,
     logits_processor: Any,
     stopping_criteria: Any,
     generation_config: Any,
-    vmkv_options: Settings | None = None,
     vmkv_cache: RaggedCache | None = None,
     vmkv_prefix_caching: bool = True,
     vmkv_tenant: str | None = None,
@@ -141,8 +139,7 @@ def ragged_generate(
         logits_processor: Prepared by transformers for the padded batch.
         stopping_criteria: Prepared by transformers for the padded batch.
         generation_config: Prepared by transformers.
-        vmkv_options: Memory and kernels; by default derived from the model.
-        vmkv_cache: See `generate`; excludes `vmkv_options`.
+        vmkv_cache: See `generate`.
         vmkv_prefix_caching: See `generate`.
         vmkv_tenant: See `generate`.
         vmkv_streamer: A streamer. `model.generate(streamer=…)` would get the prompts only; use
@@ -158,138 +155,169 @@ def ragged_generate(
         ConfigError, ClosedError, OutOfPagesError: See `generate`; also for model inputs besides
             tokens, and a mask that is not left padding.
     """
-    _check_model(model)
-    check_config(generation_config)
-    if "inputs_embeds" in model_kwargs or not input_ids.shape[1]:
+    batch_size, width = input_ids.shape
+    group = Group.of(
+        range(batch_size), width, logits_processor, stopping_criteria, generation_config
+    )
+    if "inputs_embeds" in model_kwargs or not width:
         raise ConfigError("ragged generation needs token ids; inputs_embeds cannot be served")
     check_inputs(model_kwargs)
-    check_positive("vmkv_max_num_batched_tokens", vmkv_max_num_batched_tokens)
-    if vmkv_cache is not None and vmkv_options is not None:
-        raise ConfigError("a cache has its own settings; leave vmkv_options out")
-    batch_size, width = input_ids.shape
     lengths = _lengths(input_ids, model_kwargs.get("attention_mask"))
-    _check_padded_tokens(model, input_ids, lengths)
-    prepared = Prepared(
-        tuple(range(batch_size)), width, logits_processor, stopping_criteria, generation_config
-    )
-    state = TokenState(input_ids, lengths, [prepared])
-    settings = Settings(compat.text_config(model.config), max_batch_size=batch_size)
-    _generate(
+    ids = zip(input_ids.tolist(), lengths, strict=True)
+    prompts = [row[width - length :] for row, length in ids]
+    _check(model, prompts, vmkv_cache, vmkv_max_num_batched_tokens)
+    return _generate(
         model,
-        state,
-        state.prompts(),
-        vmkv_cache or vmkv_options or settings,
-        prefix_caching=vmkv_prefix_caching,
+        prompts,
+        Tokens(input_ids, lengths, [group]),
+        vmkv_cache,
         tenant=vmkv_tenant,
         streamer=vmkv_streamer,
+        prefix_caching=vmkv_prefix_caching,
         max_num_batched_tokens=vmkv_max_num_batched_tokens,
-    )
-    return state.ids
+    ).ids
 
 
 @torch.no_grad()
 def _generate(
     model: Any,
-    state: TokenState,
     prompts: Sequence[Sequence[int]],
-    memory: RaggedCache | Settings,
+    tokens: Tokens,
+    cache: RaggedCache | None,
     *,
-    prefix_caching: bool,
     tenant: str | None,
     streamer: Any,
+    prefix_caching: bool,
     max_num_batched_tokens: int,
-) -> None:
-    """Continue the sequences of `state` to their ends, in `memory` or a cache made from it."""
-    if not isinstance(memory, RaggedCache | Settings):
-        raise ConfigError(
-            f"a {type(memory).__name__} cannot be the cache of vmkv.generate: pass a RaggedCache"
-        )
-    settings = memory.store.settings if isinstance(memory, RaggedCache) else memory
-    proof = prove(model, settings.attention_backend)
-    check_length(model.config, state.max_tokens)
+    attention_backend: str | None = None,
+    **memory: Any,
+) -> Tokens:
+    """Continue `prompts` to their ends, in `cache` or in one made with the options `memory`."""
+    outlives = cache is not None
+    backend = attention_backend if cache is None else cache.store.settings.attention_backend
+    proof = prove(model, backend)
+    check_length(model.config, tokens.max_tokens)
     if streamer is not None:
-        streamer.put(state.ids.cpu())
-    outlives = isinstance(memory, RaggedCache)
+        streamer.put(tokens.ids.cpu())
     with contextlib.ExitStack() as stack:
-        if isinstance(memory, RaggedCache):
-            cache = memory
-        else:
-            cache = stack.enter_context(contextlib.closing(RaggedCache(model.config, memory)))
+        if cache is None:
+            memory |= {"max_batch_size": len(prompts), "attention_backend": backend}
+            cache = stack.enter_context(RaggedCache(model.config, **memory))
         stack.enter_context(cache.serving(model, proof.signatures, len(prompts), tenant))
         cores = cache.store.cores
         layers = compiled_layers_of(model) if len(cores) == 1 else None
         stepper = Stepper(
-            model,
-            cores,
-            len(prompts),
-            attention_backend=settings.attention_backend,
-            layers=layers,
-            calls=proof.calls,
+            model, cores, len(prompts), attention_backend=backend, layers=layers, calls=proof.calls
         )
-        stack.enter_context(contextlib.closing(stepper))
+        stack.callback(stepper.close)
         stack.enter_context(
             attending_in_place(model) if layers is None else stepper.attending(layers)
         )
         # A single prompt can share nothing in a cache of its own.
         finds = prefix_caching and (outlives or len(prompts) > 1)
-        logits = _prefill(stepper, cache, prompts, max_num_batched_tokens, finds=finds)
+        last_logits: dict[int, torch.Tensor] = {}
+        for pieces in prefill_passes(prompts, max_num_batched_tokens, cache, finds=finds):
+            step = cache.run(stepper, pieces)
+            for at, logits in zip(step.pieces, step.logits, strict=True):
+                last_logits[pieces[at].slot] = logits
+            for piece in pieces if finds else ():
+                cache.record(piece.slot, piece.token_ids or ())
         if proof.never_waits:
             stepper.capture_where_it_pays()
-        _decode(stepper, cache, state, logits, streamer, records=prefix_caching and outlives)
+        first = torch.stack([last_logits[at] for at in tokens.live])
+        _decode(stepper, cache, tokens, first, streamer, records=prefix_caching and outlives)
     if streamer is not None:
         streamer.end()
+    return tokens
 
 
-# ---- steps ------------------------------------------------------------------------------------
+# ---- prefill ----------------------------------------------------------------------------------
 
 
-def _prefill(
-    stepper: Stepper,
-    cache: RaggedCache,
+def prefill_passes(
     prompts: Sequence[Sequence[int]],
     max_num_batched_tokens: int,
+    cache: RaggedCache,
     *,
     finds: bool,
-) -> torch.Tensor:
-    """Run all prompts in passes of bounded size; returns logits `[B, vocabulary]`."""
-    lengths = [len(prompt) for prompt in prompts]
+) -> Iterator[list[Piece]]:
+    """Begin the sequences of prompts and cut them into passes of bounded size, without gaps.
 
-    def begin(at: int) -> int:
-        return cache.begin(at, lengths[at], prompts[at] if finds else None)
+    Run each pass before taking the next. With `finds`, prompts begin with what the cache holds, and
+    wait for their leaders.
+    """
+    leaders = _leaders_worth_waiting_for(prompts, cache) if finds else {}
+    past: dict[int, int] = {}
+    unfinished = list(range(len(prompts)))
+    while unfinished:
+        # Leaders come before their followers, so that the first prompt never waits.
+        waiting = [at for at in unfinished if at not in past and _waits(at, leaders, past)]
+        stops: dict[int, int] = {}
+        for leader, shared_tokens in [leaders[at] for at in waiting if cache.has_windows]:
+            stops[leader] = min(shared_tokens, stops.get(leader, shared_tokens))
+        pieces = []
+        room = max_num_batched_tokens
+        for at in sorted(set(unfinished).difference(waiting), key=lambda at: (at not in past, at)):
+            prompt = prompts[at]
+            if at not in past and (room or at in leaders):  # Its prefix may be gone later.
+                past[at] = cache.begin(at, len(prompt), prompt if finds else None)
+            if room:
+                start = past[at]
+                stop = stops.get(at, 0)
+                end = min(start + room, stop if stop > start else len(prompt))
+                row, is_last = cache.row(at), end == len(prompt)
+                pieces.append(Piece(at, row, start, end - start, prompt[start:end], is_last))
+                past[at] = end
+                room -= end - start
+        yield pieces
+        unfinished = [at for at in unfinished if past.get(at, 0) < len(prompts[at])]
 
-    if finds:
-        passes = prefill_passes(
-            lengths,
-            max_num_batched_tokens,
-            begin=begin,
-            choose=LeadersFirst(
-                prompts,
-                lambda at: cache.find(prompts[at]),
-                leaders_stop=cache.has_windows,
-                max_num_batched_tokens=max_num_batched_tokens,
-            ),
-        )
-    else:
-        passes = prefill_passes(lengths, max_num_batched_tokens, begin=begin)
-    last_logits: dict[int, torch.Tensor] = {}
-    for chunks in passes:
-        told = [
-            prompts[each.sequence_id][each.num_past_tokens : each.num_tokens] for each in chunks
-        ]
-        samples = [each.num_tokens == lengths[each.sequence_id] for each in chunks]
-        step = _step(stepper, cache, chunks, told, samples)
-        for at, logits in zip(step.pieces, step.logits, strict=True):
-            last_logits[chunks[at].sequence_id] = logits
-        if finds:
-            for chunk, token_ids in zip(chunks, told, strict=True):
-                cache.record(chunk.sequence_id, token_ids)
-    return torch.stack([last_logits[at] for at in range(len(lengths))])
+
+def _waits(at: int, leaders: Mapping[int, tuple[int, int]], past: Mapping[int, int]) -> bool:
+    """Whether the leader of a prompt has not computed their common beginning yet."""
+    leader, shared_tokens = leaders.get(at, (at, 0))
+    return past.get(leader, 0) < shared_tokens
+
+
+def _leaders_worth_waiting_for(
+    prompts: Sequence[Sequence[int]], cache: RaggedCache
+) -> dict[int, tuple[int, int]]:
+    """Return the leaders of prompts that save by waiting; none if they save too little together."""
+    leaders, num_saved = {}, 0
+    for at, (leader, shared_tokens) in find_leaders(prompts).items():
+        saved_tokens = shared_tokens - cache.find(prompts[at])
+        if saved_tokens > 0:
+            leaders[at] = leader, shared_tokens
+            num_saved += saved_tokens
+    return leaders if num_saved >= _MIN_SAVED_TOKENS else {}
+
+
+def find_leaders(prompts: Sequence[Sequence[int]]) -> dict[int, tuple[int, int]]:
+    """Return for each prompt the first one that begins most like it, and the tokens they share.
+
+    Tokens are shared in whole blocks of 16, and short of a prompt's last token. Prompts that share
+    none have no leader. Cost: a look-up for each block.
+    """
+    leaders = {}
+    # Ends of blocks, by the end before and the block: the prompt that has it first.
+    blocks: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}
+    for at, prompt in enumerate(prompts):
+        node = -1
+        for end in range(BLOCK_TOKENS, len(prompt) + 1, BLOCK_TOKENS):
+            block = tuple(prompt[end - BLOCK_TOKENS : end])
+            node, first = blocks.setdefault((node, block), (len(blocks), at))
+            if first != at and end < len(prompt):
+                leaders[at] = first, end
+    return leaders
+
+
+# ---- decoding ---------------------------------------------------------------------------------
 
 
 def _decode(
     stepper: Stepper,
     cache: RaggedCache,
-    state: TokenState,
+    tokens: Tokens,
     logits: torch.Tensor,
     streamer: Any,
     *,
@@ -298,79 +326,62 @@ def _decode(
     """Generate a token for every live sequence, until all have ended."""
     num_sequences = len(logits)
     while True:
-        tokens = state.choose(logits)
+        chosen = tokens.choose(logits)
         if streamer is not None:
-            streamer.put(tokens.cpu())
-        ended = state.stop()
+            streamer.put(chosen.cpu())
+        ended = tokens.stop()
         if ended and records:
-            for at, generated in zip(ended, state.generated(ended), strict=True):
+            for at, generated in zip(ended, tokens.generated(ended), strict=True):
                 cache.record(at, generated[:-1])  # The last one was never given to the model.
         for at in ended:
             cache.end(at)
-        if not state.live:
+        if not tokens.live:
             return
-        stepper.last_tokens[:num_sequences].copy_(tokens)
-        chunks = [Chunk(at, state.length(at) - 1, 1) for at in state.live]
-        logits = _step(stepper, cache, chunks, [None] * len(chunks), [True] * len(chunks)).logits
-
-
-def _step(
-    stepper: Stepper,
-    cache: RaggedCache,
-    chunks: Sequence[Chunk],
-    token_ids: Sequence[Sequence[int] | None],
-    samples: Sequence[bool],
-) -> StepLogits:
-    """Grow the sequences of `chunks` and run them; `token_ids` and `samples` as in `Piece`."""
-    cache.grow([(chunk.sequence_id, chunk.num_tokens) for chunk in chunks])
-    rows, *elsewhere = cache.rows([chunk.sequence_id for chunk in chunks])
-    pieces = [
-        Piece(chunk.sequence_id, row, chunk.num_past_tokens, chunk.num_new_tokens, told, asked)
-        for chunk, row, told, asked in zip(chunks, rows, token_ids, samples, strict=True)
-    ]
-    with cache.submitting(chunks):
-        return stepper.run(pieces, elsewhere)
+        stepper.last_tokens[:num_sequences].copy_(chosen)
+        pieces = [
+            Piece(at, cache.row(at), tokens.num_tokens(at) - 1, 1, None) for at in tokens.live
+        ]
+        logits = cache.run(stepper, pieces).logits
 
 
 # ---- arguments --------------------------------------------------------------------------------
 
 
-def _check_model(model: Any) -> None:
+def _check(
+    model: Any, prompts: Sequence[Sequence[int]], cache: Any, max_num_batched_tokens: int
+) -> None:
+    """Refuse arguments that `generate` and `ragged_generate` have in common."""
+    check_positive("max_num_batched_tokens", max_num_batched_tokens)
+    if cache is not None and not isinstance(cache, RaggedCache):
+        raise ConfigError(
+            f"a {type(cache).__name__} cannot be the cache of vmkv.generate: pass a RaggedCache"
+        )
     if model.config.is_encoder_decoder:
         raise ConfigError(
             "ragged generation is for decoder-only models; use "
             "past_key_values=VMKVCache.for_encoder_decoder(config)"
         )
+    vocab_size = compat.num_embeddings(model)
+    for at, prompt in enumerate(prompts):
+        compat.check_tokens(prompt, vocab_size, f"prompt {at}")
 
 
-def _token_ids(prompt: Any, at: int, vocab_size: int) -> list[int]:
+def _as_list(prompt: Any, at: int) -> list[int]:
     ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
     if not isinstance(ids, (list, tuple)):
         raise ConfigError(f"prompt {at} must be a sequence of token ids, not {prompt!r}")
-    check_tokens(ids, vocab_size, f"prompt {at}")
     return list(ids)
 
 
-def _check_padded_tokens(model: Any, input_ids: torch.Tensor, lengths: Sequence[int]) -> None:
-    """Refuse tokens outside the vocabulary, except padding; waits for the device once."""
-    at = torch.arange(input_ids.shape[1], device=input_ids.device)
-    starts = torch.tensor(lengths, device=input_ids.device).neg() + input_ids.shape[1]
-    given = input_ids[at >= starts[:, None]]
-    ends = torch.stack(given.aminmax()).tolist()
-    check_tokens(ends, vocabulary.num_embeddings(model), "a prompt")
-
-
 def _lengths(input_ids: torch.Tensor, mask: torch.Tensor | None) -> list[int]:
-    """Return the prompt lengths of a left-padded batch; waits for the device once."""
+    """Return the prompt lengths of a left-padded batch; waits for the device."""
+    batch_size, width = input_ids.shape
     if mask is None:
-        return [input_ids.shape[1]] * input_ids.shape[0]
-    kept = mask.bool()
-    lengths: list[int] = kept.sum(1).tolist()
-    at = torch.arange(mask.shape[1], device=mask.device)
-    starts = torch.tensor([mask.shape[1] - length for length in lengths], device=mask.device)
-    if 0 in lengths or not bool((kept == (at >= starts[:, None])).all()):
+        return [width] * batch_size
+    is_left_padding, _, left_pad = read_left_pad(mask.bool())
+    if not is_left_padding:
         raise ConfigError(
             "the attention mask is not left padding (0 … 0 1 … 1 in every row); set the "
             'tokenizer\'s padding_side="left"'
         )
-    return lengths
+    return [width - pad for pad in left_pad.tolist()]

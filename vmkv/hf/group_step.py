@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from ..attention import AttentionBatch
-from ..attention.append import append_uniform
+from ..attention.append import Place, append_uniform
 from ..core.cache import KVCache, LayerGroup, Sequence
 from ..core.cache.fp8 import FP8, Scales, decode, encode
 from ..errors import ConfigError
@@ -100,7 +100,8 @@ class DeviceRows:
         if batch_size <= num_rows and num_tokens <= self.sequences[0].num_tokens:
             return
         try:
-            self._open_rows(batch_size)
+            if batch_size > num_rows:
+                self._open_rows(batch_size)
             self.core.grow([(sequence, num_tokens) for sequence in self.sequences])
         except BaseException:
             self.keep_rows(num_rows)
@@ -227,14 +228,20 @@ class GroupStep:
         self._is_cuda = rows.core.device.type == "cuda"
         self.is_fp8 = group.dtype == FP8
         address, geometry = group.table.address, group.geometry
-        self._addresses = [
-            (address + geometry.k_offset_bytes(at), address + geometry.v_offset_bytes(at))
+        self._appended = [
+            Place(
+                address + geometry.k_offset_bytes(at),
+                address + geometry.v_offset_bytes(at),
+                geometry.row_bytes,
+                geometry.token_bytes,
+                group.dtype,
+                group.scales_at(at),
+            )
             for at in range(geometry.num_layers)
         ]
 
     def advance(self, batch_size: int, first: int, start: int, end: int) -> None:
         """Map the step's tokens and make its tensors; an error changes nothing."""
-        self.rows.core.check_open()
         self.rows.core.note_stream()
         self.rows.ensure(batch_size, end)
         # The rows, and so their windows, may be ahead of this layer.
@@ -262,20 +269,8 @@ class GroupStep:
     def write(self, place: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write the step's keys and values of the layer at index `place` of the group."""
         if self._is_cuda:
-            geometry = self.group.geometry
-            k_address, v_address = self._addresses[place]
-            append_uniform(
-                keys,
-                values,
-                k_address,
-                v_address,
-                geometry.row_bytes,
-                geometry.token_bytes,
-                self.start,
-                self.rows.core.current_stream(),
-                self.group.dtype,
-                self.scales(place),
-            )
+            stream = self.rows.core.current_stream()
+            append_uniform(keys, values, self._appended[place], self.start, stream)
             return
         if self.is_fp8:
             scales = self.scales(place)

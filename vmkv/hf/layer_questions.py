@@ -1,20 +1,21 @@
 """Checks of a model's layers before rows serve them: their keys and values, and their windows.
 
-Two tokens go through the model. A `_Listener` stands in for a packed step: it reports how each
-layer calls attention, and attends without a cache.
+Two tokens go through the model. A listener stands in for a packed step: it reports how each layer
+calls attention, and attends without a cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from ..errors import VMKVError
-from .attention import attending_in_place, vmkv_attention
-from .store import LayerKind, Signature
-from .unservable import UnservableError
+from ..step.row_attention import LayerCall
+from .attention import attend_to_tensors, attending_in_place
+from .configuration import LayerKind, UnservableError
+from .store import Signature
 
 
 def layer_signatures(
@@ -23,11 +24,10 @@ def layer_signatures(
     """Return all layers' key and value signatures, from a packed pass over `[T]` tokens."""
     signatures: dict[int, Signature] = {}
 
-    def hear(asked: _Asked) -> None:
-        index = getattr(asked.module, "layer_idx", None)
+    def hear(module: torch.nn.Module, asked: LayerCall) -> torch.Tensor:
+        index: Any = getattr(module, "layer_idx", None)
         if index is None:
-            name = type(asked.module).__name__
-            raise UnservableError(f"{name} does not say which layer it is")
+            raise UnservableError(f"{type(module).__name__} does not say which layer it is")
         index = int(index)
         if index in signatures:
             raise UnservableError(f"its layer {index} attends more than once in a pass")
@@ -36,6 +36,8 @@ def layer_signatures(
         if asked.bias is not None:
             raise UnservableError(f"its layer {index} adds a bias of the model's own to scores")
         signatures[index] = Signature.of(asked.key, asked.value)
+        # Packed tokens are one causal sequence, whatever the mask.
+        return attend_to_tensors(asked._replace(mask=None), causal=True)
 
     placeholder = torch.empty((1, 1, 1, 1), dtype=torch.bool, device=token_ids.device)
     placeholder._vmkv_placeholder = True  # type: ignore[attr-defined]
@@ -46,7 +48,7 @@ def layer_signatures(
                 position_ids=torch.arange(len(token_ids), device=token_ids.device)[None],
                 attention_mask=placeholder,
                 use_cache=False,
-                vmkv_batch=_Listener(hear, is_packed=True),
+                vmkv_batch=hear,
                 return_dict=True,
             )
         except Exception as error:
@@ -63,15 +65,15 @@ def check_windows(model: Any, kinds: Sequence[LayerKind], token_ids: torch.Tenso
     """Refuse a model whose masks have windows of other lengths than its rows."""
     windows: dict[int, tuple[int | None, int | None]] = {}
 
-    def hear(asked: _Asked) -> None:
+    def hear(module: torch.nn.Module, asked: LayerCall) -> torch.Tensor:
         recipe = getattr(asked.mask, "_vmkv_recipe", None)
         if recipe is not None:
-            windows[int(vars(asked.module)["layer_idx"])] = (asked.window, recipe.window)
+            windows[int(vars(module)["layer_idx"])] = (asked.window, recipe.window)
+        return attend_to_tensors(asked, causal=getattr(module, "is_causal", True))
 
-    listener = _Listener(hear, is_packed=False)
     with attending_in_place(model):
         try:
-            model(input_ids=token_ids[None], use_cache=False, return_dict=True, vmkv_batch=listener)
+            model(input_ids=token_ids[None], use_cache=False, return_dict=True, vmkv_batch=hear)
         except Exception as error:
             raise explained(error, "it does not run on token ids alone") from error
     for kind in kinds:
@@ -82,59 +84,6 @@ def check_windows(model: Any, kinds: Sequence[LayerKind], token_ids: torch.Tenso
                 f"its layer {kind.index} is to see {_window(kept)} by its configuration, and "
                 f"{_window(masked)} by its mask"
             )
-
-
-class _Asked(NamedTuple):
-    """A layer's call of attention: the module, its new keys and values, and its options."""
-
-    module: torch.nn.Module
-    key: torch.Tensor
-    value: torch.Tensor
-    window: int | None
-    mask: torch.Tensor | None
-    bias: torch.Tensor | None
-
-
-class _Listener:
-    """Stand-in for a packed step that reports each call of attention and attends without a cache.
-
-    With `is_packed`, the tokens are one causal sequence, whatever the mask.
-    """
-
-    def __init__(self, hear: Callable[[_Asked], None], *, is_packed: bool):
-        self._hear = hear
-        self._is_packed = is_packed
-
-    def attend(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float,
-        sinks: torch.Tensor | None,
-        mask: torch.Tensor | None,
-        bias: torch.Tensor | None,
-    ) -> torch.Tensor:
-        self._hear(_Asked(module, key, value, window, mask, bias))
-        out, _ = vmkv_attention(
-            module,
-            query,
-            key,
-            value,
-            None if self._is_packed else mask,
-            scale,
-            0.0,
-            window,
-            softcap,
-            sinks,
-            is_causal=True if self._is_packed else None,
-            position_bias=bias,
-        )
-        return out
 
 
 def _window(num_tokens: int | None) -> str:

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from ..attention import AttentionBackend, AttentionBatch, AttentionSpec, select
-from ..core.cache.fp8 import Scales
+from ..attention import AttentionBackend, AttentionBatch, Call, select
 from ..errors import ConfigError
+from ..step.row_attention import LayerCall
 from . import compat
 from .group_step import GroupStep, LayerPlace
 from .store import Store
@@ -112,7 +112,8 @@ class VirtualLayer:
             raise self._mismatch(key_states, value_states)
         step.write(index, key_states, value_states)
         self._length = end
-        self._note_update(end)
+        if self._window is not None and not self.record_past:
+            self._first_kept = self._visible_from(end)
         keys, values = step.keys[index], step.values[index]
         if step.is_fp8 and not self._store.attends_in_place:
             _say_that_it_decodes()
@@ -145,21 +146,20 @@ class VirtualLayer:
                     "VMKVCache.for_encoder_decoder(config) as past_key_values"
                 )
             self._store.close_gaps()
-        first = self._visible_from(start)
+        first = 0 if self._window is None else self._visible_from(start)
         place.step.advance(self._batch_size, first, start, start + num_tokens)
         return place.step, place.index
 
     def _visible_from(self, start: int) -> int:
-        """Return the first token that a query at position `start` sees."""
-        return 0 if self._window is None else max(0, start - self._window + 1)
+        """Return the first token that a query at position `start` of a sliding layer sees."""
+        assert self._window is not None
+        return max(0, start - self._window + 1)
 
     def note_token(self) -> None:
         """Count one more token, written by other means than `update`."""
         self._length += 1
-        self._note_update(self._length)
-
-    def _note_update(self, end: int) -> None:
-        """Hook after an update, in which a sliding layer advances its window."""
+        if self._window is not None and not self.record_past:
+            self._first_kept = self._visible_from(self._length)
 
     def _mismatch(self, keys: torch.Tensor, values: torch.Tensor) -> ConfigError:
         assert self._place is not None
@@ -178,23 +178,6 @@ class VirtualLayer:
         """How many of the last tokens a query sees; None for all."""
         return self._window
 
-    def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return all rows of the layer, `[rows, row_tokens, heads, dim]`, mostly unmapped."""
-        assert self._place is not None  # Only updated layers attend.
-        return self._place.step.all_rows(self._place.index)
-
-    @property
-    def scales(self) -> Scales | None:
-        """Factors that decode `rows`; None for 1."""
-        assert self._place is not None
-        return self._place.step.scales(self._place.index)
-
-    @property
-    def max_tokens(self) -> int:
-        """The longest sequence of the rows."""
-        assert self._place is not None
-        return self._place.step.rows.core.max_tokens
-
     def attention_batch(
         self, num_queries: int, padding: torch.Tensor | None
     ) -> AttentionBatch | None:
@@ -205,19 +188,30 @@ class VirtualLayer:
             return None
         return step.attention_batch(padding)
 
-    def backend_for(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **asked: Any
-    ) -> AttentionBackend:
-        """Return the kernel for `[B, heads, T, dim]` tensors, with its over-read mapped."""
-        kind = (query.shape[1], query.dtype, query.shape[3], *asked.values())
+    def attend(self, query: torch.Tensor, batch: AttentionBatch, asked: LayerCall) -> torch.Tensor:
+        """Attend from packed queries `[Tq, Hq, D]` to the layer's rows: `[Tq, Hq, Dv]`."""
+        assert self._place is not None  # Only updated layers attend.
+        step, index = self._place.step, self._place.index
+        call = Call(
+            query,
+            *step.all_rows(index),
+            batch,
+            asked.scale,
+            asked.window,
+            asked.softcap,
+            asked.sinks,
+            step.scales(index),
+        )
+        kind = (
+            *(query.shape[1:], query.dtype, call.window, call.softcap, call.sinks is None),
+            batch.left_pad is None,
+        )
         if self._kernel is None or self._kernel[0] != kind:
-            assert self._place is not None
-            spec = AttentionSpec.of(query, key, value, **asked)
+            spec = call.spec(step.rows.core.max_tokens)
             backend = select(spec, self._store.settings.attention_backend)
-            overread_tokens = backend.overread_tokens(spec.k_dim, spec.v_dim, spec.kv_dtype)
-            self._place.step.rows.keep_resident(overread_tokens)
+            step.rows.keep_resident(backend.overread_tokens(spec))
             self._kernel = (kind, backend)
-        return self._kernel[1]
+        return self._kernel[1].attend(call)
 
     # ---- contents -------------------------------------------------------------------------
 
@@ -379,10 +373,6 @@ class VMKVSlidingLayer(VirtualLayer, DynamicSlidingWindowLayer):  # type: ignore
         """Keep tokens that leave the window until the next `crop`, so that it can go back."""
         self.record_past = True
         self._store.keep_past()
-
-    def _note_update(self, end: int) -> None:
-        if not self.record_past:
-            self._first_kept = self._visible_from(end)
 
     def cropped_length(self, argument: int) -> int:
         """Return how many tokens `crop` would leave; past the window it needs recorded tokens."""

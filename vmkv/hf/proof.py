@@ -31,9 +31,9 @@ from ..step.piece import packing_order
 from . import compat
 from .attention import attending_in_place
 from .compat import num_embeddings
+from .configuration import LayerKind, UnservableError, layer_kinds
 from .layer_questions import check_windows, explained, layer_signatures
-from .store import LayerKind, Settings, Signature, Store
-from .unservable import UnservableError, layer_kinds
+from .store import Settings, Signature, Store
 
 #: Tokens of each sequence: more than the windows of models that are made for tests.
 _NUM_TOKENS = 16

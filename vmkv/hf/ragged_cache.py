@@ -17,18 +17,15 @@ from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as List_
 from typing import Any
 
-from ..attention import get as get_attention_backend
 from ..core.cache import CacheStats, KVCache, Sequence
-from ..core.cache.geometry import check_positive
 from ..core.memory import ExtentPool
 from ..errors import CapacityError, ClosedError, ConfigError
-from . import compat
+from ..step import Piece, Stepper
+from ..step.piece import StepLogits
 from . import store as orphans
-from .defaults import default_max_tokens
-from .kv_format import KVFormat, KVScales, SkipLayers
-from .prefill import Chunk
+from .configuration import layer_kinds
+from .kv_format import KVScales, SkipLayers
 from .store import Settings, Signature, Store
-from .unservable import layer_kinds
 
 
 class RaggedCache:
@@ -39,7 +36,6 @@ class RaggedCache:
 
     Args:
         config: The model's configuration.
-        settings: Everything else at once, in place of the arguments below.
         max_tokens: The longest sequence. Only addresses are reserved for it, which are free; by
             default twice the length that the model was trained for, at least 32k.
         max_batch_size: Sequences that are generated or kept at most; by default up to 256.
@@ -59,7 +55,6 @@ class RaggedCache:
     def __init__(
         self,
         config: Any,
-        settings: Settings | None = None,
         *,
         max_tokens: int | None = None,
         max_batch_size: int | None = None,
@@ -71,23 +66,22 @@ class RaggedCache:
         kv_scales: KVScales | str | os.PathLike[str] | None = None,
         skip_layers: SkipLayers = (),
     ):
+        settings = Settings.of(
+            config,
+            max_tokens=max_tokens,
+            max_batch_size=max_batch_size,
+            budget_bytes=budget_bytes,
+            pool=pool,
+            layers_per_group=layers_per_group,
+            attention_backend=attention_backend,
+            kv_dtype=kv_dtype,
+            kv_scales=kv_scales,
+            skip_layers=skip_layers,
+        )
         orphans.collect()
-        if settings is None:
-            settings = Settings(
-                compat.text_config(config),
-                max_tokens=max_tokens,
-                max_batch_size=max_batch_size,
-                budget_bytes=budget_bytes,
-                layers_per_group=layers_per_group,
-                memory=pool,
-                attention_backend=attention_backend,
-                kv_format=KVFormat.of(config, kv_dtype, kv_scales, skip_layers),
-            )
-            _check_settings(settings)
         self.store = Store(settings, layer_kinds(config), num_spare_rows=1)
-        # Per sequence, its part on each device; empty until `serving` binds the layers.
+        # Per sequence, its part on each device.
         self._sequences: dict[int, list[Sequence]] = {}
-        self._signatures: Mapping[int, Signature] | None = None
         self._model: weakref.ref[Any] | None = None
         self._tenant: str | None = None
         self._is_serving = False
@@ -97,7 +91,7 @@ class RaggedCache:
     @property
     def has_windows(self) -> bool:
         """Whether some layers have a sliding window."""
-        return any(kind.window_tokens is not None for kind in self.store.kinds.values())
+        return any([kind.window_tokens is not None for kind in self.store.kinds.values()])
 
     # ---- a call ---------------------------------------------------------------------------
 
@@ -125,25 +119,37 @@ class RaggedCache:
             raise ConfigError("this cache serves another call of generate; give each its own")
         if tenant is not None and not isinstance(tenant, str):
             raise ConfigError(f"tenant={tenant!r} must be a string, or None")
-        self._check_rows(num_sequences)
-        self._check_model(model)
-        self._bind(signatures)
-        self._check_rows(num_sequences)
+        self._bind(model, signatures)
+        num_rows = min(map(self.store.num_rows, self.store.cores))
+        if num_sequences > num_rows:
+            raise ConfigError(
+                f"{num_sequences} prompts do not fit the {num_rows} rows of this cache; make it "
+                "with a larger max_batch_size"
+            )
         self._is_serving, self._tenant = True, tenant
         try:
             yield
         finally:
-            self._is_serving, self._tenant = False, None
+            self._is_serving = False
             for sequence_id in tuple(self._sequences):
                 self.end(sequence_id)
 
-    def _bind(self, signatures: Mapping[int, Signature]) -> None:
-        """Lay out the layers, or check that their signatures have not changed."""
-        if self._signatures is None:
+    def _bind(self, model: Any, signatures: Mapping[int, Signature]) -> None:
+        """Lay out the layers of the first model, or check that it is the same, unchanged."""
+        if self._model is None:
+            if {kind.index: kind for kind in layer_kinds(model.config)} != self.store.kinds:
+                raise ConfigError(
+                    "this cache was made for a model with other layers than this one's; make it "
+                    "with this model's configuration"
+                )
             self.store.bind_all(signatures)
-            self._signatures = signatures
-        for index, signature in signatures.items():
-            before = self._signatures[index]
+            self._model = weakref.ref(model)
+        elif self._model() is not model:
+            raise ConfigError(
+                "this cache holds what another model has computed; make a cache for each model"
+            )
+        for index, before in self.store.signatures.items():
+            signature = signatures[index]
             if before != signature:
                 raise ConfigError(
                     f"layer {index} has {signature.k_shape[0]} key heads of "
@@ -152,30 +158,6 @@ class RaggedCache:
                     f"on {before.device}, from before the model was changed: make a new one"
                 )
 
-    def _check_rows(self, num_sequences: int) -> None:
-        limits = [self.store.num_rows(core) for core in self.store.cores]
-        if self.store.settings.max_batch_size is not None:
-            limits.append(self.store.settings.max_batch_size)
-        if num_sequences > min(limits, default=num_sequences):
-            raise ConfigError(
-                f"{num_sequences} prompts do not fit the {min(limits)} rows of this cache; make it "
-                "with a larger max_batch_size"
-            )
-
-    def _check_model(self, model: Any) -> None:
-        known = None if self._model is None else self._model()
-        if self._model is None:
-            if {kind.index: kind for kind in layer_kinds(model.config)} != self.store.kinds:
-                raise ConfigError(
-                    "this cache was made for a model with other layers than this one's; make it "
-                    "with this model's configuration"
-                )
-            self._model = weakref.ref(model)
-        elif known is not model:
-            raise ConfigError(
-                "this cache holds what another model has computed; make a cache for each model"
-            )
-
     # ---- sequences ------------------------------------------------------------------------
 
     def find(self, prompt: List_[int]) -> int:
@@ -183,16 +165,11 @@ class RaggedCache:
 
         Cost: about 5 ns per token, and one look per row that holds the last one found.
         """
-        for core in self.store.cores[:1]:
-            with core.pool.lock:
-                for match in core.prefixes.matches(prompt, self._tenant, max(0, len(prompt) - 1)):
-                    for row in match.rows:
-                        if all(
-                            group.keeps(row, match.num_tokens)
-                            and group.resident_tokens(row) >= match.num_tokens
-                            for group in core.groups
-                        ):
-                            return match.num_tokens
+        core = self.store.cores[0]
+        with core.pool.lock:
+            for match in core.prefixes.matches(prompt, self._tenant, len(prompt) - 1):
+                if any(core.keeps(row, match.num_tokens) for row in match.rows):
+                    return match.num_tokens
         return 0
 
     def begin(self, sequence_id: int, num_tokens: int, prompt: List_[int] | None = None) -> int:
@@ -204,43 +181,32 @@ class RaggedCache:
             OutOfAddressSpaceError: Every row is live. The sequence was not begun.
             ConfigError: The prompt is invalid. The sequence was not begun.
         """
-        opened: list[Sequence] = []
-        try:
-            for core in self.store.cores:
-                opened.append(_open(core, num_tokens, prompt, self._tenant))
-            num_cached_tokens = _cut_to_least(opened)
-        except BaseException:
-            for sequence in opened:
-                sequence.close()
-            raise
-        self._sequences[sequence_id] = opened
-        return num_cached_tokens
+        parts = self._sequences[sequence_id] = []  # Ended with the call, if one cannot be opened.
+        for core in self.store.cores:
+            parts.append(_open(core, num_tokens, prompt, self._tenant))
+        return _cut_to_least(parts)
 
-    def grow(self, wanted: List_[tuple[int, int]]) -> None:
-        """Make each sequence hold so many tokens, on every device.
+    def row(self, sequence_id: int) -> int:
+        """Return the row of a sequence on the first device."""
+        return self._sequences[sequence_id][0].row
+
+    def run(self, stepper: Stepper, pieces: List_[Piece]) -> StepLogits:
+        """Grow the sequences of `pieces`, whose numbers are the slots, and run them as one step.
 
         Raises:
             OutOfPagesError, SequenceFullError, DriverError: On each device all have grown, or none.
         """
-        for at, core in enumerate(self.store.cores):
-            core.grow([(self._sequences[each][at], num_tokens) for each, num_tokens in wanted])
-
-    def rows(self, sequence_ids: List_[int]) -> list[list[int]]:
-        """Return the rows of the sequences, per device."""
-        found = [self._sequences[each] for each in sequence_ids]
-        return [[each[at].row for each in found] for at in range(len(self.store.cores))]
-
-    @contextlib.contextmanager
-    def submitting(self, chunks: List_[Chunk]) -> Iterator[None]:
-        """Submit a step of grown sequences inside the block; see `KVCache.submitting`."""
+        sequences = [self._sequences[piece.slot] for piece in pieces]
+        ends = [piece.num_tokens for piece in pieces]
+        on_devices = list(zip(*sequences, strict=True))
+        for core, parts in zip(self.store.cores, on_devices, strict=True):
+            core.grow(list(zip(parts, ends, strict=True)))
+        rows = [[part.row for part in parts] for parts in on_devices]
         with contextlib.ExitStack() as stack:
-            for at, core in enumerate(self.store.cores):
-                writes = (
-                    (self._sequences[sequence_id][at].row, past, past + new)
-                    for sequence_id, past, new in chunks
-                )
-                stack.enter_context(core.submitting(writes))
-            yield
+            for core, its in zip(self.store.cores, rows, strict=True):
+                starts = [piece.num_past_tokens for piece in pieces]
+                stack.enter_context(core.submitting(zip(its, starts, ends, strict=True)))
+            return stepper.run(pieces, rows[1:])
 
     def record(self, sequence_id: int, token_ids: List_[int]) -> None:
         """Append token ids that a sequence's steps have computed, at most as many as it holds."""
@@ -282,20 +248,6 @@ class RaggedCache:
         self.close()
 
 
-def _check_settings(settings: Settings) -> None:
-    """Refuse settings at once that the first update would refuse."""
-    for name in ("max_tokens", "max_batch_size", "budget_bytes", "layers_per_group"):
-        value = getattr(settings, name)
-        if value is not None:
-            check_positive(name, value)
-    if settings.memory is not None and settings.budget_bytes is not None:
-        raise ConfigError("a pool has its own budget; leave budget_bytes out")
-    if settings.attention_backend is not None:
-        get_attention_backend(settings.attention_backend)
-    if settings.max_tokens is None:
-        default_max_tokens(settings.decoder_config)
-
-
 def _open(
     core: KVCache, num_tokens: int, prompt: List_[int] | None, tenant: str | None
 ) -> Sequence:
@@ -309,8 +261,8 @@ def _open(
 
 def _cut_to_least(sequences: List_[Sequence]) -> int:
     """Truncate the parts of a sequence on all devices to the shortest; returns its length."""
-    least = min((each.num_tokens for each in sequences), default=0)
-    if any(each.num_tokens > least for each in sequences):
+    least = min([each.num_tokens for each in sequences])
+    if any([each.num_tokens > least for each in sequences]):
         try:
             for each in sequences:
                 each.truncate(least)

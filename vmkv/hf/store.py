@@ -14,37 +14,36 @@ Note [An unclosed cache is closed later].
 
 from __future__ import annotations
 
+import math
+import os
 import threading
 import warnings
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from ..attention import get as get_attention_backend
 from ..attention.append import why_not_fp8
 from ..core.backend import Backend, HostBackend, open_backend
 from ..core.cache import CacheStats, KVCache
 from ..core.cache.fp8 import FP8
-from ..core.cache.geometry import fitting_rows
+from ..core.cache.geometry import check_positive, fitting_rows
 from ..core.cache.stats import add_stats
 from ..core.memory import ExtentPool
 from ..errors import CapacityError, ClosedError, ConfigError
-from .defaults import rows_and_tokens
+from . import compat
+from .configuration import LayerKind, default_max_tokens, rows_and_tokens
 from .group_step import DeviceRows, GroupStep, LayerPlace
-from .kv_format import KVFormat
+from .kv_format import KVFormat, KVScales, SkipLayers
+
+if TYPE_CHECKING:
+    from .captured_steps import CapturedSteps
 
 # ---- store ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class LayerKind:
-    """Properties of a layer that are known before its first update."""
-
-    index: int
-    window_tokens: int | None
 
 
 @dataclass(frozen=True)
@@ -61,6 +60,37 @@ class Settings:
     attention_backend: str | None = None
     past_stated: bool = True  # See `default_max_tokens`.
     kv_format: KVFormat = field(default_factory=KVFormat)
+
+    @classmethod
+    def of(
+        cls,
+        config: Any,
+        *,
+        pool: ExtentPool | None,
+        kv_dtype: str,
+        kv_scales: KVScales | str | os.PathLike[str] | None,
+        skip_layers: SkipLayers,
+        backend: str | Backend | None = None,
+        **given: Any,
+    ) -> Settings:
+        """Return what the user gave a cache; refuses at once what the first update would refuse."""
+        if pool is not None and (backend is not None or given["budget_bytes"] is not None):
+            raise ConfigError("a pool has its own budget and backend; leave those out")
+        for name in ("max_tokens", "max_batch_size", "budget_bytes", "layers_per_group"):
+            if given[name] is not None:
+                check_positive(name, given[name])
+        if given["attention_backend"] is not None:
+            get_attention_backend(given["attention_backend"])  # Refuses an unknown name.
+        decoder_config = compat.text_config(config)
+        if given["max_tokens"] is None:
+            default_max_tokens(decoder_config)
+        return cls(
+            decoder_config,
+            memory=pool if pool is not None else backend,
+            is_encoder_decoder=bool(getattr(config, "is_encoder_decoder", False)),
+            kv_format=KVFormat.of(config, kv_dtype, kv_scales, skip_layers),
+            **given,
+        )
 
 
 class Signature(NamedTuple):
@@ -87,21 +117,6 @@ class Signature(NamedTuple):
         k, v = keys.shape, values.shape
         return cls((k[1], k[3]), (v[1], v[3]), keys.dtype, keys.device)
 
-    def empty(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values of one sequence without tokens."""
-        k, v = (
-            torch.empty((1, heads, 0, dim), dtype=self.dtype, device=self.device)
-            for heads, dim in (self.k_shape, self.v_shape)
-        )
-        return k, v
-
-
-class Reader(Protocol):
-    """Holder of tensors over rows, or of graphs that read them."""
-
-    def close(self) -> None:
-        """Wait for submitted work, and drop tensors and graphs. Idempotent."""
-
 
 class Store:
     """Binds layers to memory on their first update.
@@ -119,13 +134,14 @@ class Store:
         self.is_closed = False
         self.keeps_past = False
         self._rows: dict[torch.device, DeviceRows] = {}
+        self.cores: list[KVCache] = []  #: The caches, one per device.
         self._places: dict[int, LayerPlace] = {}
-        self._signatures: dict[int, Signature] = {}
+        self.signatures: dict[int, Signature] = {}  #: Of bound layers.
         self._seen: set[int] = set()  # Layers whose shape is known rather than guessed.
         self._has_gaps = False
         self.num_layouts = 0
         self.num_batches = 0
-        self._readers: weakref.WeakSet[Reader] = weakref.WeakSet()
+        self._readers: weakref.WeakSet[CapturedSteps] = weakref.WeakSet()
 
     # ---- binding --------------------------------------------------------------------------
 
@@ -146,20 +162,15 @@ class Store:
                 "made from another model's configuration?"
             )
         signature = Signature.of(keys, values)
-        if self._signatures.get(index) != signature:
-            self._bind_alike(index, keys, values, signature, num_past_tokens)
+        if self.signatures.get(index) != signature:
+            self._bind_alike(index, signature, keys.shape[0], num_past_tokens)
         self._seen.add(index)
         return self._places[index]
 
     def _bind_alike(
-        self,
-        index: int,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        signature: Signature,
-        num_past_tokens: int,
+        self, index: int, signature: Signature, batch_size: int, num_past_tokens: int = 0
     ) -> None:
-        rows = self._rows_on(keys, values)
+        rows = self._rows_on(signature, batch_size)
         window = self.kinds[index].window_tokens
         stored = self._stored(index, signature)
         alike = [
@@ -175,17 +186,17 @@ class Store:
         ]
         for other in alike:
             before = self._places.pop(other, None)
-            self._signatures.pop(other, None)
+            self.signatures.pop(other, None)
             if before is not None:
                 before.step.forget()
                 before.step.rows.core.drop_layers([other])
                 self._has_gaps = True
         groups = rows.core.add_layers(
             alike,
-            num_kv_heads=keys.shape[1],
-            head_dim=keys.shape[3],
-            num_v_heads=values.shape[1],
-            v_head_dim=values.shape[3],
+            num_kv_heads=signature.k_shape[0],
+            head_dim=signature.k_shape[1],
+            num_v_heads=signature.v_shape[0],
+            v_head_dim=signature.v_shape[1],
             dtype=stored,
             window_tokens=window,
             num_past_tokens=num_past_tokens,
@@ -196,7 +207,7 @@ class Store:
         for other in alike:
             group, at = rows.core.place(other)
             self._places[other] = LayerPlace(steps[id(group)], at)
-            self._signatures[other] = signature
+            self.signatures[other] = signature
 
     def _stored(self, index: int, signature: Signature) -> torch.dtype:
         """Return the type that a layer is stored in; refused if the device cannot convert to it."""
@@ -211,7 +222,9 @@ class Store:
     def bind_all(self, signatures: Mapping[int, Signature]) -> None:
         """Bind every layer, where all signatures are known before the first update."""
         for index, signature in sorted(signatures.items()):
-            self.bind(index, *signature.empty())
+            if self.signatures.get(index) != signature:
+                self._bind_alike(index, signature, 1)
+        self._seen.update(signatures)
         self.close_gaps()
 
     def close_gaps(self) -> None:
@@ -241,16 +254,16 @@ class Store:
 
     def looks_like(self, signatures: Mapping[int, Signature]) -> bool:
         """Whether all layers have exactly these signatures."""
-        return self._signatures == signatures
+        return self.signatures == signatures
 
     @property
     def has_seen_all(self) -> bool:
         """Whether every layer has been updated since the beginning, or the last reset."""
         return len(self._seen) == len(self.kinds)
 
-    def _rows_on(self, keys: torch.Tensor, values: torch.Tensor) -> DeviceRows:
-        """Return the rows on the tensors' device, made on first use."""
-        device = keys.device
+    def _rows_on(self, signature: Signature, batch_size: int) -> DeviceRows:
+        """Return the rows on a layer's device, made on first use."""
+        device = signature.device
         if device not in self._rows:
             settings = self.settings
             if self._rows and settings.memory is not None:
@@ -258,10 +271,10 @@ class Store:
                     f"keys arrived on {device}, but this cache was given one device's memory "
                     f"({next(iter(self._rows))}); leave backend out for models spread over several"
                 )
-            heads_bytes = keys.shape[1] * keys.shape[3] + values.shape[1] * values.shape[3]
-            token_bytes = heads_bytes * keys.dtype.itemsize * len(self.kinds)
+            num_values = math.prod(signature.k_shape) + math.prod(signature.v_shape)
+            token_bytes = num_values * signature.dtype.itemsize * len(self.kinds)
             num_rows, max_tokens = rows_and_tokens(
-                keys.shape[0],
+                batch_size,
                 token_bytes,
                 settings.max_batch_size,
                 settings.max_tokens,
@@ -286,6 +299,7 @@ class Store:
                 )
             core.keeps_past = self.keeps_past
             self._rows[device] = DeviceRows(core)
+            self.cores.append(core)
             self._num_spare[device] = spare
         return self._rows[device]
 
@@ -356,8 +370,8 @@ class Store:
 
     # ---- the whole ------------------------------------------------------------------------
 
-    def add_reader(self, reader: Reader) -> None:
-        """Have `reader` closed before its rows are; it is not kept alive."""
+    def add_reader(self, reader: CapturedSteps) -> None:
+        """Have steps that read the rows closed before these are; they are not kept alive."""
         self._readers.add(reader)
 
     def _end_readers(self) -> None:
@@ -368,11 +382,6 @@ class Store:
     def device_rows(self) -> list[DeviceRows]:
         """The batch's rows, on each device."""
         return list(self._rows.values())
-
-    @property
-    def cores(self) -> list[KVCache]:
-        """The caches, one per device."""
-        return [rows.core for rows in self._rows.values()]
 
     def trim(self, num_bytes: int | None) -> int:
         """Return memory that no token needs to the devices; returns the bytes released."""

@@ -167,6 +167,16 @@ class Detokenizer:
             self._new, self._held = self._new + self._held, ""
         return self.stop
 
+    def extend(self, token_ids: Sequence[int], *, is_last: bool) -> int | None:
+        """Add tokens, and flush after the last; returns how many come before a stop text's end.
+
+        None without a stop text.
+        """
+        for count, token_id in enumerate(token_ids, 1):
+            if self.append(token_id) is not None:
+                return count
+        return len(token_ids) if is_last and self.finish() is not None else None
+
     def _accept(self, certain: str) -> str | None:
         """Append the new part of the window's text, of which `certain` is final, to the output."""
         if self._num_taken and not certain.startswith(self._taken):

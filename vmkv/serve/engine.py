@@ -30,114 +30,14 @@ from ..hf.kv_format import KVFormat, SkipLayers
 from ..interrupts import uninterrupted
 from ..units import GiB, format_bytes
 from .detokenize import Detokenizer
-from .memory_view import MemoryView
-from .observer import EngineObserver, RequestRecord
+from .memory_view import MemoryView, open_rows, pool_beside
+from .observer import EngineObserver, FirstToken, Idle, RequestAdded, RequestRecord
 from .params import SamplingParams
-from .planning import PreemptionCosts
 from .prompts import check_tenant, check_text, end_tokens, packed_prompt, resolve, vocabulary_sizes
-from .request import FinishReason, Request, RequestHandle, RequestOutput, TokenLogprobs
+from .request import FinishReason, Request, RequestHandle, RequestOutput
 from .runner import make_runner
-from .scheduler import Scheduler
-from .served_rows import open_rows, pool_beside
-from .step_loop import StepLoop
-
-# ---- outcomes ------------------------------------------------------------------------------------
-
-
-class Outcomes:
-    """Turns sampled tokens into requests' outputs: text, finish reasons and observer calls.
-
-    `updated` is called for each change of a request, its end included. The model's own `end_tokens`
-    are not reported as `stop_reason`.
-    """
-
-    def __init__(
-        self,
-        tokenizer: Any,
-        end_tokens: frozenset[int],
-        updated: Callable[[Request], None],
-        observer: EngineObserver | None,
-    ):
-        self.end_tokens = end_tokens
-        self._tokenizer = tokenizer
-        self._updated = updated
-        self._observer = observer
-        self._detokenizers: dict[int, Detokenizer] = {}
-
-    def begin(self, request: Request) -> None:
-        """Start detokenizing a request, if it wants text."""
-        if self._tokenizer is not None and request.params.detokenize:
-            self._detokenizers[request.request_id] = Detokenizer(
-                self._tokenizer, request.prompt_token_ids, request.params
-            )
-
-    def forget(self, request: Request) -> None:
-        """Drop the state of a request that was not accepted."""
-        self._detokenizers.pop(request.request_id, None)
-
-    def accept(
-        self, request: Request, token_id: int, logprobs: TokenLogprobs | None
-    ) -> FinishReason | None:
-        """Take a request's next token; returns why the request ends, or None."""
-        if logprobs is not None:
-            request.logprobs.append(logprobs)
-        # Last: other threads expect the log-probabilities of each token they see.
-        request.output_token_ids.append(token_id)
-        num_tokens = len(request.output_token_ids)
-        if num_tokens == 1:
-            request.first_token_s = time.perf_counter()
-            if self._observer is not None:
-                wait_s = request.first_token_s - request.arrived_s
-                self._observer.first_token(request.request_id, wait_s)
-        reason = self._stop(request, token_id, num_tokens)
-        self._updated(request)
-        return reason
-
-    def _stop(self, request: Request, token_id: int, num_tokens: int) -> FinishReason | None:
-        params = request.params
-        if token_id in params.stop_token_ids and num_tokens >= params.min_tokens:
-            # The text of a stop token is not part of the output.
-            request.stop_reason = None if token_id in self.end_tokens else token_id
-            return FinishReason.STOP
-        detokenizer = self._detokenizers.get(request.request_id)
-        if detokenizer is not None:
-            stop = detokenizer.append(token_id)
-            request.texts.append(detokenizer.take_text())
-            if stop is not None:
-                request.stop_reason = stop
-                return FinishReason.STOP
-        is_last = params.max_tokens is not None and num_tokens >= params.max_tokens
-        return FinishReason.LENGTH if is_last else None
-
-    def ended(self, request: Request, reason: FinishReason, error: Exception | None) -> None:
-        """Record the end of a request that holds no memory any more."""
-        detokenizer = self._detokenizers.pop(request.request_id, None)
-        if detokenizer is not None:
-            try:
-                detokenizer.finish()
-            except Exception as late:  # noqa: BLE001  # a tokenizer's, for this request alone
-                reason, error = FinishReason.ERROR, error or late
-            request.texts.append(detokenizer.take_text())
-        request.error = error
-        request.finish_reason = reason  # Last: other threads take it as the end.
-        self._updated(request)
-        if self._observer is not None:
-            self._observer.request_finished(
-                RequestRecord(
-                    request_id=request.request_id,
-                    arrival_s=request.arrived_s,
-                    start_s=request.started_s or None,
-                    first_token_s=request.first_token_s or None,
-                    end_s=time.perf_counter(),
-                    num_prompt_tokens=len(request.prompt_token_ids),
-                    num_output_tokens=len(request.output_token_ids),
-                    finish_reason=str(reason),
-                    num_cached_tokens=request.num_cached_tokens,
-                )
-            )
-
-
-# ---- engine --------------------------------------------------------------------------------------
+from .scheduler import PreemptionCosts, Scheduler
+from .step_loop import Ended, Sampled, StepLoop
 
 _LOG = logging.getLogger(__name__)
 #: Memory returned to the device between polls for new work: some 10 ms.
@@ -172,7 +72,6 @@ class Engine:
             that fits the pool alone waits for memory; it fails with `OutOfPagesError` if for 100
             steps no memory comes free and no engine makes progress.
         preemption_costs: Speed of the machine; by default an H200 and the model's size.
-        aging_steps: Number of steps by which one level of priority lets a request overtake.
         watermark_bytes: Device memory, free memory and cached prefixes together, that the pool
             keeps when no request is left. The rest returns to the device: free memory first, then
             the least recently used prefixes. Memory of the pool's other users counts but is not
@@ -211,7 +110,6 @@ class Engine:
         runner_options: Any = None,
         pool: ExtentPool | None = None,
         preemption_costs: PreemptionCosts | None = None,
-        aging_steps: int = 256,
         watermark_bytes: int | None = None,
         seed: int | None = None,
         observer: EngineObserver | None = None,
@@ -220,7 +118,6 @@ class Engine:
         self._scheduler = Scheduler(
             max_num_seqs,
             max_num_batched_tokens,
-            aging_steps=aging_steps,
             costs=preemption_costs or PreemptionCosts.of(model),
             max_num_mixed_tokens=max_num_mixed_tokens,
             fixed_chunks=deterministic,
@@ -233,7 +130,8 @@ class Engine:
         self._random = random.Random(seed)
         self._num_requests = 0
         self._handles: dict[int, RequestHandle] = {}
-        self._outcomes = Outcomes(tokenizer, end_tokens(model), self._updated, observer)
+        self._detokenizers: dict[int, Detokenizer] = {}
+        self._end_tokens = end_tokens(model)
         self.on_update: Callable[[RequestHandle], None] | None = None
         kv_format = KVFormat.of(model.config, kv_dtype, kv_scales, skip_layers)
         pool = pool_beside(model, pool, budget_bytes, host_budget_bytes)
@@ -265,8 +163,8 @@ class Engine:
             self._scheduler,
             self._view,
             self._runner,
-            accept=self._outcomes.accept,
-            ended=self._outcomes.ended,
+            accept=self._accept,
+            ended=self._ended,
             observer=observer,
         )
         self._is_closed = False
@@ -338,32 +236,28 @@ class Engine:
     ) -> Request:
         """Add one sample of a prompt; samples after the first fork the computed prompt."""
         seed = params.seed if params.seed is not None else self._random.getrandbits(48)
-        ends, num_tokens = self._outcomes.end_tokens, max_total - len(tokens)
-        resolved = resolve(params, seed + index, ends, num_tokens, self._vocab_size)
-        request = Request(self._num_requests, tokens, resolved, priority, max_total, tenant)
+        num_tokens = max_total - len(tokens)
+        resolved = resolve(params, seed + index, self._end_tokens, num_tokens, self._vocab_size)
+        number = self._num_requests
+        request = Request(number, tokens, resolved, priority, max_total, tenant)
         request.arrived_s = time.perf_counter()
-        self._outcomes.begin(request)
+        if self.tokenizer is not None and params.detokenize:
+            self._detokenizers[number] = Detokenizer(self.tokenizer, tokens, resolved)
         try:
-            self._loop.add(request, request.request_id - index if index else None)
+            self._loop.add(request, number - index if index else None)
         except BaseException:
-            self._outcomes.forget(request)
+            self._detokenizers.pop(number, None)
             raise
         self._num_requests += 1
         return request
-
-    def _updated(self, request: Request) -> None:
-        handle = self._handles.get(request.request_id)
-        if request.is_finished:
-            self._handles.pop(request.request_id, None)
-        if handle is not None and self.on_update is not None:
-            self.on_update(handle)
 
     def _follow(self, requests: Sequence[Request], text: str | None) -> RequestHandle:
         handle = RequestHandle(requests, text, step=self.step, cancel=self.cancel)
         for request in requests:
             self._handles[request.request_id] = handle
             if self._observer is not None:
-                self._observer.request_added(request.request_id, len(request.prompt_token_ids))
+                num_tokens = len(request.prompt_token_ids)
+                self._observer.on(RequestAdded(request.request_id, num_tokens), self.cache)
         return handle
 
     @uninterrupted
@@ -384,6 +278,75 @@ class Engine:
             self._loop.end_all(error)
         for handle in tuple(self._handles.values()):
             self.cancel(handle)
+
+    # ---- outcomes -------------------------------------------------------------------------
+
+    def _accept(self, sampled: Sequence[Sampled]) -> list[Ended]:
+        """Take the next token of each request; returns the requests that end."""
+        ended: list[Ended] = []
+        for request, token_id, logprobs in sampled:
+            if request.finish_reason is not None:
+                continue  # Cancelled by `on_update` of another request.
+            params, reason = request.params, None
+            if logprobs is not None:
+                request.logprobs.append(logprobs)
+            # Last: other threads expect the log-probabilities of each token they see.
+            request.output_token_ids.append(token_id)
+            num_tokens = len(request.output_token_ids)
+            try:
+                if num_tokens == 1:
+                    request.first_token_s = time.perf_counter()
+                    if self._observer is not None:
+                        wait_s = request.first_token_s - request.arrived_s
+                        self._observer.on(FirstToken(request.request_id, wait_s), self.cache)
+                if token_id in params.stop_token_ids and num_tokens >= params.min_tokens:
+                    # The text of a stop token is not part of the output.
+                    request.stop_reason = None if token_id in self._end_tokens else token_id
+                    reason = FinishReason.STOP
+                elif (detokenizer := self._detokenizers.get(request.request_id)) is not None:
+                    stop = detokenizer.append(token_id)
+                    request.texts.append(detokenizer.take_text())
+                    if stop is not None:
+                        request.stop_reason = stop
+                        reason = FinishReason.STOP
+                if reason is None and num_tokens == params.max_tokens:
+                    reason = FinishReason.LENGTH
+                if self.on_update is not None and request.request_id in self._handles:
+                    self.on_update(self._handles[request.request_id])
+            except Exception as error:  # noqa: BLE001  # a tokenizer's, for this request alone
+                ended.append((request, FinishReason.ERROR, error))
+                continue
+            if reason is not None:
+                ended.append((request, reason, None))
+        return ended
+
+    def _ended(self, request: Request, reason: FinishReason, error: Exception | None) -> None:
+        """Record the end of a request that holds no memory any more."""
+        detokenizer = self._detokenizers.pop(request.request_id, None)
+        if detokenizer is not None:
+            try:
+                detokenizer.finish()
+            except Exception as late:  # noqa: BLE001  # a tokenizer's, for this request alone
+                reason, error = FinishReason.ERROR, error or late
+            request.texts.append(detokenizer.take_text())
+        request.error = error
+        request.finish_reason = reason  # Last: other threads take it as the end.
+        handle = self._handles.pop(request.request_id, None)
+        if handle is not None and self.on_update is not None:
+            self.on_update(handle)
+        if self._observer is not None:
+            record = RequestRecord(
+                request_id=request.request_id,
+                arrival_s=request.arrived_s,
+                start_s=request.started_s or None,
+                first_token_s=request.first_token_s or None,
+                end_s=time.perf_counter(),
+                num_prompt_tokens=len(request.prompt_token_ids),
+                num_output_tokens=len(request.output_token_ids),
+                finish_reason=str(reason),
+                num_cached_tokens=request.num_cached_tokens,
+            )
+            self._observer.on(record, self.cache)
 
     # ---- running --------------------------------------------------------------------------
 
@@ -433,7 +396,7 @@ class Engine:
             return
         self._is_idle = True
         if self._observer is not None:
-            self._observer.idle(self.cache)
+            self._observer.on(Idle(), self.cache)
 
     def _give_back(self, is_wanted: Callable[[], bool]) -> bool:
         """Shrink the pool to the watermark; false if interrupted by `is_wanted`."""
@@ -490,8 +453,9 @@ class Engine:
         try:
             for prompt, its in zip(several, each, strict=True):
                 self._add_to(handles, prompt, its, priority, tenant)
-            while not all(handle.is_finished for handle in handles):
-                self.step()
+            for handle in handles:
+                while not handle.is_finished:
+                    self.step()
         except BaseException:
             for handle in handles:
                 self.cancel(handle)

@@ -58,31 +58,23 @@ class _Sample:
         self._finish_reason, self._stop_reason = update.finish_reason, update.stop_reason
         self.error = update.error
         if self._detokenizer is not None:
+            # The text of a stop token, always the last, is not part of the output.
+            num_text_tokens = num_tokens - (update.finish_reason is FinishReason.STOP)
+            tokens = update.token_ids[:num_text_tokens]
             try:
-                num_tokens = self._put_into_text(self._detokenizer, update)
+                end = self._detokenizer.extend(tokens, is_last=self.is_finished)
             except Exception as error:  # noqa: BLE001  # a tokenizer's, for this request alone
                 self._finish_reason, self.error = FinishReason.ERROR, self.error or error
+            else:
+                if end is not None:
+                    num_tokens, self.error = end, None
+                    self._finish_reason, self._stop_reason = (
+                        FinishReason.STOP,
+                        self._detokenizer.stop,
+                    )
         self._token_ids += update.token_ids[:num_tokens]
         self._logprobs += update.logprobs[:num_tokens]
         return self._finish_reason is not None and update.finish_reason is None
-
-    def _put_into_text(self, detokenizer: Detokenizer, update: Update) -> int:
-        """Detokenize an update; returns how many of its tokens belong to the output."""
-        num_tokens = len(update.token_ids)
-        # The text of a stop token, always the last, is not part of the output.
-        num_text_tokens = num_tokens - (update.finish_reason is FinishReason.STOP)
-        stop = None
-        for count, token_id in enumerate(update.token_ids[:num_text_tokens], 1):
-            stop = detokenizer.append(token_id)
-            if stop is not None:
-                num_tokens = count
-                break
-        else:
-            if self.is_finished:
-                stop = detokenizer.finish()
-        if stop is not None:
-            self._finish_reason, self._stop_reason, self.error = FinishReason.STOP, stop, None
-        return num_tokens
 
     def take(self) -> CompletionOutput:
         token_ids, self._token_ids = self._token_ids, []
@@ -106,12 +98,11 @@ class _Stream:
         check_text(params, tokenizer)
         self._text = prompt if isinstance(prompt, str) else None
         self._num_cached_tokens = 0
+        wants_text = tokenizer is not None and params.detokenize
         self._samples = [
             _Sample(
                 index,
-                Detokenizer(tokenizer, self.prompt, params)
-                if tokenizer is not None and params.detokenize
-                else None,
+                Detokenizer(tokenizer, self.prompt, params) if wants_text else None,
                 has_logprobs=params.logprobs is not None,
             )
             for index in range(params.n)
@@ -121,7 +112,7 @@ class _Stream:
 
     @property
     def is_finished(self) -> bool:
-        return all(each.is_finished for each in self._samples)
+        return self.error is not None or all(each.is_finished for each in self._samples)
 
     def update(self, update: Update) -> bool:
         if not update.sample:
@@ -134,14 +125,13 @@ class _Stream:
         self.has_news.set()
 
     def take(self) -> RequestOutput:
-        errors = [each.error for each in self._samples if each.error is not None]
         return RequestOutput(
             request_id=self.key,
             prompt=self._text,
             prompt_token_ids=self.prompt,
             outputs=[each.take() for each in self._samples],
             num_cached_tokens=self._num_cached_tokens,
-            error=errors[0] if errors else None,
+            error=next((each.error for each in self._samples if each.error is not None), None),
         )
 
 
@@ -199,20 +189,20 @@ class EngineClient(abc.ABC):
         params = replace(params, stop=(), detokenize=False)
         self._send(Add(key, stream.prompt, params, priority, tenant))
         self._streams[key] = stream
-        is_finished = False
         try:
-            while not is_finished:
+            while True:
                 await stream.has_news.wait()
                 stream.has_news.clear()
                 if stream.error is not None:
                     raise stream.error
                 output = stream.take()
-                is_finished = output.is_finished
-                if is_finished or any(each.token_ids for each in output.outputs):
+                if output.is_finished or any(each.token_ids for each in output.outputs):
                     yield output
+                if output.is_finished:
+                    return
         finally:
             del self._streams[key]
-            if not is_finished and stream.error is None:
+            if not stream.is_finished:
                 self._send(Cancel(key))
 
     async def shutdown(self, drain: bool = True) -> None:
@@ -226,14 +216,9 @@ class EngineClient(abc.ABC):
         await self._wait_for_end()
 
     @property
-    def is_running(self) -> bool:
-        """Whether the engine has not ended."""
-        return self._death is None
-
-    @property
     def has_work(self) -> bool:
         """Whether any request has not ended."""
-        return any(not each.is_finished and each.error is None for each in self._streams.values())
+        return not all(each.is_finished for each in self._streams.values())
 
     @property
     def failure(self) -> str | None:
@@ -288,5 +273,5 @@ class EngineClient(abc.ABC):
         """Fail all streams because the engine has ended. Idempotent."""
         self._death = self._death or reason
         for stream in self._streams.values():
-            if not stream.is_finished and stream.error is None:
+            if not stream.is_finished:
                 stream.fail(ClosedError("the engine has stopped"))

@@ -85,8 +85,8 @@ class Update(NamedTuple):
     error: Exception | None
 
 
-#: A call of an `EngineObserver`: its name and arguments, except the cache.
-Event = tuple[str, Sequence[Any]]
+#: An event for an `EngineObserver`: the name of its class, and the event, or its fields by name.
+Event = tuple[str, Any]
 
 
 class News(NamedTuple):

@@ -1,4 +1,4 @@
-"""The sequences of requests in a cache, and the scheduler's view of their memory.
+"""The engine's memory: the model's cache, and the sequences of its requests.
 
 All of the engine's calls of `KVCache` are here: opening a sequence (from a cached prefix, or as a
 fork of a sibling), growing, swapping, closing.
@@ -6,19 +6,158 @@ fork of a sibling), growing, swapping, closing.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from ..core.backend import MemoryLocation
-from ..core.cache import KVCache, LayerGroup, Sequence, grow_ahead, make_ready
-from ..core.cache.growing import surplus_bytes
+import torch
+
+from ..core.backend import Backend, MemoryLocation
+from ..core.cache import KVCache, LayerGroup, close_idle, grow_ahead, make_ready
+from ..core.cache import Sequence as CacheSequence
+from ..core.cache.device_memory import open_pool
+from ..core.cache.growing import lacking_room, surplus_bytes
 from ..core.cache.layer_group import UNDERREAD_TOKENS
+from ..core.memory import ExtentPool
 from ..errors import CapacityError, ConfigError, DriverError
-from .planning import PlannedChunk
+from ..hf import compat
+from ..hf.configuration import check_length, layer_kinds
+from ..hf.kv_format import KVFormat
+from ..hf.proof import prove
+from ..hf.store import Settings, Store
+from ..units import format_bytes
 from .request import Request
+from .scheduler import PlannedChunk
 
 _LOG = logging.getLogger(__name__)
+
+# ---- the model's cache ---------------------------------------------------------------------------
+
+#: Share of the free memory for the cache; the rest is for activations, which grow with
+#: `max_num_batched_tokens`.
+_BUDGET_FRACTION = 0.9
+
+
+class ServedRows(NamedTuple):
+    """The cache of a served model; `calls` as in `Proof`; `close` frees everything, idempotent."""
+
+    cache: KVCache
+    calls: tuple[int, ...]
+    close: Callable[[], None]
+
+
+def open_rows(
+    model: Any,
+    pool: ExtentPool,
+    max_num_seqs: int,
+    max_tokens: int | None,
+    attention_backend: str | None,
+    kv_format: KVFormat,
+) -> ServedRows:
+    """Open the cache of a model on one device, for `max_num_seqs` running requests.
+
+    The model proves itself first, which reveals the layout of its layers. `max_tokens` defaults to
+    the model's length. `ConfigError` if the model cannot be served (see `prove`) or is spread over
+    several devices; a pool that closes with its last user is closed then.
+    """
+    pool.attach()  # An unshared pool closes with its last user, also on failure.
+    try:
+        if model.config.is_encoder_decoder:
+            raise ConfigError(
+                "the engine serves decoder-only models; use model.generate with "
+                "past_key_values=VMKVCache.for_encoder_decoder(config)"
+            )
+        signatures, calls, _ = prove(model, attention_backend)
+        if max_tokens is not None:
+            check_length(model.config, max_tokens)
+        if len({each.device for each in signatures.values()}) > 1:
+            raise ConfigError(
+                "the model is spread over several devices, which the engine cannot serve yet; "
+                "load it on one, or use vmkv.generate"
+            )
+        settings = Settings(
+            compat.text_config(model.config),
+            max_tokens=max_tokens,
+            past_stated=False,
+            # Twice as many: swapped requests and cached prefixes keep their rows.
+            max_batch_size=2 * max_num_seqs + 2,
+            memory=pool,
+            attention_backend=attention_backend,
+            kv_format=kv_format,
+        )
+        store = Store(settings, layer_kinds(model.config))
+        try:
+            store.bind_all(signatures)
+        except BaseException:
+            store.close()
+            raise
+        return ServedRows(store.cores[0], calls, store.close)
+    finally:
+        pool.detach()
+
+
+def pool_beside(
+    model: Any,
+    shared: ExtentPool | None,
+    budget_bytes: int | None,
+    host_budget_bytes: int,
+    *,
+    open_memory: Callable[[str], str | Backend] = str,
+) -> ExtentPool:
+    """Return the `shared` pool, or open one on the model's device.
+
+    `budget_bytes` defaults to 0.9 of the memory that is free now; `open_memory` opens a backend by
+    the device's name. `ConfigError` if a budget is impossible, or given with a shared pool.
+    """
+    if shared is not None:
+        if budget_bytes is not None or host_budget_bytes:
+            raise ConfigError("a shared pool has its own budgets; leave budget_bytes out")
+        return shared
+    device: torch.device = model.get_input_embeddings().weight.device
+    name = "host" if device.type == "cpu" else str(device)
+    pool = open_pool(open_memory(name), budget_bytes, host_budget_bytes)
+    if budget_bytes is None:
+        page_bytes = pool.page_bytes
+        fraction = int(pool.stats().budget_bytes * _BUDGET_FRACTION)
+        pool.set_budget(max(page_bytes, fraction // page_bytes * page_bytes))
+    return pool
+
+
+def fit_budget(pool: ExtentPool, spare_bytes: int) -> None:
+    """Lower a pool's budget to the memory that its device still has, less `spare_bytes`.
+
+    Call it after the model's graphs and activations have taken their memory.
+    """
+    stats = pool.stats()
+    free_bytes = pool.backend.free_memory_bytes()
+    fitting = stats.created_bytes + max(0, free_bytes - spare_bytes)
+    fitting = max(pool.page_bytes, fitting // pool.page_bytes * pool.page_bytes)
+    if fitting < stats.budget_bytes:
+        _LOG.info(
+            "keys and values get %s instead of %s: graphs and activations have the rest",
+            format_bytes(fitting),
+            format_bytes(stats.budget_bytes),
+        )
+        pool.set_budget(fitting)
+
+
+# ---- the requests' sequences ---------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Held:
+    """A request's sequence, and what is in it.
+
+    `num_computed` counts computed tokens; the sequence's length grows earlier, before the step is
+    submitted. `last_step` is the number of the step that it was last grown for; None if other work
+    on it was submitted since, such as copies: a request that ends by length is not in the step that
+    runs when its last token is read.
+    """
+
+    sequence: CacheSequence
+    num_computed: int
+    last_step: int | None = None
 
 
 class MemoryView:
@@ -37,23 +176,18 @@ class MemoryView:
         num_reserved_rows: int,
     ):
         self.cache = cache
+        self.page_bytes = cache.pool.page_bytes
         self._max_chunk_tokens = max_chunk_tokens
         self._prefix_caching = prefix_caching
         self._num_reserved_rows = num_reserved_rows
         self._requests: dict[int, Request] = {}
         self._leaders: dict[int, int] = {}
-        self._sequences: dict[int, Sequence] = {}
-        self._ending: list[tuple[Sequence, int | None]] = []
-        # Computed tokens of each sequence; its length grows earlier, before the step is submitted.
-        self._computed_tokens: dict[int, int] = {}
-        # Writable tokens of each sequence when last asked. A hint, cleared by failed growth: if it
-        # is too high, growing makes room.
-        self._room_tokens: dict[int, int] = {}
-        # Number of the step that each sequence was last grown for, and the last two submissions: a
-        # request that ends by length is not in the step that runs when its last token is read.
-        self._last_steps: dict[int, int] = {}
+        self._sequences: dict[int, _Held] = {}
+        #: Ended sequences that are still open, and since which submission they are idle.
+        self.ending: list[tuple[CacheSequence, int | None]] = []
         self._num_steps = 0
-        self._submitted_at = (0, 0)
+        self._submitted_at = (0, 0)  # The last two submissions.
+        self._fitting: tuple[tuple[int, int], int] | None = None
 
     # ---- requests -------------------------------------------------------------------------
 
@@ -65,10 +199,11 @@ class MemoryView:
 
     def begin(self, request_id: int) -> int:
         """Open a sequence and return its number of cached tokens; on errors, open none."""
-        self.end(request_id)  # An incomplete preemption may have left a sequence.
+        if request_id in self._sequences:
+            self.end(request_id)  # Left by an incomplete preemption.
         request = self._requests[request_id]
-        tokens = request.tokens(0, self._num_known(request))
-        leader = self._leader(request_id)
+        tokens = request.tokens(0, len(request.prompt_token_ids) + len(request.output_token_ids))
+        leader = self._leader(request)
         if leader is not None:
             sequence = leader.fork(len(request.prompt_token_ids) - 1)
         else:
@@ -76,24 +211,26 @@ class MemoryView:
             sequence = self.cache.open(len(tokens) + 1, prompt=prompt, tenant=request.tenant)
         if request_id not in self._leaders and not request.num_preemptions:
             request.num_cached_tokens = sequence.num_tokens
-        self._sequences[request_id] = sequence
-        self._computed_tokens[request_id] = sequence.num_tokens
+        self._sequences[request_id] = _Held(sequence, sequence.num_tokens)
         return sequence.num_tokens
 
     def row(self, request_id: int) -> int:
         """Row of a request's sequence."""
-        return self._sequences[request_id].row
+        return self._sequences[request_id].sequence.row
 
-    def grow(self, wanted: Iterable[tuple[int, int]]) -> None:
-        """Grow sequences to `(request_id, num_tokens)` targets, all of them or, on errors, none."""
-        targets, sequences = list(wanted), self._sequences
-        # First: a failed growth may have submitted copies.
-        self._last_steps.update(dict.fromkeys([each for each, _ in targets], self._num_steps + 1))
-        try:
-            self.cache.grow([(sequences[each], to) for each, to in targets])
-        except BaseException:
-            self._room_tokens.clear()
-            raise
+    def rows(self, chunks: Iterable[PlannedChunk]) -> list[int]:
+        """Rows of the chunks' sequences."""
+        sequences = self._sequences
+        return [sequences[chunk[0]].sequence.row for chunk in chunks]
+
+    def grow(self, chunks: Iterable[PlannedChunk]) -> None:
+        """Grow sequences for `chunks`, all of them or, on errors, none."""
+        wanted, step = [], self._num_steps + 1
+        for request_id, _, past, new, _, _ in chunks:
+            held = self._sequences[request_id]
+            held.last_step = step  # First: a failed growth may have submitted copies.
+            wanted.append((held.sequence, past + new))
+        self.cache.grow(wanted)
 
     def make_ready(
         self,
@@ -104,11 +241,12 @@ class MemoryView:
     ) -> bool:
         """Prepare memory for upcoming growth, without blocking; returns whether all is ready.
 
-        `wanted` is as for `grow`; `num_new_tokens` are of a request that begins or resumes next,
-        and `begins_empty` is whether it has no cached tokens. A `DriverError` affects parked rows
-        at most.
+        `wanted` are `(request_id, num_tokens)` targets; `num_new_tokens` are of a request that
+        begins or resumes next, and `begins_empty` is whether it has no cached tokens. A
+        `DriverError` affects parked rows at most.
         """
-        short = [(self._sequences[each], to) for each, to in self._short(wanted)]
+        sequences = self._sequences
+        short = lacking_room(self.cache, [(sequences[each].sequence, to) for each, to in wanted])
         if not short and not num_new_tokens:
             return True
         is_ready = is_ready_for_short = make_ready(
@@ -121,30 +259,24 @@ class MemoryView:
             grow_ahead(self.cache, short)
         return is_ready
 
-    def submitting(self, chunks: Iterable[PlannedChunk]) -> contextlib.AbstractContextManager[None]:
-        """Context in which a step of grown `chunks` is submitted; see `KVCache.submitting`."""
-        return self.cache.submitting(
-            (self.row(chunk.request_id), chunk.num_past_tokens, chunk.num_tokens)
-            for chunk in chunks
-        )
-
     def note_computed(self, chunks: Iterable[PlannedChunk]) -> None:
         """Record that a step with `chunks` was submitted."""
         submitted_at = self.cache.pool.reclaimer.note_submitted()
         # In this order: if an interrupt comes in between, `_idle_since` waits for this step.
         self._submitted_at = (self._submitted_at[1], submitted_at)
         self._num_steps += 1
-        for chunk in chunks:
-            request_id, num_tokens = chunk.request_id, chunk.num_tokens
-            self._computed_tokens[request_id] = num_tokens
-            if num_tokens <= len(self._requests[request_id].prompt_token_ids):
-                self._record(request_id)
+        for request_id, _, past, new, _, _ in chunks:
+            held = self._sequences[request_id]
+            held.num_computed = past + new
+            request = self._requests[request_id]
+            if past + new <= len(request.prompt_token_ids):
+                self._record(held, request)
 
     def shrink(self, request_id: int, num_tokens: int) -> None:
         """Drop tokens from `num_tokens` on, which were not computed after all."""
-        sequence = self._sequences.get(request_id)
-        if sequence is not None and sequence.num_tokens > num_tokens:
-            sequence.truncate(num_tokens)
+        held = self._sequences.get(request_id)
+        if held is not None and held.sequence.num_tokens > num_tokens:
+            held.sequence.truncate(num_tokens)
 
     def end(self, request_id: int, *, keep: bool = True) -> None:
         """Close a request's sequence; with `keep`, its tokens enter the prefix cache. Idempotent.
@@ -152,17 +284,20 @@ class MemoryView:
         If the driver fails, `close_ended` closes it later. The request may begin again until
         `remove`.
         """
-        sequence = self._sequences.get(request_id)
-        if sequence is None:
+        held = self._sequences.get(request_id)
+        if held is None:
             return
+        sequence = held.sequence
         if keep:
-            self._record(request_id)
+            self._record(held, self._requests[request_id])
         elif sequence.num_tokens and sequence.is_resident:
             with self.cache.pool.lock:
                 self.cache.prefixes.truncate(sequence.row)
-        del self._sequences[request_id], self._computed_tokens[request_id]
-        self._room_tokens.pop(request_id, None)
-        self._ending.append((sequence, self._idle_since(request_id)))
+        del self._sequences[request_id]
+        idle_since = None  # It may be in use: copies, or a failed step.
+        if held.last_step is not None and held.last_step <= self._num_steps:
+            idle_since = self._submitted_at[held.last_step == self._num_steps]
+        self.ending.append((sequence, idle_since))
         try:
             self.close_ended()
         except DriverError:
@@ -170,27 +305,15 @@ class MemoryView:
 
     def close_ended(self) -> None:
         """Close ended sequences that are still open; a `DriverError` leaves the rest for later."""
-        while self._ending:
-            sequence, idle_since = self._ending[-1]
-            sequence.close(idle_since=idle_since)
-            self._ending.pop()
-
-    def _idle_since(self, request_id: int) -> int | None:
-        """Submission since which no step uses an ending sequence; None if it may be in use."""
-        last_step = self._last_steps.pop(request_id, None)
-        if last_step is None or last_step > self._num_steps:
-            return None  # Work outside a counted step: copies, or a failed step.
-        return self._submitted_at[last_step == self._num_steps]
+        while self.ending:
+            sequence, idle_since = self.ending[-1]
+            close_idle(sequence, idle_since)
+            self.ending.pop()
 
     def remove(self, request_id: int) -> None:
         """Forget a request whose sequence has ended. Idempotent."""
         self._requests.pop(request_id, None)
         self._leaders.pop(request_id, None)
-
-    def make_room(self, num_bytes: int) -> None:
-        """Free up to `num_bytes` for growth. Waits for the device."""
-        self._room_tokens.clear()
-        self.cache.make_room(num_bytes)
 
     def reclaim(self, num_bytes: int | None = None) -> int:
         """Return at least `num_bytes`, or all, of unused memory to the device; returns the bytes.
@@ -198,43 +321,38 @@ class MemoryView:
         Memory beyond the sequences' lengths is unused, too. Waits for the device.
         """
         self.close_ended()
-        self._room_tokens.clear()
         return self.cache.trim(num_bytes)
 
-    def _record(self, request_id: int) -> None:
-        sequence, request = self._sequences[request_id], self._requests[request_id]
+    def _record(self, held: _Held, request: Request) -> None:
+        sequence = held.sequence
         if not self._prefix_caching or not sequence.is_resident:
             return
         start = self.cache.prefixes.num_recorded(sequence.row)
-        end = min(self._num_known(request), self._computed_tokens[request_id], sequence.num_tokens)
+        num_known = len(request.prompt_token_ids) + len(request.output_token_ids)
+        end = min(num_known, held.num_computed, sequence.num_tokens)
         if end > start:
             sequence.record(request.tokens(start, end))
 
-    @staticmethod
-    def _num_known(request: Request) -> int:
-        return len(request.prompt_token_ids) + len(request.output_token_ids)
-
-    def _leader(self, request_id: int) -> Sequence | None:
+    def _leader(self, request: Request) -> CacheSequence | None:
         """Live sequence of the sibling that has computed the whole prompt, for a fork; or None."""
-        leader_id = self._leaders.get(request_id, -1)
-        leader = self._sequences.get(leader_id)
-        if leader is None or not leader.is_resident:
+        leader = self._sequences.get(self._leaders.get(request.request_id, -1))
+        if leader is None or not leader.sequence.is_resident:
             return None
-        num_prompt = len(self._requests[request_id].prompt_token_ids)
-        if num_prompt < 2 or self._computed_tokens[leader_id] < num_prompt:
+        num_prompt = len(request.prompt_token_ids)
+        if num_prompt < 2 or leader.num_computed < num_prompt:
             return None
         if any(group.window_tokens is not None for group in self.cache.groups):
             return None  # The leader's windows may have moved on.
-        return leader
+        return leader.sequence
 
     # ---- host memory ----------------------------------------------------------------------
 
     def can_swap(self, request_id: int) -> bool:
         """Whether the sequence can move to host memory: a row and host budget are free."""
-        sequence = self._sequences.get(request_id)
-        if sequence is None or not sequence.num_tokens or not sequence.is_resident:
+        held = self._sequences.get(request_id)
+        if held is None or not held.sequence.num_tokens or not held.sequence.is_resident:
             return False
-        num_swapped = sum(not each.is_resident for each in self._sequences.values())
+        num_swapped = sum(not each.sequence.is_resident for each in self._sequences.values())
         if num_swapped + 1 + self._num_reserved_rows > self.cache.max_sequences:
             return False
         host = self.cache.pool.stats(MemoryLocation.HOST)
@@ -243,26 +361,27 @@ class MemoryView:
 
     def is_swapped(self, request_id: int) -> bool:
         """Whether the request's sequence is in host memory."""
-        return not self._sequences[request_id].is_resident
+        return not self._sequences[request_id].sequence.is_resident
 
     def swap_out(self, request_id: int) -> bool:
         """Move a request's sequence to host memory; false if that failed and nothing moved."""
-        self._last_steps.pop(request_id, None)  # The copies belong to no step.
-        self._room_tokens.pop(request_id, None)
+        held = self._sequences[request_id]
+        held.last_step = None  # The copies belong to no step.
         try:
-            self._sequences[request_id].swap_out()
+            held.sequence.swap_out()
         except (CapacityError, DriverError):
             return False
         return True
 
     def swap_in(self, request_id: int) -> None:
         """Move a request's sequence back from host memory; on errors it stays there."""
-        self._last_steps.pop(request_id, None)
-        self._sequences[request_id].swap_in()
+        held = self._sequences[request_id]
+        held.last_step = None
+        held.sequence.swap_in()
 
     def pages_to_resume(self, request_id: int) -> int:
         """Pages that swapping a request in takes; its shared pages have stayed mapped."""
-        sequence = self._sequences[request_id]
+        sequence = self._sequences[request_id].sequence
         pages = self.peak_pages(sequence.num_tokens + 1)
         if sequence.swapped is None:
             return pages
@@ -271,16 +390,6 @@ class MemoryView:
         return min(pages, moved_pages + pages - self.peak_pages(sequence.num_tokens))
 
     # ---- what the scheduler may know ------------------------------------------------------
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of a page."""
-        return self.cache.pool.page_bytes
-
-    @property
-    def fence_waited_s(self) -> float:
-        """Seconds spent waiting for fences so far."""
-        return self.cache.pool.reclaimer.waited_s
 
     @property
     def total_pages(self) -> int:
@@ -305,7 +414,7 @@ class MemoryView:
 
     def peak_pages(self, num_tokens: int) -> int:
         """Most pages a sequence holds at once while it grows from empty to `num_tokens`."""
-        return sum(self._peak_pages(group, num_tokens) for group in self.cache.groups)
+        return sum([self._peak_pages(group, num_tokens) for group in self.cache.groups])
 
     def _peak_pages(self, group: LayerGroup, num_tokens: int) -> int:
         geometry, overread = group.geometry, self.cache.overread_tokens
@@ -318,30 +427,24 @@ class MemoryView:
 
     def pages_to_begin(self, request_id: int, num_tokens: int) -> int:
         """Pages that a new sequence takes to hold `num_tokens`, without those shared by a fork."""
-        pages = self.peak_pages(num_tokens)
-        leader = self._leader(request_id)
+        pages, request = self.peak_pages(num_tokens), self._requests[request_id]
+        leader = self._leader(request)
         if leader is not None:
-            num_shared = len(self._requests[request_id].prompt_token_ids) - 1
+            num_shared = len(request.prompt_token_ids) - 1
             pages -= self.peak_pages(num_shared)
             pages += self.cache.pages_to_fork(leader, num_shared)
         return pages
 
-    def lacking(self, wanted: Iterable[tuple[int, int]]) -> dict[int, int]:
+    def lacking(self, wanted: Sequence[tuple[int, int]]) -> dict[int, int]:
         """Pages that sequences lack for `(request_id, num_tokens)` targets they cannot hold yet."""
-        return {each: self._pages_lacking(each, to) for each, to in self._short(wanted)}
+        sequences = self._sequences
+        short = lacking_room(self.cache, [(sequences[each].sequence, to) for each, to in wanted])
+        if not short:
+            return {}
+        ids = {sequences[each].sequence: each for each, _ in wanted}
+        return {ids[sequence]: self._pages_lacking(sequence, to) for sequence, to in short}
 
-    def _short(self, wanted: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-        room_tokens, found = self._room_tokens, []
-        for each in wanted:
-            request_id, num_tokens = each
-            if num_tokens > room_tokens.get(request_id, 0):
-                room_tokens[request_id] = room = self._sequences[request_id].writable_tokens
-                if num_tokens > room:
-                    found.append(each)
-        return found
-
-    def _pages_lacking(self, request_id: int, num_tokens: int) -> int:
-        sequence = self._sequences[request_id]
+    def _pages_lacking(self, sequence: CacheSequence, num_tokens: int) -> int:
         num_pages = 0
         for group in self.cache.groups:
             end_tokens = num_tokens + self.cache.overread_tokens
@@ -353,36 +456,40 @@ class MemoryView:
 
     def held_pages(self, request_id: int) -> int:
         """Pages that only this request's sequence references."""
-        row = self._sequences[request_id].row
-        return sum(
-            mapping.extent.num_bytes // self.page_bytes
-            for group in self.cache.groups
-            for mapping in group.table.rows[row].mappings
-            if mapping.extent.num_references == 1
-        )
+        row, num_bytes = self.row(request_id), 0
+        for group in self.cache.groups:
+            for mapping in group.table.rows[row].mappings:
+                if mapping.extent.num_references == 1:
+                    num_bytes += mapping.extent.num_bytes
+        return num_bytes // self.page_bytes
 
     def is_ready(self, request_id: int) -> bool:
         """Whether the request may begin; false while its leader computes the shared prompt."""
         leader = self._requests.get(self._leaders.get(request_id, -1))
         if leader is None or leader.output_token_ids:
             return True
-        return self._computed_tokens.get(leader.request_id, 0) >= len(leader.prompt_token_ids)
+        held = self._sequences.get(leader.request_id)
+        return held is not None and held.num_computed >= len(leader.prompt_token_ids)
 
     def cached_tokens(self, request_id: int) -> int:
         """Leading tokens that a new sequence would find computed. Costs about 5 ns per token."""
         request = self._requests[request_id]
-        if self._leader(request_id) is not None:
+        if self._leader(request) is not None:
             return len(request.prompt_token_ids) - 1
         if not self._prefix_caching:
             return 0
-        tokens = request.tokens(0, self._num_known(request) - 1)
+        num_known = len(request.prompt_token_ids) + len(request.output_token_ids)
         with self.cache.pool.lock:
-            match = next(self.cache.prefixes.matches(tokens, request.tenant), None)
+            matches = self.cache.prefixes.matches(request.tokens(0, num_known - 1), request.tenant)
+            match = next(matches, None)
         return 0 if match is None else match.num_tokens
 
     def fitting_tokens(self) -> int:
         """Length of the longest request that fits the budget alone, at most a row."""
         total_pages = self.total_pages
+        asked = (total_pages, self.cache.overread_tokens)
+        if self._fitting is not None and self._fitting[0] == asked:
+            return self._fitting[1]
         low, high = 0, self.cache.max_tokens
         middle = high  # Usually a whole row fits.
         while low < high:
@@ -393,7 +500,8 @@ class MemoryView:
             middle = (low + high + 1) // 2
         if not low:
             raise ConfigError(
-                f"the budget of {self.total_pages} pages of {self.page_bytes} bytes does not hold "
+                f"the budget of {total_pages} pages of {self.page_bytes} bytes does not hold "
                 "a single token; raise budget_bytes"
             )
+        self._fitting = asked, low
         return low

@@ -17,7 +17,15 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from ..core.cache import CacheStats
-from .observer import ObservedCache, RequestRecord, StepRecord
+from .observer import (
+    Event,
+    FirstToken,
+    Idle,
+    ObservedCache,
+    RequestAdded,
+    RequestRecord,
+    StepRecord,
+)
 
 #: Content type of `Metrics.text`.
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -95,16 +103,24 @@ class Metrics:
 
     # ---- observing ------------------------------------------------------------------------
 
-    def request_added(self, request_id: int, num_prompt_tokens: int) -> None:
-        """Count a waiting request."""
-        self._waiting.inc()  # Corrected by the next step.
+    def on(self, event: Event, cache: ObservedCache) -> None:
+        """Count an event. Steps cost about 10 µs, and read the statistics twice a second."""
+        if isinstance(event, StepRecord):
+            self._note_step(event)
+            if time.monotonic() - self._snapshot_s >= _SNAPSHOT_INTERVAL_S:
+                self._look(cache)
+        elif isinstance(event, RequestRecord):
+            self._note_request(event)
+        elif isinstance(event, RequestAdded):
+            self._waiting.inc()  # Corrected by the next step.
+        elif isinstance(event, FirstToken):
+            self._first_token.observe(event.wait_s)
+        elif isinstance(event, Idle):
+            self._running.set(0)
+            self._waiting.set(0)
+            self._look(cache)
 
-    def first_token(self, request_id: int, wait_s: float) -> None:
-        """Record the time to the first token."""
-        self._first_token.observe(wait_s)
-
-    def request_finished(self, request: RequestRecord) -> None:
-        """Record a request's token counts and times."""
+    def _note_request(self, request: RequestRecord) -> None:
         self._requests.labels(request.finish_reason).inc()
         self._prompt_tokens.inc(request.num_prompt_tokens)
         self._cached_tokens.inc(request.num_cached_tokens)
@@ -116,8 +132,7 @@ class Metrics:
         if request.first_token_s is not None and num_later > 0:
             self._per_token.observe((request.end_s - request.first_token_s) / num_later)
 
-    def step_finished(self, step: StepRecord, cache: ObservedCache) -> None:
-        """Record a step. Costs about 10 µs, and reads the cache's statistics twice a second."""
+    def _note_step(self, step: StepRecord) -> None:
         self._steps.inc()
         self._step_tokens.labels("prefill").inc(step.num_prefill_tokens)
         self._step_tokens.labels("decode").inc(step.num_decode_tokens)
@@ -130,14 +145,6 @@ class Metrics:
         self._preemptions.labels("recompute").inc(step.num_recomputed)
         self._running.set(step.num_running)
         self._waiting.set(step.num_waiting)
-        if time.monotonic() - self._snapshot_s >= _SNAPSHOT_INTERVAL_S:
-            self._look(cache)
-
-    def idle(self, cache: ObservedCache) -> None:
-        """Reset the request gauges and read the cache's statistics."""
-        self._running.set(0)
-        self._waiting.set(0)
-        self._look(cache)
 
     def _look(self, cache: ObservedCache) -> None:
         self._stats = cache.stats()

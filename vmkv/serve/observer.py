@@ -1,4 +1,4 @@
-"""Observer protocol of an engine: a few calls per step, none per token.
+"""Events of an engine, and the protocol of their observers: a few per step, none per token.
 
 The engine's thread makes every call, so an observer must be quick and must not raise; it may read
 the cache during a call. `metrics.py` and `trace.py` implement observers.
@@ -71,6 +71,36 @@ class RequestRecord:
     num_cached_tokens: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class RequestAdded:
+    """A request (one sample of a prompt) was queued."""
+
+    request_id: int
+    num_prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """A request's first token is known, `wait_s` after it was added."""
+
+    request_id: int
+    wait_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """No work is left; the engine is about to wait for requests."""
+
+
+#: A `RequestRecord` says that a request has ended, for any reason; a `StepRecord` that a step was
+#: submitted and the previous one read.
+Event = RequestAdded | FirstToken | RequestRecord | StepRecord | Idle
+#: Classes of events by name.
+EVENTS: dict[str, type[Event]] = {
+    each.__name__: each for each in (RequestAdded, FirstToken, RequestRecord, StepRecord, Idle)
+}
+
+
 class ObservedCache(Protocol):
     """The part of `KVCache` that observers may use."""
 
@@ -80,27 +110,10 @@ class ObservedCache(Protocol):
 
 
 class EngineObserver(Protocol):
-    """Receives an engine's events, in the engine's thread. Methods do nothing unless overridden."""
+    """Receives an engine's events, in the engine's thread."""
 
-    def request_added(self, request_id: int, num_prompt_tokens: int) -> None:
-        """A request (one sample of a prompt) was queued."""
-        return
-
-    def first_token(self, request_id: int, wait_s: float) -> None:
-        """A request's first token is known, `wait_s` after it was added."""
-        return
-
-    def request_finished(self, request: RequestRecord) -> None:
-        """A request has ended, for any reason."""
-        return
-
-    def step_finished(self, step: StepRecord, cache: ObservedCache) -> None:
-        """A step was submitted and the previous one read."""
-        return
-
-    def idle(self, cache: ObservedCache) -> None:
-        """No work is left; the engine is about to wait for requests."""
-        return
+    def on(self, event: Event, cache: ObservedCache) -> None:
+        """Take an event; the cache may be read during the call."""
 
 
 class Observers:
@@ -109,27 +122,7 @@ class Observers:
     def __init__(self, observers: Sequence[EngineObserver]):
         self._observers = tuple(observers)
 
-    def request_added(self, request_id: int, num_prompt_tokens: int) -> None:
-        """Forward the call."""
+    def on(self, event: Event, cache: ObservedCache) -> None:
+        """Forward the event."""
         for each in self._observers:
-            each.request_added(request_id, num_prompt_tokens)
-
-    def first_token(self, request_id: int, wait_s: float) -> None:
-        """Forward the call."""
-        for each in self._observers:
-            each.first_token(request_id, wait_s)
-
-    def request_finished(self, request: RequestRecord) -> None:
-        """Forward the call."""
-        for each in self._observers:
-            each.request_finished(request)
-
-    def step_finished(self, step: StepRecord, cache: ObservedCache) -> None:
-        """Forward the call."""
-        for each in self._observers:
-            each.step_finished(step, cache)
-
-    def idle(self, cache: ObservedCache) -> None:
-        """Forward the call."""
-        for each in self._observers:
-            each.idle(cache)
+            each.on(event, cache)

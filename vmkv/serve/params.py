@@ -6,7 +6,6 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 from ..errors import ConfigError, shown
@@ -114,11 +113,6 @@ class SamplingParams:
         _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
 
     @property
-    def is_greedy(self) -> bool:
-        """Whether the likeliest token is always taken."""
-        return self.temperature == 0
-
-    @property
     def has_penalties(self) -> bool:
         """Whether the logits depend on the tokens so far."""
         return (
@@ -126,11 +120,6 @@ class SamplingParams:
             or self.presence_penalty != 0
             or self.frequency_penalty != 0
         )
-
-    @cached_property
-    def needs_host_tokens(self) -> bool:
-        """Whether the host must know each token before the next can be computed."""
-        return bool(self.logits_processors)
 
 
 def _tuple(name: str, values: Iterable[Any]) -> tuple[Any, ...]:

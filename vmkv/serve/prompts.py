@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 from array import array
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from typing import Any
 
 from ..errors import ConfigError, shown
 from ..hf import compat as vocabulary
-from ..hf.prompt_tokens import check_tokens
 from .params import SamplingParams
 
 
@@ -41,7 +40,7 @@ def packed_prompt(
     or for a token outside the vocabulary.
     """
     tokens = token_ids_of(prompt, tokenizer)
-    check_tokens(tokens, vocab_size)
+    vocabulary.check_tokens(tokens, vocab_size)
     return memoryview(array("q", tokens).tobytes()).cast("q")
 
 
@@ -78,9 +77,11 @@ def resolve(
         )
     if not params.ignore_eos:
         stops |= {each for each in end_tokens if 0 <= each < vocab_size}
-    return replace(
-        params, n=1, seed=seed, stop_token_ids=tuple(sorted(stops)), max_tokens=max_tokens
+    resolved = copy.copy(params)  # Not `replace`, which would check every value again.
+    vars(resolved).update(
+        n=1, seed=seed, stop_token_ids=tuple(sorted(stops)), max_tokens=max_tokens
     )
+    return resolved
 
 
 def end_tokens(model: Any) -> frozenset[int]:

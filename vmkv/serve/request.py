@@ -159,8 +159,7 @@ class Request:
     @property
     def num_left(self) -> int:
         """Tokens to compute before another can be sampled; 0 when all requested ones exist."""
-        # `num_tokens` inlined: called for every request in each plan.
-        num_tokens = len(self.prompt_token_ids) + len(self.output_token_ids) + self.num_unread
+        num_tokens = self.num_tokens
         return 0 if num_tokens >= self.max_total_tokens else num_tokens - self.num_computed
 
     @property
@@ -207,7 +206,7 @@ class RequestHandle:
     @property
     def is_finished(self) -> bool:
         """Whether every sample has ended."""
-        return all(each.is_finished for each in self.requests)
+        return all([each.finish_reason is not None for each in self.requests])
 
     def output(self) -> RequestOutput:
         """Return everything so far. Callable from any thread."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -17,17 +17,17 @@ from typing import Any, Protocol, cast
 import torch
 
 from ..core.cache import KVCache
-from ..errors import ClosedError, ConfigError, InternalError, VMKVError
+from ..errors import ClosedError, ConfigError, VMKVError
 from ..hf import compat as vocabulary
 from ..hf.attention import attending_in_place
 from ..step import Piece, Stepper
-from ..step.logits import HeadInParts, StepLogits
-from ..step.operator import check_free
+from ..step.piece import HeadInParts, StepLogits
+from ..step.row_attention import check_free
 from ..step.warm_up import warm_up
+from .memory_view import ServedRows, fit_budget
 from .params import SamplingParams
 from .request import TokenLogprobs
 from .sampler import SampledTokens, Sampler
-from .served_rows import ServedRows, fit_budget
 
 # ---- base ----------------------------------------------------------------------------------------
 
@@ -97,60 +97,39 @@ class Runner(Protocol):
 # ---- host tokens ---------------------------------------------------------------------------------
 
 
-class HostTokens:
-    """Token histories of the slots with logits processors; `agree` is the maximum over ranks."""
+#: A slot's parameters, and the history to which the host appends sampled tokens.
+_History = tuple[SamplingParams, list[int]]
 
-    def __init__(self, agree: Callable[[int], int] = int) -> None:
-        self._agree = agree
-        self._slots: dict[int, tuple[SamplingParams, list[int]]] = {}
 
-    def set_slot(
-        self,
-        slot: int,
-        params: SamplingParams,
-        prompt_token_ids: Sequence[int],
-        output_token_ids: Sequence[int],
-    ) -> None:
-        """Set the tokens of a request that begins or resumes in `slot`."""
-        if params.needs_host_tokens:
-            self._slots[slot] = (params, [*prompt_token_ids, *output_token_ids])
-        else:
-            self._slots.pop(slot, None)
+def _process(
+    logits: torch.Tensor,
+    slots: Sequence[int],
+    histories: Mapping[int, _History],
+    agree: Callable[[int], int],
+) -> torch.Tensor:
+    """Apply the logits processors of `histories` to a copy of `logits [n, vocabulary]` of `slots`.
 
-    def concerns(self, slots: Sequence[int]) -> bool:
-        """Whether any of `slots` has a processor."""
-        return not self._slots.keys().isdisjoint(slots)
-
-    def of(self, slot: int) -> list[int] | None:
-        """Token history to which the host appends sampled tokens; None without processors."""
-        return self._slots[slot][1] if slot in self._slots else None
-
-    def process(self, logits: torch.Tensor, slots: Sequence[int]) -> torch.Tensor:
-        """Apply logits processors to a copy of `logits [n, vocabulary]`; if none, return `logits`.
-
-        If a processor fails on any rank, all ranks raise `SlotError`; agreeing takes some 100 µs.
-        """
-        if not self.concerns(slots):
-            return logits
-        processed = logits.float().clone()
-        failed_at, failure = -1, None
-        for at, slot in enumerate(slots):
-            if slot in self._slots:
-                params, token_ids = self._slots[slot]
-                input_ids = torch.tensor([token_ids], device=logits.device)
-                scores = processed[at : at + 1]
-                try:
-                    for processor in params.logits_processors:
-                        scores = processor(input_ids, scores)
-                    processed[at : at + 1] = scores
-                except Exception as error:  # noqa: BLE001  # raised after the ranks agree
-                    failed_at, failure = at, error
-                    break
-        agreed_at = self._agree(failed_at)
-        if agreed_at >= 0:
-            cause = failure if agreed_at == failed_at else None
-            raise SlotError(slots[agreed_at], cause or RuntimeError("on another rank")) from cause
-        return processed
+    If a processor fails on any rank, all ranks raise `SlotError`; agreeing takes some 100 µs.
+    """
+    processed = logits.float().clone()
+    failed_at, failure = -1, None
+    for at, slot in enumerate(slots):
+        if slot in histories:
+            params, token_ids = histories[slot]
+            input_ids = torch.tensor([token_ids], device=logits.device)
+            scores = processed[at : at + 1]
+            try:
+                for processor in params.logits_processors:
+                    scores = processor(input_ids, scores)
+                processed[at : at + 1] = scores
+            except Exception as error:  # noqa: BLE001  # raised after the ranks agree
+                failed_at, failure = at, error
+                break
+    agreed_at = agree(failed_at)
+    if agreed_at >= 0:
+        cause = failure if agreed_at == failed_at else None
+        raise SlotError(slots[agreed_at], cause or RuntimeError("on another rank")) from cause
+    return processed
 
 
 # ---- pending -------------------------------------------------------------------------------------
@@ -159,42 +138,28 @@ class HostTokens:
 class PendingTokens:
     """Sampled tokens on their way to the host. Implements `PendingStep`.
 
-    For each token of `parts`, `num_logprobs` is the number of log-probabilities to report or None,
-    and `histories` a list to append the token to or None; `order` sorts the result.
+    `parts` are sampled one after another; by the place of a token in all of them, `num_logprobs`
+    is the number of log-probabilities to report, and `histories` a list to append the token to.
+    `order` sorts the result; None if it is in order.
     """
 
     def __init__(
         self,
         parts: Sequence[SampledTokens],
-        num_logprobs: Sequence[int | None],
-        histories: Sequence[list[int] | None],
-        order: Sequence[int],
+        num_logprobs: Mapping[int, int],
+        histories: Mapping[int, list[int]],
+        order: Sequence[int] | None = None,
     ):
         self._order = order
         self._num_logprobs = num_logprobs
         self._histories = histories
         self._ready: Any = None
-        self._parts = [
-            SampledTokens(
-                self._to_host(part.token_ids),
-                *(
-                    None if each is None else self._to_host(each)
-                    for each in (part.logprobs, part.top_token_ids, part.top_logprobs)
-                ),
-            )
-            for part in parts
-        ]
+        self._parts = parts
         if parts and parts[0].token_ids.is_cuda:
+            self._parts = [part.to_host() for part in parts]
             # Reading a tensor would also wait for later steps.
             self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._ready.record()
-
-    @staticmethod
-    def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.is_cuda:
-            return tensor
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        return host.copy_(tensor, non_blocking=True)
 
     @property
     def has_ended(self) -> bool:
@@ -211,40 +176,44 @@ class PendingTokens:
 
     def result(self) -> StepResult:
         """Wait, append tokens to their histories, and return them in order."""
-        self.wait()
+        if self._ready is not None:
+            self._ready.synchronize()
         token_ids: list[int] = []
         logprobs: list[TokenLogprobs | None] = []
         for part in self._parts:
-            chosen = part.token_ids.tolist()
-            wanted = self._num_logprobs[len(token_ids) : len(token_ids) + len(chosen)]
-            logprobs += _logprobs(part, chosen, wanted)
-            token_ids += chosen
-        for history, token_id in zip(self._histories, token_ids, strict=True):
-            if history is not None:
-                history.append(token_id)
-        return StepResult(
-            [token_ids[at] for at in self._order], [logprobs[at] for at in self._order]
+            start = len(token_ids)
+            token_ids += part.token_ids.tolist()
+            logprobs += [None] * (len(token_ids) - start)
+            if self._num_logprobs:
+                self._report(part, start, token_ids, logprobs)
+        for at, history in self._histories.items():
+            history.append(token_ids[at])
+        if self._order is not None:
+            token_ids = [token_ids[at] for at in self._order]
+            logprobs = [logprobs[at] for at in self._order]
+        return StepResult(token_ids, logprobs)
+
+    def _report(
+        self,
+        part: SampledTokens,
+        start: int,
+        token_ids: Sequence[int],
+        logprobs: list[TokenLogprobs | None],
+    ) -> None:
+        """Set the log-probabilities of the tokens of `part`, the first of which is at `start`."""
+        if part.logprobs is None or part.top_token_ids is None or part.top_logprobs is None:
+            return  # No slot of this part has asked for any.
+        columns = zip(
+            part.logprobs.tolist(),
+            part.top_token_ids.tolist(),
+            part.top_logprobs.tolist(),
+            strict=True,
         )
-
-
-def _logprobs(
-    part: SampledTokens, token_ids: Sequence[int], wanted: Sequence[int | None]
-) -> list[TokenLogprobs | None]:
-    if all(each is None for each in wanted):
-        return [None] * len(token_ids)
-    if part.logprobs is None or part.top_token_ids is None or part.top_logprobs is None:
-        raise InternalError("a slot asked for log-probabilities, and the sampler made none")
-    values = part.logprobs.tolist()
-    columns = zip(part.top_token_ids.tolist(), part.top_logprobs.tolist(), strict=True)
-    found: list[TokenLogprobs | None] = []
-    for at, (ids, top) in enumerate(columns):
-        count = wanted[at]
-        if count is None:
-            found.append(None)
-        else:
-            best = dict(zip(ids[:count], top[:count], strict=True))
-            found.append(TokenLogprobs(token_ids[at], values[at], best))
-    return found
+        for at, (value, ids, top) in enumerate(columns, start):
+            if at in self._num_logprobs:
+                count = self._num_logprobs[at]
+                best = dict(zip(ids[:count], top[:count], strict=True))
+                logprobs[at] = TokenLogprobs(token_ids[at], value, best)
 
 
 # ---- model runner --------------------------------------------------------------------------------
@@ -318,8 +287,8 @@ class ModelRunner:
         self.sampler = Sampler(
             max_num_seqs, vocab_size, self._device, compiled=self._is_cuda and compiles
         )
-        self._host_tokens = HostTokens(self._options.agree)
-        self._wanted_logprobs: dict[int, int | None] = {}
+        self._histories: dict[int, _History] = {}  # By slot, where it has logits processors.
+        self._wanted_logprobs: dict[int, int] = {}  # By slot, where it wants some.
         check_free(model)
         with contextlib.ExitStack() as undo:
             self.stepper = self._make_stepper(
@@ -364,44 +333,54 @@ class ModelRunner:
     ) -> None:
         """Set the state of a slot in the sampler and for logits processors."""
         self.sampler.set_slot(slot, params, prompt_token_ids, output_token_ids)
-        self._host_tokens.set_slot(slot, params, prompt_token_ids, output_token_ids)
-        self._wanted_logprobs[slot] = params.logprobs
+        self._histories.pop(slot, None)
+        if params.logits_processors:
+            self._histories[slot] = (params, [*prompt_token_ids, *output_token_ids])
+        self._wanted_logprobs.pop(slot, None)
+        if params.logprobs is not None:
+            self._wanted_logprobs[slot] = params.logprobs
 
     @torch.no_grad()
     def submit(self, pieces: Sequence[Piece]) -> PendingTokens:
         """Run the pieces, in one forward pass or one each if deterministic, and sample."""
         if self._is_closed:
             raise ClosedError("this runner is closed; make a new one")
-        every = range(len(pieces))
-        passes = [[at] for at in every] if self._deterministic else [list(every)]
+        count = len(pieces)
+        bounds = [(at, at + 1) for at in range(count)] if self._deterministic else [(0, count)]
         parts: list[SampledTokens] = []
-        sampling: list[int] = []
-        for places in passes:
-            step = self.stepper.run([pieces[at] for at in places])
-            its = [places[at] for at in step.pieces]
+        sampling: list[int] = []  # The pieces that sample, in the order of the parts.
+        for start, end in bounds:
+            step = self.stepper.run(pieces[start:end])
+            its = [start + at for at in step.pieces]
             if its:
                 parts.append(self._sample(step, [pieces[at].slot for at in its]))
                 sampling += its
-        slots = [pieces[at].slot for at in sampling]
-        return PendingTokens(
-            parts,
-            [self._wanted_logprobs.get(slot) for slot in slots],
-            [self._host_tokens.of(slot) for slot in slots],
-            sorted(range(len(sampling)), key=sampling.__getitem__),
-        )
+        order = None
+        if sampling != sorted(sampling):
+            order = sorted(range(len(sampling)), key=sampling.__getitem__)
+        num_logprobs, histories = {}, {}
+        if self._wanted_logprobs or self._histories:
+            for at, place in enumerate(sampling):
+                slot = pieces[place].slot
+                if slot in self._wanted_logprobs:
+                    num_logprobs[at] = self._wanted_logprobs[slot]
+                if slot in self._histories:
+                    histories[at] = self._histories[slot][1]
+        return PendingTokens(parts, num_logprobs, histories, order)
 
     def _sample(self, step: StepLogits, slots: Sequence[int]) -> SampledTokens:
-        if step.token_ids is not None and self._is_plain(slots):
+        has_processors = not self._histories.keys().isdisjoint(slots)
+        is_plain = not has_processors and self.sampler.is_greedy(slots)
+        if step.token_ids is not None and is_plain:
             # On CUDA they are copied to the host; here the next step would overwrite them.
             return SampledTokens(step.token_ids if self._is_cuda else step.token_ids.clone())
         at = torch.tensor(slots, dtype=torch.int64).to(self._device, non_blocking=True)
-        processed = self._host_tokens.process(step.logits, slots)
-        sampled = self.sampler.sample(step.logits, at, slots, processed)
+        logits, processed = step.logits, None
+        if has_processors:
+            processed = _process(logits, slots, self._histories, self._options.agree)
+        sampled = self.sampler.sample(logits, at, slots, processed)
         self.stepper.last_tokens.index_copy_(0, at, sampled.token_ids)
         return sampled
-
-    def _is_plain(self, slots: Sequence[int]) -> bool:
-        return self.sampler.is_greedy(slots) and not self._host_tokens.concerns(slots)
 
     # ---- start, and end -------------------------------------------------------------------
 

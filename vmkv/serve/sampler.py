@@ -19,9 +19,8 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import CapacityError, ConfigError
-from ..step.logits import likeliest
+from ..step.piece import likeliest
 from ..units import format_bytes
-from .failures import is_out_of_memory
 from .params import SamplingParams
 
 # ---- random --------------------------------------------------------------------------------------
@@ -100,6 +99,17 @@ class SampledTokens:
     logprobs: torch.Tensor | None = None
     top_token_ids: torch.Tensor | None = None
     top_logprobs: torch.Tensor | None = None
+
+    def to_host(self) -> SampledTokens:
+        """Begin to copy the tensors to pinned memory; synchronise before they are read."""
+        others = (self.logprobs, self.top_token_ids, self.top_logprobs)
+        copies = [None if each is None else _to_host(each) for each in others]
+        return SampledTokens(_to_host(self.token_ids), *copies)
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +209,7 @@ class Sampler:
         self._staged[slot] = staged
 
     def is_greedy(self, slots: Sequence[int]) -> bool:
-        """Whether all slots are greedy and stateless, so that `greedy` can replace `sample`."""
+        """Whether all slots are greedy and stateless, so that `likeliest` can replace `sample`."""
         return self._demanding.isdisjoint(slots)
 
     def warm_up(self, dtype: torch.dtype) -> None:
@@ -211,11 +221,6 @@ class Sampler:
             self.sample(logits, torch.arange(count, device=self.device), range(count))
             for slot in range(count):
                 self.set_slot(slot, SamplingParams(temperature=0), [])
-
-    @staticmethod
-    def greedy(logits: torch.Tensor) -> torch.Tensor:
-        """Likeliest token `[n]` of `logits [n, vocabulary]`; the first among equals."""
-        return likeliest(logits)
 
     # ---- sampling -------------------------------------------------------------------------
 
@@ -233,11 +238,12 @@ class Sampler:
         slots. Tokens are drawn from `processed` instead of `logits` if logits processors have
         changed them.
         """
-        needs = self._joint_needs(range(len(self._needs)) if slot_ids is None else slot_ids)
-        self._upload()
         scores = logits if processed is None else processed
-        if needs == _Needs():
-            return SampledTokens(self.greedy(scores))
+        slot_ids = range(len(self._needs)) if slot_ids is None else slot_ids
+        if self._demanding.isdisjoint(slot_ids):
+            return SampledTokens(likeliest(scores))
+        self._upload()
+        needs = self._joint_needs(slot_ids)
         scores = self._adjusted(scores.float(), slots, needs)
         tokens = self._choose(scores, slots, needs)
         if needs.penalties:
@@ -250,7 +256,7 @@ class Sampler:
 
     def _choose(self, scores: torch.Tensor, slots: torch.Tensor, needs: _Needs) -> torch.Tensor:
         if not needs.draws:
-            return self.greedy(scores)
+            return likeliest(scores)
         floats, integers = self._floats[slots], self._integers[slots]
         keys = row_keys(integers[:, _SEED], self._counts[slots])
         if not needs.orders:
@@ -370,6 +376,13 @@ class Sampler:
             width = len(token_ids)
         padded = [*token_ids, *([token_ids[0]] * (width - len(token_ids)))]
         self._banned[slot] = torch.tensor(padded).to(self.device, non_blocking=True)
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether the device or the host was out of memory; torch on the CPU has no class for that."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
 def _token_tables(

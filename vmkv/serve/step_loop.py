@@ -17,8 +17,9 @@ from __future__ import annotations
 import logging
 import math
 import time
+import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ..core.memory.arbiter import PATIENCE_STEPS, Borrower
@@ -26,13 +27,12 @@ from ..errors import CapacityError, ConfigError, DriverError, OutOfPagesError
 from ..interrupts import interruptible, uninterrupted
 from ..step import Piece
 from ..units import div_ceil
-from .failures import is_out_of_memory, log_and_release, missing_bytes
 from .memory_view import MemoryView
 from .observer import EngineObserver, StepRecord
-from .planning import PlannedChunk, Preemption, PreemptionMethod, StepPlan
 from .request import FinishReason, Request, TokenLogprobs
 from .runner import PendingStep, Runner, SlotError, StepResult
-from .scheduler import Scheduler
+from .sampler import is_out_of_memory
+from .scheduler import PlannedChunk, Preemption, PreemptionMethod, Scheduler, StepPlan
 
 # ---- pace ----------------------------------------------------------------------------------------
 
@@ -158,11 +158,18 @@ _ATTEMPTS_MAX = 12
 _TRIES_MAX = 8
 
 
+#: A request with its next token.
+Sampled = tuple[Request, int, TokenLogprobs | None]
+#: A request that ends, the reason and the error.
+Ended = tuple[Request, FinishReason, Exception | None]
+
+
 class StepLoop:
     """Runs requests step by step, in one thread at a time.
 
-    `accept` takes a request's next token and returns why the request ends, or None. `ended` is
-    called when a request has ended and holds no memory, with the reason and the error.
+    `accept` takes the next token of each request that a step has sampled, and returns the requests
+    that end. `ended` is called when a request has ended and holds no memory, with the reason and
+    the error.
     """
 
     def __init__(
@@ -171,7 +178,7 @@ class StepLoop:
         view: MemoryView,
         runner: Runner,
         *,
-        accept: Callable[[Request, int, TokenLogprobs | None], FinishReason | None],
+        accept: Callable[[Sequence[Sampled]], Iterable[Ended]],
         ended: Callable[[Request, FinishReason, Exception | None], None],
         observer: EngineObserver | None = None,
     ):
@@ -192,7 +199,7 @@ class StepLoop:
         # Pages counted as free that recently could not be mapped.
         self._withheld_pages = 0
         self._num_in_vain = 0  # Consecutive steps in which memory was not made ready.
-        self._pace = Pace()
+        self._pace: Pace | None = None  # Made when `spare_s` is first asked.
         self._arbiter = view.cache.pool.arbiter
         self._borrower = Borrower(self._arbiter, lambda: scheduler.last_rank, self._give_way)
         self.num_failed_steps = 0  #: See `Engine.num_failed_steps`.
@@ -200,11 +207,14 @@ class StepLoop:
     @property
     def has_work(self) -> bool:
         """Whether requests or unread steps are left."""
-        return self._scheduler.has_unfinished or bool(self._pending)
+        return bool(self._requests or self._pending)
 
     @property
     def spare_s(self) -> float:
         """Seconds that the next step may wait, to be asked again; 0 for none."""
+        if self._pace is None:
+            self._pace = Pace()
+            self._pace.lost()  # Steps that were submitted before were not timed.
         if len(self._pending) != 1:
             return 0.0
         return self._pace.spare_s(self._pending[0], begins=self._scheduler.num_waiting > 0)
@@ -212,8 +222,8 @@ class StepLoop:
     # ---- requests -------------------------------------------------------------------------
 
     def add(self, request: Request, leader_id: int | None = None) -> None:
-        """Add a request; see `Scheduler.add`. `ConfigError` if it can never be served."""
-        self._scheduler.add(request, self._view, self._arbiter.arrival())
+        """Add a request that fits the cache alone; see `Scheduler.add`."""
+        self._scheduler.add(request, self._arbiter.arrival())
         self._view.add(request, leader_id)
 
     def end(
@@ -237,7 +247,8 @@ class StepLoop:
     def end_all(self, error: Exception) -> None:
         """Fail every request with `error`, and forget the submitted steps."""
         self._pending.clear()
-        self._pace.lost()
+        if self._pace is not None:
+            self._pace.lost()
         for request in tuple(self._requests.values()):
             self.end(request, FinishReason.ERROR, error, keep=False)
 
@@ -258,11 +269,12 @@ class StepLoop:
 
     def _step(self) -> bool:
         record = StepRecord(time.perf_counter())
-        try:
-            self._view.close_ended()  # Before the plan, which counts on their memory.
-        except DriverError:
-            self.num_failed_steps += 1
-            raise
+        if self._view.ending:
+            try:
+                self._view.close_ended()  # Before the plan, which counts on their memory.
+            except DriverError:
+                self.num_failed_steps += 1
+                raise
         submitted, plan = self._advance(record)
         has_unread = bool(self._pending)
         if submitted is not None:
@@ -272,16 +284,18 @@ class StepLoop:
             self._read(num_left=submitted is not None)
         elif not plan.chunks and not plan.preempted:
             self._unblock()
-        if not self._scheduler.has_unfinished:
+        if not self._requests:
             self._read()  # Only superfluous tokens are left; no later step would read them.
-        record.wait_s = time.perf_counter() - wait_start_s
-        self._report(record, plan)
-        return self.has_work
+        if self._observer is not None:
+            record.wait_s = time.perf_counter() - wait_start_s
+            self._report(record, plan, self._observer)
+        return bool(self._requests or self._pending)
 
     def _advance(self, record: StepRecord) -> tuple[SubmittedStep | None, StepPlan]:
         """Plan, make room and submit; plan again while memory turns out to be short."""
         self._withheld_pages //= 2
         was_short, num_begun, max_begun = False, 0, None
+        reclaimer = self._view.cache.pool.reclaimer
         for _ in range(_ATTEMPTS_MAX):
             start_s = time.perf_counter()
             self._arbiter.num_steps += 1
@@ -294,16 +308,16 @@ class StepLoop:
                 outranked_by=outranked_by,
             )
             record.plan_s += time.perf_counter() - start_s
-            start_s, fence_waited_s = time.perf_counter(), self._view.fence_waited_s
+            start_s, fence_waited_s = time.perf_counter(), reclaimer.waited_s
             chunks = list(plan.chunks)
             try:
                 self._carry_out(plan, chunks)
             except CapacityError as error:
                 self._shortage = error
                 self._give_up(plan, chunks)
-                lacking_bytes = missing_bytes(error)
+                lacking_bytes = _missing_bytes(error)
                 if not was_short:
-                    self._view.make_room(lacking_bytes)
+                    self._view.cache.make_room(lacking_bytes)
                 was_short, num_begun = True, len(plan.admitted) + len(plan.resumed)
                 missing_pages = div_ceil(lacking_bytes, self._view.page_bytes)
                 self._withheld_pages = max(2 * self._withheld_pages, missing_pages)
@@ -317,7 +331,7 @@ class StepLoop:
                 return None, plan
             finally:
                 record.map_s += time.perf_counter() - start_s
-                record.fence_wait_s += self._view.fence_waited_s - fence_waited_s
+                record.fence_wait_s += reclaimer.waited_s - fence_waited_s
             if not chunks:
                 if self._withheld_pages and (not was_short or num_begun > 1):
                     # The shortage has passed, or too many began at once: admit the first one alone.
@@ -328,9 +342,10 @@ class StepLoop:
             submitted = self._submit(chunks)
             record.submit_s += time.perf_counter() - start_s
             if submitted is not None:
-                before = self._pending[-1] if self._pending else None
-                begins = bool(plan.admitted or plan.resumed)
-                self._pace.submitted(submitted, before, record.start_s, begins=begins)
+                if self._pace is not None:
+                    before = self._pending[-1] if self._pending else None
+                    begins = bool(plan.admitted or plan.resumed)
+                    self._pace.submitted(submitted, before, record.start_s, begins=begins)
                 if outranked_by is None:
                     self._make_ready(chunks)
                 record.ready_s += time.perf_counter() - submitted.submitted_s
@@ -344,22 +359,21 @@ class StepLoop:
         `chunks`.
         """
         view = self._view
-        self._to_set.update(plan.resumed, plan.admitted)
         for preemption in plan.preempted:
             self._preempt(preemption)
         for request_id in plan.resumed:
+            self._to_set.add(request_id)
             view.swap_in(request_id)
-        num_past = {}
         for request_id in plan.admitted:
-            num_past[request_id] = view.begin(request_id)
+            self._to_set.add(request_id)
+            num_past = view.begin(request_id)
             request = self._requests[request_id]
             if not request.num_preemptions:
                 request.started_s = request.started_s or time.perf_counter()
-        for at in [at for at, chunk in enumerate(chunks) if chunk.request_id in num_past]:
-            actual = num_past[chunks[at].request_id]
-            if actual != chunks[at].num_past_tokens:
-                chunks[at] = self._scheduler.rebase(chunks[at], actual)
-        view.grow([(request_id, past + new) for request_id, _, past, new, _, _ in chunks])
+            for at, chunk in enumerate(chunks):
+                if chunk[0] == request_id and num_past != chunk[2]:
+                    chunks[at] = self._scheduler.rebase(chunk, num_past)
+        view.grow(chunks)
 
     def _preempt(self, preemption: Preemption) -> None:
         request_id, method = preemption
@@ -370,7 +384,20 @@ class StepLoop:
         self._view.end(request_id)
 
     def _give_way(self) -> None:
-        self._preempt(self._scheduler.preempt_last(self._view))
+        """Preempt the running request ranked last, else drop the swapped one's shared pages."""
+        if self._scheduler.running:
+            self._preempt(self._scheduler.preempt_last(self._view))
+        else:
+            self._drop_last_swapped()
+
+    def _drop_last_swapped(self) -> bool:
+        """Make the last swapped request recompute; returns whether there was one."""
+        swapped = self._scheduler.last_swapped
+        if swapped is None:
+            return False
+        self._scheduler.drop_swapped(swapped.request_id)
+        self._view.end(swapped.request_id)
+        return True
 
     def _make_ready(self, chunks: Sequence[PlannedChunk]) -> None:
         is_ready, num_in_vain = False, self._num_in_vain
@@ -397,13 +424,28 @@ class StepLoop:
     # ---- submitting -----------------------------------------------------------------------
 
     def _submit(self, chunks: Sequence[PlannedChunk]) -> SubmittedStep | None:
+        pieces: list[Piece] = []
+        writes: list[tuple[int, int, int]] = []
+        request_ids: list[int] = []
+        sampling_ids: list[int] = []
+        num_tokens = 0
         try:
             if self._to_set:
                 for chunk in chunks:
                     if chunk.request_id in self._to_set:
                         self._set_slot(chunk)
-            with self._view.submitting(chunks):
-                pieces = [self._piece(chunk) for chunk in chunks]
+            for row, chunk in zip(self._view.rows(chunks), chunks, strict=True):
+                request_id, slot, past, new, from_device, samples = chunk
+                tokens = None
+                if not from_device:
+                    tokens = self._requests[request_id].tokens(past, past + new)
+                pieces.append(Piece(slot, row, past, new, tokens, samples))
+                writes.append((row, past, past + new))
+                request_ids.append(request_id)
+                if samples:
+                    sampling_ids.append(request_id)
+                num_tokens += new
+            with self._view.cache.submitting(writes):
                 pending = interruptible(self._runner.submit, pieces)
         except BaseException as error:  # noqa: BLE001  # fails requests, or is raised again
             self._recover(chunks, error)
@@ -414,15 +456,8 @@ class StepLoop:
         if self._token_limit is not None:
             # Slowly: each failed attempt costs a step.
             more = self._token_limit + max(1, self._token_limit // 8)
-            whole = self._scheduler.capacity.max_num_batched_tokens
-            self._token_limit = more if more < whole else None
-        return SubmittedStep(
-            pending,
-            [chunk.request_id for chunk in chunks],
-            [chunk.request_id for chunk in chunks if chunk.samples],
-            sum(chunk.num_new_tokens for chunk in chunks),
-            time.perf_counter(),
-        )
+            self._token_limit = more if more < self._scheduler.max_num_batched_tokens else None
+        return SubmittedStep(pending, request_ids, sampling_ids, num_tokens, time.perf_counter())
 
     def _set_slot(self, chunk: PlannedChunk) -> None:
         request = self._requests[chunk.request_id]
@@ -434,22 +469,13 @@ class StepLoop:
             raise SlotError(chunk.slot, error, "its parameters") from error
         self._to_set.discard(chunk.request_id)
 
-    def _piece(self, chunk: PlannedChunk) -> Piece:
-        request_id, slot, num_past_tokens, num_new_tokens, from_device, samples = chunk
-        tokens = None
-        if not from_device:
-            request = self._requests[request_id]
-            tokens = request.tokens(num_past_tokens, num_past_tokens + num_new_tokens)
-        row = self._view.row(request_id)
-        return Piece(slot, row, num_past_tokens, num_new_tokens, tokens, samples)
-
     def _recover(self, chunks: Sequence[PlannedChunk], error: BaseException) -> None:
         """Restore the state before a step that was not submitted, and fail the requests at fault.
 
         An `error` that is no `Exception`, such as an interrupt, is raised again.
         """
         if isinstance(error, Exception):
-            log_and_release(error)
+            _log_and_release(error)
         self._read()  # The previous step's tokens are valid.
         self._scheduler.undo(chunks)
         for chunk in chunks:
@@ -495,13 +521,11 @@ class StepLoop:
         if self._token_limit is not None:
             self._token_limit = None
             return
-        request = self._scheduler.first
+        running = self._scheduler.running
+        request = running[0] if running else self._scheduler.first_waiting
         if request is None or self._borrower.claim(request.rank):
             return
-        swapped = self._scheduler.last_swapped
-        if swapped is not None:
-            self._scheduler.drop_swapped(swapped.request_id)
-            self._view.end(swapped.request_id)
+        if self._drop_last_swapped():
             return
         error = self._shortage or OutOfPagesError(
             "the request does not fit: the budget was lowered, or other users of the pool hold its "
@@ -519,15 +543,17 @@ class StepLoop:
     def _read(self, num_left: int = 0) -> None:
         """Read submitted steps except the last `num_left`."""
         while len(self._pending) > num_left:
-            step = self._pending[0]
+            step, pace = self._pending[0], self._pace
             try:
-                self._pace.wait(step)
+                if pace is not None:
+                    pace.wait(step)
                 result = step.pending.result()
             except Exception as error:  # noqa: BLE001  # fails the step's requests
                 self._pending.popleft()
-                self._pace.lost()
+                if pace is not None:
+                    pace.lost()
                 self.num_failed_steps += 1
-                log_and_release(error)
+                _log_and_release(error)
                 self._fail(step.request_ids, error)
                 continue
             self._pending.popleft()
@@ -535,27 +561,43 @@ class StepLoop:
             self._take(step, result)
 
     def _take(self, step: SubmittedStep, result: StepResult) -> None:
+        sampled: list[Sampled] = []
         columns = zip(step.sampling_ids, result.token_ids, result.logprobs, strict=True)
         for request_id, token_id, logprobs in columns:
             request = self._requests.get(request_id)
-            if request is None:
-                continue  # It had ended before this token was computed.
-            request.num_unread -= 1
-            try:
-                reason = self._accept(request, token_id, logprobs)
-            except Exception as error:  # noqa: BLE001  # a tokenizer's, for this request alone
-                self.end(request, FinishReason.ERROR, error)
-                continue
-            if reason is not None:
-                self.end(request, reason)
+            if request is not None:  # Otherwise it had ended before this token was computed.
+                request.num_unread -= 1
+                sampled.append((request, token_id, logprobs))
+        for request, reason, error in self._accept(sampled):
+            self.end(request, reason, error)
 
-    def _report(self, record: StepRecord, plan: StepPlan) -> None:
-        if self._observer is None:
-            return
-        record.num_decode_tokens = sum(chunk.from_device for chunk in plan.chunks)
+    def _report(self, record: StepRecord, plan: StepPlan, observer: EngineObserver) -> None:
+        record.num_decode_tokens = sum([chunk.from_device for chunk in plan.chunks])
         record.num_prefill_tokens = plan.num_tokens - record.num_decode_tokens
         record.num_running = self._scheduler.num_running
         record.num_waiting = self._scheduler.num_waiting
         record.num_swapped = sum(each.method is PreemptionMethod.SWAP for each in plan.preempted)
         record.num_recomputed = len(plan.preempted) - record.num_swapped
-        self._observer.step_finished(record, self._view.cache)
+        observer.on(record, self._view.cache)
+
+
+def _log_and_release(error: BaseException) -> None:
+    """Log an error with its traceback, then drop the frames.
+
+    Frames hold activations and views of the cache, and the error lives as long as the request's
+    output.
+    """
+    _LOG.error("a step failed:\n%s", "".join(traceback.format_exception(error)))
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
+
+
+def _missing_bytes(error: CapacityError) -> int:
+    """Return how many bytes the cache lacked, at least 1."""
+    if isinstance(error, OutOfPagesError):
+        return max(1, error.needed_bytes - error.free_bytes)
+    return 1

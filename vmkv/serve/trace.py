@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from ..errors import ConfigError
 from ..units import GiB, format_bytes
-from .observer import EngineObserver, ObservedCache, RequestRecord, StepRecord
+from .observer import Event, Idle, ObservedCache, RequestRecord, StepRecord
 
 _log = logging.getLogger(__name__)
 _STEPS_TRACK = 1
@@ -26,7 +26,7 @@ _STEPS_TRACK = 1
 _SAMPLE_INTERVAL_S = 0.1
 
 
-class ChromeTrace(EngineObserver):
+class ChromeTrace:
     """Observer that writes steps, requests and memory as trace events.
 
     A write error, such as a full disk, ends the trace with a warning; the engine goes on.
@@ -63,7 +63,21 @@ class ChromeTrace(EngineObserver):
 
     # ---- observing ------------------------------------------------------------------------
 
-    def request_finished(self, request: RequestRecord) -> None:
+    def on(self, event: Event, cache: ObservedCache) -> None:
+        """Draw a request or a step; flush the file when the engine is idle."""
+        if isinstance(event, StepRecord):
+            self._draw_step(event, cache)
+        elif isinstance(event, RequestRecord):
+            self._draw_request(event)
+        elif isinstance(event, Idle):
+            with self._lock:
+                if self._file is not None:
+                    try:
+                        self._file.flush()
+                    except OSError as error:
+                        self._give_up(error)
+
+    def _draw_request(self, request: RequestRecord) -> None:
         """Draw the request as bars from its arrival to its end."""
         common = {"cat": "request", "id": request.request_id}
         bars = [("request", request.arrival_s, request.end_s)]
@@ -85,7 +99,7 @@ class ChromeTrace(EngineObserver):
             self._write(common | begin)
             self._write(common | {"ph": "e", "name": name, "ts": _us(end_s)})
 
-    def step_finished(self, step: StepRecord, cache: ObservedCache) -> None:
+    def _draw_step(self, step: StepRecord, cache: ObservedCache) -> None:
         """Draw the step's parts one after another, and its tokens and queue as curves."""
         arguments = {
             "prefill_tokens": step.num_prefill_tokens,
@@ -125,15 +139,6 @@ class ChromeTrace(EngineObserver):
                     "shared": stats.shared_bytes,
                 },
             )
-
-    def idle(self, cache: ObservedCache) -> None:
-        """Flush the file."""
-        with self._lock:
-            if self._file is not None:
-                try:
-                    self._file.flush()
-                except OSError as error:
-                    self._give_up(error)
 
     # ---- writing --------------------------------------------------------------------------
 

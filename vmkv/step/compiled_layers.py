@@ -9,7 +9,7 @@ activations and residuals, some twenty-five kernels, into a few. There are two v
   many        the number of tokens is a symbol, so that nothing is recompiled; products are the
               library's, and each layer computes the next one's first norm (`early_norms.py`)
 
-Where ranks add between layers, norms are fused with the sums (`norms_of_sums.py`) in both variants.
+Where ranks add between layers, norms are fused with the sums (`graph_passes.py`) in both variants.
 The last norm is compiled too; embedding, rotary angles and head run eagerly.
 """
 
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError
-from . import early_norms, joined_layers, norms_of_sums, rotary
+from . import early_norms, graph_passes, joined_layers
 
 _Compiled = Callable[..., Any]
 
@@ -53,7 +53,7 @@ class CompiledLayers:
         self._compiled = [*layers, *self._last]
         self._following = early_norms.prepare(layers, self._last)
         self._handed: early_norms.Handed | None = None
-        self._has_sums = norms_of_sums.GROUP in vars(model)
+        self._has_sums = graph_passes.GROUP in vars(model)
         self._step_in()
 
     def _step_in(self) -> None:
@@ -165,8 +165,8 @@ def _compiler(backend: str, patches: dict[str, Any]) -> Callable[..., Any]:
 
     def compiled(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
         joined_layers.merge_equal_products(module)
-        rotary.take_out(module)
-        norms_of_sums.take_in(module)
+        graph_passes.take_out_rotary(module)
+        graph_passes.take_in_sums(module)
         if backend == "inductor":
             from torch._inductor.compile_fx import compile_fx
 

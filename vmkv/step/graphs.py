@@ -3,20 +3,36 @@
 A graph is captured for sizes. Sequences, rows and lengths lie in one small buffer that every step
 overwrites; pages are mapped and unmapped without recapture. Unused entries of a step work on the
 scratch slot and the scratch row. Without CUDA, the same padded steps run eagerly.
+
+Decode steps have one new token per sequence. A bucket is a number of sequences and an upper bound
+of their lengths: kernels that split rows over the device cut them by that bound, and with a bound
+of 128k a row of 2k would be one split. With enough sequences to fill the device nothing is split,
+and one graph serves any length.
 """
 
 from __future__ import annotations
 
 import abc
+import contextlib
+import logging
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 
-from ..core.cache import KVCache
-from .logits import HeadInParts, likeliest
-from .row_attention import RowAttention, row_capacities
+from ..attention import AttentionBatch
+from ..errors import CapacityError, ConfigError, one_line
+from .model_guard import refusing_waits
+from .piece import HeadInParts, Piece, likeliest, pinned
+from .row_attention import StepParts, row_capacities
 
+if TYPE_CHECKING:
+    from .stepper import Stepper
+
+_LOG = logging.getLogger(__name__)
 Key = TypeVar("Key")
 _TIMED_REPLAYS = 3
 
@@ -31,24 +47,19 @@ class Scratch(NamedTuple):
 class GraphSpace:
     """Model, input, output and memory that all graphs of a stepper share.
 
-    Graphs run one after the other, so each may reuse the memory of those before it. `forward` maps
-    token ids `[T]`, positions `[T]` and indices to keep `[n]` or None, all `int64`, to logits;
-    `head` is the output head if it is divided among ranks. `agree` returns the maximum of a value
-    over all ranks, so that they decide alike. `stream` is for captures: libraries keep a workspace
-    of tens of MiB for every stream that they have seen.
+    Graphs run one after the other, so each may reuse the memory of those before it. `head` is the
+    output head if it is divided among ranks. `agree` returns the maximum of a value over all ranks,
+    so that they decide alike. `stream` is for captures: libraries keep a workspace of tens of MiB
+    for every stream that they have seen.
     """
 
     def __init__(
         self,
-        forward: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor],
-        attention: RowAttention,
-        cache: KVCache,
-        last_tokens: torch.Tensor,
-        *,
+        stepper: Stepper,
         vocab_size: int,
         dtype: torch.dtype,
-        max_num_seqs: int,
         scratch: Scratch,
+        *,
         agree: Callable[[int], int] = int,
         stream: torch.cuda.Stream | None = None,
         head: HeadInParts | None = None,
@@ -56,18 +67,21 @@ class GraphSpace:
         self.agree = agree
         self.head = head
         self.vocab_size = vocab_size
-        self._forward = forward
-        self.attention = attention
-        self.last_tokens = last_tokens  # `[slots]`: the token sampled last in each slot.
-        self.max_num_seqs = max_num_seqs
-        self.max_tokens = cache.max_tokens
-        self.capacities = row_capacities(cache)
+        self._forward = stepper.forward
+        self.attention = stepper.attention
+        self.is_compiled = stepper.uses_operator
+        self.last_tokens = stepper.last_tokens
+        self.max_num_seqs = stepper.num_slots
+        self.max_tokens = stepper.caches[0].max_tokens
+        self.capacities = row_capacities(stepper.caches[0])
         self.scratch = scratch
-        self.device = last_tokens.device
+        self.device = stepper.device
         num_columns = vocab_size if head is None else head.num_columns
         # The last step's logits (or `head`'s part) and their argmax; each step overwrites them.
-        self.logits = torch.empty((max_num_seqs, num_columns), dtype=dtype, device=self.device)
-        self.token_ids = torch.zeros(max_num_seqs, dtype=torch.int64, device=self.device)
+        shape = (self.max_num_seqs, num_columns)
+        self.logits = torch.empty(shape, dtype=dtype, device=self.device)
+        self.token_ids = torch.zeros(self.max_num_seqs, dtype=torch.int64, device=self.device)
+        self.starts = torch.arange(self.max_num_seqs + 1, dtype=torch.int32, device=self.device)
         self._pool: Any = None
         self._stream = stream
 
@@ -122,6 +136,8 @@ class StepGraphs(abc.ABC, Generic[Key]):
         self.space = space
         self._input = torch.zeros(num_integers, dtype=torch.int32, device=space.device)
         self._graphs: dict[Key, torch.cuda.CUDAGraph | None] = {}
+        self._num_runs: Counter[Key] = Counter()
+        self._refused: set[Key] = set()
 
     @abc.abstractmethod
     def keys(self) -> Sequence[Key]:
@@ -150,6 +166,49 @@ class StepGraphs(abc.ABC, Generic[Key]):
             self._run(key)
         else:
             graph.replay()
+
+    def run_recurring(
+        self,
+        key: Key,
+        integers: torch.Tensor,
+        context: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
+    ) -> bool:
+        """Run a step of a size that may come again, within `context` unless it is replayed.
+
+        The first run is plain, so that kernels are loaded and tuned. The second is plain too, while
+        torch refuses to wait for the device, because a failed capture leaves torch's allocator in
+        the state of a capture. The third is captured.
+
+        Returns False for a size that cannot be captured, then and from then on: the caller computes
+        the step otherwise, over the same rows. Errors of plain runs are raised, but for
+        `ConfigError` (no kernel), `CapacityError` (no memory for its over-read), and any error of
+        compiled layers.
+        """
+        if self._graphs.get(key) is not None:
+            self.replay(key, integers)
+            return True
+        if key in self._refused:
+            return False
+        self._num_runs[key] += 1
+        is_cuda, count = self.space.device.type == "cuda", self._num_runs[key]
+        is_trial = is_cuda and count == 2
+        is_plain = (count < 3 and not is_trial) or key in self._graphs
+        try:
+            with context(), refusing_waits() if is_trial else contextlib.nullcontext():
+                if is_plain or is_trial:
+                    self.run(key, integers)
+                else:
+                    if is_cuda and not self._graphs:
+                        torch.cuda.empty_cache()  # Graphs cannot use what prompts left there.
+                    self.replay(key, integers)
+        except Exception as error:
+            is_refusal = isinstance(error, (ConfigError, CapacityError)) or self.space.is_compiled
+            if is_plain and not is_refusal:
+                raise
+            self._refused.add(key)
+            _LOG.warning("%s cannot be captured for %s: %s", self.name, key, one_line(error))
+            return False
+        return True
 
     def capture_all(self, captured: Callable[[], object]) -> None:
         """Capture every graph; `captured` is called after each.
@@ -219,3 +278,191 @@ class StepGraphs(abc.ABC, Generic[Key]):
         """Drop the graphs and their memory. Idempotent; the caller has waited for the device."""
         for key in self.captured:
             self.drop(key)
+
+
+# ---- decode steps --------------------------------------------------------------------------------
+
+#: Lines of a step's input: slots, rows, tokens before, tokens after, and the token from the host
+#: (-1 if it is on the device).
+_LINES = 5
+_SHORTEST_TOKENS = 1024
+
+Bucket = tuple[int, int]
+"""Number of sequences, and the bound of their lengths in tokens."""
+
+
+class DecodeGraphs(StepGraphs[Bucket]):
+    """The decode graphs of one stepper.
+
+    Batches of `split_below` or more sequences get no length buckets; `few` gives fewer widths,
+    which pad more.
+    """
+
+    name = "decode steps"
+
+    def __init__(self, space: GraphSpace, split_below: int, *, few: bool = False):
+        self.batch_buckets = batch_buckets(space.max_num_seqs, few=few)
+        self.length_buckets = length_buckets(space.max_tokens)
+        super().__init__(space, _LINES * self.batch_buckets[-1])
+        self._split_below = split_below
+
+    def key(self, batch_size: int, longest: int) -> Bucket:
+        """Return the bucket of `batch_size` sequences of at most `longest` tokens."""
+        width = self.batch_buckets[bisect_left(self.batch_buckets, batch_size)]
+        if width >= self._split_below:
+            return width, self.space.max_tokens
+        return width, self.length_buckets[bisect_left(self.length_buckets, longest)]
+
+    def keys(self) -> Sequence[Bucket]:
+        """Return all buckets, the largest first."""
+        found: list[Bucket] = []
+        for width in reversed(self.batch_buckets):
+            if width >= self._split_below:
+                found.append((width, self.space.max_tokens))
+            else:
+                found += [(width, bound) for bound in reversed(self.length_buckets)]
+        return found
+
+    def fill(self, key: Bucket, pieces: Sequence[Piece]) -> torch.Tensor:
+        """Return a step's input for decoding `pieces`, on the host."""
+        width, count = key[0], len(pieces)
+        host, flat = pinned(_LINES * width, self.space.device)
+        columns = [
+            (slot, row, past, past + 1, -1 if token_ids is None else token_ids[0])
+            for slot, row, past, _, token_ids, _ in pieces
+        ]
+        columns += [(*self.space.scratch, 0, 1, 0)] * (width - count)
+        flat.reshape(_LINES, width)[:] = np.array(columns, np.int32).T
+        return host
+
+    def empty(self, key: Bucket) -> torch.Tensor:
+        """Return the input of a step of padding, on the host."""
+        return self.fill(key, [])
+
+    def needs_warm_up(self, key: Bucket) -> bool:
+        """Whether the bucket has one sequence: those layers are compiled and tuned separately."""
+        return key[0] == 1
+
+    def step(self, key: Bucket, integers: torch.Tensor) -> None:
+        """Run the step: tokens from the host or the slots, to `GraphSpace.take`."""
+        width, bound = key
+        lines = integers[: _LINES * width].view(_LINES, width)
+        space = self.space
+        slots = lines[0].long()
+        from_host = lines[4].long()
+        token_ids = torch.where(from_host < 0, space.last_tokens[slots], from_host)
+        space.attention.steps = {
+            space.device: _decode_parts(space, lines[1], lines[2], lines[3], bound)
+        }
+        space.take(space.forward(token_ids, lines[2].long(), None), slots)
+
+
+def _decode_parts(
+    space: GraphSpace,
+    rows: torch.Tensor,
+    past_tokens: torch.Tensor,
+    num_tokens: torch.Tensor,
+    max_num_tokens: int,
+    left_pad: torch.Tensor | None = None,
+) -> StepParts:
+    """Describe a step in which every sequence decodes; vectors are `[B] int32` on the device."""
+    batches = {
+        capacity: AttentionBatch(
+            row_indices=rows,
+            num_tokens=num_tokens,
+            query_starts=space.starts[: rows.shape[0] + 1],
+            max_query_tokens=1,
+            max_num_tokens=min(max_num_tokens, capacity),
+            row_tokens=capacity,
+            left_pad=left_pad,
+            past_tokens=past_tokens,
+        )
+        for capacity in space.capacities
+    }
+    return StepParts(rows.shape[0], 0, everything=batches, decode=batches)
+
+
+def batch_buckets(max_batch: int, *, few: bool = False) -> list[int]:
+    """Return graph widths to `max_batch`: powers of two to 8, then finer; if `few`, only powers."""
+    widths, width = [], 1
+    while width < max_batch:
+        widths.append(width)
+        if few or width < 8:
+            width *= 2
+        else:
+            width += 8 if width < 64 else 16 if width < 256 else 32
+    return [*widths, max_batch]
+
+
+def length_buckets(max_tokens: int) -> list[int]:
+    """Return bounds of lengths: powers of two and midpoints, up to `max_tokens`."""
+    bounds, bound = [], _SHORTEST_TOKENS
+    while bound < max_tokens:
+        bounds += [bound, bound * 3 // 2]
+        bound *= 2
+    return [each for each in bounds if each < max_tokens] + [max_tokens]
+
+
+#: Lines of a step's input: tokens before, and tokens after.
+_BATCH_LINES = 2
+
+
+class BatchBucket(NamedTuple):
+    """Key of a batch graph: the bound of the rows' lengths, and whether `left_pad` applies."""
+
+    max_num_tokens: int
+    is_padded: bool
+
+
+class BatchGraphs(StepGraphs[BatchBucket]):
+    """The decode graphs of one fixed batch of `space.max_num_seqs` sequences.
+
+    The caller writes `positions` and `left_pad` before a step.
+    """
+
+    name = "decode steps of a batch"
+
+    def __init__(self, space: GraphSpace, split_below: int):
+        width = space.max_num_seqs
+        super().__init__(space, _BATCH_LINES * width)
+        self._bounds = length_buckets(space.max_tokens)
+        if width >= split_below:
+            self._bounds = [space.max_tokens]
+        # `[B]`: positions of the new tokens.
+        self.positions = torch.zeros(width, dtype=torch.int64, device=space.device)
+        # `[B]`: leading tokens of each row that are not attended to.
+        self.left_pad = torch.zeros(width, dtype=torch.int32, device=space.device)
+
+    def key(self, num_tokens: int, *, is_padded: bool) -> BatchBucket:
+        """Return the bucket of rows that hold `num_tokens` after the step."""
+        return BatchBucket(self._bounds[bisect_left(self._bounds, num_tokens)], is_padded)
+
+    def keys(self) -> Sequence[BatchBucket]:
+        """Return all buckets, the largest first."""
+        return [
+            BatchBucket(bound, is_padded)
+            for bound in reversed(self._bounds)
+            for is_padded in (False, True)
+        ]
+
+    def fill(self, num_tokens: int) -> torch.Tensor:
+        """Return the input of a step after which rows hold `num_tokens`, on the host."""
+        width = self.space.max_num_seqs
+        host, flat = pinned(_BATCH_LINES * width, self.space.device)
+        flat[:width], flat[width:] = num_tokens - 1, num_tokens
+        return host
+
+    def empty(self, key: BatchBucket) -> torch.Tensor:
+        """Return an input for capturing; it is never run."""
+        return self.fill(1)
+
+    def step(self, key: BatchBucket, integers: torch.Tensor) -> None:
+        """Run the step: logits go to `GraphSpace.logits`, and no token is chosen."""
+        space = self.space
+        width = space.max_num_seqs
+        before, after = integers.view(_BATCH_LINES, width)
+        left_pad = self.left_pad if key.is_padded else None
+        rows = space.starts[:width]
+        parts = _decode_parts(space, rows, before, after, key.max_num_tokens, left_pad)
+        space.attention.steps = {space.device: parts}
+        space.logits.copy_(space.forward(space.last_tokens[:width], self.positions, None))

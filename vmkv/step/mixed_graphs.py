@@ -101,7 +101,6 @@ class MixedGraphs(StepGraphs[Bucket]):
         ]
         sizes = [_places(each, space.max_num_seqs).count.stop for each in self._buckets]
         super().__init__(space, max(sizes, default=0))
-        self._starts = torch.arange(space.max_num_seqs + 1, dtype=torch.int32, device=space.device)
 
     def key(self, pieces: Sequence[Piece]) -> Bucket | None:
         """Return the smallest bucket that fits `pieces`, or None."""
@@ -171,17 +170,12 @@ class MixedGraphs(StepGraphs[Bucket]):
         """Return the input of a padding step with differing tokens: equal ones multiply faster."""
         integers = self.empty(bucket)
         tokens = torch.arange(bucket.num_tokens, dtype=torch.int32) % self.space.vocab_size
-        integers[self._places(bucket).token_ids] = tokens
+        integers[_places(bucket, self.space.max_num_seqs).token_ids] = tokens
         return integers
-
-    def _places(self, bucket: Bucket) -> Fields:
-        return _places(bucket, self.space.max_num_seqs)
-
-    # ---- input ----------------------------------------------------------------------------
 
     def fill(self, bucket: Bucket, pieces: Sequence[Piece]) -> torch.Tensor:
         """Return the input of a step of `pieces`, decoding ones first, on the host."""
-        places = self._places(bucket)
+        places = _places(bucket, self.space.max_num_seqs)
         host, flat = pinned(places.count.stop, self.space.device)
         fields = Fields(*(flat[place] for place in places))
         num_decode = sum(piece.decodes for piece in pieces)
@@ -205,12 +199,10 @@ class MixedGraphs(StepGraphs[Bucket]):
         """Return the input of a step of padding, on the host."""
         return self.fill(key, [])
 
-    # ---- step -----------------------------------------------------------------------------
-
     def step(self, key: Bucket, integers: torch.Tensor) -> None:
         """Run the step: tokens from the host or the slots, to `GraphSpace.take`."""
         space = self.space
-        fields = Fields(*(integers[place] for place in self._places(key)))
+        fields = Fields(*(integers[place] for place in _places(key, self.space.max_num_seqs)))
         token_ids = fields.token_ids.long()
         told = token_ids[: key.num_decode]
         torch.where(told < 0, space.last_tokens[fields.slots.long()], told, out=told)
@@ -234,7 +226,7 @@ class MixedGraphs(StepGraphs[Bucket]):
                 for capacity in self.space.capacities
             }
 
-        entries = self._starts[: width + 1]
+        entries = self.space.starts[: width + 1]
         return TiledParts(
             everything=batches(slice(None), fields.starts, bucket.tile_tokens),
             decode=batches(slice(width), entries, 1),

@@ -1,20 +1,23 @@
-"""The work of one row in a step, and the packing of a step into one copy to the device."""
+"""Inputs and outputs of a step: pieces, packed into one copy to the device, and logits.
+
+Where the output head is divided among ranks, logits are gathered on demand.
+"""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
-from typing import NamedTuple
+from functools import cached_property
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 from ..attention import AttentionBatch
-from ..attention.packed import Beginnings
 from .row_attention import StepParts
 
-# ---- piece ---------------------------------------------------------------------------------------
+# ---- pieces --------------------------------------------------------------------------------------
 
 
 class Piece(NamedTuple):
@@ -47,20 +50,12 @@ class Piece(NamedTuple):
         """Whether the piece has one new token."""
         return self.num_new_tokens == 1
 
-    @property
-    def kind(self) -> int:
-        """0 for decodes, 1 for prompts without past tokens, 2 for continued prompts."""
-        if self.num_new_tokens == 1:
-            return 0
-        return 2 if self.num_past_tokens else 1
-
 
 def packing_order(pieces: Sequence[Piece]) -> list[int]:
     """Return the indices of pieces by kind: decodes, beginnings, continued prompts."""
-    return sorted(range(len(pieces)), key=lambda at: pieces[at].kind)
+    kinds = [0 if new == 1 else 2 if past else 1 for _, _, past, new, _, _ in pieces]
+    return sorted(range(len(pieces)), key=kinds.__getitem__)
 
-
-# ---- packing -------------------------------------------------------------------------------------
 
 #: FlashAttention-2 refuses to append to views with fewer tokens than query heads per key head.
 _SHORTEST_VIEW_TOKENS = 256
@@ -85,98 +80,123 @@ class PackedStep:
 
 def pack(pieces: Sequence[Piece], capacities: set[int], device: torch.device) -> PackedStep:
     """Send a step of pieces in `packing_order` to the device in one copy."""
-    new = [piece.num_new_tokens for piece in pieces]
-    starts = [0, *accumulate(new)]
-    total, count = starts[-1], len(pieces)
-    num_decode = sum(piece.decodes for piece in pieces)
-    first_later = next((at for at in range(count) if pieces[at].kind == 2), count)
-    sampling = [at for at in range(count) if pieces[at].samples]
-    sizes = [
-        total,
-        total,
-        count,
-        count,
-        count,
-        count + 1,
-        count - num_decode + 1,
-        count - first_later + 1,
-        count,
-        len(sampling),
-    ]
-    bounds = [0, *accumulate(sizes)]
-    host, flat = pinned(bounds[-1], device)
-    cut = [slice(*pair) for pair in pairwise(bounds)]
-    _fill_tokens(flat[cut[0]], flat[cut[1]], pieces, starts)
-    flat[cut[2]] = [piece.row for piece in pieces]
-    flat[cut[3]] = [piece.num_tokens for piece in pieces]
-    flat[cut[4]] = [piece.num_past_tokens for piece in pieces]
-    flat[cut[5]] = starts
-    flat[cut[6]] = [each - num_decode for each in starts[num_decode:]]
-    flat[cut[7]] = [each - starts[first_later] for each in starts[first_later:]]
-    flat[cut[8]] = [piece.slot for piece in pieces]
-    flat[cut[9]] = [starts[at + 1] - 1 for at in sampling]
-    on_device = host.to(device, non_blocking=True)
-    sent = [on_device[each] for each in cut]
-    wide = {at: sent[at].long() for at in (0, 1, 8, 9)}
-    vectors = _Vectors(sent[2], sent[3], sent[4], pieces, capacities)
-    num_first = starts[first_later] - num_decode
-    return PackedStep(
-        token_ids=wide[0],
-        positions=wide[1],
-        decode_slots=wide[8][:num_decode],
-        ends=wide[9],
-        parts=StepParts(
-            num_decode_tokens=num_decode,
-            num_beginning_tokens=num_first,
-            everything=vectors.batches(0, count, sent[5]),
-            decode=vectors.batches(0, num_decode, sent[5]) if num_decode else None,
-            beginnings=Beginnings(
-                sent[6][: first_later - num_decode + 1], max(new[num_decode:first_later])
-            )
-            if num_first
-            else None,
-            continued=vectors.batches(first_later, count, sent[7])
-            if num_first and first_later < count
-            else None,
-            prompts=vectors.batches(num_decode, count, sent[6]) if num_decode < count else None,
-        ),
+    numbers = np.array([piece[:4] for piece in pieces], np.int32)
+    slots, rows, past, new = numbers.T
+    num_tokens, count = past + new, len(pieces)
+    starts = np.zeros(count + 1, np.int32)
+    np.cumsum(new, out=starts[1:])
+    num_decode = int(np.count_nonzero(new == 1))
+    first_later = num_decode + int(np.count_nonzero(past[num_decode:] == 0))
+    token_ids = np.full(starts[-1], -1, np.int32)
+    for piece, start in zip(pieces, starts.tolist(), strict=False):
+        if piece.token_ids is not None:
+            token_ids[start : start + piece.num_new_tokens] = piece.token_ids
+    arrays = (
+        token_ids,
+        np.arange(starts[-1], dtype=np.int32) + np.repeat(past - starts[:-1], new),
+        slots[:num_decode],
+        starts[1:][[piece.samples for piece in pieces]] - 1,
+        rows,
+        num_tokens,
+        past,
+        starts,
+        starts[num_decode:] - num_decode,
+        starts[first_later:] - starts[first_later],
     )
+    sizes = [len(each) for each in arrays]
+    host, flat = pinned(sum(sizes), device)
+    np.concatenate(arrays, out=flat)
+    sent = torch.split(host.to(device, non_blocking=True), sizes)
+    ids, positions, decode_slots, ends = [each.long() for each in sent[:4]]
+    on_device = sent[4:7]
+
+    def batches(first: int, end: int, query_starts: torch.Tensor) -> dict[int, AttentionBatch]:
+        """Return pieces `[first, end)` as a batch for each row capacity."""
+        row_indices, lengths, past_tokens = [each[first:end] for each in on_device]
+        longest = max(_SHORTEST_VIEW_TOKENS, int(num_tokens[first:end].max()))
+        return {
+            capacity: AttentionBatch(
+                row_indices=row_indices,
+                num_tokens=lengths,
+                query_starts=query_starts[: end - first + 1],
+                max_query_tokens=int(new[first:end].max()),
+                max_num_tokens=min(longest, capacity),
+                row_tokens=capacity,
+                past_tokens=past_tokens,
+            )
+            for capacity in capacities
+        }
+
+    everything = batches(0, count, sent[7])
+    begins, continues = first_later > num_decode, first_later < count
+    decode = beginnings = continued = prompts = None
+    if num_decode:
+        decode = batches(0, num_decode, sent[7]) if num_decode < count else everything
+    if begins:
+        beginnings = batches(num_decode, first_later, sent[8])
+    if begins and continues:
+        continued = batches(first_later, count, sent[9])
+    if num_decode < count:
+        prompts = batches(num_decode, count, sent[8])
+    num_beginning_tokens = int(starts[first_later]) - num_decode
+    parts = StepParts(
+        num_decode, num_beginning_tokens, everything, decode, beginnings, continued, prompts
+    )
+    return PackedStep(ids, positions, decode_slots, ends, parts)
 
 
-def _fill_tokens(
-    token_ids: np.ndarray, positions: np.ndarray, pieces: Sequence[Piece], starts: Sequence[int]
-) -> None:
-    for piece, start in zip(pieces, starts, strict=False):
-        end = start + piece.num_new_tokens
-        token_ids[start:end] = -1 if piece.token_ids is None else piece.token_ids
-        positions[start:end] = np.arange(piece.num_past_tokens, piece.num_tokens)
+# ---- logits --------------------------------------------------------------------------------------
+
+#: Numbers of parts to cut a row into: the first that divides it is used.
+_PARTS = (64, 48, 32, 24, 16, 8)
+
+
+def likeliest(logits: torch.Tensor, parts: int | None = None) -> torch.Tensor:
+    """Return the argmax `[n] int64` of each row of `[n, columns]`; the first among equals.
+
+    On CUDA, torch reads each row by one block, however few rows there are (H200, 24 of 128,256: 29
+    us); so rows are cut into `parts`, by default to suit the device.
+    """
+    columns = logits.shape[-1]
+    if parts is None:
+        suitable = (each for each in _PARTS if columns % each == 0)
+        parts = next(suitable, 1) if logits.is_cuda else 1
+    if parts == 1:
+        return logits.argmax(-1)
+    cut: torch.Tensor = logits.unflatten(-1, (parts, -1))  # type: ignore[no-untyped-call]
+    values, places = cut.max(-1)
+    best = values.argmax(-1, keepdim=True)
+    return (places.gather(-1, best) + best * (columns // parts))[..., 0]
+
+
+class HeadInParts(Protocol):
+    """An output head divided by columns among ranks; every call is made by all ranks.
+
+    `num_columns` is the same on every rank; the last ranks' columns may be padding.
+    """
+
+    num_columns: int
+
+    def in_part(self, room: torch.Tensor) -> contextlib.AbstractContextManager[None]:
+        """Context in which the model returns this rank's logits, stored in `room` if they fit."""
+
+    def likeliest(self, part: torch.Tensor) -> torch.Tensor:
+        """Return the argmax `[n] int64` over all ranks, given this rank's `[n, num_columns]`."""
+
+    def whole(self, part: torch.Tensor) -> torch.Tensor:
+        """Gather all ranks' `[…, num_columns]` as `[…, vocabulary]`."""
 
 
 @dataclass(frozen=True)
-class _Vectors:
-    """A step's vectors on the device, with its pieces on the host."""
+class StepLogits:
+    """The logits of a step; valid until the next one."""
 
-    rows: torch.Tensor
-    num_tokens: torch.Tensor
-    tokens_before: torch.Tensor
-    pieces: Sequence[Piece]
-    capacities: set[int]
+    kept: torch.Tensor  # `[n, columns]`: this rank's logits of each sampling piece's last token.
+    pieces: Sequence[int]  # `[n]`: indices of those pieces.
+    token_ids: torch.Tensor | None = None  # `[n]`: their argmax, if stored in `last_tokens`.
+    head: HeadInParts | None = None  # The divided head; None if `kept` is complete.
 
-    def batches(
-        self, start: int, end: int, query_starts: torch.Tensor
-    ) -> dict[int, AttentionBatch]:
-        """Return pieces `[start, end)` as a batch for each row capacity."""
-        chosen = self.pieces[start:end]
-        longest = max(piece.num_tokens for piece in chosen)
-        made = {}
-        for capacity in self.capacities:
-            batch = made[capacity] = AttentionBatch(
-                row_indices=self.rows[start:end],
-                num_tokens=self.num_tokens[start:end],
-                query_starts=query_starts[: end - start + 1],
-                max_query_tokens=max(piece.num_new_tokens for piece in chosen),
-                max_num_tokens=min(max(_SHORTEST_VIEW_TOKENS, longest), capacity),
-                row_tokens=capacity,
-            )
-            vars(batch)["tokens_before"] = self.tokens_before[start:end]
-        return made
+    @cached_property
+    def logits(self) -> torch.Tensor:
+        """`[n, vocabulary]`; gathered at the first access, by all ranks or none."""
+        return self.kept if self.head is None else self.head.whole(self.kept)

@@ -3,79 +3,101 @@
 A step's tokens are packed by kind, because each kind can have a kernel of its own:
 
   decode     one query per sequence over its row; splits long rows over the device
-  beginning  whole prompts, or their first chunks, over their own packed keys (`packed.py`)
+  beginning  whole prompts, or their first chunks, over their own packed keys
   continued  later chunks of a prompt, over their rows
 
 A kernel that `mixes` takes all of them in one launch, unless decoding rows may be long: an unsplit
 row occupies one processor for its whole length. A step that only decodes is one launch per layer if
 the kernel can append and rows have no left padding, which only such steps may have. A captured step
-(`mixed_graphs.py`) has two kinds, decode and tiles, with the graph's sizes.
+with prompts (`graphs.py`) has two kinds, decode and tiles, with the graph's sizes.
+
+Layers that run as they are get the step as a keyword of the model's call, `vmkv_batch`. Compiled
+layers attend through an operator, one opaque call to compilers: the implementation `"vmkv_rows"` of
+transformers. Each layer has a tensor of its number and its `RowAttention`'s, instead of numbers in
+code, so one compiled layer serves all; the step's rows and lengths never pass through the model.
+Operators take only tensors and numbers, so a process-wide table maps numbers to `RowAttention`s, by
+weak reference: Note [State of the process].
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import contextlib
+import itertools
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 
-from ..attention import (
-    AppendingBackend,
-    AttentionBackend,
-    AttentionBatch,
-    AttentionSpec,
-    append,
-    select,
-)
-from ..attention.base import CheckedBackend
-from ..attention.packed import Beginnings, PackedAttention, packed_attention
-from ..attention.registry import why_not
+from ..attention import AttentionBackend, AttentionBatch, Call, select
+from ..attention.append import write
+from ..attention.registry import select_for_new, why_not
 from ..attention.rotary_cuda import append_rotated, can_rotate
 from ..core.cache import KVCache
 from ..core.cache.fp8 import Scales
-from ..errors import InternalError
-from .rotary import turned
+from ..errors import ClosedError, ConfigError, InternalError
+from .graph_passes import turned
+from .model_guard import attending_through, numbered_layers, register_attention
 
 #: Longest rows that decode in one launch with prompts, which splits no row: this many tokens take a
 #: processor about 0.15 ms. (H200, 8B Llama shape, chat: a step with prompts takes 1.8 % less than
 #: with a launch for each kind.)
 _LONG_ROW_TOKENS = 16_384
 
-Angles = tuple[torch.Tensor, torch.Tensor]
-"""Cosines and sines `[1, T, D]` of the rotary angles of each token's position."""
+Batches = Mapping[int, AttentionBatch]
+"""One batch for each row capacity, which layer groups differ in."""
 
 
 @dataclass(frozen=True)
 class StepParts:
-    """A step as attention sees it; batches are by row capacity, which layer groups differ in."""
+    """A step as attention sees it."""
 
     num_decode_tokens: int  # The first tokens of the step.
     num_beginning_tokens: int  # The tokens after those.
-    everything: dict[int, AttentionBatch]  # All tokens, for the append.
-    decode: dict[int, AttentionBatch] | None = None
-    beginnings: Beginnings | None = None
-    continued: dict[int, AttentionBatch] | None = None  # Only where there are beginnings too.
-    prompts: dict[int, AttentionBatch] | None = None  # Beginnings and continued, over rows.
+    everything: Batches  # All tokens, for the append.
+    decode: Batches | None = None
+    beginnings: Batches | None = None
+    continued: Batches | None = None  # Only where there are beginnings too.
+    prompts: Batches | None = None  # Beginnings and continued, over rows.
 
 
 @dataclass(frozen=True)
 class TiledParts:
-    """A captured step of fixed sizes as attention sees it; batches are by row capacity."""
+    """A captured step of fixed sizes as attention sees it."""
 
-    everything: dict[int, AttentionBatch]
-    decode: dict[int, AttentionBatch]  # One query per entry; unused entries have no keys.
-    tiles: dict[int, AttentionBatch]  # Prompt tokens and padding, over rows.
+    everything: Batches
+    decode: Batches  # One query per entry; unused entries have no keys.
+    tiles: Batches  # Prompt tokens and padding, over rows.
     is_decode: torch.Tensor  # `[entries of decode, 1, 1] bool`: whether an entry is used.
+
+
+class LayerCall(NamedTuple):
+    """A layer's call of attention in a pass, as the model makes it.
+
+    `query` is `[B, Hq, T, D]`, `key` and `value` are `[B, H, T, D]`; in a packed step B is 1.
+    `window` is None where the model states none; `mask` and `bias` are the model's. `angles` are
+    cosines and sines `[1, T, D]` by which queries and keys are still to be rotated.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    scale: float
+    window: int | None = None
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    angles: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 @dataclass(frozen=True)
 class _Kernels:
-    """Kernels of one kind of layer; `packed` is for beginnings."""
+    """Kernels of one kind of layer; `new` is for beginnings."""
 
     rows: AttentionBackend
-    packed: PackedAttention | None
+    new: AttentionBackend | None
     mixes: bool
 
 
@@ -119,118 +141,68 @@ class RowAttention:
             for cache in caches
             for layer in cache.layers
         }
-        self._kernels: dict[tuple[int, AttentionSpec], _Kernels] = {}
+        self._kernels: dict[tuple[object, ...], _Kernels] = {}
         self._side: torch.cuda.Stream | None = None
         # The next forward pass's step by device; None between steps.
         self.steps: Mapping[torch.device, StepParts | TiledParts] | None = None
         self.called: list[int] = []  # Layers that attended, in order; the caller clears it.
 
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float,
-        sinks: torch.Tensor | None,
-        angles: Angles | None = None,
-    ) -> torch.Tensor:
+    def attend_in(self, module: Any, asked: LayerCall) -> torch.Tensor:
+        """Attend for a layer by its module; the model was proven to have no masks and biases."""
+        return self.attend(int(module.layer_idx), asked)
+
+    def attend(self, layer: int, asked: LayerCall) -> torch.Tensor:
         """Append a layer's new keys and values, and attend from its rows: `[1, T, Hq, Dv]`.
 
-        `query` is `[1, Hq, T, D]`, `key` and `value` are `[1, H, T, D]`, packed; they are rotated
-        by `angles` if given. A `window` of None means the layer's own; other options as in
-        `AttentionBackend.forward`.
+        A window of None means the layer's own.
         """
         if self.steps is None:
             raise InternalError("attention was asked for outside a step")
         self.called.append(layer)
-        cache, device, keys, values, scales, layer_window = self._layers[layer]
-        step = self.steps[device]
-        window = layer_window if window is None else window
-        capacity = keys.shape[1]
-        decode_batch = None
-        if step.decode is not None:
-            decode_batch = step.decode[capacity]
-        has_left_pad = decode_batch is not None and decode_batch.left_pad is not None
-        kernels = self._kernels_for(
-            cache, query, key, value, keys.dtype, window, softcap, sinks, left_pad=has_left_pad
+        its = self._layers[layer]
+        step = self.steps[its.device]
+        capacity = its.keys.shape[1]
+        new = asked.key[0].transpose(0, 1), asked.value[0].transpose(0, 1)
+        call = Call(
+            asked.query[0].transpose(0, 1),
+            its.keys,
+            its.values,
+            step.everything[capacity],
+            asked.scale,
+            its.window if asked.window is None else asked.window,
+            asked.softcap,
+            asked.sinks,
+            its.scales,
         )
+        kernels = self._kernels_for(its.cache, call)
         rows = kernels.rows
-        batch = step.everything[capacity]
-        is_decode = isinstance(step, StepParts) and step.num_decode_tokens == query.shape[2]
-        is_long = decode_batch is not None and decode_batch.max_num_tokens > _LONG_ROW_TOKENS
-        options: dict[str, Any] = {
-            "scale": scale, "window": window, "softcap": softcap, "sinks": sinks, "scales": scales
-        }  # fmt: skip
-        q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
+        is_whole = isinstance(step, StepParts) and step.num_decode_tokens == call.query.shape[0]
         # Attention kernels that append cannot rotate by angles.
-        if is_decode and isinstance(rows, AppendingBackend) and angles is None and not has_left_pad:
-            return rows.append_and_attend(q, k, v, keys, values, batch, **options)[None]
-
-        def forward(
-            queries: torch.Tensor,
-            batches: dict[int, AttentionBatch],
-            out: torch.Tensor | None = None,
-        ) -> torch.Tensor:
-            # `out` is no part of the `AttentionBackend` protocol.
-            into: dict[str, Any] = {"out": out} if isinstance(rows, CheckedBackend) else {}
-            return rows.forward(queries, keys, values, batches[capacity], **options, **into)
-
-        is_whole = is_decode or (kernels.mixes and not is_long)
-        packed = None
+        if is_whole and rows.appends and asked.angles is None and call.batch.left_pad is None:
+            return rows.attend(replace(call, new=new))[None]
+        if not is_whole and kernels.mixes:
+            decode = step.decode
+            is_whole = decode is None or decode[capacity].max_num_tokens <= _LONG_ROW_TOKENS
+        for_new = None
         if not is_whole and isinstance(step, StepParts) and step.beginnings is not None:
-            packed = kernels.packed
-        q, k = _append(
-            (q, k, v), angles, (keys, values), batch, scales, keep_keys=packed is not None
-        )
+            for_new = kernels.new
+        call, key = _append(call, new, asked.angles, keep_keys=for_new is not None)
         if is_whole:
-            return forward(q, step.everything)[None]
+            return rows.attend(call)[None]
         if isinstance(step, TiledParts):
-            return self._attend_tiled(rows.name, forward, q, step)[None]
-        attend_packed = packed and functools.partial(packed, scale=scale, sinks=sinks)
-        return self._attend_in_parts(attend_packed, forward, (q, k, v), step)[None]
-
-    @staticmethod
-    def _attend_in_parts(
-        packed: Callable[..., torch.Tensor] | None,
-        forward: Callable[..., torch.Tensor],
-        new: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        step: StepParts,
-    ) -> torch.Tensor:
-        """Attend part by part with new tensors `[T, H, D]`; returns `[T, Hq, Dv]`."""
-        query, _, value = new
-        begin = step.num_decode_tokens
-        end = begin + step.num_beginning_tokens
-        # Kernels that can write into `out` do so; `_put` copies the others' results.
-        out = query.new_empty((query.shape[0], query.shape[1], value.shape[2]))
-        if step.decode is not None:
-            _put(forward(query[:begin], step.decode, out[:begin]), out[:begin])
-        if packed is None or step.beginnings is None:
-            if step.prompts is not None:
-                _put(forward(query[begin:], step.prompts, out[begin:]), out[begin:])
-            return out
-        part = out[begin:end]
-        _put(packed([each[begin:end] for each in new], step.beginnings, out=part), part)
-        if step.continued is not None:
-            _put(forward(query[end:], step.continued, out[end:]), out[end:])
-        return out
+            return self._attend_tiled(rows, call, step)[None]
+        return _attend_in_parts(rows, for_new, call, (key, new[1]), step)[None]
 
     def _attend_tiled(
-        self,
-        name: str,
-        forward: Callable[..., torch.Tensor],
-        query: torch.Tensor,
-        step: TiledParts,
+        self, backend: AttentionBackend, call: Call, step: TiledParts
     ) -> torch.Tensor:
-        """Attend from `query [T, Hq, Dk]` in tiles, and in parallel for decodes: `[T, Hq, Dv]`."""
+        """Attend in tiles, and in parallel for decodes: `[T, Hq, Dv]`."""
+        query, capacity = call.query, call.keys.shape[1]
         width = step.is_decode.shape[0]
-        beside = self._beside(name, query.device)
+        beside = self._beside(backend.name, query.device)
         with torch.cuda.stream(beside):
-            out = forward(query, step.tiles)
-        decoded = forward(query[:width], step.decode)
+            out = backend.attend(replace(call, batch=step.tiles[capacity]))
+        decoded = backend.attend(replace(call, query=query[:width], batch=step.decode[capacity]))
         if beside is not None:
             torch.cuda.current_stream(query.device).wait_stream(beside)
         torch.where(step.is_decode, decoded, out[:width], out=out[:width])
@@ -253,41 +225,23 @@ class RowAttention:
         self._side.wait_stream(torch.cuda.current_stream(device))
         return self._side
 
-    def _kernels_for(
-        self,
-        cache: KVCache,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_dtype: torch.dtype,
-        window: int | None,
-        softcap: float,
-        sinks: torch.Tensor | None,
-        *,
-        left_pad: bool,
-    ) -> _Kernels:
-        spec = AttentionSpec.of(
-            query,
-            key,
-            value,
-            window=window,
-            softcap=softcap,
-            has_sinks=sinks is not None,
-            left_pad=left_pad,
-            kv_dtype=kv_dtype,
-            max_tokens=cache.max_tokens,
+    def _kernels_for(self, cache: KVCache, call: Call) -> _Kernels:
+        query, keys = call.query, call.keys
+        kind = (
+            *(id(cache), query.dtype, query.shape[1], keys.dtype, keys.shape[2:]),
+            *(call.values.shape[3], call.window, call.softcap, call.sinks is None),
+            call.batch.left_pad is None,
         )
-        kernels = self._kernels.get((id(cache), spec))
+        kernels = self._kernels.get(kind)
         if kernels is None:
+            spec = call.spec(cache.max_tokens)
             name = self._name
             if name is None and self._preferred and why_not(self._preferred, spec) is None:
                 name = self._preferred
             rows = select(spec, name)
-            overread_tokens = rows.overread_tokens(spec.k_dim, spec.v_dim, spec.kv_dtype)
-            cache.keep_resident(overread_tokens)
-            mixes = isinstance(rows, CheckedBackend) and rows.mixes(spec)
-            kernels = _Kernels(rows, packed_attention(spec), mixes)
-            self._kernels[id(cache), spec] = kernels
+            cache.keep_resident(rows.overread_tokens(spec))
+            kernels = _Kernels(rows, select_for_new(spec), rows.mixes(spec))
+            self._kernels[kind] = kernels
         return kernels
 
     def close(self) -> None:
@@ -297,35 +251,174 @@ class RowAttention:
 
 
 def _append(
-    new: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    angles: Angles | None,
-    rows: tuple[torch.Tensor, torch.Tensor],
-    batch: AttentionBatch,
-    scales: Scales | None,
+    call: Call,
+    new: tuple[torch.Tensor, torch.Tensor],
+    angles: tuple[torch.Tensor, torch.Tensor] | None,
     *,
-    keep_keys: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Append new queries, keys and values `[T, H, D]`, rotated first if there are angles.
+    keep_keys: bool,
+) -> tuple[Call, torch.Tensor]:
+    """Append new keys and values, rotated with the queries first if there are angles.
 
-    Returns the queries to attend from and, with `keep_keys`, the rotated keys.
+    Returns the call with the queries to attend from and, with `keep_keys`, the rotated keys.
     """
-    q, k, v = new
+    key, value = new
     if angles is not None:
         cos, sin = (each[0] for each in angles)
-        if can_rotate(q, k, v, cos, sin, *rows):
-            q, kept = append_rotated(q, k, v, cos, sin, *rows, batch, scales, keep_keys=keep_keys)
-            return q, k if kept is None else kept
-        q, k = turned(q, cos, sin), turned(k, cos, sin)
-    append(k, v, *rows, batch, scales)
-    return q, k
+        if can_rotate(call, new, cos, sin):
+            query, kept = append_rotated(call, new, cos, sin, keep_keys=keep_keys)
+            return replace(call, query=query), key if kept is None else kept
+        call, key = replace(call, query=turned(call.query, cos, sin)), turned(key, cos, sin)
+    write(key, value, call.keys, call.values, call.batch, call.scales)
+    return call, key
 
 
-def _put(attended: torch.Tensor, out: torch.Tensor) -> None:
-    """Copy `attended` into `out`, unless the kernel wrote it there."""
-    if attended.data_ptr() != out.data_ptr():
-        out.copy_(attended)
+def _attend_in_parts(
+    backend: AttentionBackend,
+    for_new: AttentionBackend | None,
+    call: Call,
+    new: tuple[torch.Tensor, torch.Tensor],
+    step: StepParts,
+) -> torch.Tensor:
+    """Attend kind by kind, beginnings by `for_new` if given; returns `[T, Hq, Dv]`."""
+    query, capacity = call.query, call.keys.shape[1]
+    # Kernels that can write into `out` do so; the others' results are copied.
+    out = query.new_empty((query.shape[0], query.shape[1], call.values.shape[3]))
+
+    def attend(first: int, end: int, batches: Batches | None) -> None:
+        if batches is not None:
+            into = out[first:end]
+            part = replace(call, query=query[first:end], batch=batches[capacity], out=into)
+            if for_new is not None and batches is step.beginnings:
+                part = replace(part, new=(new[0][first:end], new[1][first:end]))
+                attended = for_new.attend_new(part)
+            else:
+                attended = backend.attend(part)
+            if attended.data_ptr() != into.data_ptr():
+                into.copy_(attended)
+
+    begin, end = step.num_decode_tokens, query.shape[0]
+    attend(0, begin, step.decode)
+    if for_new is None:
+        attend(begin, end, step.prompts)
+    else:
+        continued = begin + step.num_beginning_tokens
+        attend(begin, continued, step.beginnings)
+        attend(continued, end, step.continued)
+    return out
 
 
 def row_capacities(cache: KVCache) -> set[int]:
     """Return the row capacities of a cache's layer groups, in tokens."""
     return {group.geometry.row_tokens for group in cache.groups}
+
+
+# ---- operator ------------------------------------------------------------------------------------
+
+IMPLEMENTATION = "vmkv_rows"
+"""Name in transformers' registry of attention implementations."""
+
+_PLACE = "_vmkv_place"
+_NUMBERS = itertools.count()
+_SERVING: weakref.WeakValueDictionary[int, RowAttention] = weakref.WeakValueDictionary()
+
+_LIBRARY: Any = torch.library.Library("vmkv", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define(
+    "attend_rows(Tensor query, Tensor key, Tensor value, Tensor place, Tensor? sinks, "
+    "float scale, int window, float softcap, Tensor? cos=None, Tensor? sin=None) -> Tensor"
+)
+
+
+def _attend_rows(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    place: torch.Tensor,
+    sinks: torch.Tensor | None,
+    scale: float,
+    window: int,
+    softcap: float,
+    cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Append and attend; with `cos` and `sin`, first rotate queries and keys.
+
+    The operator declares no mutation of rows: no tensor that a compiler sees aliases them, and each
+    layer's call depends on the previous one through the activations.
+    """
+    number, layer = place.tolist()  # On the CPU: no synchronisation.
+    serving = _SERVING.get(number)
+    if serving is None:
+        raise ClosedError("the runner that this model was set up for is closed")
+    angles = None if cos is None or sin is None else (cos, sin)
+    asked = LayerCall(query, key, value, scale, window or None, softcap, sinks=sinks, angles=angles)
+    return serving.attend(layer, asked)
+
+
+def _shape_of_attend_rows(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+) -> torch.Tensor:
+    return query.new_empty((1, query.shape[2], query.shape[1], value.shape[3]))
+
+
+for _key in ("CPU", "CUDA"):
+    _LIBRARY.impl("attend_rows", _attend_rows, _key)
+torch.library.register_fake("vmkv::attend_rows", _shape_of_attend_rows, lib=_LIBRARY)
+
+
+def _rows_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention function for transformers; arguments as `vmkv_attention`."""
+    scale = options.get("scaling")
+    out = torch.ops.vmkv.attend_rows(
+        query,
+        key,
+        value,
+        getattr(module, _PLACE),
+        options.get("s_aux"),
+        query.shape[-1] ** -0.5 if scale is None else scale,
+        options.get("sliding_window") or 0,
+        options.get("softcap") or 0.0,
+    )
+    return out, None
+
+
+@contextlib.contextmanager
+def attending(model: Any, attention: RowAttention) -> Iterator[None]:
+    """Context in which the model's layers attend through `attention`.
+
+    Raises `ConfigError` if another stepper has the model, or no layer has a `layer_idx`.
+    """
+    check_free(model)
+    layers = list(numbered_layers(model))
+    if not layers:
+        raise ConfigError("no layer of this model says which one it is (layer_idx)")
+    register_attention(IMPLEMENTATION, _rows_attention, _no_mask)
+    number = next(_NUMBERS)
+    _SERVING[number] = attention
+    try:
+        for module, layer in layers:
+            setattr(module, _PLACE, torch.tensor([number, layer]))
+        with attending_through(model, IMPLEMENTATION):
+            yield
+    finally:
+        _SERVING.pop(number, None)
+        for module, _ in layers:
+            vars(module).pop(_PLACE, None)
+
+
+def check_free(model: Any) -> None:
+    """Raise `ConfigError` if the model's layers attend through this operator already."""
+    for module, _ in numbered_layers(model):
+        place = vars(module).get(_PLACE)
+        if place is not None and int(place[0]) in _SERVING:
+            raise ConfigError("this model is served by another runner already; close that first")
+
+
+def _no_mask(**_: Any) -> None:
+    """Return no mask: kernels apply causality themselves."""

@@ -5,7 +5,7 @@ a step and chooses the tokens after it; `last_tokens` keeps tokens on the device
 the next.
 
 Eager layers get the step as a keyword that their attention implementation passes on
-(`vmkv.hf.attention`); compiled layers find it through an operator (`operator.py`). Graphs are
+(`vmkv.hf.attention`); compiled layers find it through an operator (`row_attention.py`). Graphs are
 captured in advance (`warm_up.py`), or when a size comes for the third time
 (`capture_where_it_pays`).
 
@@ -15,7 +15,6 @@ See DESIGN.md, Note [One stepper].
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -24,19 +23,13 @@ import torch
 
 from ..core.cache import KVCache
 from ..errors import CapacityError, ConfigError, VMKVError
-from . import operator
+from . import row_attention
 from .compiled_layers import CompiledLayers
-from .decode_graphs import BatchGraphs, DecodeGraphs
-from .graphs import GraphSpace, Key, Scratch, StepGraphs
-from .logits import HeadInParts, StepLogits
+from .graphs import BatchGraphs, DecodeGraphs, GraphSpace, Scratch
 from .mixed_graphs import MixedGraphs
 from .model_guard import PACKED, ModelGuard, has_users
-from .piece import Piece, pack, packing_order
+from .piece import HeadInParts, Piece, StepLogits, pack, packing_order
 from .row_attention import RowAttention, row_capacities
-
-_LOG = logging.getLogger(__name__)
-#: Eager runs of a size before it is captured; later runs must amortise the capture.
-_EAGER_RUNS = 2
 
 
 class Stepper:
@@ -57,7 +50,8 @@ class Stepper:
 
     Attributes:
         device: Device of the token ids.
-        uses_operator: Whether layers attend through `operator.py`.
+        attention: Attention of the layers over the rows.
+        uses_operator: Whether layers are compiled, and attend through an operator.
         calls: As the argument; None to take those of the next pass.
         guard: Checks that the model is unchanged.
         last_tokens: `[num_slots + 1] int64`, the token chosen last in each slot.
@@ -92,7 +86,7 @@ class Stepper:
         self.calls: tuple[int, ...] | None = calls
         if calls is None:
             self.calls = tuple(sorted(layer for cache in caches for layer in cache.layers))
-        self._attention = RowAttention(caches, attention_backend, preferred_backend)
+        self.attention = RowAttention(caches, attention_backend, preferred_backend)
         # transformers passes a 4-D mask on unchanged, and vmkv's attention ignores it.
         self._mask = torch.empty((1, 1, 1, 1), dtype=torch.bool, device=self.device)
         self.uses_operator = compile_with is not None or layers is not None
@@ -102,24 +96,22 @@ class Stepper:
         self.mixed_graphs: MixedGraphs | None = None
         self.scratch: Scratch | None = None
         self._space: GraphSpace | None = None
-        # Eager runs of each size; None unless `capture_where_it_pays`.
-        self._num_runs: Counter[tuple[int, int]] | None = None
-        self._uncapturable: set[tuple[int, int]] = set()
+        self._captures_late = False
         self._logits_like: tuple[int, torch.dtype] | None = None
         with contextlib.ExitStack() as undo:
-            undo.callback(self._attention.close)
+            undo.callback(self.attention.close)
             if not self.uses_operator:
                 self._mask._vmkv_placeholder = True  # type: ignore[attr-defined]
-                self._keywords["vmkv_batch"] = _ByKeyword(self._attention)
+                self._keywords["vmkv_batch"] = self.attention.attend_in
             elif compile_with is not None:
                 if has_users(model):
                     raise ConfigError(
                         "this model is served already, and its layers cannot be compiled "
                         "meanwhile: close what serves it first, or leave compile_layers out"
                     )
-                undo.enter_context(operator.attending(model, self._attention))
+                undo.enter_context(row_attention.attending(model, self.attention))
                 self._layers = undo.enter_context(_compiled(model, compile_with))
-            name = operator.IMPLEMENTATION if self.uses_operator else PACKED
+            name = row_attention.IMPLEMENTATION if self.uses_operator else PACKED
             self.guard = ModelGuard(model, name)
             self._undo = undo.pop_all()
 
@@ -130,7 +122,7 @@ class Stepper:
         `layers` are those that the stepper was made with; `ConfigError` if another stepper runs
         them.
         """
-        with operator.attending(self.model, self._attention), layers.in_place():
+        with row_attention.attending(self.model, self.attention), layers.in_place():
             yield
 
     # ---- steps ----------------------------------------------------------------------------
@@ -159,22 +151,19 @@ class Stepper:
         order = packing_order(pieces)
         packed = [pieces[at] for at in order]
         sampling = [at for at in order if pieces[at].samples]
-        if all(piece.decodes for piece in packed):
-            step = self._run_captured_decode(packed, sampling)
-            if step is not None:
-                return step
+        if packed[-1].decodes:  # Then all do, by their order.
+            if self._ran_captured_decode(packed):
+                return self._replayed(
+                    [at for at, each in enumerate(packed) if each.samples], sampling
+                )
         elif self.mixed_graphs is not None:
-            mixed_bucket = self.mixed_graphs.key(packed)
-            if mixed_bucket is not None:
-                integers = self.mixed_graphs.fill(mixed_bucket, packed)
-                self._replay(self.mixed_graphs, mixed_bucket, integers)
+            bucket = self.mixed_graphs.key(packed)
+            if bucket is not None:
+                self.guard.check(is_fixed=True)
+                self.mixed_graphs.replay(bucket, self.mixed_graphs.fill(bucket, packed))
                 return self._replayed(range(len(sampling)), sampling)
         elsewhere = [[rows[at] for at in order] for rows in rows_elsewhere]
         return StepLogits(self.run_eagerly(packed, elsewhere), sampling)
-
-    def _replay(self, graphs: StepGraphs[Key], key: Key, integers: torch.Tensor) -> None:
-        self.guard.check(is_fixed=True)
-        graphs.replay(key, integers)
 
     def _replayed(self, kept: Sequence[int], sampling: Sequence[int]) -> StepLogits:
         """Return the logits at indices `kept` that a graph has left."""
@@ -210,16 +199,16 @@ class Stepper:
         for cache, rows in zip(self.caches[1:], rows_elsewhere, strict=True):
             there = [piece._replace(row=row) for piece, row in zip(packed, rows, strict=True)]
             steps[cache.device] = pack(there, row_capacities(cache), cache.device).parts
-        self._attention.steps = steps
+        self.attention.steps = steps
         try:
             kept = step.ends if keep is None else torch.tensor(keep, device=self.device)
-            logits = self._forward(token_ids, step.positions, kept)
+            logits = self.forward(token_ids, step.positions, kept)
         finally:
-            self._attention.steps = None
+            self.attention.steps = None
         self._logits_like = (logits.shape[1], logits.dtype)
         return logits
 
-    def _forward(
+    def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor | None
     ) -> torch.Tensor:
         """Return logits `[kept, vocabulary]` of packed tokens `[T]`; of all tokens by default.
@@ -227,7 +216,7 @@ class Stepper:
         Raises `ConfigError` if the model has changed, or did not attend as its proof found.
         """
         self.guard.check(is_fixed=self.uses_operator)
-        called = self._attention.called
+        called = self.attention.called
         called.clear()
         try:
             output = self.model(
@@ -272,7 +261,7 @@ class Stepper:
         and `head` as in `GraphSpace`. Raises `CapacityError` if no row or page is left for padding.
         """
         scratch = self.open_scratch()
-        space = self._space = self._graph_space(vocab_size, dtype, scratch, agree, head=head)
+        space = self._space = GraphSpace(self, vocab_size, dtype, scratch, agree=agree, head=head)
         self.decode_graphs = DecodeGraphs(space, self._split_below, few=few)
         if max_mixed_tokens > 1:
             self.mixed_graphs = MixedGraphs(space, max_mixed_tokens, self._num_processors)
@@ -286,31 +275,8 @@ class Stepper:
         before the stepper.
         """
         no_padding = Scratch(self.num_slots, 0)  # Never used.
-        space = self._graph_space(vocab_size, dtype, no_padding, stream=stream)
+        space = GraphSpace(self, vocab_size, dtype, no_padding, stream=stream)
         return BatchGraphs(space, self._split_below)
-
-    def _graph_space(
-        self,
-        vocab_size: int,
-        dtype: torch.dtype,
-        scratch: Scratch,
-        agree: Callable[[int], int] = int,
-        stream: torch.cuda.Stream | None = None,
-        head: HeadInParts | None = None,
-    ) -> GraphSpace:
-        return GraphSpace(
-            self._forward,
-            self._attention,
-            self.caches[0],
-            self.last_tokens,
-            vocab_size=vocab_size,
-            dtype=dtype,
-            max_num_seqs=self.num_slots,
-            scratch=scratch,
-            agree=agree,
-            stream=stream,
-            head=head,
-        )
 
     @property
     def _num_processors(self) -> int:
@@ -346,57 +312,27 @@ class Stepper:
         )
 
     def capture_where_it_pays(self) -> None:
-        """Capture decode steps that recur, if `can_capture`.
+        """Capture decode steps that recur, if `can_capture`; see `StepGraphs.run_recurring`."""
+        self._captures_late = self.can_capture
 
-        Only for models whose steps never wait for the device: a failed capture leaves torch's
-        allocator in capture mode.
-        """
-        if self.can_capture:
-            self._num_runs = Counter()
-
-    def _run_captured_decode(
-        self, packed: Sequence[Piece], sampling: Sequence[int]
-    ) -> StepLogits | None:
-        """Run a decode-only step as a graph; None if there is none yet."""
-        if self.decode_graphs is None and self._num_runs is not None:
-            self._make_graphs_late()
-        graphs = self.decode_graphs
-        if graphs is None:
-            return None
-        bucket = graphs.key(len(packed), max(piece.num_tokens for piece in packed))
-        if self._num_runs is None or bucket in graphs.captured:
-            self._replay(graphs, bucket, graphs.fill(bucket, packed))
-        elif not self._captured_by_now(graphs, bucket, packed, self._num_runs):
-            return None
-        kept = [at for at, piece in enumerate(packed) if piece.samples]
-        return self._replayed(kept, sampling)
-
-    def _make_graphs_late(self) -> None:
-        """Make graphs once a step has shown the logits' shape; never without room for padding."""
-        if self._logits_like is not None:
+    def _ran_captured_decode(self, packed: Sequence[Piece]) -> bool:
+        """Run a decode-only step of a size that is captured, or will be; False if none is."""
+        if self.decode_graphs is None and self._captures_late and self._logits_like is not None:
+            # A step has shown the logits' shape.
             try:
                 self.make_graphs(*self._logits_like, 0, few=True)
-            except CapacityError:
-                self._num_runs = None
-
-    def _captured_by_now(
-        self,
-        graphs: DecodeGraphs,
-        bucket: tuple[int, int],
-        packed: Sequence[Piece],
-        num_runs: Counter[tuple[int, int]],
-    ) -> bool:
-        """Capture and replay a step if it has run often enough; False if it is to run eagerly."""
-        num_runs[bucket] += 1
-        if num_runs[bucket] <= _EAGER_RUNS or bucket in self._uncapturable:
+            except CapacityError:  # No room for padding.
+                self._captures_late = False
+        graphs = self.decode_graphs
+        if graphs is None:
             return False
-        try:
-            graphs.capture(bucket)
-        except Exception as error:  # noqa: BLE001  # the step still runs eagerly
-            _LOG.info("%s cannot be captured as CUDA graphs: %s", graphs.name, error)
-            self._uncapturable.add(bucket)
-            return False
-        self._replay(graphs, bucket, graphs.fill(bucket, packed))
+        bucket = graphs.key(len(packed), max([piece.num_tokens for piece in packed]))
+        is_captured = not self._captures_late or bucket in graphs.captured
+        self.guard.check(is_fixed=self.uses_operator or is_captured)
+        integers = graphs.fill(bucket, packed)
+        if self._captures_late:
+            return graphs.run_recurring(bucket, integers)
+        graphs.replay(bucket, integers)
         return True
 
     def run_layers_plainly(self) -> bool:
@@ -443,19 +379,6 @@ def _compiled(model: Any, backend: str) -> Iterator[CompiledLayers]:
         yield layers
     finally:
         layers.close()
-
-
-class _ByKeyword:
-    """A step as the keyword `vmkv_batch` of eager layers."""
-
-    def __init__(self, attention: RowAttention):
-        self._attention = attention
-
-    def attend(self, module: Any, *tensors: torch.Tensor, **options: Any) -> torch.Tensor:
-        """Attend from rows; masks and biases are dropped, as the model was proven to have none."""
-        for name in ("mask", "bias"):
-            options.pop(name, None)
-        return self._attention.attend(int(module.layer_idx), *tensors, **options)
 
 
 def kept_logits(output: Any, keep: torch.Tensor | None) -> torch.Tensor:

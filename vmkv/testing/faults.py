@@ -9,21 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..core.backend import Backend, BackendUsage, Op, primitive_of
+from ..core.backend import PRIMITIVES, Backend, BackendUsage, ForwardingBackend, Op
 from ..errors import CapacityError, DriverError
 
 
-def _faulty(call: str) -> Callable[..., Any]:
-    def method(self: FaultInjectingBackend, *args: Any, **options: Any) -> Any:
-        error = self._fault(call)
-        if error is not None:
-            raise error
-        return getattr(self.upstream, call)(*args, **options)
-
-    return method
-
-
-class FaultInjectingBackend(Backend):
+class FaultInjectingBackend(ForwardingBackend):
     """Forwards to `upstream`, except that one call fails and is not forwarded.
 
     Args:
@@ -37,22 +27,15 @@ class FaultInjectingBackend(Backend):
     """
 
     def __init__(self, upstream: Backend, fail_at: int = 0, *, is_out_of_memory: bool = False):
-        self.upstream = upstream
-        self.name = upstream.name
-        self.granularity_bytes = upstream.granularity_bytes
-        self.calls = upstream.calls
-        self.host_location_is_cpu_readable = upstream.host_location_is_cpu_readable
-        self.num_calls = 0
-        self.failed_call: str | None = None
-        self._fail_at = fail_at
-        self._is_out_of_memory = is_out_of_memory
+        super().__init__(upstream)
+        self.arm(fail_at, is_out_of_memory=is_out_of_memory)
 
     def arm(self, fail_at: int, *, is_out_of_memory: bool = False) -> None:
         """Fail the `fail_at`-th call from now on, 0 for none, and reset the counters."""
         self._fail_at = fail_at
         self._is_out_of_memory = is_out_of_memory
         self.num_calls = 0
-        self.failed_call = None
+        self.failed_call: str | None = None
 
     def _fault(self, call: str) -> DriverError | None:
         self.num_calls += 1
@@ -67,55 +50,22 @@ class FaultInjectingBackend(Backend):
             is_out_of_memory=self._is_out_of_memory,
         )
 
-    @property
-    def dlpack_device(self) -> tuple[int, int]:
-        """Forward to the upstream."""
-        return self.upstream.dlpack_device
-
-    address_reserve = _faulty("address_reserve")
-    address_free = _faulty("address_free")
-    mem_create = _faulty("mem_create")
-    mem_release = _faulty("mem_release")
-    mem_export = _faulty("mem_export")
-    mem_import = _faulty("mem_import")
-    record_fence = _faulty("record_fence")
-    join_streams = _faulty("join_streams")
-    new_stream = _faulty("new_stream")
-    stream_destroy = _faulty("stream_destroy")
-    stream_wait = _faulty("stream_wait")
-    # `copy_many` is inherited: it copies one by one, so that each copy can fail.
-    copy = _faulty("copy")
-    fill = _faulty("fill")
+    def forward(self, call: str, *args: Any, **options: Any) -> Any:
+        """Make a call on the upstream, unless it is to fail."""
+        error = self._fault(call)
+        if error is not None:
+            raise error
+        return super().forward(call, *args, **options)
 
     def run_until_failure(self, ops: Sequence[Op]) -> tuple[int, DriverError | None]:
         """Run the operations one by one, so that each can fail."""
         for num_done, op in enumerate(ops):
-            error = self._fault(primitive_of(op))
+            error = self._fault(PRIMITIVES[type(op)])
             if error is None:
                 _, error = self.upstream.run_until_failure([op])
             if error is not None:
                 return num_done, error
         return len(ops), None
-
-    def note_stream(self, stream: int) -> None:
-        """Forward to the upstream; reaches no driver, so cannot fail."""
-        self.upstream.note_stream(stream)
-
-    def usage(self) -> BackendUsage:
-        """Forward to the upstream."""
-        return self.upstream.usage()
-
-    def free_memory_bytes(self) -> int:
-        """Forward to the upstream."""
-        return self.upstream.free_memory_bytes()
-
-    def free_host_memory_bytes(self) -> int:
-        """Forward to the upstream."""
-        return self.upstream.free_host_memory_bytes()
-
-    def close(self) -> None:
-        """Close the upstream."""
-        self.upstream.close()
 
 
 @dataclass(frozen=True)

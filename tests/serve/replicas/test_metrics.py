@@ -20,7 +20,7 @@ def counted(num_requests: int) -> bytes:
     metrics = Metrics()
     metrics.bind_pages(4096)
     for at in range(num_requests):
-        metrics.request_finished(RequestRecord(at, 0.0, 0.1, 0.2, 0.5, 10, 3, "stop"))
+        metrics.on(RequestRecord(at, 0.0, 0.1, 0.2, 0.5, 10, 3, "stop"), None)
     return metrics.text()
 
 

@@ -14,6 +14,7 @@ from hypothesis import given
 
 from vmkv.core.cache.prefix import BLOCK_TOKENS, PrefixIndex, block_hashes
 from vmkv.serve import Engine, SamplingParams
+from vmkv.serve.observer import Idle, StepRecord
 from vmkv.serve.replicas.prefixes import MARKED_LENGTHS, HeldPrefixes, names_of, told_names
 
 CACHE: object = None  # No observer here looks at it.
@@ -28,7 +29,7 @@ def tell(index: PrefixIndex, **options: int) -> frozenset[bytes]:
     """What is told of an index."""
     prefixes = HeldPrefixes(**options)
     prefixes.bind(index)
-    prefixes.idle(CACHE)
+    prefixes.on(Idle(), CACHE)
     return told_names(prefixes.stats)
 
 
@@ -110,7 +111,7 @@ def test_where_too_much_is_held_the_longest_is_left_out() -> None:
 def test_nothing_is_told_before_there_is_a_cache() -> None:
     """Nor is it an error to ask, or to be told nothing."""
     prefixes = HeldPrefixes()
-    prefixes.idle(CACHE)
+    prefixes.on(Idle(), CACHE)
     assert told_names(prefixes.stats) == told_names({}) == frozenset()
 
 
@@ -118,11 +119,11 @@ def test_looks_are_rare_while_steps_are_many() -> None:
     """A step looks only where the last look is too old; falling idle always does."""
     index, prefixes = PrefixIndex(), HeldPrefixes(interval_s=3600)
     prefixes.bind(index)
-    prefixes.step_finished(None, CACHE)
+    prefixes.on(StepRecord(0.0), CACHE)
     index.record(0, range(64))
-    prefixes.step_finished(None, CACHE)
+    prefixes.on(StepRecord(0.0), CACHE)
     assert not told_names(prefixes.stats)
-    prefixes.idle(CACHE)
+    prefixes.on(Idle(), CACHE)
     assert held_tokens(list(range(64)), told_names(prefixes.stats)) == 64
 
 

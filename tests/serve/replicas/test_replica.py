@@ -13,6 +13,7 @@ import pytest
 
 from vmkv import ClosedError, Engine, SamplingParams
 from vmkv.serve import joined
+from vmkv.serve.observer import Idle
 from vmkv.serve.replicas.prefixes import HeldPrefixes, names_of, told_names
 from vmkv.serve.replicas.replica import EngineReplica
 
@@ -64,7 +65,7 @@ def test_two_replicas_tell_tenants_apart(make_engine: MakeEngine) -> None:
                 prefixes.bind(engine.cache.prefixes, engine.cache.pool.lock)
                 asked = [each async for each in replica.stream(prompt, params, tenant=tenant)]
                 assert 0 == asked[-1].num_cached_tokens
-                prefixes.idle(engine.cache)
+                prefixes.on(Idle(), engine.cache)
                 assert (64, 0) == (held_tokens(replica, tenant), held_tokens(replica, other))
                 for whose, expected in ((other, 0), (tenant, 48)):
                     asked = [each async for each in replica.stream(prompt, params, tenant=whose)]

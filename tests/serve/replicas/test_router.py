@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from vmkv.core.cache.prefix import PrefixIndex
+from vmkv.serve.observer import Idle
 from vmkv.serve.replicas.prefixes import HeldPrefixes
 
 pytest.importorskip("ray")
@@ -28,7 +29,7 @@ def told(*prompts: list[int], tenant: str | None = None) -> dict[str, Any]:
     for row, prompt in enumerate(prompts):
         index.record(row, prompt, tenant)
     prefixes.bind(index)
-    prefixes.idle(None)
+    prefixes.on(Idle(), None)
     return prefixes.stats
 
 

@@ -127,7 +127,7 @@ def running(
         if not engine.cache.is_closed:
             engine.cache.check()
     service = app.state.service
-    assert service.gate.num_inside == service.gate.num_waiting == service.uploads.num_bytes == 0
+    assert service.gate.num_inside == service.gate.num_waiting == 0
     # A request that failed leaves frames, and they the views they saw, until they are collected.
     for _ in range(3):  # What finalisers let go of is found by the next.
         gc.collect()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from helpers.serving import TEXT, tiny_tokenizer
 
-from vmkv.serve.server.tokens import Tokens
+from vmkv.serve.server.choices import Tokens
 
 GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0, "extra_body": {"ignore_eos": True}}
 

@@ -21,7 +21,7 @@ from helpers.serving import MAX_TOKENS
 from vmkv import RankError
 from vmkv.serve.server import Limits
 from vmkv.serve.server.errors import ApiError
-from vmkv.serve.server.limits import Gate
+from vmkv.serve.server.guard import Gate
 
 # Far more than can be computed before a test is over: only a cancellation ends it in time.
 LONG = {"model": "tiny", "prompt": "A row", "max_tokens": MAX_TOKENS - 50, "temperature": 0}

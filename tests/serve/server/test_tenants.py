@@ -9,7 +9,7 @@ import httpx
 import pytest
 from helpers.serving import TEXT
 
-from vmkv.serve.server.keys import ApiKeys, tenant_of
+from vmkv.serve.server.guard import ApiKeys, tenant_of
 
 KEYS = ["alice-key", "bob-key"]
 ALICE, BOB = KEYS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ...errors import ConfigError
+from .base import PRIMITIVES as PRIMITIVES
 from .base import Access as Access
 from .base import AccessOp as AccessOp
 from .base import Backend as Backend
@@ -13,7 +14,8 @@ from .base import MapOp as MapOp
 from .base import MemoryLocation as MemoryLocation
 from .base import Op as Op
 from .base import UnmapOp as UnmapOp
-from .base import primitive_of as primitive_of
+from .forwarding import ForwardingBackend as ForwardingBackend
+from .forwarding import forwarded as forwarded
 from .host import HostBackend as HostBackend
 
 

@@ -84,6 +84,9 @@ class UnmapOp(NamedTuple):
 
 Op = MapOp | AccessOp | UnmapOp
 
+#: The primitive that each operation is counted and reported under.
+PRIMITIVES = {MapOp: "mem_map", AccessOp: "mem_set_access", UnmapOp: "mem_unmap"}
+
 
 class CopyOp(NamedTuple):
     """Copy `num_bytes` from `source` to `destination`; the two do not overlap."""
@@ -91,13 +94,6 @@ class CopyOp(NamedTuple):
     destination: Address
     source: Address
     num_bytes: int
-
-
-def primitive_of(op: Op) -> str:
-    """Name of the primitive that `op` is counted and reported under."""
-    if isinstance(op, MapOp):
-        return "mem_map"
-    return "mem_set_access" if isinstance(op, AccessOp) else "mem_unmap"
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import contextlib
 import threading
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from struct import Struct
@@ -18,8 +18,8 @@ from ...interrupts import uninterrupted
 from ...units import Address, Handle, KiB, format_bytes
 from .. import _native
 from .base import (
+    PRIMITIVES,
     Access,
-    AccessOp,
     Backend,
     BackendUsage,
     CopyOp,
@@ -27,37 +27,13 @@ from .base import (
     MemoryLocation,
     Op,
     UnmapOp,
-    primitive_of,
 )
 
-# ---- plan ----------------------------------------------------------------------------------------
-
-#: Operation, address, bytes, argument; see vmkv/core/_native/executor.c.
+#: Operation, address, bytes, argument, of executed and of transfer records; see
+#: vmkv/core/_native/executor.c.
 _RECORD = Struct("=QQQQ")
 _MAP, _SET_ACCESS, _UNMAP, _SET_CPU_ACCESS = 0, 1, 2, 3
-#: Operations of copy and fill records; see vmkv/core/_native/executor.c.
 _COPY, _FILL = 0, 1
-
-
-def pack(op: Op, native_handle: int = 0) -> bytes:
-    """Pack one operation as a native record; a map needs the driver's name for its handle."""
-    if isinstance(op, MapOp):
-        return _RECORD.pack(_MAP, op.address, op.num_bytes, native_handle)
-    if isinstance(op, AccessOp):
-        number = _SET_CPU_ACCESS if op.for_cpu else _SET_ACCESS
-        return _RECORD.pack(number, op.address, op.num_bytes, op.access)
-    return _RECORD.pack(_UNMAP, op.address, op.num_bytes, 0)
-
-
-def pack_copy(op: CopyOp) -> bytes:
-    """Pack one copy as a native record."""
-    return _RECORD.pack(_COPY, op.destination, op.num_bytes, op.source)
-
-
-def pack_fill(address: int, num_bytes: int, byte: int) -> bytes:
-    """Pack one fill as a native record."""
-    return _RECORD.pack(_FILL, address, num_bytes, byte)
-
 
 # ---- books ---------------------------------------------------------------------------------------
 
@@ -73,16 +49,6 @@ class Allocation:
     is_imported: bool = False
     num_mappings: int = 0
     is_released: bool = False
-
-    @property
-    def is_frozen(self) -> bool:
-        """Whether another process may read it, so that no mapping may become writable."""
-        return self.is_exported or self.is_imported
-
-    @property
-    def is_gone(self) -> bool:
-        """Whether it is released and unmapped."""
-        return self.is_released and not self.num_mappings
 
 
 class Books:
@@ -108,7 +74,11 @@ class Books:
         """Reason to refuse an `address_free`, or None."""
         if self._reservations.get(address) != num_bytes:
             return "not one whole reservation"
-        return "something is mapped in it" if self._is_occupied(address, num_bytes) else None
+        at = bisect_left(self._mapping_starts, address)
+        is_empty = (
+            at == len(self._mapping_starts) or self._mapping_starts[at] >= address + num_bytes
+        )
+        return None if is_empty else "something is mapped in it"
 
     def unreserve(self, address: int) -> None:
         """Remove a reservation."""
@@ -127,20 +97,41 @@ class Books:
         starts = self._whole_mappings(op.address, op.num_bytes)
         if not starts or not leaving.isdisjoint(starts):
             return "not a run of whole mappings"
-        if isinstance(op, AccessOp):
-            return self._why_not_access(op, starts)
-        leaving.update(starts)
+        if isinstance(op, UnmapOp):
+            leaving.update(starts)
+        elif op.access == Access.READ_WRITE or op.for_cpu:
+            for start in starts:
+                its = self.allocations[self._mappings[start].handle]
+                if op.access == Access.READ_WRITE and (its.is_exported or its.is_imported):
+                    return "memory that is shared with other processes can only be read"
+                if op.for_cpu and its.location is MemoryLocation.DEVICE:
+                    return "the CPU cannot reach the device's memory"
         return None
 
-    def _why_not_access(self, op: AccessOp, starts: list[int]) -> str | None:
-        is_writable = op.access == Access.READ_WRITE
-        if is_writable or op.for_cpu:
-            allocations = [self.allocations[self._mappings[start].handle] for start in starts]
-            if is_writable and any(each.is_frozen for each in allocations):
-                return "memory that is shared with other processes can only be read"
-            if op.for_cpu and any(each.location is MemoryLocation.DEVICE for each in allocations):
-                return "the CPU cannot reach the device's memory"
+    def _why_not_map(self, op: MapOp) -> str | None:
+        address, num_bytes, handle = op
+        at = bisect_right(self._reservation_starts, address) - 1
+        start = self._reservation_starts[at] if at >= 0 else 0
+        if at < 0 or address + num_bytes > start + self._reservations[start]:
+            return "outside every reservation"
+        allocation = self.allocations.get(handle)
+        if allocation is None or allocation.is_released:
+            return f"handle {handle:#x} is not live"
+        if allocation.num_bytes != num_bytes:
+            return "not the whole of the handle"
+        # Mappings are disjoint, so the last one that starts before the end reaches furthest.
+        at = bisect_left(self._mapping_starts, address + num_bytes)
+        if at:
+            before = self._mapping_starts[at - 1]
+            if before + self._mappings[before].num_bytes > address:
+                return "something is mapped there"
         return None
+
+    def note_mapped(self, op: MapOp) -> None:
+        """Book a map."""
+        self._mappings[op.address] = op
+        insort(self._mapping_starts, op.address)
+        self.allocations[op.handle].num_mappings += 1
 
     def fill_pieces(self, address: int, num_bytes: int) -> list[tuple[int, int]] | None:
         """Split a range into pieces for one fill each; None if part of it is unmapped."""
@@ -167,29 +158,6 @@ class Books:
             cursor = piece_end
         return pieces if cursor >= end else None
 
-    def _why_not_map(self, op: MapOp) -> str | None:
-        address, num_bytes, handle = op
-        at = bisect_right(self._reservation_starts, address) - 1
-        start = self._reservation_starts[at] if at >= 0 else 0
-        if at < 0 or address + num_bytes > start + self._reservations[start]:
-            return "outside every reservation"
-        allocation = self.live(handle)
-        if allocation is None:
-            return f"handle {handle:#x} is not live"
-        if allocation.num_bytes != num_bytes:
-            return "not the whole of the handle"
-        return "something is mapped there" if self._is_occupied(address, num_bytes) else None
-
-    def _is_occupied(self, address: int, num_bytes: int) -> bool:
-        starts = self._mapping_starts
-        after = bisect_left(starts, address)
-        if after < len(starts) and starts[after] < address + num_bytes:
-            return True
-        if not after:
-            return False
-        before = starts[after - 1]
-        return before + self._mappings[before].num_bytes > address
-
     def _whole_mappings(self, address: int, num_bytes: int) -> list[int]:
         """Starts of the whole mappings that exactly cover the range; empty if there are none."""
         starts = []
@@ -202,27 +170,17 @@ class Books:
             cursor += mapping.num_bytes
         return starts if cursor == end else []
 
-    def note(self, op: Op) -> None:
-        """Book a map; access changes and unmaps have no effect (see `note_unmapped`)."""
-        if isinstance(op, MapOp):
-            self._mappings[op.address] = op
-            insort(self._mapping_starts, op.address)
-            self.allocations[op.handle].num_mappings += 1
-
-    def unnote(self, op: Op) -> None:
-        """Undo `note` for an operation that was not executed."""
-        if isinstance(op, MapOp):
-            for _ in self.note_unmapped(UnmapOp(op.address, op.num_bytes)):
-                pass
-
-    def note_unmapped(self, op: UnmapOp) -> Iterator[tuple[Handle, Allocation]]:
-        """Book an unmap; yields each handle that lost a mapping."""
-        for start in self._whole_mappings(op.address, op.num_bytes):
+    def note_unmapped(self, address: Address, num_bytes: int) -> list[Handle]:
+        """Book an unmap; returns the released handles that have no mapping left."""
+        gone: list[Handle] = []
+        for start in self._whole_mappings(address, num_bytes):
             handle = self._mappings.pop(start).handle
             del self._mapping_starts[bisect_left(self._mapping_starts, start)]
             allocation = self.allocations[handle]
             allocation.num_mappings -= 1
-            yield handle, allocation
+            if allocation.is_released and not allocation.num_mappings:
+                gone.append(handle)
+        return gone
 
     # ---- physical memory ------------------------------------------------------------------
 
@@ -309,21 +267,25 @@ class BookedBackend(Backend):
             refusal: DriverError | None = None
             leaving: set[int] = set()
             plan: list[bytes] = []
-            books, native_handles = self._books, self._native_handles
+            books, native_handles, pack = self._books, self._native_handles, _RECORD.pack
             try:
                 for op in ops:
                     why = books.why_not(op, leaving)
                     if why is not None:
-                        refusal = self._refusal(primitive_of(op), f"{op}: {why}")
+                        refusal = self._refusal(PRIMITIVES[type(op)], f"{op}: {why}")
                         break
                     if isinstance(op, MapOp):
-                        plan.append(pack(op, native_handles.get(op.handle, op.handle)))
-                        books.note(op)
+                        number, argument = _MAP, native_handles.get(op.handle, op.handle)
+                    elif isinstance(op, UnmapOp):
+                        number, argument = _UNMAP, 0
                     else:
-                        plan.append(pack(op))
+                        number = _SET_CPU_ACCESS if op.for_cpu else _SET_ACCESS
+                        argument = op.access
+                    plan.append(pack(number, op.address, op.num_bytes, argument))
+                    if isinstance(op, MapOp):
+                        books.note_mapped(op)
             except BaseException:
-                for op in reversed(ops[: len(plan)]):
-                    books.unnote(op)
+                self._unnote(ops[: len(plan)])
                 raise
             num_legal = len(plan)
             calls = self._native_calls
@@ -337,19 +299,23 @@ class BookedBackend(Backend):
                 calls.host_location_type,
                 calls.host_location_id,
             )
-            for primitive in map(primitive_of, ops[: num_done + 1]):
-                self.calls[primitive] += 1
+            for op in ops[: num_done + 1]:
+                self.calls[PRIMITIVES[type(op)]] += 1
             for op in ops[:num_done] if leaving else ():
                 if isinstance(op, UnmapOp):
-                    for handle, allocation in books.note_unmapped(op):
-                        if allocation.is_gone:
-                            self._forget(handle)
+                    for handle in books.note_unmapped(op.address, op.num_bytes):
+                        self._forget(handle)
             if not status:
                 return num_done, refusal
-            for op in reversed(ops[num_done:num_legal]):
-                books.unnote(op)
+            self._unnote(ops[num_done:num_legal])
             failed = ops[num_done]
-            return num_done, self._error(primitive_of(failed), status, f"{failed}")
+            return num_done, self._error(PRIMITIVES[type(failed)], status, f"{failed}")
+
+    def _unnote(self, ops: Sequence[Op]) -> None:
+        """Take booked maps that were not executed out of the books."""
+        for op in ops:
+            if isinstance(op, MapOp):
+                self._books.note_unmapped(op.address, op.num_bytes)
 
     # ---- address ranges -------------------------------------------------------------------
 
@@ -431,7 +397,7 @@ class BookedBackend(Backend):
         for op in ops:
             if op.num_bytes < 0:
                 break
-            plan += pack_copy(op)
+            plan += _RECORD.pack(_COPY, op.destination, op.num_bytes, op.source)
             legal += 1
         self._submit("copy", bytes(plan), legal, stream)
         if legal < len(ops):
@@ -450,7 +416,7 @@ class BookedBackend(Backend):
             self.calls["fill"] += 1
             details = f"{num_bytes} bytes at {address:#x} with {byte}: no byte, or not all mapped"
             raise self._refusal("fill", details)
-        plan = b"".join(pack_fill(start, size, byte) for start, size in pieces)
+        plan = b"".join([_RECORD.pack(_FILL, start, size, byte) for start, size in pieces])
         self._submit("fill", plan, len(pieces), stream)
 
     def _submit(self, call: str, plan: bytes, num_records: int, stream: int) -> None:
@@ -463,6 +429,29 @@ class BookedBackend(Backend):
             error = self._error(call, status, "")
             error.num_done = num_done
             raise error
+
+    # ---- streams --------------------------------------------------------------------------
+
+    @uninterrupted
+    def new_stream(self) -> int:
+        """Create and note a stream."""
+        self.calls["new_stream"] += 1
+        stream = self._new_stream()
+        self.note_stream(stream)
+        with self._lock:
+            self._books.streams.add(stream)
+        return stream
+
+    @uninterrupted
+    def stream_destroy(self, stream: int) -> None:
+        """Wait for the work on a stream of `new_stream`, and destroy it."""
+        self.calls["stream_destroy"] += 1
+        with self._lock:
+            if stream not in self._books.streams:
+                raise self._refusal("stream_destroy", f"{stream:#x} is no stream of this backend")
+        self._end_stream(stream)
+        with self._lock:
+            self._books.streams.discard(stream)
 
     # ---- books ----------------------------------------------------------------------------
 
@@ -484,6 +473,14 @@ class BookedBackend(Backend):
     def _in_context(self) -> contextlib.AbstractContextManager[None]:
         """Context manager that the driver needs around copies."""
         return contextlib.nullcontext()
+
+    @abc.abstractmethod
+    def _new_stream(self) -> int:
+        """Create a stream."""
+
+    @abc.abstractmethod
+    def _end_stream(self, stream: int) -> None:
+        """Wait for the work on a stream, and destroy it."""
 
     @abc.abstractmethod
     def _reserve(self, num_bytes: int) -> int:

@@ -276,32 +276,18 @@ class CudaBackend(BookedBackend):
             # The submitted wait no longer needs the event.
             self.recycle_event(event)
 
-    @uninterrupted
-    def new_stream(self) -> int:
-        """Create a stream, which does not wait for the legacy default stream either."""
-        self.calls["new_stream"] += 1
+    def _new_stream(self) -> int:
+        # It does not wait for the legacy default stream either.
         flags = self._driver.CUstream_flags.CU_STREAM_NON_BLOCKING
         with self._in_context():
-            stream = int(self._call("new_stream", self._driver.cuStreamCreate(flags)))
-        self.note_stream(stream)
-        with self._lock:
-            self._books.streams.add(stream)
-        return stream
+            return int(self._call("new_stream", self._driver.cuStreamCreate(flags)))
 
-    @uninterrupted
-    def stream_destroy(self, stream: int) -> None:
-        """Wait for the work on a stream of `new_stream`, and destroy it."""
-        self.calls["stream_destroy"] += 1
-        with self._lock:
-            if stream not in self._books.streams:
-                raise self._refusal("stream_destroy", f"{stream:#x} is no stream of this backend")
+    def _end_stream(self, stream: int) -> None:
         with self._in_context():
             self._call("stream_destroy", self._driver.cuStreamSynchronize(stream))
             with self._stream_lock:
                 self._call("stream_destroy", self._driver.cuStreamDestroy(stream))
                 self._streams.discard(stream)
-        with self._lock:
-            self._books.streams.discard(stream)
 
     def has_event_passed(self, event: Any) -> bool:
         """Whether the work before `event` is done."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import itertools
 import os
 
 from ...errors import ConfigError, HostDriverError
@@ -22,8 +23,7 @@ from .booked import Allocation, BookedBackend, NativeCalls, describe
 
 # ---- host files ----------------------------------------------------------------------------------
 
-_FALLOC_KEEP_SIZE = 0x01
-_FALLOC_PUNCH_HOLE = 0x02
+_PUNCH_HOLE = 0x01 | 0x02  # FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE
 # Python 3.10's fcntl lacks some of them. See fcntl(2).
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
 _SEALS = 0x01 | 0x02 | 0x04 | 0x10  # F_SEAL_SEAL, _SHRINK, _GROW, _FUTURE_WRITE
@@ -32,12 +32,6 @@ _HANDLE_OFFSET_SHIFT = 12
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
-
-
-def _fallocate(fd: int, mode: int, offset: int, num_bytes: int) -> None:
-    if _libc.fallocate(fd, mode, offset, num_bytes):
-        status = ctypes.get_errno()
-        raise OSError(status, os.strerror(status))
 
 
 def file_bytes(fd: int) -> int:
@@ -60,14 +54,16 @@ class SparseFile:
     def allocate(self, num_bytes: int) -> int:
         """Allocate zeroed memory and return its native handle; OSError if the machine is full."""
         offset = self.end_bytes
-        _fallocate(self.fd, 0, offset, num_bytes)
+        os.posix_fallocate(self.fd, offset, num_bytes)
         self.end_bytes = offset + num_bytes
         return self.fd << _HANDLE_FD_SHIFT | offset >> _HANDLE_OFFSET_SHIFT
 
     def drop(self, native_handle: int, num_bytes: int) -> None:
         """Return a range's memory to the kernel; after an OSError nothing has changed."""
         offset = (native_handle & ((1 << _HANDLE_FD_SHIFT) - 1)) << _HANDLE_OFFSET_SHIFT
-        _fallocate(self.fd, _FALLOC_PUNCH_HOLE | _FALLOC_KEEP_SIZE, offset, num_bytes)
+        if _libc.fallocate(self.fd, _PUNCH_HOLE, offset, num_bytes):
+            status = ctypes.get_errno()
+            raise OSError(status, os.strerror(status))
 
     def close(self) -> None:
         """Close the file; mappings stay valid. Idempotent."""
@@ -80,7 +76,7 @@ def create_shareable(name: str, num_bytes: int) -> int:
     """Create a file of `num_bytes`, allocated and zero, that can be sealed; return its fd."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        _fallocate(fd, 0, 0, num_bytes)
+        os.posix_fallocate(fd, 0, num_bytes)
     except OSError:
         os.close(fd)
         raise
@@ -181,7 +177,7 @@ class HostBackend(BookedBackend):
         self._files = {place: SparseFile(name) for place, name in _FILE_NAMES.items()}
         # Descriptors of shareable and imported memory, each a file of its own.
         self._own_files: dict[Handle, int] = {}
-        self._num_streams = 0
+        self._stream_numbers = itertools.count(1)
 
     @property
     def dlpack_device(self) -> tuple[int, int]:
@@ -299,23 +295,11 @@ class HostBackend(BookedBackend):
     def join_streams(self, stream: int) -> None:
         """Do nothing: the host works synchronously."""
 
-    @uninterrupted
-    def new_stream(self) -> int:
-        """Return a new stream number; the host works synchronously."""
-        self.calls["new_stream"] += 1
-        with self._lock:
-            self._num_streams += 1
-            self._books.streams.add(self._num_streams)
-            return self._num_streams
+    def _new_stream(self) -> int:
+        return next(self._stream_numbers)
 
-    @uninterrupted
-    def stream_destroy(self, stream: int) -> None:
-        """Forget the stream number."""
-        self.calls["stream_destroy"] += 1
-        with self._lock:
-            if stream not in self._books.streams:
-                raise self._refusal("stream_destroy", f"{stream} is no stream of this backend")
-            self._books.streams.discard(stream)
+    def _end_stream(self, stream: int) -> None:
+        """Do nothing: the host works synchronously."""
 
     def stream_wait(self, stream: int, other: int) -> None:
         """Only count the call: the host works synchronously."""

@@ -16,4 +16,5 @@ from .growing import make_ready as make_ready
 from .kv_cache import KVCache as KVCache
 from .layer_group import LayerGroup as LayerGroup
 from .sequence import Sequence as Sequence
+from .sequence import close_idle as close_idle
 from .stats import CacheStats as CacheStats

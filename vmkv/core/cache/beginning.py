@@ -6,12 +6,11 @@ the new sequence is a fork of a row that holds it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterator, Set
 from itertools import islice
 from typing import Any
 
 from ...errors import CapacityError
-from ..memory import LeastRecentlyUsed
 from .forking import fork_row
 from .row_space import RowSpace
 
@@ -43,7 +42,7 @@ def _giving_way(space: RowSpace, num_tokens: int) -> Set[int]:
     if missing_bytes <= 0 or not pool.pressure.is_of(space.victims):
         return frozenset()
     found: set[int] = set()
-    for row in _first_to_go(space):
+    for row in islice(space.rows.parked(), _LOOKED_AT):
         num_kept = space.resident_tokens(row)
         # A row much longer than needed would keep memory from others; shared extents would have to
         # be copied before they are written.
@@ -53,16 +52,6 @@ def _giving_way(space: RowSpace, num_tokens: int) -> Set[int]:
         if missing_bytes <= 0:
             break
     return found
-
-
-def _first_to_go(space: RowSpace) -> Iterable[int]:
-    """Return the least recently used parked rows in the eviction policy's order."""
-    rows, policy = list(islice(space.rows.parked(), _LOOKED_AT)), space.pool.pressure.policy
-    if isinstance(policy, LeastRecentlyUsed):
-        return rows  # They are in that order already.
-    victims = [space.victim(row) for row in rows]
-    places = {id(victim): row for victim, row in zip(victims, rows, strict=True)}
-    return [places[id(victim)] for victim in policy.order(victims)]
 
 
 # ---- beginning -----------------------------------------------------------------------------------
@@ -90,7 +79,7 @@ def begin_with_prefix(space: RowSpace, prompt: Any, tenant: str | None) -> tuple
             and space.can_begin(row, num_tokens)
         ]
         if whole:
-            holder = row = min(whole, key=prefixes.num_recorded)
+            row = min(whole, key=prefixes.num_recorded)
             space.take(row, num_tokens, tenant)
         else:
             holders = parked + _holders(space, match.live, num_tokens)
@@ -108,11 +97,12 @@ def begin_with_prefix(space: RowSpace, prompt: Any, tenant: str | None) -> tuple
                 parked = [row for row in parked if space.can_begin(row, num_tokens)]
                 if not parked:
                     break
-                holder = row = min(parked, key=prefixes.num_recorded)
+                row = min(parked, key=prefixes.num_recorded)
                 space.take(row, num_tokens, tenant)
-        prefixes.note_hit(holder, num_tokens)
+        prefixes.num_hits += 1
+        prefixes.num_hit_tokens += num_tokens
         return row, num_tokens
-    prefixes.note_miss()
+    prefixes.num_misses += 1
     return None
 
 

@@ -15,23 +15,28 @@ Note [Beams part slowly].
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
-from typing import NamedTuple
+from collections.abc import Container
+from collections.abc import Sequence as List_
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from ...errors import ConfigError, OutOfPagesError
+from ...interrupts import uninterrupted
 from ...units import Address
 from ..backend import Access, CopyOp
-from ..memory import Mapping, RowChange, change, make_writable, size_classes
+from ..memory import Change, Mapping, RowChange, make_writable, size_classes
 from .cost import CostModel
 from .layer_group import LayerGroup
-from .row_space import LiveRow, RowSpace
+from .row_space import RowSpace
+
+if TYPE_CHECKING:
+    from .sequence import Sequence
 
 # ---- forking -------------------------------------------------------------------------------------
 
 
-def fork(space: RowSpace, source: LiveRow, num_tokens: int, row: int | None = None) -> int:
+def fork(space: RowSpace, source: Sequence, num_tokens: int, row: int | None = None) -> int:
     """Implement `Sequence.fork`: take a row of `space`, or `row`, that begins as `source` does."""
     space.check_open()
     source.check_open()
@@ -56,7 +61,7 @@ def fork_row(
     `origin` holds the source row, live or parked; both spaces are over one pool and have the same
     groups. By default the row is an empty one, or the least recently used parked one. Returns the
     row; after any error no row is taken. Cost: a map and access call per extent and a copy of the
-    tail on the current stream; a wait for the device where the pool protects shared memory.
+    tail on the current stream.
     """
     if row is None:
         row = space.rows.choose_unneeded(but=source_row if origin is space else None)
@@ -88,7 +93,7 @@ def _fill(
     plan = _plan(origin, space, rows, num_tokens, tenant)
     # Pins the source's extents: making room must not evict them, even if the source is parked or
     # moving to the host.
-    with change(pool, plan.changes, reads=plan.reads) as made:
+    with Change(pool, plan.changes, reads=plan.reads) as made:
         made.map(stream)
         made.fill(stream, plan.copies)
     for theirs, mine in zip(origin.groups, space.groups, strict=True):
@@ -120,15 +125,15 @@ def _check_alike(origin: RowSpace, space: RowSpace, num_tokens: int) -> None:
 class _Plan(NamedTuple):
     """The changes of a fork: row changes per group, mappings that copies read, copies of tails."""
 
-    changes: Sequence[RowChange]
+    changes: List_[RowChange]
     aliased_bytes: int
-    reads: Sequence[Mapping]
-    copies: Sequence[CopyOp]
+    reads: List_[Mapping]
+    copies: List_[CopyOp]
 
 
-def pages_to_fork(space: RowSpace, row: int, num_tokens: int) -> int:
-    """Pages that a fork of `row` at `num_tokens` takes from the pool. Changes nothing."""
-    plan = _plan(space, space, (row, -1), num_tokens, None)
+def pages_to_fork(space: RowSpace, sequence: Sequence, num_tokens: int) -> int:
+    """Pages that a fork of `sequence` at `num_tokens` takes from the pool. Changes nothing."""
+    plan = _plan(space, space, (sequence.row, -1), num_tokens, None)
     return sum(1 << size_class for each in plan.changes for size_class in each.classes)
 
 
@@ -152,9 +157,7 @@ def _plan(
         fresh = size_classes(num_fresh_pages, target.largest_class) if num_fresh_pages > 0 else ()
         its_source = source.table, source_row
         changes.append(
-            RowChange(
-                target.table, target_row, first_page, tuple(fresh), tenant, aliased, its_source
-            )
+            RowChange(target.table, target_row, first_page, fresh, tenant, aliased, its_source)
         )
         copied_bytes = num_tokens * geometry.token_bytes - fresh_page * geometry.page_bytes
         if copied_bytes > 0:
@@ -162,7 +165,9 @@ def _plan(
                 source_row, fresh_page, geometry.pages_for(num_tokens)
             )
             start = source.table.page_address(source_row, fresh_page)
-            copies.append(CopyOp(changes[-1].address(fresh_page), start, copied_bytes))
+            copies.append(
+                CopyOp(target.table.page_address(target_row, fresh_page), start, copied_bytes)
+            )
     return _Plan(changes, aliased_bytes, reads, copies)
 
 
@@ -233,10 +238,10 @@ def _replace(
     pool, table, first_page = group.pool, group.table, shared.first_page
     copied_bytes = num_tokens * group.geometry.token_bytes - first_page * pool.page_bytes
     num_pages = group.geometry.pages_for(num_tokens) - first_page
-    classes = tuple(size_classes(num_pages, group.largest_class))
+    classes = size_classes(num_pages, group.largest_class)
     old = table.overlapping(row, first_page, table.rows[row].end_page)
     copied = RowChange(table, row, first_page, classes, tenant, old=old, kept_bytes=copied_bytes)
-    with change(pool, [copied], reads=old) as made:
+    with Change(pool, [copied], reads=old) as made:
         made.map(stream)
     return copied_bytes
 
@@ -244,8 +249,26 @@ def _replace(
 # ---- reorder -------------------------------------------------------------------------------------
 
 
-def reorder(space: RowSpace, beams: Sequence[LiveRow], sources: Sequence[int]) -> None:
-    """Implement `KVCache.reorder`."""
+@uninterrupted
+def reorder(space: RowSpace, sequences: List_[Sequence], sources: List_[int]) -> None:
+    """Let each sequence continue from another one and its recorded tokens, as in beam search.
+
+    Args:
+        space: The cache.
+        sequences: Live sequences of this cache, of equal length, each once.
+        sources: For each, the index in `sequences` of the one it continues.
+
+    Raises:
+        ConfigError: The arguments are not as described.
+        OutOfPagesError: The pool cannot supply the pages.
+        DriverError: Nothing changed, unless a copy failed: then the continued sequences have
+            undefined tails, and nothing recorded.
+
+    Cost: a copy of what the beams have written since they parted; the first time, extents are
+        mapped instead, which waits for the device once.
+    Ordering: after all work submitted so far on the current stream and others.
+    """
+    beams = sequences
     space.check_open()
     _check_beams(space, beams, sources)
     rows = [(beams[source].row, beam.row) for source, beam in zip(sources, beams, strict=True)]
@@ -262,7 +285,7 @@ def reorder(space: RowSpace, beams: Sequence[LiveRow], sources: Sequence[int]) -
         for move in _reorder_moves(space, group, rows, num_tokens, tenants)
     ]
     changes = [move.change for move in moves if move.change is not None]
-    with change(pool, changes, reads=[read for move in moves for read in move.reads]) as made:
+    with Change(pool, changes, reads=[read for move in moves for read in move.reads]) as made:
         # Torch's allocator reuses the buffer in stream order, after the copies.
         copies, _buffer = _through_buffer(space, moves, stream)
         for move in moves:
@@ -285,7 +308,7 @@ def reorder(space: RowSpace, beams: Sequence[LiveRow], sources: Sequence[int]) -
     space.sharing.copied_bytes += sum(move.copied_bytes for move in moves)
 
 
-def _check_beams(space: RowSpace, beams: Sequence[LiveRow], sources: Sequence[int]) -> None:
+def _check_beams(space: RowSpace, beams: List_[Sequence], sources: List_[int]) -> None:
     for beam in beams:
         if beam.cache is not space:
             raise ConfigError(f"{beam} is of another cache")
@@ -314,7 +337,7 @@ class _Move(NamedTuple):
     source: int
     target: int
     change: RowChange | None
-    readonly: Sequence[Mapping]
+    readonly: List_[Mapping]
     copy_first_page: int
     copied_bytes: int
 
@@ -331,14 +354,14 @@ class _Difference(NamedTuple):
     """The first page at which two rows differ, and the mappings of each from there on."""
 
     page: int
-    theirs: Sequence[Mapping]
-    mine: Sequence[Mapping]
+    theirs: List_[Mapping]
+    mine: List_[Mapping]
 
 
 def _reorder_moves(
     space: RowSpace,
     group: LayerGroup,
-    rows: Sequence[tuple[int, int]],
+    rows: List_[tuple[int, int]],
     num_tokens: int,
     tenants: dict[int, str | None],
 ) -> list[_Move]:
@@ -392,7 +415,7 @@ def _plan_move(
     num_tokens: int,
     tenant: object,
     difference: _Difference,
-    aliased: Sequence[Mapping],
+    aliased: List_[Mapping],
     given: Container[int],
 ) -> _Move:
     table, geometry = group.table, group.geometry
@@ -406,7 +429,7 @@ def _plan_move(
         first_page = aliased[0].first_page if aliased else shared[0].first_page
         old = table.overlapping(target, first_page, shared[-1].end_page if shared else page)
         fresh_page = aliased[-1].end_page if aliased else first_page
-        classes = tuple(size_classes(old[-1].end_page - fresh_page, group.largest_class))
+        classes = size_classes(old[-1].end_page - fresh_page, group.largest_class)
         origin = (table, source)
         exchange = RowChange(table, target, first_page, classes, tenant, aliased, origin, old)
         behind = [each for each in behind if each not in old]
@@ -424,7 +447,7 @@ def _plan_move(
 
 
 def _through_buffer(
-    space: RowSpace, moves: Sequence[_Move], stream: int
+    space: RowSpace, moves: List_[_Move], stream: int
 ) -> tuple[list[CopyOp], torch.Tensor | None]:
     """Save bytes that copies overwrite before reading them; returns the copies and the buffer."""
     targets = {move.target for move in moves}

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ...errors import ConfigError
-from ...units import TiB, align_up, div_ceil, format_bytes
+from ...units import TiB, align_up, format_bytes
 
 # ---- growth --------------------------------------------------------------------------------------
 
@@ -169,7 +169,7 @@ class Geometry:
 
     def pages_for(self, num_tokens: int) -> int:
         """Pages that hold the first `num_tokens` tokens of a row."""
-        return div_ceil(num_tokens * self.token_bytes, self.page_bytes)
+        return -(-num_tokens * self.token_bytes // self.page_bytes)  # Every step of a growth asks.
 
     def whole_tokens_below(self, page: int) -> int:
         """Tokens that lie wholly before `page`."""

@@ -7,19 +7,24 @@ passed in a step are retired in the next.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Sequence as List_
 from contextlib import suppress
-from typing import NamedTuple
+from operator import itemgetter
+from typing import TYPE_CHECKING, NamedTuple
 
 from ...errors import ConfigError, OutOfAddressSpaceError, OutOfPagesError, SequenceFullError
 from ...interrupts import uninterrupted
-from ..memory import Extent, RowChange, Scrub, change, size_classes
+from ..memory import Change, Extent, RowChange, Scrub, size_classes
 from ..memory import Mapping as Placed
 from .beginning import choose_row
 from .forking import unshare
 from .layer_group import LayerGroup
 from .prefix import BLOCK_TOKENS
-from .row_space import LiveRow, RowSpace
+from .row_space import RowSpace
+
+if TYPE_CHECKING:
+    from .sequence import Sequence
 
 
 class Target(NamedTuple):
@@ -31,12 +36,26 @@ class Target(NamedTuple):
     tenant: object = None
 
 
-def grow(space: RowSpace, wanted: Iterable[tuple[LiveRow, int]]) -> None:
-    """Implement `KVCache.grow`."""
-    space.check_open()
+def grow(space: RowSpace, wanted: Iterable[tuple[Sequence, int]]) -> None:
+    """Make each sequence hold the given number of tokens, all of them or none.
+
+    Longer sequences stay as they are. Missing memory is mapped, and shared extents that will be
+    written are copied. Where the pool is short, parked rows, free memory and live rows' memory
+    beyond their length are evicted first.
+
+    Raises:
+        OutOfPagesError: The pool cannot supply all pages.
+        SequenceFullError: A row ends before that.
+        ConfigError: A sequence is swapped out, or of another cache.
+
+    Cost: a comparison for a sequence below its `writable_tokens` (most decode steps).
+    """
+    if space.is_closed:
+        space.check_open()
     targets, max_tokens = list(wanted), space.max_tokens
     for sequence, num_tokens in targets:
-        sequence.check_open()
+        if sequence.is_closed or sequence.transfer or sequence.swapped:
+            sequence.check_open()
         if sequence.cache is not space:
             raise ConfigError(f"{sequence} is of another cache")
         if num_tokens > max_tokens:
@@ -46,44 +65,38 @@ def grow(space: RowSpace, wanted: Iterable[tuple[LiveRow, int]]) -> None:
                 max_tokens=max_tokens,
             )
     space.note_stream()
-    short = space.short(targets)
+    short = lacking_room(space, targets)
     if short:
-        _map_and_lengthen(space, _longest(short), targets)
+        _map_and_lengthen(space, short, targets)
     else:
         _lengthen(space, targets)
 
 
+def lacking_room(
+    space: RowSpace, targets: List_[tuple[Sequence, int]]
+) -> list[tuple[Sequence, int]]:
+    """Return those of `targets` beyond their sequence's `writable_tokens`."""
+    rooms = space.writable_tokens(map(itemgetter(0), targets))
+    short = []
+    for target, room in zip(targets, rooms, strict=True):
+        if target[1] > room:
+            short.append(target)
+    return short
+
+
 @uninterrupted
 def _map_and_lengthen(
-    space: RowSpace, short: Mapping[LiveRow, int], targets: Sequence[tuple[LiveRow, int]]
-) -> None:
-    _make_writable(space, short, targets)
-    _lengthen(space, targets)
-
-
-def _lengthen(space: RowSpace, targets: Iterable[tuple[LiveRow, int]]) -> None:
-    if not space.keeps_past:
-        retire_behind_windows(space, (sequence for sequence, _ in targets))
-    for sequence, num_tokens in targets:
-        if num_tokens > sequence.num_tokens:
-            sequence.num_tokens = num_tokens
-
-
-def _longest(targets: Iterable[tuple[LiveRow, int]]) -> dict[LiveRow, int]:
-    longest: dict[LiveRow, int] = {}
-    for sequence, num_tokens in targets:
-        longest[sequence] = max(num_tokens, longest.get(sequence, 0))
-    return longest
-
-
-def _make_writable(
-    space: RowSpace, short: Mapping[LiveRow, int], wanted: Iterable[tuple[LiveRow, int]]
+    space: RowSpace,
+    short: Iterable[tuple[Sequence, int]],
+    wanted: List_[tuple[Sequence, int]],
 ) -> None:
     """Unshare and map memory for `short`; surplus beyond `wanted` may be retired for it."""
-    for sequence, num_tokens in short.items():
+    longest = _longest(short)
+    targets = []
+    for sequence, num_tokens in longest.items():
         if num_tokens > sequence.num_tokens:
             _unshare(space, sequence)
-    targets = [Target(each.row, to, each.num_tokens, each.tenant) for each, to in short.items()]
+        targets.append(Target(sequence.row, num_tokens, sequence.num_tokens, sequence.tenant))
     try:
         map_rows(space, targets)
     except OutOfPagesError:
@@ -91,26 +104,49 @@ def _make_writable(
             raise
         map_rows(space, targets)
     finally:  # Also after a failure, which may have left filled memory mapped.
-        for sequence in short:
+        for sequence in longest:
             if not sequence.num_tokens:
                 space.note_used(sequence.row)
+    _lengthen(space, wanted)
 
 
-def _unshare(space: RowSpace, sequence: LiveRow) -> None:
-    row, num_tokens, stream = sequence.row, sequence.num_tokens, space.current_stream()
+def _lengthen(space: RowSpace, targets: List_[tuple[Sequence, int]]) -> None:
+    for group in () if space.keeps_past else space.groups:
+        if group.window_tokens is not None:
+            retire_behind_windows(space, [sequence for sequence, _ in targets])
+            break
+    for sequence, num_tokens in targets:
+        if num_tokens > sequence.num_tokens:
+            sequence.num_tokens = num_tokens
+
+
+def _longest(targets: Iterable[tuple[Sequence, int]]) -> dict[Sequence, int]:
+    longest: dict[Sequence, int] = {}
+    for sequence, num_tokens in targets:
+        longest[sequence] = max(num_tokens, longest.get(sequence, 0))
+    return longest
+
+
+def _unshare(space: RowSpace, sequence: Sequence) -> None:
     for group in space.groups:
-        if group.table.rows[row].shared_end_page:
+        if group.table.rows[sequence.row].shared_end_page:
             try:
-                copied = unshare(group, row, num_tokens, tenant=sequence.tenant, stream=stream)
+                copied = unshare(
+                    group,
+                    sequence.row,
+                    sequence.num_tokens,
+                    tenant=sequence.tenant,
+                    stream=space.current_stream(),
+                )
             finally:
-                space.note_used(row)
+                space.note_used(sequence.row)
             space.sharing.copied_on_write_bytes += copied
 
 
 @uninterrupted
 def make_ready(
     space: RowSpace,
-    wanted: Iterable[tuple[LiveRow, int]],
+    wanted: Iterable[tuple[Sequence, int]],
     num_new_tokens: int = 0,
     *,
     begins_empty: bool = True,
@@ -132,7 +168,7 @@ def make_ready(
 
 
 @uninterrupted
-def grow_ahead(space: RowSpace, wanted: Iterable[tuple[LiveRow, int]]) -> None:
+def grow_ahead(space: RowSpace, wanted: Iterable[tuple[Sequence, int]]) -> None:
     """Map memory that a later `KVCache.grow` will need, without blocking.
 
     Call it while the device works, once `make_ready` has returned true. Skips sequences without
@@ -148,11 +184,11 @@ def grow_ahead(space: RowSpace, wanted: Iterable[tuple[LiveRow, int]]) -> None:
         _map(space, changes, space.pool.acquire)
 
 
-def _targets(space: RowSpace, wanted: Iterable[tuple[LiveRow, int]]) -> list[Target]:
+def _targets(space: RowSpace, wanted: Iterable[tuple[Sequence, int]]) -> list[Target]:
     """Return targets for the resident sequences of `wanted` that are short of memory."""
     return [
         Target(each.row, min(to, space.max_tokens), each.num_tokens, each.tenant)
-        for each, to in space.short(wanted)
+        for each, to in lacking_room(space, list(wanted))
         if each.is_resident
     ]
 
@@ -176,8 +212,14 @@ def _lacking_at_first(space: RowSpace, num_tokens: int, *, begins_empty: bool) -
     return classes
 
 
+@uninterrupted
 def keep_resident(space: RowSpace, overread_tokens: int) -> None:
-    """Implement `KVCache.keep_resident`."""
+    """Keep `overread_tokens` past every sequence's length mapped, now and from now on.
+
+    For kernels that fetch past the length they are told. The number never decreases. Raises
+    `OutOfPagesError`, and `ConfigError` if the pool poisons memory or a sequence is moving to the
+    host.
+    """
     space.check_open()
     before = space.overread_tokens
     if overread_tokens <= before:
@@ -205,7 +247,7 @@ def keep_resident(space: RowSpace, overread_tokens: int) -> None:
 
 
 def map_rows(
-    space: RowSpace, targets: Sequence[Target], groups: Sequence[LayerGroup] | None = None
+    space: RowSpace, targets: List_[Target], groups: List_[LayerGroup] | None = None
 ) -> None:
     """Map the missing pages of `targets`, each another row, in `groups` (default: all).
 
@@ -222,13 +264,13 @@ def map_rows(
 
 def _map(
     space: RowSpace,
-    changes: Sequence[RowChange],
-    acquire: Callable[[Sequence[int]], list[Extent]],
+    changes: List_[RowChange],
+    acquire: Callable[[List_[int]], list[Extent]],
 ) -> None:
     if changes:
         stream = space.current_stream()
         space.pool.reclaimer.poll()
-        with change(space.pool, changes, acquire=acquire) as made:
+        with Change(space.pool, changes, acquire=acquire) as made:
             made.map(stream)
             made.fill(stream)
 
@@ -236,7 +278,7 @@ def _map(
 def _plan(
     space: RowSpace,
     targets: Iterable[Target],
-    groups: Sequence[LayerGroup] | None = None,
+    groups: List_[LayerGroup] | None = None,
     *,
     exactly: bool = False,
 ) -> list[RowChange]:
@@ -245,12 +287,12 @@ def _plan(
     for row, num_tokens, num_past_tokens, tenant in targets:
         if not num_tokens:
             continue
+        end_tokens = num_tokens + space.overread_tokens
+        past_tokens = 0 if space.keeps_past else num_past_tokens
         for group in space.groups if groups is None else groups:
-            resident_until = min(num_tokens + space.overread_tokens, group.geometry.row_tokens)
-            first_page = group.next_page(row, 0 if space.keeps_past else num_past_tokens)
-            num_pages = group.pages_to_add(first_page, resident_until, exactly=exactly)
+            first_page, num_pages = group.growth(row, past_tokens, end_tokens, exactly=exactly)
             if num_pages:
-                classes = tuple(size_classes(num_pages, group.largest_class))
+                classes = size_classes(num_pages, group.largest_class)
                 changes.append(RowChange(group.table, row, first_page, classes, tenant))
     return changes
 
@@ -258,7 +300,7 @@ def _plan(
 # ---- surplus ------------------------------------------------------------------------------
 
 
-def retire_surplus(space: RowSpace, wanted: Mapping[LiveRow, int] | None = None) -> int:
+def retire_surplus(space: RowSpace, wanted: Mapping[Sequence, int] | None = None) -> int:
     """Retire live rows' memory beyond their (`wanted`) length and behind windows; returns bytes."""
     pool = space.pool
     with pool.lock:
@@ -278,12 +320,9 @@ def retire_surplus(space: RowSpace, wanted: Mapping[LiveRow, int] | None = None)
 def surplus_bytes(space: RowSpace) -> int:
     """Bytes that `retire_surplus` would retire. Cost: proportional to the live rows."""
     idle: list[Placed] = []
-    books = [
-        (group.table.rows, group.geometry.token_bytes, group.geometry.page_bytes)
-        for group in space.groups
-    ]
+    books = [group.books for group in space.groups]
     for sequence, num_tokens in _needed(space, {}):
-        for rows, token_bytes, page_bytes in books:
+        for rows, token_bytes, page_bytes, _ in books:
             needed_bytes = num_tokens * token_bytes
             for mapping in reversed(rows[sequence.row].mappings):
                 if mapping.first_page * page_bytes < needed_bytes:
@@ -297,20 +336,16 @@ def surplus_bytes(space: RowSpace) -> int:
     return sum(each.extent.num_bytes for each in idle if not each.extent.is_shared)
 
 
-def retire_behind_windows(space: RowSpace, sequences: Iterable[LiveRow] | None = None) -> None:
-    """Retire pages that no later query of these sequences (or all) can see."""
+@uninterrupted
+def retire_behind_windows(space: RowSpace, sequences: Iterable[Sequence] | None = None) -> None:
+    """Retire memory that no later query of these sequences (or all) can see."""
     concerned = space.live_sequences() if sequences is None else sequences
     for group, row, num_tokens in _behind_windows(space, concerned):
-        _retire_front(space, group, row, num_tokens)
-
-
-@uninterrupted
-def _retire_front(space: RowSpace, group: LayerGroup, row: int, num_tokens: int) -> None:
-    group.retire_front(row, num_tokens, space.pool.reclaimer.new_fence())
+        group.retire_front(row, num_tokens, space.pool.reclaimer.new_fence())
 
 
 def _behind_windows(
-    space: RowSpace, sequences: Iterable[LiveRow]
+    space: RowSpace, sequences: Iterable[Sequence]
 ) -> Iterator[tuple[LayerGroup, int, int]]:
     """Yield `(group, row, next query's position)` where a window has passed an extent."""
     windowed = [group for group in space.groups if group.window_tokens is not None]
@@ -324,7 +359,7 @@ def _behind_windows(
                 yield group, each.row, num_tokens
 
 
-def _needed(space: RowSpace, wanted: Mapping[LiveRow, int]) -> list[tuple[LiveRow, int]]:
+def _needed(space: RowSpace, wanted: Mapping[Sequence, int]) -> list[tuple[Sequence, int]]:
     """Return the length up to which each live row must stay mapped."""
     overread_tokens = space.overread_tokens
     needed = [(each, each.num_tokens) for each in space.live_sequences()]

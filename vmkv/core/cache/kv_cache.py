@@ -13,27 +13,20 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Collection, Iterable
 from collections.abc import Sequence as List_
-from typing import cast
 
 import torch
 
-from ...errors import InternalError
 from ...interrupts import uninterrupted
 from ..memory import check_pool
+from . import forking, growing
+from . import layers as layer_changes
 from .beginning import begin_with_prefix, choose_row
 from .disk import load
-from .forking import fork, pages_to_fork, reorder
-from .fp8 import LayerScales
-from .geometry import LayerShape
-from .growing import grow, keep_resident, retire_behind_windows, retire_surplus
-from .layer_group import LayerGroup
-from .layers import add_layers, compact, drop_layers
 from .process import import_prefix
 from .row_space import RowSpace, check_own_bytes
 from .sequence import Sequence
-from .stats import CacheStats, collect_stats
+from .stats import collect_stats
 
 
 class KVCache(RowSpace):
@@ -63,67 +56,18 @@ class KVCache(RowSpace):
     @property
     def sequences(self) -> List_[Sequence]:
         """The open sequences, swapped out or not."""
-        return cast("list[Sequence]", list(self.live.values()))  # `Sequence` is the only `LiveRow`.
+        return list(self.live.values())
 
-    # ---- layers ---------------------------------------------------------------------------
-
-    @uninterrupted
-    def add_layers(
-        self,
-        layers: Iterable[int],
-        *,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        v_head_dim: int | None = None,
-        num_v_heads: int | None = None,
-        window_tokens: int | None = None,
-        num_past_tokens: int = 0,
-        scales: List_[LayerScales] | None = None,
-    ) -> list[LayerGroup]:
-        """Add layers of one shape; returns the groups made for them.
-
-        Open sequences get memory for the tokens they hold.
-
-        Args:
-            layers: The caller's numbers for them.
-            num_kv_heads: Key heads, and value heads unless `num_v_heads` is given.
-            head_dim: Width of a key head, and of a value head unless `v_head_dim` is given.
-            dtype: Element type.
-            v_head_dim: Width of a value head.
-            num_v_heads: Value heads.
-            window_tokens: For sliding-window layers, how many tokens a query sees.
-            num_past_tokens: Position of the first query in open sequences: tokens before its window
-                are not mapped.
-            scales: One per layer, for `float8_e4m3fn`; see `fp8.py`. By default 1.
-
-        Raises:
-            ConfigError: A size is impossible, a layer was added before, or scales do not fit.
-            OutOfPagesError, OutOfAddressSpaceError: No memory or addresses for them.
-        """
-        shape = LayerShape(
-            num_k_heads=num_kv_heads,
-            k_dim=head_dim,
-            num_v_heads=num_kv_heads if num_v_heads is None else num_v_heads,
-            v_dim=head_dim if v_head_dim is None else v_head_dim,
-            itemsize_bytes=dtype.itemsize,
-        )
-        return add_layers(self, list(layers), shape, dtype, window_tokens, num_past_tokens, scales)
-
-    @uninterrupted
-    def drop_layers(self, layers: Iterable[int]) -> None:
-        """Forget layers that were never written; their bytes in the token row stay unused."""
-        drop_layers(self, layers)
-
-    @uninterrupted
-    def compact(self) -> bool:
-        """Close the gaps that `drop_layers` left, by copying groups; returns whether any moved.
-
-        Tensors made before keep pointing at the old memory: make new ones. Raises `ConfigError`
-        while a sequence is swapped out, `OutOfPagesError` and `OutOfAddressSpaceError` without room
-        for the copy.
-        """
-        return compact(self)
+    # Each function documents the method that it is here.
+    add_layers = layer_changes.add_layers
+    drop_layers = layer_changes.drop_layers
+    compact = layer_changes.compact
+    grow = growing.grow
+    keep_resident = growing.keep_resident
+    retire_behind_windows = growing.retire_behind_windows
+    reorder = forking.reorder
+    pages_to_fork = forking.pages_to_fork
+    stats = collect_stats
 
     # ---- sequences ------------------------------------------------------------------------
 
@@ -172,7 +116,9 @@ class KVCache(RowSpace):
     @uninterrupted
     def fork(self, source: Sequence, num_tokens: int, *, row: int | None = None) -> Sequence:
         """Fork a sequence of this cache, or of another over the same pool with the same layers."""
-        return Sequence(self, fork(self, source, num_tokens, row), num_tokens, source.tenant)
+        return Sequence(
+            self, forking.fork(self, source, num_tokens, row), num_tokens, source.tenant
+        )
 
     def _restored(
         self, row: int, num_tokens: int, token_ids: List_[int], tenant: str | None
@@ -183,56 +129,6 @@ class KVCache(RowSpace):
             sequence.record(token_ids)
         return sequence
 
-    @uninterrupted
-    def reorder(self, sequences: List_[Sequence], sources: List_[int]) -> None:
-        """Let each sequence continue from another one and its recorded tokens, as in beam search.
-
-        Args:
-            sequences: Live sequences of this cache, of equal length, each once.
-            sources: For each, the index in `sequences` of the one it continues.
-
-        Raises:
-            ConfigError: The arguments are not as described.
-            OutOfPagesError: The pool cannot supply the pages.
-            DriverError: Nothing changed, unless a copy failed: then the continued sequences have
-                undefined tails, and nothing recorded.
-
-        Cost: a copy of what the beams have written since they parted; the first time, extents are
-            mapped instead, which waits for the device once.
-        Ordering: after all work submitted so far on the current stream and others.
-        """
-        reorder(self, sequences, sources)
-
-    def grow(self, wanted: Iterable[tuple[Sequence, int]]) -> None:
-        """Make each sequence hold the given number of tokens, all of them or none.
-
-        Longer sequences stay as they are. Missing memory is mapped, and shared extents that will be
-        written are copied. Where the pool is short, parked rows, free memory and live rows' memory
-        beyond their length are evicted first.
-
-        Raises:
-            OutOfPagesError: The pool cannot supply all pages.
-            SequenceFullError: A row ends before that.
-            ConfigError: A sequence is swapped out, or of another cache.
-
-        Cost: a comparison for a sequence below its `writable_tokens` (most decode steps).
-        """
-        grow(self, wanted)
-
-    def pages_to_fork(self, sequence: Sequence, num_tokens: int) -> int:
-        """Pages that a fork of `sequence` at `num_tokens` takes from the pool. Changes nothing."""
-        return pages_to_fork(self, sequence.row, num_tokens)
-
-    @uninterrupted
-    def keep_resident(self, overread_tokens: int) -> None:
-        """Keep `overread_tokens` past every sequence's length mapped, now and from now on.
-
-        For kernels that fetch past the length they are told. The number never decreases. Raises
-        `OutOfPagesError`, and `ConfigError` if the pool poisons memory or a sequence is moving to
-        the host.
-        """
-        keep_resident(self, overread_tokens)
-
     # ---- files and other processes --------------------------------------------------------
 
     @uninterrupted
@@ -240,12 +136,12 @@ class KVCache(RowSpace):
         """Restore a sequence from a file of `Sequence.save`, with its recorded tokens.
 
         Raises:
-            ConfigError: The file is truncated, corrupt, or of another kind; or this cache has other
+            ConfigError: The file is truncated or of another kind; or this cache has other
                 layers or shorter rows.
             OSError: It cannot be read.
             OutOfPagesError, OutOfAddressSpaceError: No memory for it, or no row.
 
-        Cost: about 1 s per GiB, for the checksum; then a copy.
+        Cost: what the disk takes, and a copy.
         """
         return self._restored(*load(self, path, tenant), tenant)
 
@@ -255,7 +151,6 @@ class KVCache(RowSpace):
         socket_path: str | os.PathLike[str],
         *,
         tenant: str | None = None,
-        allowed_uids: Collection[int] | None = None,
         timeout_s: float = 10.0,
     ) -> Sequence:
         """Begin a sequence with the prefix that another process exports (see `Sequence.export`).
@@ -266,12 +161,11 @@ class KVCache(RowSpace):
         Args:
             socket_path: The exporter's socket.
             tenant: The sequence's owner in this cache.
-            allowed_uids: Users that the exporter may run as; by default only this process's.
             timeout_s: Deadline of the whole exchange.
 
         Raises:
-            ConfigError: The exporter is another user's, refuses, speaks another protocol, or offers
-                a layout that this cache cannot map.
+            ConfigError: The exporter is another user's, speaks another protocol, or offers a layout
+                that this cache cannot map.
             TimeoutError, ConnectionError, OSError: It is not there, too slow, or ended midway.
             OutOfPagesError, OutOfAddressSpaceError: No memory behind the prefix, or no row.
             DriverError: A descriptor is not memory of the offered size, or the driver failed.
@@ -279,7 +173,7 @@ class KVCache(RowSpace):
         Cost: some 100 µs for each extent on a GPU; no copy.
         """
         row, num_tokens, token_ids = import_prefix(
-            self, socket_path, tenant=tenant, allowed_uids=allowed_uids, timeout_s=timeout_s
+            self, socket_path, tenant=tenant, timeout_s=timeout_s
         )
         return self._restored(row, num_tokens, token_ids, tenant)
 
@@ -298,7 +192,7 @@ class KVCache(RowSpace):
         self.pool.make_room(num_bytes, only=self.victims)
         if self.pool.available_bytes < before_bytes + num_bytes:
             with self.pool.lock:
-                retire_surplus(self)
+                growing.retire_surplus(self)
             self.pool.reclaimer.wait()
         return self.pool.available_bytes - before_bytes
 
@@ -315,23 +209,13 @@ class KVCache(RowSpace):
             with self.pool.lock:
                 for row in self.rows.parked():
                     self.retire_parked(row, 0)
-                retire_surplus(self)
+                growing.retire_surplus(self)
             self.pool.reclaimer.wait()
         else:
             missing_bytes = num_bytes - self.pool.stats().free_bytes
             if missing_bytes > 0:
                 self.make_room(missing_bytes)
         return self.pool.trim(num_bytes)
-
-    def stats(self) -> CacheStats:
-        """Return the cache's statistics. Cost: proportional to its rows."""
-        with self.pool.lock:  # Other caches' threads may evict parked rows.
-            lengths = {
-                row: sequence.num_tokens if sequence.is_resident else 0
-                for row, sequence in self.live.items()
-            }
-            rows = lengths, list(self.rows.parked())
-            return collect_stats(self.pool, self.groups, *rows, self.prefixes, self.sharing)
 
     def check(self) -> None:
         """Check every invariant of memory; raises `InternalError` where one is broken."""
@@ -344,13 +228,6 @@ class KVCache(RowSpace):
         for sequence in self.live_sequences():
             for group in self.groups:
                 group.check_row(sequence.row, sequence.num_tokens, self.overread_tokens)
-            room = max(0, self.writable_tokens(sequence))
-            if self.short([(sequence, room)]) or not self.short([(sequence, room + 1)]):
-                raise InternalError(f"{sequence} is not short from {room + 1} tokens on")
-
-    def retire_behind_windows(self, sequences: Iterable[Sequence] | None = None) -> None:
-        """Retire memory that no later query of these sequences (or all) can see."""
-        retire_behind_windows(self, sequences)
 
     # ---- closing --------------------------------------------------------------------------
 
@@ -359,12 +236,12 @@ class KVCache(RowSpace):
         """Wait for submitted work, unmap everything, and detach from the pool. Idempotent.
 
         Tensors over the cache must not be used afterwards: their addresses stay reserved, so
-        touching one faults rather than reads other memory. After a `DriverError` call `close`
-        again.
+        touching one faults rather than reads other memory. After a `DriverError` the cache
+        cannot be used, and another `close` frees the rest.
         """
         if self.is_closed:
             return
-        # After a failing driver call another `close` continues from there.
+        self.is_closing = True  # After a failing driver call another `close` continues from there.
         for sequence in self.sequences:
             sequence.is_closed = True
             sequence.drop_host_copy()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -36,10 +37,9 @@ def stream_getter(backend: Backend) -> Callable[[], int]:
     """Return a function that returns the raw handle of torch's current stream on this device."""
     device_type, index = backend.dlpack_device
     if device_type != _DLPACK_CUDA:
-        return lambda: 0
+        return int  # It returns 0, the only stream.
     # The private name costs 0.1 µs; torch.cuda.current_stream builds an object for 2 µs.
-    raw: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
-    return lambda: raw(index)
+    return partial(torch._C._cuda_getCurrentRawStream, index)
 
 
 @dataclass(frozen=True)
@@ -120,6 +120,13 @@ class LayerGroup:
         self._view_counter = _native.ViewCounter()
         self._views: dict[bool, GroupViews] = {}
         self._first_written: dict[int, int] = {}
+        #: The pages of its rows, and bytes of a token, bytes of a page, and tokens of a row.
+        self.books = (
+            self.table.rows,
+            geometry.token_bytes,
+            geometry.page_bytes,
+            geometry.row_tokens,
+        )
         self.largest_class = pool.largest_class
         if window_tokens is not None:
             window_pages = geometry.pages_for(window_tokens)
@@ -169,39 +176,44 @@ class LayerGroup:
             )
         return self._scale_tensors[place]
 
-    def next_page(self, row: int, num_tokens: int) -> int:
-        """Page at which `row`, of `num_tokens` tokens, grows: its end, or its window's start."""
-        pages = self.table.rows[row]
-        return pages.end_page if pages.mappings else self.first_needed_page(num_tokens)
-
     def pages_lacking(self, row: int, num_tokens: int, end_tokens: int) -> int:
         """Count the pages, copies of shared ones too, that `row` lacks up to `end_tokens`."""
-        first_page = self.next_page(row, num_tokens)
-        if self.table.rows[row].mappings:
+        pages = self.table.rows[row]
+        first_page = self.first_needed_page(num_tokens)
+        if pages.mappings:
+            first_page = pages.end_page
             written_page = self.geometry.whole_pages_below(num_tokens)
-            first_page = min(first_page, self.table.guarded_page(row, written_page))
+            for mapping in self.table.overlapping(row, written_page, pages.shared_end_page):
+                if mapping.is_guarded:
+                    first_page = mapping.first_page
+                    break
         end_tokens = min(end_tokens, self.geometry.row_tokens)
         return max(0, self.geometry.pages_for(end_tokens) - first_page)
 
-    def pages_to_add(self, first_page: int, num_tokens: int, *, exactly: bool) -> int:
-        """Pages to map from `first_page` for `num_tokens`; a growth quantum unless `exactly`."""
-        held_pages = max(0, first_page - self.first_needed_page(num_tokens))
-        quantum_class = 0 if exactly else growth_quantum_class(held_pages, self.largest_class)
-        return pages_to_map(
-            first_page, self.geometry.pages_for(num_tokens), self.geometry.row_pages, quantum_class
-        )
+    def growth(
+        self, row: int, num_past_tokens: int, end_tokens: int, *, exactly: bool
+    ) -> tuple[int, int]:
+        """The page at which `row` grows, and the pages to map there to reach `end_tokens`.
+
+        The row's next query is at `num_past_tokens` or later. It grows by a growth quantum at least
+        unless `exactly`.
+        """
+        geometry, pages = self.geometry, self.table.rows[row]
+        first_page = pages.end_page if pages.mappings else self.first_needed_page(num_past_tokens)
+        end_tokens = min(end_tokens, geometry.row_tokens)
+        end_page = geometry.pages_for(end_tokens)
+        if end_page <= first_page:
+            return first_page, 0
+        if exactly:
+            return first_page, end_page - first_page
+        held_pages = max(0, first_page - self.first_needed_page(end_tokens))
+        quantum_class = growth_quantum_class(held_pages, self.largest_class)
+        return first_page, pages_to_map(first_page, end_page, geometry.row_pages, quantum_class)
 
     def resident_tokens(self, row: int) -> int:
         """Tokens of `row` up to which memory is mapped."""
         end_bytes = self.table.rows[row].end_page * self.geometry.page_bytes
         return min(end_bytes // self.geometry.token_bytes, self.geometry.row_tokens)
-
-    def writable_tokens(self, row: int, num_tokens: int, overread_tokens: int) -> int:
-        """Length up to which the row's sequence can be written now, with over-read mapped."""
-        first_page = self.geometry.whole_pages_below(num_tokens)
-        if not self.table.is_writable_from(row, first_page):
-            return 0
-        return self.resident_tokens(row) - overread_tokens
 
     def first_mapped_token(self, row: int, num_tokens: int) -> int:
         """The first of `num_tokens` tokens of `row` that is mapped in full; else `num_tokens`."""
@@ -264,7 +276,9 @@ class LayerGroup:
 
     def first_needed_page(self, num_tokens: int) -> int:
         """The first page of a row that a query at `num_tokens` or later can make a kernel read."""
-        first_read = self.first_seen_token(num_tokens) - UNDERREAD_TOKENS
+        if self.window_tokens is None:
+            return 0
+        first_read = num_tokens - self.window_tokens + 1 - UNDERREAD_TOKENS
         return self.geometry.whole_pages_below(first_read) if first_read > 0 else 0
 
     def first_seen_token(self, num_tokens: int) -> int:
@@ -366,7 +380,7 @@ class LayerGroup:
     def close(self) -> None:
         """Unmap everything after its fence; free the range once no tensor points into it."""
         self._views.clear()
-        counter = self._view_counter
+        counter = self._view_counter  # Not `self`, which would live as long.
         self.table.close(lambda: counter.live > 0)
 
     def close_behind(self, fence: RecordedFence) -> None:

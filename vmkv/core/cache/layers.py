@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 
 from ...errors import ConfigError
+from ...interrupts import uninterrupted
 from .fp8 import LayerScales, check_layer_scales
 from .geometry import Geometry, LayerShape, check_positive
 from .growing import Target, map_rows
@@ -19,16 +20,49 @@ from .layer_group import LayerGroup, split_layers
 from .row_space import RowSpace
 
 
+@uninterrupted
 def add_layers(
     space: RowSpace,
-    layers: Sequence[int],
-    shape: LayerShape,
+    layers: Iterable[int],
+    *,
+    num_kv_heads: int,
+    head_dim: int,
     dtype: torch.dtype,
-    window_tokens: int | None,
-    num_past_tokens: int,
-    scales: Sequence[LayerScales] | None,
+    v_head_dim: int | None = None,
+    num_v_heads: int | None = None,
+    window_tokens: int | None = None,
+    num_past_tokens: int = 0,
+    scales: Sequence[LayerScales] | None = None,
 ) -> list[LayerGroup]:
-    """Implement `KVCache.add_layers`."""
+    """Add layers of one shape; returns the groups made for them.
+
+    Open sequences get memory for the tokens they hold.
+
+    Args:
+        space: The cache.
+        layers: The caller's numbers for them.
+        num_kv_heads: Key heads, and value heads unless `num_v_heads` is given.
+        head_dim: Width of a key head, and of a value head unless `v_head_dim` is given.
+        dtype: Element type.
+        v_head_dim: Width of a value head.
+        num_v_heads: Value heads.
+        window_tokens: For sliding-window layers, how many tokens a query sees.
+        num_past_tokens: Position of the first query in open sequences: tokens before its window are
+            not mapped.
+        scales: One per layer, for `float8_e4m3fn`; see `fp8.py`. By default 1.
+
+    Raises:
+        ConfigError: A size is impossible, a layer was added before, or scales do not fit.
+        OutOfPagesError, OutOfAddressSpaceError: No memory or addresses for them.
+    """
+    layers = list(layers)
+    shape = LayerShape(
+        num_k_heads=num_kv_heads,
+        k_dim=head_dim,
+        num_v_heads=num_kv_heads if num_v_heads is None else num_v_heads,
+        v_dim=head_dim if v_head_dim is None else v_head_dim,
+        itemsize_bytes=dtype.itemsize,
+    )
     space.check_open()
     taken = [layer for layer in layers if layer in space.places]
     if taken or not layers or len(set(layers)) != len(layers):
@@ -60,8 +94,9 @@ def add_layers(
     return made
 
 
+@uninterrupted
 def drop_layers(space: RowSpace, layers: Iterable[int]) -> None:
-    """Implement `KVCache.drop_layers`."""
+    """Forget layers that were never written; their bytes in the token row stay unused."""
     space.check_open()
     for layer in layers:
         group, _ = space.place(layer)
@@ -71,8 +106,14 @@ def drop_layers(space: RowSpace, layers: Iterable[int]) -> None:
             space.pool.closer.close_soon(group.close_behind)
 
 
+@uninterrupted
 def compact(space: RowSpace) -> bool:
-    """Implement `KVCache.compact`."""
+    """Close the gaps that `drop_layers` left, by copying groups; returns whether any moved.
+
+    Tensors made before keep pointing at the old memory: make new ones. Raises `ConfigError` while a
+    sequence is swapped out, `OutOfPagesError` and `OutOfAddressSpaceError` without room for the
+    copy.
+    """
     space.check_open()
     if not all(each.is_resident for each in space.live.values()):
         raise ConfigError("a sequence is swapped out; swap_in() before moving layers")

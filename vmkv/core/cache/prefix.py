@@ -269,7 +269,6 @@ class _Content:
     path: Path
     tail: bytes = b""
     hashes: list[bytes] = field(default_factory=list)
-    num_hits: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -426,11 +425,6 @@ class PrefixIndex:
         content = self._contents.get(row)
         return [] if content is None else list(self._hashed(content))
 
-    def hits_of(self, row: int) -> int:
-        """How often a sequence has started from `row` with its present tokens."""
-        content = self._contents.get(row)
-        return 0 if content is None else content.num_hits
-
     def _hashed(self, content: _Content) -> list[bytes]:
         known = content.hashes
         blocks = self._tree.held(content.path, len(known) * self._tree.block_bytes)
@@ -500,17 +494,6 @@ class PrefixIndex:
                     break
                 if each * self._tree.block_bytes > lost_bytes:
                     yield each, hashes[each - 1]
-
-    def note_hit(self, row: int, num_tokens: int) -> None:
-        """Count a sequence that began with `num_tokens` tokens of `row`."""
-        self.num_hits += 1
-        self.num_hit_tokens += num_tokens
-        if row in self._contents:
-            self._contents[row].num_hits += 1
-
-    def note_miss(self) -> None:
-        """Count a sequence that found nothing to begin with."""
-        self.num_misses += 1
 
 
 def block_hashes(token_ids: Sequence[int], tenant: str | None = None) -> Iterator[bytes]:

@@ -1,8 +1,7 @@
 """A row space: layer groups over one pool, and the states of their rows.
 
-Forks, reorderings, swaps, files and other processes work on a row space. It knows live rows only
-through the `LiveRow` protocol, which `Sequence` implements. A row that must give memory back is
-presented to the pool as a `Victim`.
+Forks, reorderings, swaps, files and other processes work on a row space. A row that must give
+memory back is presented to the pool as a `Victim`.
 
 See DESIGN.md, Note [How far a row may be written].
 """
@@ -10,11 +9,12 @@ See DESIGN.md, Note [How far a row may be written].
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator
+from collections.abc import Sequence as List_
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from operator import itemgetter
-from typing import Protocol, TypeVar
+from operator import attrgetter, itemgetter
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -29,6 +29,9 @@ from .layer_group import LayerGroup, stream_getter, torch_device
 from .prefix import PrefixIndex
 from .stats import SharingStats
 
+if TYPE_CHECKING:
+    from .sequence import Sequence
+
 # ---- rows ----------------------------------------------------------------------------------------
 
 
@@ -39,14 +42,8 @@ class Rows:
         self.num_rows = num_rows
         self._empty = list(range(num_rows))  # A heap: low rows first, so views stay narrow.
         self._parked: dict[int, int] = {}  # Tick of last use; least recent first.
-        self._live: set[int] = set()
         # Tick of the last known work on each row; for live rows only the reads by their forks.
         self._idle_since: dict[int, int] = {}
-
-    @property
-    def live(self) -> set[int]:
-        """The rows of live sequences."""
-        return self._live
 
     def parked(self) -> Iterator[int]:
         """Iterate over parked rows, least recently used first."""
@@ -106,24 +103,22 @@ class Rows:
 
     def check_free(self, row: int) -> None:
         """Raise `ConfigError` if there is no such row, or it is live already."""
-        if row in self._live or not 0 <= row < self.num_rows:
+        if row not in self._parked and row not in self._empty:
             raise ConfigError(f"row {row} of {self.num_rows} is not free")
 
     def take(self, row: int) -> None:
         """Make a free `row` live."""
-        self.check_free(row)
         if row in self._parked:
             del self._parked[row]
-        elif row == self._empty[0]:
+        elif self._empty and row == self._empty[0]:
             heapq.heappop(self._empty)
         else:
+            self.check_free(row)
             self._empty.remove(row)
             heapq.heapify(self._empty)
-        self._live.add(row)
 
     def park(self, row: int, now: int = 0, idle_since: int | None = None) -> None:
         """Park a live `row` with its memory; the caller's work on it ended at tick `idle_since`."""
-        self._live.remove(row)
         self._parked[row] = now
         since = now if idle_since is None else idle_since
         self._idle_since[row] = max(since, self._idle_since.get(row, since))
@@ -137,10 +132,10 @@ class Rows:
 # ---- victims -------------------------------------------------------------------------------------
 
 #: Evictable extents with their first tokens, in the order of eviction.
-Gives = Sequence[tuple[int, Extent]]
+Gives = List_[tuple[int, Extent]]
 
 
-def ends_of(groups: Sequence[LayerGroup], row: int) -> Gives:
+def ends_of(groups: List_[LayerGroup], row: int) -> Gives:
     """List the extents that a row can give up, last token first, but none up to a pinned one."""
     ends: list[tuple[int, Extent]] = []
     pinned_token = -1
@@ -157,7 +152,7 @@ def ends_of(groups: Sequence[LayerGroup], row: int) -> Gives:
     return ends
 
 
-def own_bytes(groups: Sequence[LayerGroup], row: int) -> int | None:
+def own_bytes(groups: List_[LayerGroup], row: int) -> int | None:
     """Bytes of a parked row, pinned extents included, if nothing in it is shared; else None."""
     num_bytes = 0
     for group in groups:
@@ -168,7 +163,7 @@ def own_bytes(groups: Sequence[LayerGroup], row: int) -> int | None:
     return num_bytes
 
 
-def check_own_bytes(groups: Sequence[LayerGroup], row: int) -> None:
+def check_own_bytes(groups: List_[LayerGroup], row: int) -> None:
     """Raise `InternalError` if `own_bytes` of a parked row differs from a count of its extents."""
     told = own_bytes(groups, row)
     mapped = [each.extent for group in groups for each in group.table.rows[row].mappings]
@@ -183,18 +178,17 @@ def victim_of(
     *,
     freeable_bytes: int | None = None,
     last_used: int,
-    num_hits: int = 0,
-    num_prefix_tokens: int = 0,
 ) -> Victim:
     """Make a victim: `gives` lists a row's evictable extents, `retire` cuts the row at a token."""
 
     def evict(num_bytes: int) -> int:
         evicted_bytes, keep_tokens = 0, None
-        for first_token, extent in _freeable(gives()):
+        for first_token, extent in gives():
             if evicted_bytes >= num_bytes and first_token != keep_tokens:
                 break
-            evicted_bytes += extent.num_bytes
-            keep_tokens = first_token
+            if extent.is_freeable:
+                evicted_bytes += extent.num_bytes
+                keep_tokens = first_token
         if keep_tokens is not None:
             retire(keep_tokens)
         return evicted_bytes
@@ -213,40 +207,15 @@ def victim_of(
     return Victim(
         last_used=last_used,
         freeable_bytes=freeable_bytes,
-        num_hits=num_hits,
-        num_tokens=num_prefix_tokens,
         evict=evict,
         shared=shared,
         give_up=give_up,
     )
 
 
-def _freeable(gives: Gives) -> Gives:
-    return [each for each in gives if each[1].is_freeable]
-
-
 # ---- row space -----------------------------------------------------------------------------------
 
-Live = TypeVar("Live", bound="LiveRow")
-
-
-class LiveRow(Protocol):
-    """The interface through which a row space sees a sequence."""
-
-    row: int
-    num_tokens: int
-    tenant: str | None
-
-    @property
-    def cache(self) -> RowSpace:
-        """The row space that the row belongs to."""
-
-    @property
-    def is_resident(self) -> bool:
-        """Whether kernels can read it: neither swapped out nor moving."""
-
-    def check_open(self) -> None:
-        """Raise `ClosedError` if the sequence has ended, `ConfigError` if it is swapped out."""
+_BOOKS = attrgetter("books")
 
 
 class RowSpace:
@@ -292,22 +261,22 @@ class RowSpace:
         self.groups: list[LayerGroup] = []
         self.places: dict[int, tuple[LayerGroup, int]] = {}
         self.rows = Rows(max_sequences)
-        self.live: dict[int, LiveRow] = {}
+        self.live: dict[int, Sequence] = {}
         self.moving: dict[int, Callable[[], Victim]] = {}
         self.prefixes = PrefixIndex()
         self.sharing = SharingStats()
         self.cost_model = cost_model or CostModel.of(backend)
         self.overread_tokens = 0
         self.keeps_past = False
-        self.is_closed = False
+        self.is_closed = self.is_closing = False
         self.current_stream = stream_getter(backend)
         self._side_stream: int | None = None
         with self.pool.lock:
             self.pool.pressure.add_source(self.victims)
 
     def check_open(self) -> None:
-        """Raise `ClosedError` if the cache is closed."""
-        if self.is_closed:
+        """Raise `ClosedError` if the cache is closed, or its `close` has failed on the way."""
+        if self.is_closing:
             raise ClosedError("this KVCache is closed; make a new one")
 
     # ---- layers ---------------------------------------------------------------------------
@@ -404,51 +373,33 @@ class RowSpace:
         """Tokens that a new sequence in `row` would find mapped and unshared."""
         return min((group.adoptable_tokens(row) for group in self.groups), default=0)
 
-    def writable_tokens(self, sequence: LiveRow) -> int:
-        """Implement `Sequence.writable_tokens`."""
-        if not self.groups or not sequence.is_resident:
-            return 0
-        row, num_tokens, overread_tokens = sequence.row, sequence.num_tokens, self.overread_tokens
-        end = self.max_tokens
-        for group in self.groups:
-            end = min(end, group.writable_tokens(row, num_tokens, overread_tokens))
-        return end
-
-    def short(self, wanted: Iterable[tuple[Live, int]]) -> list[tuple[Live, int]]:
-        """Return those of `wanted` beyond their `writable_tokens`; fast: every step calls it."""
-        overread_tokens = self.overread_tokens
-        rows_tokens = [group.geometry.row_tokens for group in self.groups]
-        row_tokens = min([self.max_tokens + overread_tokens, *rows_tokens])
-        books = [
-            (group.table.rows, group.geometry.token_bytes, group.geometry.page_bytes)
-            for group in self.groups
-        ]
+    def writable_tokens(self, sequences: Iterable[Sequence]) -> list[int]:
+        """Return `Sequence.writable_tokens` of each; fast: every step asks for its rows."""
+        books, overread_tokens = list(map(_BOOKS, self.groups)), self.overread_tokens
         found = []
-        for each in wanted:
-            sequence, num_tokens = each
-            end_tokens, row = num_tokens + overread_tokens, sequence.row
-            for rows, token_bytes, page_bytes in books:
+        for sequence in sequences:
+            row, num_tokens, room = sequence.row, sequence.num_tokens, self.max_tokens
+            for rows, token_bytes, page_bytes, row_tokens in books:
                 pages = rows[row]
-                mappings = pages.mappings
-                if not mappings:
+                mappings, shared_end_page = pages.mappings, pages.shared_end_page
+                if not mappings or (
+                    shared_end_page and num_tokens * token_bytes < shared_end_page * page_bytes
+                ):
+                    room = 0
                     break
                 last = mappings[-1]
-                end_page = last.first_page + last.extent.num_pages
-                if end_tokens * token_bytes > end_page * page_bytes:
-                    break
-                shared_end_page = pages.shared_end_page
-                if shared_end_page and sequence.num_tokens * token_bytes < (
-                    shared_end_page * page_bytes
-                ):
-                    break
-            else:
-                if end_tokens <= row_tokens and sequence.is_resident:
-                    continue
-            if num_tokens > 0:
-                found.append(each)
+                end_bytes = (last.first_page + last.extent.num_pages) * page_bytes
+                end_tokens = end_bytes // token_bytes
+                if end_tokens > row_tokens:
+                    end_tokens = row_tokens
+                if end_tokens - overread_tokens < room:
+                    room = end_tokens - overread_tokens
+            if not books or sequence.transfer or sequence.swapped or room < 0:
+                room = 0
+            found.append(room)
         return found
 
-    def live_sequences(self) -> list[LiveRow]:
+    def live_sequences(self) -> list[Sequence]:
         """The sequences that kernels can read: neither swapped out nor moving."""
         return [each for each in self.live.values() if each.is_resident]
 
@@ -580,6 +531,4 @@ class RowSpace:
             partial(self.retire_parked, row),
             freeable_bytes=own_bytes(self.groups, row),
             last_used=self.rows.last_used(row),
-            num_hits=self.prefixes.hits_of(row),
-            num_prefix_tokens=self.prefixes.num_recorded(row),
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
 from collections.abc import Sequence as List_
 
 import torch
@@ -40,6 +39,8 @@ class Sequence:
         num_tokens: How many tokens it holds.
         num_cached_tokens: How many of them were there when it began (a prefix hit).
         tenant: Its owner.
+        transfer: The transfer to the host while it is under way, else None.
+        swapped: The host copy while the sequence is swapped out, else None.
     """
 
     def __init__(self, cache: RowSpace, row: int, num_tokens: int, tenant: str | None):
@@ -48,7 +49,8 @@ class Sequence:
         self.num_tokens = num_tokens
         self.num_cached_tokens = 0
         self.tenant = tenant
-        self._transfer: Transfer | None = None  # The last one, until `swap_in`.
+        self.transfer: Transfer | None = None
+        self.swapped: Swapped | None = None
         self.is_closed = False
         cache.live[row] = self
 
@@ -153,7 +155,7 @@ class Sequence:
         Ordering: after all work submitted so far; concurrent with later work on the current stream.
         """
         self.check_open()
-        transfer = self._transfer = begin_swap_out(self)
+        transfer = begin_swap_out(self)
         if wait:
             transfer.finish()
         return self.transfer
@@ -167,11 +169,11 @@ class Sequence:
         on the current stream waits for the copies; the caller does not.
         """
         self._check_not_closed()
-        if self._transfer is not None:
-            self._transfer.stay()
+        if self.transfer is not None:
+            self.transfer.stay()
         if self.swapped is not None:
             swap_in(self, self.swapped)
-        self._transfer = None
+            self.swapped = None
 
     @uninterrupted
     def spill(self, num_bytes: int) -> int:
@@ -201,9 +203,9 @@ class Sequence:
 
         It may be swapped out, and may be closed afterwards. The file's mode is 0600; it takes its
         name when it is complete, so after an error (`OSError`, `OutOfPagesError`) an old file is
-        still there.
+        still there. `ConfigError` for a path that is no regular file's.
 
-        Cost: about 1 s per GiB, for the checksum and the disk; 1 MiB of memory.
+        Cost: what the disk takes; 1 MiB of memory.
         Ordering: after all work submitted so far on the current stream and others;
             host-synchronous.
         """
@@ -217,19 +219,18 @@ class Sequence:
         socket_path: str | os.PathLike[str],
         num_tokens: int | None = None,
         *,
-        allowed_uids: Collection[int] | None = None,
         timeout_s: float = 10.0,
     ) -> PrefixExporter:
-        """Share the first `num_tokens` tokens (or all) with processes that call `import_prefix`.
+        """Share the first `num_tokens` tokens (or all) with this user's processes.
 
-        Only whole extents are shared. They are read-only from now on, here as well; truncating into
-        them and appending copies first. `PrefixExporter` documents arguments and errors.
+        They call `KVCache.import_prefix`. Only whole extents are shared, which are read-only from
+        now on, here as well; truncating into them and appending copies first. `PrefixExporter`
+        documents arguments and errors.
         """
         return PrefixExporter(
             self,
             socket_path,
             num_tokens=None if num_tokens is None else _checked(num_tokens),
-            allowed_uids=allowed_uids,
             timeout_s=timeout_s,
         )
 
@@ -241,7 +242,7 @@ class Sequence:
         over-read past it is mapped. `append` extends it. 0 while the sequence is swapped out or
         moving.
         """
-        return self.cache.writable_tokens(self)
+        return self.cache.writable_tokens([self])[0]
 
     @property
     def num_recorded(self) -> int:
@@ -251,20 +252,8 @@ class Sequence:
     @property
     def is_resident(self) -> bool:
         """Whether kernels can read it: neither swapped out nor moving."""
-        last = self._transfer
-        return last is None or not (last.is_moving or last.has_left)
-
-    @property
-    def transfer(self) -> Transfer | None:
-        """The transfer to the host while it is under way, else None."""
-        last = self._transfer
-        return last if last is not None and last.is_moving else None
-
-    @property
-    def swapped(self) -> Swapped | None:
-        """The host copy while the sequence is swapped out, else None."""
-        last = self._transfer
-        return last.swapped if last is not None and last.has_left else None
+        # In this order: another thread may be making the sequence leave.
+        return self.transfer is None and self.swapped is None
 
     def first_token(self, layer: int) -> int:
         """Return the first token present in `layer`; `num_tokens` if none is.
@@ -292,33 +281,26 @@ class Sequence:
         return self.cache.values(layer)[self.row, : self.num_tokens]
 
     @uninterrupted
-    def close(self, *, idle_since: int | None = None) -> None:
+    def close(self) -> None:
         """End the sequence; its row is parked for the next one. Idempotent.
 
-        `idle_since` is the tick (`Pressure.tick`) of the caller's last work on the row, forks
-        excepted; default: now. After a `DriverError` the sequence is open; call `close` again.
+        After a `DriverError` the sequence is open; call `close` again.
         """
-        if not self.is_closed:
-            with self.cache.pool.lock:
-                self.drop_host_copy()
-                drop_spilled(self.cache, self.row)
-                self.cache.park(self.row, idle_since)
-            self.is_closed = True
+        close_idle(self, None)
 
     def drop_host_copy(self) -> None:
         """Release the host copy, finished or not, of a sequence that ends."""
-        if self._transfer is not None:
-            self._transfer.stay()
+        if self.transfer is not None:
+            self.transfer.stay()
         if self.swapped is not None:
             drop_swapped(self.cache, self.swapped)
-        self._transfer = None
+            self.swapped = None
 
     def check_open(self) -> None:
         """Raise `ClosedError` if the sequence has ended, `ConfigError` if it is swapped out."""
-        if self.is_closed or self._transfer is not None:
-            self._check_not_closed()
-            if not self.is_resident:
-                raise ConfigError(f"the sequence in row {self.row} is swapped out; swap_in() first")
+        self._check_not_closed()
+        if not self.is_resident:
+            raise ConfigError(f"the sequence in row {self.row} is swapped out; swap_in() first")
 
     def _check_not_closed(self) -> None:
         if self.is_closed:
@@ -329,6 +311,20 @@ class Sequence:
         if not self.is_resident:
             state += ", swapped out"
         return f"Sequence(row={self.row}, {state})"
+
+
+@uninterrupted
+def close_idle(sequence: Sequence, idle_since: int | None) -> None:
+    """Close a sequence on which the caller's last work, forks excepted, was at a `Pressure.tick`.
+
+    With None that is now: eviction of its row waits for all work submitted so far.
+    """
+    if not sequence.is_closed:
+        with sequence.cache.pool.lock:
+            sequence.drop_host_copy()
+            drop_spilled(sequence.cache, sequence.row)
+            sequence.cache.park(sequence.row, idle_since)
+        sequence.is_closed = True
 
 
 def _checked(num_tokens: int) -> int:

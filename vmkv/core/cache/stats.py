@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import TYPE_CHECKING
 
 from ...units import format_bytes
 from ..backend import MemoryLocation
-from ..memory import Extent, ExtentPool
-from .layer_group import LayerGroup
-from .prefix import PrefixIndex
+from ..memory import Extent
+
+if TYPE_CHECKING:
+    from .row_space import RowSpace
 
 
 @dataclass
@@ -85,47 +88,42 @@ class CacheStats:
         )
 
 
-def collect_stats(
-    pool: ExtentPool,
-    groups: Sequence[LayerGroup],
-    lengths: Mapping[int, int],
-    parked: Sequence[int],
-    prefixes: PrefixIndex,
-    sharing: SharingStats,
-) -> CacheStats:
-    """Collect the stats of a cache from its live rows' lengths and its parked rows."""
-    pool_stats = pool.stats()
-    live_extents = _extents(groups, list(lengths))
-    parked_extents = _extents(groups, parked)
-    live_bytes = sum(extent.num_bytes for extent in set(live_extents))
-    all_extents = live_extents + parked_extents
-    resident_bytes = sum(extent.num_bytes for extent in set(all_extents))
-    return CacheStats(
-        num_sequences=len(lengths),
-        reserved_bytes=sum(group.geometry.reserved_bytes for group in groups),
-        resident_bytes=resident_bytes,
-        used_bytes=sum(
-            group.used_bytes(num_tokens) for group in groups for num_tokens in lengths.values()
-        ),
-        parked_bytes=resident_bytes - live_bytes,
-        shared_bytes=sum(extent.num_bytes for extent in all_extents) - resident_bytes,
-        host_bytes=pool.stats(MemoryLocation.HOST).resident_bytes,
-        free_bytes=pool_stats.free_bytes,
-        retired_bytes=pool_stats.retired_bytes,
-        budget_bytes=pool_stats.budget_bytes,
-        num_prefix_hits=prefixes.num_hits,
-        num_prefix_misses=prefixes.num_misses,
-        num_prefix_hit_tokens=prefixes.num_hit_tokens,
-        sharing=replace(sharing),
-        driver_calls=dict(pool.backend.calls),
-    )
+def collect_stats(space: RowSpace) -> CacheStats:
+    """Return the cache's statistics. Cost: proportional to its rows."""
+    with space.pool.lock:  # Other caches' threads may evict parked rows.
+        pool_stats, prefixes = space.pool.stats(), space.prefixes
+        live_extents = _extents(space, space.live)
+        live_bytes = sum(extent.num_bytes for extent in set(live_extents))
+        all_extents = live_extents + _extents(space, space.rows.parked())
+        resident_bytes = sum(extent.num_bytes for extent in set(all_extents))
+        return CacheStats(
+            num_sequences=len(space.live),
+            reserved_bytes=sum(group.geometry.reserved_bytes for group in space.groups),
+            resident_bytes=resident_bytes,
+            used_bytes=sum(
+                group.used_bytes(sequence.num_tokens)
+                for group in space.groups
+                for sequence in space.live_sequences()
+            ),
+            parked_bytes=resident_bytes - live_bytes,
+            shared_bytes=sum(extent.num_bytes for extent in all_extents) - resident_bytes,
+            host_bytes=space.pool.stats(MemoryLocation.HOST).resident_bytes,
+            free_bytes=pool_stats.free_bytes,
+            retired_bytes=pool_stats.retired_bytes,
+            budget_bytes=pool_stats.budget_bytes,
+            num_prefix_hits=prefixes.num_hits,
+            num_prefix_misses=prefixes.num_misses,
+            num_prefix_hit_tokens=prefixes.num_hit_tokens,
+            sharing=replace(space.sharing),
+            driver_calls=dict(space.pool.backend.calls),
+        )
 
 
-def _extents(groups: Sequence[LayerGroup], rows: Sequence[int]) -> list[Extent]:
+def _extents(space: RowSpace, rows: Iterable[int]) -> list[Extent]:
     return [
         mapping.extent
-        for group in groups
         for row in rows
+        for group in space.groups
         for mapping in group.table.rows[row].mappings
         if mapping.extent.location is MemoryLocation.DEVICE
     ]
@@ -135,23 +133,12 @@ def add_stats(stats: list[CacheStats]) -> CacheStats:
     """Add the bytes and calls of one model's caches, one per device; counts take the maximum."""
     calls: Counter[str] = Counter()
     sharing: Counter[str] = Counter()
+    added: dict[str, int] = {}
     for each in stats:
         calls.update(each.driver_calls)
         sharing.update(vars(each.sharing))
-    added = {
-        field.name: sum(getattr(each, field.name) for each in stats)
-        for field in fields(CacheStats)
-        if field.name not in ("sharing", "driver_calls") and not field.name.startswith("num_")
-    }
-    # A sequence on several devices counts once, and so does its prefix.
-    counts = {
-        field.name: max((getattr(each, field.name) for each in stats), default=0)
-        for field in fields(CacheStats)
-        if field.name.startswith("num_")
-    }
-    return CacheStats(
-        **counts,
-        sharing=SharingStats(**sharing),
-        driver_calls=dict(calls),
-        **added,
-    )
+    for name in [each.name for each in fields(CacheStats) if each.type == "int"]:
+        # A sequence on several devices counts once, and so does its prefix.
+        add = partial(max, default=0) if name.startswith("num_") else sum
+        added[name] = add([getattr(each, name) for each in stats])
+    return CacheStats(**added, sharing=SharingStats(**sharing), driver_calls=dict(calls))

@@ -13,19 +13,23 @@ See DESIGN.md, Note [Swapping keeps addresses].
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from collections.abc import Sequence as List_
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ...errors import ConfigError
 from ...interrupts import uninterrupted
 from ...units import Address
-from ..backend import Access, Fence, MemoryLocation
-from ..memory import Extent, Mapping, PageTable, Placement, RowChange, Victim, change, size_classes
+from ..backend import MemoryLocation
+from ..memory import Change, Extent, Mapping, PageTable, RowChange, Victim, size_classes
 from .growing import Target, map_rows
 from .layer_group import LayerGroup
-from .row_space import LiveRow, RowSpace, victim_of
+from .row_space import RowSpace, victim_of
+
+if TYPE_CHECKING:
+    from .sequence import Sequence
 
 # ---- swap ----------------------------------------------------------------------------------------
 
@@ -49,7 +53,7 @@ class Swapped:
     """
 
     row: int
-    extents: Sequence[SwappedExtent]
+    extents: List_[SwappedExtent]
     staging: PageTable
 
     @property
@@ -93,25 +97,16 @@ class Swapped:
 class Transfer:
     """A sequence on its way to host memory, which holds its device memory until it leaves.
 
-    Attributes:
-        swapped: The host memory.
-        is_moving: Whether the sequence has neither left nor been kept.
-        has_left: Whether the sequence is swapped out.
+    It is the sequence's `transfer` until then, and `swapped` is the host memory.
     """
 
-    def __init__(self, sequence: LiveRow, swapped: Swapped, fence: Fence):
+    def __init__(self, sequence: Sequence, swapped: Swapped):
         self.swapped = swapped
-        self.is_moving = True
-        self.has_left = False
         self._sequence = sequence
         self._space = sequence.cache
-        self._fence = fence
         with self._space.pool.lock:
+            sequence.transfer = self
             self._space.moving[sequence.row] = self._victim
-
-    def has_arrived(self) -> bool:
-        """Whether the copies are complete. Never blocks."""
-        return self._fence.has_passed()
 
     @uninterrupted
     def finish(self) -> None:
@@ -134,26 +129,26 @@ class Transfer:
     def stay(self) -> bool:
         """Cancel the transfer if it is still under way; returns whether it was."""
         with self._space.pool.lock:
-            if not self.is_moving:
+            if self._sequence.transfer is not self:
                 return False
             self.swapped.drop()
             self._end()
             return True
 
     def _leave(self) -> None:
-        space = self._space
+        space, sequence = self._space, self._sequence
         with space.pool.lock:
-            if self.is_moving:
+            if sequence.transfer is self:
                 fence = space.pool.reclaimer.new_fence()
                 for group, page, *_ in self.swapped.firsts():
                     group.table.retire_back(self.swapped.row, page, fence)
-                self.has_left = True
+                sequence.swapped = self.swapped  # Before the end: it is not resident in between.
                 self._end()
-                space.prefixes.hide(self._sequence.row)
+                space.prefixes.hide(sequence.row)
                 space.sharing.swapped_out_bytes += self.swapped.num_bytes
 
     def _end(self) -> None:
-        self.is_moving = False
+        self._sequence.transfer = None
         del self._space.moving[self._sequence.row]
 
     def _victim(self) -> Victim:
@@ -162,14 +157,14 @@ class Transfer:
 
     def _gives(self) -> list[tuple[int, Extent]]:
         """List the extents that leaving frees: all of them, or none while any is pinned."""
-        if not self.is_moving:
+        if self._sequence.transfer is not self:
             return []
         mappings = self.swapped.mappings()
         is_pinned = any(mapping.num_pins for mapping in mappings)
         return [] if is_pinned else [(0, mapping.extent) for mapping in mappings]
 
 
-def begin_swap_out(sequence: LiveRow) -> Transfer:
+def begin_swap_out(sequence: Sequence) -> Transfer:
     """Start copying a sequence's own memory to the host; after any error nothing has changed.
 
     Cost: a mapping and an asynchronous copy per extent; host memory that the pool has to create
@@ -192,20 +187,17 @@ def begin_swap_out(sequence: LiveRow) -> Transfer:
             side = space.side_stream()
             backend.join_streams(side)
             for each in moved:
-                placement = Placement(0, each.staging_page, [each.extent])
-                backend.execute(staging.ops_to_map(placement, Access.READ_WRITE))
-                staging.note_mapped(placement, Access.READ_WRITE)
+                staging.map(0, each.staging_page, [each.extent])
                 if each.num_bytes:
                     source = swapped.address(each)
                     backend.copy(swapped.staged(each), source, each.num_bytes, side)
-            fence = pool.reclaimer.new_fence()
             pool.reclaimer.poll()  # Work for the CPU while the copies run.
         except BaseException:
             pool.closer.close_soon(staging.close_behind)
             raise
     finally:
         pool.disown(extents)  # The staging mappings own them from here on.
-    return Transfer(sequence, swapped, fence)
+    return Transfer(sequence, swapped)
 
 
 def _to_move(
@@ -227,7 +219,7 @@ def _to_move(
                 page += 1 << size_class
 
 
-def swap_in(sequence: LiveRow, swapped: Swapped) -> None:
+def swap_in(sequence: Sequence, swapped: Swapped) -> None:
     """Map new memory at a sequence's addresses and copy its contents back; all or nothing.
 
     The current stream waits for the copies, the caller does not.
@@ -240,7 +232,7 @@ def swap_in(sequence: LiveRow, swapped: Swapped) -> None:
         for each in swapped.extents
     ]
     side, current = space.side_stream(), space.current_stream()
-    with change(space.pool, changes) as made:
+    with Change(space.pool, changes) as made:
         for each, _ in zip(swapped.extents, made.one_by_one(side), strict=True):
             if each.num_bytes:
                 target = swapped.address(each)
@@ -262,10 +254,10 @@ def drop_swapped(space: RowSpace, swapped: Swapped) -> None:
 
 # ---- spill ---------------------------------------------------------------------------------------
 
-_Chosen = Sequence[tuple[LayerGroup, Mapping]]
+_Chosen = List_[tuple[LayerGroup, Mapping]]
 
 
-def spill(sequence: LiveRow, num_bytes: int) -> int:
+def spill(sequence: Sequence, num_bytes: int) -> int:
     """Implement `Sequence.spill`."""
     space, row = sequence.cache, sequence.row
     # Extents beyond the last full page are still written to, and stay.
@@ -286,7 +278,7 @@ def spill(sequence: LiveRow, num_bytes: int) -> int:
     return _relocate(space, sequence, chosen, MemoryLocation.HOST)
 
 
-def unspill(sequence: LiveRow) -> int:
+def unspill(sequence: Sequence) -> int:
     """Implement `Sequence.unspill`."""
     space = sequence.cache
     spilled = _mapped(space, sequence.row, MemoryLocation.HOST)
@@ -310,7 +302,9 @@ def _mapped(space: RowSpace, row: int, location: MemoryLocation) -> _Chosen:
     ]
 
 
-def _relocate(space: RowSpace, sequence: LiveRow, chosen: _Chosen, location: MemoryLocation) -> int:
+def _relocate(
+    space: RowSpace, sequence: Sequence, chosen: _Chosen, location: MemoryLocation
+) -> int:
     """Move mappings of a row to another memory location, in place; returns the bytes moved."""
     space.note_stream()
     if not chosen:
@@ -332,6 +326,6 @@ def _relocate(space: RowSpace, sequence: LiveRow, chosen: _Chosen, location: Mem
     acquire = partial(space.pool.acquire_or_evict, location=location)
     reads = [mapping for _, mapping in chosen]
     moved_bytes = sum(mapping.extent.num_bytes for mapping in reads)
-    with change(space.pool, changes, reads=reads, acquire=acquire) as made:
+    with Change(space.pool, changes, reads=reads, acquire=acquire) as made:
         made.map(stream)
     return moved_bytes

@@ -68,9 +68,10 @@ class Borrower:
         with self._arbiter.lock:
             self._thread_id, self._is_stepping = threading.get_ident(), True
             is_asked, self._is_asked = self._is_asked, False
-            rank, last = self.outranked_by(), self._last_rank()
-            if is_asked and rank is not None and last is not None and last > rank:
-                self._preempt()
+            if is_asked:
+                rank, last = self.outranked_by(), self._last_rank()
+                if rank is not None and last is not None and last > rank:
+                    self._preempt()
 
     def end_step(self) -> None:
         """End the step and wake engines that wait for it."""
@@ -82,17 +83,22 @@ class Borrower:
         """First claim of another engine; requests ranked behind it take no pages."""
         if self._num_stuck >= PATIENCE_STEPS:
             return None
+        first: Rank | None = None
         with self._arbiter.lock:
             # An engine that is not stepped any more does not renew its claim.
             since = self._arbiter.num_steps - PATIENCE_STEPS
-            claims = [each._claim for each in self._others() if each._claim is not None]
-            return min((rank for rank, step in claims if step >= since), default=None)
+            for each in self._arbiter.borrowers:
+                claim = each._claim
+                if each is not self and claim is not None and claim[1] >= since:
+                    first = claim[0] if first is None else min(first, claim[0])
+        return first
 
     def note_submitted(self) -> None:
         """Record a submitted step, which drops the claim."""
-        self.withdraw()
-        self._num_stuck = 0
-        self._arbiter.num_changes += 1
+        with self._arbiter.lock:
+            self._claim = None
+            self._num_stuck = 0
+            self._arbiter.num_changes += 1
 
     def withdraw(self) -> None:
         """Drop the claim, if there is one."""

@@ -11,21 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from types import TracebackType
 from typing import NamedTuple
 
 from ...errors import DriverError, InternalError
 from ...units import Address
-from ..backend import Access, CopyOp, MapOp, Op
-from .extent import Extent, MappedRows, Mapping
-from .page_table import PageTable, Placement
+from .._native import count_references
+from ..backend import Access, CopyOp, Op
+from .page_table import Extent, Mapping, PageTable, RetiredMapping, placed
 from .pool import ExtentPool
-from .reclaim import RetiredMapping
 
 # ---- access --------------------------------------------------------------------------------------
 
 
-def protect(pool: ExtentPool, shared: Iterable[tuple[MappedRows, int, Sequence[Mapping]]]) -> None:
+def protect(pool: ExtentPool, shared: Iterable[tuple[PageTable, int, Sequence[Mapping]]]) -> None:
     """Make mappings (table, row, mappings of it) read-only before they are shared.
 
     Waits for the device, since a kernel that writes there would fault; no cost if all are
@@ -65,9 +63,7 @@ def staged(pool: ExtentPool, extents: Sequence[Extent]) -> Iterator[PageTable]:
     pool.reclaimer.free_idle_reservations()
     table = PageTable(pool, 1, sum(extent.num_pages for extent in extents))
     try:
-        placement = Placement(0, 0, extents)
-        pool.backend.execute(table.ops_to_map(placement, Access.READ_WRITE))
-        table.note_mapped(placement, Access.READ_WRITE)
+        table.map(0, 0, extents)
         yield table
     finally:
         try:
@@ -100,120 +96,91 @@ class RowChange(NamedTuple):
     kept_bytes: int = 0
 
     @property
-    def fresh_page(self) -> int:
-        """First page of the fresh extents."""
-        if not self.again:
-            return self.first_page
-        return self.first_page + sum([mapping.extent.num_pages for mapping in self.again])
-
-    @property
-    def end_page(self) -> int:
-        """Page after the last fresh extent."""
-        return self.fresh_page + sum(1 << size_class for size_class in self.classes)
-
-    def address(self, page: int) -> Address:
-        """Address of `page` of the row."""
-        return self.table.page_address(self.row, page)
-
-    @property
     def addresses(self) -> tuple[Address, Address]:
         """Start and end of the address range that changes."""
-        end_page = max([self.end_page, *(each.end_page for each in self.old)])
-        return self.address(self.first_page), self.address(end_page)
+        num_pages = sum([mapping.extent.num_pages for mapping in self.again])
+        num_pages += sum([1 << size_class for size_class in self.classes])
+        ends = [self.first_page + num_pages, *(each.end_page for each in self.old)]
+        address = self.table.page_address
+        return address(self.row, self.first_page), address(self.row, max(ends))
 
 
 class _Part(NamedTuple):
-    """A row's change and its new mappings."""
+    """A row's change, its new mappings, and those of them whose extents are mapped nowhere else."""
 
     row: RowChange
     new: list[Mapping]
+    fresh: list[Mapping]
 
-    @property
-    def fresh(self) -> list[Extent]:
-        """Extents of the new mappings that are not mapped elsewhere."""
-        return [mapping.extent for mapping in self.new[len(self.row.again) :]]
-
-    def ops_to_map(self, mappings: Sequence[Mapping]) -> list[Op]:
-        """Map `mappings` in the row, then grant access, with one call per run of equal access."""
-        table, row = self.row.table, self.row.row
-        start, page_bytes = table.page_address(row, 0), table.page_bytes
-        ops: list[Op] = []
-        readonly: list[Mapping] = []
-        writable: list[Mapping] = []
-        for each in mappings:
-            extent = each.extent
-            address = Address(start + each.first_page * page_bytes)
-            ops.append(MapOp(address, extent.num_bytes, extent.handle))
-            (readonly if each.access is Access.READ else writable).append(each)
-        if readonly:
-            ops += table.ops_to_set_access(row, readonly, Access.READ)
-        if writable:
-            ops += table.ops_to_set_access(row, writable, Access.READ_WRITE)
-        return ops
-
-
-def _part(row: RowChange, fresh: Iterator[Extent]) -> _Part:
-    new: list[Mapping] = []
-    page = row.first_page
-    for mapping in row.again:
-        extent = mapping.extent
-        new.append(Mapping(page, extent, Access.READ))
-        page += extent.num_pages
-    for _ in row.classes:
-        extent = next(fresh)
-        new.append(Mapping(page, extent, Access.READ_WRITE))
-        page += extent.num_pages
-    return _Part(row, new)
+    def prepare(self, at: Address, stream: int) -> None:
+        """Scrub the fresh extents, which are mapped at address `at`, where required."""
+        table, tenant = self.row.table, self.row.tenant
+        pool, extents = table.pool, [mapping.extent for mapping in self.fresh]
+        pool.scrub.prepare(pool.backend, extents, at, tenant, stream, table.contents)
 
 
 class Change:
-    """A change in progress, as a context manager; see `change`."""
+    """Change the mappings of `rows` in a `with` block, all or none.
+
+    If the block fails after mapping, rows without `old` mappings are restored. `rows` may name a
+    row again for the pages that follow. `reads` are further mappings that the block reads. After an
+    error nothing has changed, but parked rows may have lost memory.
+    """
 
     def __init__(
         self,
         pool: ExtentPool,
         rows: Sequence[RowChange],
-        reads: Iterable[Mapping],
-        acquire: Callable[[Sequence[int]], list[Extent]],
+        *,
+        reads: Iterable[Mapping] = (),
+        acquire: Callable[[Sequence[int]], list[Extent]] | None = None,
     ):
         self._pool = pool
         self._rows = rows
         self._reads = reads
-        self._acquire = acquire
+        self._acquire = acquire or pool.acquire_or_evict
         self._pinned: list[Mapping] = []
         self._fresh: list[Extent] = []
         self._parts: list[_Part] = []
         self._is_mapped = False
 
     def __enter__(self) -> Change:
-        rows = self._rows
-        read = [*self._reads]
+        pool, read = self._pool, [*self._reads]
         classes: list[int] = []
-        for row in rows:
+        for row in self._rows:
             read += row.again
             classes += row.classes
-        self._pinned = _pin(self._pool, read)
+        if read:
+            self._pinned = _pin(pool, read)
         try:
             # First, so that memory retired there can be acquired.
-            self._pool.reclaimer.wait_for(row.addresses for row in rows)
+            if pool.reclaimer.batches:
+                pool.reclaimer.wait_for([row.addresses for row in self._rows])
             if classes:
                 self._fresh = self._acquire(classes)
-            supply = iter(self._fresh)
-            self._parts = [_part(row, supply) for row in rows]
         except BaseException:
             self._end()
             raise
+        at = 0
+        for row in self._rows:
+            extents = self._fresh[at : at + len(row.classes)]
+            at += len(row.classes)
+            page, new = row.first_page, []
+            if row.again:
+                new = placed(page, [mapping.extent for mapping in row.again], Access.READ)
+                page = new[-1].end_page
+            fresh = placed(page, extents)
+            self._parts.append(_Part(row, new + fresh, fresh))
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         try:
-            if error is not None:
-                self._undo()
+            if error is not None and self._is_mapped:
+                # Behind a fence, since fills may be running.
+                fence = self._pool.reclaimer.new_fence()
+                for row in self._rows:
+                    if not row.old:
+                        row.table.retire_back(row.row, row.first_page, fence)
         finally:
             self._end()
 
@@ -223,7 +190,8 @@ class Change:
             if self._fresh:
                 self._pool.disown(self._fresh)
         finally:
-            _unpin(self._pool, self._pinned)
+            if self._pinned:
+                _unpin(self._pool, self._pinned)
 
     def map(self, stream: int) -> None:
         """Change the mappings of every row; after an error no row has changed.
@@ -235,7 +203,8 @@ class Change:
     def fill(self, stream: int, copies: Sequence[CopyOp] = ()) -> None:
         """Scrub fresh extents where required, then submit `copies`."""
         self._prepare(self._parts, stream)
-        self._pool.backend.copy_many(copies, stream)
+        if copies:
+            self._pool.backend.copy_many(copies, stream)
 
     def one_by_one(self, stream: int) -> Iterator[None]:
         """Map and fill one part after the other, so that copies overlap with the next mapping."""
@@ -244,73 +213,71 @@ class Change:
             self._prepare([part], stream)
             yield
 
-    def _undo(self) -> None:
-        """Retire new mappings of rows without `old`, behind a fence since fills may be running."""
-        if self._is_mapped:
-            fence = self._pool.reclaimer.new_fence()
-            for row, _ in self._parts:
-                if not row.old:
-                    row.table.retire_back(row.row, row.first_page, fence)
-
     def _map(self, parts: Sequence[_Part], stream: int) -> None:
-        kept = [part for part in parts if part.row.kept_bytes]
+        kept: list[_Part] = []
+        old: list[Extent] = []
+        for part in parts:
+            if part.row.old:
+                old += [mapping.extent for mapping in part.row.old]
+            if part.row.kept_bytes:
+                kept.append(part)
         if kept:
             self._stage(kept, stream)
-        if self._pool.protects_shared:
-            protect(self._pool, [(*row.source, row.again) for row, _ in parts if row.source])
-        old_extents = [mapping.extent for row, _ in parts for mapping in row.old]
-        self._pool.own(old_extents)
+        count_references(old, 0, 0, 1)
         try:
             _exchange(self._pool, parts)
         finally:
-            self._pool.disown(old_extents)
+            if old:
+                self._pool.disown(old)
         self._is_mapped = True
-        for row, new in parts:
+        for row, new, _ in parts:
             if row.again:
                 row.table.rows[row.row].note_shared(new[len(row.again) - 1])
                 if row.source:
                     table, at = row.source
                     table.rows[at].note_shared(row.again[-1])
 
-    def _prepare(self, parts: Sequence[_Part], stream: int) -> None:
+    @staticmethod
+    def _prepare(parts: Sequence[_Part], stream: int) -> None:
         for part in parts:
-            row = part.row
-            if row.classes and not row.kept_bytes:
-                at = row.address(row.fresh_page)
-                self._pool.scrub.prepare(
-                    self._pool.backend, part.fresh, at, row.tenant, stream, row.table.contents
-                )
+            if part.fresh and not part.row.kept_bytes:
+                table = part.row.table
+                part.prepare(table.page_address(part.row.row, part.fresh[0].first_page), stream)
 
     def _stage(self, parts: Sequence[_Part], stream: int) -> None:
         """Copy the kept bytes of the old extents to the start of the fresh ones."""
         # The block waits for the copies; `_fresh` keeps the extents.
-        with staged(self._pool, [extent for part in parts for extent in part.fresh]) as staging:
-            page, copies = 0, []
+        extents = [mapping.extent for part in parts for mapping in part.fresh]
+        with staged(self._pool, extents) as staging:
+            at, copies = staging.address, []
             for part in parts:
-                row, at = part.row, staging.page_address(0, page)
-                self._pool.scrub.prepare(
-                    self._pool.backend, part.fresh, at, row.tenant, stream, row.table.contents
-                )
-                copies.append(CopyOp(at, row.address(row.first_page), row.kept_bytes))
-                page += row.end_page - row.fresh_page
+                row = part.row
+                part.prepare(at, stream)
+                source = row.table.page_address(row.row, row.first_page)
+                copies.append(CopyOp(at, source, row.kept_bytes))
+                at = Address(at + sum([mapping.extent.num_bytes for mapping in part.fresh]))
             self._pool.backend.copy_many(copies, stream)
 
 
 def _exchange(pool: ExtentPool, parts: Sequence[_Part]) -> None:
     """Replace the old mappings by the new ones; the caller owns the old extents meanwhile."""
-    retired = [row.table.retired(row.row, mapping) for row, _ in parts for mapping in row.old]
+    retired: list[RetiredMapping] = []
+    ops: list[Op] = []
+    for row, new, _ in parts:
+        if row.old:
+            retired += row.table.retired(row.row, row.old)
+        ops += row.table.ops_to_map(row.row, new)
     if retired:
         pool.reclaimer.retire(retired, pool.reclaimer.new_fence())
     try:
         if retired:
-            pool.reclaimer.wait_for(row.addresses for row, _ in parts if row.old)
-        pool.backend.execute([op for part in parts for op in part.ops_to_map(part.new)])
+            pool.reclaimer.wait_for([row.addresses for row, *_ in parts if row.old])
+        pool.backend.execute(ops)
     except BaseException as error:  # Includes KeyboardInterrupt while this waits.
         _restore(pool, parts, retired, error)
         raise
-    for row, new in parts:
-        row.table.splice(row.row, row.first_page, row.old, new)
-        pool.note_mapped([mapping.extent for mapping in new])
+    for row, new, _ in parts:
+        row.table.note_mapped(row.row, new, row.old)
 
 
 def _restore(
@@ -323,9 +290,9 @@ def _restore(
     pending = iter(retired)
     ops: list[Op] = []
     again: list[Extent] = []
-    for part in parts:
-        lost = [each for each in part.row.old if not pool.reclaimer.reinstate(next(pending))]
-        ops += part.ops_to_map(lost)
+    for row, *_ in parts:
+        lost = [each for each in row.old if not pool.reclaimer.reinstate(next(pending))]
+        ops += row.table.ops_to_map(row.row, lost)
         again += [mapping.extent for mapping in lost]
     try:
         pool.backend.execute(ops)
@@ -333,23 +300,7 @@ def _restore(
         raise InternalError(
             f"a change of mappings failed ({error}), and so did its undoing: {second}"
         ) from error
-    pool.note_mapped(again)
-
-
-def change(
-    pool: ExtentPool,
-    rows: Sequence[RowChange],
-    *,
-    reads: Iterable[Mapping] = (),
-    acquire: Callable[[Sequence[int]], list[Extent]] | None = None,
-) -> Change:
-    """Prepare a change of `rows`, for a `with` block that makes it.
-
-    If the block fails after mapping, rows without `old` mappings are restored. `rows` may name a
-    row again for the pages that follow. `reads` are further mappings that the block reads. After an
-    error nothing has changed, but parked rows may have lost memory.
-    """
-    return Change(pool, rows, reads, acquire or pool.acquire_or_evict)
+    count_references(again, 1, 1, 0)
 
 
 @contextmanager

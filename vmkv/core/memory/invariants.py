@@ -4,8 +4,7 @@ In bytes or counts, over one pool and everything built on it, while no call is i
 
     I1  created == free + resident + retired
     I2  references(extent) == mappings(extent) + owners(extent)
-    I3  live mappings(extent) > 1  implies  at most one of them is writable, the writer's own;
-        none where the pool protects what is shared
+    I3  live mappings(extent) > 1  implies  at most one of them is writable, the writer's own
     I4  an extent is free, on the list of its class, exactly where nobody references it
     I5  a page has at most one mapping, retired ones included
     I6  a row's pages are one run without holes
@@ -31,7 +30,7 @@ from collections import Counter
 
 from ...errors import InternalError
 from ..backend import Access, MemoryLocation
-from .extent import MappedRows
+from .page_table import PageTable
 from .pool import ExtentPool
 
 
@@ -75,8 +74,7 @@ def check_pool(pool: ExtentPool) -> None:
     for extent_id, extent in extents.items():
         _equal("I2", f"mappings of {extent}", extent.num_mappings, mappings[extent_id])
         _equal("I2", f"live mappings of {extent}", extent.num_live_mappings, live[extent_id])
-        allowed = 0 if pool.protects_shared else 1
-        if live[extent_id] > 1 and writable[extent_id] > allowed:
+        if live[extent_id] > 1 and writable[extent_id] > 1:
             raise InternalError(f"I3: {extent} is shared and writable in {writable[extent_id]}")
     for extent_id in mappings:
         if extent_id not in extents:
@@ -119,7 +117,7 @@ def _check_location(pool: ExtentPool, location: MemoryLocation) -> None:
         raise InternalError(f"I9: created {stats.created_bytes} > budget {stats.budget_bytes}")
 
 
-def _check_run(table: MappedRows, row: int) -> None:
+def _check_run(table: PageTable, row: int) -> None:
     pages = table.rows[row]
     cursor = pages.first_page
     for mapping in pages.mappings:

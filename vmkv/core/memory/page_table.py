@@ -1,4 +1,7 @@
-"""The page table: the extents mapped in the rows of one reservation.
+"""Extents, and the page table that says where in the rows of a reservation they are mapped.
+
+An extent is one driver handle of 2^k pages, always mapped whole. Sizes are mixed because a driver
+call costs per mapping, not per byte.
 
     row start                first_page            end_page                    row end
         | (retired, or never)    | extent | extent | ..  |    not mapped yet      |
@@ -12,28 +15,175 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import islice, takewhile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
 from operator import attrgetter
+from typing import TYPE_CHECKING, NamedTuple
 
 from ...errors import InternalError
-from ...units import Address
-from ..backend import Access, AccessOp, MapOp, Op
-from .extent import Extent, Mapping, RowPages
-from .pool import ExtentPool
-from .reclaim import RecordedFence, RetiredMapping
+from ...units import Address, Handle
+from .._native import References, count_references
+from ..backend import Access, AccessOp, MapOp, MemoryLocation, Op
+
+if TYPE_CHECKING:
+    from .pool import ExtentPool
+    from .reclaim import RecordedFence
+
+# ---- extent --------------------------------------------------------------------------------------
+
+
+class Extent(References):
+    """A physical allocation with reference counts.
+
+    Invariant (I2): `num_references == num_mappings + num_owners`. An owner is any user other than a
+    mapping. `count_references` changes the counts atomically without a lock, and the one caller
+    that drops the last reference returns the extent to the pool.
+
+    `id` is its number in the free list, stable while the handle lives. `is_of_budget` means device
+    memory that this pool created. `tenant` and `contents` record the last write; see `Scrub.byte`.
+    An extent that is not `is_recyclable`, exported or imported, is released instead of reused.
+    """
+
+    __slots__ = (
+        "contents",
+        "handle",
+        "id",
+        "is_dirty",
+        "is_of_budget",
+        "is_recyclable",
+        "location",
+        "num_bytes",
+        "num_pages",
+        "size_class",
+        "tenant",
+    )
+
+    def __init__(
+        self,
+        id: int,
+        size_class: int,
+        num_bytes: int,
+        handle: Handle,
+        location: MemoryLocation = MemoryLocation.DEVICE,
+    ):
+        self.id = id
+        self.size_class = size_class
+        self.num_pages = 1 << size_class
+        self.num_bytes = num_bytes
+        self.handle = handle
+        self.location = location
+        self.is_of_budget = location is MemoryLocation.DEVICE and id >= 0
+        self.tenant: object = None
+        self.contents: object = None
+        self.is_dirty = False
+        self.is_recyclable = True
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether it has other users or readers in another process, so that no row may write it."""
+        return self.is_needed_by_several or not self.is_recyclable
+
+    @property
+    def is_freeable(self) -> bool:
+        """Whether retiring its mapping frees device memory of the budget."""
+        return self.is_of_budget and not self.is_needed_by_several
+
+    def __repr__(self) -> str:
+        return (
+            f"Extent(id={self.id}, num_pages={self.num_pages}, mappings={self.num_mappings}, "
+            f"live={self.num_live_mappings}, owners={self.num_owners})"
+        )
+
+
+def size_classes(num_pages: int, largest_class: int) -> list[int]:
+    """Return the fewest size classes that sum to `num_pages`, largest first: 5, 2, 0 for 37."""
+    classes = [largest_class] * (num_pages >> largest_class)
+    rest = num_pages & ((1 << largest_class) - 1)
+    while rest:
+        size_class = rest.bit_length() - 1
+        classes.append(size_class)
+        rest -= 1 << size_class
+    return classes
+
+
+# ---- mapping -------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Mapping:
+    """An extent at a place in a row. A mapping with `num_pins > 0` is being read and stays."""
+
+    first_page: int
+    extent: Extent
+    access: Access
+    num_pins: int = field(default=0, compare=False)
+
+    @property
+    def end_page(self) -> int:
+        """Page after the last."""
+        return self.first_page + self.extent.num_pages
+
+    @property
+    def is_guarded(self) -> bool:
+        """Whether its row may not write it: it is shared or read-only."""
+        return self.extent.is_shared or self.access is not Access.READ_WRITE
+
+
+class RetiredMapping(NamedTuple):
+    """A mapping that waits for its fence."""
+
+    address: Address
+    extent: Extent
+
+
+def placed(
+    first_page: int, extents: Iterable[Extent], access: Access = Access.READ_WRITE
+) -> list[Mapping]:
+    """Make mappings of `extents`, one after the other from `first_page` on."""
+    mappings = []
+    for extent in extents:
+        mappings.append(Mapping(first_page, extent, access))
+        first_page += extent.num_pages
+    return mappings
+
+
+@dataclass
+class RowPages:
+    """The run of mapped pages of one row, in order.
+
+    No page from `shared_end_page` on is shared or read-only; the bound may be too high.
+    """
+
+    mappings: deque[Mapping] = field(default_factory=deque)
+    shared_end_page: int = 0
+
+    @property
+    def first_page(self) -> int:
+        """First page of the run; 0 for an empty one."""
+        return self.mappings[0].first_page if self.mappings else 0
+
+    @property
+    def end_page(self) -> int:
+        """Page after the last of the run; 0 for an empty one."""
+        if not self.mappings:
+            return 0
+        last = self.mappings[-1]
+        return last.first_page + last.extent.num_pages
+
+    @property
+    def num_pages(self) -> int:
+        """Number of mapped pages."""
+        return self.end_page - self.first_page
+
+    def note_shared(self, mapping: Mapping) -> None:
+        """Raise `shared_end_page` for `mapping`, which is mapped elsewhere as well."""
+        self.shared_end_page = max(self.shared_end_page, mapping.end_page)
+
+
+# ---- page table ----------------------------------------------------------------------------------
 
 _FIRST_PAGE = attrgetter("first_page")
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Extents to be mapped consecutively from `first_page` of `row`."""
-
-    row: int
-    first_page: int
-    extents: Sequence[Extent]
 
 
 class PageTable:
@@ -71,18 +221,6 @@ class PageTable:
         found = list(islice(mappings, start, end))
         return found[1:] if found and found[0].end_page <= first_page else found
 
-    def is_writable_from(self, row: int, first_page: int) -> bool:
-        """Whether `row` may write from `first_page` on; False also if the bound is outdated."""
-        return first_page >= self.rows[row].shared_end_page
-
-    def guarded_page(self, row: int, first_page: int) -> int:
-        """Start of the first guarded mapping that ends after `first_page`; else the run's end."""
-        pages = self.rows[row]
-        for mapping in self.overlapping(row, first_page, pages.shared_end_page):
-            if mapping.is_guarded:
-                return mapping.first_page
-        return pages.end_page
-
     def check_writable(self, row: int) -> None:
         """Raise InternalError if a guarded mapping of `row` ends above its `shared_end_page`."""
         pages = self.rows[row]
@@ -95,64 +233,80 @@ class PageTable:
 
     # ---- mapping --------------------------------------------------------------------------
 
-    def ops_to_map(self, placement: Placement, access: Access) -> list[Op]:
-        """Driver operations that map a placement, with one set-access for its run."""
-        ops: list[Op] = []
-        start = cursor = self.page_address(placement.row, placement.first_page)
-        for extent in placement.extents:
-            ops.append(MapOp(cursor, extent.num_bytes, extent.handle))
-            cursor = Address(cursor + extent.num_bytes)
-        ops.append(AccessOp(start, cursor - start, access))
-        return ops
+    def map(
+        self,
+        row: int,
+        first_page: int,
+        extents: Iterable[Extent],
+        access: Access = Access.READ_WRITE,
+    ) -> None:
+        """Map `extents` one after the other at the end of `row`."""
+        mappings = placed(first_page, extents, access)
+        self.pool.backend.execute(self.ops_to_map(row, mappings))
+        self.note_mapped(row, mappings)
 
-    def note_mapped(self, placement: Placement, access: Access) -> None:
-        """Book a placement whose operations have been executed."""
-        row = self.rows[placement.row]
-        page = placement.first_page
-        if row.mappings and row.end_page != page:
-            raise InternalError(f"row {placement.row} ends at page {row.end_page}, not at {page}")
-        for extent in placement.extents:
-            row.mappings.append(Mapping(page, extent, access))
-            page += extent.num_pages
-        self.pool.note_mapped(placement.extents)
+    def ops_to_map(self, row: int, mappings: Sequence[Mapping]) -> list[Op]:
+        """Driver operations that map `mappings`, and then grant access, once per run of it."""
+        start, page_bytes = self.address + row * self.row_bytes, self.page_bytes
+        ops: list[Op] = []
+        for each in mappings:
+            extent = each.extent
+            address = Address(start + each.first_page * page_bytes)
+            ops.append(MapOp(address, extent.num_bytes, extent.handle))
+        self._grant(ops, row, mappings)
+        return ops
 
     def ops_to_set_access(self, row: int, mappings: Sequence[Mapping], access: Access) -> list[Op]:
         """Driver operations that set the access of mappings of `row`, one per contiguous run."""
         ops: list[Op] = []
-        row_address, page_bytes = self.page_address(row, 0), self.page_bytes
-        start = end = row_address
-        for mapping in mappings:
-            address = Address(row_address + mapping.first_page * page_bytes)
-            if address != end:
-                if end > start:
-                    ops.append(AccessOp(start, end - start, access))
-                start = address
-            end = Address(address + mapping.extent.num_bytes)
-        if end > start:
-            ops.append(AccessOp(start, end - start, access))
+        self._grant(ops, row, mappings, access)
         return ops
 
-    def splice(self, row: int, first_page: int, old: Sequence[Mapping], new: list[Mapping]) -> None:
-        """Replace the run `old` at `first_page` by `new`, in the books of `row` only."""
+    def _grant(
+        self, ops: list[Op], row: int, mappings: Iterable[Mapping], access: Access | None = None
+    ) -> None:
+        """Append operations that grant `access`, or each mapping's own, to contiguous runs."""
+        start, page_bytes = self.address + row * self.row_bytes, self.page_bytes
+        first = end = 0
+        granted = None
+        for each in mappings:
+            its = each.access if access is None else access
+            if each.first_page != end or its is not granted:
+                if granted is not None:
+                    address = Address(start + first * page_bytes)
+                    ops.append(AccessOp(address, (end - first) * page_bytes, granted))
+                first, granted = each.first_page, its
+            end = each.first_page + each.extent.num_pages
+        if granted is not None:
+            address = Address(start + first * page_bytes)
+            ops.append(AccessOp(address, (end - first) * page_bytes, granted))
+
+    def note_mapped(self, row: int, new: list[Mapping], old: Sequence[Mapping] = ()) -> None:
+        """Book that `new` mappings were made at the end of `row`, or in place of `old` ones."""
         pages = self.rows[row]
-        if not old and (not pages.mappings or pages.end_page == first_page):
-            pages.mappings.extend(new)
-            return
-        mappings = list(pages.mappings)
-        at = next(
-            (at for at, each in enumerate(mappings) if each.first_page >= first_page), len(mappings)
-        )
-        if not old or mappings[at : at + len(old)] != list(old):
-            raise InternalError(f"row {row} does not hold {old} at page {first_page}")
-        mappings[at : at + len(old)] = new
-        pages.mappings = deque(mappings)
+        if old:
+            mappings = list(pages.mappings)
+            at = bisect_left(mappings, old[0].first_page, key=_FIRST_PAGE)
+            if mappings[at : at + len(old)] != list(old):
+                raise InternalError(f"row {row} does not hold {old}")
+            mappings[at : at + len(old)] = new
+            pages.mappings = deque(mappings)
+        elif new and pages.mappings and pages.end_page != new[0].first_page:
+            raise InternalError(f"row {row} ends at page {pages.end_page}, not where {new[0]} is")
+        else:
+            pages.mappings += new
+        count_references([each.extent for each in new], 1, 1, 0)
 
     # ---- retiring -------------------------------------------------------------------------
 
     def retire_front(self, row: int, page: int, fence: RecordedFence) -> None:
         """Retire the mappings of `row` that lie wholly below `page`, until `fence` passes."""
         pages = self.rows[row]
-        taken = list(takewhile(lambda each: each.end_page <= page, pages.mappings))
+        taken: list[Mapping] = []
+        for each in pages.mappings:
+            if each.first_page + each.extent.num_pages > page:
+                break
+            taken.append(each)
         self._retire(row, taken, fence)
         for _ in taken:
             pages.mappings.popleft()
@@ -160,20 +314,30 @@ class PageTable:
     def retire_back(self, row: int, page: int, fence: RecordedFence) -> None:
         """Retire the mappings of `row` that lie wholly at or above `page`, until `fence` passes."""
         pages = self.rows[row]
-        taken = list(takewhile(lambda each: each.first_page >= page, reversed(pages.mappings)))
+        taken: list[Mapping] = []
+        for each in reversed(pages.mappings):
+            if each.first_page < page:
+                break
+            taken.append(each)
         self._retire(row, taken, fence)
         for _ in taken:
             pages.mappings.pop()
         pages.shared_end_page = min(pages.shared_end_page, pages.end_page)
 
     def _retire(self, row: int, mappings: Sequence[Mapping], fence: RecordedFence) -> None:
-        if any(mapping.num_pins for mapping in mappings):
-            raise InternalError(f"row {row}: a change in progress reads what was to be retired")
-        self.pool.reclaimer.retire([self.retired(row, each) for each in mappings], fence)
+        for mapping in mappings:
+            if mapping.num_pins:
+                raise InternalError(f"row {row}: a change reads {mapping}, which was to be retired")
+        if mappings:
+            self.pool.reclaimer.retire(self.retired(row, mappings), fence)
 
-    def retired(self, row: int, mapping: Mapping) -> RetiredMapping:
-        """The reclaimer's record of `mapping`."""
-        return RetiredMapping(self.page_address(row, mapping.first_page), mapping.extent)
+    def retired(self, row: int, mappings: Iterable[Mapping]) -> list[RetiredMapping]:
+        """The reclaimer's records of mappings of `row`."""
+        start, page_bytes = self.address + row * self.row_bytes, self.page_bytes
+        return [
+            RetiredMapping(Address(start + each.first_page * page_bytes), each.extent)
+            for each in mappings
+        ]
 
     # ---- end ------------------------------------------------------------------------------
 
@@ -189,7 +353,7 @@ class PageTable:
             with self.pool.lock:  # Another thread may be evicting its rows.
                 for row in range(self.num_rows):
                     self.retire_back(row, 0, fence)
-            reclaimer.wait()
+            reclaimer.wait()  # May fail, and the table is in use until then.
             self.pool.page_tables.remove(self)
             reclaimer.free_later(self.address, self.reserved_bytes, has_views)
         reclaimer.free_idle_reservations()
@@ -199,7 +363,7 @@ class PageTable:
     ) -> None:
         """Retire every row until `fence` has passed, without waiting. Cannot fail."""
         reclaimer = self.pool.reclaimer
-        with self.pool.lock:
+        with self.pool.lock:  # Another thread may be evicting its rows.
             if self not in self.pool.page_tables:
                 return
             for row in range(self.num_rows):

@@ -22,8 +22,8 @@ from ...units import Address, Handle, MiB, is_power_of_two
 from .._native import count_references
 from ..backend import Backend, MemoryLocation
 from .arbiter import Arbiter
-from .extent import Extent, MappedRows
-from .pressure import EvictionPolicy, Pressure, Victim
+from .page_table import Extent, PageTable
+from .pressure import Pressure, Victim
 from .reclaim import Closer, Reclaimer
 from .shelf import PoolStats, Shelf
 from .submitted import SubmittedWrites
@@ -80,46 +80,14 @@ class Scrub(enum.Enum):
         """Fill consecutively mapped extents as `byte` says; return whether any was filled."""
         is_filled = False
         for extent in extents:
-            byte = self.byte(extent, tenant, contents)
-            if byte is not None:
-                backend.fill(Address(address), extent.num_bytes, byte, stream)
-                is_filled = True
+            if extent.is_dirty or self is Scrub.POISON:
+                byte = self.byte(extent, tenant, contents)
+                if byte is not None:
+                    backend.fill(Address(address), extent.num_bytes, byte, stream)
+                    is_filled = True
             extent.is_dirty, extent.tenant, extent.contents = True, tenant, contents
             address += extent.num_bytes
         return is_filled
-
-
-# ---- leaving -------------------------------------------------------------------------------------
-
-
-class Leaving:
-    """Extents that may not be recycled and wait for their release, and imported extents."""
-
-    def __init__(self, backend: Backend, release: Callable[[Extent], None]):
-        self.imported: list[Extent] = []
-        self.extents: list[Extent] = []
-        self._backend = backend
-        self._release = release
-
-    def import_extent(self, size_class: int, num_bytes: int, handle: Handle) -> Extent:
-        """Create an extent for an imported handle, with one owner."""
-        extent = Extent(-1, size_class, num_bytes, handle)
-        extent.is_recyclable = False
-        count_references([extent], 0, 0, 1)
-        self.imported.append(extent)
-        return extent
-
-    def release(self, more: Iterable[Extent] = ()) -> None:
-        """Release these extents and those left over; after a DriverError the rest stay listed."""
-        self.extents += more
-        while self.extents:
-            extent = self.extents[-1]
-            if extent in self.imported:
-                self._backend.mem_release(extent.handle)
-                self.imported.remove(extent)
-            else:
-                self._release(extent)
-            self.extents.pop()
 
 
 # ---- pool ----------------------------------------------------------------------------------------
@@ -140,23 +108,17 @@ class ExtentPool:
         host_budget_bytes: Upper bound on the host memory that it creates for swapping; 0 for none.
         page_bytes: Page size, a power-of-two multiple of the granularity; by default the
             granularity.
-        keep_free_bytes: Free memory above this returns to the device at once; by default all of it
-            is kept until `trim`.
         close_when_unused: Close the pool, and with it the backend, when its last user detaches.
         on_pressure: Called once when the device is out of memory, before the second attempt, so
             that other allocators can free memory (e.g. `torch.cuda.empty_cache`).
-        policy: Eviction order of parked rows and prefixes; by default least recently used.
         scrub: When recycled memory is overwritten before its next use; see `Scrub`.
-        protects_shared: Map memory that several sequences share read-only in all of them. By
-            default its writer keeps write access, which saves a wait for the device at each fork;
-            vmkv never writes through it.
         is_shareable: Create memory that can be exported to other processes.
         checks: Check the writes of every submitted step (I10); by default if the environment has
             `VMKV_CHECKS=1`.
 
     Attributes:
         lock: Guards all but free lists and reference counts; also which rows of caches are parked.
-        pressure: The eviction sources and their order.
+        pressure: The eviction sources.
         arbiter: Preemption between engines over this pool.
         reclaimer: Unmaps retired mappings.
         closer: Closes objects that were dropped without `close`.
@@ -173,12 +135,9 @@ class ExtentPool:
         *,
         host_budget_bytes: int = 0,
         page_bytes: int | None = None,
-        keep_free_bytes: int | None = None,
         close_when_unused: bool = False,
         on_pressure: Callable[[], None] | None = None,
-        policy: EvictionPolicy | None = None,
         scrub: Scrub | str = Scrub.NEVER,
-        protects_shared: bool = False,
         is_shareable: bool = False,
         checks: bool | None = None,
     ):
@@ -198,25 +157,30 @@ class ExtentPool:
             self._check_budget(host_budget_bytes, "host_budget_bytes")
         self.lock = threading.RLock()
         self.scrub = Scrub.named(scrub)
-        self.protects_shared = protects_shared
         self.is_shareable = is_shareable
-        self._keep_free_bytes = keep_free_bytes
-        self._shelves = [
-            Shelf(
-                backend,
-                location,
-                page_bytes,
-                self.largest_class,
-                budget,
-                is_shareable=is_shareable and location is _DEVICE,
-                on_pressure=on_pressure if location is _DEVICE else None,
-                retired_bytes=self._retired_bytes,
-            )
-            for location, budget in ((_DEVICE, budget_bytes), (_HOST, host_budget_bytes))
-        ]
-        self._leaving = Leaving(backend, lambda e: self._shelf(e.location).release_unlisted(e))
-        self.page_tables: list[MappedRows] = []
-        self.pressure = Pressure(policy)
+        self._device = Shelf(
+            backend,
+            _DEVICE,
+            page_bytes,
+            self.largest_class,
+            budget_bytes,
+            is_shareable=is_shareable,
+            on_pressure=on_pressure,
+            retired_bytes=self._retired_bytes,
+        )
+        self._host = Shelf(
+            backend,
+            _HOST,
+            page_bytes,
+            self.largest_class,
+            host_budget_bytes,
+            retired_bytes=self._retired_bytes,
+        )
+        # Extents that may not be recycled and wait for their release, and imported ones.
+        self._leaving: list[Extent] = []
+        self._imported: list[Extent] = []
+        self.page_tables: list[PageTable] = []
+        self.pressure = Pressure()
         self.arbiter = Arbiter(self.lock)
         self.reclaimer = Reclaimer(backend, self.lock, self._recycle, self.pressure.tick)
         self.closer = Closer(self.reclaimer, self.lock)
@@ -262,8 +226,9 @@ class ExtentPool:
 
         Cost: a list operation per reused extent; a lock and a `mem_create` (10-16 µs) per new one.
         """
-        self._check_open()
-        shelf = self._shelf(location)
+        if self._is_closed:
+            self._check_open()
+        shelf = self._device if location is _DEVICE else self._host
         granted = shelf.pop(size_classes)
         if granted is None:
             with self.lock:
@@ -309,29 +274,42 @@ class ExtentPool:
         with self.lock:
             self._check_open()
             size_class = (num_bytes // self.page_bytes).bit_length() - 1
-            return self._leaving.import_extent(size_class, num_bytes, handle)
-
-    def note_mapped(self, extents: Sequence[Extent]) -> None:
-        """Count one more live mapping of each referenced extent. Takes no lock."""
-        count_references(extents, 1, 1, 0)
+            extent = Extent(-1, size_class, num_bytes, handle)
+            extent.is_recyclable = False
+            count_references([extent], 0, 0, 1)
+            self._imported.append(extent)
+            return extent
 
     def _shelf(self, location: MemoryLocation) -> Shelf:
-        return self._shelves[0 if location is _DEVICE else 1]
+        return self._device if location is _DEVICE else self._host
 
     def _recycle(self, unneeded: Sequence[Extent]) -> None:
         """Free or release extents that have just lost their last reference. Cannot fail."""
-        leaving = [extent for extent in unneeded if not extent.is_recyclable]
+        leaving: list[Extent] = []
+        device: list[Extent] = []
         for extent in unneeded:
-            if extent.is_recyclable:
-                self._shelf(extent.location).put_back((extent,))
-        keep_bytes, shelf = self._keep_free_bytes, self._shelf(_DEVICE)
-        is_above = keep_bytes is not None and shelf.free_bytes > keep_bytes
-        if is_above or leaving or self._leaving.extents:
+            if not extent.is_recyclable:
+                leaving.append(extent)
+            elif extent.location is _DEVICE:
+                device.append(extent)
+            else:
+                self._host.put_back([extent])
+        self._device.put_back(device)
+        if leaving or self._leaving:
             # Extents that the driver refuses stay listed and are tried again.
             with self.lock, suppress(DriverError):
-                self._leaving.release(leaving)
-                if keep_bytes is not None:
-                    shelf.release_free(shelf.free_bytes - keep_bytes)
+                self._leaving += leaving
+                self._release_leaving()
+
+    def _release_leaving(self) -> None:
+        while self._leaving:
+            extent = self._leaving[-1]
+            if extent in self._imported:
+                self.backend.mem_release(extent.handle)
+                self._imported.remove(extent)
+            else:
+                self._shelf(extent.location).release_unlisted(extent)
+            self._leaving.pop()
 
     @uninterrupted
     def trim(self, num_bytes: int | None = None, location: MemoryLocation = _DEVICE) -> int:
@@ -341,7 +319,7 @@ class ExtentPool:
             self.closer.close_left()
             self.reclaimer.poll()
             self.reclaimer.free_idle_reservations()
-            self._leaving.release()
+            self._release_leaving()
             shelf = self._shelf(location)
             return shelf.release_free(shelf.free_bytes if num_bytes is None else num_bytes)
 
@@ -349,7 +327,7 @@ class ExtentPool:
     def give_back(self, num_bytes: int | None = None) -> int:
         """Release device memory that no live sequence needs: at least `num_bytes`, or all of it.
 
-        Evicts parked rows of every cache, in the policy's order, and waits for their fences.
+        Evicts parked rows of every cache, least recently used first, and waits for their fences.
         Returns the bytes released, which may be fewer than asked for.
         """
         stats = self.stats()
@@ -381,20 +359,18 @@ class ExtentPool:
         the fences of retired memory; without it such memory is ready after a later call. Returns
         whether all are ready. See Note [Memory is made ready ahead].
         """
-        shelf = self._shelf(_DEVICE)
-        wanted_bytes = sum(self.page_bytes << size_class for size_class in size_classes)
-        keep_bytes = self._keep_free_bytes  # Memory above it returns to the device at once.
-        spare_bytes = 2 * wanted_bytes if keep_bytes is None else min(2 * wanted_bytes, keep_bytes)
+        shelf = self._device
+        wanted_bytes = sum([self.page_bytes << size_class for size_class in size_classes])
         while True:
             self.reclaimer.poll()
             with self.lock:
                 self._check_open()
                 lacking = shelf.lacking(size_classes)
-                if not lacking or wanted_bytes > spare_bytes:
-                    return not lacking
-                if sum(self.page_bytes << each for each in lacking) > shelf.uncreated_bytes:
+                if not lacking:
+                    return True
+                if sum([self.page_bytes << each for each in lacking]) > shelf.uncreated_bytes:
                     coming_bytes = shelf.available_bytes + self._retired_bytes(_DEVICE)
-                    if self.pressure.evict(spare_bytes - coming_bytes):
+                    if self.pressure.evict(2 * wanted_bytes - coming_bytes):
                         continue
                 retired = self.reclaimer.retired_mappings()
                 if all(mapping.extent.size_class not in lacking for mapping in retired):
@@ -430,13 +406,13 @@ class ExtentPool:
     @property
     def budget_bytes(self) -> int:
         """Upper bound on the device memory that the pool creates."""
-        return self._shelf(_DEVICE).budget_bytes
+        return self._device.budget_bytes
 
     @property
     def available_bytes(self) -> int:
         """Device memory that `acquire` could supply within the budget, free extents included."""
         with self.lock:  # Without it, extents popped by the lock's holder would be missed.
-            return self._shelf(_DEVICE).available_bytes
+            return self._device.available_bytes
 
     def stats(self, location: MemoryLocation = _DEVICE) -> PoolStats:
         """Count the memory of one location. Cost: proportional to what waits for fences."""
@@ -444,15 +420,18 @@ class ExtentPool:
             return self._shelf(location).stats()
 
     def _retired_bytes(self, location: MemoryLocation) -> int:
-        retired = {
-            mapping.extent
-            for mapping in self.reclaimer.retired_mappings()
-            if not mapping.extent.num_live_mappings and not mapping.extent.num_owners
-        }
+        if not self.reclaimer.batches and not self._leaving:
+            return 0
+        retired = set(self._leaving)
+        for _, extent in self.reclaimer.retired_mappings():
+            if not extent.num_live_mappings and not extent.num_owners:
+                retired.add(extent)
         return sum(
-            extent.num_bytes
-            for extent in retired.union(self._leaving.extents)
-            if extent.location is location and extent not in self._leaving.imported
+            [
+                extent.num_bytes
+                for extent in retired
+                if extent.location is location and extent not in self._imported
+            ]
         )
 
     def extents(self, location: MemoryLocation = _DEVICE) -> list[Extent]:
@@ -463,7 +442,7 @@ class ExtentPool:
     def imported_extents(self) -> list[Extent]:
         """List the extents of memory that other processes created."""
         with self.lock:
-            return list(self._leaving.imported)
+            return list(self._imported)
 
     def count_free(self, size_class: int, location: MemoryLocation = _DEVICE) -> int:
         """Number of free extents of `size_class`."""
@@ -500,8 +479,8 @@ class ExtentPool:
                 )
             self.reclaimer.wait()
             self.reclaimer.free_idle_reservations()
-            self._leaving.release()
-            for shelf in self._shelves:
+            self._release_leaving()
+            for shelf in (self._device, self._host):
                 shelf.release_free(shelf.free_bytes)
             self._is_closed = True
             self.backend.close()

@@ -1,18 +1,20 @@
 """Eviction: which memory is reclaimed under pressure, and in which order.
 
 A victim is memory that no live sequence needs: a parked row, with the prefix it may hold. All
-caches over a pool name their victims, so an idle model gives memory to a busy one.
+caches over a pool name their victims, and the least recently used go first, so an idle model gives
+memory to a busy one.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from operator import attrgetter
+from typing import NamedTuple
 from weakref import WeakMethod
 
-from .extent import Extent
+from .page_table import Extent
 
 
 class Victim(NamedTuple):
@@ -24,8 +26,6 @@ class Victim(NamedTuple):
     Attributes:
         last_used: Time of the last use, larger is later; one clock for all caches of a pool.
         freeable_bytes: Memory freed by retiring all of it: its unshared extents.
-        num_hits: How often a new sequence has started from it.
-        num_tokens: Tokens of the prefix that it holds for reuse; 0 for none.
         evict: Retires its last extents until that many bytes are retired; returns the bytes, 0 if
             nothing is left. The remaining extents stay usable.
         shared: Extents that it could give up and that other rows map as well.
@@ -34,40 +34,25 @@ class Victim(NamedTuple):
 
     last_used: int
     freeable_bytes: int
-    num_hits: int
-    num_tokens: int
     evict: Callable[[int], int]
     shared: Sequence[Extent] = ()
     give_up: Callable[[Collection[Extent]], None] = lambda extents: None
 
 
-class EvictionPolicy(Protocol):
-    """The order in which victims are evicted. Implementations have no side effects."""
-
-    def order(self, victims: Sequence[Victim]) -> Iterable[Victim]:
-        """Return the victims, first to go first. A victim that is left out is never evicted."""
-
-
-class LeastRecentlyUsed:
-    """The default policy: least recently used first, with or without a prefix."""
-
-    def order(self, victims: Sequence[Victim]) -> Iterable[Victim]:
-        """Sort by `last_used`."""
-        return sorted(victims, key=lambda victim: victim.last_used)
+_LAST_USED = attrgetter("last_used")
 
 
 class Pressure:
-    """The victims of all caches over one pool. Guarded by the pool's lock, except `tick`."""
+    """The victims of all caches over one pool. Guarded by the pool's lock, except `tick`.
 
-    def __init__(self, policy: EvictionPolicy | None = None):
-        self.policy: EvictionPolicy = LeastRecentlyUsed() if policy is None else policy
+    Attributes:
+        tick: Returns the next point in time, for `Victim.last_used`; unique across threads.
+    """
+
+    def __init__(self) -> None:
         # Weak, so that a dropped cache is not asked any more.
         self._sources: list[WeakMethod[Callable[[], Iterable[Victim]]]] = []
-        self._clock = itertools.count(1)
-
-    def tick(self) -> int:
-        """Next point in time, for `Victim.last_used`; unique across threads."""
-        return next(self._clock)
+        self.tick: Callable[[], int] = itertools.count(1).__next__
 
     def add_source(self, victims: Callable[[], Iterable[Victim]]) -> None:
         """Ask this method for victims from now on, while its object lives."""
@@ -87,14 +72,12 @@ class Pressure:
         Victims are listed again after each round, since one eviction may make another possible.
         Returns the bytes retired; they are free once their fences have passed.
         """
-        sources = [each() for each in self._sources] if only is None else [only]
         evicted_bytes = 0
         while evicted_bytes < num_bytes:
             before_bytes = evicted_bytes
-            victims = [each for source in sources if source for each in source()]
-            freeable = [each for each in victims if each.freeable_bytes]
-            for victim in self.policy.order(freeable):
-                if evicted_bytes < num_bytes:
+            victims = sorted(self._victims() if only is None else only(), key=_LAST_USED)
+            for victim in victims:
+                if victim.freeable_bytes and evicted_bytes < num_bytes:
                     evicted_bytes += victim.evict(num_bytes - evicted_bytes)
             # If nothing was evicted, the figures of `victims` are still valid.
             if evicted_bytes == before_bytes and not self._give_up_shared(victims):
@@ -105,7 +88,7 @@ class Pressure:
         """Count what `evict` could retire, up to `enough_bytes`."""
         own_bytes = 0
         shared: list[Victim] = []
-        for victim in (each for source in self._sources for each in (source() or list)()):
+        for victim in self._victims():
             own_bytes += victim.freeable_bytes
             if own_bytes >= enough_bytes:
                 return own_bytes
@@ -116,15 +99,21 @@ class Pressure:
     def give_up(self, extents: Collection[Extent]) -> bool:
         """Have victims give up `extents`, which a live row needs alone; returns whether one did."""
         found = False
-        for victim in [each for source in self._sources for each in (source() or list)()]:
+        for victim in list(self._victims()):
             if any(extent in extents for extent in victim.shared):
                 victim.give_up(extents)
                 found = True
         return found
 
+    def _victims(self) -> Iterator[Victim]:
+        for source in self._sources:
+            victims = source()
+            if victims is not None:
+                yield from victims()
+
     def _give_up_shared(self, victims: Sequence[Victim]) -> bool:
         """Have one victim give up extents shared with victims only; return whether one did."""
-        sharing = list(self.policy.order([each for each in victims if each.shared]))
+        sharing = [each for each in victims if each.shared]
         idle = self._idle(sharing)
         for victim in sharing:
             if not idle.isdisjoint(victim.shared):

@@ -15,28 +15,17 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
-from operator import is_
 
 from ...errors import DriverError
-from ...interrupts import uninterrupted
 from ...units import Address
 from .._native import count_references
 from ..backend import Backend, Fence, UnmapOp
-from .extent import Extent
+from .page_table import Extent, RetiredMapping
 
 # ---- reclaim -------------------------------------------------------------------------------------
 
 #: Each fence costs an event per stream. Work older than these waits for the oldest of them.
 _NUM_FENCES_KEPT = 32
-
-
-@dataclass(frozen=True)
-class RetiredMapping:
-    """A mapping that waits for its fence."""
-
-    address: Address
-    extent: Extent
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +54,11 @@ class Reclaimer:
     """Retired mappings in the order of their fences, and reservations kept alive by tensors.
 
     Calls `recycle`, under the pool's lock, with extents that lost their last reference.
+
+    Attributes:
+        batches: The retired mappings of each fence, oldest first.
+        waited_s: Seconds spent waiting for fences so far.
+        idle_reservations: Reservations to be freed, each with a function that forbids it.
     """
 
     def __init__(
@@ -80,10 +74,9 @@ class Reclaimer:
         self._tick = tick
         # The last fence known to have passed, and those recorded since, oldest first.
         self._recorded: deque[RecordedFence] = deque(maxlen=_NUM_FENCES_KEPT)
-        self._batches: deque[_Batch] = deque()
-        #: Seconds spent waiting for fences so far.
+        self.batches: deque[_Batch] = deque()
         self.waited_s = 0.0
-        self._idle_reservations: list[tuple[Address, int, Callable[[], bool]]] = []
+        self.idle_reservations: list[tuple[Address, int, Callable[[], bool]]] = []
 
     def new_fence(self) -> RecordedFence:
         """Record a fence after all submitted work; may fail, so call it before the books change."""
@@ -113,22 +106,20 @@ class Reclaimer:
 
     def retire(self, mappings: Sequence[RetiredMapping], fence: RecordedFence) -> None:
         """Stop using `mappings` now; unmap them once `fence` has passed. Cannot fail."""
-        if not mappings:
-            return
         with self._lock:
             count_references([mapping.extent for mapping in mappings], 0, -1, 0)
-            at = len(self._batches)
-            while at and self._batches[at - 1].fence.time > fence.time:
+            at = len(self.batches)
+            while at and self.batches[at - 1].fence.time > fence.time:
                 at -= 1
-            if at and self._batches[at - 1].fence is fence:
-                self._batches[at - 1].mappings += mappings
+            if at and self.batches[at - 1].fence is fence:
+                self.batches[at - 1].mappings += mappings
             else:
-                self._batches.insert(at, _Batch(fence, list(mappings)))
+                self.batches.insert(at, _Batch(fence, list(mappings)))
 
     def reinstate(self, mapping: RetiredMapping) -> bool:
         """Undo a `retire` if the mapping is not unmapped yet; returns whether it did."""
         with self._lock:
-            for batch in self._batches:
+            for batch in self.batches:
                 if mapping in batch.mappings:
                     batch.mappings.remove(mapping)
                     count_references([mapping.extent], 0, 1, 0)
@@ -137,100 +128,94 @@ class Reclaimer:
 
     def poll(self) -> int:
         """Unmap mappings whose fences have passed, without blocking; returns the bytes unmapped."""
-        return self._reclaim(lambda fence: fence.has_passed())
+        return self._reclaim() if self.batches else 0
 
     def wait(self, until_bytes: int | None = None) -> int:
         """Unmap all retired mappings or the oldest `until_bytes`; holds no lock while it waits."""
         num_bytes = 0
-        while until_bytes is None or num_bytes < until_bytes:
-            fence = self._oldest_fence()
-            if fence is None:
-                break
-            self._wait(fence)
-            num_bytes += self._reclaim(partial(is_, fence))
+        while self.batches and (until_bytes is None or num_bytes < until_bytes):
+            num_bytes += self._wait_for_oldest()
         return num_bytes
 
     def wait_for(self, ranges: Iterable[tuple[Address, Address]]) -> None:
         """Unmap the mappings retired in the ranges `[start, end)`, and all retired before them."""
-        if not self._batches:
-            return
         wanted = list(ranges)
         while self.has_retired_in(wanted):
-            fence = self._oldest_fence()
-            if fence is not None:
-                self._wait(fence)
-                self._reclaim(partial(is_, fence))
+            self._wait_for_oldest()
 
-    def _wait(self, fence: Fence) -> None:
+    def _wait_for_oldest(self) -> int:
+        with self._lock:
+            if not self.batches:
+                return 0
+            fence = self.batches[0].fence
         start = time.perf_counter()
         fence.wait()
         self.waited_s += time.perf_counter() - start
+        return self._reclaim(fence)
 
-    def _oldest_fence(self) -> Fence | None:
-        with self._lock:
-            return self._batches[0].fence if self._batches else None
-
-    @uninterrupted
-    def _reclaim(self, may_unmap: Callable[[Fence], bool]) -> int:
+    def _reclaim(self, passed: Fence | None = None) -> int:
+        """Unmap the oldest batches, while their fence is `passed` or has passed; return bytes."""
         num_bytes = 0
         with self._lock:
-            while self._batches and may_unmap(self._batches[0].fence):
-                num_bytes += self._unmap(self._batches[0])
-                self._batches.popleft()
+            while self.batches:
+                batch = self.batches[0]
+                if not (batch.fence is passed if passed else batch.fence.has_passed()):
+                    break
+                num_bytes += self._unmap(batch)
+                self.batches.popleft()
         return num_bytes
 
     def _unmap(self, batch: _Batch) -> int:
         """Unmap a batch, one driver call per contiguous run; on failure keep the rest of it."""
-        batch.mappings.sort(key=lambda mapping: mapping.address)
-        runs: list[list[RetiredMapping]] = []
-        for mapping in batch.mappings:
-            last = runs[-1][-1] if runs else None
-            if last is not None and last.address + last.extent.num_bytes == mapping.address:
-                runs[-1].append(mapping)
-            else:
-                runs.append([mapping])
-        sizes = [sum(mapping.extent.num_bytes for mapping in run) for run in runs]
-        ops = [UnmapOp(run[0].address, size) for run, size in zip(runs, sizes, strict=True)]
-        num_done = len(runs)
+        mappings = batch.mappings
+        if not mappings:  # A failed change has reinstated them.
+            return 0
+        mappings.sort()
+        runs: list[tuple[int, int]] = []  # Index of the first mapping, and bytes.
+        end = first = num_bytes = 0
+        for at, (address, extent) in enumerate(mappings):
+            if address != end and num_bytes:
+                runs.append((first, num_bytes))
+                first, num_bytes = at, 0
+            num_bytes += extent.num_bytes
+            end = address + extent.num_bytes
+        runs.append((first, num_bytes))
+        num_done = len(mappings)
         try:
-            self._backend.execute(ops)
+            self._backend.execute([UnmapOp(mappings[at].address, size) for at, size in runs])
         except DriverError as error:
-            num_done = error.num_done
+            num_done = runs[error.num_done][0]
             raise
         finally:
-            batch.mappings = [mapping for run in runs[num_done:] for mapping in run]
-            gone = [mapping.extent for run in runs[:num_done] for mapping in run]
+            batch.mappings = mappings[num_done:]
+            gone = [extent for _, extent in mappings[:num_done]]
             self._recycle(count_references(gone, -1, 0, 0))
-        return sum(sizes)
+        return sum([size for _, size in runs])
 
     def free_later(self, address: Address, num_bytes: int, has_views: Callable[[], bool]) -> None:
         """Take over a reservation with nothing mapped, to be freed once `has_views` is false."""
         with self._lock:
-            self._idle_reservations.append((address, num_bytes, has_views))
+            self.idle_reservations.append((address, num_bytes, has_views))
 
-    @uninterrupted
     def free_idle_reservations(self) -> None:
         """Free idle reservations that no tensor points into; the rest stay after a DriverError."""
         with self._lock:
-            for reservation in tuple(self._idle_reservations):
+            for reservation in tuple(self.idle_reservations):
                 address, num_bytes, has_views = reservation
                 if not has_views():
                     self._backend.address_free(address, num_bytes)
-                    self._idle_reservations.remove(reservation)
-
-    @property
-    def num_idle_reservations(self) -> int:
-        """Reservations kept only because a tensor still points into them."""
-        return len(self._idle_reservations)
+                    self.idle_reservations.remove(reservation)
 
     def retired_mappings(self) -> list[RetiredMapping]:
         """List all mappings that wait for a fence."""
         with self._lock:
-            return [mapping for batch in self._batches for mapping in batch.mappings]
+            return [mapping for batch in self.batches for mapping in batch.mappings]
 
     def has_retired_in(self, ranges: Iterable[tuple[Address, Address]]) -> bool:
         """Whether a retired mapping lies in one of the ranges `[start, end)`."""
-        taken = sorted(mapping.address for mapping in self.retired_mappings())
+        if not self.batches:
+            return False
+        taken = sorted([mapping.address for mapping in self.retired_mappings()])
         return any(bisect_left(taken, start) < bisect_left(taken, end) for start, end in ranges)
 
 

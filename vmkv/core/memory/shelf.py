@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ...errors import ConfigError, DriverError, OutOfPagesError
-from ...units import Handle, format_bytes
+from ...units import format_bytes
 from .._native import FreeList
 from ..backend import Backend, MemoryLocation
-from .extent import Extent
+from .page_table import Extent
 
 #: 32 TiB in pages of 2 MiB, whatever the budget becomes. Ids cost 5 bytes each once they are used.
 _NUM_IDS = 1 << 24
@@ -33,14 +33,6 @@ class PoolStats:
     free_bytes: int
     resident_bytes: int
     retired_bytes: int
-
-
-class _ShortError(Exception):
-    """Memory is short. Carries a function that makes the error once all taken extents are back."""
-
-    def __init__(self, make_error: Callable[[int], OutOfPagesError]):
-        super().__init__()
-        self.make_error = make_error
 
 
 class Shelf:
@@ -58,8 +50,8 @@ class Shelf:
         largest_class: int,
         budget_bytes: int,
         *,
-        is_shareable: bool,
-        on_pressure: Callable[[], None] | None,
+        is_shareable: bool = False,
+        on_pressure: Callable[[], None] | None = None,
         retired_bytes: Callable[[MemoryLocation], int],
     ):
         self.location = location
@@ -93,35 +85,43 @@ class Shelf:
 
     def take(self, size_classes: Sequence[int]) -> list[Extent]:
         """Take one extent of each size class, free or new; all of them or none."""
-        extents = [self._pop_one(size_class) for size_class in size_classes]
-        missing = [
-            size_class
-            for size_class, extent in zip(size_classes, extents, strict=True)
-            if extent is None
-        ]
+        taken: list[Extent | None] = []
+        missing: list[int] = []
+        missing_bytes = 0
+        for size_class in size_classes:
+            extent_id = self._free_ids.pop(size_class)
+            if extent_id is None:
+                missing.append(size_class)
+                missing_bytes += self._page_bytes << size_class
+            taken.append(None if extent_id is None else self._extents[extent_id])
+        released = self._claim(missing_bytes - self.uncreated_bytes)
+        if released is None:
+            self.put_back(filter(None, taken))  # First, so that the error's figures are right.
+            raise self._out_of_budget(sum([self._page_bytes << each for each in size_classes]))
+        created: list[Extent] = []
         try:
-            created = self._create_all(missing)
+            self.release(released)
+            for size_class in missing:
+                created.append(self._create(size_class))
         except BaseException as error:
-            self.put_back(extent for extent in extents if extent is not None)
-            if isinstance(error, _ShortError):
-                # Made here: only after `put_back` are its figures right.
-                needed_bytes = sum(self._page_bytes << each for each in size_classes)
-                raise error.make_error(needed_bytes) from error.__cause__
+            self.put_back(filter(None, taken))
+            self.release(created)
+            if isinstance(error, DriverError) and error.is_out_of_memory:
+                needed_bytes = sum([self._page_bytes << each for each in size_classes])
+                raise self._out_of_device_memory(needed_bytes) from error
             raise
         fresh = iter(created)
-        return [extent if extent is not None else next(fresh) for extent in extents]
-
-    def _pop_one(self, size_class: int) -> Extent | None:
-        popped = self.pop((size_class,))
-        return popped[0] if popped else None
+        return [extent or next(fresh) for extent in taken]
 
     # ---- creating and releasing -----------------------------------------------------------
 
     @property
     def free_bytes(self) -> int:
         """Memory of unreferenced extents, counted from the lists."""
-        count, page_bytes = self._free_ids.count, self._page_bytes
-        return sum(count(each) * (page_bytes << each) for each in range(self._vacant))
+        num_pages = 0
+        for size_class in range(self._vacant):
+            num_pages += self._free_ids.count(size_class) << size_class
+        return num_pages * self._page_bytes
 
     @property
     def uncreated_bytes(self) -> int:
@@ -147,42 +147,24 @@ class Shelf:
         wanted.subtract({size_class: self.count_free(size_class) for size_class in wanted})
         return list(wanted.elements())
 
-    def _create_all(self, size_classes: Sequence[int]) -> list[Extent]:
-        num_bytes = sum(self._page_bytes << size_class for size_class in size_classes)
-        claimed = self._claim(num_bytes - self.uncreated_bytes)
-        if claimed is None:
-            raise _ShortError(self._out_of_budget)
-        self.release(claimed)
-        created: list[Extent] = []
-        try:
-            for size_class in size_classes:
-                created.append(self._create(size_class))
-        except BaseException:
-            self.release(created)
-            raise
-        return created
-
     def _create(self, size_class: int) -> Extent:
         num_bytes = self._page_bytes << size_class
+        create, location, is_shareable = self._backend.mem_create, self.location, self._is_shareable
         try:
-            handle = self._create_handle(num_bytes)
+            handle = create(num_bytes, location=location, shareable=is_shareable)
         except DriverError as error:
             if not error.is_out_of_memory:
                 raise
             if self._on_pressure is not None:
                 self._on_pressure()
             self.release_free(self.free_bytes)
-            try:
-                handle = self._create_handle(num_bytes)
-            except DriverError as second:
-                if not second.is_out_of_memory:
-                    raise
-                raise _ShortError(self._out_of_device_memory) from second
-        vacant_id = self._free_ids.pop(self._vacant)
-        extent_id = self._free_ids.bump() if vacant_id is None else vacant_id
+            handle = create(num_bytes, location=location, shareable=is_shareable)
+        extent_id = self._free_ids.pop(self._vacant)
+        if extent_id is None:
+            extent_id = self._free_ids.bump()
         if extent_id is None:
             self._backend.mem_release(handle)
-            raise _ShortError(self._out_of_budget)
+            raise self._out_of_budget(num_bytes)
         extent = Extent(extent_id, size_class, num_bytes, handle, self.location)
         if extent_id == len(self._extents):
             self._extents.append(extent)
@@ -190,11 +172,6 @@ class Shelf:
             self._extents[extent_id] = extent
         self.created_bytes += num_bytes
         return extent
-
-    def _create_handle(self, num_bytes: int) -> Handle:
-        return self._backend.mem_create(
-            num_bytes, location=self.location, shareable=self._is_shareable
-        )
 
     def release(self, extents: Sequence[Extent]) -> None:
         """Release unreferenced, unlisted extents; those that the driver refuses become free."""
@@ -221,10 +198,12 @@ class Shelf:
 
     def _claim(self, num_bytes: int) -> list[Extent] | None:
         """Pop free extents of at least `num_bytes`, or return None if there are too few."""
+        if num_bytes <= 0:
+            return []
         if num_bytes > self.free_bytes:
             return None
         popped = self._pop_bytes(num_bytes)
-        if sum(extent.num_bytes for extent in popped) >= num_bytes:
+        if sum([extent.num_bytes for extent in popped]) >= num_bytes:
             return popped
         self.put_back(popped)
         return None
@@ -233,9 +212,9 @@ class Shelf:
         """Pop free extents, largest first, until they hold `num_bytes` or none is left."""
         popped: list[Extent] = []
         for size_class in range(self._largest_class, -1, -1):
-            while num_bytes > 0 and (extent := self._pop_one(size_class)) is not None:
-                popped.append(extent)
-                num_bytes -= extent.num_bytes
+            while num_bytes > 0 and (found := self._free_ids.take((size_class,))):
+                popped.append(self._extents[found[0]])  # type: ignore[arg-type]
+                num_bytes -= popped[-1].num_bytes
         return popped
 
     def set_budget(self, budget_bytes: int) -> None:
@@ -265,14 +244,16 @@ class Shelf:
 
     def _out_of_budget(self, needed_bytes: int) -> OutOfPagesError:
         stats = self.stats()
-        free_bytes = max(0, self.available_bytes)
+        free_bytes = max(0, stats.budget_bytes - stats.created_bytes + stats.free_bytes)
+        is_host = self.location is MemoryLocation.HOST
+        whose, option = ("host memory ", "host_budget_bytes") if is_host else ("", "budget_bytes")
         return OutOfPagesError(
             f"needs {format_bytes(needed_bytes)}, "
-            f"{format_bytes(free_bytes)} left of a {self._kind}budget of "
+            f"{format_bytes(free_bytes)} left of a {whose}budget of "
             f"{format_bytes(self.budget_bytes)} "
             f"({format_bytes(stats.resident_bytes)} resident, "
             f"{format_bytes(stats.retired_bytes)} retired and waiting for fences); "
-            f"close or trim sequences, or raise {self._budget_name}",
+            f"close or trim sequences, or raise {option}",
             needed_bytes=needed_bytes,
             free_bytes=free_bytes,
             retired_bytes=stats.retired_bytes,
@@ -293,12 +274,3 @@ class Shelf:
             free_bytes=stats.free_bytes + left_bytes,
             retired_bytes=stats.retired_bytes,
         )
-
-    @property
-    def _kind(self) -> str:
-        return "" if self.location is MemoryLocation.DEVICE else "host memory "
-
-    @property
-    def _budget_name(self) -> str:
-        is_device = self.location is MemoryLocation.DEVICE
-        return "budget_bytes" if is_device else "host_budget_bytes"

@@ -16,14 +16,14 @@ from typing import NamedTuple
 from ...errors import DriverError, InternalError
 from ...units import Address
 from ..backend import Access, Fence
-from .extent import Extent, MappedRows
+from .page_table import Extent, PageTable
 from .reclaim import Reclaimer
 
 
 class WriteRange(NamedTuple):
     """The pages `[first_page, end_page)` of `row` of `table`."""
 
-    table: MappedRows
+    table: PageTable
     row: int
     first_page: int
     end_page: int
@@ -57,7 +57,7 @@ class SubmittedWrites:
             except DriverError:
                 pass  # The step is submitted: losing its check must not fail it.
 
-    def check(self, tables: Sequence[MappedRows]) -> None:
+    def check(self, tables: Sequence[PageTable]) -> None:
         """Raise InternalError if I10 does not hold for a step whose fence has not passed."""
         under_way = [step for step in self._steps if not step[0].has_passed()]
         if not under_way:

@@ -11,15 +11,13 @@ communicate when memory is created, which is rare because pools keep their memor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
-from ...core.backend import Backend, BackendUsage, CopyOp, Fence, MemoryLocation, Op
+from ...core.backend import Backend, Fence, ForwardingBackend, MemoryLocation, Op, forwarded
 from ...errors import DriverError, OutOfAddressSpaceError
-from ...units import Address, Handle
+from ...units import Handle
 from .group import TensorParallel
-
-T = TypeVar("T")
 
 
 class StepClock:
@@ -49,22 +47,22 @@ class _StepFence(Fence):
         self._upstream.wait()
 
 
-class AgreedBackend(Backend):
+class AgreedBackend(ForwardingBackend):
     """Wraps `upstream`; every rank has one, and makes the same calls on it."""
 
     def __init__(self, upstream: Backend, group: TensorParallel, clock: StepClock):
-        self.upstream = upstream
-        self.name = upstream.name
-        self.granularity_bytes = upstream.granularity_bytes
-        self.calls = upstream.calls
-        self.host_location_is_cpu_readable = upstream.host_location_is_cpu_readable
+        super().__init__(upstream)
         self._group = group
         self._clock = clock
 
-    @property
-    def dlpack_device(self) -> tuple[int, int]:
-        """The upstream's device."""
-        return self.upstream.dlpack_device
+    def forward(self, call: str, *args: Any, **options: Any) -> Any:
+        """Call the driver; a failure on one rank ends all ranks."""
+        try:
+            return super().forward(call, *args, **options)
+        except (DriverError, OutOfAddressSpaceError) as error:
+            raise self._group.fail(error) from error
+
+    copy_many = forwarded("copy_many")
 
     def mem_create(
         self,
@@ -104,7 +102,7 @@ class AgreedBackend(Backend):
 
     def record_fence(self) -> Fence:
         """Record a fence that passes when all submitted steps were read."""
-        return _StepFence(self._or_end(self.upstream.record_fence), self._clock)
+        return _StepFence(super().record_fence(), self._clock)
 
     def run_until_failure(self, ops: Sequence[Op]) -> tuple[int, DriverError | None]:
         """Run operations; a failure ends all ranks."""
@@ -112,72 +110,3 @@ class AgreedBackend(Backend):
         if error is not None:
             raise self._group.fail(error) from error
         return num_done, None
-
-    # ---- forwarded calls --------------------------------------------------------------------
-
-    def address_reserve(self, num_bytes: int) -> Address:
-        """Reserve addresses."""
-        return self._or_end(self.upstream.address_reserve, num_bytes)
-
-    def address_free(self, address: Address, num_bytes: int) -> None:
-        """Free reserved addresses."""
-        self._or_end(self.upstream.address_free, address, num_bytes)
-
-    def mem_release(self, handle: Handle) -> None:
-        """Release a handle."""
-        self._or_end(self.upstream.mem_release, handle)
-
-    def mem_export(self, handle: Handle) -> int:
-        """Export a handle as a file descriptor."""
-        return self._or_end(self.upstream.mem_export, handle)
-
-    def mem_import(self, fd: int, num_bytes: int) -> Handle:
-        """Import a handle from a file descriptor."""
-        return self._or_end(self.upstream.mem_import, fd, num_bytes)
-
-    def note_stream(self, stream: int) -> None:
-        """Note that work on the memory is submitted to a stream."""
-        self.upstream.note_stream(stream)
-
-    def join_streams(self, stream: int) -> None:
-        """Make a stream wait for the other noted streams."""
-        self._or_end(self.upstream.join_streams, stream)
-
-    def new_stream(self) -> int:
-        """Create a stream."""
-        return self._or_end(self.upstream.new_stream)
-
-    def stream_destroy(self, stream: int) -> None:
-        """Destroy a stream."""
-        self._or_end(self.upstream.stream_destroy, stream)
-
-    def stream_wait(self, stream: int, other: int) -> None:
-        """Make a stream wait for another."""
-        self._or_end(self.upstream.stream_wait, stream, other)
-
-    def copy(self, destination: Address, source: Address, num_bytes: int, stream: int) -> None:
-        """Copy bytes on a stream."""
-        self._or_end(self.upstream.copy, destination, source, num_bytes, stream)
-
-    def copy_many(self, ops: Sequence[CopyOp], stream: int) -> None:
-        """Run several copies on a stream."""
-        self._or_end(self.upstream.copy_many, ops, stream)
-
-    def fill(self, address: Address, num_bytes: int, byte: int, stream: int) -> None:
-        """Fill bytes on a stream."""
-        self._or_end(self.upstream.fill, address, num_bytes, byte, stream)
-
-    def usage(self) -> BackendUsage:
-        """Return the upstream's usage."""
-        return self.upstream.usage()
-
-    def close(self) -> None:
-        """Close the upstream."""
-        self.upstream.close()
-
-    def _or_end(self, call: Callable[..., T], *arguments: Any) -> T:
-        """Call the driver; a failure on one rank ends all ranks."""
-        try:
-            return call(*arguments)
-        except (DriverError, OutOfAddressSpaceError) as error:
-            raise self._group.fail(error) from error

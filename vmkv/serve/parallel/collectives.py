@@ -4,7 +4,7 @@ Operators take tensors and numbers, so they look their group up by name. A sum o
 to save a copy. Sums use the one-shot kernel (`one_shot.py`) between devices with peer access, among
 more than two ranks only if they are small; other sums and gathers use NCCL, or gloo on CPUs.
 Compiled layers use `norm_of_sum_` for a sum that is added to a residual and then normalised
-(`step/norms_of_sums.py`).
+(`step/graph_passes.py`).
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ...step.logits import likeliest
+from ...step.piece import likeliest
 from .collectives import all_reduce
 from .localise import GatheredLinear
 

@@ -26,12 +26,12 @@ from typing import Any
 from ...errors import CapacityError, ConfigError, RankError
 from ..engine import Engine
 from ..engine_loop import FAILED_STEPS_MAX
+from ..memory_view import pool_beside
 from ..params import SamplingParams
-from ..planning import PreemptionCosts
 from ..prompts import check_tenant
 from ..request import RequestHandle
 from ..runner import RunnerOptions
-from ..served_rows import pool_beside
+from ..scheduler import PreemptionCosts
 from . import Ranks, TensorParallel, localise
 from .divided_head import head_of
 from .loading import load

@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 
 from ...errors import ConfigError
-from ...step.norms_of_sums import GROUP
+from ...step.graph_passes import GROUP
 from ...units import div_ceil
 from . import sharding
 from .collectives import all_gather, all_reduce

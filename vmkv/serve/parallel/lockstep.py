@@ -22,9 +22,9 @@ from ...core.backend import Backend, MemoryLocation, open_backend
 from ...core.memory import ExtentPool
 from ...errors import ConfigError
 from ...step import Piece
-from ..failures import is_out_of_memory
 from ..params import SamplingParams
 from ..runner import PendingStep, Runner, SlotError, StepResult
+from ..sampler import is_out_of_memory
 from . import TensorParallel
 from .agreed_backend import AgreedBackend, StepClock
 from .group import Message
@@ -156,7 +156,7 @@ class _LockstepRunner:
         try:
             pending = self._runner.submit(pieces)
         except (SlotError, ConfigError):
-            raise  # All ranks raise it: see `HostTokens.process`.
+            raise  # All ranks raise it, a processor's failure too.
         except Exception as error:
             raise self._lockstep.group.fail(error) from error
         return _LockstepStep(pending, self._lockstep.submitted(), self._lockstep)

@@ -12,7 +12,6 @@ import contextlib
 import multiprocessing
 import os
 import shutil
-import signal
 import sys
 import tempfile
 import threading
@@ -26,17 +25,15 @@ import torch
 import torch.distributed as dist
 
 from ...errors import ConfigError, RankError, one_line
+from ..children import be_child, end_child, start_child, why_ended
 from .group import TensorParallel, abort, set_up
 
-#: Time for a rank to end by itself after rank 0 has ended.
-_END_S = 5.0
 #: Time to wait for the reason of a rank that does not answer.
 _EXPLAIN_S = 2.0
 #: Time until all connections of a killed process are closed.
 _MOMENT_S = 0.1
 #: Interval of the check whether a kernel has timed out waiting for a rank.
 _WATCH_S = 1.0
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 #: Environment variables that gloo and NCCL read.
 _LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
@@ -76,29 +73,22 @@ class Ranks:
         self._hearing = threading.Lock()
         self.group: TensorParallel | None = None
         store = Path(self._folder.name) / "store"
-        # Not fork: the child would inherit locks of threads that do not exist in it.
-        context = multiprocessing.get_context("spawn")
         self._connections: list[Connection] = []
         self._processes: list[Any] = []
-        self._closing, self._close_watcher = context.Pipe(duplex=False)
+        self._closing, self._close_watcher = multiprocessing.Pipe(duplex=False)
         with contextlib.ExitStack() as undo:
             undo.callback(self._close_group)
             undo.callback(self._end)
-            with _ignored_signals():
-                for rank in range(1, size):
-                    ours, theirs = context.Pipe()
-                    self._connections.append(ours)
-                    place = (rank, size, device_type, str(store))
-                    process = context.Process(
-                        target=_run_rank,
-                        args=(theirs, place, timeout_s, target, arguments),
-                        name=f"vmkv-rank-{rank}",
-                        daemon=True,
-                    )
-                    process.start()
-                    theirs.close()
-                    self._processes.append(process)
-            self._environment = undo.enter_context(_environment(0, size))
+            for rank in range(1, size):
+                ours, theirs = multiprocessing.Pipe()
+                self._connections.append(ours)
+                place = (rank, size, device_type, str(store))
+                arguments_of_rank = (theirs, place, timeout_s, target, arguments)
+                name = f"vmkv-rank-{rank}"
+                with theirs:
+                    process = start_child(_run_rank, arguments_of_rank, name, daemon=True)
+                self._processes.append(process)
+            undo.enter_context(_environment(0, size))
             try:
                 self._wait_for_begin()
                 _join(0, size, device_type, store, timeout_s)
@@ -130,25 +120,17 @@ class Ranks:
         for connection in self._connections:
             connection.close()
         for process in self._processes:
-            if process.is_alive():
-                process.kill()
-            process.join()
+            end_child(process)
         self._folder.cleanup()
 
     def _wait_for_begin(self) -> None:
         """Wait until every rank has started; `_join` would not notice that one has ended."""
-        for rank, (connection, process) in enumerate(
-            zip(self._connections, self._processes, strict=True), 1
-        ):
-            wait([connection, process.sentinel])
-            if not connection.poll():
-                process.join()
-                raise RankError(f"rank {rank} has ended: {_status(process)}")
+        pairs = zip(self._connections, self._processes, strict=True)
+        for rank, (connection, process) in enumerate(pairs, 1):
             try:
                 connection.recv()
             except EOFError:
-                process.join()
-                raise RankError(f"rank {rank} has ended: {_status(process)}") from None
+                raise RankError(f"rank {rank} has ended: {why_ended(process)}") from None
 
     # ---- ranks that end -------------------------------------------------------------------
 
@@ -187,7 +169,7 @@ class Ranks:
                     return f"rank {rank} has ended: {self._reasons[rank]}"
                 if process.exitcode is not None:
                     self._hear(rank)
-                    return f"rank {rank} has ended: {self._reasons.get(rank) or _status(process)}"
+                    return f"rank {rank} has ended: {self._reasons.get(rank) or why_ended(process)}"
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
                 break
@@ -206,13 +188,6 @@ class Ranks:
         self.close()
 
 
-def _status(process: Any) -> str:
-    code = process.exitcode
-    if code < 0:
-        return f"it was ended by signal {-code} ({signal.Signals(-code).name})"
-    return f"its process has ended with status {code}"
-
-
 def _check(size: int, device_type: str) -> None:
     if size < 2:
         raise ConfigError(f"{size} ranks are no tensor parallelism; take 2 or more")
@@ -222,16 +197,6 @@ def _check(size: int, device_type: str) -> None:
         raise ConfigError(
             f"{size} ranks need as many GPUs, and torch sees {torch.cuda.device_count()}"
         )
-
-
-@contextlib.contextmanager
-def _ignored_signals() -> Iterator[None]:
-    """Block signals in processes started meanwhile; rank 0 ends them itself."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager
@@ -271,13 +236,10 @@ def _run_rank(
 ) -> None:
     """Entry point of a rank's process."""
     rank, size, device_type, store = place
-    for each in _SIGNALS:
-        signal.signal(each, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     folder = Path(store).parent
+    be_child(connection, lambda: shutil.rmtree(folder, ignore_errors=True))
     try:
         connection.send("begun")
-        threading.Thread(target=_end_with, args=(connection, folder), daemon=True).start()
         with _environment(rank, size):
             _join(rank, size, device_type, Path(store), timeout_s)
             target(TensorParallel(timeout_s=timeout_s), *arguments)
@@ -299,12 +261,3 @@ def _is_told(connection: Connection, reason: str) -> bool:
         return not connection.poll(_MOMENT_S)
     except OSError:
         return False
-
-
-def _end_with(connection: Connection, folder: Path) -> None:
-    """End this process and remove the folder some time after rank 0 has ended."""
-    with contextlib.suppress(EOFError, OSError):
-        connection.recv()
-    time.sleep(_END_S)
-    shutil.rmtree(folder, ignore_errors=True)
-    os._exit(1)

@@ -1,4 +1,8 @@
-"""The engine's process: receives commands, runs the engine, sends its outputs."""
+"""The engine's process: receives commands, runs the engine, sends its outputs.
+
+Messages between the processes are MessagePack, prefixed by a kind and a length. Both sides are the
+same program over a private socket pair, so input is trusted; errors, which are rare, are pickled.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +10,24 @@ import contextlib
 import gc
 import logging
 import os
+import pickle
 import select
-import signal
 import socket
-import threading
+import struct
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
 
 from ...core.cache import CacheStats
 from ...errors import VMKVError
-from ..engine_loop import Command, EngineLoop, Event, Look, News
-from ..observer import EngineObserver, ObservedCache, RequestRecord, StepRecord
-from .encoding import Failed, Ready, Unpacker, packed
+from ..children import be_child
+from ..engine_loop import Add, Cancel, Command, EngineLoop, Event, Finish, Look, News, Stop
+from ..observer import EngineObserver, Idle, ObservedCache, StepRecord
+from ..observer import Event as ObservedEvent
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -29,13 +36,78 @@ _LOG = logging.getLogger(__name__)
 _READ_BYTES = 1 << 20
 #: Interval of cache statistics, which take some 100 µs with many rows.
 _STATS_INTERVAL_S = 0.5
-#: Time for an orderly end after the connection was closed.
-_END_S = 5.0
-
-#: Termination signals, which the parent process handles; see `run_engine`.
-IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 MakeEngine = Callable[[EngineObserver], "AbstractContextManager[Engine]"]
+
+# ---- messages ------------------------------------------------------------------------------------
+
+_HEAD = struct.Struct("<BI")
+
+
+class Ready(NamedTuple):
+    """First message of an engine: its `max_tokens`, its pool's page size, its empty cache."""
+
+    max_tokens: int
+    page_bytes: int
+    stats: CacheStats
+
+
+class Failed(NamedTuple):
+    """The engine could not be made, or has ended."""
+
+    error: BaseException
+
+
+def packed(message: Any) -> bytes:
+    """Encode a message; raises `TypeError` for an object such as a function."""
+    body = _ENCODER.encode(message)
+    return _HEAD.pack(_KINDS.index(type(message)), len(body)) + body
+
+
+class Unpacker:
+    """Decodes messages from a stream of bytes."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[Any]:
+        """Yield the messages that `data` completes."""
+        self._bytes += data
+        start = 0
+        while len(self._bytes) >= start + _HEAD.size:
+            kind, num_bytes = _HEAD.unpack_from(self._bytes, start)
+            body, end = start + _HEAD.size, start + _HEAD.size + num_bytes
+            if end > len(self._bytes):
+                break
+            with memoryview(self._bytes) as whole, whole[body:end] as part:
+                message = _DECODERS[kind].decode(part)
+            start = end
+            yield message
+        del self._bytes[:start]
+
+
+def _pickled(value: Any) -> bytes:
+    if not isinstance(value, BaseException):
+        raise TypeError(f"a {type(value).__name__} cannot be sent")
+    try:
+        data = pickle.dumps(value)
+        if isinstance(pickle.loads(data), BaseException):
+            return data
+    except Exception:  # noqa: BLE001  # pickling may fail in any way
+        pass
+    return pickle.dumps(RuntimeError(f"{type(value).__name__}: {value}"))
+
+
+def _unpickled(kind: type, data: bytes) -> Any:
+    return pickle.loads(data)
+
+
+_KINDS = (Add, Cancel, Finish, Stop, Ready, Failed, News)
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_pickled)
+_DECODERS = [msgspec.msgpack.Decoder(kind, dec_hook=_unpickled) for kind in _KINDS]
+
+
+# ---- the engine's side ---------------------------------------------------------------------------
 
 
 class Relay:
@@ -52,32 +124,13 @@ class Relay:
         self._events, self._stats = [], None
         return taken
 
-    def request_added(self, request_id: int, num_prompt_tokens: int) -> None:
-        """Record the event."""
-        self._events.append(("request_added", (request_id, num_prompt_tokens)))
-
-    def first_token(self, request_id: int, wait_s: float) -> None:
-        """Record the event."""
-        self._events.append(("first_token", (request_id, wait_s)))
-
-    def request_finished(self, request: RequestRecord) -> None:
-        """Record the event."""
-        self._events.append(("request_finished", (request,)))
-
-    def step_finished(self, step: StepRecord, cache: ObservedCache) -> None:
-        """Record the event; read the cache's statistics at most twice a second."""
-        self._events.append(("step_finished", (step,)))
-        if time.monotonic() - self._looked_s >= _STATS_INTERVAL_S:
-            self._look(cache)
-
-    def idle(self, cache: ObservedCache) -> None:
-        """Record the event and read the cache's statistics."""
-        self._events.append(("idle", ()))
-        self._look(cache)
-
-    def _look(self, cache: ObservedCache) -> None:
-        self._stats = cache.stats()
-        self._looked_s = time.monotonic()
+    def on(self, event: ObservedEvent, cache: ObservedCache) -> None:
+        """Record the event; read the cache's statistics at most twice a second, and when idle."""
+        self._events.append((type(event).__name__, event))
+        now_s = time.monotonic()
+        is_due = isinstance(event, StepRecord) and now_s - self._looked_s >= _STATS_INTERVAL_S
+        if is_due or isinstance(event, Idle):
+            self._stats, self._looked_s = cache.stats(), now_s
 
 
 class SocketLink:
@@ -159,12 +212,9 @@ class SocketLink:
 def run_engine(make: MakeEngine, connection: socket.socket) -> None:
     """Entry point of the engine's process: make an engine, report `Ready`, and run it.
 
-    Ignores termination signals, since the parent handles them; its end closes the connection.
+    Its end closes the connection.
     """
-    for each in IGNORED_SIGNALS:
-        signal.signal(each, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
-    threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
+    be_child(connection)
     link, relay, is_ready = SocketLink(connection), Relay(), False
     try:
         with make(relay) as engine:
@@ -179,12 +229,3 @@ def run_engine(make: MakeEngine, connection: socket.socket) -> None:
         if is_ready or not isinstance(error, VMKVError):
             _LOG.critical("the engine's process ends", exc_info=error)
         link.end_with(Failed(error))
-
-
-def _end_with(connection: socket.socket) -> None:
-    """End this process some time after its parent, whatever it is doing."""
-    poll = select.poll()
-    poll.register(connection, 0)  # Reports a hang-up without a mask.
-    poll.poll()
-    time.sleep(_END_S)
-    os._exit(1)

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import multiprocessing
-import signal
 import socket
 import threading
 import time
@@ -21,11 +19,11 @@ from typing import Any
 
 from ...core.cache import CacheStats
 from ...errors import ClosedError, ConfigError, one_line
+from ..children import end_child, start_child, why_ended
 from ..engine_client import SILENCE_MAX_S, EngineClient
 from ..engine_loop import Command, News
-from ..observer import EngineObserver, RequestRecord, StepRecord
-from .encoding import Failed, Ready, Unpacker, packed
-from .host import IGNORED_SIGNALS, MakeEngine, run_engine
+from ..observer import EVENTS, EngineObserver, Idle
+from .host import Failed, MakeEngine, Ready, Unpacker, packed, run_engine
 
 _LOG = logging.getLogger(__name__)
 _READ_BYTES = 1 << 16
@@ -37,9 +35,6 @@ _CUT_S = 3.0
 #: doubles with each restart up to the maximum, and is reset once an engine has lasted that long.
 _RESTART_S = 1.0
 _RESTART_MAX_S = 60.0
-#: Observer methods whose argument is encoded as a record.
-_RECORDS = {"step_finished": StepRecord, "request_finished": RequestRecord}
-_SEES_CACHE = ("step_finished", "idle")
 
 
 class _Snapshot:
@@ -125,12 +120,8 @@ class RemoteEngine(EngineClient):
         self._take(message)
         self.stats = message.stats or self.stats
         if self._observer is not None:
-            cache = (_Snapshot(self.stats),)
-            for name, arguments in message.events:
-                if name in _RECORDS:
-                    arguments = [_RECORDS[name](**fields) for fields in arguments]
-                tell = getattr(self._observer, name)
-                tell(*arguments, *(cache if name in _SEES_CACHE else ()))
+            for name, fields in message.events:
+                self._observer.on(EVENTS[name](**fields), _Snapshot(self.stats))
 
     def _lose_connection(self) -> None:
         self._lose("the engine has ended: it was shut down or killed")
@@ -171,7 +162,7 @@ class EngineProcess(RemoteEngine):
             connection,
             ready,
             tokenizer=tokenizer,
-            wait_for_end=self._join,
+            wait_for_end=lambda: self._process.join(),
             observer=observer,
             silence_max_s=silence_max_s,
         )
@@ -182,20 +173,8 @@ class EngineProcess(RemoteEngine):
     def _start(self) -> tuple[socket.socket, Ready]:
         """Start a process and wait until its engine is ready."""
         ours, theirs = socket.socketpair()
-        with self._starting:
-            # Not fork: the child would inherit locks of threads that do not exist in it.
-            context = multiprocessing.get_context("spawn")
-            process = context.Process(
-                target=run_engine, args=(self._make, theirs), name="vmkv-engine"
-            )
-            # Ctrl+C reaches the whole process group, maybe before the child ignores it.
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
-            try:
-                process.start()
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, before)
-                theirs.close()
-            self._process = process
+        with self._starting, theirs:
+            self._process = process = start_child(run_engine, (self._make, theirs), "vmkv-engine")
             if self._is_stopping:
                 process.kill()
         try:
@@ -227,13 +206,7 @@ class EngineProcess(RemoteEngine):
     def close(self) -> None:
         """End the process and cancel its requests, without an event loop. Idempotent."""
         self._socket.close()
-        self._join(_END_S)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join()
-
-    def _join(self, timeout_s: float | None = None) -> None:
-        self._process.join(timeout_s)
+        end_child(self._process, _END_S)
 
     def _lose_connection(self) -> None:
         super()._lose_connection()
@@ -245,7 +218,7 @@ class EngineProcess(RemoteEngine):
         await asyncio.to_thread(self.close)
         reason = self._death or ""  # The engine's own reason, if it sent one.
         if self._process.exitcode:
-            reason = f"the engine's process has ended with status {self._process.exitcode}"
+            reason = f"the engine has ended: {why_ended(self._process)}"
         if time.monotonic() - self._started_s > _RESTART_MAX_S:
             self._restart_s = 0.0
         ready = None
@@ -275,7 +248,7 @@ class EngineProcess(RemoteEngine):
         """Reset observers to an empty cache and no requests."""
         self.stats = self._empty
         if self._observer is not None:
-            self._observer.idle(_Snapshot(self.stats))
+            self._observer.on(Idle(), _Snapshot(self.stats))
 
 
 def _first_message(connection: socket.socket) -> Ready:

@@ -16,7 +16,7 @@ from itertools import takewhile
 from typing import Any
 
 from ...core.cache.prefix import BLOCK_TOKENS, PrefixIndex, block_hashes
-from ..observer import EngineObserver, ObservedCache, StepRecord
+from ..observer import Event, Idle, ObservedCache, StepRecord
 
 #: Bytes kept of each hash. A collision makes a router expect a prefix that is not there.
 _HASH_BYTES = 8
@@ -52,7 +52,7 @@ def told_names(stats: Mapping[str, Any]) -> frozenset[bytes]:
     return frozenset(told[start : start + _HASH_BYTES] for start in starts)
 
 
-class HeldPrefixes(EngineObserver):
+class HeldPrefixes:
     """Engine observer that scans the prefix index, in the engine's thread.
 
     Scans at most every `interval_s`, and whenever the engine falls idle; reports at most
@@ -78,14 +78,11 @@ class HeldPrefixes(EngineObserver):
         """The names found by the last scan, for `told_names`."""
         return {_KEY: self._told}
 
-    def step_finished(self, step: StepRecord, cache: ObservedCache) -> None:
-        """Scan the index if the last scan is too old."""
-        if time.monotonic() - self._looked_s >= self._interval_s:
+    def on(self, event: Event, cache: ObservedCache) -> None:
+        """Scan the index when idle, and after a step if the last scan is too old."""
+        is_old = time.monotonic() - self._looked_s >= self._interval_s
+        if isinstance(event, Idle) or (isinstance(event, StepRecord) and is_old):
             self._look()
-
-    def idle(self, cache: ObservedCache) -> None:
-        """Scan the index."""
-        self._look()
 
     def _look(self) -> None:
         """Scan the index: 8 ms for 500 rows of 8,192 tokens, plus 1 µs per new block."""

@@ -22,13 +22,9 @@ from starlette.responses import Response
 
 from ..metrics import CONTENT_TYPE, Metrics
 from .errors import ApiError
-from .guard import Guard
-from .keys import ApiKeys
-from .limits import Limits
-from .protocol import ServerMetrics, StreamingEngine
+from .guard import ApiKeys, Guard, Limits
 from .schema import ChatRequest, CompletionRequest, TokenizeRequest
-from .service import Service
-from .streaming import CLIENT_GONE, ClientGoneError, error_response
+from .service import ServerMetrics, Service, StreamingEngine
 
 _REFS = "#/components/schemas/{model}"
 
@@ -107,31 +103,29 @@ def create_app(
             allow_methods=["*"],
             allow_headers=["*"],
         )
-    _add_error_handlers(app)
+    app.exception_handler(HTTPException)(_http_error)
     _add_information(app, service)
-    _add_completions(app, service)
+    _add_generation(app, service)
     return app
 
 
-def _add_completions(app: FastAPI, service: Service) -> None:
+def _add_generation(app: FastAPI, service: Service) -> None:
     _describe(app, CompletionRequest, ChatRequest, TokenizeRequest)
 
     @app.post("/v1/completions", response_model=None, openapi_extra=_body(CompletionRequest))
     async def completions(request: Request) -> Response:
         """Continue one or several prompts."""
-        return await service.complete(
-            request, await service.reader.read(request, CompletionRequest)
-        )
+        return await service.generate(request, CompletionRequest)
 
     @app.post("/v1/chat/completions", response_model=None, openapi_extra=_body(ChatRequest))
     async def chat_completions(request: Request) -> Response:
         """Continue a chat."""
-        return await service.chat(request, await service.reader.read(request, ChatRequest))
+        return await service.generate(request, ChatRequest)
 
     @app.post("/tokenize", response_model=None, openapi_extra=_body(TokenizeRequest))
     async def tokenize(request: Request) -> Response:
         """Return the tokens of a prompt or a chat, as a completion would use them."""
-        return await service.tokenize(request, await service.reader.read(request, TokenizeRequest))
+        return await service.tokenize(request)
 
 
 def _body(form: type[BaseModel]) -> dict[str, Any]:
@@ -192,18 +186,8 @@ def _version() -> str:
         return "unknown"
 
 
-def _add_error_handlers(app: FastAPI) -> None:
-    @app.exception_handler(ApiError)
-    async def api_error(_: Request, error: ApiError) -> JSONResponse:
-        return error_response(error)
-
-    @app.exception_handler(ClientGoneError)
-    async def client_gone(_: Request, error: ClientGoneError) -> Response:
-        return Response(status_code=CLIENT_GONE)
-
-    @app.exception_handler(HTTPException)
-    async def http_error(request: Request, error: HTTPException) -> JSONResponse:
-        message = f"{request.method} {request.url.path}: {error.detail}"
-        return error_response(
-            ApiError(error.status_code, message, headers=dict(error.headers or {}))
-        )
+async def _http_error(request: Request, error: Exception) -> Response:
+    """Answer for a route or a method that does not exist, in OpenAI's shape."""
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    return ApiError(error.status_code, message, headers=error.headers).response()

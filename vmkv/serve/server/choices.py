@@ -1,18 +1,83 @@
-"""Converts an engine's outputs to the JSON of OpenAI's answers, whole or in chunks."""
+r"""Converts an engine's outputs to the choices of OpenAI's answers, whole or in chunks.
+
+A token of a log-probability may hold part of a character. Its bytes are exact, so that a client can
+join them; its text then is `bytes:\xe2\x80`, in OpenAI's notation, because decoding would give �
+for all such tokens.
+"""
 
 from __future__ import annotations
 
+import functools
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 from ..request import CompletionOutput, FinishReason, RequestOutput, TokenLogprobs
-from .errors import ApiError, failed
-from .tokens import Tokens
+from .errors import ApiError, api_error
 
 #: Log-probabilities encoded before other tasks run: a few ms of work.
 SLICE_LOGPROBS = 1024
+_NULL_LOGPROBS = b'"logprobs":null'
+
+
+def encoded(value: Any) -> bytes:
+    """Encode a value as compact JSON, as starlette's `JSONResponse` does."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+
+
+# ---- tokens --------------------------------------------------------------------------------------
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+_UNKNOWN = "\ufffd"
+
+
+class TokenText(NamedTuple):
+    """A token's text, and its bytes where the tokenizer reveals them."""
+
+    text: str
+    raw: bytes | None
+
+
+class Tokens(dict[int, TokenText]):
+    """Caches the `TokenText` of each token of a transformers tokenizer."""
+
+    def __init__(self, tokenizer: Any):
+        super().__init__()
+        self._tokenizer = tokenizer
+
+    def __missing__(self, token_id: int) -> TokenText:
+        text = str(self._tokenizer.decode([token_id], skip_special_tokens=False))
+        raw: bytes | None = text.encode()
+        if _UNKNOWN in text:
+            raw = _bytes_of(str(self._tokenizer.convert_ids_to_tokens(token_id)))
+            if raw is not None:
+                text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+        self[token_id] = TokenText(text, raw)
+        return self[token_id]
+
+
+def _bytes_of(token: str) -> bytes | None:
+    """Return the bytes of a vocabulary entry: SentencePiece's `<0xE2>` or byte-level BPE."""
+    by_name = _BYTE_TOKEN.fullmatch(token)
+    if by_name:
+        return bytes.fromhex(by_name.group(1))
+    table = _byte_level()
+    return bytes(map(table.__getitem__, token)) if table.keys() >= set(token) else None
+
+
+@functools.cache
+def _byte_level() -> dict[str, int]:
+    """Return GPT-2's table from characters to bytes: printable bytes as is, others from 256 on."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + at): byte for at, byte in enumerate(others)
+    }
+
+
+# ---- deltas --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -36,39 +101,38 @@ class Delta:
         return sum(1 + len(each.top) for each in self.logprobs or ())
 
 
-class _Sent:
-    def __init__(self) -> None:
-        self.num_tokens = 0
-        self.offset = 0
-        self.has_begun = False
-        self.has_ended = False
-
-
 class Progress:
     """Tracks how much was sent of each choice; choices are numbered across prompts."""
 
     def __init__(self, num_prompts: int, num_samples: int, tokens: Tokens):
         self._num_samples = num_samples
         self._tokens = tokens
-        self._sent = [_Sent() for _ in range(num_prompts * num_samples)]
+        self._num_tokens = 0
         self._prompt_tokens = [0] * num_prompts
         self._cached_tokens = [0] * num_prompts
+        #: Position of the next token's text, by choice that has begun.
+        self._offsets: dict[int, int] = {}
+        self._ended: set[int] = set()
 
     def advance(self, prompt_index: int, output: RequestOutput) -> Iterator[Delta]:
         """Yield the deltas of a prompt's next output; raises `ApiError` if a sample has failed."""
         self._prompt_tokens[prompt_index] = len(output.prompt_token_ids)
         self._cached_tokens[prompt_index] = output.num_cached_tokens
         for sample in output.outputs:
-            check_sample(sample, output.error)
+            if sample.finish_reason is FinishReason.ERROR:
+                raise api_error(output.error or RuntimeError("the engine gave no reason"))
+            if sample.finish_reason is FinishReason.CANCELLED:
+                message = "the server cancelled this request; it is probably shutting down"
+                raise ApiError(503, message, code="cancelled")
             index = prompt_index * self._num_samples + sample.index
-            yield from self._advance_sample(index, sample)
+            self._num_tokens += len(sample.token_ids)
+            if index not in self._ended and (sample.text or sample.logprobs or sample.is_finished):
+                yield from self._deltas(index, sample)
+            if sample.is_finished:
+                self._ended.add(index)
 
-    def _advance_sample(self, index: int, sample: CompletionOutput) -> Iterator[Delta]:
-        sent = self._sent[index]
-        sent.num_tokens += len(sample.token_ids)
-        if sent.has_ended or not (sample.text or sample.logprobs or sample.is_finished):
-            return
-        finish_reason = str(sample.finish_reason) if sample.finish_reason is not None else None
+    def _deltas(self, index: int, sample: CompletionOutput) -> Iterator[Delta]:
+        finish_reason = None if sample.finish_reason is None else str(sample.finish_reason)
         entries, text = sample.logprobs, sample.text
         most = max((1 + len(each.top) for each in entries or ()), default=1)
         num_entries = max(1, SLICE_LOGPROBS // most)
@@ -76,48 +140,127 @@ class Progress:
             yield self._delta(index, text, entries[:num_entries], None)
             entries, text = entries[num_entries:], ""
         yield self._delta(index, text, entries, finish_reason)
-        sent.has_ended = sample.is_finished
 
     def _delta(
-        self,
-        index: int,
-        text: str,
-        entries: Sequence[TokenLogprobs] | None,
-        finish_reason: str | None,
+        self, index: int, text: str, entries: Sequence[TokenLogprobs] | None, reason: str | None
     ) -> Delta:
-        sent = self._sent[index]
-        delta = Delta(index, not sent.has_begun, text, entries, sent.offset, finish_reason)
-        sent.offset += sum(len(self._tokens[each.token_id].text) for each in entries or ())
-        sent.has_begun = True
+        offset = self._offsets.get(index, 0)
+        delta = Delta(index, index not in self._offsets, text, entries, offset, reason)
+        added = sum(len(self._tokens[each.token_id].text) for each in entries or ())
+        self._offsets[index] = offset + added
         return delta
 
     def usage(self) -> dict[str, Any]:
         """Return OpenAI's token counts."""
-        num_prompt, num_output = sum(self._prompt_tokens), sum(s.num_tokens for s in self._sent)
+        num_prompt = sum(self._prompt_tokens)
         return {
             "prompt_tokens": num_prompt,
-            "completion_tokens": num_output,
-            "total_tokens": num_prompt + num_output,
+            "completion_tokens": self._num_tokens,
+            "total_tokens": num_prompt + self._num_tokens,
             "prompt_tokens_details": {"cached_tokens": sum(self._cached_tokens)},
         }
 
 
-def check_sample(sample: CompletionOutput, error: Exception | None) -> None:
-    """Raise `ApiError` if the sample failed or was cancelled."""
-    if sample.finish_reason is FinishReason.ERROR:
-        raise failed(error or RuntimeError("the engine gave no reason"))
-    if sample.finish_reason is FinishReason.CANCELLED:
-        raise ApiError(
-            503,
-            "the server cancelled this request; it is probably shutting down",
-            kind="server_error",
-            code="cancelled",
-        )
+# ---- formats -------------------------------------------------------------------------------------
 
 
-def encoded(value: Any) -> bytes:
-    """Encode a value as compact JSON, as starlette's `JSONResponse` does."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+class Form:
+    """Format of a route's answers; subclasses say how a choice holds its text."""
+
+    id_prefix: ClassVar[str]
+    whole_object: ClassVar[str]
+    chunk_object: ClassVar[str]
+
+    def __init__(self, tokens: Tokens):
+        self._tokens = tokens
+
+    def whole(self, delta: Delta) -> dict[str, Any]:
+        """Return a choice of a whole answer, from a delta with everything."""
+        return self._choice(delta, self._whole_text(delta))
+
+    def chunk(self, delta: Delta) -> dict[str, Any]:
+        """Return a choice of a chunk."""
+        return self._choice(delta, self._chunk_text(delta))
+
+    def logprobs(self, delta: Delta) -> dict[str, Any] | None:
+        """Return the log-probabilities of a choice; None if none were requested."""
+        return None if delta.logprobs is None else self._logprobs(delta.logprobs, delta.offset)
+
+    def _choice(self, delta: Delta, text: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "index": delta.index,
+            **text,
+            "logprobs": self.logprobs(delta),
+            "finish_reason": delta.finish_reason,
+        }
+
+    def _whole_text(self, delta: Delta) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _chunk_text(self, delta: Delta) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _logprobs(self, entries: Sequence[TokenLogprobs], offset: int) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+class CompletionForm(Form):
+    """Format of `/v1/completions` answers."""
+
+    id_prefix = "cmpl-"
+    whole_object = chunk_object = "text_completion"
+
+    def _whole_text(self, delta: Delta) -> dict[str, Any]:
+        return {"text": delta.text}
+
+    _chunk_text = _whole_text
+
+    def _logprobs(self, entries: Sequence[TokenLogprobs], offset: int) -> dict[str, Any]:
+        tokens = [self._tokens[each.token_id].text for each in entries]
+        offsets = []
+        for token in tokens:
+            offsets.append(offset)
+            offset += len(token)
+        return {
+            "tokens": tokens,
+            "token_logprobs": [each.logprob for each in entries],
+            "top_logprobs": [
+                {self._tokens[token].text: logprob for token, logprob in each.top.items()}
+                for each in entries
+            ],
+            "text_offset": offsets,
+        }
+
+
+class ChatForm(Form):
+    """Format of `/v1/chat/completions` answers; a choice's first chunk has the role."""
+
+    id_prefix = "chatcmpl-"
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def _whole_text(self, delta: Delta) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": delta.text, "refusal": None}}
+
+    def _chunk_text(self, delta: Delta) -> dict[str, Any]:
+        content: dict[str, Any] = {"role": "assistant", "content": ""} if delta.is_first else {}
+        return {"delta": content | ({"content": delta.text} if delta.text else {})}
+
+    def _logprobs(self, entries: Sequence[TokenLogprobs], offset: int) -> dict[str, Any]:
+        return {
+            "content": [
+                {
+                    **self._token(each.token_id, each.logprob),
+                    "top_logprobs": [self._token(*item) for item in each.top.items()],
+                }
+                for each in entries
+            ],
+            "refusal": None,
+        }
+
+    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        text, raw = self._tokens[token_id]
+        return {"token": text, "logprob": logprob, "bytes": None if raw is None else list(raw)}
 
 
 class WholeChoice:
@@ -127,135 +270,31 @@ class WholeChoice:
         self._form = form
         self._texts: list[str] = []
         self._last: Delta | None = None
-        # Encoded members of the choice's `logprobs`; None before the first.
-        self._logprobs: dict[str, bytearray] | None = None
+        # Encoded members of the choice's `logprobs`; empty if there are none.
+        self._logprobs: dict[str, bytearray] = {}
 
     def add(self, delta: Delta) -> None:
         """Append a delta."""
         self._texts.append(delta.text)
         self._last = replace(delta, logprobs=None)
-        new = self._form.logprobs(delta)
-        if new is None:
-            return
-        if self._logprobs is None:
-            self._logprobs = {name: bytearray(encoded(value)) for name, value in new.items()}
-            return
-        for name, value in new.items():
-            if value:  # Continue a list: replace its closing bracket.
-                known = self._logprobs[name]
+        for name, value in (self._form.logprobs(delta) or {}).items():
+            known = self._logprobs.get(name)
+            if known is None:
+                self._logprobs[name] = bytearray(encoded(value))
+            elif value:  # Continue a list: replace its closing bracket.
                 known[-1:] = (b"," if len(known) > 2 else b"") + encoded(value)[1:]
 
     def parts(self) -> Iterator[bytes | bytearray]:
         """Yield the choice as JSON, in parts; at least one delta must have been added."""
         assert self._last is not None
-        choice = self._form.whole(replace(self._last, text="".join(self._texts)))
-        for at, (name, value) in enumerate(choice.items()):
-            yield (b"," if at else b"{") + encoded(name) + b":"
-            if name == "logprobs" and self._logprobs is not None:
-                for number, (member, values) in enumerate(self._logprobs.items()):
-                    yield (b"," if number else b"{") + encoded(member) + b":"
-                    yield values
-                yield b"}"
-            else:
-                yield encoded(value)
-        yield b"}"
-
-
-class CompletionForm:
-    """Format of `/v1/completions` answers."""
-
-    id_prefix = "cmpl-"
-    whole_object = chunk_object = "text_completion"
-
-    def __init__(self, tokens: Tokens):
-        self._tokens = tokens
-
-    def whole(self, delta: Delta) -> dict[str, Any]:
-        """Return a choice of a whole answer."""
-        return {
-            "index": delta.index,
-            "text": delta.text,
-            "logprobs": self.logprobs(delta),
-            "finish_reason": delta.finish_reason,
-        }
-
-    def chunk(self, delta: Delta) -> dict[str, Any]:
-        """Return a choice of a chunk, which has the same fields as a whole answer's."""
-        return self.whole(delta)
-
-    def logprobs(self, delta: Delta) -> dict[str, Any] | None:
-        """Return the log-probabilities of a choice; None if none were requested."""
-        if delta.logprobs is None:
-            return None
-        tokens = [self._tokens[each.token_id].text for each in delta.logprobs]
-        offsets, offset = [], delta.offset
-        for token in tokens:
-            offsets.append(offset)
-            offset += len(token)
-        return {
-            "tokens": tokens,
-            "token_logprobs": [each.logprob for each in delta.logprobs],
-            "top_logprobs": [
-                {self._tokens[token].text: logprob for token, logprob in each.top.items()}
-                for each in delta.logprobs
-            ],
-            "text_offset": offsets,
-        }
-
-
-class ChatForm:
-    """Format of `/v1/chat/completions` answers."""
-
-    id_prefix = "chatcmpl-"
-    whole_object = "chat.completion"
-    chunk_object = "chat.completion.chunk"
-
-    def __init__(self, tokens: Tokens):
-        self._tokens = tokens
-
-    def whole(self, delta: Delta) -> dict[str, Any]:
-        """Return a choice of a whole answer."""
-        return {
-            "index": delta.index,
-            "message": {"role": "assistant", "content": delta.text, "refusal": None},
-            "logprobs": self.logprobs(delta),
-            "finish_reason": delta.finish_reason,
-        }
-
-    def chunk(self, delta: Delta) -> dict[str, Any]:
-        """Return a choice of a chunk; the first chunk has the role."""
-        content: dict[str, Any] = {"role": "assistant", "content": ""} if delta.is_first else {}
-        if delta.text:
-            content["content"] = delta.text
-        return {
-            "index": delta.index,
-            "delta": content,
-            "logprobs": self.logprobs(delta),
-            "finish_reason": delta.finish_reason,
-        }
-
-    def logprobs(self, delta: Delta) -> dict[str, Any] | None:
-        """Return the log-probabilities of a choice; None if none were requested."""
-        if delta.logprobs is None:
-            return None
-        return {
-            "content": [
-                {
-                    **self._token(each.token_id, each.logprob),
-                    "top_logprobs": [self._token(*item) for item in each.top.items()],
-                }
-                for each in delta.logprobs
-            ],
-            "refusal": None,
-        }
-
-    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        text, raw = self._tokens[token_id]
-        return {
-            "token": text,
-            "logprob": logprob,
-            "bytes": None if raw is None else list(raw),
-        }
-
-
-Form = CompletionForm | ChatForm
+        choice = encoded(self._form.whole(replace(self._last, text="".join(self._texts))))
+        if not self._logprobs:
+            yield choice
+            return
+        # Within a JSON text the quotation marks would be escaped.
+        before, after = choice.split(_NULL_LOGPROBS)
+        yield before + b'"logprobs":'
+        for number, (name, values) in enumerate(self._logprobs.items()):
+            yield (b"," if number else b"{") + encoded(name) + b":"
+            yield values
+        yield b"}" + after

@@ -1,24 +1,37 @@
-"""Middleware that refuses requests before their body is read.
+"""Check a request before work is done for it: its key, body size, time and admission.
 
-See Note [Refused before it costs anything]. Every request passes here, so responses are counted and
-unexpected exceptions are handled here.
+See Note [Refused before it costs anything].
 """
 
 from __future__ import annotations
 
-import logging
-from typing import Any
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import math
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+import anyio
 from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .errors import ApiError, draining, failed, too_large, wrong_key
-from .keys import ApiKeys
-from .service import Service
-from .streaming import CLIENT_GONE, error_response
-from .uploads import Upload
+from ...errors import ConfigError
+from ...units import MiB
+from .errors import ApiError, api_error, draining
 
-_LOG = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from .service import Service
+
+#: More priority levels would make waiting times practically unbounded: Note [Waiting is bounded].
+_PRIORITY_MAX = 16
+_MAY_BE_ZERO = ("max_queued", "max_priority")
+#: nginx's status for a client that closed its connection; seen in the metrics only.
+_CLIENT_GONE = 499
 #: Paths without a key; every other path, existing or not, needs one.
 _OPEN = frozenset(
     {"/health", "/metrics", "/version", "/docs", "/docs/oauth2-redirect", "/redoc"}
@@ -27,20 +40,122 @@ _OPEN = frozenset(
 _ALWAYS_OPEN = frozenset({"/health"})  # Health probes have no key.
 
 
-class Guard:
-    """ASGI middleware for API keys, announced body sizes and draining; counts responses.
+@dataclass(frozen=True)
+class Limits:
+    """Limits beyond which the server refuses a request; the HTTP status is given in parentheses.
 
-    Sets `request.state.upload` to the request's `Upload`, and `request.state.api_key` to the digest
-    of the client's key. With `protects_everything`, all paths but `/health` need a key.
+    Attributes:
+        max_connections: Simultaneous connections (503).
+        max_body_bytes: Size of a request's body (413). The number of JSON values in it is bounded
+            as well (400): one per 128 bytes of this limit, and at least twice the model's tokens,
+            where a list, an object or a key counts as eight.
+        max_prompt_tokens: Tokens of one prompt (400); None for as many as the model takes.
+        max_concurrent: Requests in the engine at once; others wait for admission.
+        max_queued: Requests waiting for admission (429).
+        max_answer_logprobs: Log-probabilities of one answer, samples x tokens x (alternatives + 1)
+            (400); at least what one sample may have. Each takes some 30 bytes in a completion and
+            60 in a chat until the answer is sent.
+        max_priority: Priority levels above and below zero (400), at most 16; 0 for none.
+        head_timeout_s: Time to send the head of a request; the connection is closed afterwards.
+        body_timeout_s: Time for a body to arrive (408).
+        send_timeout_s: Time a client may leave sent data unread before its request is cancelled.
+
+    Raises:
+        ConfigError: A limit is not positive (`max_queued` and `max_priority`: negative).
+    """
+
+    max_connections: int = 4096
+    max_body_bytes: int = 16 * MiB
+    max_prompt_tokens: int | None = None
+    max_concurrent: int = 1024
+    max_queued: int = 1024
+    max_answer_logprobs: int = 1 << 22
+    max_priority: int = 0
+    head_timeout_s: float = 10.0
+    body_timeout_s: float = 30.0
+    send_timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            is_positive = value is None or 0 < value < math.inf
+            if not is_positive and not (name in _MAY_BE_ZERO and value == 0):
+                raise ConfigError(f"{name}={value!r} must be a positive number")
+        if self.max_priority > _PRIORITY_MAX:
+            raise ConfigError(f"max_priority={self.max_priority}; at most {_PRIORITY_MAX} can be")
+
+
+# ---- keys ----------------------------------------------------------------------------------------
+
+
+def read_api_keys(file: Path | None, variable: str | None) -> list[str]:
+    """Collect keys from a file, one per line, and from an environment variable's value.
+
+    Skips empty lines and lines that begin with `#`. Raises `ConfigError` if the file cannot be
+    read, or holds no key, which would admit everybody.
+    """
+    keys = [variable.strip()] if variable and variable.strip() else []
+    if file is None:
+        return keys
+    try:
+        lines = file.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--api-key-file {file}: {error}") from error
+    stripped = [line.strip() for line in lines]
+    from_file = [line for line in stripped if line and not line.startswith("#")]
+    if not from_file:
+        raise ConfigError(f"--api-key-file {file} holds no key; write one per line")
+    return keys + from_file
+
+
+class ApiKeys:
+    """The keys that a server accepts; each is a tenant unless prefixes are shared.
+
+    Keys are compared as UTF-8 bytes, because headers are decoded as Latin-1.
+    """
+
+    def __init__(self, keys: Sequence[str], *, share_prefixes: bool = False):
+        self._share_prefixes = share_prefixes
+        # Environment bytes that are not UTF-8 are surrogate escapes.
+        self._digests = [_digest(key.encode(errors="surrogateescape")) for key in keys]
+
+    def digest_of(self, authorization: bytes) -> bytes | None:
+        """Return the digest of a header's key; None for a wrong key, empty with a single tenant."""
+        if not self._digests:
+            return b""
+        scheme, _, key = authorization.partition(b" ")
+        given = _digest(key.strip())
+        # Compare with every key in constant time, against timing attacks.
+        matches = [hmac.compare_digest(given, known) for known in self._digests]
+        if scheme.lower() != b"bearer" or not any(matches):
+            return None
+        return b"" if self._share_prefixes else given
+
+
+def tenant_of(key_digest: bytes, cache_salt: str | None) -> str | None:
+    """Return the tenant of a key and salt, without revealing the key; None if both are missing."""
+    if not key_digest and cache_salt is None:
+        return None
+    salt = (cache_salt or "").encode(errors="surrogatepass")
+    return hashlib.blake2b(salt, key=key_digest, digest_size=16).hexdigest()
+
+
+def _digest(key: bytes) -> bytes:
+    # Digests have equal length, so comparing does not reveal a key's length.
+    return hashlib.sha256(key).digest()
+
+
+# ---- requests ------------------------------------------------------------------------------------
+
+
+class Guard:
+    """ASGI middleware that checks API keys, bounds the time to send, and counts responses.
+
+    Sets `request.state.api_key` to the digest of the client's key. Errors of every request become
+    responses here. With `protects_everything`, all paths but `/health` need a key.
     """
 
     def __init__(
-        self,
-        app: ASGIApp,
-        *,
-        service: Service,
-        api_keys: ApiKeys,
-        protects_everything: bool,
+        self, app: ASGIApp, *, service: Service, api_keys: ApiKeys, protects_everything: bool
     ):
         self._app = app
         self._service = service
@@ -54,46 +169,119 @@ class Guard:
             return
         status: int | None = None
 
-        async def counted(message: Message) -> None:
+        async def timed_send(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-            await send(message)
+            try:
+                # Not `asyncio.wait_for`: before 3.12 it swallows a cancellation that arrives just
+                # as the message was sent, and the request would continue without a client.
+                with anyio.fail_after(self._service.limits.send_timeout_s):
+                    await send(message)
+            except (TimeoutError, OSError) as error:
+                raise ClientDisconnect from error
 
-        upload = Upload(self._service.uploads)
-        state = scope.setdefault("state", {})
-        state["upload"] = upload
         try:
-            error = self._refusal(scope, state)
-            if error is None:
-                await self._app(scope, receive, counted)
-            else:
-                await error_response(error)(scope, receive, counted)
-        except Exception as error:  # noqa: BLE001  # logged once, in a few lines, and answered
-            response = error_response(failed(error))
-            if status is None:
-                await response(scope, receive, counted)
+            with contextlib.suppress(ClientDisconnect):
+                try:
+                    self._check(scope)
+                    await self._app(scope, receive, timed_send)
+                except ClientDisconnect:
+                    raise
+                except Exception as error:  # noqa: BLE001  # internal ones are logged briefly
+                    response = api_error(error).response()
+                    if status is None:
+                        await response(scope, receive, timed_send)
         finally:
-            upload.release()
             route = getattr(scope.get("route"), "path", "other")
             counter = self._service.metrics.http_responses
-            counter.labels(route, str(status or CLIENT_GONE)).inc()
+            counter.labels(route, str(status or _CLIENT_GONE)).inc()
 
-    def _refusal(self, scope: Scope, state: dict[str, Any]) -> ApiError | None:
-        """Return the error that a request's head causes; store its key's digest in `state`."""
-        headers = Headers(scope=scope)
+    def _check(self, scope: Scope) -> None:
+        """Raise the error that a request's head causes; store its key's digest."""
         path = scope["path"]
         if path not in self._open:
             # As bytes: headers are decoded as Latin-1, and keys are UTF-8.
-            given = headers.get("authorization", "").encode("latin-1")
-            state["api_key"] = self._keys.digest_of(given)
-            if state["api_key"] is None:
-                return wrong_key()
+            given = Headers(scope=scope).get("authorization", "").encode("latin-1")
+            digest = scope.setdefault("state", {})["api_key"] = self._keys.digest_of(given)
+            if digest is None:
+                raise ApiError(
+                    401,
+                    "this server needs an API key: send `Authorization: Bearer KEY` with one it "
+                    "knows",
+                    code="invalid_api_key",
+                    headers={"WWW-Authenticate": "Bearer"},
+                )
         if path not in _OPEN and self._service.is_draining:
-            return draining()
-        length = headers.get("content-length", "0").lstrip("0")
-        most = self._service.limits.max_body_bytes
-        # Compare the number of digits first: Python refuses to convert thousands of them.
-        if length.isdecimal() and (len(length) > len(str(most)) or int(length) > most):
-            return too_large(most)
-        return None
+            raise draining()
+
+
+async def receive_body(request: Request, limits: Limits) -> bytearray:
+    """Receive a request's body; raises `ApiError`, or `ClientDisconnect`."""
+    too_large = ApiError(
+        413,
+        f"the request's body is larger than the {limits.max_body_bytes} bytes this server takes; "
+        "send a shorter prompt, or raise --max-body-mib",
+        code="request_too_large",
+    )
+    if int(request.headers.get("content-length", 0)) > limits.max_body_bytes:
+        raise too_large
+    # Grows in place: joining the pieces at the end would take 15 ms.
+    body = bytearray()
+    try:
+        with anyio.fail_after(limits.body_timeout_s):
+            async for piece in request.stream():
+                body += piece
+                if len(body) > limits.max_body_bytes:
+                    raise too_large
+    except TimeoutError as error:
+        message = f"the request's body did not arrive within {limits.body_timeout_s:g} s"
+        raise ApiError(408, message, code="request_timeout") from error
+    return body
+
+
+class Gate:
+    """Admission control: `max_concurrent` requests run, in order of arrival, and `max_queued` wait.
+
+    Belongs to one event loop. `num_inside` and `num_waiting` count the requests.
+    """
+
+    def __init__(self, max_concurrent: int, max_queued: int):
+        self.max_concurrent = max_concurrent
+        self.max_queued = max_queued
+        self.num_inside = 0
+        self.num_waiting = 0
+        self._places = asyncio.Semaphore(max_concurrent)
+        self._is_closed = False
+
+    @contextlib.asynccontextmanager
+    async def entered(self) -> AsyncIterator[None]:
+        """Stay admitted for the block; `ApiError` if the queue is full or the gate closed."""
+        if self._is_closed:
+            raise draining()
+        if self._places.locked() and self.num_waiting >= self.max_queued:
+            raise ApiError(
+                429,
+                f"the server is busy: {self.max_concurrent} requests run and {self.max_queued} "
+                "wait; try again",
+                code="rate_limit_exceeded",
+            )
+        self.num_waiting += 1
+        try:
+            await self._places.acquire()
+        finally:
+            self.num_waiting -= 1
+        if self._is_closed:
+            raise draining()
+        self.num_inside += 1
+        try:
+            yield
+        finally:
+            self.num_inside -= 1
+            self._places.release()
+
+    def close(self) -> None:
+        """Refuse waiting and new requests; admitted requests continue. Idempotent."""
+        self._is_closed = True
+        for _ in range(self.num_waiting):
+            self._places.release()

@@ -6,8 +6,6 @@ import asyncio
 import contextlib
 import functools
 import gc
-import logging
-import os
 import resource
 import signal
 import socket
@@ -16,14 +14,15 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
+import h11
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ...errors import ConfigError, one_line
-from .connections import Connections, LimitedProtocol
+from ...units import KiB
 from .service import Service
 
-_LOG = logging.getLogger(__name__)
 _BACKLOG = 2048
 #: Connections accepted at a time; each delays the running streams by 0.1 ms.
 _NUM_ACCEPTED = 16
@@ -31,11 +30,13 @@ _NUM_ACCEPTED = 16
 _LAST_WORDS_S = 5.0
 _TICK_S = 0.05
 _SWITCH_S = 0.0005
-#: Descriptors for files that the engine and libraries may still open, and for connections that
-#: were accepted before an evicted one is closed, which takes some turns of the loop.
-_SPARE_DESCRIPTORS = 32 + 4 * _NUM_ACCEPTED
 #: 24 days: the system counts milliseconds in an int32.
 _UNREAD_TIMEOUT_S_MAX = 2_147_483
+_HEAD_BYTES_MAX = 16 * KiB
+#: A body of more pieces than this must have so many bytes per piece on average: each piece costs
+#: 10 µs whatever its size.
+_NUM_FREE_PIECES = 512
+_PIECE_BYTES = 256
 
 
 def open_socket(host: str, port: int, *, unread_timeout_s: float) -> socket.socket:
@@ -68,6 +69,73 @@ def open_socket(host: str, port: int, *, unread_timeout_s: float) -> socket.sock
             "Choose another --port, or 0 for any free one"
         ) from error
     return listener
+
+
+class TimedProtocol(H11Protocol):
+    """A uvicorn connection with a time limit for each head, and a limit on tiny pieces of a body.
+
+    uvicorn keeps a connection without a request for as long as its peer likes.
+    """
+
+    def __init__(self, *, head_timeout_s: float, **options: Any):
+        super().__init__(**options)
+        self.conn = _CountingConnection(h11.SERVER, max_incomplete_event_size=_HEAD_BYTES_MAX)
+        self._head_timeout_s = head_timeout_s
+        self._head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Expect a head."""
+        super().connection_made(transport)  # type: ignore[arg-type]
+        self._expect_head()
+
+    def data_received(self, data: bytes) -> None:
+        """Parse received data; ignored once the connection is closing."""
+        if self.transport.is_closing():
+            return  # Data that was read before the connection was closed.
+        try:
+            super().data_received(data)
+        except h11.ProtocolError:  # A malformed body after its answer.
+            self.transport.abort()
+
+    def on_response_complete(self) -> None:
+        """Expect the connection's next head."""
+        super().on_response_complete()
+        self._expect_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop the timer, which would keep the connection in memory."""
+        super().connection_lost(exc)
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+
+    def _expect_head(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+        self._head_timer = self.loop.call_later(
+            self._head_timeout_s, self._close_without_head, self.cycle
+        )
+
+    def _close_without_head(self, last_cycle: object) -> None:
+        if self.cycle is last_cycle:  # Each head begins another one.
+            self.transport.abort()
+
+
+class _CountingConnection(h11.Connection):
+    """Refuses bodies that come in tiny pieces."""
+
+    _num_pieces = 0
+    _num_bytes = 0
+
+    def next_event(self) -> Any:
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self._num_pieces = self._num_bytes = 0
+        elif isinstance(event, h11.Data):
+            self._num_pieces += 1
+            self._num_bytes += len(event.data)
+            if self._num_pieces > _NUM_FREE_PIECES + self._num_bytes // _PIECE_BYTES:
+                raise h11.RemoteProtocolError("the body comes in pieces that are too small")
+        return event
 
 
 class Server(uvicorn.Server):
@@ -133,20 +201,17 @@ def make_server(
     drain_timeout_s: float,
     log_level: str = "info",
     on_ready: Callable[[], None] | None = None,
-    max_connections: int | None = None,
 ) -> Server:
     """Build a server for an application of `create_app`, to be run with a socket."""
     service: Service = app.state.service
-    connections = Connections(
-        max_connections or service.limits.max_connections, service.limits.head_timeout_s
-    )
-    protocol: Any = functools.partial(LimitedProtocol, connections=connections)
+    protocol: Any = functools.partial(TimedProtocol, head_timeout_s=service.limits.head_timeout_s)
     config = uvicorn.Config(
         app,
         http=protocol,
         ws="none",
         log_level=log_level,
         access_log=log_level in ("debug", "trace"),
+        limit_concurrency=service.limits.max_connections + 1,  # The new one counts.
         backlog=_NUM_ACCEPTED,
         # A safeguard: every client has got its error by then.
         timeout_graceful_shutdown=drain_timeout_s + _LAST_WORDS_S,  # type: ignore[arg-type]
@@ -163,18 +228,13 @@ def run_server(
     log_level: str = "info",
     on_ready: Callable[[], None] | None = None,
 ) -> None:
-    """Serve until a signal; returns when all requests have ended. Main thread only.
-
-    Raises:
-        ConfigError: The process has too few file descriptors for one connection.
-    """
+    """Serve until a signal; returns when all requests have ended. Main thread only."""
     server = make_server(
-        app,
-        drain_timeout_s=drain_timeout_s,
-        log_level=log_level,
-        on_ready=on_ready,
-        max_connections=_affordable(app.state.service.limits.max_connections),
+        app, drain_timeout_s=drain_timeout_s, log_level=log_level, on_ready=on_ready
     )
+    # As many connections as the system permits.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     _share_interpreter_fairly()
     # uvicorn raises the signal again when it is done. Ignore it: a drained server exits with
     # status 0.
@@ -220,31 +280,6 @@ def _share_interpreter_fairly() -> None:
     gc.freeze()
     # A thread that parses or tokenises gives up the interpreter after this time.
     sys.setswitchinterval(_SWITCH_S)
-
-
-def _affordable(max_connections: int) -> int:
-    """Raise the descriptor limit if possible; return how many connections it allows."""
-    taken = len(os.listdir("/proc/self/fd")) + _SPARE_DESCRIPTORS
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = max_connections + taken
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        if soft < wanted:
-            _LOG.warning(
-                "%d connections at once, not %d: the system gives this process %d descriptors "
-                "(ulimit -n)",
-                soft - taken,
-                max_connections,
-                soft,
-            )
-        if soft <= taken:
-            raise ConfigError(
-                f"the system gives this process {soft} descriptors, and {taken} are needed without "
-                "any connection; raise the limit (ulimit -n)"
-            )
-        return min(max_connections, soft - taken)
-    return max_connections
 
 
 def _ignore(sig: int, frame: FrameType | None) -> None:

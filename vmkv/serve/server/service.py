@@ -1,37 +1,123 @@
-"""State that the routes share: the engine, the admission gate, tokenisation and limits."""
+"""Serves requests: checks them, runs them through the engine, and writes their answers.
+
+The way of a request: its body (`schema.py`), prompts and sampling parameters; admission; tokens;
+the engine's outputs; deltas and choices (`choices.py`); and JSON, whole or as server-sent events.
+A client that disconnects cancels its request at once.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import json
 import time
-from collections.abc import Sequence
-from typing import Any
+import uuid
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from prometheus_client import Counter
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
-from ...errors import ConfigError, shown
+from ...errors import LostError, shown
 from ..params import SamplingParams
-from .answer import Answer
-from .choices import ChatForm, CompletionForm, Form
-from .errors import ApiError, invalid
-from .keys import tenant_of
-from .limits import Gate, Limits
+from ..request import RequestOutput
+from .choices import (
+    SLICE_LOGPROBS,
+    ChatForm,
+    CompletionForm,
+    Delta,
+    Form,
+    Progress,
+    Tokens,
+    WholeChoice,
+    encoded,
+)
+from .errors import ApiError, api_error, invalid
+from .guard import Gate, Limits, receive_body, tenant_of
 from .prompts import Prompt, Prompts
-from .protocol import ServerMetrics, StreamingEngine
-from .reading import Reader
-from .schema import ChatRequest, CompletionRequest, Sampling, TokenizeRequest
-from .streaming import EventStream, WholeBody, until_disconnect
-from .tokens import Tokens
-from .uploads import Uploads
+from .schema import (
+    LOGPROBS_MAX,
+    SAMPLES_MAX,
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    TokenizeRequest,
+    parse,
+)
+
+T = TypeVar("T")
+BodyT = TypeVar("BodyT", CompletionRequest, ChatRequest, TokenizeRequest)
 
 _NUM_TOKENIZING = 2
+#: Bytes of a body per JSON value that it may have.
+_BYTES_PER_VALUE = 128
+#: Largest body that is parsed beside others, in about a millisecond.
+_SMALL_BYTES = 16 * 1024
+_PIECE_BYTES = 1 << 18
+_FORMS: dict[type[GenerationRequest], type[Form]] = {
+    CompletionRequest: CompletionForm,
+    ChatRequest: ChatForm,
+}
+
+
+class StreamingEngine(Protocol):
+    """An engine that runs in the background and streams outputs to an event loop."""
+
+    def stream(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        priority: int = 0,
+        *,
+        tenant: str | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Yield a request's new outputs as they come; closing the iterator cancels the request.
+
+        Raises:
+            ConfigError: The request can never be served. Raised by the first iteration.
+        """
+        ...
+
+    @property
+    def failure(self) -> str | None:
+        """The reason why no request can be served; None while the engine works."""
+        ...
+
+    async def shutdown(self, drain: bool = True) -> None:
+        """Stop, after running requests have finished or, with `drain=False`, by cancelling them."""
+        ...
+
+    async def __aenter__(self) -> object:
+        """Start to serve the current event loop."""
+        ...
+
+    async def __aexit__(self, *exception: object) -> None:
+        """Stop after running requests have finished."""
+        ...
+
+
+class ServerMetrics(Protocol):
+    """Metrics shown at `/metrics`; `Metrics` shows those of one engine."""
+
+    @property
+    def http_responses(self) -> Counter:
+        """Counter of responses by route and status."""
+        ...
+
+    def text(self) -> bytes:
+        """Render every metric in Prometheus' text format."""
+        ...
 
 
 class Service:
     """Serves one model: validates requests, admits them and builds their responses.
 
     `max_model_tokens` bounds prompt and output of one request together. While `is_draining`, new
-    requests are refused. `gate` bounds the engine's requests, `uploads` the bodies in memory.
+    requests are refused. `gate` bounds the engine's requests.
     """
 
     def __init__(
@@ -45,140 +131,80 @@ class Service:
         chat_template: str | None,
         metrics: ServerMetrics,
     ):
-        self._engine = engine
-        self._model_name = model_name
-        self._max_model_tokens = max_model_tokens
-        self._started_s = int(time.time())
         most_tokens = min(max_model_tokens, limits.max_prompt_tokens or max_model_tokens)
-        self._prompts = Prompts(tokenizer, most_tokens, chat_template)
-        self._tokens = Tokens(tokenizer)
+        self.engine = engine
+        self.prompts = Prompts(tokenizer, most_tokens, chat_template)
+        self.tokens = Tokens(tokenizer)
+        self.model_name = model_name
         self.limits = limits
         self.metrics = metrics
         self.is_draining = False
         self.gate = Gate(limits.max_concurrent, limits.max_queued)
         # /tokenize has its own gate, so that it does not wait for completions.
         self._tokenizing = Gate(_NUM_TOKENIZING, limits.max_queued)
-        self.uploads = Uploads(limits)
-        self.reader = Reader(max(limits.max_values, 2 * max_model_tokens))
+        # Large bodies are parsed one at a time, so that a turn of the event loop has little of it.
+        self._parsing = asyncio.Lock()
+        self._max_model_tokens = max_model_tokens
+        self._max_values = max(limits.max_body_bytes // _BYTES_PER_VALUE, 2 * max_model_tokens)
+        self._started_s = int(time.time())
 
-    # ---- answers --------------------------------------------------------------------------
+    async def generate(self, request: Request, form: type[GenerationRequest]) -> Response:
+        """Answer `/v1/completions` or `/v1/chat/completions`.
 
-    async def complete(self, request: Request, body: CompletionRequest) -> Response:
-        """Answer `/v1/completions`: continue one or several prompts.
-
-        Like the other routes' methods, raises `ApiError` for a request that cannot be served and
-        `ClientGoneError` if the client disconnects.
+        Like `tokenize`, raises `ApiError` for a request that cannot be served and
+        `ClientDisconnect` if the client disconnects.
         """
-        self.check_model(body.model)
-        num_prompts, most = len(body.prompts), self.limits.max_prompts
-        if not 1 <= num_prompts <= most:
-            raise invalid(f"{num_prompts} prompts; from 1 to {most} are served", "prompt")
-        # OpenAI's default is 16 here; for a chat it is as many as fit.
-        most_tokens = 16 if body.max_tokens is None else body.max_tokens
-        form = CompletionForm(self._tokens)
-        return await self._answer(request, body, form, body.prompts, most_tokens, body.logprobs)
+        body: Any = await self._read(request, form)
+        answer = Answer(
+            self,
+            body,
+            _FORMS[form](self.tokens),
+            body.prompts,
+            body.sampling_params(),
+            tenant_of(request.state.api_key, body.cache_salt),
+        )
+        answer.check()
+        if body.stream:
+            headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+            return Streamed(answer.events(), media_type="text/event-stream", headers=headers)
+        parts = await until_disconnect(request.receive, answer.whole())
+        headers = {"Content-Length": str(sum(map(len, parts)))}
+        return Streamed(in_pieces(parts), media_type="application/json", headers=headers)
 
-    async def chat(self, request: Request, body: ChatRequest) -> Response:
-        """Answer `/v1/chat/completions`."""
-        self.check_model(body.model)
-        form = ChatForm(self._tokens)
-        prompts = [body.prompt]
-        return await self._answer(request, body, form, prompts, body.most_tokens, body.num_logprobs)
-
-    async def tokenize(self, request: Request, body: TokenizeRequest) -> Response:
+    async def tokenize(self, request: Request) -> Response:
         """Answer `/tokenize` with the tokens of a prompt."""
-        if body.model is not None:
-            self.check_model(body.model)
+        body = await self._read(request, TokenizeRequest)
         prompt = body.what
-        self._prompts.check(prompt)
+        self.prompts.check(prompt)
 
         async def tokens() -> Sequence[int]:
             async with self._tokenizing.entered():
-                return await self._prompts.tokens(prompt)
+                return await self.prompts.tokens(prompt)
 
         found = await until_disconnect(request.receive, tokens())
-        strings = self._prompts.strings(found) if body.return_token_strs else None
         return JSONResponse(
             {
                 "count": len(found),
                 "max_model_len": self._max_model_tokens,
                 "tokens": found,
-                "token_strs": strings,
+                "token_strs": self.prompts.strings(found) if body.return_token_strs else None,
             }
         )
 
-    async def _answer(
-        self,
-        request: Request,
-        body: Sampling,
-        form: Form,
-        prompts: Sequence[Prompt],
-        most_tokens: int | None,
-        logprobs: int | None,
-    ) -> Response:
-        """Run every check that needs no tokenisation, then build the response."""
-        num_samples = len(prompts) * body.num_samples
-        if num_samples > self.limits.max_samples:
-            raise invalid(
-                f"{len(prompts)} prompts of {shown(body.num_samples)} samples; at most "
-                f"{self.limits.max_samples} samples are computed at once",
-                "n",
-            )
-        params = self._params(body, most_tokens, logprobs)
-        self._check_logprobs(num_samples, params)
-        for prompt in prompts:
-            self._prompts.check(prompt)
-            if isinstance(prompt, Sequence):
-                self._check_length(len(prompt), params)
-        answer = Answer(
-            engine=self._engine,
-            gate=self.gate,
-            form=form,
-            tokens=self._tokens,
-            encoder=self._prompts,
-            model=self._model_name,
-            prompts=prompts,
-            check_length=lambda num_tokens: self._check_length(num_tokens, params),
-            encoded=request.state.upload.release,
-            params=params,
-            priority=body.priority,
-            tenant=tenant_of(request.state.api_key, body.cache_salt),
-            wants_usage=body.wants_usage,
-            wants_running_usage=body.wants_running_usage,
-        )
-        if body.stream:
-            return EventStream(answer.events(), self.limits.send_timeout_s)
-        parts = await until_disconnect(request.receive, answer.whole())
-        return WholeBody(parts, self.limits.send_timeout_s)
+    async def _read(self, request: Request, form: type[BodyT]) -> BodyT:
+        received = await receive_body(request, self.limits)
+        content_type = request.headers.get("content-type", "")
+        is_small = len(received) <= _SMALL_BYTES
+        async with contextlib.nullcontext() if is_small else self._parsing:
+            body = await parse(received, content_type, form, self._max_values)
+        if body.model is not None:
+            self.check_model(body.model)
+        return body
 
-    def _params(
-        self, body: Sampling, most_tokens: int | None, logprobs: int | None
-    ) -> SamplingParams:
-        try:
-            return body.sampling_params(most_tokens, logprobs, self.limits)
-        except ConfigError as error:
-            # Messages of ConfigError begin with `name=value`.
-            name = str(error).partition("=")[0]
-            raise invalid(str(error), name if name in type(body).model_fields else None) from error
+    # ---- checks ---------------------------------------------------------------------------
 
-    def _check_logprobs(self, num_samples: int, params: SamplingParams) -> None:
-        if params.logprobs is None:
-            return
-        most_tokens = self._max_model_tokens
-        num_tokens = min(params.max_tokens or most_tokens, most_tokens)
-        # A single sample is never refused for its length.
-        of_one = most_tokens * (1 + self.limits.max_logprobs)
-        most = max(self.limits.max_answer_logprobs, of_one)
-        num_logprobs = num_samples * num_tokens * (1 + params.logprobs)
-        if num_logprobs > most:
-            raise invalid(
-                f"{num_samples} samples of up to {num_tokens} tokens with {1 + params.logprobs} "
-                f"log-probabilities each are {num_logprobs}; max_answer_logprobs={most} of this "
-                "server: ask for fewer samples (n), tokens (max_tokens) or log-probabilities",
-                "max_tokens",
-            )
-
-    def _check_length(self, num_tokens: int, params: SamplingParams) -> None:
+    def check_length(self, num_tokens: int, params: SamplingParams) -> None:
+        """Raise `ApiError` for a prompt that leaves no room for an answer."""
         if not num_tokens:
             raise invalid("the prompt is empty: it has no tokens", "prompt")
         longest = self._max_model_tokens
@@ -191,31 +217,55 @@ class Service:
                 "context_length_exceeded",
             )
 
+    def check_logprobs(self, num_samples: int, params: SamplingParams) -> None:
+        """Raise `ApiError` for an answer with too many log-probabilities."""
+        if params.logprobs is None:
+            return
+        most_tokens = self._max_model_tokens
+        num_tokens = min(params.max_tokens or most_tokens, most_tokens)
+        # A single sample is never refused for its length.
+        most = max(self.limits.max_answer_logprobs, most_tokens * (1 + LOGPROBS_MAX))
+        num_logprobs = num_samples * num_tokens * (1 + params.logprobs)
+        if num_logprobs > most:
+            raise invalid(
+                f"{num_samples} samples of up to {num_tokens} tokens with {1 + params.logprobs} "
+                f"log-probabilities each are {num_logprobs}; max_answer_logprobs={most} of this "
+                "server: ask for fewer samples (n), tokens (max_tokens) or log-probabilities",
+                "max_tokens",
+            )
+
+    def check_priority(self, priority: int) -> None:
+        """Raise `ApiError` for a priority that this server does not have."""
+        most = self.limits.max_priority
+        if abs(priority) > most:
+            raise invalid(
+                f"priority={shown(priority)} must be in [{-most}, {most}]"
+                if most
+                else "requests have no priorities here; the server's --max-priority allows them",
+                "priority",
+            )
+
+    def check_model(self, name: str) -> None:
+        """Raise `ApiError` unless `name` is the served model."""
+        if name != self.model_name:
+            message = f"the model {shown(name)} is not served here; {self.model_name!r} is"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
     # ---- model and health -----------------------------------------------------------------
 
     def card(self) -> dict[str, Any]:
         """Return the model's entry in `/v1/models`."""
         return {
-            "id": self._model_name,
+            "id": self.model_name,
             "object": "model",
             "created": self._started_s,
             "owned_by": "vmkv",
             "max_model_len": self._max_model_tokens,
         }
 
-    def check_model(self, name: str) -> None:
-        """Raise `ApiError` unless `name` is the served model."""
-        if name != self._model_name:
-            raise ApiError(
-                404,
-                f"the model {shown(name)} is not served here; {self._model_name!r} is",
-                param="model",
-                code="model_not_found",
-            )
-
     def health(self) -> tuple[int, dict[str, Any]]:
         """Return the HTTP status and body of `/health`."""
-        reason = self._engine.failure
+        reason = self.engine.failure
         status = "ok" if reason is None else "failing"
         if self.is_draining:
             status, reason = "draining", reason or "the server is about to stop"
@@ -234,10 +284,234 @@ class Service:
         self.is_draining = True
         self.gate.close()
         self._tokenizing.close()
-        await self._engine.shutdown(drain=False)
+        await self.engine.shutdown(drain=False)
 
     def close(self) -> None:
-        """Stop the tokenizer and parser threads."""
+        """Stop the tokenizer's threads."""
         self.is_draining = True
-        self.reader.close()
-        self._prompts.close()
+        self.prompts.close()
+
+
+# ---- answers -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer to one request; `tenant` owns the cached prefixes."""
+
+    service: Service
+    body: GenerationRequest
+    form: Form
+    prompts: Sequence[Prompt]
+    params: SamplingParams
+    tenant: str | None
+
+    def check(self) -> None:
+        """Run every check that needs no tokenisation; raises `ApiError`."""
+        service, num_samples = self.service, len(self.prompts) * self.params.n
+        if num_samples > SAMPLES_MAX:
+            raise invalid(
+                f"{len(self.prompts)} prompts of {self.params.n} samples; at most {SAMPLES_MAX} "
+                "samples are computed at once",
+                "n",
+            )
+        service.check_priority(self.body.priority)
+        service.check_logprobs(num_samples, self.params)
+        for prompt in self.prompts:
+            service.prompts.check(prompt)
+            if isinstance(prompt, Sequence):
+                service.check_length(len(prompt), self.params)
+
+    async def whole(self) -> deque[bytes | bytearray]:
+        """Compute the answer as JSON, in parts; compute it once more if its replica is lost."""
+        try:
+            return await self._whole()
+        except ApiError as error:
+            if not isinstance(error.__cause__, LostError):
+                raise
+            return await self._whole()  # Nothing was sent.
+
+    async def _whole(self) -> deque[bytes | bytearray]:
+        progress = self._new_progress()
+        choices = deque(WholeChoice(self.form) for _ in range(len(self.prompts) * self.params.n))
+        async with contextlib.aclosing(self._deltas(progress)) as deltas:
+            async for delta in deltas:
+                choices[delta.index].add(delta)
+        head = encoded(self._head(self.form.whole_object))
+        parts: deque[bytes | bytearray] = deque([head[:-1] + b',"choices":['])
+        while choices:
+            parts.extend(choices.popleft().parts())
+            parts.append(b"," if choices else b'],"usage":')
+            await asyncio.sleep(0)
+        parts.append(encoded(progress.usage()) + b"}")
+        return parts
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Yield the answer as server-sent events; raises `ApiError` only before the first event."""
+        progress = self._new_progress()
+        head = self._head(self.form.chunk_object)
+        # With include_usage every chunk has the field, and only the last one a value.
+        tail: dict[str, Any] = {"usage": None} if self.body.wants_usage else {}
+        has_begun = False
+        try:
+            async with contextlib.aclosing(self._deltas(progress)) as deltas:
+                async for delta in deltas:
+                    if self.body.wants_running_usage:
+                        tail["usage"] = progress.usage()
+                    yield _event({**head, "choices": [self.form.chunk(delta)], **tail})
+                    has_begun = True
+        except ApiError as error:
+            if not has_begun:
+                raise
+            yield _event(error.body)
+        else:
+            if self.body.wants_usage:
+                yield _event({**head, "choices": [], "usage": progress.usage()})
+        yield b"data: [DONE]\n\n"
+
+    async def _deltas(self, progress: Progress) -> AsyncGenerator[Delta, None]:
+        """Yield the deltas of all outputs; the event loop runs other tasks between slices."""
+        num_logprobs = 0
+        async with contextlib.aclosing(self._outputs()) as outputs:
+            async for at, output in outputs:
+                for delta in progress.advance(at, output):
+                    num_logprobs += delta.num_logprobs
+                    if num_logprobs > SLICE_LOGPROBS:
+                        num_logprobs = delta.num_logprobs
+                        await asyncio.sleep(0)
+                    yield delta
+
+    async def _outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        service = self.service
+        async with service.gate.entered():
+            # Tokenise behind the gate: a waiting or abandoned request costs no work.
+            prompts = []
+            for prompt in self.prompts:
+                prompts.append(await service.prompts.tokens(prompt))
+                service.check_length(len(prompts[-1]), self.params)
+            streams = [
+                service.engine.stream(prompt, self.params, self.body.priority, tenant=self.tenant)
+                for prompt in prompts
+            ]
+            try:
+                async with contextlib.aclosing(merged(streams)) as outputs:
+                    async for each in outputs:
+                        yield each
+            except Exception as error:
+                raise api_error(error) from error
+
+    def _new_progress(self) -> Progress:
+        return Progress(len(self.prompts), self.params.n, self.service.tokens)
+
+    def _head(self, what: str) -> dict[str, Any]:
+        return {
+            "id": f"{self.form.id_prefix}{uuid.uuid4().hex}",
+            "object": what,
+            "created": int(time.time()),
+            "model": self.service.model_name,
+        }
+
+
+def _event(payload: dict[str, Any]) -> bytes:
+    """Encode one server-sent event."""
+    return b"data: " + json.dumps(payload, separators=(",", ":")).encode() + b"\n\n"
+
+
+# ---- streams -------------------------------------------------------------------------------------
+
+
+class Streamed(StreamingResponse):
+    """Sends a body as it comes; the response starts with the first piece, or with its error.
+
+    The body's generator is closed at its end or when the client disconnects.
+    """
+
+    body_iterator: AsyncGenerator[bytes, None]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle an ASGI request."""
+        async with contextlib.aclosing(self.body_iterator):
+            await until_disconnect(receive, self.stream_response(send))
+
+    async def stream_response(self, send: Send) -> None:
+        """Send the response."""
+        has_begun = False
+        async for piece in self.body_iterator:
+            if not has_begun:
+                start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+                await send(start)
+                has_begun = True
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def in_pieces(parts: deque[bytes | bytearray]) -> AsyncGenerator[bytes, None]:
+    """Yield pieces of some 256 KiB; empties `parts`, and other tasks run between pieces."""
+    piece = bytearray()
+    while parts:
+        part = parts.popleft()
+        for at in range(0, len(part), _PIECE_BYTES):
+            piece += part[at : at + _PIECE_BYTES]
+            if len(piece) >= _PIECE_BYTES:
+                yield bytes(piece)
+                await asyncio.sleep(0)
+                piece.clear()
+    yield bytes(piece)
+
+
+async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T:
+    """Await `work`; cancel it and raise `ClientDisconnect` if the client disconnects first."""
+    task = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({task, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientDisconnect
+    finally:
+        for each in (task, leaving):
+            each.cancel()
+        await asyncio.gather(task, leaving, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def merged(
+    streams: Sequence[AsyncGenerator[T, None]],
+) -> AsyncGenerator[tuple[int, T], None]:
+    """Yield items of several streams as they come, with the stream's index; close them all."""
+    if len(streams) == 1:  # The common case needs no task and no queue.
+        async with contextlib.aclosing(streams[0]) as only:
+            async for item in only:
+                yield 0, item
+        return
+    items: asyncio.Queue[tuple[int, T] | Exception | None] = asyncio.Queue(len(streams))
+
+    async def pump(at: int) -> None:
+        end = None
+        try:
+            async with contextlib.aclosing(streams[at]) as stream:
+                async for item in stream:
+                    await items.put((at, item))
+        except Exception as error:  # noqa: BLE001  # raised again where the items are read
+            end = error
+        await items.put(end)
+
+    tasks = [asyncio.ensure_future(pump(at)) for at in range(len(streams))]
+    try:
+        num_live = len(tasks)
+        while num_live:
+            found = await items.get()
+            if isinstance(found, Exception):
+                raise found
+            if found is None:
+                num_live -= 1
+            else:
+                yield found
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,49 @@
+"""What tests of `vmkv.generate` have in common."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from helpers.tiny_models import VOCABULARY
+from transformers.generation.streamers import BaseStreamer
+
+FAMILIES = (
+    *("llama", "mistral", "gemma2", "gemma3", "qwen3", "gpt_oss", "mixtral", "phi3"),
+    "deepseek_v3",
+)
+
+
+def random_tokens(count: int, seed: int) -> list[int]:
+    """A prompt of tokens that mean nothing in particular."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCABULARY, (count,), generator=generator).tolist()
+
+
+def random_prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
+    """Prompts of these lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randint(3, VOCABULARY, (length,), generator=generator).tolist() for length in lengths
+    ]
+
+
+def alone(model: Any, prompt: list[int], **options: Any) -> list[int]:
+    """What `model.generate` makes of one prompt."""
+    ids = torch.tensor([prompt])
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0].tolist()
+
+
+class Collects(BaseStreamer):
+    """A streamer that keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.got: list[list[int]] = []
+        self.num_ends = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        assert not self.num_ends
+        self.got.append(value.flatten().tolist())
+
+    def end(self) -> None:
+        self.num_ends += 1

@@ -1,0 +1,55 @@
+"""What tests and the fuzzer play at random, and an episode of it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection
+
+from helpers.engines_play import RandomEngines
+from helpers.random_engine import RandomEngine, RandomModelEngine, RandomPlay
+from helpers.random_generate import RandomGenerate
+from helpers.shared_model_play import RandomSharedModel
+
+from vmkv.errors import CapacityError, ConfigError
+
+PLAYS: dict[str, type[RandomPlay]] = {
+    "engine": RandomEngine,
+    "model": RandomModelEngine,
+    "generate": RandomGenerate,
+    "shared": RandomSharedModel,
+    "engines": RandomEngines,
+}
+
+
+def play_episode(
+    name: str,
+    seed: int,
+    num_operations: int,
+    without: Collection[str] = (),
+    *,
+    is_verbose: bool = False,
+) -> int:
+    """Play the episode of a seed, print what was done, and return the number of steps.
+
+    Args:
+        name: Key of `PLAYS`.
+        seed: Seed of every choice.
+        num_operations: Operations of the episode.
+        without: Operations to leave out.
+        is_verbose: Print all operations instead of the last 40.
+    """
+    try:
+        episode = PLAYS[name](random.Random(seed), without)
+    except (CapacityError, ConfigError):  # The budget does not hold one token of that shape.
+        return 0
+    try:
+        for _ in range(num_operations):
+            episode.operate()
+        episode.end()
+    except BaseException:
+        episode.abandon()
+        raise
+    finally:
+        trace = episode.play.trace
+        print(episode.shape, *(trace if is_verbose else ["…", *trace[-40:]]), sep="\n")
+    return int(episode.play.num_steps)

@@ -1,0 +1,37 @@
+"""Random episodes of engines and caches, with content as the oracle; `fuzz_engine.py` plays more.
+
+Requests come, begin as others did, run beside each other, are cancelled, give way and come back,
+while memory is short, taken by others, given back and refused; driver calls and steps fail; the
+device runs behind. Every step reads what an attention kernel would read, and finds the tokens of
+its own request or fails; what it writes must be the row's alone. What a request says is a hash of
+all that it has read, or what transformers says, and must be what it would have said alone.
+"""
+
+from __future__ import annotations
+
+import pytest
+from helpers.random_plays import play_episode
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:a KVCache was never closed"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "num_episodes", "num_operations"),
+    [
+        ("engine", 6, 100),
+        ("model", 2, 50),
+        ("generate", 3, 25),
+        ("shared", 6, 40),
+        ("engines", 4, 60),
+    ],
+)
+def test_random_episodes_end_with_the_right_tokens(
+    name: str, num_episodes: int, num_operations: int
+) -> None:
+    """Books are checked after each operation; a failure prints what was done."""
+    num_steps = sum(play_episode(name, seed, num_operations) for seed in range(num_episodes))
+    assert num_steps > num_episodes

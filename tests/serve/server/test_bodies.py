@@ -1,0 +1,69 @@
+"""The values of a body are counted before it is parsed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vmkv.serve.server.errors import ApiError
+from vmkv.serve.server.schema import check_structure
+
+texts = st.text(st.sampled_from('a"\\,:[]{}é🙂\n'), max_size=8)
+documents = st.recursive(
+    st.none() | st.booleans() | st.integers() | texts,
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(texts, inner, max_size=5),
+    max_leaves=30,
+)
+
+
+def counted(document: Any) -> int:
+    """Commas, and eight times lists, objects and keys."""
+    if isinstance(document, dict):
+        inner, num_nested = list(document.values()), 1 + len(document)
+    elif isinstance(document, list):
+        inner, num_nested = document, 1
+    else:
+        return 0
+    return max(0, len(inner) - 1) + 8 * num_nested + sum(map(counted, inner))
+
+
+@given(document=documents, pad=st.integers(0, 3), piece=st.integers(1, 9))
+def test_values_are_counted_as_a_parser_would(document: Any, pad: int, piece: int) -> None:
+    """Not those within texts, wherever the pieces end that it looks at."""
+    body = json.dumps(document, ensure_ascii=bool(pad % 2), indent=pad or None).encode()
+    num_values = 1 + counted(document)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vmkv.serve.server.schema._PIECE_BYTES", piece)
+        asyncio.run(check_structure(body, num_values))
+        if num_values > 1:
+            with pytest.raises(ApiError, match=f"more than {num_values - 1} values"):
+                asyncio.run(check_structure(body, num_values - 1))
+
+
+@given(body=st.binary(max_size=60) | st.text(st.sampled_from('"\\[{,:')).map(str.encode))
+def test_what_is_no_json_is_counted_to_its_end(body: bytes) -> None:
+    """No error but the one for too many, and an end."""
+    asyncio.run(check_structure(body, 1000))
+    for limit in (1, 3):
+        with contextlib.suppress(ApiError):
+            asyncio.run(check_structure(body, limit))
+
+
+def test_other_tasks_run_while_a_large_body_is_counted() -> None:
+    """A turn of the event loop for each piece."""
+
+    async def scenario() -> int:
+        counting = asyncio.ensure_future(check_structure(b"x" * (1 << 22), 10))
+        num_turns = 0
+        while not counting.done():
+            num_turns += 1
+            await asyncio.sleep(0)
+        return num_turns
+
+    assert asyncio.run(scenario()) >= 1 << 4

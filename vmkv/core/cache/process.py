@@ -1,0 +1,585 @@
+"""Sharing between processes of one user: another process maps a prefix's extents, without a copy.
+
+    exporter                                importer
+       | <----------------- connects ---------- |    each checks that the other is of its user
+       | --- frame: the offer ----------------> |    compares it with its cache
+       | <----------------- one byte ---------- |    asks for a batch, or has the last one
+       | --- one byte, with descriptors ------> |    imports it
+
+A frame is a prefix (magic, version, length) and so many bytes of JSON. Extents are mapped whole, so
+a prefix is offered as far as extents of every layer group are full of its tokens. The importer
+computes the rest.
+
+Exported memory is frozen: it is read-only here as well, and is released rather than recycled,
+because nobody can tell when the last importer is gone.
+
+See DESIGN.md, Note [Exported memory is frozen].
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...errors import ClosedError, ConfigError, VMKVError
+from ...interrupts import interruptible, uninterrupted
+from ..backend import Access, MemoryLocation
+from ..memory import Change, Extent, ExtentPool, Mapping, PageTable, RowChange, protect
+from .disk import check_fits, describe_groups
+from .growing import Target, map_rows
+from .layer_group import LayerGroup
+from .row_space import RowSpace
+
+if TYPE_CHECKING:
+    from .sequence import Sequence as Row
+
+_LOG = logging.getLogger(__name__)
+_MAGIC, _VERSION = b"vmkv", 2
+_PREFIX = struct.Struct("<4sII")
+_CREDENTIALS = struct.Struct("3i")
+_READ_BYTES = 1 << 16
+#: Descriptors in flight count against their sender's limit on open files, by default 1,024.
+_BATCH = 64
+_QUEUE = 64
+#: Pause after a failure, so that an importer that retries does not keep a core busy.
+_PAUSE_S = 0.1
+
+# ---- messages ------------------------------------------------------------------------------------
+
+
+class _Channel:
+    """A connected Unix stream socket, which the caller closes, with one deadline for all messages.
+
+    Every method raises `TimeoutError` after the deadline and `ConnectionError` if the other end is
+    gone. `ConfigError` if the other end is of another user.
+    """
+
+    def __init__(self, connection: socket.socket, timeout_s: float):
+        self._connection = connection
+        self._timeout_s = timeout_s
+        self._deadline = time.monotonic() + timeout_s
+        credentials = connection.getsockopt(
+            socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size
+        )
+        pid, uid, _ = _CREDENTIALS.unpack(credentials)
+        self._peer = f"process {pid} of user {uid}"
+        if uid != os.geteuid():
+            raise ConfigError(
+                f"{self._peer} is not allowed: this process is of user {os.geteuid()}, and memory "
+                "is shared between processes of one user"
+            )
+
+    def send(self, message: object) -> None:
+        """Send a message as a frame of JSON."""
+        data = json.dumps(message).encode()
+        with self._waiting():
+            self._connection.sendall(_PREFIX.pack(_MAGIC, _VERSION, len(data)) + data)
+
+    def receive(self) -> Any:
+        """Return the message of the next frame; `ConfigError` for another protocol or version."""
+        magic, version, num_bytes = _PREFIX.unpack(self._receive(_PREFIX.size))
+        if magic != _MAGIC:
+            raise ConfigError(f"{self._peer} does not speak vmkv's protocol: is it another server?")
+        if version != _VERSION:
+            raise ConfigError(
+                f"{self._peer} speaks version {version} of the protocol, and this vmkv {_VERSION}: "
+                "run the same vmkv on both sides"
+            )
+        return json.loads(self._receive(num_bytes))
+
+    def ask(self) -> None:
+        """Ask for a batch of descriptors, or confirm the last one."""
+        with self._waiting():
+            self._connection.sendall(b"+")
+
+    def await_question(self) -> None:
+        """Wait until the other end calls `ask`."""
+        self._receive(1)
+
+    def send_descriptors(self, fds: Sequence[int]) -> None:
+        """Send a batch; the caller keeps the descriptors and may close them at once."""
+        with self._waiting():
+            socket.send_fds(self._connection, [b"+"], fds)
+
+    def receive_descriptors(self) -> list[int]:
+        """Return a batch of descriptors, which the caller closes.
+
+        Raises `OSError` if this process has too many open files.
+        """
+        with self._waiting():
+            data, fds, flags, _ = socket.recv_fds(
+                self._connection, 1, _BATCH, socket.MSG_CMSG_CLOEXEC
+            )
+        if data and not flags & socket.MSG_CTRUNC:
+            return fds
+        for fd in fds:
+            os.close(fd)
+        if not data:
+            raise self._gone()
+        raise OSError(
+            errno.EMFILE,
+            "this process has too many open files for what it is sent; raise `ulimit -n`",
+        )
+
+    def _receive(self, num_bytes: int) -> bytes:
+        data = bytearray()
+        while len(data) < num_bytes:
+            num_wanted = min(_READ_BYTES, num_bytes - len(data))
+            with self._waiting():
+                new = interruptible(self._connection.recv, num_wanted)
+            if not new:
+                raise self._gone()
+            data += new
+        return bytes(data)
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Limit one call on the socket to the deadline, and name the peer in its errors."""
+        late = TimeoutError(f"{self._peer} took more than {self._timeout_s:g} s")
+        left_s = self._deadline - time.monotonic()
+        if left_s <= 0:
+            raise late
+        self._connection.settimeout(left_s)
+        try:
+            yield
+        except TimeoutError:
+            raise late from None
+        except ConnectionError as error:
+            raise self._gone() from error
+
+    def _gone(self) -> ConnectionError:
+        return ConnectionResetError(f"{self._peer} closed the connection midway")
+
+
+# ---- the offer -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _GroupOffer:
+    """Extents of a layer group, gapless from `first_page` on; they hold `first_token` and later."""
+
+    first_page: int
+    sizes_bytes: Sequence[int]
+    first_token: int
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """A prefix that can be mapped elsewhere; `token_ids` are its first tokens, if known."""
+
+    backend: str
+    page_bytes: int
+    layout: Sequence[dict[str, Any]]
+    num_tokens: int
+    token_ids: Sequence[int]
+    groups: Sequence[_GroupOffer]
+
+
+def _whole_extents(space: RowSpace, row: int, num_tokens: int) -> tuple[_Offer, list[Extent]]:
+    """Offer the first `num_tokens` tokens of a row, cut to whole extents. Changes nothing.
+
+    Raises `ConfigError` if no extent is whole, a sliding-window layer has lost tokens that the
+    prefix sees, or memory cannot be shared. Locked.
+    """
+    covered = num_tokens
+    for group in space.groups:
+        if not group.keeps(row, num_tokens):
+            raise _lacks_past(num_tokens)
+        mappings = _whole(group, row, group.first_needed_page(num_tokens), num_tokens)
+        end_page = mappings[-1].end_page if mappings else 0
+        covered = min(covered, group.geometry.whole_tokens_below(end_page))
+    if not covered or not space.groups:
+        raise ConfigError(
+            f"the first {num_tokens} tokens of row {row} do not fill an extent of every layer "
+            "group, and only whole extents can be shared: export more tokens"
+        )
+    extents, offers = [], []
+    imported = set(map(id, space.pool.imported_extents()))
+    for group in space.groups:
+        end_page = group.geometry.pages_for(covered)
+        mappings = [
+            mapping
+            for mapping in _whole(group, row, group.first_needed_page(covered), num_tokens)
+            if mapping.first_page < end_page
+        ]
+        first_token = _first_token(group, row, mappings, covered)
+        for mapping in mappings:
+            if id(mapping.extent) in imported:
+                raise ConfigError(
+                    f"row {row} begins with extents that were imported; export them from the "
+                    "process that they came from"
+                )
+            if mapping.extent.location is not MemoryLocation.DEVICE:
+                raise ConfigError(f"some of row {row} is spilled to host memory; unspill() first")
+        extents += [mapping.extent for mapping in mappings]
+        sizes_bytes = [mapping.extent.num_bytes for mapping in mappings]
+        offers.append(_GroupOffer(mappings[0].first_page, sizes_bytes, first_token))
+    token_ids = list(space.prefixes.token_ids(row)[:covered])
+    layout, page_bytes = describe_groups(space), space.pool.page_bytes
+    return _Offer(_kind(space), page_bytes, layout, covered, token_ids, offers), extents
+
+
+def _whole(group: LayerGroup, row: int, first_page: int, num_tokens: int) -> list[Mapping]:
+    end_page = group.geometry.whole_pages_below(num_tokens)
+    mappings = group.table.overlapping(row, first_page, end_page)
+    return [mapping for mapping in mappings if mapping.end_page <= end_page]
+
+
+def _first_token(group: LayerGroup, row: int, mappings: Sequence[Mapping], num_tokens: int) -> int:
+    needed_page = group.first_needed_page(num_tokens)
+    first_token = group.first_kept_token(row, num_tokens)
+    is_late = first_token > group.first_seen_token(num_tokens)
+    if not mappings or mappings[0].first_page > needed_page or is_late:
+        raise _lacks_past(num_tokens)
+    return first_token
+
+
+def _lacks_past(num_tokens: int) -> ConfigError:
+    return ConfigError(
+        f"cannot export {num_tokens} tokens: a sliding-window layer no longer holds what they "
+        "would see (export earlier, or set keeps_past before appending)"
+    )
+
+
+def _kind(space: RowSpace) -> str:
+    return space.pool.backend.name.partition(":")[0]
+
+
+def _checked(space: RowSpace, values: dict[str, Any], where: str) -> _Offer:
+    """Return the offer in `values`, or raise `ConfigError` if the cache cannot map it."""
+    groups = [_GroupOffer(**each) for each in values.pop("groups")]
+    offer = _Offer(**values, groups=groups)
+    if offer.backend != _kind(space):
+        raise ConfigError(
+            f"{where} shares memory of {offer.backend!r}, and this cache is on "
+            f"{space.pool.backend.name}: both must be on the same device"
+        )
+    if offer.page_bytes != space.pool.page_bytes:
+        raise ConfigError(
+            f"{where} has pages of {offer.page_bytes} bytes, and this cache of "
+            f"{space.pool.page_bytes}: make both pools with the same page_bytes"
+        )
+    check_fits(space, offer.layout, offer.num_tokens, where)
+    for group, theirs in zip(space.groups, groups, strict=True):
+        end_page = theirs.first_page + sum(theirs.sizes_bytes) // offer.page_bytes
+        if end_page > group.table.row_pages:
+            raise ConfigError(
+                f"{where} offers extents up to page {end_page}, in rows of "
+                f"{group.table.row_pages}: make this cache with a larger max_tokens"
+            )
+    return offer
+
+
+# ---- exporting -----------------------------------------------------------------------------------
+
+
+class PrefixExporter:
+    """Shares the beginning of a sequence with processes of this user; see `Sequence.export`.
+
+    Use it as a context manager. `serve_one` serves one importer; after `start`, a thread serves all
+    that come, one after another. It holds the shared memory until it is closed, and importers as
+    long as they need it, even if the sequence or this process ends.
+
+    Args:
+        sequence: The sequence; it may go on, and end.
+        socket_path: The socket to listen on; its mode is 0600.
+        num_tokens: How many tokens; by default all. Tokens that do not fill whole extents are left
+            out.
+        timeout_s: Deadline for one importer.
+
+    Attributes:
+        num_tokens: How many tokens importers get.
+        socket_path: The socket to connect to.
+        num_served: Importers that got all of it.
+        num_failed: Importers that were refused, or failed.
+
+    Raises:
+        ConfigError: The pool is not shareable, the path cannot be used, or there is no whole extent
+            to share. Nothing changed.
+        ClosedError: The sequence is closed.
+        DriverError: Nothing is shared; some extents may be read-only already, which is harmless.
+        OSError: The socket could not be made. Nothing changed.
+    """
+
+    def __init__(
+        self,
+        sequence: Row,
+        socket_path: str | os.PathLike[str],
+        *,
+        num_tokens: int | None = None,
+        timeout_s: float = 10.0,
+    ):
+        sequence.check_open()
+        space, row = sequence.cache, sequence.row
+        wanted = sequence.num_tokens if num_tokens is None else num_tokens
+        if not 0 < wanted <= sequence.num_tokens:
+            raise ConfigError(
+                f"cannot export {wanted} tokens of {sequence}: it holds {sequence.num_tokens}"
+            )
+        if not space.pool.is_shareable:
+            raise ConfigError(
+                "the cache's memory was not made to be shared; make the cache over "
+                "ExtentPool(backend, budget_bytes, is_shareable=True)"
+            )
+        self.socket_path = os.fspath(socket_path)
+        self.num_served = 0
+        self.num_failed = 0
+        self._timeout_s = timeout_s
+        self._pool = space.pool
+        self._listener = _listen(self.socket_path)
+        try:
+            space.note_stream()
+            with self._pool.lock:
+                self._offer, self._extents = _whole_extents(space, row, wanted)
+                _protect(self._pool, self._extents)
+                # Importers do not know our streams, so the contents must be complete.
+                self._pool.reclaimer.new_fence().wait()
+                for extent in self._extents:
+                    extent.is_recyclable = False
+                self._pool.own(self._extents)
+                self._pool.attach()
+        except BaseException:
+            self._listener.close()
+            os.unlink(self.socket_path)
+            raise
+        self.num_tokens = self._offer.num_tokens
+        self._handles = [extent.handle for extent in self._extents]
+        self._is_attached = True
+        self._is_closed = False
+        self._connection: socket.socket | None = None
+        self._thread: threading.Thread | None = None
+
+    # ---- serving --------------------------------------------------------------------------
+
+    def serve_one(self, timeout_s: float | None = None) -> None:
+        """Wait `timeout_s` (default: for ever) for an importer, and serve it.
+
+        After an error, except for `ClosedError`, the exporter can serve the next importer.
+
+        Raises:
+            ConfigError: The importer is another user's; or `start` was called.
+            ConnectionError: It went away midway, for one because it cannot use the prefix.
+            TimeoutError: None came, or it exceeded its deadline.
+            DriverError: A descriptor could not be made.
+            ClosedError: The exporter is closed.
+        """
+        self._check_idle()
+        self._serve_next(timeout_s)
+
+    def start(self) -> None:
+        """Serve importers from a thread until `close`.
+
+        Failures are logged and counted in `num_failed`. Raises `ConfigError` if it has started
+        already.
+        """
+        self._check_idle()
+        name = f"export {self.socket_path}"
+        self._thread = threading.Thread(target=self._serve_all, name=name, daemon=True)
+        self._thread.start()
+
+    def _serve_all(self) -> None:
+        while True:
+            try:
+                self._serve_next(None)
+            except ClosedError:
+                return
+            except (VMKVError, OSError) as error:
+                _LOG.warning("%s: %s", self.socket_path, error)
+                time.sleep(_PAUSE_S)
+
+    def _serve_next(self, timeout_s: float | None) -> None:
+        try:
+            self._listener.settimeout(timeout_s)
+            connection, _ = self._listener.accept()
+        except TimeoutError:
+            raise TimeoutError(
+                f"nobody came to {self.socket_path} within {timeout_s:g} s"
+            ) from None
+        except OSError:
+            self._check_open()  # It was closed meanwhile.
+            raise
+        with connection:  # The importer sees its end after it was counted.
+            self._connection = connection
+            try:
+                self._check_open()  # `close` may have looked for a connection before.
+                self._serve(_Channel(connection, self._timeout_s))
+            except BaseException:
+                self.num_failed += 1
+                self._check_open()  # `close` ended it, not the importer.
+                raise
+            finally:
+                self._connection = None
+            self.num_served += 1
+
+    def _serve(self, channel: _Channel) -> None:
+        channel.send(asdict(self._offer))
+        handles = iter(self._handles)
+        while batch := tuple(islice(handles, _BATCH)):
+            channel.await_question()
+            fds: list[int] = []
+            try:
+                for handle in batch:
+                    fds.append(self._pool.backend.mem_export(handle))
+                channel.send_descriptors(fds)
+            finally:
+                for fd in fds:
+                    os.close(fd)
+        channel.await_question()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ClosedError("this exporter is closed")
+
+    def _check_idle(self) -> None:
+        self._check_open()
+        if self._thread is not None:
+            raise ConfigError("this exporter serves already")
+
+    # ---- closing --------------------------------------------------------------------------
+
+    @uninterrupted
+    def close(self) -> None:
+        """Stop serving and release the shared memory. Idempotent; repeat after a `DriverError`."""
+        if not self._is_closed:
+            self._is_closed = True
+            for each in (self._connection, self._listener):
+                if each is not None:
+                    with suppress(OSError):  # It is closed, or nobody was ever connected.
+                        each.shutdown(socket.SHUT_RDWR)  # Wakes the thread that waits for it.
+            if self._thread is not None:
+                self._thread.join()
+            self._listener.close()
+            with suppress(FileNotFoundError):
+                os.unlink(self.socket_path)
+        extents, self._extents = self._extents, []
+        self._pool.disown(extents)
+        if self._is_attached:
+            self._pool.detach()
+            self._is_attached = False
+
+    def __enter__(self) -> PrefixExporter:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _protect(pool: ExtentPool, extents: Sequence[Extent]) -> None:
+    """Revoke write access to `extents` in all mappings. Locked."""
+    wanted = set(map(id, extents))
+    holders: list[tuple[PageTable, int, list[Mapping]]] = []
+    # Iterate over copies, because other threads may be making tables, or growing rows.
+    for table in list(pool.page_tables):
+        for row, pages in enumerate(table.rows):
+            mappings = [each for each in list(pages.mappings) if id(each.extent) in wanted]
+            if mappings:
+                holders.append((table, row, mappings))
+    protect(pool, holders)
+
+
+def _listen(path: str) -> socket.socket:
+    """Listen on a socket at `path`; the socket of a dead exporter is replaced."""
+    if _is_abandoned(path):
+        os.unlink(path)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(path)
+        os.chmod(path, 0o600)  # Before `listen`, so that no connection precedes the mode.
+        listener.listen(_QUEUE)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(f"{path} exists already; choose another socket_path") from error
+        if error.errno is None:  # Python's own check, before the kernel's.
+            raise ConfigError(f"socket_path {path!r} cannot be used: {error}") from error
+        raise
+    return listener
+
+
+def _is_abandoned(path: str) -> bool:
+    """Whether `path` is a socket that nobody listens on."""
+    if not Path(path).is_socket():
+        return False
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1)
+        return probe.connect_ex(path) == errno.ECONNREFUSED
+
+
+# ---- importing -----------------------------------------------------------------------------------
+
+
+def import_prefix(
+    space: RowSpace, socket_path: str | os.PathLike[str], *, tenant: str | None, timeout_s: float
+) -> tuple[int, int, Sequence[int]]:
+    """Implement `KVCache.import_prefix`; returns the row, live now, its length and known tokens."""
+    space.check_open()
+    where = os.fspath(socket_path)
+    extents: list[Extent] = []
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(timeout_s)
+            try:
+                interruptible(connection.connect, where)
+            except (BlockingIOError, TimeoutError) as error:  # The exporter's queue is full.
+                raise TimeoutError(f"nobody at {where} answers within {timeout_s:g} s") from error
+            channel = _Channel(connection, timeout_s)
+            offer = _checked(space, channel.receive(), where)
+            _receive(space.pool, channel, offer, extents)
+        space.note_stream()
+        with space.beginning() as row:
+            _fill(space, row, offer, extents, tenant)
+    finally:
+        # The mappings own the extents from here on; after a failure they are freed.
+        space.pool.disown(extents)
+    return row, offer.num_tokens, offer.token_ids
+
+
+def _receive(pool: ExtentPool, channel: _Channel, offer: _Offer, extents: list[Extent]) -> None:
+    sizes = (size for group in offer.groups for size in group.sizes_bytes)
+    while batch := tuple(islice(sizes, _BATCH)):
+        channel.ask()
+        fds = channel.receive_descriptors()
+        try:
+            for fd, num_bytes in zip(fds, batch, strict=True):
+                handle = pool.backend.mem_import(fd, num_bytes)
+                try:
+                    extents.append(pool.import_extent(handle, num_bytes))
+                except BaseException:
+                    pool.backend.mem_release(handle)
+                    raise
+        finally:
+            for fd in fds:
+                os.close(fd)
+    channel.ask()
+
+
+def _fill(
+    space: RowSpace, row: int, offer: _Offer, extents: Sequence[Extent], tenant: str | None
+) -> None:
+    """Map the extents at the start of the row, and over-read pages after them."""
+    supply = iter(extents)
+    changes = []
+    for group, theirs in zip(space.groups, offer.groups, strict=True):
+        again = []
+        page = theirs.first_page
+        for extent in islice(supply, len(theirs.sizes_bytes)):
+            again.append(Mapping(page, extent, Access.READ))
+            page = again[-1].end_page
+        changes.append(RowChange(group.table, row, theirs.first_page, again=again))
+    with Change(space.pool, changes) as made:
+        made.map(space.current_stream())
+    for group, theirs in zip(space.groups, offer.groups, strict=True):
+        group.begin_row(row, theirs.first_token)
+    map_rows(space, [Target(row, offer.num_tokens, offer.num_tokens, tenant)])

@@ -1,0 +1,149 @@
+"""Read from a model's configuration its layers, its longest sequence and the sizes of a cache.
+
+Models that packed batches cannot serve are refused here, as far as the configuration shows it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..core.cache.geometry import check_positive, fitting_rows
+from ..errors import ConfigError
+from . import compat
+
+# ---- unservable ----------------------------------------------------------------------------------
+
+
+class UnservableError(ConfigError):
+    """A packed batch cannot serve the model; `generate` and `Engine` refuse it before it runs.
+
+    The message ends in "cannot be served in a packed batch: {why}; {instead}".
+    """
+
+    def __init__(
+        self,
+        why: str,
+        name: str = "this model",
+        instead: str = "generate with past_key_values=VMKVCache(config) instead",
+    ):
+        super().__init__(f"{name} cannot be served in a packed batch: {why}; {instead}")
+        self.why = why
+
+    def of(self, model: Any) -> UnservableError:
+        """Return this error with the model's name, and an alternative that serves it."""
+        if compat.takes_cache(model):
+            return UnservableError(self.why, type(model).__name__)
+        return UnservableError(
+            self.why, type(model).__name__, "use model.generate without a cache of ours instead"
+        )
+
+
+def check_length(config: Any, max_tokens: int | None) -> None:
+    """Refuse sequences that would change the rotary angles of others in their pass."""
+    limit = compat.rope_limit_tokens(config)
+    if limit is not None and (max_tokens is None or max_tokens > limit):
+        raise ConfigError(
+            f"beyond {limit} tokens, one sequence changes the rotary embedding of all that it is "
+            f"packed with, and these may reach {max_tokens or 'any length'}: let them end at "
+            f"{limit} tokens at most, or generate with past_key_values=VMKVCache(config) instead"
+        )
+
+
+# ---- layer kinds ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """Properties of a layer that are known before its first update."""
+
+    index: int
+    window_tokens: int | None
+
+
+def layer_kinds(config: Any) -> list[LayerKind]:
+    """Return the layers of a configuration; refuses layers that vmkv cannot hold."""
+    decoder = compat.text_config(config)
+    if "chunked_attention" in (getattr(decoder, "layer_types", None) or ()):
+        raise UnservableError("it attends in chunks, which no kernel here does")
+    layers = compat.default_layers(config)
+    if len(layers) != getattr(decoder, "num_hidden_layers", len(layers)):
+        raise UnservableError("layers share keys and values, which only a cache can hand on")
+    kinds = []
+    for index, layer in enumerate(layers):
+        is_ours, window = compat.window_of(layer)
+        if not is_ours:
+            raise UnservableError(
+                f"its layer {index} is a {type(layer).__name__}, whose state is not keys and "
+                "values of its own"
+            )
+        kinds.append(LayerKind(index, window))
+    return kinds
+
+
+# ---- sizes ---------------------------------------------------------------------------------------
+
+_LENGTH_NAMES = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_target_positions",
+    "max_sequence_length",
+    "seq_length",
+)
+#: Generous, because reserved addresses cost no memory. As in transformers, models may run past the
+#: length that they were trained for.
+_MAX_TOKENS_FLOOR = 32 * 1024
+_MAX_BATCH_SIZE = 256
+
+
+def default_max_tokens(decoder_config: Any, *, past_stated: bool = True) -> int:
+    """Return the default row length: twice the model's stated length, at least 32k tokens.
+
+    Without `past_stated`, sequences end at the stated length, or where they would change the rotary
+    embedding of others in their pass.
+    """
+    stated = stated_max_tokens(decoder_config)
+    if not past_stated:
+        return compat.rope_limit_tokens(decoder_config) or stated or _MAX_TOKENS_FLOOR
+    return max(_MAX_TOKENS_FLOOR, 2 * (stated or 0))
+
+
+def stated_max_tokens(decoder_config: Any) -> int | None:
+    """Return the longest sequence that a model was made for; None if the configuration has none."""
+    lengths = [getattr(decoder_config, name, None) for name in _LENGTH_NAMES]
+    stated: list[int] = [length for length in lengths if length is not None]
+    for length in stated:
+        if isinstance(length, bool) or not isinstance(length, int) or length <= 0:
+            raise ConfigError(
+                f"the model's configuration states a length of {length!r}; pass max_tokens"
+            )
+    return max(stated, default=None)
+
+
+def rows_and_tokens(
+    batch_size: int,
+    token_bytes: int,
+    max_batch_size: int | None,
+    max_tokens: int | None,
+    decoder_config: Any,
+    *,
+    past_stated: bool = True,
+) -> tuple[int, int]:
+    """Return rows and tokens to reserve: given values stay, the others shrink until both fit."""
+    for name, value in (("max_batch_size", max_batch_size), ("max_tokens", max_tokens)):
+        if value is not None:
+            check_positive(name, value)
+    if max_batch_size is not None and batch_size > max_batch_size:
+        raise ConfigError(
+            f"a batch of {batch_size} does not fit max_batch_size={max_batch_size}; make the "
+            "cache with a larger one"
+        )
+    tokens = max_tokens
+    if tokens is None:
+        tokens = default_max_tokens(decoder_config, past_stated=past_stated)
+    rows = max(batch_size, _MAX_BATCH_SIZE) if max_batch_size is None else max_batch_size
+    if max_batch_size is None:
+        rows = max(batch_size, fitting_rows(token_bytes, tokens, rows))
+    while max_tokens is None and tokens > 1 and fitting_rows(token_bytes, tokens, rows) < rows:
+        tokens //= 2
+    return rows, tokens
