@@ -12,7 +12,7 @@ import pytest
 from helpers.one_row import table_of
 
 from vmkv import ExtentPool, HostBackend
-from vmkv.core.memory import PageTable, RetiredMapping, check_pool
+from vmkv.core.memory import Change, PageTable, RetiredMapping, RowChange, check_pool
 from vmkv.errors import DriverError
 from vmkv.testing import FaultInjectingBackend, read_bytes, write_bytes
 from vmkv.units import Address, KiB
@@ -165,17 +165,32 @@ def test_wait_with_nothing_retired_is_nothing(pool: ExtentPool) -> None:
 
 
 def test_has_retired_in_sees_ranges(host: HostBackend, make_pool: MakePool) -> None:
-    """Growth asks before it maps where something was retired."""
+    """An extent of two pages after one of a page: any overlap counts, at either end."""
     pool = make_pool(8)
-    table = _table(pool, 0, 0)
+    table = _table(pool, 0, 1)
     host.hold_fences()
     table.retire_back(0, 1, pool.reclaimer.new_fence())
     has_retired_in = pool.reclaimer.has_retired_in
     start = table.page_address(0, 0)
-    assert [False, True, True, False] == [
+    assert [False, True, True, True, True, False] == [
         has_retired_in([(Address(start + first * PAGE), Address(start + end * PAGE))])
-        for first, end in ((0, 1), (1, 2), (0, 2), (2, 4))
+        for first, end in ((0, 1), (0, 2), (1, 2), (2, 3), (2, 4), (3, 5))
     ]
+    host.pass_fences()
+
+
+def test_a_row_that_begins_within_a_retired_extent_waits_for_it(
+    host: HostBackend, make_pool: MakePool
+) -> None:
+    """As a fork does whose sliding window begins within an extent of the row's last sequence."""
+    pool = make_pool(8)
+    table = _table(pool, 2)
+    host.hold_fences()
+    table.retire_back(0, 0, pool.reclaimer.new_fence())
+    with Change(pool, [RowChange(table, 0, 2, [1])]) as made:
+        made.map(stream=0)
+    assert 2 == table.rows[0].first_page
+    assert not pool.reclaimer.batches
     host.pass_fences()
 
 

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import attrgetter
 
 from ...errors import DriverError
 from ...units import Address
@@ -26,6 +27,8 @@ from .page_table import Extent, RetiredMapping
 
 #: Each fence costs an event per stream. Work older than these waits for the oldest of them.
 _NUM_FENCES_KEPT = 32
+
+_ADDRESS = attrgetter("address")
 
 
 @dataclass(frozen=True, eq=False)
@@ -212,11 +215,16 @@ class Reclaimer:
             return [mapping for batch in self.batches for mapping in batch.mappings]
 
     def has_retired_in(self, ranges: Iterable[tuple[Address, Address]]) -> bool:
-        """Whether a retired mapping lies in one of the ranges `[start, end)`."""
+        """Whether a retired mapping overlaps one of the ranges `[start, end)`."""
         if not self.batches:
             return False
-        taken = sorted([mapping.address for mapping in self.retired_mappings()])
-        return any(bisect_left(taken, start) < bisect_left(taken, end) for start, end in ranges)
+        taken = sorted(self.retired_mappings())
+        for start, end in ranges:
+            # No two overlap, so of those that begin before `end` the last one ends last.
+            at = bisect_left(taken, end, key=_ADDRESS) - 1
+            if at >= 0 and taken[at].address + taken[at].extent.num_bytes > start:
+                return True
+        return False
 
 
 # ---- closer --------------------------------------------------------------------------------------
