@@ -17,6 +17,7 @@ from helpers.engine_play import EnginePlay, Shape
 from helpers.interrupts import interrupted
 from helpers.tiny_models import VOCABULARY
 
+from vmkv import KVCache
 from vmkv.serve import Engine, RequestHandle, SamplingParams
 from vmkv.serve.scheduler import PreemptionCosts
 from vmkv.units import KiB, MiB
@@ -98,6 +99,17 @@ def test_an_engine_can_be_interrupted_anywhere(
 _ASKED = SamplingParams(temperature=0, max_tokens=2, n=2, ignore_eos=True)
 
 
+def _retire_some(cache: KVCache) -> None:
+    """Leave memory of a sequence behind a fence that has not passed."""
+    other = cache.open()
+    cache.grow([(other, 40)])
+    fence = cache.pool.reclaimer.new_fence()
+    for group in cache.groups:
+        group.retire_from(other.row, 0, fence)
+    other.close()
+    assert cache.pool.reclaimer.batches
+
+
 @pytest.mark.parametrize(
     ("call", "names"),
     [
@@ -107,15 +119,20 @@ _ASKED = SamplingParams(temperature=0, max_tokens=2, n=2, ignore_eos=True)
         ("finish", ("finish", "end")),
         ("cancel_all", ("cancel_all", "end_all", "end")),
         ("close", ("close", "cancel_all")),
+        ("fall_idle", ("wait", "_wait_for_oldest", "_reclaim", "_unmap", "close_ended")),
     ],
 )
 def test_an_interrupted_call_between_steps_is_whole(call: str, names: tuple[str, ...]) -> None:
     """At each offset of it: every request has its handle, and none is left half ended."""
     for at in itertools.count():
-        play = EnginePlay(Shape())
+        play = EnginePlay(Shape(watermark_pages=0, is_late=call == "fall_idle"))
         engine = play.engine
         handle = engine.add([1] * 40, _ASKED)
         engine.step()
+        if call == "fall_idle":
+            while engine.advance():
+                pass
+            _retire_some(engine.cache)
         calls: dict[str, Callable[[], object]] = {
             "add": lambda engine=engine: engine.add([3], _ASKED),
             "generate": lambda engine=engine: engine.generate([[3], [4]], _ASKED),
@@ -123,6 +140,7 @@ def test_an_interrupted_call_between_steps_is_whole(call: str, names: tuple[str,
             "finish": lambda engine=engine, handle=handle: engine.finish(handle, 0),
             "cancel_all": lambda engine=engine: engine.cancel_all(ValueError()),
             "close": engine.close,
+            "fall_idle": engine.fall_idle,
         }
         is_sent, is_interrupted = interrupted(calls[call], at, names=names)
         assert is_sent == is_interrupted
