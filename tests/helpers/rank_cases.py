@@ -659,6 +659,20 @@ def part_that_fails(group: TensorParallel) -> Any:
     return copy.deepcopy(tiny_model("llama"))
 
 
+def part_without_tables(group: TensorParallel) -> Any:
+    """The other rank has no memory for the tables of penalties."""
+    if group.rank:
+        zeros = torch.zeros
+
+        def without_tables(*shape: Any, **options: Any) -> torch.Tensor:
+            if options.get("dtype") is torch.int32:
+                raise torch.OutOfMemoryError("no memory on this rank alone")
+            return zeros(*shape, **options)
+
+        mock.patch.object(torch, "zeros", without_tables).start()  # The process ends with it.
+    return copy.deepcopy(tiny_model("llama"))
+
+
 def end_process(pid: int) -> None:
     """As the kernel does it when memory is short."""
     os.kill(pid, 9)

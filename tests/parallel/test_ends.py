@@ -10,9 +10,11 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -166,11 +168,18 @@ def test_graphs_that_wait_for_a_lost_rank_end() -> None:
     assert not multiprocessing.active_children()
 
 
-def test_a_rank_that_cannot_begin_says_why() -> None:
-    """In rank 0's error, as if it had failed here."""
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [
+        (cases.part_that_fails, "the disk has gone"),
+        (cases.part_without_tables, "the sampler's token counts need"),
+    ],
+)
+def test_a_rank_that_cannot_begin_says_why(model: Callable[..., Any], why: str) -> None:
+    """In rank 0's error, as if it had failed here; tables of penalties are made at the start."""
     with (
-        pytest.raises(RankError, match="rank 1 has ended: the disk has gone"),
-        open_parallel_engine(cases.part_that_fails, 2, device_type="cpu", **cases.ROOMY),
+        pytest.raises(RankError, match=f"rank 1 has ended: {why}"),
+        open_parallel_engine(model, 2, device_type="cpu", **cases.ROOMY),
     ):
         pass
 
