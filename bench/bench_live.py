@@ -179,12 +179,12 @@ def command_of(server: str, folder: Path, port: int, *, smoke: bool) -> list[str
     return [*command, "--host", "127.0.0.1", "--port", str(port)]
 
 
-def environment_of(server: str, vllm_path: str | None) -> dict[str, str]:
-    """A server's environment: vmkv is this checkout's, vLLM where it is said to be."""
+def environment_of(server: str, path: str | None) -> dict[str, str]:
+    """A server's environment; without a path vmkv is this checkout's, and vLLM is installed."""
     paths = os.environ.get("PYTHONPATH", "")
     if server == VMKV:
-        return {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), paths])}
-    return {**os.environ, **VLLM_ENVIRONMENT, "PYTHONPATH": vllm_path or paths}
+        return {**os.environ, "PYTHONPATH": os.pathsep.join([path or str(HERE.parent), paths])}
+    return {**os.environ, **VLLM_ENVIRONMENT, "PYTHONPATH": path or paths}
 
 
 def has_vllm(vllm_path: str | None) -> bool:
@@ -196,16 +196,22 @@ def has_vllm(vllm_path: str | None) -> bool:
 
 @contextlib.contextmanager
 def serving(
-    server: str, folder: Path, logs: Path, vllm_path: str | None, *, smoke: bool
+    server: str,
+    folder: Path,
+    logs: Path,
+    path: str | None,
+    *,
+    smoke: bool,
+    told: Sequence[str] = (),
 ) -> Iterator[str]:
-    """A server while this lasts; its address. What it says is in `logs`."""
+    """A server while this lasts; its address. What it says is in `logs`; `told` are options."""
     port = free_port()
-    log = logs / f"{server}.log"
+    log = logs / f"{server}-{port}.log"
     start = time.perf_counter()
     with log.open("w") as out:
         process = subprocess.Popen(
-            command_of(server, folder, port, smoke=smoke),
-            env=environment_of(server, vllm_path),
+            [*command_of(server, folder, port, smoke=smoke), *told],
+            env=environment_of(server, path),
             stdout=out,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # vLLM has processes of its own, which must end with it.
@@ -453,7 +459,8 @@ def server_rows(
     server: str, folder: Path, loads: dict[str, Load], options: argparse.Namespace
 ) -> Iterator[Row]:
     """All loads on one server."""
-    with serving(server, folder, options.logs, options.vllm_path, smoke=options.smoke) as url:
+    path = options.vllm_path if server == VLLM else None
+    with serving(server, folder, options.logs, path, smoke=options.smoke) as url:
         # Other prompts than any load's: nothing is slower for the first ones.
         first = next(iter(loads.values()))
         apply(replace(first, name="warm-up", rate_per_s=0, num_requests=8), url)
