@@ -25,12 +25,12 @@ Not measured. Sampling, serving (arrivals), prefix sharing, quality (weights are
 
 from __future__ import annotations
 
-import random
 import sys
 import time
 from collections.abc import Sequence
 
 import torch
+from bench_serve import Workload
 from harness import Bench, Figure, Row, in_turns, quartiles, synchronize
 from models import (
     free_device_bytes,
@@ -48,15 +48,6 @@ from vmkv.units import GiB, MiB
 
 PLAIN, COMPILED = "vmkv.generate", "vmkv.generate, layers compiled"
 PADDED = "generate, left-padded"
-
-
-def make_prompts(lengths: Sequence[int], count: int, vocabulary: int) -> list[list[int]]:
-    """Seeded prompts: a length by choice for each, then as many tokens."""
-    source, prompts = random.Random(0), []
-    for _ in range(count):
-        length = source.choice(lengths)
-        prompts.append([source.randint(5, min(120_000, vocabulary - 1)) for _ in range(length)])
-    return prompts
 
 
 def run(model: LlamaForCausalLM, prompts: list[list[int]], way: str, new_tokens: int) -> Row:
@@ -102,7 +93,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     model = make_model(llama_config(smoke=smoke), options.device)
     model.set_attn_implementation("sdpa" if smoke else "flash_attention_2")
-    prompts = make_prompts(lengths, count, model.config.vocab_size)
+    workload = Workload("ragged", count, lengths, new_tokens)
+    prompts = workload.prompts(model.config.vocab_size)
     runs: dict[str, list[Row]] = {way: [] for way in (PLAIN, COMPILED, PADDED)}
 
     def measure(*ways: str) -> None:

@@ -179,18 +179,6 @@ def draw_window(canvas: Any, rows: Rows) -> None:
         axes.grid(alpha=0.3)
 
 
-def _sharing(rows: Rows) -> Rows:
-    """Operations and their time, or requests and their memory."""
-    made = []
-    for row in rows:
-        requests, _, how = row["operation"].partition(", prefix ")
-        columns: Row = {"operation": textwrap.fill(row["operation"], 12)}
-        columns["case"] = f"{requests}\nprefix {row['tokens']:,}\n{how}"
-        columns["ms"] = row["done_us"] / 1e3 if "done_us" in row else None
-        made.append({**row, **columns})
-    return made
-
-
 def _serve(rows: Rows) -> Rows:
     """A row for each way to serve a workload; workloads that were compared, where any was."""
     names = {
@@ -207,14 +195,6 @@ def _serve(rows: Rows) -> Rows:
     ]
     compared = {row["workload"] for row in long if row["way"] != "vmkv"}
     return [row for row in long if row["workload"] in compared] or long
-
-
-def _swap(rows: Rows) -> Rows:
-    return [
-        {"way": way, "case": f"{row['sequence']}, {row['way']}", "gb_per_s": row[f"{key}_gb_per_s"]}
-        for row in rows
-        for way, key in (("vmkv, swapping", "swap"), ("copy_ of a pinned tensor", "copy"))
-    ]
 
 
 def _with(name: str, made: Callable[[Row], Any]) -> Callable[[Rows], Rows]:
@@ -273,16 +253,6 @@ PLOTS: dict[str, Plot] = {
         ),
         prepare=_with("case", lambda row: f"{row['batch']} × {row['prompt_tokens']:,}"),
     ),
-    "update": Plot(
-        (
-            Panel(
-                *("update_us", "cache", ("device", "case")),
-                *("host time of update(), per layer (batch × past tokens)", "µs"),
-                log=True,
-            ),
-        ),
-        prepare=_with("case", lambda row: f"{row['batch']} × {row['past_tokens']:,}"),
-    ),
     "fragmentation": Plot(
         (Panel("num_sequences", "allocator", ("trace",), "sequences that fit", log=True),),
         split="shape",
@@ -292,10 +262,6 @@ PLOTS: dict[str, Plot] = {
         split="past_tokens",
     ),
     "attention": Plot(width_inches=13, draw=draw_attention),
-    "free_list": Plot(
-        (Panel("pair_ns_median", "subject", (), "one pop and one push", "ns", x="num_threads"),),
-        width_inches=7,
-    ),
     "ragged": Plot(
         (
             Panel("seconds", "way", ("prompts",), "all prompts", "s"),
@@ -315,25 +281,7 @@ PLOTS: dict[str, Plot] = {
         ),
         width_inches=13,
     ),
-    "sharing": Plot(
-        (
-            Panel("ms", *_SHARED, "time until the device is done", "ms", log=True, limit=1.5),
-            Panel(
-                *("resident_ratio", "variant", ("case",)),
-                *("resident, of prefix once and all tails", "×"),
-                log=True,
-                limit=1.05,
-            ),
-        ),
-        width_inches=14,
-        prepare=_sharing,
-    ),
     "window": Plot(draw=draw_window),
-    "swap": Plot(
-        (Panel("gb_per_s", "way", ("case",), "device memory to the host, and back", "GB/s"),),
-        width_inches=9,
-        prepare=_swap,
-    ),
     "beams": Plot(
         (
             Panel("held_last_gib", "cache", ("case",), "keys and values at the end", "GiB"),
