@@ -41,7 +41,7 @@ def test_nobody_waits_for_the_device_that_still_reads_what_is_closed() -> None:
     """Neither who closes it, nor who comes by memory and gives it back meanwhile."""
     pool = ExtentPool(_BusyDevice(PAGE), 64 * PAGE)
     table = table_of(pool, 2, 1)
-    pool.closer.close_soon(table.close_behind)
+    pool.reclaimer.close_soon(table.close_behind)
     for size_class in range(3):
         extents = pool.acquire_or_evict([size_class])
         assert PAGE << size_class == pool.stats().resident_bytes
@@ -57,7 +57,7 @@ def test_what_is_closed_goes_behind_its_fence(host: HostBackend, make_pool: Make
     pool = make_pool(8)
     table = table_of(pool, 1, 0)
     host.hold_fences()
-    pool.closer.close_soon(table.close_behind)
+    pool.reclaimer.close_soon(table.close_behind)
     check_pool(pool)
     assert (0, 3 * PAGE) == (host.calls["mem_unmap"], pool.stats().retired_bytes)
     pool.trim()
@@ -72,7 +72,7 @@ def test_on_an_idle_device_it_goes_at_once(pool: ExtentPool) -> None:
     """All but addresses that somebody's tensor still points into."""
     has_views = [True]
     seen, plain = table_of(pool, 1), table_of(pool, 0)
-    pool.closer.close_soon(
+    pool.reclaimer.close_soon(
         lambda fence: seen.close_behind(fence, lambda: has_views[0]), plain.close_behind
     )
     assert 0 == pool.backend.usage().num_mappings
@@ -88,7 +88,7 @@ def test_what_is_closed_makes_room(host: HostBackend, make_pool: MakePool) -> No
     pool = make_pool(4)
     table = table_of(pool, 2)
     host.hold_fences()
-    pool.closer.close_soon(table.close_behind)
+    pool.reclaimer.close_soon(table.close_behind)
     pool.disown(pool.acquire_or_evict([2]))
 
 
@@ -101,7 +101,7 @@ def test_what_the_driver_refuses_is_closed_later(
     pool = make_pool(8, backend)
     tables = [table_of(pool, 1), table_of(pool, 2)]
     backend.arm(1)
-    pool.closer.close_soon(*(table.close_behind for table in tables))
+    pool.reclaimer.close_soon(*(table.close_behind for table in tables))
     assert "record_fence" == backend.failed_call
     assert 6 * PAGE == pool.stats().resident_bytes
     backend.arm(1)
@@ -131,7 +131,7 @@ def test_a_table_that_was_half_closed_is_closed_once(
             struck.add(backend.failed_call)
         is_done = backend.failed_call is None
         backend.arm(0)
-        pool.closer.close_soon(table.close_behind)
+        pool.reclaimer.close_soon(table.close_behind)
         assert (0, 0) == (host.usage().num_mappings, len(pool.reclaimer.idle_reservations))
         check_pool(pool)
         pool.trim()

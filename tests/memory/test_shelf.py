@@ -36,9 +36,9 @@ def make_shelf(host: HostBackend) -> MakeShelf:
     ) -> Shelf:
         return Shelf(
             backend or host,
-            location,
             PAGE,
             3,
+            location,
             budget_pages * PAGE,
             on_pressure=on_pressure,
             retired_bytes=lambda _: 0,

@@ -124,7 +124,12 @@ class BackendUsage:
 
 
 class Fence(abc.ABC):
-    """A point in the device's work, recorded after everything submitted so far."""
+    """A point in the device's work, recorded after everything submitted so far.
+
+    Its user may set `time`, the tick of a clock before it was recorded.
+    """
+
+    time: int = 0
 
     @abc.abstractmethod
     def has_passed(self) -> bool:

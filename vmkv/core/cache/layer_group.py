@@ -17,8 +17,8 @@ import torch
 from ...errors import InternalError
 from ...units import div_ceil
 from .. import _native
-from ..backend import Access, Backend
-from ..memory import ExtentPool, PageTable, RecordedFence
+from ..backend import Access, Backend, Fence
+from ..memory import ExtentPool, PageTable
 from .fp8 import LayerScales, Scales
 from .geometry import Geometry, growth_quantum_class, largest_class_for_window, pages_to_map
 
@@ -307,11 +307,11 @@ class LayerGroup:
         mappings = self.table.rows[row].mappings
         return bool(mappings) and mappings[0].end_page <= self.first_needed_page(num_tokens)
 
-    def retire_front(self, row: int, num_tokens: int, fence: RecordedFence) -> None:
+    def retire_front(self, row: int, num_tokens: int, fence: Fence) -> None:
         """Retire extents that no query at position `num_tokens` or later can see."""
         self.table.retire_front(row, self.first_needed_page(num_tokens), fence)
 
-    def retire_from(self, row: int, num_tokens: int, fence: RecordedFence) -> None:
+    def retire_from(self, row: int, num_tokens: int, fence: Fence) -> None:
         """Retire the extents that hold nothing of the first `num_tokens` tokens of `row`."""
         self.table.retire_back(row, self.geometry.pages_for(num_tokens), fence)
 
@@ -383,7 +383,7 @@ class LayerGroup:
         counter = self._view_counter  # Not `self`, which would live as long.
         self.table.close(lambda: counter.live > 0)
 
-    def close_behind(self, fence: RecordedFence) -> None:
+    def close_behind(self, fence: Fence) -> None:
         """Close without waiting: submitted work may run until `fence` has passed."""
         self._views.clear()
         counter = self._view_counter

@@ -87,7 +87,7 @@ def add_layers(
         ]
         map_rows(space, targets, made)
     except BaseException:
-        space.pool.closer.close_soon(*(group.close_behind for group in made))
+        space.pool.reclaimer.close_soon(*(group.close_behind for group in made))
         raise
     space.groups += made
     space.places |= places
@@ -103,7 +103,7 @@ def drop_layers(space: RowSpace, layers: Iterable[int]) -> None:
         del space.places[layer]
         if not space.members(group):
             space.groups.remove(group)
-            space.pool.closer.close_soon(group.close_behind)
+            space.pool.reclaimer.close_soon(group.close_behind)
 
 
 @uninterrupted
@@ -124,13 +124,13 @@ def compact(space: RowSpace) -> bool:
             if len(places) < group.geometry.num_layers:
                 moved.append((group, _without_gaps(space, group, places)))
     except BaseException:
-        space.pool.closer.close_soon(*(new.close_behind for _, new in moved))
+        space.pool.reclaimer.close_soon(*(new.close_behind for _, new in moved))
         raise
     for group, new in moved:
         layers = [layer for _, layer in space.members(group)]
         space.groups[space.groups.index(group)] = new
         space.places |= {layer: (new, place) for place, layer in enumerate(layers)}
-    space.pool.closer.close_soon(*(group.close_behind for group, _ in moved))
+    space.pool.reclaimer.close_soon(*(group.close_behind for group, _ in moved))
     return bool(moved)
 
 
@@ -149,6 +149,6 @@ def _without_gaps(space: RowSpace, group: LayerGroup, places: Sequence[int]) -> 
             start = max(first[each.row], new.first_mapped_token(each.row, each.num_tokens))
             new.copy_row(each.row, slice(start, each.num_tokens), group, places)
     except BaseException:
-        space.pool.closer.close_soon(new.close_behind)
+        space.pool.reclaimer.close_soon(new.close_behind)
         raise
     return new

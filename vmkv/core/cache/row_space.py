@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...errors import ClosedError, ConfigError, InternalError, OutOfAddressSpaceError
-from ..backend import Backend
-from ..memory import Extent, ExtentPool, RecordedFence, Victim, WriteRange, pinned
+from ..backend import Backend, Fence
+from ..memory import Extent, ExtentPool, Victim, WriteRange, pinned
 from .cost import CostModel
 from .device_memory import open_pool
 from .fp8 import Scales
@@ -502,18 +502,16 @@ class RowSpace:
         """Retire a parked row's extents after its first `num_tokens` tokens."""
         # Work submitted after `idle_since` does not read the row.
         fence = self.pool.reclaimer.fence_since(self.rows.idle_since(row))
-        self._retire(self.groups, row, num_tokens, fence)
+        self._retire(row, num_tokens, fence)
         if not num_tokens:
             self.rows.empty(row)
 
     def retire_from(self, row: int, num_tokens: int) -> None:
         """Retire the extents that hold nothing of the first `num_tokens` tokens of `row`."""
-        self._retire(self.groups, row, num_tokens, self.pool.reclaimer.new_fence())
+        self._retire(row, num_tokens, self.pool.reclaimer.new_fence())
 
-    def _retire(
-        self, groups: Iterable[LayerGroup], row: int, num_tokens: int, fence: RecordedFence
-    ) -> None:
-        for group in groups:
+    def _retire(self, row: int, num_tokens: int, fence: Fence) -> None:
+        for group in self.groups:
             group.retire_from(row, num_tokens, fence)
         self.prefixes.truncate(row, num_tokens)
 

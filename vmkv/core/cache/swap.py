@@ -193,7 +193,7 @@ def begin_swap_out(sequence: Sequence) -> Transfer:
                     backend.copy(swapped.staged(each), source, each.num_bytes, side)
             pool.reclaimer.poll()  # Work for the CPU while the copies run.
         except BaseException:
-            pool.closer.close_soon(staging.close_behind)
+            pool.reclaimer.close_soon(staging.close_behind)
             raise
     finally:
         pool.disown(extents)  # The staging mappings own them from here on.

@@ -24,6 +24,5 @@ from .pool import Scrub as Scrub
 from .pressure import Pressure as Pressure
 from .pressure import Victim as Victim
 from .reclaim import Reclaimer as Reclaimer
-from .reclaim import RecordedFence as RecordedFence
 from .shelf import PoolStats as PoolStats
 from .submitted import WriteRange as WriteRange

@@ -10,7 +10,8 @@ or nothing].
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from itertools import islice
 from typing import NamedTuple
 
 from ...errors import DriverError, InternalError
@@ -69,7 +70,7 @@ def staged(pool: ExtentPool, extents: Sequence[Extent]) -> Iterator[PageTable]:
         try:
             table.close(lambda: False)
         except BaseException:
-            pool.closer.close_later(table.close_behind)
+            pool.reclaimer.close_soon(table.close_behind)
             raise
 
 
@@ -139,8 +140,6 @@ class Change:
         self._rows = rows
         self._reads = reads
         self._acquire = acquire or pool.acquire_or_evict
-        self._pinned: list[Mapping] = []
-        self._fresh: list[Extent] = []
         self._parts: list[_Part] = []
         self._is_mapped = False
 
@@ -150,21 +149,21 @@ class Change:
         for row in self._rows:
             read += row.again
             classes += row.classes
-        if read:
-            self._pinned = _pin(pool, read)
-        try:
+        fresh_extents: list[Extent] = []
+        with ExitStack() as undo:
+            if read:
+                undo.enter_context(pinned(pool, read))
             # First, so that memory retired there can be acquired.
             if pool.reclaimer.batches:
                 pool.reclaimer.wait_for([row.addresses for row in self._rows])
             if classes:
-                self._fresh = self._acquire(classes)
-        except BaseException:
-            self._end()
-            raise
-        at = 0
+                fresh_extents = self._acquire(classes)
+                # Mapped ones live on after the change, unmapped ones are freed.
+                undo.callback(pool.disown, fresh_extents)
+            self._ends = undo.pop_all()
+        supply = iter(fresh_extents)
         for row in self._rows:
-            extents = self._fresh[at : at + len(row.classes)]
-            at += len(row.classes)
+            extents = list(islice(supply, len(row.classes)))
             page, new = row.first_page, []
             if row.again:
                 new = placed(page, [mapping.extent for mapping in row.again], Access.READ)
@@ -174,24 +173,13 @@ class Change:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        try:
+        with self._ends:
             if error is not None and self._is_mapped:
                 # Behind a fence, since fills may be running.
                 fence = self._pool.reclaimer.new_fence()
                 for row in self._rows:
                     if not row.old:
                         row.table.retire_back(row.row, row.first_page, fence)
-        finally:
-            self._end()
-
-    def _end(self) -> None:
-        """Drop the change's references: mapped fresh extents live on, unmapped ones are freed."""
-        try:
-            if self._fresh:
-                self._pool.disown(self._fresh)
-        finally:
-            if self._pinned:
-                _unpin(self._pool, self._pinned)
 
     def map(self, stream: int) -> None:
         """Change the mappings of every row; after an error no row has changed.
@@ -246,7 +234,7 @@ class Change:
 
     def _stage(self, parts: Sequence[_Part], stream: int) -> None:
         """Copy the kept bytes of the old extents to the start of the fresh ones."""
-        # The block waits for the copies; `_fresh` keeps the extents.
+        # The block waits for the copies; the change owns the extents.
         extents = [mapping.extent for part in parts for mapping in part.fresh]
         with staged(self._pool, extents) as staging:
             at, copies = staging.address, []
@@ -306,22 +294,13 @@ def _restore(
 @contextmanager
 def pinned(pool: ExtentPool, mappings: Iterable[Mapping]) -> Iterator[None]:
     """Keep `mappings` from being evicted for the length of a block that reads their addresses."""
-    its = _pin(pool, mappings)
-    try:
-        yield
-    finally:
-        _unpin(pool, its)
-
-
-def _pin(pool: ExtentPool, mappings: Iterable[Mapping]) -> list[Mapping]:
     with pool.lock:
         its = list(mappings)
         for mapping in its:
             mapping.num_pins += 1
-    return its
-
-
-def _unpin(pool: ExtentPool, mappings: Iterable[Mapping]) -> None:
-    with pool.lock:
-        for mapping in mappings:
-            mapping.num_pins -= 1
+    try:
+        yield
+    finally:
+        with pool.lock:
+            for mapping in its:
+                mapping.num_pins -= 1

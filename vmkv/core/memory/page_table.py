@@ -24,11 +24,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from ...errors import InternalError
 from ...units import Address, Handle
 from .._native import References, count_references
-from ..backend import Access, AccessOp, MapOp, MemoryLocation, Op
+from ..backend import Access, AccessOp, Fence, MapOp, MemoryLocation, Op
 
 if TYPE_CHECKING:
     from .pool import ExtentPool
-    from .reclaim import RecordedFence
 
 # ---- extent --------------------------------------------------------------------------------------
 
@@ -299,7 +298,7 @@ class PageTable:
 
     # ---- retiring -------------------------------------------------------------------------
 
-    def retire_front(self, row: int, page: int, fence: RecordedFence) -> None:
+    def retire_front(self, row: int, page: int, fence: Fence) -> None:
         """Retire the mappings of `row` that lie wholly below `page`, until `fence` passes."""
         pages = self.rows[row]
         taken: list[Mapping] = []
@@ -311,7 +310,7 @@ class PageTable:
         for _ in taken:
             pages.mappings.popleft()
 
-    def retire_back(self, row: int, page: int, fence: RecordedFence) -> None:
+    def retire_back(self, row: int, page: int, fence: Fence) -> None:
         """Retire the mappings of `row` that lie wholly at or above `page`, until `fence` passes."""
         pages = self.rows[row]
         taken: list[Mapping] = []
@@ -324,7 +323,7 @@ class PageTable:
             pages.mappings.pop()
         pages.shared_end_page = min(pages.shared_end_page, pages.end_page)
 
-    def _retire(self, row: int, mappings: Sequence[Mapping], fence: RecordedFence) -> None:
+    def _retire(self, row: int, mappings: Sequence[Mapping], fence: Fence) -> None:
         for mapping in mappings:
             if mapping.num_pins:
                 raise InternalError(f"row {row}: a change reads {mapping}, which was to be retired")
@@ -349,18 +348,11 @@ class PageTable:
         """
         reclaimer = self.pool.reclaimer
         if self in self.pool.page_tables:
-            fence = reclaimer.new_fence()
-            with self.pool.lock:  # Another thread may be evicting its rows.
-                for row in range(self.num_rows):
-                    self.retire_back(row, 0, fence)
-            reclaimer.wait()  # May fail, and the table is in use until then.
-            self.pool.page_tables.remove(self)
-            reclaimer.free_later(self.address, self.reserved_bytes, has_views)
+            self.close_behind(reclaimer.new_fence(), has_views)
+        reclaimer.wait()
         reclaimer.free_idle_reservations()
 
-    def close_behind(
-        self, fence: RecordedFence, has_views: Callable[[], bool] = lambda: False
-    ) -> None:
+    def close_behind(self, fence: Fence, has_views: Callable[[], bool] = lambda: False) -> None:
         """Retire every row until `fence` has passed, without waiting. Cannot fail."""
         reclaimer = self.pool.reclaimer
         with self.pool.lock:  # Another thread may be evicting its rows.

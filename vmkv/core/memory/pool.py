@@ -15,6 +15,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 
 from ...errors import ClosedError, ConfigError, DriverError, OutOfPagesError
 from ...interrupts import uninterrupted
@@ -24,7 +25,7 @@ from ..backend import Backend, MemoryLocation
 from .arbiter import Arbiter
 from .page_table import Extent, PageTable
 from .pressure import Pressure, Victim
-from .reclaim import Closer, Reclaimer
+from .reclaim import Reclaimer
 from .shelf import PoolStats, Shelf
 from .submitted import SubmittedWrites
 
@@ -120,8 +121,7 @@ class ExtentPool:
         lock: Guards all but free lists and reference counts; also which rows of caches are parked.
         pressure: The eviction sources.
         arbiter: Preemption between engines over this pool.
-        reclaimer: Unmaps retired mappings.
-        closer: Closes objects that were dropped without `close`.
+        reclaimer: Unmaps retired mappings, and closes objects that were dropped without `close`.
         submitted: The writes of submitted steps, if checks are on; else None.
 
     Raises:
@@ -158,24 +158,13 @@ class ExtentPool:
         self.lock = threading.RLock()
         self.scrub = Scrub.named(scrub)
         self.is_shareable = is_shareable
-        self._device = Shelf(
-            backend,
-            _DEVICE,
-            page_bytes,
-            self.largest_class,
-            budget_bytes,
-            is_shareable=is_shareable,
-            on_pressure=on_pressure,
-            retired_bytes=self._retired_bytes,
+        make_shelf = partial(
+            Shelf, backend, page_bytes, self.largest_class, retired_bytes=self._retired_bytes
         )
-        self._host = Shelf(
-            backend,
-            _HOST,
-            page_bytes,
-            self.largest_class,
-            host_budget_bytes,
-            retired_bytes=self._retired_bytes,
+        self._device = make_shelf(
+            _DEVICE, budget_bytes, is_shareable=is_shareable, on_pressure=on_pressure
         )
+        self._host = make_shelf(_HOST, host_budget_bytes)
         # Extents that may not be recycled and wait for their release, and imported ones.
         self._leaving: list[Extent] = []
         self._imported: list[Extent] = []
@@ -183,7 +172,6 @@ class ExtentPool:
         self.pressure = Pressure()
         self.arbiter = Arbiter(self.lock)
         self.reclaimer = Reclaimer(backend, self.lock, self._recycle, self.pressure.tick)
-        self.closer = Closer(self.reclaimer, self.lock)
         if checks is None:
             checks = os.environ.get("VMKV_CHECKS") == "1"
         self.submitted = SubmittedWrites(self.reclaimer) if checks else None
@@ -226,9 +214,8 @@ class ExtentPool:
 
         Cost: a list operation per reused extent; a lock and a `mem_create` (10-16 µs) per new one.
         """
-        if self._is_closed:
-            self._check_open()
-        shelf = self._device if location is _DEVICE else self._host
+        self._check_open()
+        shelf = self._shelf(location)
         granted = shelf.pop(size_classes)
         if granted is None:
             with self.lock:
@@ -286,15 +273,11 @@ class ExtentPool:
     def _recycle(self, unneeded: Sequence[Extent]) -> None:
         """Free or release extents that have just lost their last reference. Cannot fail."""
         leaving: list[Extent] = []
-        device: list[Extent] = []
         for extent in unneeded:
-            if not extent.is_recyclable:
-                leaving.append(extent)
-            elif extent.location is _DEVICE:
-                device.append(extent)
+            if extent.is_recyclable:
+                self._shelf(extent.location).put_back([extent])
             else:
-                self._host.put_back([extent])
-        self._device.put_back(device)
+                leaving.append(extent)
         if leaving or self._leaving:
             # Extents that the driver refuses stay listed and are tried again.
             with self.lock, suppress(DriverError):
@@ -316,7 +299,7 @@ class ExtentPool:
         """Release free memory, at least `num_bytes` or all; returns the bytes released."""
         with self.lock:
             self._check_open()
-            self.closer.close_left()
+            self.reclaimer.close_left()
             self.reclaimer.poll()
             self.reclaimer.free_idle_reservations()
             self._release_leaving()
@@ -342,7 +325,7 @@ class ExtentPool:
         """
         # Unmapped bytes are not what counts: some extents may be mapped elsewhere as well.
         start_bytes = self.available_bytes
-        self.closer.close_left()
+        self.reclaimer.close_left()
         while (missing_bytes := start_bytes + num_bytes - self.available_bytes) > 0:
             if not self.reclaimer.wait(until_bytes=1):
                 with self.lock:
@@ -471,7 +454,7 @@ class ExtentPool:
         with self.lock:
             if self._is_closed:
                 return
-            self.closer.close_left()
+            self.reclaimer.close_left()
             if self._num_users or self.page_tables:
                 raise ConfigError(
                     f"{max(self._num_users, len(self.page_tables))} users of this pool are still "

@@ -23,33 +23,19 @@ from .._native import count_references
 from ..backend import Backend, Fence, UnmapOp
 from .page_table import Extent, RetiredMapping
 
-# ---- reclaim -------------------------------------------------------------------------------------
-
 #: Each fence costs an event per stream. Work older than these waits for the oldest of them.
 _NUM_FENCES_KEPT = 32
 
 _ADDRESS = attrgetter("address")
 
 
-@dataclass(frozen=True, eq=False)
-class RecordedFence(Fence):
-    """A fence after all work submitted before `time`, a `Pressure.tick`."""
-
-    fence: Fence
-    time: int
-
-    def has_passed(self) -> bool:
-        """Whether all work before the fence has finished."""
-        return self.fence.has_passed()
-
-    def wait(self) -> None:
-        """Block until the fence has passed."""
-        self.fence.wait()
+#: Retires everything until a fence has passed, such as `PageTable.close_behind`. Cannot fail.
+CloseBehind = Callable[[Fence], None]
 
 
 @dataclass
 class _Batch:
-    fence: RecordedFence
+    fence: Fence
     mappings: list[RetiredMapping]
 
 
@@ -76,15 +62,17 @@ class Reclaimer:
         self._recycle = recycle
         self._tick = tick
         # The last fence known to have passed, and those recorded since, oldest first.
-        self._recorded: deque[RecordedFence] = deque(maxlen=_NUM_FENCES_KEPT)
+        self._recorded: deque[Fence] = deque(maxlen=_NUM_FENCES_KEPT)
         self.batches: deque[_Batch] = deque()
         self.waited_s = 0.0
         self.idle_reservations: list[tuple[Address, int, Callable[[], bool]]] = []
+        self._to_close: list[CloseBehind] = []
 
-    def new_fence(self) -> RecordedFence:
+    def new_fence(self) -> Fence:
         """Record a fence after all submitted work; may fail, so call it before the books change."""
         time = self._tick()
-        fence = RecordedFence(self._backend.record_fence(), time)
+        fence = self._backend.record_fence()
+        fence.time = time
         with self._lock:
             self._recorded.append(fence)
         return fence
@@ -96,7 +84,7 @@ class Reclaimer:
             self.new_fence()
         return time
 
-    def fence_since(self, time: int) -> RecordedFence:
+    def fence_since(self, time: int) -> Fence:
         """Return the first fence recorded after `time`, a `Pressure.tick`, or record a new one."""
         with self._lock:
             known = self._recorded
@@ -107,7 +95,7 @@ class Reclaimer:
                     return fence
             return self.new_fence()
 
-    def retire(self, mappings: Sequence[RetiredMapping], fence: RecordedFence) -> None:
+    def retire(self, mappings: Sequence[RetiredMapping], fence: Fence) -> None:
         """Stop using `mappings` now; unmap them once `fence` has passed. Cannot fail."""
         with self._lock:
             count_references([mapping.extent for mapping in mappings], 0, -1, 0)
@@ -226,39 +214,21 @@ class Reclaimer:
                 return True
         return False
 
-
-# ---- closer --------------------------------------------------------------------------------------
-
-#: Retires everything until a fence has passed, such as `PageTable.close_behind`. Cannot fail.
-CloseBehind = Callable[[RecordedFence], None]
-
-
-class Closer:
-    """Closes the mappings of dropped caches once a fence has passed."""
-
-    def __init__(self, reclaimer: Reclaimer, lock: threading.RLock):
-        self._reclaimer = reclaimer
-        self._lock = lock
-        self._left: list[CloseBehind] = []
+    # ---- dropped objects ------------------------------------------------------------------
 
     def close_soon(self, *closes: CloseBehind) -> None:
         """Close unused objects; those that the driver refuses are tried again. Cannot fail."""
         with self._lock, suppress(DriverError):
-            self._left += closes
+            self._to_close += closes
             self.close_left()
-            self._reclaimer.poll()  # On an idle device this unmaps all of it now.
-            self._reclaimer.free_idle_reservations()
-
-    def close_later(self, close: CloseBehind) -> None:
-        """Keep an object whose closing failed, for the next `close_left`."""
-        with self._lock:
-            self._left.append(close)
+            self.poll()  # On an idle device this unmaps all of it now.
+            self.free_idle_reservations()
 
     def close_left(self) -> None:
         """Close the remaining objects behind a new fence; after a DriverError they all remain."""
         with self._lock:
-            if self._left:
-                fence = self._reclaimer.new_fence()
-                while self._left:
-                    self._left[-1](fence)
-                    self._left.pop()
+            if self._to_close:
+                fence = self.new_fence()
+                while self._to_close:
+                    self._to_close[-1](fence)
+                    self._to_close.pop()

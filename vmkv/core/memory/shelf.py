@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from ...errors import ConfigError, DriverError, OutOfPagesError
 from ...units import format_bytes
@@ -45,9 +46,9 @@ class Shelf:
     def __init__(
         self,
         backend: Backend,
-        location: MemoryLocation,
         page_bytes: int,
         largest_class: int,
+        location: MemoryLocation,
         budget_bytes: int,
         *,
         is_shareable: bool = False,
@@ -87,17 +88,16 @@ class Shelf:
         """Take one extent of each size class, free or new; all of them or none."""
         taken: list[Extent | None] = []
         missing: list[int] = []
-        missing_bytes = 0
         for size_class in size_classes:
             extent_id = self._free_ids.pop(size_class)
             if extent_id is None:
                 missing.append(size_class)
-                missing_bytes += self._page_bytes << size_class
             taken.append(None if extent_id is None else self._extents[extent_id])
+        needed_bytes, missing_bytes = map(self._num_bytes, (size_classes, missing))
         released = self._claim(missing_bytes - self.uncreated_bytes)
         if released is None:
             self.put_back(filter(None, taken))  # First, so that the error's figures are right.
-            raise self._out_of_budget(sum([self._page_bytes << each for each in size_classes]))
+            raise self._out_of_budget(needed_bytes)
         created: list[Extent] = []
         try:
             self.release(released)
@@ -107,7 +107,6 @@ class Shelf:
             self.put_back(filter(None, taken))
             self.release(created)
             if isinstance(error, DriverError) and error.is_out_of_memory:
-                needed_bytes = sum([self._page_bytes << each for each in size_classes])
                 raise self._out_of_device_memory(needed_bytes) from error
             raise
         fresh = iter(created)
@@ -141,6 +140,9 @@ class Shelf:
         """Number of free extents of `size_class`."""
         return self._free_ids.count(size_class)
 
+    def _num_bytes(self, size_classes: Iterable[int]) -> int:
+        return sum([self._page_bytes << size_class for size_class in size_classes])
+
     def lacking(self, size_classes: Sequence[int]) -> list[int]:
         """Return the `size_classes`, with repetition, for which no free extent is left."""
         wanted = Counter(size_classes)
@@ -149,16 +151,18 @@ class Shelf:
 
     def _create(self, size_class: int) -> Extent:
         num_bytes = self._page_bytes << size_class
-        create, location, is_shareable = self._backend.mem_create, self.location, self._is_shareable
+        create = partial(
+            self._backend.mem_create, num_bytes, self.location, shareable=self._is_shareable
+        )
         try:
-            handle = create(num_bytes, location=location, shareable=is_shareable)
+            handle = create()
         except DriverError as error:
             if not error.is_out_of_memory:
                 raise
             if self._on_pressure is not None:
                 self._on_pressure()
             self.release_free(self.free_bytes)
-            handle = create(num_bytes, location=location, shareable=is_shareable)
+            handle = create()
         extent_id = self._free_ids.pop(self._vacant)
         if extent_id is None:
             extent_id = self._free_ids.bump()
