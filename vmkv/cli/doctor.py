@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import json
+import operator
 import platform
 import re
 import sys
@@ -33,16 +35,17 @@ _KERNELS = {
 _FROM_HUB = "pip install 'vmkv[hub]'"
 #: Default kernel of the engine where it runs; `generate` uses it only if it is named.
 _SERVING = "flash3"
-#: Packages: the distribution, its purpose, how to install it.
-_PACKAGES = (
-    ("torch", "tensors", "pip install torch"),
-    ("transformers", "models", "pip install transformers"),
-    ("cuda-bindings", "the driver's memory calls", "pip install cuda-python"),
-    ("fastapi", "vmkv serve", "pip install 'vmkv[serve]'"),
-    ("uvicorn", "vmkv serve", "pip install 'vmkv[serve]'"),
-    ("prometheus-client", "metrics, vmkv top", "pip install 'vmkv[serve]'"),
-    ("httpx", "vmkv top", "pip install 'vmkv[serve]'"),
-)
+_FOR_SERVING = "pip install 'vmkv[serve]'"
+#: Packages by distribution: the purpose, and how to install it.
+_PACKAGES = {
+    "torch": ("tensors", "pip install torch"),
+    "transformers": ("models", "pip install transformers"),
+    "cuda-bindings": ("the driver's memory calls", "pip install cuda-python"),
+    "fastapi": ("vmkv serve", _FOR_SERVING),
+    "uvicorn": ("vmkv serve", _FOR_SERVING),
+    "prometheus-client": ("metrics, vmkv top", _FOR_SERVING),
+    "httpx": ("vmkv top", _FOR_SERVING),
+}
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ def add_parser(commands: Commands) -> None:
 def run(arguments: argparse.Namespace, out: TextIO) -> int:
     """Examine the machine and report; status 1 if no device is usable."""
     findings = [*examine()]
-    devices = [each for each in findings if each.section == "device" and each.is_ok]
+    devices = [each.name for each in findings if each.section == "device" and each.is_ok]
     if arguments.json:
         record = {"environment": environment(), "findings": [asdict(each) for each in findings]}
         out.write(json.dumps(record, indent=2) + "\n")
@@ -88,36 +91,32 @@ def environment() -> dict[str, Any]:
 
 
 def examine() -> Iterator[Finding]:
-    """Yield all findings; opens devices and closes them again."""
+    """Yield all findings, section by section; opens devices and closes them again."""
     yield from _devices()
     yield from _attention()
     yield from _packages()
 
 
-def _report(findings: list[Finding], devices: list[Finding]) -> str:
-    lines = ["  ".join(f"{name} {value}" for name, value in environment().items() if value), ""]
+def _report(findings: list[Finding], devices: list[str]) -> str:
+    lines = ["  ".join(f"{name} {value}" for name, value in environment().items() if value)]
     width = max(len(each.name) for each in findings)
-    for section in ("device", "attention", "package"):
-        for each in findings:
-            if each.section == section:
-                mark = "ok" if each.is_ok else "-"
-                lines.append(f"{each.name:<{width}}  {mark:<2}  {each.details}")
-        lines.append("")
-    remedies = [each for each in findings if each.remedy]
+    for _, section in itertools.groupby(findings, operator.attrgetter("section")):
+        marked = [(each, "ok" if each.is_ok else "-") for each in section]
+        lines += [
+            "",
+            *(f"{each.name:<{width}}  {mark:<2}  {each.details}" for each, mark in marked),
+        ]
+    lines.append("")
+    remedies = [f"  {each.name:<{width}}  {each.remedy}" for each in findings if each.remedy]
     if remedies:
-        lines += ["what is missing, and how to get it:"]
-        lines += [f"  {each.name:<{width}}  {each.remedy}" for each in remedies] + [""]
-    names = [each.name for each in devices]
+        lines += ["what is missing, and how to get it:", *remedies, ""]
     lines.append(attention_summary(findings))
-    if any(name.startswith("cuda") for name in names):
-        lines.append(f"vmkv runs here on {', '.join(names)}.")
-    elif names:
-        lines.append(
-            "vmkv runs here on the CPU: right for tests and small models, slow for others."
-        )
-    else:
-        lines.append("vmkv cannot run here: no device is usable.")
-    return "\n".join(lines) + "\n"
+    where = "vmkv cannot run here: no device is usable."
+    if any(name.startswith("cuda") for name in devices):
+        where = f"vmkv runs here on {', '.join(devices)}."
+    elif devices:
+        where = "vmkv runs here on the CPU: right for tests and small models, slow for others."
+    return "\n".join([*lines, where, ""])
 
 
 def attention_summary(findings: list[Finding]) -> str:
@@ -245,12 +244,10 @@ def _version(distribution: str) -> str | None:
 
 
 def _packages() -> Iterator[Finding]:
-    for name, purpose, remedy in _PACKAGES:
+    for name, (purpose, remedy) in _PACKAGES.items():
         version = _version(name)
-        if version is None:
-            yield Finding("package", name, False, f"not installed; for {purpose}", remedy)
-        else:
-            yield Finding("package", name, True, f"{version}, for {purpose}")
+        details = f"{version or 'not installed'}, for {purpose}"
+        yield Finding("package", name, version is not None, details, "" if version else remedy)
     is_built = importlib.util.find_spec("vmkv.core._native._core") is not None
     details = "built" if is_built else f"not built for Python {sys.version_info[0]}"
     remedy = "" if is_built else "pip install . in the checkout, with a C compiler"
