@@ -173,7 +173,7 @@ def _running(arguments: argparse.Namespace, tokenizer: Any) -> Iterator[_Running
     if arguments.replicas:
         if importlib.util.find_spec("ray") is None:
             raise ConfigError("--replicas needs the package ray: pip install 'vmkv[ray]'")
-        from ..serve.replicas.local import running_replicas
+        from ..serve.replicas.deployment import running_replicas
 
         make = functools.partial(_engine, arguments, has_tokenizer=True)
         on_gpus = _device(arguments.device) == "cuda"
