@@ -215,18 +215,13 @@ def _check_combination(arguments: argparse.Namespace) -> None:
 
 def _check_engine(arguments: argparse.Namespace) -> None:
     """Raise `ConfigError` for engine options that are wrong without loading the model."""
-    from ..attention import registry
-    from ..hf.configuration import check_length, layer_kinds
-    from ..hf.kv_format import KVFormat
+    from ..serve.memory_view import make_store
     from ..serve.scheduler import Scheduler
     from ..serve.trace import ChromeTrace
     from .models import check_device, load_config
 
     config = load_config(arguments.model)  # The most common error first.
-    kv_format = KVFormat.of(config, arguments.kv_dtype, arguments.kv_scales, arguments.skip_layers)
-    kv_format.check(each.index for each in layer_kinds(config))
-    if arguments.max_tokens is not None:
-        check_length(config, arguments.max_tokens)
+    make_store(config, EngineOptions(**_chosen(EngineOptions, arguments)))
     Scheduler(arguments.max_num_seqs, arguments.max_num_batched_tokens)  # Checks its bounds.
     device = _device(arguments.device)
     if not (arguments.replicas and "RAY_ADDRESS" in os.environ):  # Else devices are remote.
@@ -239,9 +234,6 @@ def _check_engine(arguments: argparse.Namespace) -> None:
         check_config(config, arguments.tensor_parallel)
         if device == "cuda":
             check_device(f"cuda:{arguments.tensor_parallel - 1}")
-    backend = arguments.attention_backend
-    if backend is not None and backend not in registry.backend_names():
-        registry.get(backend)  # Raises, and names the known ones.
     if arguments.trace:
         ChromeTrace(arguments.trace).close()
 

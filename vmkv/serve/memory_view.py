@@ -61,24 +61,12 @@ def open_rows(model: Any, pool: ExtentPool, options: EngineOptions) -> ServedRow
                 "past_key_values=VMKVCache.for_encoder_decoder(config)"
             )
         signatures, calls, _ = prove(model, options.attention_backend)
-        if options.max_tokens is not None:
-            check_length(model.config, options.max_tokens)
         if len({each.device for each in signatures.values()}) > 1:
             raise ConfigError(
                 "the model is spread over several devices, which the engine cannot serve yet; "
                 "load it on one, or use vmkv.generate"
             )
-        its = CacheOptions(
-            # Twice as many: swapped requests and cached prefixes keep their rows.
-            max_batch_size=2 * options.max_num_seqs + 2,
-            pool=pool,
-            max_tokens=options.max_tokens,
-            attention_backend=options.attention_backend,
-            kv_dtype=options.kv_dtype,
-            kv_scales=options.kv_scales,
-            skip_layers=options.skip_layers,
-        )
-        store = Store(model.config, its, layer_kinds(model.config), past_stated=False)
+        store = make_store(model.config, options, pool)
         try:
             store.bind_all(signatures)
         except BaseException:
@@ -87,6 +75,23 @@ def open_rows(model: Any, pool: ExtentPool, options: EngineOptions) -> ServedRow
         return ServedRows(store.cores[0], calls, store.close)
     finally:
         pool.detach()
+
+
+def make_store(config: Any, options: EngineOptions, pool: ExtentPool | None = None) -> Store:
+    """Make the store of a model's layers; `ConfigError` if the options do not suit the model."""
+    if options.max_tokens is not None:
+        check_length(config, options.max_tokens)
+    its = CacheOptions(
+        # Twice as many: swapped requests and cached prefixes keep their rows.
+        max_batch_size=2 * options.max_num_seqs + 2,
+        pool=pool,
+        max_tokens=options.max_tokens,
+        attention_backend=options.attention_backend,
+        kv_dtype=options.kv_dtype,
+        kv_scales=options.kv_scales,
+        skip_layers=options.skip_layers,
+    )
+    return Store(config, its, layer_kinds(config), past_stated=False)
 
 
 def pool_beside(

@@ -328,14 +328,6 @@ def access_can_change(pages: Pages) -> None:
 # ---- batches -------------------------------------------------------------------------------------
 
 
-@_row(1)
-def empty_batch(pages: Pages) -> None:
-    """An empty batch does nothing and succeeds."""
-    before = pages.backend.calls.copy()
-    pages.backend.execute([])
-    expect(before, pages.backend.calls, "calls")
-
-
 @_row(4)
 def maps_are_atomic(pages: Pages) -> None:
     """A batch of maps that fails, wherever it fails, leaves nothing mapped, and can be repeated."""
@@ -375,51 +367,52 @@ def unmaps_report(pages: Pages) -> None:
 # ---- data, order, books --------------------------------------------------------------------------
 
 
-@_row(2)
+@_row(4)
 def copy(pages: Pages) -> None:
     """A copy moves exactly its bytes, at any offset; copies of a stream keep their order."""
-    pages.mapped(0, 2)
-    write_bytes(pages.backend, pages.address, bytes(range(1, 200)))
-    pages.backend.copy(pages.at(1, 7), pages.at(0, 3), 100, _STREAM)
-    pages.holds(bytes(7) + bytes(range(4, 104)) + bytes(93), "the copy and what is beside it", 1)
-    pages.backend.copy(pages.at(1, 500), pages.at(1, 7), 100, _STREAM)
-    pages.backend.copy(pages.at(1), pages.at(1, 500), 100, _STREAM)
-    pages.holds(bytes(range(4, 104)), "a copy of a copy", 1)
-    pages.refuses("copy", "less than nothing", pages.at(1), pages.at(0), -1, _STREAM)
-
-
-@_row(4)
-def copy_many(pages: Pages) -> None:
-    """A batch of copies is submitted in order, and each of them is counted."""
+    backend = pages.backend
     for page in range(4):
         pages.mapped(page)
+    write_bytes(backend, pages.address, bytes(range(1, 200)))
+    backend.copy(pages.at(1, 7), pages.at(0, 3), 100, _STREAM)
+    pages.holds(bytes(7) + bytes(range(4, 104)) + bytes(93), "the copy and what is beside it", 1)
+    backend.copy(pages.at(1, 500), pages.at(1, 7), 100, _STREAM)
+    backend.copy(pages.at(1), pages.at(1, 500), 100, _STREAM)
+    pages.holds(bytes(range(4, 104)), "a copy of a copy", 1)
+    pages.refuses("copy", "less than nothing", pages.at(1), pages.at(0), -1, _STREAM)
     data = pages.filled(0x61)
-    before = pages.backend.calls.copy()
-    pages.backend.copy_many([], _STREAM)
+    before = backend.calls.copy()
+    backend.copy_many([], _STREAM)
     ops = [CopyOp(pages.at(page + 1), pages.at(page), pages.page_bytes) for page in range(3)]
-    pages.backend.copy_many(ops, _STREAM)
-    expect({"copy": 3}, dict(pages.backend.calls - before), "calls")
-    pages.holds(data * 4, "the page handed on three times")
-    pages.backend.copy(pages.at(2), pages.at(0), 2 * pages.page_bytes, _STREAM)
+    backend.copy_many(ops, _STREAM)
+    expect({"copy": 3}, dict(backend.calls - before), "calls of a batch of copies")
+    pages.holds(data * 4, "the page handed on three times by a batch")
+    backend.copy(pages.at(2), pages.at(0), 2 * pages.page_bytes, _STREAM)
     pages.holds(data * 4, "a copy over two mappings at once")
 
 
-@_row(2)
+@_row(7)
 def fill(pages: Pages) -> None:
-    """A fill sets exactly its bytes, over mappings and at any offset, in the stream's order."""
-    backend, size = pages.backend, pages.num_bytes
-    for page in (0, 1):
-        pages.mapped(page)
-    pages.filled(0x15, 0, 2)
-    backend.fill(pages.at(0, 3), size - 5, 0xFF, _STREAM)
-    pages.holds(b"\x15" * 3 + b"\xff" * (size - 5) + b"\x15" * 2, "the fill and what is beside it")
-    backend.copy(pages.at(0, 100), pages.at(0), 10, _STREAM)
+    """A fill sets exactly its bytes, over mappings of both locations, in the stream's order."""
+    backend, whole = pages.backend, 5 * pages.page_bytes
+    for page, location in enumerate((_DEVICE, _DEVICE, _HOST, _HOST, _DEVICE)):
+        pages.mapped(page, 1, location)
+    backend.fill(*pages.run(0, 5), 0x29, _STREAM)
+    pages.holds(b"\x29" * whole, "a fill of everything")
+    backend.fill(pages.at(0, 3), whole - 5, 0xFF, _STREAM)
+    wanted = b"\x29" * 3 + b"\xff" * (whole - 5) + b"\x29" * 2
+    pages.holds(wanted, "a fill of all but the ends")
+    for start, num_bytes, byte in (
+        *((whole - 1, 2, 0x2B), (whole, 1, 0x2B), (whole + pages.page_bytes, 1, 0x2B)),
+        *((-1, 2, 0x2B), (0, -1, 0x2B), (0, pages.page_bytes, -1), (0, pages.page_bytes, 256)),
+    ):
+        what = f"{num_bytes} bytes of {byte} at {start} of {whole} mapped ones"
+        pages.refuses("fill", what, pages.at(0, start), num_bytes, byte, _STREAM)
+    pages.holds(wanted, "memory after the refusals")
+    backend.copy(pages.at(1), pages.at(0), 10, _STREAM)
     backend.fill(*pages.run(0), 0, _STREAM)
-    backend.copy(pages.at(0), pages.at(1), 1, _STREAM)
+    backend.copy(pages.at(0), pages.at(1, 3), 1, _STREAM)
     pages.holds(b"\xff" + bytes(pages.page_bytes - 1), "copies and fills of one stream")
-    for num_bytes, byte in ((pages.page_bytes, -1), (pages.page_bytes, 256), (-1, 0)):
-        what = f"{num_bytes} bytes of {byte}"
-        pages.refuses("fill", what, pages.address, num_bytes, byte, _STREAM)
 
 
 @_row(3)
@@ -468,6 +461,7 @@ def fences(pages: Pages) -> None:
 def calls_are_counted(pages: Pages) -> None:
     """Each call of a primitive is counted once under its name, failed ones included."""
     backend, before = pages.backend, pages.backend.calls.copy()
+    backend.execute([])  # Does nothing, and succeeds.
     other = Pages(backend, 2)
     made = [other.create() for _ in range(2)]
     maps = [MapOp(*other.run(page), handle) for page, handle in enumerate(made)]
@@ -567,23 +561,6 @@ def cpu_access(pages: Pages) -> None:
     ctypes.memset(pages.at(2), 0x75, size)
     backend.copy(pages.at(0), pages.at(2), size, _STREAM)
     pages.holds(b"\x75" * size, "what the CPU wrote")
-
-
-@_row(7)
-def fill_spans_locations(pages: Pages) -> None:
-    """A fill spans mappings of both locations; it is refused if part is unmapped."""
-    whole = 5 * pages.page_bytes
-    for page, location in enumerate((_DEVICE, _DEVICE, _HOST, _HOST, _DEVICE)):
-        pages.mapped(page, 1, location)
-    pages.backend.fill(*pages.run(0, 5), 0x29, _STREAM)
-    pages.holds(b"\x29" * whole, "a fill of everything")
-    pages.backend.fill(pages.at(0, 3), whole - 5, 0x2A, _STREAM)
-    wanted = b"\x29" * 3 + b"\x2a" * (whole - 5) + b"\x29" * 2
-    pages.holds(wanted, "a fill of all but the ends")
-    for start, size in ((whole - 1, 2), (whole, 1), (whole + pages.page_bytes, 1), (-1, 2)):
-        what = f"{size} bytes at {start} of {whole} mapped ones"
-        pages.refuses("fill", what, pages.at(0, start), size, 0x2B, _STREAM)
-    pages.holds(wanted, "memory after the refusals")
 
 
 @_row(2)
