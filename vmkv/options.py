@@ -1,13 +1,13 @@
-"""Options of the engine, and limits of its server; each default stands here only.
+"""Options of the engine and of its server; each default stands here only.
 
-Their keywords are those of `Engine` and `vmkv.serve.server.Limits`, and `vmkv serve` has flags for
+Their keywords are those of `Engine`, `Limits` and `ServerOptions`, and `vmkv serve` has flags for
 most. This module imports no torch, so that the command's help is quick.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .errors import ConfigError
@@ -15,6 +15,7 @@ from .units import MiB
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Sequence
 
     from .hf.kv_format import KVScales, SkipLayers
 
@@ -125,3 +126,29 @@ class Limits:
                 raise ConfigError(f"{name}={value!r} must be a positive number")
         if self.max_priority > _PRIORITY_MAX:
             raise ConfigError(f"max_priority={self.max_priority}; at most {_PRIORITY_MAX} can be")
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """Options of a server.
+
+    Attributes:
+        model_name: The model's name in the API.
+        max_model_tokens: Prompt and output tokens of one request together.
+        limits: Limits on requests and connections.
+        api_keys: Accepted keys; empty to accept everybody.
+        protects_everything: Whether `/metrics`, `/version` and the documentation need a key too.
+        cors_origins: Origins whose pages may call the server, as `https://example.com`; `*` for
+            all.
+        chat_template: Replaces the tokenizer's own.
+        share_prefixes: Whether requests with different keys share cached prefixes.
+    """
+
+    model_name: str
+    max_model_tokens: int
+    limits: Limits = field(default_factory=Limits)
+    api_keys: Sequence[str] = ()
+    protects_everything: bool = False
+    cors_origins: Sequence[str] = ()
+    chat_template: str | None = None
+    share_prefixes: bool = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import itertools
 import json
@@ -146,53 +147,35 @@ def attention_summary(findings: list[Finding]) -> str:
 
 
 def _devices() -> Iterator[Finding]:
-    num_devices, torch_note = _cuda_devices()
-    for index in range(max(1, num_devices)):
-        yield _device(f"cuda:{index}", torch_note)
-    yield _device("host", "")
-
-
-def _device(name: str, note: str) -> Finding:
-    from ..core.backend import open_backend
-
-    try:
-        backend = open_backend(name)
-    except VMKVError as error:
-        remedy = "use it with --device cpu meanwhile; " + note if note else ""
-        return Finding("device", name, False, str(error), remedy.rstrip("; "))
-    try:
-        details = (
-            f"pages of {format_bytes(backend.granularity_bytes)}, "
-            f"{format_bytes(backend.free_memory_bytes())} free"
-        )
-    finally:
-        backend.close()
-    if name != "host":
-        details = f"{_device_name(name)}, {details}"
-        if note:
-            return Finding("device", name, False, f"{details}; but {note}", note)
-    return Finding("device", name, True, details)
-
-
-def _cuda_devices() -> tuple[int, str]:
-    """Return the number of devices that torch sees, and why a torch without CUDA sees none."""
+    """Check the devices that torch sees, the first GPU in any case, and the host."""
     import torch
 
+    note, num_devices = "", torch.cuda.device_count()
     if torch.version.cuda is None and _driver_version():
-        return 0, (
+        note = (
             f"this torch ({torch.__version__}) was built without CUDA: install the CUDA build "
             "from https://pytorch.org/get-started"
         )
-    return torch.cuda.device_count(), ""
+    for index in range(max(1, num_devices)):
+        name = "an NVIDIA GPU"
+        if index < num_devices:
+            properties = torch.cuda.get_device_properties(index)
+            name = f"{properties.name}, {format_bytes(properties.total_memory)}"
+        yield _device(f"cuda:{index}", f"{name}, ", note)
+    yield _device("host", "", "")
 
 
-def _device_name(name: str) -> str:
-    import torch
+def _device(name: str, what: str, note: str) -> Finding:
+    from ..core.backend import open_backend
 
-    if not torch.cuda.is_available():
-        return "an NVIDIA GPU"
-    properties = torch.cuda.get_device_properties(name)
-    return f"{properties.name}, {format_bytes(properties.total_memory)}"
+    try:
+        with contextlib.closing(open_backend(name)) as backend:
+            page, free = backend.granularity_bytes, backend.free_memory_bytes()
+    except VMKVError as error:
+        remedy = f"use it with --device cpu meanwhile; {note}" if note else ""
+        return Finding("device", name, False, str(error), remedy)
+    details = f"{what}pages of {format_bytes(page)}, {format_bytes(free)} free"
+    return Finding("device", name, not note, f"{details}; but {note}" if note else details, note)
 
 
 def _driver_version() -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -72,35 +71,22 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
             "part of its sequence"
         )
     config, num_ranks = load_config(arguments.model), arguments.tensor_parallel
-    make = functools.partial(
-        model_shape, config, dtype=arguments.dtype, kv_dtype=arguments.kv_dtype
+    shape = model_shape(
+        config, dtype=arguments.dtype, kv_dtype=arguments.kv_dtype, num_ranks=num_ranks
     )
-    shape = make(num_ranks=num_ranks)
     longest = max(arguments.longest or shape.max_context_tokens or num_tokens, num_tokens)
     tokens = {"shared_tokens": shared_tokens, "longest_tokens": longest}
-
-    def of(shape: ModelShape) -> tuple[list[KindBytes], dict[str, int]]:
-        parts = [kind_bytes(kind, num_tokens, **tokens) for kind in shape.kinds]
-        return parts, sequence_bytes(parts, state_bytes=shape.state_bytes)
-
-    parts, sequence = of(shape)
+    parts = [kind_bytes(kind, num_tokens, **tokens) for kind in shape.kinds]
+    sequence = sequence_bytes(parts, state_bytes=shape.state_bytes)
     budget_bytes = _budget_bytes(arguments, shape)
     # The ranks share the host's memory.
     swap_bytes = arguments.swap // num_ranks
-    fits = replicas_fit = None
-    if budget_bytes is not None:
-        fits = fit(sequence, budget_bytes, swap_bytes)
-        if num_ranks > 1 and arguments.weights is None:
-            whole = make()
-            alone_bytes = budget_bytes + (shape.weights_bytes or 0) - (whole.weights_bytes or 0)
-            alone = fit(of(whole)[1], max(0, alone_bytes), swap_bytes)
-            replicas_fit = num_ranks * alone["vmkv_swapped"]
+    fits = None if budget_bytes is None else fit(sequence, budget_bytes, swap_bytes)
     is_enough = fits is None or fits["vmkv_swapped"] >= arguments.users
     # The output of `--json`; per rank with tensor parallelism.
     plan = {
         "model": shape,
         "tensor_parallel": num_ranks,
-        "replicas_fit": replicas_fit,
         "context_tokens": num_tokens,
         "users": arguments.users,
         "longest_tokens": longest,
@@ -166,23 +152,13 @@ def _text(plan: dict[str, Any], arguments: argparse.Namespace) -> str:
             f"{format_bytes(plan['budget_bytes'])} for keys and values: {verdict}"
         )
     if plan["tensor_parallel"] > 1:
-        blocks.append(_ranks(plan))
+        weights = (
+            ""
+            if shape.weights_bytes is None
+            else f", and {format_bytes(shape.weights_bytes)} of weights"
+        )
+        blocks.append(f"All of that is on each of {plan['tensor_parallel']} GPUs{weights}.")
     return "\n\n".join(block for block in blocks if block)
-
-
-def _ranks(plan: dict[str, Any]) -> str:
-    count, fit = plan["tensor_parallel"], plan["replicas_fit"]
-    weights_bytes = plan["model"].weights_bytes
-    weights = "" if weights_bytes is None else f", and {format_bytes(weights_bytes)} of weights"
-    text = f"All of that is on each of {count} GPUs{weights}."
-    if fit is None:
-        return text
-    if not fit:
-        return f"{text} A replica on one GPU would hold no such sequence."
-    return (
-        f"{text} {count} replicas would hold {fit:,} such sequences, and wait for nobody between "
-        "layers: take them, unless that is too few or an answer must come sooner."
-    )
 
 
 def _notes(shape: ModelShape) -> list[str]:

@@ -11,10 +11,10 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from ..errors import CapacityError, ConfigError, one_line
-from ..options import EngineOptions, Limits
+from ..options import EngineOptions, Limits, ServerOptions
 from ..units import MiB, format_bytes
 from . import arguments as types
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from ..serve.engine import Engine
     from ..serve.observer import EngineObserver
     from ..serve.parallel import TensorParallel
-    from ..serve.server import ServerOptions
     from ..serve.server.service import ServerMetrics, StreamingEngine
 
 _API_KEY_VARIABLE = "VMKV_API_KEY"
@@ -131,8 +130,8 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
     with contextlib.closing(listener), ending_in_order():
         _check_engine(arguments)
         tokenizer = load_tokenizer(arguments.tokenizer or arguments.model)
-        with _running(arguments, tokenizer) as running:
-            options = options_for(running.max_tokens)
+        with _running(arguments, tokenizer) as (engine, metrics, max_tokens, budget_bytes):
+            options = options_for(max_tokens)
 
             def announce() -> None:
                 host, port = listener.getsockname()[:2]
@@ -140,15 +139,14 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
                 of_each = f" with {arguments.replicas} replicas" if arguments.replicas else ""
                 out.write(
                     f"vmkv serves {options.model_name} at http://{host}:{port}/v1{of_each}: up to "
-                    f"{running.max_tokens:,} tokens a request, "
-                    f"{format_bytes(running.budget_bytes)} for keys and values"
-                    f"{' of each' if of_each else ''}, "
+                    f"{max_tokens:,} tokens a request, {format_bytes(budget_bytes)} for keys and "
+                    f"values{' of each' if of_each else ''}, "
                     f"{'with' if options.api_keys else 'without'} API keys\n"
                 )
                 out.flush()
 
             run_server(
-                create_app(running.engine, tokenizer, options, running.metrics),
+                create_app(engine, tokenizer, options, metrics),
                 listener,
                 drain_timeout_s=arguments.drain_timeout,
                 log_level=arguments.log_level,
@@ -157,18 +155,14 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
     return 0
 
 
-class _Running(NamedTuple):
-    """A running engine, or several as one, with its metrics, limits and memory."""
-
-    engine: StreamingEngine
-    metrics: ServerMetrics
-    max_tokens: int
-    budget_bytes: int
-
-
 @contextlib.contextmanager
-def _running(arguments: argparse.Namespace, tokenizer: Any) -> Iterator[_Running]:
-    """Start an engine in a process of its own, or replicas, each with a tokenizer."""
+def _running(
+    arguments: argparse.Namespace, tokenizer: Any
+) -> Iterator[tuple[StreamingEngine, ServerMetrics, int, int]]:
+    """Start an engine in a process of its own, or replicas, each with a tokenizer.
+
+    Yields it, its metrics, the tokens of a request, and the memory for keys and values.
+    """
     silence_max_s = arguments.silence_timeout
     if arguments.replicas:
         if importlib.util.find_spec("ray") is None:
@@ -180,7 +174,7 @@ def _running(arguments: argparse.Namespace, tokenizer: Any) -> Iterator[_Running
         with running_replicas(
             make, arguments.replicas, on_gpus=on_gpus, silence_max_s=silence_max_s
         ) as (engine, shown, facts):
-            yield _Running(engine, shown, facts.max_tokens, facts.budget_bytes)
+            yield engine, shown, facts.max_tokens, facts.budget_bytes
         return
     from ..serve.metrics import Metrics
     from ..serve.process import EngineProcess
@@ -191,7 +185,7 @@ def _running(arguments: argparse.Namespace, tokenizer: Any) -> Iterator[_Running
     )
     with contextlib.closing(process):
         metrics.bind_pages(process.page_bytes)
-        yield _Running(process, metrics, process.max_tokens, process.stats.budget_bytes)
+        yield process, metrics, process.max_tokens, process.stats.budget_bytes
 
 
 def _check_combination(arguments: argparse.Namespace) -> None:
@@ -307,7 +301,6 @@ def make_engine(
 
 def server_options(arguments: argparse.Namespace) -> Callable[[int], ServerOptions]:
     """Make a function from a request's token limit to server options; raises `ConfigError`."""
-    from ..serve.server import ServerOptions
     from ..serve.server.guard import read_api_keys
     from ..serve.server.prompts import read_template
 

@@ -116,7 +116,7 @@ def reservations(pages: Pages) -> None:
 
 @_row(1)
 def freeing_is_exact(pages: Pages) -> None:
-    """Freeing part of a reservation, more than it, an unknown one, or one twice is refused."""
+    """Freeing part of a reservation, more than it, two at once, or one twice is refused."""
     other = Pages(pages.backend, 4)
     for what, page, num_pages in (
         ("its first part", 0, 1),
@@ -126,12 +126,7 @@ def freeing_is_exact(pages: Pages) -> None:
         pages.refuses("address_free", what, *other.run(page, num_pages))
     other.give_back()
     pages.refuses("address_free", "one twice", *other.run(0, 4))
-
-
-@_row(1)
-def two_reservations_are_two(pages: Pages) -> None:
-    """Freeing two reservations in one call is refused, also where they are neighbours."""
-    more = [Pages(pages.backend, 1) for _ in range(7)]
+    more = [Pages(pages.backend, 1) for _ in range(7)]  # Some may be neighbours.
     for one, two in itertools.pairwise(sorted(each.address for each in [pages, *more])):
         span = two + pages.page_bytes - one
         pages.refuses("address_free", "two reservations at once", one, span)
@@ -201,24 +196,17 @@ def fresh_memory_is_zero(pages: Pages) -> None:
 
 
 @_row(4)
-def map_and_unmap(pages: Pages) -> None:
-    """Bytes written through a mapping are read through it, and usage follows."""
-    pages.mapped(1, 2)
-    held = {"num_handles": 1, "physical_bytes": 2}
-    pages.counts("mapped", num_mappings=1, mapped_bytes=2, **held)
-    pages.holds(pages.filled(0x5A, 1, 2), "what was written", 1)
-    pages.unmap(1, 2)
-    pages.counts("unmapped", **held)
-
-
-@_row(2)
 def memory_outlives_mapping(pages: Pages) -> None:
     """Memory keeps its bytes while it is mapped nowhere, and appears wherever it is mapped."""
-    handle = pages.mapped()
-    data = pages.filled(0x3C)
-    pages.unmap()
-    pages.map(1, handle)
-    pages.holds(data, "the memory at its second place", 1)
+    handle = pages.mapped(0, 2)
+    held = {"num_handles": 1, "physical_bytes": 2}
+    pages.counts("mapped", num_mappings=1, mapped_bytes=2, **held)
+    data = pages.filled(0x3C, 0, 2)
+    pages.holds(data, "what was written")
+    pages.unmap(0, 2)
+    pages.counts("unmapped", **held)
+    pages.map(2, handle, 2)
+    pages.holds(data, "the memory at its second place", 2)
 
 
 @_row(2)
@@ -296,11 +284,15 @@ def unmaps_are_whole(pages: Pages) -> None:
 
 @_row(4)
 def runs(pages: Pages) -> None:
-    """A single access or unmap call may cover a run of several whole mappings."""
+    """An access or unmap call may cover a run of whole mappings; access may change, bytes stay."""
     parts = ((0, 1), (1, 2), (3, 1))
     pages.execute([MapOp(*pages.run(*part), pages.create(part[1])) for part in parts])
     pages.backend.mem_set_access(*pages.run(0, 4), RW)
-    pages.holds(pages.filled(0x21, 0, 4), "the run")
+    data = pages.filled(0x21, 0, 4)
+    pages.backend.mem_set_access(*pages.run(0, 4), Access.READ)
+    pages.holds(data, "the run, read-only")
+    pages.backend.mem_set_access(*pages.run(0, 4), RW)
+    pages.holds(pages.filled(0x22, 0, 4), "the run, writable again")
     pages.unmap(0, 4)
     pages.counts("after one unmap", num_handles=3, physical_bytes=4)
 
@@ -312,17 +304,6 @@ def access_needs_mapping(pages: Pages) -> None:
     for page in (0, 2):
         pages.mapped(page)
     pages.refuses("mem_set_access", "access to a run with a hole", *pages.run(0, 3), RW)
-
-
-@_row(1)
-def access_can_change(pages: Pages) -> None:
-    """Access can be lowered to reading and raised again; the bytes stay."""
-    pages.mapped()
-    data = pages.filled(0x31)
-    pages.backend.mem_set_access(*pages.run(0), Access.READ)
-    pages.holds(data, "the bytes, read-only")
-    pages.backend.mem_set_access(*pages.run(0), RW)
-    pages.holds(pages.filled(0x32), "the bytes, writable again")
 
 
 # ---- batches -------------------------------------------------------------------------------------

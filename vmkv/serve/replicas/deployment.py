@@ -24,9 +24,10 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 
 from ...errors import ConfigError, one_line
+from ...options import ServerOptions
 from ...units import MiB
 from ..engine_client import SILENCE_MAX_S
-from ..server.app import ServerOptions, create_app
+from ..server.app import create_app
 from .choice import Routing
 from .client import ReplicatedEngine
 from .metrics import ReplicaMetrics
